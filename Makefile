@@ -1,0 +1,33 @@
+# Everything runs from a bare Python >= 3.11: the first target that needs it makes .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+COUNT ?= 64
+
+.PHONY: demo test lint clean
+
+demo: $(VENV)/.demo
+	$(BIN)/python -m trainer.demo --count $(COUNT)
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+$(VENV)/bin/python:
+	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version) if sys.version_info < (3, 11) else None'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.demo: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	touch $@
+
+$(VENV)/.dev: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@ $(VENV)/.demo
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

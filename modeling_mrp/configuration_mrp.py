@@ -1,0 +1,60 @@
+"""Configuration of an SDAR block-diffusion backbone with an optional MRP head."""
+
+from typing import Any
+
+from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
+
+
+class MRPConfig(Qwen3Config):
+    """A `Qwen3Config` plus what block diffusion and the MRP head need (SDAR, arXiv 2510.06303; MRP, arXiv 2605.18817).
+
+    Args:
+        block_size: Tokens per diffusion block, counted from absolute position 0.
+        mask_token_id: The id that stands for a token not revealed yet. It is never emitted.
+        num_nextn_predict_layers: Decoder layers of the MRP head (published: 3); 0 for a backbone without a head.
+        num_mrp_heads: Number of heads. Only one is defined: it serves every draft depth.
+
+    Raises:
+        ValueError: if `block_size` is not positive, `mask_token_id` lies outside the vocabulary, the number of
+            heads is not 1, or a layer uses sliding-window attention (the block-causal mask has no window).
+    """
+
+    model_type = "sdar_mrp"
+    _auto_class = "AutoConfig"
+
+    vocab_size: int = 151936
+    hidden_size: int = 2048
+    intermediate_size: int = 6144
+    num_hidden_layers: int = 28
+    num_attention_heads: int = 16
+    num_key_value_heads: int | None = 8
+    block_size: int = 16
+    mask_token_id: int = 151669
+    num_nextn_predict_layers: int = 0
+    num_mrp_heads: int = 1
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        if self.block_size < 1:
+            raise ValueError(f"block_size is {self.block_size}: it must be at least 1 (published checkpoints use 4 to 64)")
+        if not 0 <= self.mask_token_id < self.vocab_size:
+            raise ValueError(
+                f"mask_token_id is {self.mask_token_id}, outside the vocabulary of {self.vocab_size} tokens: "
+                "set it to the id of the tokenizer's mask token"
+            )
+        if self.num_nextn_predict_layers < 0:
+            raise ValueError(
+                f"num_nextn_predict_layers is {self.num_nextn_predict_layers}: use 0 for no head, or a depth of 1 or more"
+            )
+        if self.num_mrp_heads != 1:
+            raise ValueError(f"num_mrp_heads is {self.num_mrp_heads}: one head serves every draft depth, so it must be 1")
+        if any(kind != "full_attention" for kind in self.layer_types or ()):
+            raise ValueError(f"layer_types is {self.layer_types}: block diffusion needs 'full_attention' in every layer")
+
+    @property
+    def has_head(self) -> bool:
+        """Whether the checkpoint carries an MRP head."""
+        return self.num_nextn_predict_layers > 0
+
+
+__all__ = ["MRPConfig"]

@@ -1,0 +1,547 @@
+"""The one decoding loop: rounds of packed states over rows that never wait for each other.
+
+A row (one sequence of the batch) is a little state machine. Its *next* state is known: the backbone itself revealed it from
+the last state scored. A round goes
+
+1. **propose**: each row submits its next state, the states drafted to follow it and, behind a clean state (no
+   masks left), the all-mask state of the next block, which looks at the clean one;
+2. **score**: one backbone forward over all of them, [rows, states * block_size] tokens;
+3. **walk**: the backbone's own reveals lead from state to state; as far as they meet the proposed ones, those are
+   accepted. The reveal at the last accepted state, refined by the strategy, makes the row's next state;
+4. **commit**: what was revealed becomes text, and the KV of accepted clean blocks becomes prefix.
+
+A strategy that drafts nothing submits one state a round (two where a block ends) and is otherwise the same code.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .cache_mrp import BlockCache
+from .diffusion_mrp import block_causal_mask
+from .sampling_mrp import Picker, noise_keys
+from .strategies_mrp import Static
+
+if TYPE_CHECKING:
+    from .modeling_mrp import MRPForCausalLM
+
+# Prompt tokens per prefill forward; a multiple of every published block size.
+PREFILL_CHUNK = 2048
+
+
+@dataclass
+class States:
+    """One state per entry: a block of ids with masks, and where it stands.
+
+    Attributes:
+        ids: [..., block] long.
+        start: [...] long, the absolute position of the block.
+        step: [...] long, the denoising steps already taken in the block.
+        row: [...] long, the batch row.
+        valid: [...] bool; False for an unused slot.
+    """
+
+    ids: Tensor
+    start: Tensor
+    step: Tensor
+    row: Tensor
+    valid: Tensor
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "States":
+        """The same change of shape or choice for every field."""
+        return States(*(change(field) for field in (self.ids, self.start, self.step, self.row, self.valid)))
+
+    @staticmethod
+    def stack(states: list["States"]) -> "States":
+        """[rows, len(states)] from states of [rows]."""
+        return States(*(torch.stack([getattr(s, f) for s in states], 1) for f in ("ids", "start", "step", "row", "valid")))
+
+
+@dataclass
+class Reveal:
+    """What one denoising step reveals of [n] states.
+
+    Attributes:
+        where: [n, block] bool.
+        token: [n, block] long, meaningful where revealed.
+        logprob: [n, block] float, the token's log-probability when picked.
+        confidence: [n, block] float, its log-odds.
+    """
+
+    where: Tensor
+    token: Tensor
+    logprob: Tensor
+    confidence: Tensor
+
+    def applied_to(self, states: States) -> States:
+        """The states after the reveal."""
+        return replace(states, ids=torch.where(self.where, self.token, states.ids))
+
+    def only(self, where: Tensor) -> "Reveal":
+        """The part of the reveal that stays."""
+        return replace(self, where=where)
+
+    def and_then(self, later: "Reveal") -> "Reveal":
+        """Both reveals as one."""
+        fields = ("token", "logprob", "confidence")
+        return Reveal(
+            self.where | later.where, *(torch.where(later.where, getattr(later, f), getattr(self, f)) for f in fields)
+        )
+
+
+@dataclass
+class Rows:
+    """What is known of every row; `tokens` is laid out by absolute position, without padding.
+
+    Attributes:
+        tokens: [rows, capacity] long: prompt, revealed tokens, masks.
+        logprob: [rows, capacity] float32 log-confidence of generated tokens when committed.
+        reveal_step: [rows, capacity] long index of the denoising step that committed them, -1 elsewhere.
+        prompt_length: [rows] long.
+        limit: [rows] long, one past the last position the user wants.
+        stop: [rows] long, one past the last token of the text once it is known, else a large number.
+        start: [rows] long, the current block.
+        step: [rows] long, denoising steps taken in it.
+        clock: [rows] long, denoising steps taken in all.
+        active: [rows] bool.
+        seed: [rows] long.
+    """
+
+    tokens: Tensor
+    logprob: Tensor
+    reveal_step: Tensor
+    prompt_length: Tensor
+    limit: Tensor
+    stop: Tensor
+    start: Tensor
+    step: Tensor
+    clock: Tensor
+    active: Tensor
+    seed: Tensor
+
+
+@dataclass
+class Counts:
+    """What a decode cost.
+
+    Attributes:
+        forwards: Forwards by role: `prefill`, `denoise`, `verify` (those of the backbone) and `head`.
+        row_forwards: [rows] long, backbone forwards in which a row took part.
+        row_head_forwards: [rows] long, the same for the head.
+        drafted, accepted, revoked: [rows] long: drafted states submitted, drafts that were right, reveals taken back.
+        accepted_lengths: [rows, width + 1] long: how many rounds accepted 0, 1, 2, ... states.
+    """
+
+    forwards: dict[str, int]
+    row_forwards: Tensor
+    row_head_forwards: Tensor
+    drafted: Tensor
+    accepted: Tensor
+    revoked: Tensor
+    accepted_lengths: Tensor
+
+
+class Decoder:
+    """Runs one `generate` call; nothing of it stays on the model.
+
+    Args:
+        model: An `MRPForCausalLM` in evaluation mode.
+        strategy: Which positions are revealed, and what is drafted.
+        picker: How tokens are picked.
+        prompts: One 1-D long tensor of ids per row, without padding.
+        max_new_tokens: At most so many tokens are generated per row.
+        schedule: [block] long, reveals per denoising step, then zeros.
+        eos_token_ids: Ids that end a row.
+        seeds: [rows] long.
+        stops_at: Given a row and the length of its text, whether a stopping criterion ends it there; or None.
+        on_round: Called after every round (for streamers); or None.
+    """
+
+    def __init__(
+        self,
+        model: "MRPForCausalLM",
+        strategy: Static,
+        picker: Picker,
+        prompts: list[Tensor],
+        max_new_tokens: int,
+        schedule: Tensor,
+        eos_token_ids: list[int],
+        seeds: Tensor,
+        stops_at: Callable[[Tensor], bool] | None = None,
+        on_round: Callable[[Rows], None] | None = None,
+    ) -> None:
+        config = model.config
+        self.model, self.strategy, self.picker = model, strategy, picker
+        self.schedule, self.stops_at, self.on_round = schedule, stops_at, on_round
+        self.block, self.mask_id = config.block_size, config.mask_token_id
+        self.device = seeds.device
+        self.eos = torch.tensor(eos_token_ids, dtype=torch.long, device=self.device)
+        rows = len(prompts)
+        lengths = torch.tensor([len(p) for p in prompts], device=self.device)
+        capacity = -(-int(lengths.max() + max_new_tokens) // self.block) * self.block
+        self.rows = Rows(
+            tokens=torch.full((rows, capacity), self.mask_id, device=self.device),
+            logprob=torch.zeros(rows, capacity, device=self.device),
+            reveal_step=torch.full((rows, capacity), -1, device=self.device),
+            prompt_length=lengths,
+            limit=lengths + max_new_tokens,
+            stop=torch.full_like(lengths, torch.iinfo(torch.long).max),
+            start=lengths // self.block * self.block,
+            step=torch.zeros_like(lengths),
+            clock=torch.zeros_like(lengths),
+            active=torch.ones(rows, dtype=torch.bool, device=self.device),
+            seed=seeds,
+        )
+        for row, prompt in enumerate(prompts):
+            self.rows.tokens[row, : len(prompt)] = prompt
+        self.width = max(2, strategy.width)
+        zeros = torch.zeros_like(lengths)
+        self.counts = Counts(
+            {"prefill": 0, "denoise": 0, "verify": 0, "head": 0},
+            row_forwards=zeros.clone(),
+            row_head_forwards=zeros.clone(),
+            drafted=zeros.clone(),
+            accepted=zeros.clone(),
+            revoked=zeros.clone(),
+            accepted_lengths=torch.zeros(rows, self.width + 1, dtype=torch.long, device=self.device),
+        )
+        self.offsets = torch.arange(self.block, device=self.device)
+        self.all_rows = torch.arange(rows, device=self.device)
+        depth = config.num_hidden_layers
+        self.backbone_layers, self.head_layers = range(depth), range(depth, depth)
+        if strategy.uses_head:
+            self.head_layers = range(depth, depth + config.num_nextn_predict_layers)
+        self.cache = model.block_cache(rows, capacity, self.width * self.block, with_head=strategy.uses_head)
+        # The last scored state's hidden states, from which the head reads; `has_seed` is False right after a clean
+        # block whose successor has not been scored. `pending` is a clean block whose head KV is still to be computed.
+        self.seed_hidden = torch.zeros(rows, self.block, config.hidden_size, dtype=model.dtype, device=self.device)
+        self.has_seed = torch.zeros_like(self.rows.active)
+        self.committed = self.rows.start.clone()
+        self.head_committed = self.rows.start.clone()
+        self.pending = torch.zeros_like(self.rows.active)
+        self.pending_ids = torch.zeros(rows, self.block, dtype=torch.long, device=self.device)
+        self.pending_hidden = torch.zeros_like(self.seed_hidden)
+
+    # ------------------------------------------------------------------ the outline
+
+    def run(self) -> tuple[Rows, Counts]:
+        """Decodes every row to its end."""
+        self.prefill()
+        while bool(self.rows.active.any()):
+            states, drafted = self.propose()
+            hidden = self.score(states, drafted)
+            self.walk(states, hidden, drafted)
+            if self.on_round is not None:
+                self.on_round(self.rows)
+        return self.rows, self.counts
+
+    def prefill(self) -> None:
+        """One pass over the prompt's whole blocks and, in the same forward, each row's first state."""
+        first = self.rows.start
+        length = int(first.max()) + self.block
+        positions = torch.arange(length, device=self.device).expand(len(first), length)
+        valid = torch.ones_like(positions, dtype=torch.bool)
+        for begin in range(0, length, PREFILL_CHUNK):
+            end = min(length, begin + PREFILL_CHUNK)
+            here = positions[:, begin:end]
+            ids = self.rows.tokens[:, begin:end]
+            mask = block_causal_mask(here, positions[:, :end], valid[:, :end], self.block)
+            self.cache.target_slots(begin, end - begin)
+            hidden = self.model.backbone(ids, here, mask, self.cache)
+            self.counts.forwards["prefill"] += 1
+            self.counts.row_forwards += 1
+            if self.head_layers:
+                self.model.residual(ids, hidden, here, mask, self.cache)
+                self._count_head(self.rows.active)
+            inside = (first >= begin) & (first < end)
+            at = (first - begin).clamp(0, end - begin - self.block)[:, None] + self.offsets
+            seeds = hidden.gather(1, at[..., None].expand(-1, -1, hidden.shape[-1]))
+            self.seed_hidden = torch.where(inside[:, None, None], seeds, self.seed_hidden)
+        self.has_seed[:] = True
+        self._advance(self.current(), self.seed_hidden, self.rows.active)
+
+    def propose(self) -> tuple[States, Tensor]:
+        """The round's states [rows, width], and which of them are drafts [rows, width]."""
+        chain = [self.current()]
+        drafted = [torch.zeros_like(self.rows.active)]
+        hidden = self.seed_hidden
+        drafting = self.rows.active & self.has_seed
+        while len(chain) < self.width:
+            last = chain[-1]
+            clean = last.valid & self._clean(last)
+            drafting = drafting & last.valid & ~clean & (len(chain) < self.strategy.width)
+            if not bool((clean | drafting).any()):
+                break
+            guess = last
+            if bool(drafting.any()):
+                at_draft = replace(last, valid=drafting)
+                hidden = self.strategy.draft_hidden(self, at_draft, hidden)
+                guess = self._stepped(last, self.reveal_from(at_draft, hidden))
+            follower = self._where(clean, self._next_block(last), guess)
+            # A state that ends the row needs no forward: the reveal before it already tells.
+            drafting &= ~self._done(follower)
+            chain.append(replace(follower, valid=clean | drafting))
+            drafted.append(drafting)
+        return States.stack(chain), torch.stack(drafted, 1)
+
+    def score(self, states: States, drafted: Tensor) -> Tensor:
+        """The backbone's hidden states [rows, width, block, hidden] of all states, in one forward."""
+        rows, width = states.start.shape
+        parent = torch.zeros(rows, width, dtype=torch.bool, device=self.device)
+        parent[:, 1:] = states.start[:, 1:] > states.start[:, :-1]  # an all-mask state looks at the clean one before it
+        hidden = self._packed_forward(states, parent, self.committed, self.model.backbone)
+        verify = bool(drafted.any())
+        self.counts.forwards["verify" if verify else "denoise"] += 1
+        self.counts.row_forwards += self.rows.active
+        self.counts.drafted += drafted.sum(1)
+        return hidden
+
+    def walk(self, states: States, hidden: Tensor, drafted: Tensor) -> None:
+        """Accepts states as far as the backbone's reveals meet them, and takes each row's next state from the last one."""
+        rows, width = states.start.shape
+        reveals = self.reveal_from(states.map(lambda t: t.flatten(0, 1)), hidden.flatten(0, 1))
+        accepted = states.valid[:, 0]
+        last = torch.zeros_like(states.start[:, 0])
+        for k in range(width):
+            here = states.map(lambda t, k=k: t[:, k])  # type: ignore[misc]
+            reveal = Reveal(*(f.unflatten(0, (rows, width))[:, k] for f in vars(reveals).values()))
+            if k + 1 < width:
+                clean = self._clean(here)
+                follower = self._where(clean, self._next_block(here), self._stepped(here, reveal))
+                proposed = states.map(lambda t, k=k: t[:, k + 1])  # type: ignore[misc]
+                same = (follower.ids == proposed.ids).all(-1) & (follower.start == proposed.start)
+                onward = accepted & proposed.valid & same
+            else:
+                onward = torch.zeros_like(accepted)
+            self._commit_clean(here, hidden[:, k], accepted & self._clean(here), k)
+            self._record(here, reveal, onward)
+            last = torch.where(accepted, k, last)
+            if k + 1 < width:
+                self.counts.accepted += onward & drafted[:, k + 1]
+            accepted = onward
+        self.counts.accepted_lengths[self.all_rows, torch.where(states.valid[:, 0], last + 1, 0)] += states.valid[:, 0]
+        final = states.map(lambda t: t[self.all_rows, last])
+        chosen = Reveal(*(f.unflatten(0, (rows, width))[self.all_rows, last] for f in vars(reveals).values()))
+        seed = hidden[self.all_rows, last]
+        self._advance(final, seed, states.valid[:, 0], chosen)
+
+    # ------------------------------------------------------------------ parts of a round
+
+    def current(self) -> States:
+        """Each row's next state [rows], as its tokens show it."""
+        ids = self.rows.tokens.gather(1, (self.rows.start[:, None] + self.offsets).clamp(max=self.rows.tokens.shape[1] - 1))
+        return States(ids, self.rows.start, self.rows.step, self.all_rows, self.rows.active)
+
+    def _advance(self, states: States, hidden: Tensor, moved: Tensor, reveal: Reveal | None = None) -> None:
+        """From the last accepted states [rows]: reveal, refine, write, and stand at the next state."""
+        clean = self._clean(states)
+        at_mask = moved & ~clean
+        if reveal is None:
+            reveal = self.reveal_from(replace(states, valid=at_mask), hidden)
+        self.seed_hidden = torch.where(moved[:, None, None], hidden, self.seed_hidden)
+        self.has_seed = torch.where(moved, ~clean, self.has_seed)
+        refined = self.strategy.refine(self, replace(states, valid=at_mask), hidden, reveal)
+        self.counts.revoked += ((reveal.where & ~refined.where).sum(-1)) * at_mask
+        self._record(states, refined, at_mask)
+        following = self._where(clean, self._next_block(states), replace(states, step=states.step + 1))
+        self.rows.start = torch.where(moved, following.start, self.rows.start)
+        self.rows.step = torch.where(moved, following.step, self.rows.step)
+        self._stop_finished()
+
+    def _record(self, states: States, reveal: Reveal, rows: Tensor) -> None:
+        """Writes what `rows` revealed at their states: text, log-confidence and step."""
+        row, column = (reveal.where & rows[:, None]).nonzero(as_tuple=True)
+        at = states.start[row] + column
+        self.rows.tokens[row, at] = reveal.token[row, column]
+        self.rows.logprob[row, at] = reveal.logprob[row, column].float()
+        self.rows.reveal_step[row, at] = self.rows.clock[row]
+        self.rows.clock += rows & reveal.where.any(-1)
+
+    def _commit_clean(self, states: States, hidden: Tensor, rows: Tensor, slot: int) -> None:
+        """Keeps the KV that the round just computed for accepted clean states, and leaves the head's share pending."""
+        row = rows.nonzero()[:, 0]
+        if len(row) == 0:
+            return
+        source = torch.full_like(row, slot * self.block)
+        self.cache.commit(row, source, states.start[row], self.block, self.backbone_layers)
+        self.committed[row] = states.start[row] + self.block
+        if self.head_layers:
+            if bool((self.pending & rows).any()):
+                self.head_hidden(replace(states, valid=torch.zeros_like(rows)), hidden)
+            self.pending |= rows
+            self.pending_ids[row] = states.ids[row]
+            self.pending_hidden[row] = hidden[row]
+
+    def _stop_finished(self) -> None:
+        """Rows whose text is complete leave; a stopping criterion is asked at every newly final token."""
+        states = self.current()
+        if self.stops_at is not None:
+            self._ask_criteria(states)
+        done = self._done(states)
+        eos_end = states.start + self._eos_column(states) + 1
+        end = torch.minimum(torch.where(self._eos_column(states) < self.block, eos_end, self.rows.limit), self.rows.limit)
+        self.rows.stop = torch.where(self.rows.active & done, torch.minimum(self.rows.stop, end), self.rows.stop)
+        self.rows.active = self.rows.active & ~done
+
+    def _ask_criteria(self, states: States) -> None:
+        """Extends each row's final text (no mask before it) token by token and asks whether it ends there."""
+        assert self.stops_at is not None
+        if not hasattr(self, "_asked"):
+            self._asked = self.rows.prompt_length.tolist()
+        for row in self.rows.active.nonzero()[:, 0].tolist():
+            masked = (self.rows.tokens[row] == self.mask_id).nonzero()
+            final = min(int(masked[0]) if len(masked) else self.rows.tokens.shape[1], int(self.rows.limit[row]))
+            for length in range(self._asked[row] + 1, final + 1):
+                if self.stops_at(self.rows.tokens[row : row + 1, :length]):
+                    self.rows.stop[row] = length
+                    self.rows.active[row] = False
+                    break
+            self._asked[row] = max(self._asked[row], final)
+
+    # ------------------------------------------------------------------ states
+
+    def _clean(self, states: States) -> Tensor:
+        return ~(states.ids == self.mask_id).any(-1)
+
+    def _eos_column(self, states: States) -> Tensor:
+        """[n] the first column of a generated eos in the block, `block_size` if there is none."""
+        generated = states.start[:, None] + self.offsets >= self.rows.prompt_length[states.row, None]
+        found = torch.isin(states.ids, self.eos) & generated
+        return torch.where(found, self.offsets, self.block).amin(-1)
+
+    def _done(self, states: States) -> Tensor:
+        """[n] bool: everything before the first eos, or before the limit, is revealed."""
+        end = torch.minimum(self._eos_column(states) + 1, self.rows.limit[states.row] - states.start)
+        hidden = (states.ids == self.mask_id) & (self.offsets < end[:, None])
+        return (end <= self.block) & ~hidden.any(-1)
+
+    def _next_block(self, states: States) -> States:
+        """The all-mask state of the block that follows."""
+        return replace(
+            states,
+            ids=torch.full_like(states.ids, self.mask_id),
+            start=states.start + self.block,
+            step=torch.zeros_like(states.step),
+        )
+
+    @staticmethod
+    def _stepped(states: States, reveal: Reveal) -> States:
+        return replace(reveal.applied_to(states), step=states.step + 1)
+
+    @staticmethod
+    def _where(condition: Tensor, a: States, b: States) -> States:
+        return replace(
+            b,
+            ids=torch.where(condition[:, None], a.ids, b.ids),
+            start=torch.where(condition, a.start, b.start),
+            step=torch.where(condition, a.step, b.step),
+        )
+
+    # ------------------------------------------------------------------ picks
+
+    def reveal_from(self, states: States, hidden: Tensor, count: Tensor | None = None) -> Reveal:
+        """Picks at the masked positions of [n] states from hidden states [n, block, hidden], and what the strategy reveals.
+
+        `count` overrides the strategy and the schedule: so many of the most confident positions.
+        """
+        masked = states.ids == self.mask_id
+        candidates = masked & (self.offsets < self._eos_column(states)[:, None]) & states.valid[:, None]
+        state, column = candidates.nonzero(as_tuple=True)
+        row = states.row[state]
+        keys = noise_keys(self.rows.seed[row], states.start[state] + column, masked.sum(-1)[state])
+        picks = self.picker(hidden[state, column], keys, lambda at: self._contexts(states, state[at]))
+        shape = states.ids.shape
+        token = torch.zeros(shape, dtype=torch.long, device=self.device).index_put_((state, column), picks.token)
+
+        def spread(values: Tensor) -> Tensor:
+            return values.new_full(shape, -torch.inf).index_put_((state, column), values)
+
+        confidence, logprob, entropy = map(spread, (picks.confidence, picks.logprob, picks.entropy))
+        if count is None:
+            count = self.schedule[states.step.clamp(max=self.block - 1)]
+            where = self.strategy.reveal(confidence, entropy, candidates, count)
+        else:
+            where = Static.reveal(self.strategy, confidence, entropy, candidates, count)
+        return Reveal(where, token, logprob, confidence)
+
+    def token_confidence(self, states: States, hidden: Tensor, token: Tensor, where: Tensor) -> Tensor:
+        """[n, block] log-odds of given tokens under lm_head(hidden), -inf outside `where`."""
+        state, column = where.nonzero(as_tuple=True)
+        odds = self.picker.token_log_odds(
+            hidden[state, column], token[state, column], lambda at: self._contexts(states, state[at])
+        )
+        return odds.new_full(where.shape, -torch.inf).index_put_((state, column), odds)
+
+    def residual_magnitude(self, hidden: Tensor, token: Tensor, where: Tensor) -> Tensor:
+        """[n, block] |C| of given tokens: one dot product each; 0 outside `where`."""
+        state, column = where.nonzero(as_tuple=True)
+        weight = self.picker.lm_head_weight[token[state, column]]
+        logit = (hidden[state, column] * weight).sum(-1).abs()
+        return logit.new_zeros(where.shape).index_put_((state, column), logit)
+
+    def _contexts(self, states: States, state: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """For logits processors: which of the positions belong to which committed ids."""
+        contexts = []
+        for s in state.unique().tolist():
+            row, start = int(states.row[s]), int(states.start[s])
+            committed = self.rows.tokens[row : row + 1, :start].clone()
+            if start > int(self.rows.start[row]):  # behind a clean state of this round, one entry before
+                committed[:, start - self.block :] = states.ids[s - 1]
+            contexts.append(((state == s).nonzero()[:, 0], committed))
+        return contexts
+
+    # ------------------------------------------------------------------ forwards
+
+    def head_hidden(self, states: States, hidden: Tensor) -> Tensor:
+        """h_C at [rows] states, given hidden states [rows, block, hidden]; catches up with the head's KV on the way."""
+        if not bool(self.pending.any()):
+            packed = states.map(lambda t: t[:, None])
+            return self._head_packed(packed, hidden[:, None], None)[:, 0]
+        clean = States(self.pending_ids, self.head_committed, torch.zeros_like(states.step), self.all_rows, self.pending)
+        packed = States.stack([clean, states])
+        parent = torch.zeros_like(packed.valid)
+        parent[:, 1] = self.pending
+        residual = self._head_packed(packed, torch.stack([self.pending_hidden, hidden], 1), parent)[:, 1]
+        row = self.pending.nonzero()[:, 0]
+        self.cache.commit(row, torch.zeros_like(row), self.head_committed[row], self.block, self.head_layers)
+        self.head_committed[row] += self.block
+        self.pending = torch.zeros_like(self.pending)
+        return residual
+
+    def _head_packed(self, states: States, hidden: Tensor, parent: Tensor | None) -> Tensor:
+        def forward(ids: Tensor, positions: Tensor, mask: Tensor, cache: BlockCache) -> Tensor:
+            return self.model.residual(ids, hidden.flatten(1, 2), positions, mask, cache)
+
+        self._count_head(states.valid.any(1))
+        return self._packed_forward(states, parent, self.head_committed, forward)
+
+    def _count_head(self, rows: Tensor) -> None:
+        self.counts.forwards["head"] += 1
+        self.counts.row_head_forwards += rows
+
+    def _packed_forward(
+        self,
+        states: States,
+        parent: Tensor | None,
+        committed: Tensor,
+        forward: Callable[[Tensor, Tensor, Tensor, BlockCache], Tensor],
+    ) -> Tensor:
+        """Scores [rows, width] states side by side: each sees its prefix, itself and, if `parent`, the state before it."""
+        rows, width = states.start.shape
+        used = int(committed.max())
+        self.cache.target_scratch(width * self.block, used)
+        sees = torch.eye(width, dtype=torch.bool, device=self.device).repeat(rows, 1, 1)
+        if parent is not None:
+            sees |= torch.diag_embed(parent[:, 1:], offset=-1)
+        scratch = sees.repeat_interleave(self.block, 1).repeat_interleave(self.block, 2)
+        prefix = torch.arange(used, device=self.device) < committed[:, None]
+        mask = torch.cat([scratch, prefix[:, None].expand(-1, width * self.block, -1)], -1)[:, None]
+        positions = (states.start[..., None] + self.offsets).flatten(1)
+        hidden = forward(states.ids.flatten(1), positions, mask, self.cache)
+        return hidden.unflatten(1, (width, self.block))
+
+
+__all__ = ["Counts", "Decoder", "Reveal", "Rows", "States"]

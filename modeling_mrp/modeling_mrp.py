@@ -1,0 +1,334 @@
+"""The SDAR backbone as a difference from transformers' Qwen3, and the MRP head on top of it.
+
+Symbols follow the MRP paper (arXiv 2605.18817): h_A are the backbone's final hidden states at a state x,
+A = lm_head(h_A) its logits, x' the state after a reveal, h_C the head's output and A + C = lm_head(h_A + h_C)
+the head's estimate of the backbone's logits at x'.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+from transformers.cache_utils import Cache
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_utils import PreTrainedModel
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3Model, Qwen3RMSNorm
+
+from .configuration_mrp import MRPConfig
+from .diffusion_mrp import IGNORE_INDEX, PackedBatch, block_causal_mask, pack_noisy, weighted_cross_entropy
+from .generation_mrp import MRPGenerationMixin
+
+AUTO_MAP = {
+    "AutoConfig": "configuration_mrp.MRPConfig",
+    "AutoModel": "modeling_mrp.MRPForCausalLM",
+    "AutoModelForCausalLM": "modeling_mrp.MRPForCausalLM",
+}
+
+
+class ResidualNorm(Qwen3RMSNorm):
+    """The head's last norm. A new one has weight zero, so that a new head adds nothing: A + C = A."""
+
+
+class MRPHead(nn.Module):
+    """Predicts the residual h_C that a reveal adds to the backbone's hidden states (MRP, section 3).
+
+    ``h_C = norm(layers(eh_proj([enorm(embed(x')) ; hnorm(h_A)])))``. Its layers are the backbone's kind of layer
+    and keep their own KV, in the layers of the cache that follow the backbone's. A new head is the identity.
+
+    Args:
+        config: The model's configuration; `num_nextn_predict_layers` gives the depth.
+    """
+
+    def __init__(self, config: MRPConfig) -> None:
+        super().__init__()
+        self.enorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.hnorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.eh_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+        layers = [Qwen3DecoderLayer(config, 0) for _ in range(config.num_nextn_predict_layers)]
+        for index, layer in enumerate(layers):
+            layer.self_attn.layer_idx = config.num_hidden_layers + index
+        self.layers = nn.ModuleList(layers)
+        self.norm = ResidualNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(
+        self,
+        inputs_embeds: Tensor,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        position_embeddings: tuple[Tensor, Tensor],
+        past_key_values: Cache | None = None,
+    ) -> Tensor:
+        """One residual.
+
+        Args:
+            inputs_embeds: [batch, length, hidden_size], the embeddings of x' (the state after the reveal).
+            hidden_states: [batch, length, hidden_size], h_A or the accumulated estimate of it.
+            attention_mask: As `Qwen3DecoderLayer` takes it: [batch, 1, length, keys].
+            position_embeddings: cos and sin of the backbone's rotary embedding.
+            past_key_values: The cache that the head's layers update.
+
+        Returns:
+            [batch, length, hidden_size], h_C.
+        """
+        hidden = self.eh_proj(torch.cat([self.enorm(inputs_embeds), self.hnorm(hidden_states)], -1))
+        for layer in self.layers:
+            hidden = layer(
+                hidden,
+                attention_mask=attention_mask,
+                position_embeddings=position_embeddings,
+                past_key_values=past_key_values,
+                use_cache=past_key_values is not None,
+            )
+        return self.norm(hidden)
+
+
+class MRPPreTrainedModel(PreTrainedModel):
+    """Loading, saving and initialisation shared by MRP models."""
+
+    config_class = MRPConfig
+    _auto_class = "AutoModelForCausalLM"
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["Qwen3DecoderLayer"]
+    _skip_keys_device_placement = ["past_key_values"]
+    _supports_sdpa = True
+    _supports_attention_backend = True
+    _supports_flash_attn = False  # flash attention takes no block-causal mask
+    _supports_flex_attn = False
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """Loads as transformers does, but a checkpoint that does not fit the model is an error instead of a warning.
+
+        Raises:
+            ValueError: if the checkpoint lacks a tensor, has one too many, or one of another shape; all are listed.
+        """
+        with_info = kwargs.pop("output_loading_info", False)
+        kwargs.setdefault("ignore_mismatched_sizes", True)  # collected below, with the other misfits
+        model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
+        misfits = [f"missing: {name}" for name in sorted(info["missing_keys"])]
+        misfits += [f"unexpected: {name}" for name in sorted(info["unexpected_keys"])]
+        misfits += [
+            f"wrong shape: {name} is {list(has)}, needs {list(needs)}" for name, has, needs in sorted(info["mismatched_keys"])
+        ]
+        if misfits:
+            raise ValueError(
+                f"the checkpoint does not fit its config ({len(misfits)} tensors):\n  " + "\n  ".join(misfits) + "\n"
+                "Check num_nextn_predict_layers (0: no head), the sizes in config.json, and that the download is whole"
+            )
+        return (model, info) if with_info else model
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        """Saves weights, both configs and real copies of the remote code, so that the folder loads anywhere."""
+        self.config.auto_map = dict(AUTO_MAP)
+        super().save_pretrained(save_directory, *args, **kwargs)
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, ResidualNorm):
+            init.zeros_(module.weight)
+        else:
+            super()._init_weights(module)
+
+
+class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
+    """An SDAR block-diffusion language model with an optional MRP head.
+
+    The backbone is transformers' `Qwen3Model`, unchanged, under a block-causal mask: a token sees every token of
+    earlier blocks and of its own block, and a masked position predicts its own token (no shift by one).
+    """
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def __init__(self, config: MRPConfig) -> None:
+        super().__init__(config)
+        self.model = Qwen3Model(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.mrp_head = MRPHead(config) if config.has_head else None
+        self.post_init()
+
+    def backbone(self, input_ids: Tensor, position_ids: Tensor, mask: Tensor, past_key_values: Cache | None = None) -> Tensor:
+        """The backbone's final-norm hidden states h_A under a boolean mask.
+
+        Args:
+            input_ids: [batch, length] long.
+            position_ids: [batch, length] long, absolute.
+            mask: [batch, 1, length, keys] bool, True where a query sees a key.
+            past_key_values: A cache that the layers update, or None.
+
+        Returns:
+            [batch, length, hidden_size].
+        """
+        return self.model(
+            input_ids=input_ids,
+            attention_mask={"full_attention": self._attention_bias(mask)},
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            use_cache=past_key_values is not None,
+        ).last_hidden_state
+
+    def residual(
+        self, input_ids: Tensor, hidden_states: Tensor, position_ids: Tensor, mask: Tensor, past_key_values: Cache | None = None
+    ) -> Tensor:
+        """The head's residual h_C = Head(embed(x'), h_A); `lm_head(h_A + h_C)` estimates the logits at x'.
+
+        Args:
+            input_ids: [batch, length] long, x'.
+            hidden_states: [batch, length, hidden_size], h_A or an accumulated estimate.
+            position_ids: [batch, length] long, absolute.
+            mask: [batch, 1, length, keys] bool.
+            past_key_values: A cache with room for the head's layers, or None.
+
+        Returns:
+            [batch, length, hidden_size].
+
+        Raises:
+            ValueError: if the model has no head.
+        """
+        if self.mrp_head is None:
+            raise ValueError(
+                "this checkpoint has no MRP head (num_nextn_predict_layers is 0): load one that has, or train a head"
+            )
+        embeds = self.model.embed_tokens(input_ids)
+        rotary = self.model.rotary_emb(embeds, position_ids)
+        return self.mrp_head(embeds, hidden_states, self._attention_bias(mask), rotary, past_key_values)
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        noise_level: Tensor | None = None,
+        noise_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Logits of every position given what is revealed, or the block-diffusion loss when `labels` are given.
+
+        Args:
+            input_ids: [batch, length] long. Positions that hold `mask_token_id` are predicted.
+            attention_mask: [batch, past + length], 1 for real tokens (padding on either side), or a boolean or
+                additive [batch, 1, length, past + length] mask that replaces the block-causal one.
+            position_ids: [batch, length] long, absolute; by default counted from the first real token.
+            past_key_values: Keys and values of earlier, clean blocks.
+            inputs_embeds: [batch, length, hidden_size] in place of `input_ids`.
+            labels: [batch, length] long, the true tokens; -100 where nothing is learned (the prompt). The input is
+                then noised: each learned token is masked with probability t ~ U(0, 1] drawn per sequence, one pass
+                holds [x_t | x_0], and the loss is the cross-entropy at the masked positions weighted 1 / t, over
+                the number of learned tokens (SDAR, equation 3). The logits returned are those of the noisy copy.
+            use_cache: Whether to return keys and values.
+            logits_to_keep: As in transformers: the last n positions, or an index tensor. 0 keeps all.
+            noise_level: [batch], t of each sequence, instead of drawing it.
+            noise_mask: [batch, length] bool, the positions to mask, instead of drawing them.
+
+        Returns:
+            `CausalLMOutputWithPast` with float logits [batch, kept, vocab], and with `output_hidden_states=True`
+            the hidden states, of which the last are h_A.
+
+        Raises:
+            ValueError: if `labels` come with a cache, embeddings or a 4-D mask.
+        """
+        if labels is not None:
+            if past_key_values is not None or input_ids is None or (attention_mask is not None and attention_mask.dim() != 2):
+                raise ValueError(
+                    "labels need input_ids with a 2-D attention_mask and no past_key_values: the pass packs its own mask"
+                )
+            return self._training_pass(input_ids, labels, attention_mask, noise_level, noise_mask)
+        given = input_ids if input_ids is not None else inputs_embeds
+        if given is None:
+            raise ValueError("forward got neither input_ids nor inputs_embeds: pass one of them")
+        mask, position_ids = self._block_causal(given, attention_mask, position_ids, past_key_values)
+        outputs = self.model(
+            input_ids=input_ids,
+            inputs_embeds=inputs_embeds,
+            attention_mask={"full_attention": mask},
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        return CausalLMOutputWithPast(
+            logits=self.lm_head(outputs.last_hidden_state[:, keep]),
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+    def _block_causal(
+        self, given: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, past_key_values: Cache | None
+    ) -> tuple[Tensor, Tensor]:
+        """The mask in the attention implementation's form, and the positions of the new tokens."""
+        batch, length = given.shape[:2]
+        past = past_key_values.get_seq_length() if past_key_values is not None else 0
+        valid = torch.ones(batch, past + length, dtype=torch.bool, device=given.device)
+        if attention_mask is not None and attention_mask.dim() == 2:
+            if attention_mask.shape[1] != past + length:
+                raise ValueError(
+                    f"attention_mask covers {attention_mask.shape[1]} tokens, but the cache holds {past} and {length} are new: "
+                    f"pass [{batch}, {past + length}]"
+                )
+            valid = attention_mask.bool()
+        key_positions = (valid.long().cumsum(-1) - 1).clamp(min=0)
+        if position_ids is None:
+            position_ids = key_positions[:, past:]
+        else:
+            position_ids = position_ids.expand(batch, length)
+            key_positions = torch.cat([key_positions[:, :past], position_ids], 1)
+        if attention_mask is not None and attention_mask.dim() == 4:
+            return (
+                self._attention_bias(attention_mask) if attention_mask.dtype == torch.bool else attention_mask
+            ), position_ids
+        mask = block_causal_mask(position_ids, key_positions, valid, self.config.block_size)
+        mask |= torch.eye(length, past + length, dtype=torch.bool, device=given.device).roll(past, -1)  # padding sees itself
+        return self._attention_bias(mask), position_ids
+
+    def _attention_bias(self, mask: Tensor) -> Tensor:
+        """SDPA takes a boolean mask as it is; eager attention adds it to the scores."""
+        if self.config._attn_implementation != "eager":
+            return mask
+        return torch.zeros(mask.shape, dtype=self.dtype, device=mask.device).masked_fill_(~mask, torch.finfo(self.dtype).min)
+
+    def packed_hidden_states(self, batch: PackedBatch, input_ids: Tensor | None = None) -> Tensor:
+        """h of every token of a packed pass [x_t | x_0]; `input_ids` stands in for the batch's own (another noisy state)."""
+        mask = batch.attention_mask(self.config.block_size)
+        return self.backbone(batch.input_ids if input_ids is None else input_ids, batch.position_ids, mask)
+
+    def packed_residual(self, batch: PackedBatch, input_ids: Tensor, hidden_states: Tensor) -> Tensor:
+        """h_C of every token of a packed pass, at the revealed state `input_ids` [batch, length]."""
+        return self.residual(input_ids, hidden_states, batch.position_ids, batch.attention_mask(self.config.block_size))
+
+    def _training_pass(
+        self,
+        input_ids: Tensor,
+        labels: Tensor,
+        attention_mask: Tensor | None,
+        noise_level: Tensor | None,
+        noise_mask: Tensor | None,
+    ) -> CausalLMOutputWithPast:
+        batch, length = input_ids.shape
+        valid = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
+        if (valid[:, 1:] & ~valid[:, :-1]).any():
+            raise ValueError("labels need right padding: a 0 stands before a 1 in attention_mask")
+        if noise_level is None:
+            noise_level = 1 - torch.rand(batch, device=input_ids.device)
+        if noise_mask is None:
+            noise_mask = torch.rand(batch, length, device=input_ids.device) < noise_level[:, None]
+        response = labels != IGNORE_INDEX
+        weight = (1 / noise_level)[:, None].expand(batch, length)
+        clean = torch.where(response, labels, input_ids)
+        packed = pack_noisy(clean, response, valid, noise_mask, weight, self.config.mask_token_id)
+        hidden = self.packed_hidden_states(packed)
+        chosen = packed.supervised
+        loss = weighted_cross_entropy(
+            hidden[chosen], self.lm_head.weight, packed.target_ids[chosen], packed.weight[chosen], packed.response_tokens
+        )
+        return CausalLMOutputWithPast(loss=loss, logits=self.lm_head(hidden[:, :length]))
+
+
+__all__ = ["MRPForCausalLM", "MRPHead", "MRPPreTrainedModel"]

@@ -1,0 +1,185 @@
+"""The loop against the slow reference decoder, against itself at other batch sizes, and speculation against `static`."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_model
+from reference import reference_decode
+
+from modeling_mrp import MRPForCausalLM
+
+BACKBONE_MODES = ("static", "dynamic", "sequential", "entropy_bound")
+ALL_MODES = (*BACKBONE_MODES, "self_spec", "mrp_direct", "mrp_spec", "mrp_remask")
+SAMPLINGS: tuple[dict[str, Any], ...] = (
+    {"do_sample": False},
+    {"do_sample": True, "temperature": 0.7, "top_k": 0},
+    {"do_sample": True, "temperature": 1.0, "top_k": 5},
+    {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 0.8},
+)
+
+
+def batch_of(prompts: list[list[int]], side: str) -> dict[str, torch.Tensor]:
+    width = max(map(len, prompts))
+    ids, mask = [], []
+    for prompt in prompts:
+        pad = [0] * (width - len(prompt))
+        ids.append(pad + prompt if side == "left" else prompt + pad)
+        ones = [1] * len(prompt)
+        mask.append(pad + ones if side == "left" else ones + pad)
+    return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
+
+
+def decode(
+    model: MRPForCausalLM, prompts: list[list[int]], side: str = "left", **options: Any
+) -> list[tuple[list[int], list[int], list[float]]]:
+    """(tokens, reveal steps, log-probabilities) of every row."""
+    inputs = batch_of(prompts, side)
+    out = model.generate(**inputs, return_dict_in_generate=True, **options)
+    generated = out.sequences[:, inputs["input_ids"].shape[1] :]
+    rows = []
+    for tokens, steps, logprobs in zip(generated, out.reveal_step, out.token_logprobs, strict=True):
+        n = int((steps >= 0).sum())
+        rows.append((tokens[:n].tolist(), steps[:n].tolist(), logprobs[:n].tolist()))
+    return rows
+
+
+def random_prompts(rng: random.Random, count: int, longest: int = 23) -> list[list[int]]:
+    return [[rng.randrange(1, 50) for _ in range(rng.randint(1, longest))] for _ in range(count)]
+
+
+def reference_options(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name not in ("eos_token_id", "max_new_tokens", "decoding")}
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=("greedy", "sampled", "top_k", "top_p"))
+@pytest.mark.parametrize("mode", [*BACKBONE_MODES, "mrp_direct", "mrp_remask", "mrp_remask-residual"])
+def test_equals_the_reference(mode: str, sampling: dict[str, Any]) -> None:
+    rng = random.Random(f"{mode}{sampling}")
+    for trial in range(6):
+        block = rng.choice((4, 8, 16))
+        model = make_model(trial, block_size=block)
+        decoding, _, rule = mode.partition("-")
+        options: dict[str, Any] = {
+            "decoding": decoding,
+            "max_new_tokens": rng.randint(1, 30),
+            "denoising_steps": rng.choice((None, None, 1, 3, block)),
+            "confidence_threshold": rng.choice((0.02, 0.1, 0.5)),
+            "entropy_threshold": rng.choice((1.0, 6.0)),
+            "mrp_steps": rng.choice((1, 2, 3)),
+            "remask_rule": rule or "threshold",
+            "residual_delta": rng.choice((0.2, 1.0)),
+            **sampling,
+        }
+        eos = rng.choice(([], [7, 11, 13], list(range(1, 20))))
+        prompts = random_prompts(rng, 3)
+        got = decode(model, prompts, rng.choice(("left", "right")), eos_token_id=eos or None, seed=trial, **options)
+        for row, prompt in enumerate(prompts):
+            expected = reference_decode(
+                model, prompt, decoding, options["max_new_tokens"], eos_ids=eos, seed=trial + row, **reference_options(options)
+            )
+            assert got[row][0] == expected.tokens, (trial, row, options)
+            assert got[row][1] == expected.reveal_step
+            assert got[row][2] == pytest.approx(expected.logprobs, abs=1e-5)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=("greedy", "sampled", "top_k", "top_p"))
+@pytest.mark.parametrize("mode", ["mrp_spec", "self_spec"])
+def test_speculation_is_lossless_on_random_weights(mode: str, sampling: dict[str, Any]) -> None:
+    """Nearly every draft is wrong here; tokens, steps and log-probabilities must still be those of `static`."""
+    rng = random.Random(f"{mode}{sampling}")
+    for trial in range(16):
+        block = rng.choice((4, 8, 16, 32))
+        model = make_model(trial, block_size=block)
+        options: dict[str, Any] = {
+            "max_new_tokens": rng.randint(1, 40),
+            "denoising_steps": rng.choice((None, None, 2, 3)),
+            "eos_token_id": rng.choice((None, [3, 5], list(range(1, 12)))),
+            "seed": trial,
+            **sampling,
+        }
+        prompts = random_prompts(rng, rng.choice((1, 3, 8)), 40)
+        static = decode(model, prompts, "left", decoding="static", **options)
+        side = rng.choice(("left", "right"))
+        drafted = decode(model, prompts, side, decoding=mode, num_draft_states=rng.randint(1, 8), **options)
+        for a, b in zip(static, drafted, strict=True):
+            assert a[:2] == b[:2], (trial, options)
+            assert a[2] == pytest.approx(b[2], abs=1e-5)
+
+
+@pytest.mark.parametrize("mode", ALL_MODES)
+def test_batch_invariance(mode: str) -> None:
+    """A row's tokens do not depend on its neighbours, their order or the padding."""
+    rng = random.Random(mode)
+    for trial, sampling in enumerate(SAMPLINGS):
+        model = make_model(trial)
+        prompts = random_prompts(rng, 8, 30)
+        options = {
+            "decoding": mode,
+            "max_new_tokens": 19,
+            "confidence_threshold": 0.06,
+            "entropy_threshold": 4.0,
+            "eos_token_id": [9],
+            **sampling,
+        }
+        together = decode(model, prompts, "left", seed=list(range(8)), **options)
+        order = rng.sample(range(8), 8)
+        shuffled = decode(model, [prompts[i] for i in order], "right", seed=order, **options)
+        for place, row in enumerate(order):
+            assert shuffled[place][:2] == together[row][:2]
+            alone = decode(model, [prompts[row]], seed=row, **options)[0]
+            assert alone[:2] == together[row][:2]
+
+
+def test_shorter_limits_give_prefixes(random_model: MRPForCausalLM) -> None:
+    prompts = random_prompts(random.Random(0), 4)
+    longest = decode(random_model, prompts, decoding="static", max_new_tokens=21)
+    for limit in (1, 2, 5, 8, 13):
+        for shorter, longer in zip(
+            decode(random_model, prompts, decoding="mrp_spec", max_new_tokens=limit), longest, strict=True
+        ):
+            assert shorter[0] == longer[0][:limit]
+
+
+def test_static_costs_one_forward_a_token(random_model: MRPForCausalLM) -> None:
+    """Prefill scores the first state, a clean block's KV rides with the next block's first state: no forward is extra."""
+    ids = torch.arange(1, 9)[None]
+    out = random_model.generate(ids, decoding="static", max_new_tokens=12, return_dict_in_generate=True)
+    assert out.stats.forwards == {"prefill": 1, "denoise": 11, "verify": 0, "head": 0}
+    assert out.tokens_per_forward.tolist() == [1.0]
+    assert sorted(out.reveal_step[0].tolist()) == list(range(12))
+
+
+def test_a_perfect_drafter_accepts_everything() -> None:
+    """With one layer of attention off and a head that adds nothing, stale logits are right wherever masks do not interact."""
+    model = make_model()
+    for layer in model.model.layers:  # positions no longer look at each other, so a reveal changes nothing
+        torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
+    out = model.generate(
+        torch.tensor([[1, 2, 3, 4]]), decoding="self_spec", num_draft_states=5, max_new_tokens=12, return_dict_in_generate=True
+    )
+    # Block 4, K = 5: prefill sees all masks; then [1, 2, 3 masks gone, clean, next all-mask] in one forward per block;
+    # the last block needs 3 states before its text is known.
+    assert out.stats.forwards == {"prefill": 1, "denoise": 0, "verify": 3, "head": 0}
+    assert out.stats.accepted_lengths.tolist() == [[0, 0, 0, 1, 0, 2]]
+    assert out.stats.drafted.tolist() == [3 + 3 + 2] == out.stats.accepted.tolist()
+    assert out.tokens_per_forward.tolist() == [3.0]
+
+
+def test_the_mask_id_is_never_emitted() -> None:
+    model = make_model()
+    with torch.no_grad():  # make the mask id the favourite everywhere
+        model.lm_head.weight[60] = 50 * model.lm_head.weight.abs().mean(0)
+    for mode in ALL_MODES:
+        for sampling in SAMPLINGS:
+            tokens = model.generate(torch.tensor([[1, 2, 3]]), decoding=mode, max_new_tokens=9, **sampling)
+            assert 60 not in tokens[0].tolist()
+
+
+def test_the_model_keeps_nothing_of_a_call(random_model: MRPForCausalLM) -> None:
+    before = set(vars(random_model)) | set(vars(random_model.generation_config))
+    config = random_model.generation_config.to_dict()
+    random_model.generate(torch.tensor([[1, 2]]), decoding="mrp_spec", max_new_tokens=5, do_sample=True, temperature=0.5)
+    assert set(vars(random_model)) | set(vars(random_model.generation_config)) == before
+    assert random_model.generation_config.to_dict() == config

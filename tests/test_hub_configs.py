@@ -1,0 +1,214 @@
+"""The folders of the published shapes: they load as they lie, and have the published dimensions to the last parameter."""
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import ROOT
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationConfig
+
+from modeling_mrp.generation_mrp import MRPGenerationConfig
+
+VOCAB = 151936
+HEAD_DIM = 128
+KV_WIDTH = 8 * HEAD_DIM
+HEAD_LAYERS = 3
+PACKAGE = ROOT / "modeling_mrp"
+CODE = sorted(path.name for path in PACKAGE.glob("*_mrp.py"))
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The dimensions in which the published models differ."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+
+    @property
+    def width(self) -> int:
+        return self.heads * HEAD_DIM
+
+    @property
+    def layer_parameters(self) -> int:
+        attention = 2 * self.hidden * self.width + 2 * self.hidden * KV_WIDTH  # q, o; k, v
+        return attention + 2 * HEAD_DIM + 3 * self.hidden * self.intermediate + 2 * self.hidden  # q/k-norm, mlp, two norms
+
+    @property
+    def backbone_parameters(self) -> int:
+        return 2 * VOCAB * self.hidden + self.layers * self.layer_parameters + self.hidden  # embedding and lm_head, last norm
+
+    @property
+    def head_parameters(self) -> int:
+        return (
+            2 * self.hidden * self.hidden + 3 * self.hidden + HEAD_LAYERS * self.layer_parameters
+        )  # eh_proj; enorm, hnorm, norm
+
+    def layer_shapes(self, prefix: str) -> dict[str, tuple[int, ...]]:
+        return {
+            f"{prefix}.self_attn.q_proj.weight": (self.width, self.hidden),
+            f"{prefix}.self_attn.k_proj.weight": (KV_WIDTH, self.hidden),
+            f"{prefix}.self_attn.v_proj.weight": (KV_WIDTH, self.hidden),
+            f"{prefix}.self_attn.o_proj.weight": (self.hidden, self.width),
+            f"{prefix}.self_attn.q_norm.weight": (HEAD_DIM,),
+            f"{prefix}.self_attn.k_norm.weight": (HEAD_DIM,),
+            f"{prefix}.mlp.gate_proj.weight": (self.intermediate, self.hidden),
+            f"{prefix}.mlp.up_proj.weight": (self.intermediate, self.hidden),
+            f"{prefix}.mlp.down_proj.weight": (self.hidden, self.intermediate),
+            f"{prefix}.input_layernorm.weight": (self.hidden,),
+            f"{prefix}.post_attention_layernorm.weight": (self.hidden,),
+        }
+
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        shapes: dict[str, tuple[int, ...]] = {
+            "model.embed_tokens.weight": (VOCAB, self.hidden),
+            "model.norm.weight": (self.hidden,),
+            "lm_head.weight": (VOCAB, self.hidden),
+            "mrp_head.enorm.weight": (self.hidden,),
+            "mrp_head.hnorm.weight": (self.hidden,),
+            "mrp_head.eh_proj.weight": (self.hidden, 2 * self.hidden),
+            "mrp_head.norm.weight": (self.hidden,),
+        }
+        for index in range(self.layers):
+            shapes |= self.layer_shapes(f"model.layers.{index}")
+        for index in range(HEAD_LAYERS):
+            shapes |= self.layer_shapes(f"mrp_head.layers.{index}")
+        return shapes
+
+
+SHAPES = {
+    "1.7b": Shape(hidden=2048, intermediate=6144, layers=28, heads=16),
+    "4b": Shape(hidden=2560, intermediate=9728, layers=36, heads=32),
+    "8b": Shape(hidden=4096, intermediate=12288, layers=36, heads=32),
+}
+each_size = pytest.mark.parametrize("size", SHAPES)
+
+
+def folder_of(size: str) -> Path:
+    return ROOT / "hub_configs" / f"sdar-{size}-mrp"
+
+
+@cache
+def config_of(size: str) -> Any:
+    return AutoConfig.from_pretrained(folder_of(size), trust_remote_code=True)
+
+
+@cache
+def meta_model(size: str) -> torch.nn.Module:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config_of(size), trust_remote_code=True)
+
+
+def count(module: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+@each_size
+def test_config_has_the_published_values(size: str) -> None:
+    config, shape = config_of(size), SHAPES[size]
+    published = {
+        "model_type": "sdar_mrp",
+        "architectures": ["MRPForCausalLM"],
+        "vocab_size": VOCAB,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": 8,
+        "head_dim": HEAD_DIM,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+        "max_position_embeddings": 32768,
+        "tie_word_embeddings": False,
+        "layer_types": ["full_attention"] * shape.layers,
+        "block_size": 16,
+        "mask_token_id": 151669,
+        "num_nextn_predict_layers": HEAD_LAYERS,
+        "num_mrp_heads": 1,
+        "bos_token_id": 151643,
+        "eos_token_id": 151643,
+        "pad_token_id": 151643,
+        "dtype": torch.bfloat16,
+    }
+    assert {name: getattr(config, name) for name in published} == published
+
+
+@each_size
+def test_folder_runs_its_own_code(size: str) -> None:
+    auto_map = json.loads((folder_of(size) / "config.json").read_text())["auto_map"]
+    assert auto_map == {
+        "AutoConfig": "configuration_mrp.MRPConfig",
+        "AutoModel": "modeling_mrp.MRPForCausalLM",
+        "AutoModelForCausalLM": "modeling_mrp.MRPForCausalLM",
+    }
+    for reference in auto_map.values():
+        assert (folder_of(size) / f"{reference.split('.')[0]}.py").is_file()
+    assert type(config_of(size)).__module__.startswith("transformers_modules.")
+    assert type(meta_model(size)).__module__.startswith("transformers_modules.")
+    with torch.device("meta"):
+        assert type(AutoModel.from_config(config_of(size), trust_remote_code=True)) is type(meta_model(size))
+
+
+@each_size
+def test_code_is_linked_to_the_package(size: str) -> None:
+    folder = folder_of(size)
+    assert sorted(path.name for path in folder.glob("*.py")) == CODE
+    for name in CODE:
+        link = folder / name
+        assert link.is_symlink()
+        assert link.readlink() == Path("../../modeling_mrp") / name
+        assert link.resolve() == (PACKAGE / name).resolve()
+
+
+@each_size
+def test_parameter_names_and_shapes(size: str) -> None:
+    model = meta_model(size)
+    expected = SHAPES[size].parameter_shapes()
+    assert {name: tuple(parameter.shape) for name, parameter in model.named_parameters()} == expected
+    assert set(model.state_dict()) == set(expected)  # no buffer is saved beside them
+    assert {(parameter.device.type, parameter.dtype) for parameter in model.parameters()} == {("meta", torch.bfloat16)}
+
+
+@each_size
+def test_parameter_counts(size: str) -> None:
+    model, shape = meta_model(size), SHAPES[size]
+    assert count(model.mrp_head) == shape.head_parameters
+    assert count(model) == shape.backbone_parameters + shape.head_parameters
+
+
+def test_head_of_the_smallest_shape_has_159_million_parameters() -> None:
+    head = count(meta_model("1.7b").mrp_head)
+    assert head == 159_402_752
+    assert head == pytest.approx(159e6, rel=0.01)
+
+
+@each_size
+def test_readme_states_the_counts(size: str) -> None:
+    shape, readme = SHAPES[size], (folder_of(size) / "README.md").read_text()
+    for number in (shape.backbone_parameters, shape.head_parameters, shape.backbone_parameters + shape.head_parameters):
+        assert f"| {number:,} |" in readme
+
+
+@each_size
+def test_generation_config_decodes_with_the_head(size: str) -> None:
+    loaded = GenerationConfig.from_pretrained(folder_of(size))
+    config = MRPGenerationConfig.from_dict(loaded.to_dict())
+    config.check(16, True)
+    expected = {
+        "decoding": "mrp_spec",
+        "num_draft_states": 4,
+        "do_sample": False,
+        "eos_token_id": [151645, 151643],
+        "bos_token_id": 151643,
+        "pad_token_id": 151643,
+    }
+    assert {name: getattr(config, name) for name in expected} == expected
+    with pytest.raises(ValueError, match="needs an MRP head"):
+        config.check(16, False)

@@ -1,0 +1,1 @@
+"""Training, evaluation and publishing of SDAR backbones and MRP heads."""

@@ -1,0 +1,52 @@
+"""Muon for the matrices of the layers, AdamW for everything else, as one optimizer."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class MuonAdamW(torch.optim.Optimizer):
+    """Two torch optimizers behind the interface of one, so that the HF Trainer schedules, saves and resumes both.
+
+    Small transformers learn the synthetic tasks in about half the time of plain AdamW this way (see benchmarks/NOTES.md).
+
+    Args:
+        model: Its trainable matrices inside `layers` go to Muon, all other trainable parameters to AdamW.
+        lr: AdamW's learning rate.
+        muon_lr: Muon's, in the scale of AdamW's update (`match_rms_adamw`).
+        weight_decay: Of Muon; AdamW decays nothing.
+    """
+
+    def __init__(self, model: nn.Module, lr: float, muon_lr: float, weight_decay: float = 0.01) -> None:
+        matrices: list[nn.Parameter] = []
+        others: list[nn.Parameter] = []
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                (matrices if parameter.dim() == 2 and "layers." in name else others).append(parameter)
+        self.parts: list[torch.optim.Optimizer] = []
+        if matrices:
+            self.parts.append(torch.optim.Muon(matrices, lr=muon_lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"))
+        if others:
+            self.parts.append(torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.98), weight_decay=0.0))
+        super().__init__(matrices + others, {"lr": lr})
+        self.param_groups = [group for part in self.parts for group in part.param_groups]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One step of both."""
+        loss = closure() if closure is not None else None
+        for part in self.parts:
+            part.step()
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """Both states."""
+        return {"parts": [part.state_dict() for part in self.parts]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores both states."""
+        for part, state in zip(self.parts, state_dict["parts"], strict=True):
+            part.load_state_dict(state)
+        self.param_groups = [group for part in self.parts for group in part.param_groups]

@@ -1,0 +1,163 @@
+"""The recipe of the embedded checkpoint, from nothing to `hub_configs/sdar-tiny-mrp`, with fixed seeds.
+
+``python -m trainer.train_tiny --stage tokenizer|backbone|head|all`` runs it. A stage that was interrupted resumes from
+its last checkpoint in ``--work``; every stage logs to the console and to ``log.jsonl`` in its folder.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerFast, TrainerCallback, set_seed
+from transformers.trainer_utils import get_last_checkpoint
+
+from modeling_mrp.configuration_mrp import MRPConfig
+from modeling_mrp.modeling_mrp import MRPForCausalLM
+
+from .data import DiffusionCollator, TaskDataset
+from .tasks import Family
+from .tokenizer import train_tokenizer
+from .trainer import MRPTrainer, MRPTrainingArguments
+
+FAMILIES: dict[Family, float] = {"math": 0.5, "code": 0.44, "source": 0.06}
+BLOCK_SIZE = 16
+
+
+class _JsonLog(TrainerCallback):
+    """Appends every log line to a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
+        with self.path.open("a") as file:
+            file.write(json.dumps({"step": state.global_step, **(logs or {})}) + "\n")
+
+
+def tiny_config(tokenizer: PreTrainedTokenizerFast, head_layers: int = 0) -> MRPConfig:
+    """The embedded model's shape."""
+    return MRPConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=320,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=1024,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        initializer_range=0.05,
+        block_size=BLOCK_SIZE,
+        mask_token_id=tokenizer.mask_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        num_nextn_predict_layers=head_layers,
+    )
+
+
+def _train(model: MRPForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path, seed: int, **options: Any) -> None:
+    arguments = MRPTrainingArguments(
+        output_dir=str(folder),
+        seed=seed,
+        report_to=[],
+        logging_steps=100,
+        save_steps=500,
+        save_total_limit=2,
+        adam_beta2=0.98,
+        max_grad_norm=1.0,
+        use_cpu=not torch.cuda.is_available(),
+        **options,
+    )
+    size = arguments.max_steps * arguments.per_device_train_batch_size
+    dataset = TaskDataset(tokenizer, size, FAMILIES, "train", BLOCK_SIZE, seed)
+    collator = DiffusionCollator(BLOCK_SIZE, model.config.mask_token_id, model.config.pad_token_id, seed=seed)
+    trainer = MRPTrainer(
+        model=model, args=arguments, train_dataset=dataset, data_collator=collator, callbacks=[_JsonLog(folder / "log.jsonl")]
+    )
+    trainer.train(resume_from_checkpoint=get_last_checkpoint(str(folder)))
+
+
+def train_backbone(work: Path, steps: int, batch_size: int, learning_rate: float) -> None:
+    """Block diffusion on the three task families."""
+    set_seed(0)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(work / "tokenizer")
+    model = MRPForCausalLM(tiny_config(tokenizer))
+    folder = work / "backbone"
+    folder.mkdir(parents=True, exist_ok=True)
+    _train(
+        model,
+        tokenizer,
+        folder,
+        seed=0,
+        max_steps=steps,
+        per_device_train_batch_size=batch_size,
+        learning_rate=learning_rate,
+        muon_learning_rate=learning_rate / 2,
+        lr_scheduler_type="linear",
+        warmup_steps=100,
+        weight_decay=0.01,
+    )
+    model.save_pretrained(folder / "final")
+
+
+def train_head(work: Path, steps: int, batch_size: int, learning_rate: float, layers: int, unroll: int) -> None:
+    """Residual KL on the frozen backbone."""
+    set_seed(1)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(work / "tokenizer")
+    backbone = MRPForCausalLM.from_pretrained(work / "backbone" / "final")
+    model = MRPForCausalLM(tiny_config(tokenizer, layers))
+    model.model.load_state_dict(backbone.model.state_dict())
+    model.lm_head.load_state_dict(backbone.lm_head.state_dict())
+    folder = work / "head"
+    folder.mkdir(parents=True, exist_ok=True)
+    _train(
+        model,
+        tokenizer,
+        folder,
+        seed=1,
+        objective="mrp",
+        unroll=unroll,
+        max_steps=steps,
+        per_device_train_batch_size=batch_size,
+        learning_rate=learning_rate,
+        muon_learning_rate=learning_rate / 2,
+        lr_scheduler_type="linear",
+        warmup_steps=50,
+    )
+    model.save_pretrained(folder / "final")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Command line of the recipe."""
+    parser = argparse.ArgumentParser(
+        prog="python -m trainer.train_tiny", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--stage", choices=("tokenizer", "backbone", "head", "all"), default="all")
+    parser.add_argument("--work", type=Path, default=Path("runs/tiny"))
+    parser.add_argument("--steps", type=int, default=8000, help="backbone steps")
+    parser.add_argument("--batch-size", type=int, default=24)
+    parser.add_argument("--learning-rate", type=float, default=3e-3)
+    parser.add_argument("--head-steps", type=int, default=1500)
+    parser.add_argument("--head-layers", type=int, default=2)
+    parser.add_argument("--head-learning-rate", type=float, default=3e-3)
+    parser.add_argument("--unroll", type=int, default=3, help="head steps unrolled in training")
+    options = parser.parse_args(arguments)
+    if options.stage in ("tokenizer", "all"):
+        train_tokenizer().save_pretrained(options.work / "tokenizer")
+    if options.stage in ("backbone", "all"):
+        train_backbone(options.work, options.steps, options.batch_size, options.learning_rate)
+    if options.stage in ("head", "all"):
+        train_head(
+            options.work,
+            options.head_steps,
+            options.batch_size,
+            options.head_learning_rate,
+            options.head_layers,
+            options.unroll,
+        )
+
+
+if __name__ == "__main__":
+    main()
