@@ -195,6 +195,7 @@ class Decoder:
             active=torch.ones(rows, dtype=torch.bool, device=self.device),
             seed=seeds,
         )
+        self.asked = lengths.tolist()  # how much of each row's text the stopping criteria have seen
         for row, prompt in enumerate(prompts):
             self.rows.tokens[row, : len(prompt)] = prompt
         self.width = max(2, strategy.width)
@@ -378,28 +379,25 @@ class Decoder:
     def _stop_finished(self) -> None:
         """Rows whose text is complete leave; a stopping criterion is asked at every newly final token."""
         states = self.current()
-        if self.stops_at is not None:
-            self._ask_criteria(states)
+        eos = self._eos_column(states)
+        end = torch.where(eos < self.block, states.start + eos + 1, self.rows.limit).minimum(self.rows.limit)
         done = self._done(states)
-        eos_end = states.start + self._eos_column(states) + 1
-        end = torch.minimum(torch.where(self._eos_column(states) < self.block, eos_end, self.rows.limit), self.rows.limit)
-        self.rows.stop = torch.where(self.rows.active & done, torch.minimum(self.rows.stop, end), self.rows.stop)
+        if self.stops_at is not None:
+            self._ask_criteria(end, done)
+        self.rows.stop = torch.where(self.rows.active & done, end, self.rows.stop)
         self.rows.active = self.rows.active & ~done
 
-    def _ask_criteria(self, states: States) -> None:
+    def _ask_criteria(self, end: Tensor, done: Tensor) -> None:
         """Extends each row's final text (no mask before it) token by token and asks whether it ends there."""
         assert self.stops_at is not None
-        if not hasattr(self, "_asked"):
-            self._asked = self.rows.prompt_length.tolist()
         for row in self.rows.active.nonzero()[:, 0].tolist():
             masked = (self.rows.tokens[row] == self.mask_id).nonzero()
-            final = min(int(masked[0]) if len(masked) else self.rows.tokens.shape[1], int(self.rows.limit[row]))
-            for length in range(self._asked[row] + 1, final + 1):
+            final = min(int(masked[0]) if len(masked) else self.rows.tokens.shape[1], int(end[row]))
+            for length in range(self.asked[row] + 1, final + 1):
                 if self.stops_at(self.rows.tokens[row : row + 1, :length]):
-                    self.rows.stop[row] = length
-                    self.rows.active[row] = False
+                    end[row], done[row] = length, True
                     break
-            self._asked[row] = max(self._asked[row], final)
+            self.asked[row] = max(self.asked[row], final)
 
     # ------------------------------------------------------------------ states
 

@@ -1,7 +1,9 @@
 """`generate` for MRP models: the options, their validation, and what comes out. The loop itself is in `decoding_mrp`."""
 
 import copy
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -237,6 +239,9 @@ class MRPGenerationMixin(GenerationMixin):
         config.check(self.config.block_size, self.config.has_head)
         prompt = inputs if inputs is not None else model_kwargs.get("input_ids")
         self._check_prompt(prompt, model_kwargs.get("attention_mask"), config)
+        expanded = len(prompt) * (config.num_return_sequences or 1)
+        if streamer is not None and expanded > 1:
+            raise ValueError(f"a streamer takes one row, and the batch has {expanded}: stream one prompt at a time")
 
         def decode(
             model: Any,
@@ -249,7 +254,8 @@ class MRPGenerationMixin(GenerationMixin):
         ) -> Tensor | MRPGenerateOutput:
             return _decode(model, input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs)
 
-        return super().generate(inputs, generation_config=config, custom_generate=decode, streamer=streamer, **model_kwargs)
+        with _either_padding_side():
+            return super().generate(inputs, generation_config=config, custom_generate=decode, streamer=streamer, **model_kwargs)
 
     def block_cache(self, batch_size: int, capacity: int, scratch: int, with_head: bool) -> BlockCache:
         """An empty cache for `batch_size` rows of `capacity` tokens, with room for `scratch` tokens being scored."""
@@ -288,15 +294,24 @@ class MRPGenerationMixin(GenerationMixin):
             raise ValueError(
                 f"the prompt holds an id outside the vocabulary of {self.config.vocab_size}: use this model's tokenizer"
             )
-        longest = int(real.sum(-1).max())
         new = config.max_new_tokens
         if new is not None and (not isinstance(new, int) or new < 1):
             raise ValueError(f"max_new_tokens is {new!r}: it must be an int of 1 or more")
-        if new is not None and longest + new > self.config.max_position_embeddings:
-            raise ValueError(
-                f"a prompt of {longest} tokens and max_new_tokens={new} exceed max_position_embeddings="
-                f"{self.config.max_position_embeddings}: shorten the prompt or lower max_new_tokens"
-            )
+
+
+@contextmanager
+def _either_padding_side() -> Iterator[None]:
+    """Holds back transformers' advice to pad on the left: positions are absolute here, so either side gives the same text."""
+    log = logging.getLogger("transformers.generation.utils")
+
+    def keep(record: logging.LogRecord) -> bool:
+        return "right-padding was detected" not in record.getMessage()
+
+    log.addFilter(keep)
+    try:
+        yield
+    finally:
+        log.removeFilter(keep)
 
 
 def _decode(
@@ -313,24 +328,28 @@ def _decode(
     input_ids = input_ids.to(device)
     mask = model_kwargs.get("attention_mask")
     real = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask.to(device).bool()
+    new, longest = config.max_length - input_ids.shape[1], int(real.sum(-1).max())
+    if longest + new > model.config.max_position_embeddings:
+        raise ValueError(
+            f"a prompt of {longest} tokens and {new} new ones exceed max_position_embeddings="
+            f"{model.config.max_position_embeddings}: shorten the prompt or lower max_new_tokens"
+        )
     eos = config.eos_token_id
     eos_ids = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
     criteria = [c for c in stopping_criteria if not isinstance(c, MaxLengthCriteria | EosTokenCriteria)]
-    stream = _Stream(streamer, config.eos_token_id is not None) if streamer is not None else None
+    stream = _Stream(streamer, model.config.block_size) if streamer is not None else None
     decoder = Decoder(
         model,
         _STRATEGIES[config.decoding](config),
         _picker(model, logits_processor, config),
         [ids[keep] for ids, keep in zip(input_ids, real, strict=True)],
-        config.max_length - input_ids.shape[1],
+        new,
         config.schedule(model.config.block_size).to(device),
         eos_ids,
         _seeds(config, len(input_ids)).to(device),
         (lambda ids: any(bool(torch.as_tensor(c(ids, None)).all()) for c in criteria)) if criteria else None,
         stream.on_round if stream is not None else None,
     )
-    if stream is not None:
-        stream.block_size = model.config.block_size
     rows, counts = decoder.run()
     if stream is not None:
         stream.end(rows)
@@ -366,9 +385,9 @@ def _seeds(config: MRPGenerationConfig, rows: int) -> Tensor:
 class _Stream:
     """Feeds a streamer: finished blocks in order, and drafts to a streamer that has `put_draft`."""
 
-    def __init__(self, streamer: BaseStreamer, has_eos: bool) -> None:
+    def __init__(self, streamer: BaseStreamer, block_size: int) -> None:
         self.streamer = streamer
-        self.block_size = 1
+        self.block_size = block_size
         self.sent: int | None = None
 
     def on_round(self, rows: Rows) -> None:
@@ -383,8 +402,6 @@ class _Stream:
         self.streamer.end()
 
     def _put(self, rows: Rows, upto: int) -> None:
-        if len(rows.start) > 1:
-            raise ValueError(f"a streamer takes one row, and the batch has {len(rows.start)}: stream one prompt at a time")
         begin = self.sent if self.sent is not None else int(rows.prompt_length[0])
         upto = min(upto, int(rows.stop[0]))
         if upto > begin:

@@ -179,7 +179,9 @@ class SelfSpec(Static):
 class Spec(SelfSpec):
     """`mrp_spec`: `static`, with the following states drafted by the head: acc_k = acc_{k-1} + Head(x^(k), acc_{k-1})."""
 
-    uses_head = True
+    def __init__(self, num_draft_states: int) -> None:
+        super().__init__(num_draft_states)
+        self.uses_head = num_draft_states > 1
 
     def draft_hidden(self, steps: HeadSteps, states: "States", hidden: Tensor) -> Tensor:
         """See `Static.draft_hidden`."""

@@ -1,6 +1,6 @@
 """The recipe of the embedded checkpoint, from nothing to `hub_configs/sdar-tiny-mrp`, with fixed seeds.
 
-``python -m trainer.train_tiny --stage tokenizer|backbone|head|all`` runs it. A stage that was interrupted resumes from
+``python -m trainer.train_tiny --stage tokenizer|backbone|head|all|export`` runs it (``all`` stops short of ``export``, which replaces the checkpoint). A stage that was interrupted resumes from
 its last checkpoint in ``--work``; every stage logs to the console and to ``log.jsonl`` in its folder.
 """
 
@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast, TrainerCallback, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
 from modeling_mrp.configuration_mrp import MRPConfig
+from modeling_mrp.generation_mrp import MRPGenerationConfig
 from modeling_mrp.modeling_mrp import MRPForCausalLM
 
 from .data import DiffusionCollator, TaskDataset
@@ -23,6 +24,7 @@ from .trainer import MRPTrainer, MRPTrainingArguments
 
 FAMILIES: dict[Family, float] = {"math": 0.5, "code": 0.44, "source": 0.06}
 BLOCK_SIZE = 16
+ROOT = Path(__file__).parent.parent
 
 
 class _JsonLog(TrainerCallback):
@@ -62,7 +64,7 @@ def _train(model: MRPForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Pa
         output_dir=str(folder),
         seed=seed,
         report_to=[],
-        logging_steps=100,
+        logging_steps=25,
         save_steps=500,
         save_total_limit=2,
         adam_beta2=0.98,
@@ -129,12 +131,31 @@ def train_head(work: Path, steps: int, batch_size: int, learning_rate: float, la
     model.save_pretrained(folder / "final")
 
 
+def export(work: Path, target: Path) -> None:
+    """Writes the trained model as the embedded checkpoint; its code files are links into the package."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(work / "tokenizer")
+    model = MRPForCausalLM.from_pretrained(work / "head" / "final")
+    model.generation_config = MRPGenerationConfig(
+        decoding="mrp_spec",
+        num_draft_states=4,
+        do_sample=False,
+        eos_token_id=[tokenizer.eos_token_id, tokenizer.pad_token_id],
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model.save_pretrained(target)
+    tokenizer.save_pretrained(target)
+    for copied in target.glob("*_mrp.py"):
+        copied.unlink()
+    for source in sorted((ROOT / "modeling_mrp").glob("*_mrp.py")):
+        (target / source.name).symlink_to(Path("../../modeling_mrp") / source.name)
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Command line of the recipe."""
     parser = argparse.ArgumentParser(
         prog="python -m trainer.train_tiny", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--stage", choices=("tokenizer", "backbone", "head", "all"), default="all")
+    parser.add_argument("--stage", choices=("tokenizer", "backbone", "head", "export", "all"), default="all")
     parser.add_argument("--work", type=Path, default=Path("runs/tiny"))
     parser.add_argument("--steps", type=int, default=8000, help="backbone steps")
     parser.add_argument("--batch-size", type=int, default=24)
@@ -143,6 +164,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--head-layers", type=int, default=2)
     parser.add_argument("--head-learning-rate", type=float, default=3e-3)
     parser.add_argument("--unroll", type=int, default=3, help="head steps unrolled in training")
+    parser.add_argument("--target", type=Path, default=ROOT / "hub_configs" / "sdar-tiny-mrp", help="where export writes")
     options = parser.parse_args(arguments)
     if options.stage in ("tokenizer", "all"):
         train_tokenizer().save_pretrained(options.work / "tokenizer")
@@ -157,6 +179,8 @@ def main(arguments: list[str] | None = None) -> None:
             options.head_layers,
             options.unroll,
         )
+    if options.stage == "export":
+        export(options.work, options.target)
 
 
 if __name__ == "__main__":

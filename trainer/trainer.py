@@ -82,57 +82,94 @@ class MRPTrainer(Trainer):
         )
 
     def _mrp(self, model: MRPForCausalLM, batch: PackedBatch) -> Tensor:
-        """Residual KL over K reveals: pass 1 gives h_A, a reveal and pass 2 give h_B (MRP, section 4)."""
-        weight = model.lm_head.weight
+        """Residual KL over K reveals: pass 1 gives h_A, a reveal and pass 2 give h_B (MRP, section 4).
+
+        In half of the blocks the first reveal is an eager one, as `mrp_remask` makes. What the head should say at a token
+        revealed that way is what the backbone would, had this one token been left masked: each block teaches one.
+        """
         with torch.no_grad():
             estimate = start = model.packed_hidden_states(batch)
         ids, masked = batch.input_ids, batch.supervised
         losses = []
-        for _ in range(self.args.unroll):
-            ids, masked = self._reveal(model, batch, ids, masked, estimate)
-            with torch.no_grad():
-                target = model.packed_hidden_states(batch, ids)
+        for step in range(self.args.unroll):
+            before, eager = masked, step == 0
+            ids, masked = self._reveal(model, batch, ids, masked, estimate, eager)
             # Clean tokens keep their own hidden states: only noisy ones accumulate.
             residual = model.packed_residual(batch, ids, estimate)
             estimate = torch.where((batch.view > 0)[..., None], estimate + residual, start)
-            losses.append(residual_kl(estimate[masked], target[masked], weight, batch.weight[masked], batch.response_tokens))
-            if len(losses) == 1:
-                with torch.no_grad():
-                    self._note(
-                        "kl_stale", residual_kl(start[masked], target[masked], weight, batch.weight[masked], masked.sum())
-                    )
-                    self._note(
-                        "kl_head", residual_kl(estimate[masked], target[masked], weight, batch.weight[masked], masked.sum())
-                    )
+            loss = self._divergence(model, batch, ids, masked, start, estimate, "kl" if step == 0 else None)
+            if eager:
+                left_out = self._one_per_block(batch, before & ~masked)
+                again = ids.masked_fill(left_out, model.config.mask_token_id)
+                loss = loss + self._divergence(model, batch, again, left_out, start, estimate, "reread_kl")
+            losses.append(loss)
         return torch.stack(losses).mean()
+
+    def _divergence(
+        self,
+        model: MRPForCausalLM,
+        batch: PackedBatch,
+        ids: Tensor,
+        where: Tensor,
+        stale: Tensor,
+        estimate: Tensor,
+        name: str | None,
+    ) -> Tensor:
+        """KL(B || A + C) at some positions, B being the backbone's answer to `ids`; notes it and KL(B || A) under a name."""
+        with torch.no_grad():
+            teacher = model.packed_hidden_states(batch, ids)[where]
+        weights = model.lm_head.weight, batch.weight[where]
+        if name is not None:
+            with torch.no_grad():
+                self._note(f"{name}_stale", residual_kl(stale[where], teacher, *weights, where.sum()))
+                self._note(f"{name}_head", residual_kl(estimate[where], teacher, *weights, where.sum()))
+        return residual_kl(estimate[where], teacher, *weights, batch.response_tokens)
 
     @torch.no_grad()
     def _reveal(
-        self, model: MRPForCausalLM, batch: PackedBatch, ids: Tensor, masked: Tensor, hidden: Tensor
+        self, model: MRPForCausalLM, batch: PackedBatch, ids: Tensor, masked: Tensor, hidden: Tensor, eager: bool
     ) -> tuple[Tensor, Tensor]:
-        """Reveals, in every noisy block, the most confident masked position with the model's own token, as decoding does."""
+        """Reveals the most confident masked position of every noisy block with the model's own token, as decoding does.
+
+        `eager` also reveals, in half of the blocks, every position above a threshold drawn from U(0.2, 0.95).
+        """
         state = masked.nonzero(as_tuple=True)
         logp = model.lm_head(hidden[state]).float().log_softmax(-1)
         logp[:, model.config.mask_token_id] = -torch.inf
         confidence, token = logp.max(-1)
-        blocks = batch.position_ids // model.config.block_size
-        group = (torch.arange(len(ids), device=ids.device)[:, None] * (batch.view.max() + 1) + batch.view) * (
-            blocks.max() + 1
-        ) + blocks
-        groups = group[state]
-        best = torch.full((int(group.max()) + 1,), -torch.inf, device=ids.device).scatter_reduce(0, groups, confidence, "amax")
-        chosen = confidence >= best[groups]
+        groups = self._blocks(batch)[state]
+        count = int(self._blocks(batch).max()) + 1
+        best = torch.full((count,), -torch.inf, device=ids.device).scatter_reduce(0, groups, confidence, "amax")
+        threshold = torch.full((count,), torch.inf, device=ids.device)
+        if eager:
+            draws = torch.rand(2, count, device=ids.device)
+            threshold = torch.where(draws[0] < 0.5, (0.2 + 0.75 * draws[1]).log(), threshold)
+        chosen = (confidence >= best[groups]) | (confidence > threshold[groups])
         row, column = state[0][chosen], state[1][chosen]
         ids, masked = ids.clone(), masked.clone()
         ids[row, column] = token[chosen]
         masked[row, column] = False
         return ids, masked
 
+    def _blocks(self, batch: PackedBatch) -> Tensor:
+        """[batch, length] a number for every block of every copy of every row."""
+        blocks = batch.position_ids // self.model.config.block_size
+        rows = torch.arange(len(blocks), device=blocks.device)[:, None]
+        return (rows * (batch.view.max() + 2) + batch.view + 1) * (blocks.max() + 1) + blocks
+
+    def _one_per_block(self, batch: PackedBatch, where: Tensor) -> Tensor:
+        """[batch, length] bool: one of the marked positions of each block, at random."""
+        state = where.nonzero(as_tuple=True)
+        groups = self._blocks(batch)[state]
+        lot = torch.rand(len(groups), device=where.device)
+        best = torch.zeros(int(self._blocks(batch).max()) + 1, device=where.device).scatter_reduce(0, groups, lot, "amax")
+        return torch.zeros_like(where).index_put_(state, lot >= best[groups])
+
     def _note(self, name: str, value: Tensor) -> None:
         self._measured.setdefault(name, []).append(value.detach())
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Adds the divergences measured since the last line: KL(B||A), KL(B||A+C) and the share of the gap closed."""
+        """Adds the divergences measured since the last line: KL(B||A), KL(B||A+C) in nats and the share of the gap closed."""
         if self._measured:
             means = {name: torch.stack(values).mean().item() for name, values in self._measured.items()}
             logs = {**logs, **means, "gap_closed": 1 - means["kl_head"] / max(means["kl_stale"], 1e-12)}

@@ -1,0 +1,134 @@
+"""Speculation on the embedded checkpoint gives exactly the tokens of `static`: 216 held-out prompts, float64."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from conftest import TINY
+from test_decoding import decode
+
+from modeling_mrp import MRPForCausalLM
+from trainer.data import encode
+from trainer.tasks import FAMILIES, problems
+
+pytestmark = pytest.mark.skipif(not TINY.exists(), reason="the embedded checkpoint is not here")
+
+PROMPTS_PER_FAMILY = 72
+NEW_TOKENS = 48
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "T0.7": {"do_sample": True, "temperature": 0.7, "top_k": 0, "seed": 11},
+    "T0.7 top-k top-p": {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.9, "seed": 12},
+    "T1": {"do_sample": True, "temperature": 1.0, "top_k": 0, "seed": 13},
+    "T1, other seed": {"do_sample": True, "temperature": 1.0, "top_k": 0, "seed": 1 << 40},
+    "T1 top-k top-p": {"do_sample": True, "temperature": 1.0, "top_k": 50, "top_p": 0.95, "seed": 14},
+}
+
+
+@pytest.fixture(scope="module")
+def prompts(tiny_tokenizer: Any) -> list[list[int]]:
+    asked = [problem for family in FAMILIES for problem in problems(family, "heldout", PROMPTS_PER_FAMILY)]
+    return [encode(problem, tiny_tokenizer)[0] for problem in asked]
+
+
+def in_batches(
+    model: MRPForCausalLM, prompts: list[list[int]], seeds: list[int], size: int, side: str, **options: Any
+) -> list[tuple[list[int], list[int]]]:
+    rows = []
+    for begin in range(0, len(prompts), size):
+        part = slice(begin, begin + size)
+        rows += decode(model, prompts[part], side, max_new_tokens=NEW_TOKENS, seed=seeds[part], **options)
+    return [(tokens, steps) for tokens, steps, _ in rows]
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=list(SAMPLINGS))
+def test_mrp_spec_equals_static(sampling: str, prompts: list[list[int]], tiny_model_float64: MRPForCausalLM) -> None:
+    """Every batch size, padding side and K from 2 to 6 sees every sampling; each prompt is decoded speculatively once."""
+    options = dict(SAMPLINGS[sampling])
+    first_seed = options.pop("seed", 0)
+    seeds = [first_seed + i for i in range(len(prompts))]
+    static = in_batches(tiny_model_float64, prompts, seeds, 36, "left", decoding="static", **options)
+    variants = list(itertools.product((8, 3, 1), ("left", "right"), (2, 3, 4, 5, 6)))
+    # 216 prompts over 30 variants: batches of 8 take 12 prompts a variant, of 3 take 6, of 1 take 3; the rest K = 4.
+    begin = 0
+    for size, side, width in variants:
+        count = {8: 12, 3: 6, 1: 3}[size]
+        chosen = list(range(begin, begin + count))
+        begin += count
+        drafted = in_batches(
+            tiny_model_float64,
+            [prompts[i] for i in chosen],
+            [seeds[i] for i in chosen],
+            size,
+            side,
+            decoding="mrp_spec",
+            num_draft_states=width,
+            **options,
+        )
+        for i, row in zip(chosen, drafted, strict=True):
+            assert row == static[i], f"prompt {i}, batch {size}, {side} padding, K = {width}"
+    assert begin <= len(prompts)
+    rest = list(range(begin, len(prompts)))
+    drafted = in_batches(
+        tiny_model_float64, [prompts[i] for i in rest], [seeds[i] for i in rest], 8, "left", decoding="mrp_spec", **options
+    )
+    assert drafted == [static[i] for i in rest]
+    assert sum(len(tokens) for tokens, _ in static) > 20 * len(prompts)  # the test has seen real text
+
+
+def test_row_results_do_not_depend_on_the_batch(prompts: list[list[int]], tiny_model_float64: MRPForCausalLM) -> None:
+    """Every mode on the trained weights: alone, among seven others, and in another order."""
+    chosen = prompts[::27]
+    seeds = list(range(len(chosen)))
+    order = [5, 2, 7, 0, 3, 6, 1, 4]
+    for mode in ("static", "dynamic", "sequential", "entropy_bound", "self_spec", "mrp_direct", "mrp_spec", "mrp_remask"):
+        options = {"decoding": mode, "confidence_threshold": 0.5, "do_sample": mode != "static", "top_k": 0}
+        together = in_batches(tiny_model_float64, chosen, seeds, 8, "left", **options)
+        alone = in_batches(tiny_model_float64, chosen, seeds, 1, "left", **options)
+        assert together == alone, mode
+        shuffled = in_batches(tiny_model_float64, [chosen[i] for i in order], [seeds[i] for i in order], 8, "right", **options)
+        assert shuffled == [together[i] for i in order], mode
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_low_precision_differs_only_from_near_ties(dtype: torch.dtype, prompts: list[list[int]]) -> None:
+    """In fp32 and bf16 the first difference, if any, is a choice between two reveals that rounding cannot tell apart.
+
+    The slack is the rounding of a logit of size 16 in the dtype, a few units in the last place: 2e-4 and 0.5 nats.
+    """
+    model = MRPForCausalLM.from_pretrained(TINY, dtype=dtype).eval()
+    slack = {torch.float32: 2e-4, torch.bfloat16: 0.5}[dtype]
+    chosen = prompts[:: 216 // 48]
+    seeds = [0] * len(chosen)
+    static = in_batches(model, chosen, seeds, 24, "left", decoding="static")
+    drafted = in_batches(model, chosen, seeds, 24, "left", decoding="mrp_spec")
+    differing = [i for i, (a, b) in enumerate(zip(static, drafted, strict=True)) if a != b]
+    for i in differing:
+        assert near_tie(model, chosen[i], static[i], drafted[i], slack), f"prompt {i}"
+    assert len(differing) <= {torch.float32: 2, torch.bfloat16: len(chosen) // 2}[dtype]
+
+
+def near_tie(
+    model: MRPForCausalLM, prompt: list[int], a: tuple[list[int], list[int]], b: tuple[list[int], list[int]], slack: float
+) -> bool:
+    """Whether the first step at which two decodes part reveals (position, token) pairs of nearly equal log-odds."""
+    reveals = [{step: (place, tokens[place]) for place, step in enumerate(steps)} for tokens, steps in (a, b)]
+    step = next(s for s in itertools.count() if reveals[0].get(s) != reveals[1].get(s))
+    if step not in reveals[0] or step not in reveals[1]:
+        return False  # parted behind the other's end, where nothing is recorded: not explained
+    size, mask_id = model.config.block_size, model.config.mask_token_id
+    known = {place: token for s, (place, token) in reveals[0].items() if s < step}
+    block = (len(prompt) + min(reveals[0][step][0], reveals[1][step][0])) // size
+    length = (block + 1) * size
+    ids = prompt + [known.get(i - len(prompt), mask_id) for i in range(len(prompt), length)]
+    logits = model(torch.tensor([ids])).logits[0].double()
+    logits[:, mask_id] = -torch.inf
+    odds = []
+    for reveal in reveals:
+        place, token = reveal[step]
+        scores = logits[len(prompt) + place]
+        others = scores.clone()
+        others[token] = -torch.inf
+        odds.append(float(scores[token] - others.logsumexp(-1)))
+    return abs(odds[0] - odds[1]) <= slack

@@ -1,0 +1,155 @@
+"""The embedded checkpoint as users load it: as remote code, in fresh processes, from outside the checkout, without triton."""
+
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import ROOT, TINY, make_model
+
+from modeling_mrp import MRPForCausalLM
+
+pytestmark = pytest.mark.skipif(not TINY.exists(), reason="the embedded checkpoint is not here")
+
+SHA = "0123456789abcdef0123456789abcdef01234567"
+
+# Refuses optional packages and, like a user's machine, knows nothing of this checkout.
+PRELUDE = """
+import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("triton", "flash_attn", "modeling_mrp", "trainer") and "transformers_modules" not in name:
+            raise ImportError(f"{name} is not installed here")
+sys.meta_path.insert(0, Refuse())
+import torch
+torch.set_num_threads(1)
+"""
+
+USE = """
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
+where = {where!r}
+config = AutoConfig.from_pretrained(where, trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=True)
+chat = [{{"role": "user", "content": "Ana has 3 pens. Ana buys 4 more. Bo gives Ana 2 more. How many pens does Ana have?"}}]
+inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+texts = []
+for auto in (AutoModel, AutoModelForCausalLM):
+    model = auto.from_pretrained(where, trust_remote_code=True)
+    out = model.generate(**inputs, decoding="mrp_spec", max_new_tokens=48, return_dict_in_generate=True)
+    texts.append(tokenizer.decode(out.sequences[0, inputs["input_ids"].shape[1]:], skip_special_tokens=True))
+assert type(config).__name__ == "MRPConfig" and config.has_head
+assert texts[0] == texts[1] and "####" in texts[0], texts
+assert float(out.tokens_per_forward[0]) > 1
+assert not any(name.split(".")[0] in ("triton", "modeling_mrp", "trainer") for name in sys.modules)
+print("TEXT:" + repr(texts[0]))
+"""
+
+
+def run_fresh(code: str, tmp_path: Path, **environment: str) -> str:
+    """Runs code in a new interpreter, outside the checkout, with an empty module cache; returns what it prints."""
+    script = tmp_path / "fresh.py"
+    script.write_text(PRELUDE + textwrap.dedent(code))
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    env |= {
+        "HF_HOME": str(tmp_path / "hf"),
+        "HF_HUB_OFFLINE": "1",
+        "HF_MODULES_CACHE": str(tmp_path / "modules"),
+        **environment,
+    }
+    done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_loads_from_the_folder_as_it_lies(tmp_path: Path) -> None:
+    assert "TEXT:" in run_fresh(USE.format(where=str(TINY)), tmp_path)
+
+
+def test_loads_from_an_offline_hub_cache(tmp_path: Path) -> None:
+    """A snapshot has no sub-packages and no siblings but its own: what survives there survives on the Hub."""
+    repository = tmp_path / "hf" / "hub" / "models--someone--sdar-tiny-mrp"
+    snapshot = repository / "snapshots" / SHA
+    shutil.copytree(TINY, snapshot, symlinks=False)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(SHA)
+    from_hub = run_fresh(USE.format(where="someone/sdar-tiny-mrp"), tmp_path)
+    assert from_hub == run_fresh(USE.format(where=str(TINY)), tmp_path)
+
+
+def test_pipeline(tmp_path: Path) -> None:
+    printed = run_fresh(
+        f"""
+        from transformers import pipeline
+        pipe = pipeline("text-generation", model={str(TINY)!r}, trust_remote_code=True)
+        chat = [{{"role": "user", "content": "Write a function of a number: plus 9 when even, otherwise plus 3."}}]
+        print("TEXT:" + pipe(chat, max_new_tokens=64)[0]["generated_text"][-1]["content"])
+        """,
+        tmp_path,
+    )
+    assert "TEXT:def " in printed
+
+
+def test_the_folder_links_to_the_package() -> None:
+    package = {path.name for path in (ROOT / "modeling_mrp").glob("*_mrp.py")}
+    for folder in sorted((ROOT / "hub_configs").iterdir()):
+        linked = {path.name for path in folder.glob("*_mrp.py")}
+        assert linked == package, folder
+        for path in folder.glob("*_mrp.py"):
+            assert path.is_symlink()
+            assert path.resolve() == ROOT / "modeling_mrp" / path.name
+
+
+def test_save_and_load_again(tiny_model: MRPForCausalLM, tiny_tokenizer: Any, tmp_path: Path) -> None:
+    """The saved folder holds real files, loads on its own and gives equal outputs."""
+    saved = tmp_path / "saved"
+    tiny_model.save_pretrained(saved)
+    tiny_tokenizer.save_pretrained(saved)
+    assert {path.name for path in saved.glob("*_mrp.py")} == {path.name for path in TINY.glob("*_mrp.py")}
+    assert not any(path.is_symlink() for path in saved.iterdir())
+    assert not list(saved.glob("*.bin"))
+    again = MRPForCausalLM.from_pretrained(saved).eval()
+    ids = torch.arange(5, 40)[None]
+    assert torch.equal(again(ids).logits, tiny_model(ids).logits)
+    for decoding in ("static", "mrp_spec", "mrp_remask"):
+        options = {"decoding": decoding, "max_new_tokens": 20}
+        assert torch.equal(again.generate(ids, **options), tiny_model.generate(ids, **options))
+    assert run_fresh(USE.format(where=str(saved)), tmp_path) == run_fresh(USE.format(where=str(TINY)), tmp_path)
+
+
+def test_the_package_imports_nothing_of_the_project() -> None:
+    for path in (ROOT / "modeling_mrp").glob("*.py"):
+        for line in path.read_text().splitlines():
+            words = line.split()
+            if words[:1] in (["from"], ["import"]):
+                assert words[1].split(".")[0] not in ("trainer", "tests", "benchmarks", "modeling_mrp"), f"{path.name}: {line}"
+
+
+def test_import_runs_nothing(tmp_path: Path) -> None:
+    """Importing the package opens no connection and starts no thread."""
+    code = f"""
+    sys.meta_path.pop(0)
+    sys.path.insert(0, {str(ROOT)!r})
+    import socket, threading
+    def refuse(*args, **kwargs):
+        raise AssertionError("the import opened a socket")
+    socket.socket.connect = refuse
+    import transformers
+    before = threading.active_count()
+    import modeling_mrp
+    assert threading.active_count() == before
+    """
+    run_fresh(code, tmp_path)
+
+
+def test_saving_a_backbone_without_a_head(tmp_path: Path) -> None:
+    model = make_model(num_nextn_predict_layers=0)
+    model.save_pretrained(tmp_path / "backbone")
+    loaded = MRPForCausalLM.from_pretrained(tmp_path / "backbone")
+    assert loaded.mrp_head is None
+    with pytest.raises(ValueError, match="self_spec"):
+        loaded.generate(torch.tensor([[1, 2]]), decoding="mrp_spec", max_new_tokens=2)
