@@ -1,7 +1,8 @@
 """The recipe of the embedded checkpoint, from nothing to `hub_configs/sdar-tiny-mrp`, with fixed seeds.
 
-``python -m trainer.train_tiny --stage tokenizer|backbone|head|all|export`` runs it (``all`` stops short of ``export``, which replaces the checkpoint). A stage that was interrupted resumes from
-its last checkpoint in ``--work``; every stage logs to the console and to ``log.jsonl`` in its folder.
+``python -m trainer.train_tiny --stage tokenizer|backbone|head|all|export`` runs it; ``all`` stops short of ``export``, which
+replaces the checkpoint. A stage that was interrupted resumes from its last checkpoint in ``--work``; every stage logs to
+the console and to ``log.jsonl`` in its folder.
 """
 
 import argparse
@@ -104,7 +105,20 @@ def train_backbone(work: Path, steps: int, batch_size: int, learning_rate: float
     model.save_pretrained(folder / "final")
 
 
-def train_head(work: Path, steps: int, batch_size: int, learning_rate: float, layers: int, unroll: int) -> None:
+def start_from_backbone(model: MRPForCausalLM) -> None:
+    """Starts the head's layers as the backbone's last ones, reading h_A through an identity; its output stays zero."""
+    head = model.mrp_head
+    assert head is not None
+    hidden = model.config.hidden_size
+    with torch.no_grad():
+        head.eh_proj.weight[:, hidden:] = torch.eye(hidden)
+    for layer, source in zip(head.layers, list(model.model.layers)[-len(head.layers) :], strict=True):
+        layer.load_state_dict(source.state_dict())
+
+
+def train_head(
+    work: Path, steps: int, batch_size: int, learning_rate: float, layers: int, unroll: int, init: str, name: str = "head"
+) -> None:
     """Residual KL on the frozen backbone."""
     set_seed(1)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(work / "tokenizer")
@@ -112,7 +126,9 @@ def train_head(work: Path, steps: int, batch_size: int, learning_rate: float, la
     model = MRPForCausalLM(tiny_config(tokenizer, layers))
     model.model.load_state_dict(backbone.model.state_dict())
     model.lm_head.load_state_dict(backbone.lm_head.state_dict())
-    folder = work / "head"
+    if init == "backbone":
+        start_from_backbone(model)
+    folder = work / name
     folder.mkdir(parents=True, exist_ok=True)
     _train(
         model,
@@ -164,6 +180,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--head-layers", type=int, default=2)
     parser.add_argument("--head-learning-rate", type=float, default=3e-3)
     parser.add_argument("--unroll", type=int, default=3, help="head steps unrolled in training")
+    parser.add_argument("--head-init", choices=("random", "backbone"), default="backbone")
+    parser.add_argument("--head-name", default="head", help="the head's folder in --work")
     parser.add_argument("--target", type=Path, default=ROOT / "hub_configs" / "sdar-tiny-mrp", help="where export writes")
     options = parser.parse_args(arguments)
     if options.stage in ("tokenizer", "all"):
@@ -178,6 +196,8 @@ def main(arguments: list[str] | None = None) -> None:
             options.head_learning_rate,
             options.head_layers,
             options.unroll,
+            options.head_init,
+            options.head_name,
         )
     if options.stage == "export":
         export(options.work, options.target)
