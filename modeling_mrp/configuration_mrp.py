@@ -35,14 +35,16 @@ class MRPConfig(Qwen3Config):
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
-        if self.block_size < 1:
-            raise ValueError(f"block_size is {self.block_size}: it must be at least 1 (published checkpoints use 4 to 64)")
-        if not 0 <= self.mask_token_id < self.vocab_size:
+        if not isinstance(self.block_size, int) or self.block_size < 1:
             raise ValueError(
-                f"mask_token_id is {self.mask_token_id}, outside the vocabulary of {self.vocab_size} tokens: "
+                f"block_size is {self.block_size!r}: it must be an int of at least 1 (published checkpoints use 4 to 64)"
+            )
+        if not isinstance(self.mask_token_id, int) or not 0 <= self.mask_token_id < self.vocab_size:
+            raise ValueError(
+                f"mask_token_id is {self.mask_token_id!r}, outside the vocabulary of {self.vocab_size} tokens: "
                 "set it to the id of the tokenizer's mask token"
             )
-        if self.num_nextn_predict_layers < 0:
+        if not isinstance(self.num_nextn_predict_layers, int) or self.num_nextn_predict_layers < 0:
             raise ValueError(
                 f"num_nextn_predict_layers is {self.num_nextn_predict_layers}: use 0 for no head, or a depth of 1 or more"
             )

@@ -156,6 +156,7 @@ class Decoder:
         schedule: [block] long, reveals per denoising step, then zeros.
         eos_token_ids: Ids that end a row.
         seeds: [rows] long.
+        min_new_tokens: No eos is picked for so many tokens.
         stops_at: Given a row and the length of its text, whether a stopping criterion ends it there; or None.
         on_round: Called after every round (for streamers); or None.
     """
@@ -170,11 +171,13 @@ class Decoder:
         schedule: Tensor,
         eos_token_ids: list[int],
         seeds: Tensor,
+        min_new_tokens: int = 0,
         stops_at: Callable[[Tensor], bool] | None = None,
         on_round: Callable[[Rows], None] | None = None,
     ) -> None:
         config = model.config
         self.model, self.strategy, self.picker = model, strategy, picker
+        self.min_new_tokens = min_new_tokens
         self.schedule, self.stops_at, self.on_round = schedule, stops_at, on_round
         self.block, self.mask_id = config.block_size, config.mask_token_id
         self.device = seeds.device
@@ -303,7 +306,8 @@ class Decoder:
     def walk(self, states: States, hidden: Tensor, drafted: Tensor) -> None:
         """Accepts states as far as the backbone's reveals meet them, and takes each row's next state from the last one."""
         rows, width = states.start.shape
-        reveals = self.reveal_from(states.map(lambda t: t.flatten(0, 1)), hidden.flatten(0, 1))
+        behind = states.ids.roll(1, 1).flatten(0, 1)
+        reveals = self.reveal_from(states.map(lambda t: t.flatten(0, 1)), hidden.flatten(0, 1), behind=behind)
         accepted = states.valid[:, 0]
         last = torch.zeros_like(states.start[:, 0])
         for k in range(width):
@@ -440,17 +444,20 @@ class Decoder:
 
     # ------------------------------------------------------------------ picks
 
-    def reveal_from(self, states: States, hidden: Tensor, count: Tensor | None = None) -> Reveal:
+    def reveal_from(self, states: States, hidden: Tensor, count: Tensor | None = None, behind: Tensor | None = None) -> Reveal:
         """Picks at the masked positions of [n] states from hidden states [n, block, hidden], and what the strategy reveals.
 
-        `count` overrides the strategy and the schedule: so many of the most confident positions.
+        `count` overrides the strategy and the schedule: so many of the most confident positions. `behind` [n, block] are the
+        ids of the state that each may follow in this round: a clean block that is not text yet.
         """
         masked = states.ids == self.mask_id
         candidates = masked & (self.offsets < self._eos_column(states)[:, None]) & states.valid[:, None]
         state, column = candidates.nonzero(as_tuple=True)
         row = states.row[state]
-        keys = noise_keys(self.rows.seed[row], states.start[state] + column, masked.sum(-1)[state])
-        picks = self.picker(hidden[state, column], keys, lambda at: self._contexts(states, state[at]))
+        position = states.start[state] + column
+        keys = noise_keys(self.rows.seed[row], position, masked.sum(-1)[state])
+        no_eos = position < self.rows.prompt_length[row] + self.min_new_tokens if self.min_new_tokens else None
+        picks = self.picker(hidden[state, column], keys, lambda at: self._contexts(states, state[at], behind), no_eos)
         shape = states.ids.shape
         token = torch.zeros(shape, dtype=torch.long, device=self.device).index_put_((state, column), picks.token)
 
@@ -469,7 +476,7 @@ class Decoder:
         """[n, block] log-odds of given tokens under lm_head(hidden), -inf outside `where`."""
         state, column = where.nonzero(as_tuple=True)
         odds = self.picker.token_log_odds(
-            hidden[state, column], token[state, column], lambda at: self._contexts(states, state[at])
+            hidden[state, column], token[state, column], lambda at: self._contexts(states, state[at], None)
         )
         return odds.new_full(where.shape, -torch.inf).index_put_((state, column), odds)
 
@@ -480,14 +487,14 @@ class Decoder:
         logit = (hidden[state, column] * weight).sum(-1).abs()
         return logit.new_zeros(where.shape).index_put_((state, column), logit)
 
-    def _contexts(self, states: States, state: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def _contexts(self, states: States, state: Tensor, behind: Tensor | None) -> list[tuple[Tensor, Tensor]]:
         """For logits processors: which of the positions belong to which committed ids."""
         contexts = []
         for s in state.unique().tolist():
             row, start = int(states.row[s]), int(states.start[s])
             committed = self.rows.tokens[row : row + 1, :start].clone()
-            if start > int(self.rows.start[row]):  # behind a clean state of this round, one entry before
-                committed[:, start - self.block :] = states.ids[s - 1]
+            if behind is not None and start > int(self.rows.start[row]):
+                committed[:, start - self.block :] = behind[s]
             contexts.append(((state == s).nonzero()[:, 0], committed))
         return contexts
 

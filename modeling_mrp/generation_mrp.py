@@ -1,6 +1,5 @@
 """`generate` for MRP models: the options, their validation, and what comes out. The loop itself is in `decoding_mrp`."""
 
-import copy
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,7 +20,11 @@ from transformers.generation import (
 from transformers.generation.logits_process import (
     EpsilonLogitsWarper,
     EtaLogitsWarper,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TopHLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
     TypicalLogitsWarper,
@@ -68,41 +71,72 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "cache_implementation": (None,),
     "use_cache": (None, True),
     "watermarking_config": (None,),
+    "exponential_decay_length_penalty": (None,),
+    "begin_suppress_tokens": (None,),
+    "forced_bos_token_id": (None,),
+    "forced_eos_token_id": (None,),
+    "prefill_chunk_size": (None,),
 }
-_TRUNCATIONS = (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper, TypicalLogitsWarper, EpsilonLogitsWarper, EtaLogitsWarper)
+# What else `generate` may be given, beside the fields of the generation config.
+_ARGUMENTS = ("input_ids", "attention_mask", "logits_processor", "stopping_criteria", "tokenizer", "synced_gpus")
+# Values of our own options that are left open everywhere.
+_DEFAULTS: dict[str, Any] = {
+    "decoding": "static",
+    "confidence_threshold": 0.9,
+    "entropy_threshold": 0.35,
+    "mrp_steps": 1,
+    "num_draft_states": 4,
+    "remask_rule": "threshold",
+    "residual_delta": 1.0,
+}
+_TRUNCATIONS = (
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TopHLogitsWarper,
+    MinPLogitsWarper,
+    TypicalLogitsWarper,
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+)
 
 
 class MRPGenerationConfig(GenerationConfig):
     """A `GenerationConfig` plus the options of block-diffusion decoding.
 
+    As with every generation config, None leaves an option to the model's own config, and then to the default in brackets.
+
     Args:
         decoding: `static`, `dynamic`, `sequential`, `entropy_bound` (backbone alone), `self_spec` (lossless, no head
-            needed), `mrp_direct`, `mrp_spec` (lossless) or `mrp_remask`.
-        denoising_steps: Steps per block; None for `block_size`, one token a step.
-        confidence_threshold: tau of `dynamic` and `mrp_remask`, a probability.
-        entropy_threshold: Bound of `entropy_bound`, in nats.
-        mrp_steps: Unverified head reveals after each backbone step of `mrp_direct`.
-        num_draft_states: K, the states a row may submit per round in `mrp_spec` and `self_spec`.
-        remask_rule: `threshold` (published) or `residual` (released code).
-        residual_delta: Largest residual logit that the `residual` rule lets stand.
-        seed: None for one per row from torch's generator; an int s gives row i the seed s + i; a list gives one per row.
+            needed), `mrp_direct`, `mrp_spec` (lossless) or `mrp_remask` [`static`].
+        denoising_steps: Steps per block [`block_size`, one token a step].
+        confidence_threshold: tau of `dynamic` and `mrp_remask`, a probability [0.9].
+        entropy_threshold: Bound of `entropy_bound`, in nats [0.35].
+        mrp_steps: Unverified head reveals after each backbone step of `mrp_direct` [1].
+        num_draft_states: K, the states a row may submit per round in `mrp_spec` and `self_spec` [4].
+        remask_rule: `threshold` (published) or `residual` (released code) [`threshold`].
+        residual_delta: Largest residual logit that the `residual` rule lets stand [1.0].
+        seed: An int s gives row i the seed s + i; a list gives one per row [one per row from torch's generator].
     """
 
     def __init__(self, **kwargs: Any) -> None:
-        self.decoding: str = kwargs.pop("decoding", "static")
-        self.denoising_steps: int | None = kwargs.pop("denoising_steps", None)
-        self.confidence_threshold: float = kwargs.pop("confidence_threshold", 0.9)
-        self.entropy_threshold: float = kwargs.pop("entropy_threshold", 0.35)
-        self.mrp_steps: int = kwargs.pop("mrp_steps", 1)
-        self.num_draft_states: int = kwargs.pop("num_draft_states", 4)
-        self.remask_rule: str = kwargs.pop("remask_rule", "threshold")
-        self.residual_delta: float = kwargs.pop("residual_delta", 1.0)
-        self.seed: int | list[int] | None = kwargs.pop("seed", None)
+        self.decoding: Any = kwargs.pop("decoding", None)
+        self.denoising_steps: Any = kwargs.pop("denoising_steps", None)
+        self.confidence_threshold: Any = kwargs.pop("confidence_threshold", None)
+        self.entropy_threshold: Any = kwargs.pop("entropy_threshold", None)
+        self.mrp_steps: Any = kwargs.pop("mrp_steps", None)
+        self.num_draft_states: Any = kwargs.pop("num_draft_states", None)
+        self.remask_rule: Any = kwargs.pop("remask_rule", None)
+        self.residual_delta: Any = kwargs.pop("residual_delta", None)
+        self.seed: Any = kwargs.pop("seed", None)
         super().__init__(**kwargs)
+
+    def fill_defaults(self) -> None:
+        """Gives every option of our own that is still None its default."""
+        self.update(**_DEFAULTS, defaults_only=True)
 
     def check(self, block_size: int, has_head: bool) -> None:
         """Raises `ValueError`, with the value and the remedy, for the first option that cannot be honoured."""
-        if self.decoding not in _STRATEGIES:
+        if not isinstance(self.decoding, str) or self.decoding not in _STRATEGIES:
             raise ValueError(f"decoding is {self.decoding!r}: choose one of {', '.join(DECODINGS)}")
         if self.decoding.startswith("mrp_") and not has_head:
             raise ValueError(
@@ -230,13 +264,19 @@ class MRPGenerationMixin(GenerationMixin):
             raise ValueError("assistant_model is not supported: the model's own MRP head drafts. Use decoding='mrp_spec'")
         if negative_prompt_ids is not None:
             raise ValueError("negative_prompt_ids are not supported: leave them unset")
-        given = copy.deepcopy(generation_config if generation_config is not None else self.generation_config)
-        config = given if isinstance(given, MRPGenerationConfig) else MRPGenerationConfig.from_dict(given.to_dict())
+        config = MRPGenerationConfig()
         if generation_config is not None:
-            own = MRPGenerationConfig.from_dict(self.generation_config.to_dict()).to_dict()
-            config.update(**own, defaults_only=True, allow_custom_entries=True)
+            if unknown := sorted(set(vars(generation_config)) - set(vars(config))):
+                raise ValueError(f"generation_config has unknown fields {unknown}: check their spelling, or leave them unset")
+            config.update(**generation_config.to_dict())
         model_kwargs = config.update(**kwargs)
+        config.update(**self.generation_config.to_dict(), defaults_only=True)
+        config.fill_defaults()
         config.check(self.config.block_size, self.config.has_head)
+        if unused := sorted(name for name, value in model_kwargs.items() if value is not None and name not in _ARGUMENTS):
+            raise ValueError(
+                f"{', '.join(unused)}: not used or not supported by generate here. Check the spelling, or leave it unset"
+            )
         prompt = inputs if inputs is not None else model_kwargs.get("input_ids")
         self._check_prompt(prompt, model_kwargs.get("attention_mask"), config)
         expanded = len(prompt) * (config.num_return_sequences or 1)
@@ -277,26 +317,39 @@ class MRPGenerationMixin(GenerationMixin):
                     "generate takes a 2-D mask of the same shape (a 4-D mask works with forward only)"
                 )
             real = attention_mask.bool()
-            if not real.any(-1).all():
-                raise ValueError(
-                    f"row {int((~real.any(-1)).nonzero()[0])} has no token (its attention_mask is all zeros): drop the row"
-                )
-            if ((real[:, 1:] != real[:, :-1]).sum(-1) + real[:, 0] + real[:, -1] > 2).any():
-                raise ValueError(
-                    "attention_mask has holes: a row's tokens must be contiguous, with padding on one side or both"
-                )
         if bool(((prompt == self.config.mask_token_id) & real).any()):
             raise ValueError(
                 f"the prompt holds the mask id {self.config.mask_token_id}: infilling is not supported. Remove the masks; "
                 "generate continues the prompt"
             )
-        if bool(((prompt < 0) | (prompt >= self.config.vocab_size))[real].any()):
+        outside = ((prompt < 0) | (prompt >= self.config.vocab_size)) & real
+        if bool(outside.any()):
             raise ValueError(
-                f"the prompt holds an id outside the vocabulary of {self.config.vocab_size}: use this model's tokenizer"
+                f"the prompt holds the id {int(prompt[outside][0])}, outside the vocabulary of {self.config.vocab_size}: "
+                "use this model's tokenizer"
             )
         new = config.max_new_tokens
-        if new is not None and (not isinstance(new, int) or new < 1):
+        if new is not None and (not isinstance(new, int) or isinstance(new, bool) or new < 1):
             raise ValueError(f"max_new_tokens is {new!r}: it must be an int of 1 or more")
+
+
+def _check_rows(real: Tensor, new_tokens: int, max_positions: int) -> None:
+    """Checks the attention mask that transformers was given or inferred, [rows, length] bool, and the room for the text."""
+    empty = ~real.any(-1)
+    if bool(empty.any()):
+        raise ValueError(f"row {int(empty.nonzero()[0])} has no token (its attention_mask is all zeros): drop the row")
+    holes = (real[:, 1:] & ~real[:, :-1]).sum(-1) + real[:, 0] > 1
+    if bool(holes.any()):
+        raise ValueError(
+            f"attention_mask of row {int(holes.nonzero()[0])} has holes: a row's tokens must be contiguous, with padding on one "
+            "side or both"
+        )
+    longest = int(real.sum(-1).max())
+    if longest + new_tokens > max_positions:
+        raise ValueError(
+            f"a prompt of {longest} tokens and {new_tokens} new ones make {longest + new_tokens}, which exceeds "
+            f"max_position_embeddings={max_positions}: shorten the prompt or lower max_new_tokens (or max_length)"
+        )
 
 
 @contextmanager
@@ -328,14 +381,8 @@ def _decode(
     input_ids = input_ids.to(device)
     mask = model_kwargs.get("attention_mask")
     real = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask.to(device).bool()
-    new, longest = config.max_length - input_ids.shape[1], int(real.sum(-1).max())
-    if longest + new > model.config.max_position_embeddings:
-        raise ValueError(
-            f"a prompt of {longest} tokens and {new} new ones exceed max_position_embeddings="
-            f"{model.config.max_position_embeddings}: shorten the prompt or lower max_new_tokens"
-        )
-    eos = config.eos_token_id
-    eos_ids = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+    new = config.max_length - input_ids.shape[1]
+    _check_rows(real, new, model.config.max_position_embeddings)
     criteria = [c for c in stopping_criteria if not isinstance(c, MaxLengthCriteria | EosTokenCriteria)]
     stream = _Stream(streamer, model.config.block_size) if streamer is not None else None
     decoder = Decoder(
@@ -345,8 +392,9 @@ def _decode(
         [ids[keep] for ids, keep in zip(input_ids, real, strict=True)],
         new,
         config.schedule(model.config.block_size).to(device),
-        eos_ids,
+        _eos_ids(config),
         _seeds(config, len(input_ids)).to(device),
+        max(0, (config.min_length or 0) - input_ids.shape[1]),
         (lambda ids: any(bool(torch.as_tensor(c(ids, None)).all()) for c in criteria)) if criteria else None,
         stream.on_round if stream is not None else None,
     )
@@ -357,17 +405,36 @@ def _decode(
 
 
 def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationConfig) -> Picker:
-    """Sorts transformers' list into processors, temperature and truncation."""
+    """Sorts transformers' list into processors, temperature and truncation.
+
+    Some of transformers' own processors count columns of the padded batch. The ids shown here have no padding, so
+    the minimum length is kept by the decoder itself and the repetition penalty starts at the first token.
+    """
     temperature = 1.0
     before, after = LogitsProcessorList(), LogitsProcessorList()
     for processor in processors:
         if isinstance(processor, TemperatureLogitsWarper):
             temperature = float(processor.temperature)
-        else:
-            (after if isinstance(processor, _TRUNCATIONS) else before).append(processor)
+        elif isinstance(processor, _TRUNCATIONS):
+            after.append(processor)
+        elif isinstance(processor, RepetitionPenaltyLogitsProcessor) and torch.is_tensor(processor.prompt_ignore_length):
+            before.append(RepetitionPenaltyLogitsProcessor(processor.penalty))
+        elif not isinstance(processor, MinLengthLogitsProcessor | MinNewTokensLengthLogitsProcessor):
+            before.append(processor)
     return Picker(
-        model.lm_head.weight, model.config.mask_token_id, temperature, bool(config.do_sample), before or None, after or None
+        model.lm_head.weight,
+        model.config.mask_token_id,
+        temperature,
+        bool(config.do_sample),
+        before or None,
+        after or None,
+        tuple(_eos_ids(config)),
     )
+
+
+def _eos_ids(config: MRPGenerationConfig) -> list[int]:
+    eos = config.eos_token_id
+    return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
 
 
 def _seeds(config: MRPGenerationConfig, rows: int) -> Tensor:
@@ -416,8 +483,7 @@ def _output(input_ids: Tensor, rows: Rows, counts: Counts, config: MRPGeneration
     at = (rows.prompt_length[:, None] + columns).clamp(max=rows.tokens.shape[1] - 1)
     pad = config.pad_token_id
     if pad is None:
-        eos = config.eos_token_id
-        pad = eos[0] if isinstance(eos, list) else eos if eos is not None else 0
+        pad = next(iter(_eos_ids(config)), 0)
     sequences = torch.cat([input_ids, rows.tokens.gather(1, at).where(inside, torch.tensor(pad, device=at.device))], 1)
     if not config.return_dict_in_generate:
         return sequences

@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3Model, Qwen3RMSNorm
+from transformers.utils import can_return_tuple
 
 from .configuration_mrp import MRPConfig
 from .diffusion_mrp import IGNORE_INDEX, PackedBatch, block_causal_mask, pack_noisy, weighted_cross_entropy
@@ -28,6 +29,10 @@ AUTO_MAP = {
 
 class ResidualNorm(Qwen3RMSNorm):
     """The head's last norm. A new one has weight zero, so that a new head adds nothing: A + C = A."""
+
+    def __init__(self, hidden_size: int, eps: float = 1e-6) -> None:
+        super().__init__(hidden_size, eps)
+        nn.init.zeros_(self.weight)
 
 
 class MRPHead(nn.Module):
@@ -194,6 +199,7 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
         rotary = self.model.rotary_emb(embeds, position_ids)
         return self.mrp_head(embeds, hidden_states, self._attention_bias(mask), rotary, past_key_values)
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -206,6 +212,7 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
         logits_to_keep: int | Tensor = 0,
         noise_level: Tensor | None = None,
         noise_mask: Tensor | None = None,
+        num_items_in_batch: int | Tensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Logits of every position given what is revealed, or the block-diffusion loss when `labels` are given.
@@ -225,20 +232,22 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
             logits_to_keep: As in transformers: the last n positions, or an index tensor. 0 keeps all.
             noise_level: [batch], t of each sequence, instead of drawing it.
             noise_mask: [batch, length] bool, the positions to mask, instead of drawing them.
+            num_items_in_batch: What the loss is divided by instead of this batch's learned tokens: transformers' Trainer passes
+                the count over all accumulation steps.
 
         Returns:
             `CausalLMOutputWithPast` with float logits [batch, kept, vocab], and with `output_hidden_states=True`
             the hidden states, of which the last are h_A.
 
         Raises:
-            ValueError: if `labels` come with a cache, embeddings or a 4-D mask.
+            ValueError: if `labels` come with a cache, embeddings or a 4-D mask, or a mask does not fit the tokens.
         """
         if labels is not None:
             if past_key_values is not None or input_ids is None or (attention_mask is not None and attention_mask.dim() != 2):
                 raise ValueError(
                     "labels need input_ids with a 2-D attention_mask and no past_key_values: the pass packs its own mask"
                 )
-            return self._training_pass(input_ids, labels, attention_mask, noise_level, noise_mask)
+            return self._training_pass(input_ids, labels, attention_mask, noise_level, noise_mask, num_items_in_batch)
         given = input_ids if input_ids is not None else inputs_embeds
         if given is None:
             raise ValueError("forward got neither input_ids nor inputs_embeds: pass one of them")
@@ -310,8 +319,12 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
         attention_mask: Tensor | None,
         noise_level: Tensor | None,
         noise_mask: Tensor | None,
+        num_items_in_batch: int | Tensor | None,
     ) -> CausalLMOutputWithPast:
         batch, length = input_ids.shape
+        for name, given in (("labels", labels), ("attention_mask", attention_mask)):
+            if given is not None and given.shape != input_ids.shape:
+                raise ValueError(f"{name} has shape {list(given.shape)}: it must be that of input_ids, {[batch, length]}")
         valid = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
         if (valid[:, 1:] & ~valid[:, :-1]).any():
             raise ValueError("labels need right padding: a 0 stands before a 1 in attention_mask")
@@ -325,8 +338,11 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
         packed = pack_noisy(clean, response, valid, noise_mask, weight, self.config.mask_token_id)
         hidden = self.packed_hidden_states(packed)
         chosen = packed.supervised
+        items = (
+            packed.response_tokens if num_items_in_batch is None else torch.as_tensor(num_items_in_batch, device=hidden.device)
+        )
         loss = weighted_cross_entropy(
-            hidden[chosen], self.lm_head.weight, packed.target_ids[chosen], packed.weight[chosen], packed.response_tokens
+            hidden[chosen], self.lm_head.weight, packed.target_ids[chosen], packed.weight[chosen], items
         )
         return CausalLMOutputWithPast(loss=loss, logits=self.lm_head(hidden[:, :length]))
 

@@ -85,6 +85,7 @@ class Picker:
         sample: Add Gumbel noise, else take the arg max.
         processors: The user's logits processors, applied before temperature.
         truncation: top-k, top-p and their kin, applied after the confidence is taken.
+        eos_token_ids: Ids that positions before a minimum length must not take.
     """
 
     lm_head_weight: Tensor
@@ -93,18 +94,22 @@ class Picker:
     sample: bool = False
     processors: LogitsProcessorList | None = None
     truncation: LogitsProcessorList | None = None
+    eos_token_ids: tuple[int, ...] = ()
 
-    def __call__(self, hidden: Tensor, keys: Tensor, context: Context | None = None) -> Picks:
+    def __call__(self, hidden: Tensor, keys: Tensor, context: Context | None = None, no_eos: Tensor | None = None) -> Picks:
         """Picks at n positions, walked in chunks so that no [n, vocab] logits exist for large n.
 
         Args:
             hidden: [n, hidden_size] final hidden states.
             keys: [n] long, from `noise_keys`; unused when greedy.
             context: For processors: gives, for a slice of the n positions, pairs (index into the slice, committed ids).
+            no_eos: [n] bool, positions before the minimum length.
         """
         rows = max(1, _LOGITS_AT_ONCE // self.lm_head_weight.shape[0])
         parts = [
-            self._pick(hidden[at], keys[at], context(at) if self.processors and context else [])
+            self._pick(
+                hidden[at], keys[at], context(at) if self.processors and context else [], None if no_eos is None else no_eos[at]
+            )
             for at in (slice(start, start + rows) for start in range(0, max(1, len(hidden)), rows))
         ]
         return Picks(
@@ -138,8 +143,10 @@ class Picker:
             scores[index, self.mask_token_id] = -torch.inf
         return scores if self.temperature == 1.0 else scores / self.temperature
 
-    def _pick(self, hidden: Tensor, keys: Tensor, contexts: list[tuple[Tensor, Tensor]]) -> Picks:
+    def _pick(self, hidden: Tensor, keys: Tensor, contexts: list[tuple[Tensor, Tensor]], no_eos: Tensor | None) -> Picks:
         scores = self._scores(hidden, contexts)
+        if no_eos is not None:
+            scores[no_eos.nonzero(), torch.tensor(self.eos_token_ids, device=scores.device)] = -torch.inf
         shown = scores
         if self.truncation:
             shown = self.truncation(keys[:, None], shown.clone())

@@ -183,3 +183,33 @@ def test_the_model_keeps_nothing_of_a_call(random_model: MRPForCausalLM) -> None
     random_model.generate(torch.tensor([[1, 2]]), decoding="mrp_spec", max_new_tokens=5, do_sample=True, temperature=0.5)
     assert set(vars(random_model)) | set(vars(random_model.generation_config)) == before
     assert random_model.generation_config.to_dict() == config
+
+
+@pytest.mark.parametrize("mode", ALL_MODES)
+def test_processors_see_the_committed_blocks(mode: str, random_model: MRPForCausalLM) -> None:
+    """Every set of ids a logits processor sees is a prefix of some row's text, cut at a block (or a draft of it)."""
+    seen: list[list[int]] = []
+
+    def record(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        assert len(input_ids) == len(scores)
+        seen.extend(input_ids.unique(dim=0).tolist())
+        return scores
+
+    prompts = random_prompts(random.Random(5), 3)
+    rows = decode(random_model, prompts, decoding=mode, max_new_tokens=17, confidence_threshold=0.1, logits_processor=[record])
+    texts = [prompt + tokens for prompt, (tokens, _, _) in zip(prompts, rows, strict=True)]
+    for ids in seen:
+        assert len(ids) % 4 == 0
+        assert 60 not in ids
+        assert any(text[: len(ids)] == ids for text in texts) or mode in ("mrp_spec", "self_spec")
+    assert max(map(len, seen)) >= max(map(len, texts)) - 4
+
+
+def test_speculation_with_processors_is_lossless(random_model: MRPForCausalLM) -> None:
+    prompts = random_prompts(random.Random(6), 4)
+    options = {"max_new_tokens": 25, "repetition_penalty": 1.3, "bad_words_ids": [[7], [9]]}
+    static = decode(random_model, prompts, decoding="static", **options)
+    assert [row[:2] for row in decode(random_model, prompts, decoding="mrp_spec", num_draft_states=5, **options)] == [
+        row[:2] for row in static
+    ]
+    assert static != decode(random_model, prompts, decoding="static", max_new_tokens=25)

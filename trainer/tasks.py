@@ -64,7 +64,7 @@ class Problem:
 
 _PEOPLE = ("Ana", "Bo", "Carl", "Dina", "Emil", "Fay", "Gus", "Hana", "Ivo", "June", "Kai", "Lena")
 _THINGS = ("apples", "pens", "coins", "shells", "stamps", "cards", "books", "beads", "nuts", "keys")
-_NAME_HEADS = ("x", "n", "total", "count", "value", "item", "left", "rest", "sum", "amount")
+_NAME_HEADS = ("x", "n", "total", "count", "value", "item", "left", "rest", "number", "amount")
 _NAME_TAILS = ("now", "all", "here", "new", "old", "one")
 _OPENINGS = (
     "Let {u} be the {things}.",
@@ -118,7 +118,7 @@ def _math(rng: random.Random) -> Problem:
     return Problem("math", " ".join(sentences), "\n".join(lines), number=value)
 
 
-_EQUATION = re.compile(r"([a-z_]+) = (\d+) ([-+*]) (\d+) = (\d+)")
+_EQUATION = re.compile(r"([a-z_]+) = (\d{1,9}) ([-+*]) (\d{1,9}) = (\d{1,9})")
 
 
 def _judge_math(problem: Problem, text: str) -> bool:
@@ -201,8 +201,8 @@ def _code_number(rng: random.Random) -> Problem:
     answer = layout.format(
         f=function, x=x, **{k: rng.choice(p.python).format(x=x) for k, p in (("test", test), ("yes", yes), ("no", no))}
     )
-    inputs = rng.sample(range(-5, 20), 8)
-    return Problem("code", prompt, answer, cases=[(v, yes.compute(v) if test.compute(v) else no.compute(v)) for v in inputs])
+    cases = [(v, yes.compute(v) if test.compute(v) else no.compute(v)) for v in range(-5, 20)]
+    return Problem("code", prompt, answer, cases=cases)
 
 
 # Prompts, the loop's start and gain, and the comprehension, by what the function has to return.
@@ -269,7 +269,7 @@ def _code_list(rng: random.Random) -> Problem:
         return sum(kept) if goal == "sum" else kept
 
     inputs: list[list[int]] = [[rng.randint(-5, 20) for _ in range(length)] for length in (0, 1, 5, 8, 12)]
-    inputs.append(list(range(-3, 16)))
+    inputs.append(list(range(-5, 21)))
     return Problem(
         "code", rng.choice(prompts).format(test=test.words, each=each.words), answer, cases=[(v, expected(v)) for v in inputs]
     )
@@ -328,9 +328,7 @@ def make_problem(family: Family, split: Split, index: int, seed: int = 0) -> Pro
     if split not in SPLITS:
         raise ValueError(f"unknown split {split!r}: choose one of {', '.join(SPLITS)}")
     rng = random.Random(f"{family}/{split}/{seed}/{index}")
-    if family == "source":
-        return _source(rng, split)
-    make = _math if family == "math" else _code
+    make = {"math": _math, "code": _code, "source": lambda rng: _source(rng, split)}[family]
     while True:
         problem = make(rng)
         if _split_of(problem.prompt) == split:

@@ -1,6 +1,6 @@
 """The recipe of the embedded checkpoint, from nothing to `hub_configs/sdar-tiny-mrp`, with fixed seeds.
 
-``python -m trainer.train_tiny --stage tokenizer|backbone|head|all|export`` runs it; ``all`` stops short of ``export``, which
+``python -m trainer.train_tiny --stage tokenizer|backbone|refine|head|all|export`` runs it; ``all`` stops short of ``export``, which
 replaces the checkpoint. A stage that was interrupted resumes from its last checkpoint in ``--work``; every stage logs to
 the console and to ``log.jsonl`` in its folder.
 """
@@ -24,6 +24,7 @@ from .tokenizer import train_tokenizer
 from .trainer import MRPTrainer, MRPTrainingArguments
 
 FAMILIES: dict[Family, float] = {"math": 0.5, "code": 0.44, "source": 0.06}
+REFINING: dict[Family, float] = {"math": 0.26, "code": 0.7, "source": 0.04}
 BLOCK_SIZE = 16
 ROOT = Path(__file__).parent.parent
 
@@ -60,7 +61,14 @@ def tiny_config(tokenizer: PreTrainedTokenizerFast, head_layers: int = 0) -> MRP
     )
 
 
-def _train(model: MRPForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path, seed: int, **options: Any) -> None:
+def _train(
+    model: MRPForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    folder: Path,
+    seed: int,
+    families: dict[Family, float] = FAMILIES,
+    **options: Any,
+) -> None:
     arguments = MRPTrainingArguments(
         output_dir=str(folder),
         seed=seed,
@@ -74,7 +82,7 @@ def _train(model: MRPForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Pa
         **options,
     )
     size = arguments.max_steps * arguments.per_device_train_batch_size
-    dataset = TaskDataset(tokenizer, size, FAMILIES, "train", BLOCK_SIZE, seed)
+    dataset = TaskDataset(tokenizer, size, families, "train", BLOCK_SIZE, seed)
     collator = DiffusionCollator(BLOCK_SIZE, model.config.mask_token_id, model.config.pad_token_id, seed=seed)
     trainer = MRPTrainer(
         model=model, args=arguments, train_dataset=dataset, data_collator=collator, callbacks=[_JsonLog(folder / "log.jsonl")]
@@ -82,18 +90,23 @@ def _train(model: MRPForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Pa
     trainer.train(resume_from_checkpoint=get_last_checkpoint(str(folder)))
 
 
-def train_backbone(work: Path, steps: int, batch_size: int, learning_rate: float) -> None:
-    """Block diffusion on the three task families."""
-    set_seed(0)
+def train_backbone(work: Path, steps: int, batch_size: int, learning_rate: float, refine: bool) -> None:
+    """Block diffusion on the three task families; the second run, `refine`, sees more code, which is learned last."""
+    seed, name = (2, "backbone-refined") if refine else (0, "backbone")
+    set_seed(seed)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(work / "tokenizer")
-    model = MRPForCausalLM(tiny_config(tokenizer))
-    folder = work / "backbone"
+    if refine:
+        model = MRPForCausalLM.from_pretrained(work / "backbone" / "final")
+    else:
+        model = MRPForCausalLM(tiny_config(tokenizer))
+    folder = work / name
     folder.mkdir(parents=True, exist_ok=True)
     _train(
         model,
         tokenizer,
         folder,
-        seed=0,
+        seed=seed,
+        families=REFINING if refine else FAMILIES,
         max_steps=steps,
         per_device_train_batch_size=batch_size,
         learning_rate=learning_rate,
@@ -122,7 +135,7 @@ def train_head(
     """Residual KL on the frozen backbone."""
     set_seed(1)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(work / "tokenizer")
-    backbone = MRPForCausalLM.from_pretrained(work / "backbone" / "final")
+    backbone = MRPForCausalLM.from_pretrained(work / "backbone-refined" / "final")
     model = MRPForCausalLM(tiny_config(tokenizer, layers))
     model.model.load_state_dict(backbone.model.state_dict())
     model.lm_head.load_state_dict(backbone.lm_head.state_dict())
@@ -171,9 +184,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m trainer.train_tiny", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--stage", choices=("tokenizer", "backbone", "head", "export", "all"), default="all")
+    parser.add_argument("--stage", choices=("tokenizer", "backbone", "refine", "head", "export", "all"), default="all")
     parser.add_argument("--work", type=Path, default=Path("runs/tiny"))
     parser.add_argument("--steps", type=int, default=8000, help="backbone steps")
+    parser.add_argument("--refine-steps", type=int, default=3500, help="further backbone steps, mostly on code")
     parser.add_argument("--batch-size", type=int, default=24)
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--head-steps", type=int, default=1500)
@@ -187,7 +201,9 @@ def main(arguments: list[str] | None = None) -> None:
     if options.stage in ("tokenizer", "all"):
         train_tokenizer().save_pretrained(options.work / "tokenizer")
     if options.stage in ("backbone", "all"):
-        train_backbone(options.work, options.steps, options.batch_size, options.learning_rate)
+        train_backbone(options.work, options.steps, options.batch_size, options.learning_rate, refine=False)
+    if options.stage in ("refine", "all"):
+        train_backbone(options.work, options.refine_steps, options.batch_size, 2 / 3 * options.learning_rate, refine=True)
     if options.stage in ("head", "all"):
         train_head(
             options.work,
