@@ -15,6 +15,7 @@ from transformers.generation import (
     LogitsProcessorList,
     MaxLengthCriteria,
     StoppingCriteriaList,
+    StopStringCriteria,
     TemperatureLogitsWarper,
 )
 from transformers.generation.logits_process import (
@@ -130,12 +131,9 @@ class MRPGenerationConfig(GenerationConfig):
         self.seed: Any = kwargs.pop("seed", None)
         super().__init__(**kwargs)
 
-    def fill_defaults(self) -> None:
-        """Gives every option of our own that is still None its default."""
-        self.update(**_DEFAULTS, defaults_only=True)
-
     def check(self, block_size: int, has_head: bool) -> None:
-        """Raises `ValueError`, with the value and the remedy, for the first option that cannot be honoured."""
+        """Fills in defaults, then raises `ValueError`, with value and remedy, for the first option that cannot be honoured."""
+        self.update(**_DEFAULTS, defaults_only=True)
         if not isinstance(self.decoding, str) or self.decoding not in _STRATEGIES:
             raise ValueError(f"decoding is {self.decoding!r}: choose one of {', '.join(DECODINGS)}")
         if self.decoding.startswith("mrp_") and not has_head:
@@ -266,17 +264,23 @@ class MRPGenerationMixin(GenerationMixin):
             raise ValueError("negative_prompt_ids are not supported: leave them unset")
         config = MRPGenerationConfig()
         if generation_config is not None:
-            if unknown := sorted(set(vars(generation_config)) - set(vars(config))):
+            if unknown := sorted(k for k in vars(generation_config) if not k.startswith("_") and not hasattr(config, k)):
                 raise ValueError(f"generation_config has unknown fields {unknown}: check their spelling, or leave them unset")
             config.update(**generation_config.to_dict())
         model_kwargs = config.update(**kwargs)
         config.update(**self.generation_config.to_dict(), defaults_only=True)
-        config.fill_defaults()
         config.check(self.config.block_size, self.config.has_head)
         if unused := sorted(name for name, value in model_kwargs.items() if value is not None and name not in _ARGUMENTS):
             raise ValueError(
                 f"{', '.join(unused)}: not used or not supported by generate here. Check the spelling, or leave it unset"
             )
+        if config.stop_strings is not None:  # transformers would lose the tokenizer on the way to a custom loop
+            if (tokenizer := model_kwargs.pop("tokenizer", None)) is None:
+                raise ValueError(f"stop_strings={config.stop_strings!r} need the tokenizer: pass tokenizer=... to generate")
+            criteria = StoppingCriteriaList(model_kwargs.pop("stopping_criteria", None) or [])
+            criteria.append(StopStringCriteria(tokenizer, config.stop_strings))
+            model_kwargs["stopping_criteria"] = criteria
+            config.stop_strings = None
         prompt = inputs if inputs is not None else model_kwargs.get("input_ids")
         self._check_prompt(prompt, model_kwargs.get("attention_mask"), config)
         expanded = len(prompt) * (config.num_return_sequences or 1)
@@ -341,8 +345,8 @@ def _check_rows(real: Tensor, new_tokens: int, max_positions: int) -> None:
     holes = (real[:, 1:] & ~real[:, :-1]).sum(-1) + real[:, 0] > 1
     if bool(holes.any()):
         raise ValueError(
-            f"attention_mask of row {int(holes.nonzero()[0])} has holes: a row's tokens must be contiguous, with padding on one "
-            "side or both"
+            f"attention_mask of row {int(holes.nonzero()[0])} has holes: a row's tokens must be contiguous, with padding on "
+            "one side or both"
         )
     longest = int(real.sum(-1).max())
     if longest + new_tokens > max_positions:

@@ -120,7 +120,7 @@ class Picker:
         """[n] log-odds of given tokens [n] under the same softmax: what `confidence` is for a picked token."""
         rows = max(1, _LOGITS_AT_ONCE // self.lm_head_weight.shape[0])
         parts = [
-            _log_odds(self._scores(hidden[at], context(at) if self.processors and context else []), token[at])[1]
+            log_odds(self._scores(hidden[at], context(at) if self.processors and context else []), token[at])[1]
             for at in (slice(start, start + rows) for start in range(0, max(1, len(hidden)), rows))
         ]
         return torch.cat(parts)
@@ -153,13 +153,13 @@ class Picker:
         if self.sample:
             shown = shown + gumbel_noise(keys, shown.shape[1], shown.dtype)
         token = shown.argmax(-1)
-        logprob, confidence = _log_odds(scores, token)
+        logprob, confidence = log_odds(scores, token)
         logp = scores.log_softmax(-1)
         entropy = -(logp.exp() * logp.nan_to_num(neginf=0.0)).sum(-1)
         return Picks(token, logprob, confidence, entropy)
 
 
-def _log_odds(scores: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
+def log_odds(scores: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
     """log p and log p - log (1 - p) of one token per row, where 1 - p is summed over the other tokens."""
     own = scores.gather(1, token[:, None])
     others = scores.scatter(1, token[:, None], -torch.inf).logsumexp(-1, keepdim=True)
@@ -167,4 +167,4 @@ def _log_odds(scores: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
     return F.logsigmoid(odds)[:, 0], odds[:, 0]
 
 
-__all__ = ["Picker", "Picks", "gumbel_noise", "mix32", "noise_keys"]
+__all__ = ["Picker", "Picks", "gumbel_noise", "log_odds", "mix32", "noise_keys"]

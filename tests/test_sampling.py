@@ -380,11 +380,41 @@ def test_processors_come_before_the_temperature() -> None:
     torch.testing.assert_close(odds, expected[:, 3].exp().logit())
 
 
+@pytest.mark.parametrize("sample", [False, True])
+def test_no_eos_before_the_minimum_length(sample: bool) -> None:
+    """At such positions the eos ids leave the softmax, as the mask id does; elsewhere nothing changes."""
+    picker, hidden = random_picker(sample=sample, eos_token_ids=(3, 30))
+    early = torch.arange(10) % 3 != 0
+    scores = hidden @ picker.lm_head_weight.T
+    scores[:, 17] = -torch.inf
+    scores[early.nonzero(), torch.tensor([3, 30])] = -torch.inf
+    p = scores.softmax(-1)
+    token = (scores + (gumbel_noise(some_keys(10), 31, torch.float64) if sample else 0)).argmax(-1)
+    picks = picker(hidden, some_keys(10), no_eos=early)
+    assert torch.equal(picks.token, token)
+    torch.testing.assert_close(picks.confidence, p.gather(1, token[:, None])[:, 0].logit())
+    torch.testing.assert_close(picks.entropy, torch.special.entr(p).sum(-1))
+    assert rows_of(picks) != rows_of(picker(hidden, some_keys(10)))
+    assert rows_of(picker(hidden, some_keys(10), no_eos=torch.zeros_like(early))) == rows_of(picker(hidden, some_keys(10)))
+
+
+@pytest.mark.xfail(
+    strict=True,
+    raises=IndexError,
+    reason="torch.tensor(()) of no eos ids is a float index: generate(min_new_tokens=n) fails where no eos is set",
+)
+def test_a_minimum_length_without_eos_ids_changes_nothing() -> None:
+    picker, hidden = random_picker()
+    picks = picker(hidden, no_keys(10), no_eos=torch.ones(10, dtype=torch.bool))
+    assert rows_of(picks) == rows_of(picker(hidden, no_keys(10)))
+
+
 @pytest.mark.parametrize("options", [{}, {"sample": True, "temperature": 0.8}, {"processors": True}], ids=str)
 def test_chunks_change_nothing(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     if "processors" in options:
         options = {"processors": LogitsProcessorList([AddLength(17)])}
-    picker, hidden = random_picker(**options)
+    picker, hidden = random_picker(eos_token_ids=(3, 30), **options)
+    early = torch.arange(10) > 4
     shapes: list[int] = []
     logits = Picker.logits
 
@@ -393,19 +423,19 @@ def test_chunks_change_nothing(options: dict[str, Any], monkeypatch: pytest.Monk
         return logits(picker, hidden)
 
     monkeypatch.setattr(Picker, "logits", counted)
-    whole, token = picker(hidden, some_keys(10), committed_at), torch.arange(10)
+    whole, token = picker(hidden, some_keys(10), committed_at, early), torch.arange(10)
     whole_odds = picker.token_log_odds(hidden, token, committed_at)
     assert shapes == [10, 10]
     shapes.clear()
     monkeypatch.setattr(sampling, "_LOGITS_AT_ONCE", 3 * 31 + 30)
-    parts = picker(hidden, some_keys(10), committed_at)
+    parts = picker(hidden, some_keys(10), committed_at, early)
     assert shapes == [3, 3, 3, 1]
     assert torch.equal(parts.token, whole.token)
     for field in FIELDS[1:]:
         torch.testing.assert_close(getattr(parts, field), getattr(whole, field), rtol=0, atol=1e-12)
     torch.testing.assert_close(picker.token_log_odds(hidden, token, committed_at), whole_odds, rtol=0, atol=1e-12)
     monkeypatch.setattr(sampling, "_LOGITS_AT_ONCE", 1)  # less than one position: still one at a time
-    assert torch.equal(picker(hidden, some_keys(10), committed_at).token, whole.token)
+    assert torch.equal(picker(hidden, some_keys(10), committed_at, early).token, whole.token)
 
 
 @pytest.mark.parametrize("options", [{}, {"sample": True, "truncation": LogitsProcessorList([TopKLogitsWarper(3)])}], ids=len)

@@ -402,7 +402,6 @@ def test_code_cases_follow_from_the_words(split: Any) -> None:
             assert result == result_that_the_words_say(problem.prompt, argument), problem
 
 
-@pytest.mark.xfail(strict=True, reason="_NAME_HEADS holds 'sum': answers such as `def sum(n): return sum(...)` are wrong")
 @pytest.mark.parametrize("split", SPLITS)
 def test_code_answers_are_right(split: Any) -> None:
     wrong = [problem.answer for problem in problems("code", split, 300) if not judge(problem, problem.answer)]
@@ -452,7 +451,6 @@ def test_code_judge_agrees_with_python_on_every_single_slip() -> None:
     assert verdicts.count(False) > 4 * verdicts.count(True) > 0
 
 
-@pytest.mark.xfail(strict=True, reason="8 of 25 numbers and lists without -5 miss a slip at a limit or in a rare branch")
 @pytest.mark.parametrize("split", SPLITS)
 def test_code_cases_tell_every_wrong_constant(split: Any) -> None:
     missed = []
@@ -495,7 +493,6 @@ def test_math_judge_by_hand(text: str, right: bool) -> None:
     assert judge(MATH, text) is right
 
 
-@pytest.mark.xfail(strict=True, raises=ValueError, reason="int() refuses more than 4300 digits, and judge lets that out")
 def test_math_judge_survives_an_overlong_number() -> None:
     assert not judge(MATH, f"Let n be the pens.\nn = {'9' * 5000} + 0 = 6\n#### 6")
 
@@ -548,14 +545,7 @@ def test_a_problem_does_not_depend_on_the_process() -> None:
     assert run.stdout.strip() == expected
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        "math",
-        "code",
-        pytest.param("source", marks=pytest.mark.xfail(strict=True, reason="modules of two splits share passages")),
-    ],
-)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_splits_share_no_prompt(family: Any) -> None:
     counts = {"train": 2000, "tune": 500, "heldout": 500}
     prompts = [problem.prompt for split in SPLITS for problem in problems(family, split, counts[split])]

@@ -158,8 +158,8 @@ def _test(rng: random.Random) -> _Phrase:
         (
             _Phrase("even", ("{x} % 2 == 0",), lambda v: v % 2 == 0),
             _Phrase("odd", ("{x} % 2 == 1", "{x} % 2 != 0"), lambda v: v % 2 == 1),
-            _Phrase(f"greater than {k}", (f"{{x}} > {k}", f"{k} < {{x}}"), lambda v: v > k),
-            _Phrase(f"less than {k}", (f"{{x}} < {k}", f"{k} > {{x}}"), lambda v: v < k),
+            _Phrase(f"greater than {k}", (f"{{x}} > {k}",), lambda v: v > k),
+            _Phrase(f"less than {k}", (f"{{x}} < {k}",), lambda v: v < k),
             _Phrase(f"not {k}", (f"{{x}} != {k}", f"{k} != {{x}}"), lambda v: v != k),
         )
     )

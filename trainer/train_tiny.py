@@ -190,10 +190,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--refine-steps", type=int, default=3500, help="further backbone steps, mostly on code")
     parser.add_argument("--batch-size", type=int, default=24)
     parser.add_argument("--learning-rate", type=float, default=3e-3)
-    parser.add_argument("--head-steps", type=int, default=1500)
+    parser.add_argument("--head-steps", type=int, default=900)
+    parser.add_argument("--head-batch-size", type=int, default=16)
     parser.add_argument("--head-layers", type=int, default=2)
-    parser.add_argument("--head-learning-rate", type=float, default=3e-3)
-    parser.add_argument("--unroll", type=int, default=3, help="head steps unrolled in training")
+    parser.add_argument("--head-learning-rate", type=float, default=4e-3)
+    parser.add_argument("--unroll", type=int, default=2, help="head steps unrolled in training")
     parser.add_argument("--head-init", choices=("random", "backbone"), default="backbone")
     parser.add_argument("--head-name", default="head", help="the head's folder in --work")
     parser.add_argument("--target", type=Path, default=ROOT / "hub_configs" / "sdar-tiny-mrp", help="where export writes")
@@ -208,7 +209,7 @@ def main(arguments: list[str] | None = None) -> None:
         train_head(
             options.work,
             options.head_steps,
-            options.batch_size,
+            options.head_batch_size,
             options.head_learning_rate,
             options.head_layers,
             options.unroll,

@@ -9,6 +9,7 @@ from transformers import Trainer, TrainingArguments
 
 from modeling_mrp.diffusion_mrp import PackedBatch, residual_kl, weighted_cross_entropy
 from modeling_mrp.modeling_mrp import MRPForCausalLM
+from modeling_mrp.sampling_mrp import log_odds
 
 from .data import LengthBucketSampler
 from .optimizer import MuonAdamW
@@ -134,17 +135,21 @@ class MRPTrainer(Trainer):
         `eager` also reveals, in half of the blocks, every position above a threshold drawn from U(0.2, 0.95).
         """
         state = masked.nonzero(as_tuple=True)
-        logp = model.lm_head(hidden[state]).float().log_softmax(-1)
-        logp[:, model.config.mask_token_id] = -torch.inf
-        confidence, token = logp.max(-1)
+        logits = model.lm_head(hidden[state]).float()
+        logits[:, model.config.mask_token_id] = -torch.inf
+        token = logits.argmax(-1)
+        confidence = log_odds(logits, token)[1]
         groups = self._blocks(batch)[state]
         count = int(self._blocks(batch).max()) + 1
         best = torch.full((count,), -torch.inf, device=ids.device).scatter_reduce(0, groups, confidence, "amax")
         threshold = torch.full((count,), torch.inf, device=ids.device)
         if eager:
             draws = torch.rand(2, count, device=ids.device)
-            threshold = torch.where(draws[0] < 0.5, (0.2 + 0.75 * draws[1]).log(), threshold)
-        chosen = (confidence >= best[groups]) | (confidence > threshold[groups])
+            threshold = torch.where(draws[0] < 0.5, (0.2 + 0.75 * draws[1]).logit(), threshold)
+        order = torch.arange(len(groups), device=ids.device)
+        tied = torch.where(confidence >= best[groups], order, len(groups))
+        leftmost = torch.full((count,), len(groups), device=ids.device).scatter_reduce(0, groups, tied, "amin")
+        chosen = (order == leftmost[groups]) | (confidence > threshold[groups])
         row, column = state[0][chosen], state[1][chosen]
         ids, masked = ids.clone(), masked.clone()
         ids[row, column] = token[chosen]
