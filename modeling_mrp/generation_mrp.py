@@ -131,6 +131,10 @@ class MRPGenerationConfig(GenerationConfig):
         self.seed: Any = kwargs.pop("seed", None)
         super().__init__(**kwargs)
 
+    def to_diff_dict(self) -> dict[str, Any]:
+        """What is saved: the options that are set."""
+        return {name: value for name, value in super().to_diff_dict().items() if value is not None}
+
     def check(self, block_size: int, has_head: bool) -> None:
         """Fills in defaults, then raises `ValueError`, with value and remedy, for the first option that cannot be honoured."""
         self.update(**_DEFAULTS, defaults_only=True)
@@ -269,6 +273,8 @@ class MRPGenerationMixin(GenerationMixin):
             config.update(**generation_config.to_dict())
         model_kwargs = config.update(**kwargs)
         config.update(**self.generation_config.to_dict(), defaults_only=True)
+        if "eos_token_id" in kwargs and kwargs["eos_token_id"] is None:
+            config.eos_token_id = []  # None as an argument means no eos; left as None, the model's own would come back
         config.check(self.config.block_size, self.config.has_head)
         if unused := sorted(name for name, value in model_kwargs.items() if value is not None and name not in _ARGUMENTS):
             raise ValueError(
@@ -281,6 +287,8 @@ class MRPGenerationMixin(GenerationMixin):
             criteria.append(StopStringCriteria(tokenizer, config.stop_strings))
             model_kwargs["stopping_criteria"] = criteria
             config.stop_strings = None
+        if (mask_id := self.config.mask_token_id) in _eos_ids(config):
+            raise ValueError(f"eos_token_id holds the mask id {mask_id}, which is never picked: leave it out")
         prompt = inputs if inputs is not None else model_kwargs.get("input_ids")
         self._check_prompt(prompt, model_kwargs.get("attention_mask"), config)
         expanded = len(prompt) * (config.num_return_sequences or 1)

@@ -146,7 +146,7 @@ class Picker:
     def _pick(self, hidden: Tensor, keys: Tensor, contexts: list[tuple[Tensor, Tensor]], no_eos: Tensor | None) -> Picks:
         scores = self._scores(hidden, contexts)
         if no_eos is not None:
-            scores[no_eos.nonzero(), torch.tensor(self.eos_token_ids, device=scores.device)] = -torch.inf
+            scores[no_eos.nonzero(), torch.tensor(self.eos_token_ids, dtype=torch.long, device=scores.device)] = -torch.inf
         shown = scores
         if self.truncation:
             shown = self.truncation(keys[:, None], shown.clone())

@@ -145,10 +145,7 @@ def test_an_eos_in_the_prompt_does_not_end_the_text(random_model: MRPForCausalLM
     "off",
     [
         [],
-        pytest.param(
-            None,
-            marks=pytest.mark.xfail(strict=True, reason="in transformers None overrides the model's eos"),
-        ),
+        None,
     ],
 )
 def test_no_eos_overrides_the_models(off: list[int] | None) -> None:
@@ -242,7 +239,6 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]")
 
 
-@pytest.mark.xfail(strict=True, raises=ValueError, reason="transformers drops the tokenizer when custom_generate is a function")
 @pytest.mark.parametrize("mode", ["static", "mrp_spec"])
 def test_stop_strings(random_model: MRPForCausalLM, tokenizer: PreTrainedTokenizerFast, mode: str) -> None:
     options = {"decoding": mode, "max_new_tokens": 14, **LIVELY}
@@ -602,7 +598,6 @@ def test_a_config_survives_saving(tmp_path: Path) -> None:
     assert loaded == saved
 
 
-@pytest.mark.xfail(strict=True, raises=ValueError, reason="from_pretrained's _original_object_hash counts as unknown")
 @pytest.mark.parametrize("config_class", [GenerationConfig, MRPGenerationConfig])
 def test_a_config_read_from_a_file(tmp_path: Path, random_model: MRPForCausalLM, config_class: type[GenerationConfig]) -> None:
     fields: dict[str, Any] = {**FIELDS, "max_new_tokens": 9, "do_sample": True, "top_k": 0, "return_dict_in_generate": True}

@@ -398,11 +398,6 @@ def test_no_eos_before_the_minimum_length(sample: bool) -> None:
     assert rows_of(picker(hidden, some_keys(10), no_eos=torch.zeros_like(early))) == rows_of(picker(hidden, some_keys(10)))
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=IndexError,
-    reason="torch.tensor(()) of no eos ids is a float index: generate(min_new_tokens=n) fails where no eos is set",
-)
 def test_a_minimum_length_without_eos_ids_changes_nothing() -> None:
     picker, hidden = random_picker()
     picks = picker(hidden, no_keys(10), no_eos=torch.ones(10, dtype=torch.bool))

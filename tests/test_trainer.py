@@ -406,9 +406,9 @@ def test_what_a_training_step_reveals(tmp_path: Path) -> None:
     trainer = new_trainer(model, tmp_path, objective="mrp")
     with torch.no_grad():
         hidden = model.packed_hidden_states(batch)
-        p = model.lm_head(hidden).softmax(-1)
-    p[..., MASK] = 0
-    confidence, favourite = p.max(-1)
+        logits = model.lm_head(hidden)
+    logits[..., MASK] = -torch.inf
+    confidence, favourite = logits.softmax(-1).max(-1)
     torch.manual_seed(0)
     ids, masked = trainer._reveal(model, batch, batch.input_ids, batch.supervised, hidden, False)
     eager_ids, eager_masked = trainer._reveal(model, batch, batch.input_ids, batch.supervised, hidden, True)

@@ -129,7 +129,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--show", type=int, default=0, help="answers to print")
     options = parser.parse_args(arguments)
     model = AutoModelForCausalLM.from_pretrained(options.model, trust_remote_code=True).eval()
-    tokenizer = AutoTokenizer.from_pretrained(options.tokenizer or options.model)
+    tokenizer = AutoTokenizer.from_pretrained(options.tokenizer or options.model, trust_remote_code=True)
     report(model, tokenizer, options)
 
 

@@ -56,6 +56,7 @@ def train_tokenizer() -> PreTrainedTokenizerFast:
         model_max_length=1024,
         padding_side="left",
         clean_up_tokenization_spaces=False,
+        model_input_names=["input_ids", "attention_mask"],
     )
 
 

@@ -141,6 +141,10 @@ def train_head(
     model.lm_head.load_state_dict(backbone.lm_head.state_dict())
     if init == "backbone":
         start_from_backbone(model)
+    elif init != "random":
+        trained = MRPForCausalLM.from_pretrained(init).mrp_head
+        assert trained is not None
+        model.get_submodule("mrp_head").load_state_dict(trained.state_dict())
     folder = work / name
     folder.mkdir(parents=True, exist_ok=True)
     _train(
@@ -171,6 +175,8 @@ def export(work: Path, target: Path) -> None:
         eos_token_id=[tokenizer.eos_token_id, tokenizer.pad_token_id],
         pad_token_id=tokenizer.pad_token_id,
     )
+    for link in target.glob("*_mrp.py"):
+        link.unlink()  # or the code would be copied through the link onto itself
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)
     for copied in target.glob("*_mrp.py"):
@@ -190,12 +196,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--refine-steps", type=int, default=3500, help="further backbone steps, mostly on code")
     parser.add_argument("--batch-size", type=int, default=24)
     parser.add_argument("--learning-rate", type=float, default=3e-3)
-    parser.add_argument("--head-steps", type=int, default=900)
+    parser.add_argument("--head-steps", type=int, default=2400)
     parser.add_argument("--head-batch-size", type=int, default=16)
     parser.add_argument("--head-layers", type=int, default=2)
     parser.add_argument("--head-learning-rate", type=float, default=4e-3)
     parser.add_argument("--unroll", type=int, default=2, help="head steps unrolled in training")
-    parser.add_argument("--head-init", choices=("random", "backbone"), default="backbone")
+    parser.add_argument(
+        "--head-init", default="backbone", help="random, backbone (its last layers), or a trained model's folder"
+    )
     parser.add_argument("--head-name", default="head", help="the head's folder in --work")
     parser.add_argument("--target", type=Path, default=ROOT / "hub_configs" / "sdar-tiny-mrp", help="where export writes")
     options = parser.parse_args(arguments)

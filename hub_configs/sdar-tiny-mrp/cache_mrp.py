@@ -1,0 +1,1 @@
+../../modeling_mrp/cache_mrp.py

@@ -1,0 +1,1 @@
+../../modeling_mrp/configuration_mrp.py

@@ -1,0 +1,1 @@
+../../modeling_mrp/decoding_mrp.py

@@ -1,0 +1,1 @@
+../../modeling_mrp/diffusion_mrp.py

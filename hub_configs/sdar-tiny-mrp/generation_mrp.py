@@ -1,0 +1,1 @@
+../../modeling_mrp/generation_mrp.py

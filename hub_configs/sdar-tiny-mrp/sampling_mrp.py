@@ -1,0 +1,1 @@
+../../modeling_mrp/sampling_mrp.py

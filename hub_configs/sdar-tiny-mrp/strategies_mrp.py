@@ -1,0 +1,1 @@
+../../modeling_mrp/strategies_mrp.py
