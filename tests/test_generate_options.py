@@ -143,10 +143,7 @@ def test_an_eos_in_the_prompt_does_not_end_the_text(random_model: MRPForCausalLM
 
 @pytest.mark.parametrize(
     "off",
-    [
-        [],
-        None,
-    ],
+    [[], None],
 )
 def test_no_eos_overrides_the_models(off: list[int] | None) -> None:
     model = make_model()

@@ -1,6 +1,6 @@
 """The recipe of the embedded checkpoint, from nothing to `hub_configs/sdar-tiny-mrp`, with fixed seeds.
 
-``python -m trainer.train_tiny --stage tokenizer|backbone|refine|head|all|export`` runs it; ``all`` stops short of ``export``, which
+``python -m trainer.train_tiny --stage all`` runs it, or one stage at a time; ``all`` stops short of ``export``, which
 replaces the checkpoint. A stage that was interrupted resumes from its last checkpoint in ``--work``; every stage logs to
 the console and to ``log.jsonl`` in its folder.
 """
@@ -95,10 +95,8 @@ def train_backbone(work: Path, steps: int, batch_size: int, learning_rate: float
     seed, name = (2, "backbone-refined") if refine else (0, "backbone")
     set_seed(seed)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(work / "tokenizer")
-    if refine:
-        model = MRPForCausalLM.from_pretrained(work / "backbone" / "final")
-    else:
-        model = MRPForCausalLM(tiny_config(tokenizer))
+    trained = work / "backbone" / "final"
+    model = MRPForCausalLM.from_pretrained(trained) if refine else MRPForCausalLM(tiny_config(tokenizer))
     folder = work / name
     folder.mkdir(parents=True, exist_ok=True)
     _train(
