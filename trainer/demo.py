@@ -134,7 +134,7 @@ def show_answers(console: Console, asked: dict[Family, list[Problem]], measured:
     """A few problems as text: the prompt and what `mrp_spec` answered."""
     for family in JUDGED:
         batch = measured["mrp_spec K=4"][family].batches[0]
-        for problem, text, right in list(zip(asked[family], batch.texts, batch.right, strict=True))[:2]:
+        for problem, text, right in list(zip(asked[family], batch.texts, batch.right, strict=False))[:2]:
             body = Text(problem.prompt, style="bold")
             body.append(f"\n\n{text}", style="not bold")
             verdict = "[green]right[/]" if right else "[red]wrong[/]"
