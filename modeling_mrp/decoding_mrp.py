@@ -15,7 +15,7 @@ A strategy that drafts nothing submits one state a round (two where a block ends
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -80,6 +80,10 @@ class Reveal:
         """The states after the reveal."""
         return replace(states, ids=torch.where(self.where, self.token, states.ids))
 
+    def map(self, change: Callable[[Tensor], Tensor]) -> "Reveal":
+        """The same change of shape or choice for every field."""
+        return Reveal(*(change(field) for field in (self.where, self.token, self.logprob, self.confidence)))
+
     def only(self, where: Tensor) -> "Reveal":
         """The part of the reveal that stays."""
         return replace(self, where=where)
@@ -90,6 +94,176 @@ class Reveal:
         return Reveal(
             self.where | later.where, *(torch.where(later.where, getattr(later, f), getattr(self, f)) for f in fields)
         )
+
+
+@dataclass
+class Proposal:
+    """The states of one round.
+
+    Attributes:
+        states: [rows, width].
+        parent: [rows, width] long, the slot of the clean state that a state looks at beyond the prefix, -1 if none.
+    """
+
+    states: States
+    parent: Tensor
+
+    @property
+    def drafted(self) -> Tensor:
+        """[rows, width] bool: states that are guesses; a row's next state and the block behind a clean one are not."""
+        drafted = self.states.valid & (self.parent < 0)
+        drafted[:, 0] = False
+        return drafted
+
+    def behind(self) -> Tensor:
+        """[rows, width, block] the ids of the state that each looks at (its own where there is none)."""
+        slot = torch.where(self.parent < 0, torch.arange(self.parent.shape[1], device=self.parent.device), self.parent)
+        return self.states.ids.gather(1, slot[..., None].expand_as(self.states.ids))
+
+
+@dataclass
+class Scored:
+    """States that the backbone has scored, and what it reveals there.
+
+    Attributes:
+        states: [rows, n].
+        parent: [rows, n] long: see `Proposal`.
+        reveal: [rows, n].
+        hidden: [rows, n, block, hidden_size].
+    """
+
+    states: States
+    parent: Tensor
+    reveal: Reveal
+    hidden: Tensor
+
+    def beside(self, other: "Scored") -> "Scored":
+        """Both, these first."""
+        first, second = vars(self), vars(other)
+
+        def joined(name: str) -> Any:
+            a, b = first[name], second[name]
+            if torch.is_tensor(a):
+                return torch.cat([a, b], 1)
+            return type(a)(*(torch.cat([x, y], 1) for x, y in zip(vars(a).values(), vars(b).values(), strict=True)))
+
+        return Scored(*(joined(name) for name in first))
+
+    def at(self, rows: Tensor, place: Tensor) -> "Scored":
+        """One of them per row."""
+        return Scored(
+            self.states.map(lambda t: t[rows, place]),
+            self.parent[rows, place],
+            self.reveal.map(lambda t: t[rows, place]),
+            self.hidden[rows, place],
+        )
+
+    def kept(self, which: Tensor) -> "Scored":
+        """For later rounds: those marked, without states that looked at a clean one, which may turn out not to be text."""
+        return replace(self, states=replace(self.states, valid=self.states.valid & which & (self.parent < 0)))
+
+    def edges(self, follower: States, clean: Tensor) -> Tensor:
+        """[rows, n] long: where among these each one's follower is, -1 if nowhere.
+
+        Behind a clean state comes the one that looked at it.
+        """
+        same = (follower.ids[:, :, None] == self.states.ids[:, None]).all(-1)
+        same &= follower.start[:, :, None] == self.states.start[:, None]
+        slot = torch.arange(same.shape[1], device=same.device)
+        same &= self.parent[:, None] == torch.where(clean, slot, -1)[..., None]
+        same &= self.states.valid[:, None] & self.states.valid[..., None]
+        return torch.where(same.any(-1), same.int().argmax(-1), -1)
+
+
+class Memory:
+    """What the last round scored, and where each of its states leads without another forward.
+
+    Args:
+        scored: [rows, n] states, none of them clean.
+        follower: [rows, n] the state that each one's reveal makes.
+    """
+
+    def __init__(self, scored: Scored, follower: States) -> None:
+        self.scored = scored
+        onward = scored.edges(follower, torch.zeros_like(scored.states.valid))
+        end = torch.where(onward < 0, torch.arange(onward.shape[1], device=onward.device), onward)
+        for _ in range(onward.shape[1].bit_length()):
+            end = end.gather(1, end)
+        self.end = end
+        self.exit = follower.map(lambda t: t.gather(1, end if t.dim() == 2 else end[..., None].expand_as(t)))
+
+    def skip(self, state: States, base: int) -> tuple[States, Tensor]:
+        """For [rows] states: the first one on the way that is not scored yet, and what an estimate there starts from.
+
+        That is `base` if the state itself is not scored, and 1 + the place of the last scored one otherwise.
+        """
+        scored = self.scored.states
+        same = (scored.ids == state.ids[:, None]).all(-1) & (scored.start == state.start[:, None]) & scored.valid
+        found, place = same.any(-1), same.int().argmax(-1)
+        ahead = self.exit.map(lambda t: t[torch.arange(len(place), device=place.device), place])
+        return (
+            replace(
+                state,
+                ids=torch.where(found[:, None], ahead.ids, state.ids),
+                step=torch.where(found, ahead.step, state.step),
+            ),
+            torch.where(found, 1 + self.end.gather(1, place[:, None])[:, 0], base),
+        )
+
+
+class Frontier:
+    """States that may follow those already in a round, with the chance that the backbone gets there.
+
+    Args:
+        like: [rows] states, for shapes.
+        size: How many may be added per row.
+    """
+
+    def __init__(self, like: States, size: int) -> None:
+        self.states = like.map(lambda t: torch.zeros_like(t)[:, None].repeat(1, size, *[1] * (t.dim() - 1)))
+        self.states.row = like.row[:, None].expand(-1, size)
+        self.chance = torch.zeros(len(like.start), size, device=like.start.device)
+        self.parent, self.base = torch.full_like(self.states.start, -1), torch.full_like(self.states.start, -1)
+        self.taken = torch.zeros_like(self.states.valid)
+        self.reached = torch.ones_like(self.chance[:, 0])  # the chance of the state last taken
+        self.used = 0
+
+    @property
+    def open(self) -> Tensor:
+        """[rows, size] bool: what may still be taken."""
+        return self.states.valid & ~self.taken
+
+    def add(self, state: States, chance: Tensor, base: Tensor, parent: int = -1) -> None:
+        """Adds [rows] followers of the states last taken, each of which comes with a chance [rows] once there.
+
+        Args:
+            state: The followers; those that are not valid are left out.
+            chance: [rows].
+            base: [rows] long, what an estimate at the follower starts from.
+            parent: The slot of the clean state it looks at.
+        """
+        old = slice(0, self.used)
+        same = (self.states.ids[:, old] == state.ids[:, None]).all(-1) & (self.states.start[:, old] == state.start[:, None])
+        same &= (self.parent[:, old] == parent) & self.states.valid[:, old] & state.valid[:, None]
+        chance = chance * self.reached
+        self.chance[:, old] += same * chance[:, None]
+        for held, new in zip(vars(self.states).values(), vars(state).values(), strict=True):
+            if held is not self.states.row:
+                held[:, self.used] = new
+        self.states.valid[:, self.used] &= ~same.any(-1)
+        self.chance[:, self.used], self.base[:, self.used], self.parent[:, self.used] = chance, base, parent
+        self.used += 1
+
+    def best(self) -> tuple[States, Tensor, Tensor]:
+        """Takes the likeliest state of each row: [rows] states (not valid where there is none), their parents and bases."""
+        rows = torch.arange(len(self.chance), device=self.chance.device)
+        self.reached, place = self.chance.masked_fill(~self.open, -1).max(-1)
+        found = self.reached >= 0
+        taken = self.states.map(lambda t: t[rows, place])
+        parent = torch.where(found, self.parent[rows, place], -1)
+        base = torch.where(found, self.base[rows, place], -1)
+        self.taken[rows, place] |= found
+        return replace(taken, valid=found), parent, base
 
 
 @dataclass
@@ -132,7 +306,8 @@ class Counts:
         row_forwards: [rows] long, backbone forwards in which a row took part.
         row_head_forwards: [rows] long, the same for the head.
         drafted, accepted, revoked: [rows] long: drafted states submitted, drafts that were right, reveals taken back.
-        accepted_lengths: [rows, width + 1] long: how many rounds accepted 0, 1, 2, ... states.
+        accepted_lengths: [rows, width + 1] long: how many rounds accepted 0, 1, 2, ... states; with drafts
+            [rows, 2 width + 1], since states remembered from the round before count.
     """
 
     forwards: dict[str, int]
@@ -210,7 +385,7 @@ class Decoder:
             drafted=zeros.clone(),
             accepted=zeros.clone(),
             revoked=zeros.clone(),
-            accepted_lengths=torch.zeros(rows, self.width + 1, dtype=torch.long, device=self.device),
+            accepted_lengths=torch.zeros(rows, (1 + strategy.drafts) * self.width + 1, dtype=torch.long, device=self.device),
         )
         self.offsets = torch.arange(self.block, device=self.device)
         self.all_rows = torch.arange(rows, device=self.device)
@@ -228,6 +403,9 @@ class Decoder:
         self.pending = torch.zeros_like(self.rows.active)
         self.pending_ids = torch.zeros(rows, self.block, dtype=torch.long, device=self.device)
         self.pending_hidden = torch.zeros_like(self.seed_hidden)
+        nothing = replace(self.current(), valid=torch.zeros_like(self.rows.active)).map(lambda t: t[:, None])
+        no_reveal = Reveal(nothing.ids.bool(), nothing.ids, nothing.ids.float(), nothing.ids.float())
+        self.memory = Memory(Scored(nothing, nothing.start, no_reveal, self.seed_hidden[:, None]), nothing)
 
     # ------------------------------------------------------------------ the outline
 
@@ -235,9 +413,8 @@ class Decoder:
         """Decodes every row to its end."""
         self.prefill()
         while bool(self.rows.active.any()):
-            states, drafted = self.propose()
-            hidden = self.score(states, drafted)
-            self.walk(states, hidden, drafted)
+            proposal = self.propose()
+            self.walk(proposal, self.score(proposal))
             if self.on_round is not None:
                 self.on_round(self.rows)
         return self.rows, self.counts
@@ -267,71 +444,101 @@ class Decoder:
         self.has_seed[:] = True
         self._advance(self.current(), self.seed_hidden, self.rows.active)
 
-    def propose(self) -> tuple[States, Tensor]:
-        """The round's states [rows, width], and which of them are drafts [rows, width]."""
-        chain = [self.current()]
-        drafted = [torch.zeros_like(self.rows.active)]
-        hidden = self.seed_hidden
-        drafting = self.rows.active & self.has_seed
-        while len(chain) < self.width:
-            last = chain[-1]
+    def propose(self) -> Proposal:
+        """The states of the round: each row's next one, then the likeliest of those that may follow, best first.
+
+        What may follow a state is told by an estimate of the backbone's hidden states there; which position comes first
+        is far less certain than which token it gets, so a state has several followers, and orders that meet in one state
+        add up there. A state that the last round scored needs no slot: what follows it is known.
+        """
+        current = self.current()
+        slots, parents = [current], [torch.full_like(current.start, -1)]
+        bank = [self.seed_hidden[:, None], self.memory.scored.hidden]  # what estimates start from
+        base = torch.where(self.has_seed, 0, -1)
+        frontier = Frontier(current, (self.width - 1) * (self.strategy.branches + 1))
+        for k in range(1, self.width):
+            last = slots[-1]
             clean = last.valid & self._clean(last)
-            drafting = drafting & last.valid & ~clean & (len(chain) < self.strategy.width)
-            if not bool((clean | drafting).any()):
-                break
-            guess = last
+            drafting = last.valid & ~clean & (base >= 0) & (k < self.strategy.width)
+            rider = replace(self._next_block(last), valid=clean)
+            frontier.add(rider, torch.ones_like(frontier.reached), torch.full_like(base, -1), parent=k - 1)
             if bool(drafting.any()):
                 at_draft = replace(last, valid=drafting)
-                hidden = self.strategy.draft_hidden(self, at_draft, hidden)
-                guess = self._stepped(last, self.reveal_from(at_draft, hidden))
-            follower = self._where(clean, self._next_block(last), guess)
-            # A state that ends the row needs no forward: the reveal before it already tells.
-            drafting &= ~self._done(follower)
-            chain.append(replace(follower, valid=clean | drafting))
-            drafted.append(drafting)
-        return States.stack(chain), torch.stack(drafted, 1)
+                start_from = torch.cat(bank, 1)[self.all_rows, base.clamp(min=0)]
+                hidden = self.strategy.draft_hidden(self, at_draft, start_from)
+                bank.append(hidden[:, None])
+                self._branch(frontier, at_draft, self.reveal_from(at_draft, hidden), sum(h.shape[1] for h in bank) - 1)
+            if not bool(frontier.open.any()):
+                break
+            state, parent, base = frontier.best()
+            slots.append(state)
+            parents.append(parent)
+        return Proposal(States.stack(slots), torch.stack(parents, 1))
 
-    def score(self, states: States, drafted: Tensor) -> Tensor:
+    def _branch(self, frontier: Frontier, states: States, reveal: Reveal, estimate: int) -> None:
+        """Adds the followers of [rows] states to the frontier: the expected one, and those that reveal another last position.
+
+        The chance that the backbone puts a position first goes with the odds of its token; measured in `benchmarks/NOTES.md`.
+        """
+        count = self.schedule[states.step.clamp(max=self.block - 1)]
+        order = reveal.confidence.sort(dim=-1, descending=True, stable=True).indices
+        rank = torch.empty_like(order).scatter_(1, order, self.offsets.expand_as(order))
+        candidates = reveal.confidence > -torch.inf
+        odds = reveal.confidence.clamp(max=1e4).masked_fill(rank < count[:, None] - 1, -torch.inf)
+        choice = odds.softmax(-1).nan_to_num(0)
+        for branch in range(self.strategy.branches):
+            last = rank == (count - 1 + branch)[:, None]
+            where = ((rank < count[:, None] - 1) | last) & candidates
+            chance = torch.where(last, choice, 0).sum(-1)
+            if branch == 0:  # all that is left, where it is less than the schedule asks for
+                chance = torch.where(where.any(-1) & (last & where).any(-1).logical_not(), 1.0, chance)
+            follower = self._stepped(states, reveal.only(where))
+            follower, base = self.memory.skip(follower, estimate)
+            # A state that ends the row needs no forward: the reveal before it already tells.
+            frontier.add(replace(follower, valid=states.valid & (chance > 0) & ~self._done(follower)), chance, base)
+
+    def score(self, proposal: Proposal) -> Tensor:
         """The backbone's hidden states [rows, width, block, hidden] of all states, in one forward."""
-        rows, width = states.start.shape
-        parent = torch.zeros(rows, width, dtype=torch.bool, device=self.device)
-        parent[:, 1:] = states.start[:, 1:] > states.start[:, :-1]  # an all-mask state looks at the clean one before it
-        hidden = self._packed_forward(states, parent, self.committed, self.model.backbone)
-        verify = bool(drafted.any())
+        hidden = self._packed_forward(proposal.states, proposal.parent, self.committed, self.model.backbone)
+        verify = bool(proposal.drafted.any())
         self.counts.forwards["verify" if verify else "denoise"] += 1
         self.counts.row_forwards += self.rows.active
-        self.counts.drafted += drafted.sum(1)
+        self.counts.drafted += proposal.drafted.sum(1)
         return hidden
 
-    def walk(self, states: States, hidden: Tensor, drafted: Tensor) -> None:
-        """Accepts states as far as the backbone's reveals meet them, and takes each row's next state from the last one."""
-        rows, width = states.start.shape
-        behind = states.ids.roll(1, 1).flatten(0, 1)
-        reveals = self.reveal_from(states.map(lambda t: t.flatten(0, 1)), hidden.flatten(0, 1), behind=behind)
-        accepted = states.valid[:, 0]
-        last = torch.zeros_like(states.start[:, 0])
-        for k in range(width):
-            here = states.map(lambda t, k=k: t[:, k])  # type: ignore[misc]
-            reveal = Reveal(*(f.unflatten(0, (rows, width))[:, k] for f in vars(reveals).values()))
-            if k + 1 < width:
-                clean = self._clean(here)
-                follower = self._where(clean, self._next_block(here), self._stepped(here, reveal))
-                proposed = states.map(lambda t, k=k: t[:, k + 1])  # type: ignore[misc]
-                same = (follower.ids == proposed.ids).all(-1) & (follower.start == proposed.start)
-                onward = accepted & proposed.valid & same
-            else:
-                onward = torch.zeros_like(accepted)
-            self._commit_clean(here, hidden[:, k], accepted & self._clean(here), k)
-            self._record(here, reveal, onward)
-            last = torch.where(accepted, k, last)
-            if k + 1 < width:
-                self.counts.accepted += onward & drafted[:, k + 1]
-            accepted = onward
-        self.counts.accepted_lengths[self.all_rows, torch.where(states.valid[:, 0], last + 1, 0)] += states.valid[:, 0]
-        final = states.map(lambda t: t[self.all_rows, last])
-        chosen = Reveal(*(f.unflatten(0, (rows, width))[self.all_rows, last] for f in vars(reveals).values()))
-        seed = hidden[self.all_rows, last]
-        self._advance(final, seed, states.valid[:, 0], chosen)
+    def walk(self, proposal: Proposal, hidden: Tensor) -> None:
+        """Goes from state to state where the backbone's reveals lead, and takes each row's next state from the last one."""
+        rows, width = proposal.parent.shape
+        behind = proposal.behind().flatten(0, 1)
+        reveals = self.reveal_from(proposal.states.map(lambda t: t.flatten(0, 1)), hidden.flatten(0, 1), behind=behind)
+        scored = Scored(proposal.states, proposal.parent, reveals.map(lambda t: t.unflatten(0, (rows, width))), hidden)
+        known = scored.beside(self.memory.scored)
+        clean = self._clean(known.states)
+        onward = known.edges(
+            self._where(clean, self._next_block(known.states), self._stepped(known.states, known.reveal)), clean
+        )
+        place, active = torch.zeros_like(self.rows.start), proposal.states.valid[:, 0]
+        tick = torch.full_like(onward, -1)  # denoising steps before a state on the way; -1 off it
+        ticks = torch.zeros_like(place)
+        moving = active
+        for _ in range(onward.shape[1]):
+            tick[self.all_rows, place] = torch.where(moving, ticks, tick[self.all_rows, place])
+            ticks = ticks + (moving & ~clean[self.all_rows, place])
+            following = onward[self.all_rows, place]
+            moving = moving & (following >= 0)
+            place = torch.where(moving, following, place)
+        passed = tick >= 0
+        before = passed.clone()
+        before[self.all_rows, place] = False
+        self._record(known.states, known.reveal, before & ~clean, tick)
+        self.rows.clock += (before & ~clean).sum(-1)
+        self._commit_clean(proposal.states, hidden, (passed & clean)[:, :width])
+        self.counts.accepted += (passed[:, :width] & proposal.drafted).sum(-1) + passed[:, width:].sum(-1)
+        self.counts.accepted_lengths[self.all_rows, passed.sum(-1)] += active
+        if self.strategy.drafts:
+            self.memory = Memory(scored.kept(~clean[:, :width]), self._stepped(scored.states, scored.reveal))
+        final = known.at(self.all_rows, place)
+        self._advance(final.states, final.hidden, active, final.reveal)
 
     # ------------------------------------------------------------------ parts of a round
 
@@ -350,35 +557,41 @@ class Decoder:
         self.has_seed = torch.where(moved, ~clean, self.has_seed)
         refined = self.strategy.refine(self, replace(states, valid=at_mask), hidden, reveal)
         self.counts.revoked += ((reveal.where & ~refined.where).sum(-1)) * at_mask
-        self._record(states, refined, at_mask)
+        self._record(states, refined, at_mask, torch.zeros_like(self.rows.clock))
+        self.rows.clock += at_mask & refined.where.any(-1)
         following = self._where(clean, self._next_block(states), replace(states, step=states.step + 1))
         self.rows.start = torch.where(moved, following.start, self.rows.start)
         self.rows.step = torch.where(moved, following.step, self.rows.step)
         self._stop_finished()
 
-    def _record(self, states: States, reveal: Reveal, rows: Tensor) -> None:
-        """Writes what `rows` revealed at their states: text, log-confidence and step."""
-        row, column = (reveal.where & rows[:, None]).nonzero(as_tuple=True)
-        at = states.start[row] + column
-        self.rows.tokens[row, at] = reveal.token[row, column]
-        self.rows.logprob[row, at] = reveal.logprob[row, column].float()
-        self.rows.reveal_step[row, at] = self.rows.clock[row]
-        self.rows.clock += rows & reveal.where.any(-1)
+    def _record(self, states: States, reveal: Reveal, which: Tensor, tick: Tensor) -> None:
+        """Writes what states [rows, ...] revealed: text, log-confidence and step, `tick` steps after the row's clock."""
+        *entry, column = (reveal.where & which[..., None]).nonzero(as_tuple=True)
+        at = tuple(entry)
+        row, position = states.row[at], states.start[at] + column
+        self.rows.tokens[row, position] = reveal.token[(*at, column)]
+        self.rows.logprob[row, position] = reveal.logprob[(*at, column)].float()
+        self.rows.reveal_step[row, position] = self.rows.clock[row] + tick[at]
 
-    def _commit_clean(self, states: States, hidden: Tensor, rows: Tensor, slot: int) -> None:
-        """Keeps the KV that the round just computed for accepted clean states, and leaves the head's share pending."""
-        row = rows.nonzero()[:, 0]
+    def _commit_clean(self, states: States, hidden: Tensor, which: Tensor) -> None:
+        """Keeps the KV that the round just computed for accepted clean states, and leaves the head's share pending.
+
+        `which` [rows, width] marks at most one state a row.
+        """
+        row, slot = which.nonzero(as_tuple=True)
         if len(row) == 0:
             return
-        source = torch.full_like(row, slot * self.block)
-        self.cache.commit(row, source, states.start[row], self.block, self.backbone_layers)
-        self.committed[row] = states.start[row] + self.block
+        start = states.start[row, slot]
+        self.cache.commit(row, slot * self.block, start, self.block, self.backbone_layers)
+        self.committed[row] = start + self.block
         if self.head_layers:
+            rows = which.any(-1)
             if bool((self.pending & rows).any()):
-                self.head_hidden(replace(states, valid=torch.zeros_like(rows)), hidden)
+                idle = states.map(lambda t: t[:, 0])
+                self.head_hidden(replace(idle, valid=torch.zeros_like(rows)), hidden[:, 0])
             self.pending |= rows
-            self.pending_ids[row] = states.ids[row]
-            self.pending_hidden[row] = hidden[row]
+            self.pending_ids[row] = states.ids[row, slot]
+            self.pending_hidden[row] = hidden[row, slot]
 
     def _stop_finished(self) -> None:
         """Rows whose text is complete leave; a stopping criterion is asked at every newly final token."""
@@ -437,7 +650,7 @@ class Decoder:
     def _where(condition: Tensor, a: States, b: States) -> States:
         return replace(
             b,
-            ids=torch.where(condition[:, None], a.ids, b.ids),
+            ids=torch.where(condition[..., None], a.ids, b.ids),
             start=torch.where(condition, a.start, b.start),
             step=torch.where(condition, a.step, b.step),
         )
@@ -456,8 +669,9 @@ class Decoder:
         row = states.row[state]
         position = states.start[state] + column
         keys = noise_keys(self.rows.seed[row], position, masked.sum(-1)[state])
-        no_eos = position < self.rows.prompt_length[row] + self.min_new_tokens if self.min_new_tokens else None
-        picks = self.picker(hidden[state, column], keys, lambda at: self._contexts(states, state[at], behind), no_eos)
+        picks = self.picker(
+            hidden[state, column], keys, lambda at: self._contexts(states, state[at], behind), self._no_eos(row, position)
+        )
         shape = states.ids.shape
         token = torch.zeros(shape, dtype=torch.long, device=self.device).index_put_((state, column), picks.token)
 
@@ -476,9 +690,16 @@ class Decoder:
         """[n, block] log-odds of given tokens under lm_head(hidden), -inf outside `where`."""
         state, column = where.nonzero(as_tuple=True)
         odds = self.picker.token_log_odds(
-            hidden[state, column], token[state, column], lambda at: self._contexts(states, state[at], None)
+            hidden[state, column],
+            token[state, column],
+            lambda at: self._contexts(states, state[at], None),
+            self._no_eos(states.row[state], states.start[state] + column),
         )
         return odds.new_full(where.shape, -torch.inf).index_put_((state, column), odds)
+
+    def _no_eos(self, row: Tensor, position: Tensor) -> Tensor | None:
+        """[n] bool: positions before the minimum length."""
+        return position < self.rows.prompt_length[row] + self.min_new_tokens if self.min_new_tokens else None
 
     def residual_magnitude(self, hidden: Tensor, token: Tensor, where: Tensor) -> Tensor:
         """[n, block] |C| of given tokens: one dot product each; 0 outside `where`."""
@@ -507,8 +728,8 @@ class Decoder:
             return self._head_packed(packed, hidden[:, None], None)[:, 0]
         clean = States(self.pending_ids, self.head_committed, torch.zeros_like(states.step), self.all_rows, self.pending)
         packed = States.stack([clean, states])
-        parent = torch.zeros_like(packed.valid)
-        parent[:, 1] = self.pending
+        parent = torch.full_like(packed.start, -1)
+        parent[:, 1] = torch.where(self.pending, 0, -1)
         residual = self._head_packed(packed, torch.stack([self.pending_hidden, hidden], 1), parent)[:, 1]
         row = self.pending.nonzero()[:, 0]
         self.cache.commit(row, torch.zeros_like(row), self.head_committed[row], self.block, self.head_layers)
@@ -534,13 +755,13 @@ class Decoder:
         committed: Tensor,
         forward: Callable[[Tensor, Tensor, Tensor, BlockCache], Tensor],
     ) -> Tensor:
-        """Scores [rows, width] states side by side: each sees its prefix, itself and, if `parent`, the state before it."""
+        """Scores [rows, width] states side by side: each sees its prefix, itself and the state in slot `parent`, if any."""
         rows, width = states.start.shape
         used = int(committed.max())
         self.cache.target_scratch(width * self.block, used)
         sees = torch.eye(width, dtype=torch.bool, device=self.device).repeat(rows, 1, 1)
         if parent is not None:
-            sees |= torch.diag_embed(parent[:, 1:], offset=-1)
+            sees |= (parent[..., None] == torch.arange(width, device=self.device)) & (parent >= 0)[..., None]
         scratch = sees.repeat_interleave(self.block, 1).repeat_interleave(self.block, 2)
         prefix = torch.arange(used, device=self.device) < committed[:, None]
         mask = torch.cat([scratch, prefix[:, None].expand(-1, width * self.block, -1)], -1)[:, None]

@@ -4,13 +4,16 @@ Positions are absolute and count from 0 at a sequence's first real token; the bl
 ``position // block_size``. Masks here are boolean, True where a query may look at a key.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .sampling_mrp import log_odds
+
 IGNORE_INDEX = -100
+BLANK = -1  # the target behind the end of a text: no token is more likely than another
 CLEAN_VIEW = 0  # views above 0 are noisy copies
 NO_VIEW = -1  # padding
 
@@ -61,7 +64,7 @@ class PackedBatch:
 
     Attributes:
         input_ids: [batch, length] long; masked positions hold `mask_token_id`.
-        target_ids: [batch, length] long; the true token at every position.
+        target_ids: [batch, length] long; the true token at every position, `BLANK` behind the end of a text.
         position_ids: [batch, length] long; absolute positions.
         view: [batch, length] long; 0 clean, 1, 2, ... noisy copies, -1 padding.
         sample: [batch, length] long; which sample of the row a token belongs to.
@@ -85,6 +88,16 @@ class PackedBatch:
     def supervised(self) -> Tensor:
         """[batch, length] bool: masked positions that carry loss."""
         return self.weight > 0
+
+    @property
+    def noisy_length(self) -> int:
+        """How many columns the noisy copies take: the clean sequence begins behind them."""
+        return int((self.view == CLEAN_VIEW).any(0).int().argmax())
+
+    def noisy(self) -> "PackedBatch":
+        """The columns of the noisy copies alone."""
+        length = self.noisy_length
+        return replace(self, **{f: getattr(self, f)[:, :length] for f in vars(self) if f != "response_tokens"})
 
 
 def pack_noisy(
@@ -121,17 +134,22 @@ def weighted_cross_entropy(
 ) -> Tensor:
     """Sum of weighted cross-entropies over a normaliser: the block-diffusion loss (SDAR, equation 3).
 
+    A `BLANK` target stands for the uniform distribution. A model so trained has no confidence behind the end of its text, and
+    decoding, which reveals the most confident positions first, spends no step there.
+
     Args:
         hidden: [tokens, hidden_size] final hidden states at masked positions.
         lm_head_weight: [vocab, hidden_size].
-        targets: [tokens] long.
+        targets: [tokens] long, `BLANK` included.
         weight: [tokens] float.
         normaliser: Scalar; the number of response tokens.
 
     Returns:
         A scalar, 0 (with a graph) if there are no tokens.
     """
-    losses = F.cross_entropy(F.linear(hidden, lm_head_weight).float(), targets, reduction="none")
+    log_probs = F.linear(hidden, lm_head_weight).float().log_softmax(-1)
+    of_target = log_probs.gather(-1, targets.clamp(min=0)[:, None])[:, 0]
+    losses = -torch.where(targets == BLANK, log_probs.mean(-1), of_target)
     return (losses * weight).sum() / normaliser.clamp(min=1)
 
 
@@ -151,10 +169,43 @@ def residual_kl(student: Tensor, teacher: Tensor, lm_head_weight: Tensor, weight
     return (divergence * weight).sum() / normaliser.clamp(min=1)
 
 
+def order_kl(student: Tensor, teacher: Tensor, lm_head_weight: Tensor, block: Tensor, normaliser: Tensor) -> Tensor:
+    """How far the student is from the teacher about which position of a block is revealed next.
+
+    Decoding reveals the most confident position first. Where several tokens are all but certain, `residual_kl` is blind to
+    their order, and it is the order that most drafts get wrong. Here each block's positions share a probability of being
+    first, in proportion to the odds p / (1 - p) of the teacher's token, and the divergences KL(teacher || student) of
+    these are summed.
+
+    Args:
+        student: [tokens, hidden_size], h_A + h_C at masked positions.
+        teacher: [tokens, hidden_size], h_B.
+        lm_head_weight: [vocab, hidden_size], frozen.
+        block: [tokens] long, a number for each block.
+        normaliser: Scalar; the number of response tokens.
+    """
+    with torch.no_grad():
+        logits = F.linear(teacher, lm_head_weight).float()
+        token = logits.argmax(-1)
+        wanted = _log_softmax_within(log_odds(logits, token)[1], block)
+    given = _log_softmax_within(log_odds(F.linear(student, lm_head_weight).float(), token)[1], block)
+    return (wanted.exp() * (wanted - given)).sum() / normaliser.clamp(min=1)
+
+
+def _log_softmax_within(values: Tensor, group: Tensor) -> Tensor:
+    """[n] log-softmax of values [n] over the members of each one's group [n]."""
+    groups = int(group.max()) + 1 if len(group) else 0
+    largest = values.new_full((groups,), -torch.inf).scatter_reduce(0, group, values.detach(), "amax")
+    total = values.new_zeros(groups).index_add(0, group, (values - largest[group]).exp())
+    return values - largest[group] - total[group].log()
+
+
 __all__ = [
+    "BLANK",
     "IGNORE_INDEX",
     "PackedBatch",
     "block_causal_mask",
+    "order_kl",
     "pack_noisy",
     "packed_mask",
     "residual_kl",

@@ -43,9 +43,9 @@ _STRATEGIES: dict[str, Callable[["MRPGenerationConfig"], Static]] = {
     "dynamic": lambda options: Dynamic(options.confidence_threshold),
     "sequential": lambda options: Sequential(),
     "entropy_bound": lambda options: EntropyBound(options.entropy_threshold),
-    "self_spec": lambda options: SelfSpec(options.num_draft_states),
+    "self_spec": lambda options: SelfSpec(options.num_draft_states, options.draft_branches),
     "mrp_direct": lambda options: Direct(options.mrp_steps),
-    "mrp_spec": lambda options: Spec(options.num_draft_states),
+    "mrp_spec": lambda options: Spec(options.num_draft_states, options.draft_branches),
     "mrp_remask": lambda options: Remask(options.confidence_threshold, options.remask_rule, options.residual_delta),
 }
 DECODINGS = tuple(_STRATEGIES)
@@ -87,6 +87,7 @@ _DEFAULTS: dict[str, Any] = {
     "entropy_threshold": 0.35,
     "mrp_steps": 1,
     "num_draft_states": 4,
+    "draft_branches": 3,
     "remask_rule": "threshold",
     "residual_delta": 1.0,
 }
@@ -114,6 +115,7 @@ class MRPGenerationConfig(GenerationConfig):
         entropy_threshold: Bound of `entropy_bound`, in nats [0.35].
         mrp_steps: Unverified head reveals after each backbone step of `mrp_direct` [1].
         num_draft_states: K, the states a row may submit per round in `mrp_spec` and `self_spec` [4].
+        draft_branches: How many followers of a state are considered in drafting; 1 drafts a chain [3].
         remask_rule: `threshold` (published) or `residual` (released code) [`threshold`].
         residual_delta: Largest residual logit that the `residual` rule lets stand [1.0].
         seed: An int s gives row i the seed s + i; a list gives one per row [one per row from torch's generator].
@@ -126,6 +128,7 @@ class MRPGenerationConfig(GenerationConfig):
         self.entropy_threshold: Any = kwargs.pop("entropy_threshold", None)
         self.mrp_steps: Any = kwargs.pop("mrp_steps", None)
         self.num_draft_states: Any = kwargs.pop("num_draft_states", None)
+        self.draft_branches: Any = kwargs.pop("draft_branches", None)
         self.remask_rule: Any = kwargs.pop("remask_rule", None)
         self.residual_delta: Any = kwargs.pop("residual_delta", None)
         self.seed: Any = kwargs.pop("seed", None)
@@ -153,6 +156,7 @@ class MRPGenerationConfig(GenerationConfig):
         _require(self, "entropy_threshold", float, lambda v: v >= 0, "a number of nats, 0 or more")
         _require(self, "mrp_steps", int, lambda v: v >= 1, "an int of 1 or more")
         _require(self, "num_draft_states", int, lambda v: v >= 1, "an int of 1 or more")
+        _require(self, "draft_branches", int, lambda v: v >= 1, "an int of 1 or more")
         _require(self, "residual_delta", float, lambda v: v > 0, "a positive number of logits")
         if self.remask_rule not in REMASK_RULES:
             raise ValueError(f"remask_rule is {self.remask_rule!r}: choose one of {', '.join(REMASK_RULES)}")
@@ -201,7 +205,8 @@ class MRPGenerateStats(ModelOutput):
         drafted: [rows] long, drafted states that were submitted.
         accepted: [rows] long, drafted states that were right.
         revoked: [rows] long, reveals that `mrp_remask` took back.
-        accepted_lengths: [rows, K + 1] long, how many rounds accepted 0, 1, ... K states (the first is never a draft).
+        accepted_lengths: [rows, n] long, how many rounds accepted 0, 1, 2, ... states (the first is never a draft); with drafts
+            up to 2 K, of which K were scored in the round before.
     """
 
     forwards: dict[str, int] | None = None
@@ -291,7 +296,10 @@ class MRPGenerationMixin(GenerationMixin):
             raise ValueError(f"eos_token_id holds the mask id {mask_id}, which is never picked: leave it out")
         prompt = inputs if inputs is not None else model_kwargs.get("input_ids")
         self._check_prompt(prompt, model_kwargs.get("attention_mask"), config)
-        expanded = len(prompt) * (config.num_return_sequences or 1)
+        copies = 1 if config.num_return_sequences is None else config.num_return_sequences
+        if not isinstance(copies, int) or isinstance(copies, bool) or copies < 1:
+            raise ValueError(f"num_return_sequences is {copies!r}: it must be an int of 1 or more")
+        expanded = len(prompt) * copies
         if streamer is not None and expanded > 1:
             raise ValueError(f"a streamer takes one row, and the batch has {expanded}: stream one prompt at a time")
 

@@ -17,7 +17,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3Mod
 from transformers.utils import can_return_tuple
 
 from .configuration_mrp import MRPConfig
-from .diffusion_mrp import IGNORE_INDEX, PackedBatch, block_causal_mask, pack_noisy, weighted_cross_entropy
+from .diffusion_mrp import IGNORE_INDEX, block_causal_mask, pack_noisy, weighted_cross_entropy
 from .generation_mrp import MRPGenerationMixin
 
 AUTO_MAP = {
@@ -277,10 +277,10 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
         past = past_key_values.get_seq_length() if past_key_values is not None else 0
         valid = torch.ones(batch, past + length, dtype=torch.bool, device=given.device)
         if attention_mask is not None and attention_mask.dim() == 2:
-            if attention_mask.shape[1] != past + length:
+            if attention_mask.shape != (batch, past + length):
                 raise ValueError(
-                    f"attention_mask covers {attention_mask.shape[1]} tokens, but the cache holds {past} and {length} are new: "
-                    f"pass [{batch}, {past + length}]"
+                    f"attention_mask has shape {list(attention_mask.shape)}, but the batch has {batch} rows, the cache holds "
+                    f"{past} tokens and {length} are new: pass [{batch}, {past + length}]"
                 )
             valid = attention_mask.bool()
         key_positions = (valid.long().cumsum(-1) - 1).clamp(min=0)
@@ -302,15 +302,6 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
         if self.config._attn_implementation != "eager":
             return mask
         return torch.zeros(mask.shape, dtype=self.dtype, device=mask.device).masked_fill_(~mask, torch.finfo(self.dtype).min)
-
-    def packed_hidden_states(self, batch: PackedBatch, input_ids: Tensor | None = None) -> Tensor:
-        """h of every token of a packed pass [x_t | x_0]; `input_ids` stands in for the batch's own (another noisy state)."""
-        mask = batch.attention_mask(self.config.block_size)
-        return self.backbone(batch.input_ids if input_ids is None else input_ids, batch.position_ids, mask)
-
-    def packed_residual(self, batch: PackedBatch, input_ids: Tensor, hidden_states: Tensor) -> Tensor:
-        """h_C of every token of a packed pass, at the revealed state `input_ids` [batch, length]."""
-        return self.residual(input_ids, hidden_states, batch.position_ids, batch.attention_mask(self.config.block_size))
 
     def _training_pass(
         self,
@@ -336,7 +327,7 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
         weight = (1 / noise_level)[:, None].expand(batch, length)
         clean = torch.where(response, labels, input_ids)
         packed = pack_noisy(clean, response, valid, noise_mask, weight, self.config.mask_token_id)
-        hidden = self.packed_hidden_states(packed)
+        hidden = self.backbone(packed.input_ids, packed.position_ids, packed.attention_mask(self.config.block_size))
         chosen = packed.supervised
         items = (
             packed.response_tokens if num_items_in_batch is None else torch.as_tensor(num_items_in_batch, device=hidden.device)

@@ -107,20 +107,20 @@ class Picker:
         """
         rows = max(1, _LOGITS_AT_ONCE // self.lm_head_weight.shape[0])
         parts = [
-            self._pick(
-                hidden[at], keys[at], context(at) if self.processors and context else [], None if no_eos is None else no_eos[at]
-            )
+            self._pick(self._scores(hidden[at], at, context, no_eos), keys[at])
             for at in (slice(start, start + rows) for start in range(0, max(1, len(hidden)), rows))
         ]
         return Picks(
             *(torch.cat([getattr(part, name) for part in parts]) for name in ("token", "logprob", "confidence", "entropy"))
         )
 
-    def token_log_odds(self, hidden: Tensor, token: Tensor, context: Context | None = None) -> Tensor:
+    def token_log_odds(
+        self, hidden: Tensor, token: Tensor, context: Context | None = None, no_eos: Tensor | None = None
+    ) -> Tensor:
         """[n] log-odds of given tokens [n] under the same softmax: what `confidence` is for a picked token."""
         rows = max(1, _LOGITS_AT_ONCE // self.lm_head_weight.shape[0])
         parts = [
-            log_odds(self._scores(hidden[at], context(at) if self.processors and context else []), token[at])[1]
+            log_odds(self._scores(hidden[at], at, context, no_eos), token[at])[1]
             for at in (slice(start, start + rows) for start in range(0, max(1, len(hidden)), rows))
         ]
         return torch.cat(parts)
@@ -133,20 +133,20 @@ class Picker:
         logits[:, self.mask_token_id] = -torch.inf
         return logits
 
-    def _scores(self, hidden: Tensor, contexts: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """Logits after processors and temperature."""
+    def _scores(self, hidden: Tensor, at: slice, context: Context | None, no_eos: Tensor | None) -> Tensor:
+        """Logits after processors, temperature and the minimum length; `at` says which of the positions `hidden` belongs to."""
         scores = self.logits(hidden)
-        for index, committed in contexts:
+        for index, committed in context(at) if self.processors and context else []:
             assert self.processors is not None
             processed = self.processors(committed.expand(len(index), -1), scores[index])
             scores[index] = processed.masked_fill(processed.isnan(), -torch.inf)
             scores[index, self.mask_token_id] = -torch.inf
+        if no_eos is not None:
+            eos = torch.tensor(self.eos_token_ids, dtype=torch.long, device=scores.device)
+            scores[no_eos[at].nonzero(), eos] = -torch.inf
         return scores if self.temperature == 1.0 else scores / self.temperature
 
-    def _pick(self, hidden: Tensor, keys: Tensor, contexts: list[tuple[Tensor, Tensor]], no_eos: Tensor | None) -> Picks:
-        scores = self._scores(hidden, contexts)
-        if no_eos is not None:
-            scores[no_eos.nonzero(), torch.tensor(self.eos_token_ids, dtype=torch.long, device=scores.device)] = -torch.inf
+    def _pick(self, scores: Tensor, keys: Tensor) -> Picks:
         shown = scores
         if self.truncation:
             shown = self.truncation(keys[:, None], shown.clone())

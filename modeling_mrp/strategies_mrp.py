@@ -54,7 +54,8 @@ class Static:
 
     uses_head = False
     drafts = False
-    width = 1
+    width = 1  # states a row may submit in a round
+    branches = 1  # followers of a drafted state that are considered
 
     def reveal(self, confidence: Tensor, entropy: Tensor, candidates: Tensor, count: Tensor) -> Tensor:
         """Which candidates a step commits.
@@ -168,8 +169,9 @@ class SelfSpec(Static):
 
     drafts = True
 
-    def __init__(self, num_draft_states: int) -> None:
+    def __init__(self, num_draft_states: int, draft_branches: int) -> None:
         self.width = num_draft_states
+        self.branches = draft_branches
 
     def draft_hidden(self, steps: HeadSteps, states: "States", hidden: Tensor) -> Tensor:
         """See `Static.draft_hidden`."""
@@ -179,8 +181,8 @@ class SelfSpec(Static):
 class Spec(SelfSpec):
     """`mrp_spec`: `static`, with the following states drafted by the head: acc_k = acc_{k-1} + Head(x^(k), acc_{k-1})."""
 
-    def __init__(self, num_draft_states: int) -> None:
-        super().__init__(num_draft_states)
+    def __init__(self, num_draft_states: int, draft_branches: int) -> None:
+        super().__init__(num_draft_states, draft_branches)
         self.uses_head = num_draft_states > 1
 
     def draft_hidden(self, steps: HeadSteps, states: "States", hidden: Tensor) -> Tensor:

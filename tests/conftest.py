@@ -1,4 +1,4 @@
-"""Random-weight models small enough for a laptop, and the embedded checkpoint."""
+"""Random-weight models small enough for a laptop, the embedded checkpoint, and tokenizers of whole words."""
 
 import os
 from pathlib import Path
@@ -9,9 +9,15 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from helpers import VOCAB, naive_norm
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from modeling_mrp import MRPConfig, MRPForCausalLM
+from trainer.tasks import make_problem
 
 ROOT = Path(__file__).parent.parent
 TINY = ROOT / "hub_configs" / "sdar-tiny-mrp"
@@ -60,4 +66,43 @@ def tiny_model_float64() -> MRPForCausalLM:
 
 @pytest.fixture(scope="session")
 def tiny_tokenizer() -> Any:
-    return AutoTokenizer.from_pretrained(TINY)
+    return AutoTokenizer.from_pretrained(TINY, trust_remote_code=True)
+
+
+@pytest.fixture(scope="session")
+def word_tokenizer() -> PreTrainedTokenizerFast:
+    """Whole words of 300 problems; other words are unknown."""
+    splitter = Whitespace()
+    words = {"user", "assistant", ":"}
+    for index in range(150):
+        for family in ("math", "code"):
+            problem = make_problem(family, "train", index)
+            words |= {word for text in (problem.prompt, problem.answer) for word, _ in splitter.pre_tokenize_str(text)}
+    vocab = {word: i for i, word in enumerate(["<pad>", "<end>", "<mask>", "<unk>", *sorted(words)])}
+    words_only = Tokenizer(WordLevel(vocab, unk_token="<unk>"))
+    words_only.pre_tokenizer = splitter
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words_only,
+        pad_token="<pad>",
+        eos_token="<end>",
+        mask_token="<mask>",
+        unk_token="<unk>",
+        chat_template="{% for m in messages %}{{ m['role'] }} : {{ m['content'] }} {% endfor %}"
+        "{% if add_generation_prompt %}assistant :{% endif %}",
+    )
+
+
+@pytest.fixture(scope="session")
+def id_tokenizer() -> PreTrainedTokenizerFast:
+    """One word per id. transformers tokenises "abcdef" to learn how words join, so that is one of them."""
+    words = {f"w{i:02d}": i for i in range(VOCAB - 2)} | {"abcdef": VOCAB - 2, "[UNK]": VOCAB - 1}
+    backend = Tokenizer(WordLevel(words, unk_token="[UNK]"))
+    backend.pre_tokenizer = Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]")
+
+
+@pytest.fixture
+def exact_norms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Qwen3's RMSNorm computes in float32 whatever its input. The tests that ask for 1e-10 use this, so that what they measure
+    is the package's arithmetic and not that rounding."""
+    monkeypatch.setattr(Qwen3RMSNorm, "forward", lambda norm, x: naive_norm(norm, x))

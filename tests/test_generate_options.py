@@ -1,69 +1,29 @@
 """What `generate`'s options do to the text: values, derived by hand or from a second way to the same answer."""
 
-import json
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import make_model
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
-from torch import Tensor
-from transformers import (
-    GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
-    PreTrainedTokenizerFast,
-    StoppingCriteria,
-    StoppingCriteriaList,
-    TextStreamer,
+from helpers import (
+    BLOCK,
+    LIVELY,
+    LOSSLESS,
+    MASK,
+    PROMPTS,
+    VOCAB,
+    StopAfter,
+    every_mode,
+    generate,
+    inside_a_block,
+    left_padded,
+    text,
+    texts,
 )
-from transformers.generation.streamers import BaseStreamer
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedTokenizerFast, StoppingCriteria, StoppingCriteriaList
 
 from modeling_mrp import MRPForCausalLM
-from modeling_mrp.generation_mrp import DECODINGS, MRPGenerationConfig
-
-MASK, VOCAB, BLOCK = 60, 64, 4  # of make_model
-LOSSLESS = ("static", "self_spec", "mrp_spec")
-PROMPTS = [[1, 2, 3, 4, 5], [9, 8, 7], [21, 22, 23, 24, 25, 26, 27, 28, 29, 30]]
-# Random weights repeat themselves when greedy; sampled texts vary, and the thresholds let every mode do what it is for.
-LIVELY: dict[str, Any] = {"do_sample": True, "top_k": 0, "confidence_threshold": 0.04, "entropy_threshold": 5.0}
-
-every_mode = pytest.mark.parametrize("mode", DECODINGS)
-
-
-def left_padded(prompts: Sequence[list[int]]) -> dict[str, Tensor]:
-    width = max(map(len, prompts))
-    return {
-        "input_ids": torch.tensor([[0] * (width - len(p)) + p for p in prompts]),
-        "attention_mask": torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts]),
-    }
-
-
-def generate(model: MRPForCausalLM, prompts: Sequence[list[int]], **options: Any) -> Any:
-    return model.generate(**left_padded(prompts), return_dict_in_generate=True, **options)
-
-
-def texts(model: MRPForCausalLM, prompts: Sequence[list[int]], **options: Any) -> list[list[int]]:
-    """The generated tokens of every row, without padding."""
-    out = generate(model, prompts, **options)
-    width = max(map(len, prompts))
-    return [row[width:][steps >= 0].tolist() for row, steps in zip(out.sequences, out.reveal_step, strict=True)]
-
-
-def text(model: MRPForCausalLM, prompt: list[int], **options: Any) -> list[int]:
-    return texts(model, [prompt], **options)[0]
-
-
-def inside_a_block(prompt: list[int], tokens: list[int]) -> int:
-    """The index of a token that is new to the text and neither first nor last in its block."""
-    return next(
-        i for i in range(1, len(tokens)) if tokens[i] not in tokens[:i] and (len(prompt) + i) % BLOCK in range(1, BLOCK - 1)
-    )
-
 
 # Length, eos and padding
 
@@ -172,16 +132,6 @@ def test_no_eos_before_the_minimum(random_model: MRPForCausalLM, mode: str, limi
 # Stopping criteria
 
 
-class StopAfter(StoppingCriteria):
-    """Stops behind a token."""
-
-    def __init__(self, token: int) -> None:
-        self.token = token
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        return input_ids[:, -1] == self.token
-
-
 class Watch(StoppingCriteria):
     """Never stops; remembers what it was asked."""
 
@@ -227,25 +177,16 @@ def test_a_criterion_behind_an_eos_changes_nothing(random_model: MRPForCausalLM)
     assert text(random_model, [1, 2, 3, 4], eos_token_id=block[1], stopping_criteria=criteria, **options) == block[:2]
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    """One word per id. transformers tokenises "abcdef" to learn how words join, so that is one of them."""
-    words = {f"w{i:02d}": i for i in range(VOCAB - 2)} | {"abcdef": VOCAB - 2, "[UNK]": VOCAB - 1}
-    backend = Tokenizer(WordLevel(words, unk_token="[UNK]"))
-    backend.pre_tokenizer = Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]")
-
-
 @pytest.mark.parametrize("mode", ["static", "mrp_spec"])
-def test_stop_strings(random_model: MRPForCausalLM, tokenizer: PreTrainedTokenizerFast, mode: str) -> None:
+def test_stop_strings(random_model: MRPForCausalLM, id_tokenizer: PreTrainedTokenizerFast, mode: str) -> None:
     options = {"decoding": mode, "max_new_tokens": 14, **LIVELY}
     free = texts(random_model, PROMPTS, seed=[4, 5, 6], **options)
     at = inside_a_block(PROMPTS[0], free[0])
     for stop in (f"w{free[0][at]:02d}", f"w{free[0][at - 1]:02d} w{free[0][at]:02d}"):
-        stopped = texts(random_model, PROMPTS, seed=[4, 5, 6], stop_strings=[stop], tokenizer=tokenizer, **options)
+        stopped = texts(random_model, PROMPTS, seed=[4, 5, 6], stop_strings=[stop], tokenizer=id_tokenizer, **options)
         assert stopped[0] == free[0][: at + 1]
         for prompt, tokens, got in zip(PROMPTS, free, stopped, strict=True):
-            ends = [n for n in range(1, 15) if tokenizer.decode(prompt + tokens[:n]).endswith(stop)]
+            ends = [n for n in range(1, 15) if id_tokenizer.decode(prompt + tokens[:n]).endswith(stop)]
             assert got == tokens[: min([14, *ends])]
 
 
@@ -409,345 +350,3 @@ def test_num_return_sequences(random_model: MRPForCausalLM) -> None:
     assert len(set(map(tuple, rows))) == 6
     for i in (0, 2, 3, 5):
         assert rows[i] == text(random_model, PROMPTS[i // 3], seed=5 + i, **options)
-
-
-# Streamers
-
-
-class Blocks(BaseStreamer):
-    """Remembers the prompt it was put, then every block."""
-
-    def __init__(self) -> None:
-        self.events: list[tuple[str, list[Any]]] = []
-
-    def put(self, value: Tensor) -> None:
-        self.events.append(("put", value.tolist()))
-
-    def end(self) -> None:
-        self.events.append(("end", []))
-
-
-class Drafts(Blocks):
-    def put_draft(self, value: Tensor) -> None:
-        self.events.append(("draft", value[0].tolist()))
-
-
-@every_mode
-def test_a_streamer_receives_blocks_in_order(random_model: MRPForCausalLM, mode: str) -> None:
-    """A prompt of 6 and 9 tokens: the rest of block 4..7, block 8..11, and three of block 12..15."""
-    options = {"decoding": mode, "max_new_tokens": 9, "seed": 0, **LIVELY}
-    prompt = [1, 2, 3, 4, 5, 6]
-    tokens = text(random_model, prompt, **options)
-    streamer = Blocks()
-    random_model.generate(torch.tensor([prompt]), streamer=streamer, **options)
-    assert streamer.events == [("put", [prompt]), ("put", tokens[:2]), ("put", tokens[2:6]), ("put", tokens[6:]), ("end", [])]
-
-
-@pytest.mark.parametrize("mode", ["static", "mrp_spec", "mrp_remask"])
-def test_a_stream_ends_with_the_text(random_model: MRPForCausalLM, mode: str) -> None:
-    """An eos or a criterion cuts the last block; nothing behind the cut was ever streamed."""
-    options = {"decoding": mode, "max_new_tokens": 18, "seed": 4, **LIVELY}
-    free = text(random_model, PROMPTS[0], **options)
-    stop = StopAfter(free[inside_a_block(PROMPTS[0], free)])
-    for cut in ({"eos_token_id": [*range(1, 15)]}, {"stopping_criteria": StoppingCriteriaList([stop])}):
-        tokens = text(random_model, PROMPTS[0], **cut, **options)
-        assert len(tokens) < 18
-        streamer = Blocks()
-        random_model.generate(torch.tensor([PROMPTS[0]]), streamer=streamer, **cut, **options)
-        assert [token for _, block in streamer.events[1:] for token in block] == tokens
-
-
-def test_a_text_streamer_prints_the_text(
-    random_model: MRPForCausalLM, tokenizer: PreTrainedTokenizerFast, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = {"max_new_tokens": 9, "seed": 0, **LIVELY}
-    tokens = text(random_model, PROMPTS[0], **options)
-    random_model.generate(torch.tensor([PROMPTS[0]]), streamer=TextStreamer(tokenizer, skip_prompt=True), **options)
-    assert capsys.readouterr().out == tokenizer.decode(tokens) + "\n"
-
-
-@pytest.mark.parametrize("mode", ["static", "sequential", "mrp_direct", "mrp_spec", "mrp_remask"])
-def test_a_streamer_of_drafts_sees_the_states_between(random_model: MRPForCausalLM, mode: str) -> None:
-    """Each state reveals more of the block that is put next, and hides the rest behind the mask id."""
-    model = make_model(block_size=8)
-    options = {"decoding": mode, "max_new_tokens": 19, "seed": 1, "num_draft_states": 2, **LIVELY}
-    plain = text(model, PROMPTS[0], **options)
-    streamer = Drafts()
-    model.generate(torch.tensor([PROMPTS[0]]), streamer=streamer, **options)
-    events = streamer.events[1:]
-    assert events.pop() == ("end", [])
-    assert [token for kind, block in events if kind == "put" for token in block] == plain
-    masks_left = []
-    drafts: list[list[int]] = []
-    for kind, tokens in events:
-        if kind == "draft":
-            drafts.append(tokens)
-            continue
-        masks = [draft.count(MASK) for draft in drafts]
-        assert masks == sorted(set(masks), reverse=True), "every state reveals more than the one before"
-        for draft in drafts:
-            assert all(known in (MASK, token) for known, token in zip(draft, tokens, strict=True))
-        masks_left += masks
-        drafts = []
-    assert not drafts
-    assert sum(left > 0 for left in masks_left) >= 4
-
-
-def test_states_of_static_by_hand(random_model: MRPForCausalLM) -> None:
-    """Whole blocks of four: the prefill and three forwards reveal one token each, and a put follows a complete block."""
-    streamer = Drafts()
-    random_model.generate(torch.tensor([[1, 2, 3, 4]]), streamer=streamer, max_new_tokens=8)
-    shown = [(kind, tokens.count(MASK)) for kind, tokens in streamer.events[1:] if kind == "put" or MASK in tokens]
-    assert shown == [("draft", 2), ("draft", 1), ("put", 0), ("draft", 3), ("draft", 2), ("draft", 1), ("put", 0)]
-
-
-# Where options come from
-
-
-FIELDS: dict[str, Any] = {"decoding": "mrp_spec", "num_draft_states": 6, "denoising_steps": 2, "seed": 11}
-
-
-def same(a: Any, b: Any) -> bool:
-    """Whether two calls gave the same text at the same cost."""
-    return a.sequences.equal(b.sequences) and a.stats.forwards == b.stats.forwards and a.reveal_step.equal(b.reveal_step)
-
-
-@pytest.mark.parametrize("config_class", [MRPGenerationConfig, GenerationConfig])
-def test_a_generation_config_object(random_model: MRPForCausalLM, config_class: type[GenerationConfig]) -> None:
-    options = {"max_new_tokens": 12, "do_sample": True, "top_k": 0, "return_dict_in_generate": True, **FIELDS}
-    ids = torch.tensor([PROMPTS[0]])
-    expected = random_model.generate(ids, **options)
-    assert expected.stats.forwards["head"] > 0
-    config = config_class(**options)
-    before = config.to_dict()
-    assert same(random_model.generate(ids, generation_config=config), expected)
-    overridden = random_model.generate(ids, generation_config=config, denoising_steps=4, seed=12)
-    assert same(overridden, random_model.generate(ids, **{**options, "denoising_steps": 4, "seed": 12}))
-    assert not same(overridden, expected)
-    assert config.to_dict() == before
-
-
-@pytest.fixture
-def configured_model(tmp_path: Path) -> MRPForCausalLM:
-    """A model whose generation_config.json holds the fields, read as transformers reads it."""
-    model = make_model()
-    (tmp_path / "generation_config.json").write_text(json.dumps({**FIELDS, "pad_token_id": 0, "do_sample": True, "top_k": 0}))
-    model.generation_config = GenerationConfig.from_pretrained(tmp_path)
-    assert type(model.generation_config) is GenerationConfig
-    return model
-
-
-def test_fields_of_the_models_generation_config(random_model: MRPForCausalLM, configured_model: MRPForCausalLM) -> None:
-    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": True, "top_k": 0, **FIELDS}
-    expected = generate(random_model, PROMPTS, **options)
-    assert same(generate(configured_model, PROMPTS, max_new_tokens=12), expected)
-    changes = {"decoding": "static", "denoising_steps": 4, "seed": 12, "num_draft_states": 1, "do_sample": False}
-    for name, value in changes.items():
-        overridden = generate(configured_model, PROMPTS, max_new_tokens=12, **{name: value})
-        assert same(overridden, generate(random_model, PROMPTS, **{**options, name: value}))
-        assert not same(overridden, expected)
-
-
-@pytest.mark.parametrize("config_class", [GenerationConfig, MRPGenerationConfig])
-def test_what_an_object_leaves_open_comes_from_the_model(
-    configured_model: MRPForCausalLM, config_class: type[GenerationConfig]
-) -> None:
-    ids = torch.tensor([PROMPTS[0]])
-    expected = configured_model.generate(ids, max_new_tokens=12, return_dict_in_generate=True)
-    config = config_class(max_new_tokens=12, return_dict_in_generate=True)
-    assert same(configured_model.generate(ids, generation_config=config), expected)
-
-
-def test_pad_and_eos_that_an_object_leaves_open_come_from_the_model() -> None:
-    model = make_model()
-    free = text(model, PROMPTS[0], max_new_tokens=12)
-    model.generation_config.eos_token_id = free[4]
-    config = MRPGenerationConfig(max_new_tokens=12, decoding="sequential")
-    got = model.generate(torch.tensor([PROMPTS[0]]), generation_config=config)[0, 5:].tolist()
-    assert got[-1] == free[4]
-    assert len(got) < 12
-
-
-def test_a_config_survives_saving(tmp_path: Path) -> None:
-    fields: dict[str, Any] = {
-        "decoding": "mrp_remask",
-        "denoising_steps": 3,
-        "confidence_threshold": 0.04,
-        "entropy_threshold": 0.5,
-        "mrp_steps": 2,
-        "num_draft_states": 7,
-        "remask_rule": "residual",
-        "residual_delta": 0.25,
-        "seed": [4, 5, 6],
-        "max_new_tokens": 9,
-        "do_sample": True,
-        "top_k": 0,
-        "pad_token_id": 0,
-    }
-    defaults = MRPGenerationConfig()
-    saved = MRPGenerationConfig(**fields)
-    saved.save_pretrained(tmp_path)
-    loaded = MRPGenerationConfig.from_pretrained(tmp_path)
-    assert type(loaded) is MRPGenerationConfig
-    for name, value in fields.items():
-        assert getattr(defaults, name) != value, "a default would survive without being saved"
-        assert getattr(loaded, name) == value
-    assert loaded == saved
-
-
-@pytest.mark.parametrize("config_class", [GenerationConfig, MRPGenerationConfig])
-def test_a_config_read_from_a_file(tmp_path: Path, random_model: MRPForCausalLM, config_class: type[GenerationConfig]) -> None:
-    fields: dict[str, Any] = {**FIELDS, "max_new_tokens": 9, "do_sample": True, "top_k": 0, "return_dict_in_generate": True}
-    config_class(**fields).save_pretrained(tmp_path)
-    ids = torch.tensor([PROMPTS[0]])
-    loaded = random_model.generate(ids, generation_config=config_class.from_pretrained(tmp_path))
-    assert same(loaded, random_model.generate(ids, **fields))
-
-
-# Schedules, counts and log-probabilities
-
-
-SCHEDULES = {
-    1: [16] + [0] * 15,
-    3: [6, 5, 5] + [0] * 13,
-    5: [4, 3, 3, 3, 3] + [0] * 11,
-    7: [3, 3, 2, 2, 2, 2, 2] + [0] * 9,
-    16: [1] * 16,
-    None: [1] * 16,
-}
-
-
-@pytest.mark.parametrize("steps", SCHEDULES)
-def test_schedule_by_hand(steps: int | None) -> None:
-    assert MRPGenerationConfig(denoising_steps=steps).schedule(16).tolist() == SCHEDULES[steps]
-
-
-@pytest.mark.parametrize("mode", [*LOSSLESS, "sequential"])
-@pytest.mark.parametrize("steps", [3, 5, 16])
-def test_the_schedule_is_followed(mode: str, steps: int) -> None:
-    """A whole block of 16: its k-th step reveals the k-th number of the schedule."""
-    model = make_model(block_size=16)
-    out = generate(model, [list(range(1, 17))], decoding=mode, denoising_steps=steps, max_new_tokens=16)
-    assert out.reveal_step[0].bincount().tolist() == SCHEDULES[steps][:steps]
-
-
-def test_counts_of_static_by_hand(random_model: MRPForCausalLM) -> None:
-    """A prompt of 6 and 10 tokens, two a step: blocks of 2, 4 and 4 masks take 1 + 2 + 2 steps, the first in the prefill.
-
-    Of the four rounds two score a clean block and the all-mask state behind it: two states; the others score one.
-    """
-    out = generate(random_model, [[1, 2, 3, 4, 5, 6]], denoising_steps=2, max_new_tokens=10)
-    assert out.stats.forwards == {"prefill": 1, "denoise": 4, "verify": 0, "head": 0}
-    assert out.stats.row_forwards.tolist() == [5]
-    assert out.stats.row_head_forwards.tolist() == [0]
-    assert out.stats.accepted_lengths.tolist() == [[0, 2, 2]]
-    assert out.tokens_per_forward.tolist() == [2.0]
-
-
-@pytest.mark.parametrize(
-    ("mode", "drafts"), [("static", 4), *((mode, drafts) for mode in ("self_spec", "mrp_spec") for drafts in (1, 2, 3, 8))]
-)
-def test_every_state_is_accepted_once(random_model: MRPForCausalLM, mode: str, drafts: int) -> None:
-    """However many states a round accepts, a row passes through the same ones.
-
-    Prompts of 6 and 2 tokens and 10 new: blocks of 2, 4 and 4 masks, so 10 states with masks, of which the prefill scores
-    one, and two clean ones: 11.
-    """
-    prompts = [[1, 2, 3, 4, 5, 6], [9, 8]]
-    stats = generate(random_model, prompts, decoding=mode, num_draft_states=drafts, max_new_tokens=10).stats
-    lengths = torch.arange(stats.accepted_lengths.shape[1])
-    assert (stats.accepted_lengths * lengths).sum(1).tolist() == [11, 11]
-    rounds = stats.accepted_lengths.sum(1)
-    assert rounds.equal(stats.row_forwards - 1), "every forward but the prefill is a round"
-    assert int(stats.row_forwards.max()) == sum(stats.forwards[role] for role in ("prefill", "denoise", "verify"))
-    assert (stats.accepted <= stats.drafted).all()
-    # A round's states are its first, right drafts, and at most one all-mask state behind a clean one.
-    assert (rounds + stats.accepted <= 11).all()
-    assert (rounds + stats.accepted + 2 >= 11).all()
-    drafting = mode != "static" and drafts > 1
-    assert bool((stats.drafted > 0).all()) == drafting
-    assert (stats.forwards["verify"] > 0) == drafting
-    assert (stats.forwards["head"] > 0) == (drafting and mode == "mrp_spec")
-
-
-@every_mode
-def test_counts_agree_with_each_other(random_model: MRPForCausalLM, mode: str) -> None:
-    options = {"decoding": mode, "max_new_tokens": 15, "eos_token_id": [5, 6], "remask_rule": "residual", **LIVELY}
-    out = generate(random_model, PROMPTS, seed=3, residual_delta=0.1, **options)
-    stats, generated = out.stats, (out.reveal_step >= 0).sum(1)
-    assert out.tokens_per_forward.allclose(generated / stats.row_forwards)
-    assert int(stats.row_forwards.max()) == sum(stats.forwards[role] for role in ("prefill", "denoise", "verify"))
-    assert int(stats.row_head_forwards.max()) <= stats.forwards["head"]
-    assert bool((stats.row_head_forwards > 0).all()) == (mode in ("mrp_direct", "mrp_spec", "mrp_remask"))
-    assert bool(stats.drafted.sum() > 0) == (mode in ("self_spec", "mrp_spec"))
-    assert bool(stats.revoked.sum() > 0) == (mode == "mrp_remask")
-    alone = generate(random_model, PROMPTS[1:2], seed=4, residual_delta=0.1, **options)
-    assert alone.reveal_step[0].tolist() == out.reveal_step[1, : generated[1]].tolist()
-    for name in ("row_forwards", "row_head_forwards", "drafted", "accepted", "revoked", "accepted_lengths"):
-        assert getattr(alone.stats, name)[0].tolist() == getattr(stats, name)[1].tolist(), name
-
-
-def first_block(model: MRPForCausalLM, prompt: list[int]) -> Tensor:
-    """[masks, vocab] logits of the masked rest of the prompt's last block, from `forward`; the mask id at -inf."""
-    masks = BLOCK - len(prompt) % BLOCK
-    with torch.no_grad():
-        logits = model(torch.tensor([prompt + [MASK] * masks])).logits[0, len(prompt) :]
-    logits[:, MASK] = -torch.inf
-    return logits
-
-
-@pytest.mark.parametrize("prompt", [[1, 2, 3, 4, 5], [9, 8, 7], [1, 2, 3, 4]], ids=len)
-@pytest.mark.parametrize("mode", [*LOSSLESS, "sequential", "dynamic", "entropy_bound"])
-def test_the_first_reveal_by_hand(random_model: MRPForCausalLM, mode: str, prompt: list[int]) -> None:
-    """Greedy: the first step takes each position's best token, at its log-softmax; which positions is the strategy's choice."""
-    out = generate(random_model, [prompt], decoding=mode, max_new_tokens=8, confidence_threshold=0.3, entropy_threshold=3.0)
-    assert (out.token_logprobs <= 0).all()
-    best = first_block(random_model, prompt).log_softmax(-1).max(-1)
-    first = (out.reveal_step[0, : len(best.values)] == 0).nonzero()[:, 0]
-    assert len(first) >= 1
-    assert not (out.reveal_step[0, len(best.values) :] == 0).any()
-    assert out.sequences[0, len(prompt) + first].equal(best.indices[first])
-    assert out.token_logprobs[0, first].double().allclose(best.values[first], atol=1e-6)
-    if mode in LOSSLESS:
-        assert first.tolist() == [int(best.values.argmax())]
-    if mode == "sequential":
-        assert first.tolist() == [0]
-    if mode == "dynamic":
-        assert set(first.tolist()) == {int(best.values.argmax()), *(best.values.exp() > 0.3).nonzero()[:, 0].tolist()}
-
-
-@pytest.mark.parametrize(
-    ("options", "temperature"),
-    [
-        ({"do_sample": True, "temperature": 0.5, "top_k": 0}, 0.5),
-        ({"do_sample": True, "temperature": 2.0, "top_k": 0}, 2.0),
-        ({"do_sample": True, "temperature": 1.0, "top_k": 0}, 1.0),
-        ({"do_sample": False, "temperature": 0.5}, 1.0),
-        ({"do_sample": True, "top_k": 3}, 1.0),
-        ({"do_sample": True, "top_k": 0, "top_p": 0.5}, 1.0),
-        ({"do_sample": True, "top_k": 0, "top_h": 0.3}, 1.0),
-        ({"do_sample": True, "top_k": 0, "min_p": 0.5}, 1.0),
-        ({"do_sample": True, "top_k": 0, "typical_p": 0.5}, 1.0),
-        ({"do_sample": True, "top_k": 0, "epsilon_cutoff": 0.05}, 1.0),
-        ({"do_sample": True, "top_k": 0, "eta_cutoff": 0.5}, 1.0),
-    ],
-    ids=str,
-)
-def test_log_probabilities_see_the_temperature_but_no_truncation(
-    random_model: MRPForCausalLM, options: dict[str, Any], temperature: float
-) -> None:
-    expected = (first_block(random_model, PROMPTS[0]) / temperature).log_softmax(-1)
-    out = generate(random_model, [PROMPTS[0]] * 8, max_new_tokens=3, seed=0, **options)
-    for tokens, steps, logprobs in zip(out.sequences[:, len(PROMPTS[0]) :], out.reveal_step, out.token_logprobs, strict=True):
-        first = int((steps == 0).nonzero())
-        token = int(tokens[first])
-        assert float(logprobs[first]) == pytest.approx(float(expected[first, token]), abs=1e-6)
-        if options.get("top_k"):
-            assert token in expected[first].topk(options["top_k"]).indices.tolist()
-
-
-def test_a_temperature_without_sampling_changes_nothing(random_model: MRPForCausalLM) -> None:
-    plain = generate(random_model, PROMPTS, max_new_tokens=9)
-    warm = generate(random_model, PROMPTS, max_new_tokens=9, temperature=0.5)
-    assert warm.sequences.equal(plain.sequences)
-    assert warm.token_logprobs.equal(plain.token_logprobs)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_model
+from helpers import ALPHA, chi_square_p
 from torch import Tensor
 from transformers.generation import LogitsProcessor, LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
 
@@ -20,19 +21,7 @@ import modeling_mrp.sampling_mrp as sampling
 from modeling_mrp import MRPForCausalLM
 from modeling_mrp.sampling_mrp import Picker, Picks, gumbel_noise, mix32, noise_keys
 
-ALPHA = 1e-4  # false-alarm rate of each chi-square test
 FIELDS = ("token", "logprob", "confidence", "entropy")
-
-
-def chi_square_p(counts: Tensor, probabilities: Tensor) -> float:
-    """Upper tail of Pearson's statistic; the rarest cells are taken together until they expect at least 5."""
-    assert probabilities.sum().item() == pytest.approx(1)
-    expected, order = (counts.sum() * probabilities.double()).sort()
-    counts = counts[order]
-    together = max(int((expected < 5).sum()), int((expected.cumsum(0) < 5).sum()) + 1)
-    counts, expected = (torch.cat([t[:together].sum()[None], t[together:]]) for t in (counts, expected))
-    statistic = ((counts - expected) ** 2 / expected).sum()
-    return torch.special.gammaincc(torch.tensor((len(counts) - 1) / 2, dtype=torch.float64), statistic / 2).item()
 
 
 def test_chi_square_p_at_tabled_values() -> None:

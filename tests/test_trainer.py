@@ -1,275 +1,24 @@
-"""The training data by hand, the losses against unpacked twins, and the Trainer: it learns, freezes, logs and resumes."""
+"""The losses against unpacked twins, and the Trainer: it learns, freezes, logs and resumes."""
 
 import math
 from collections.abc import Iterable
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import make_model
-from tokenizers import Tokenizer, models, pre_tokenizers
+from helpers import BLOCK, MASK, collate, sample
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast, set_seed
 
-import trainer.data as data
 from modeling_mrp import MRPConfig, MRPForCausalLM
-from modeling_mrp.diffusion_mrp import PackedBatch
-from trainer.data import DiffusionCollator, LengthBucketSampler, Sample, TaskDataset, encode
-from trainer.optimizer import MuonAdamW
-from trainer.tasks import Problem, make_problem
+from modeling_mrp.diffusion_mrp import BLANK, PackedBatch
+from trainer.data import DiffusionCollator, Sample, TaskDataset
 from trainer.trainer import MRPTrainer, MRPTrainingArguments
-
-BLOCK, MASK, PAD = 4, 60, 0  # of make_model
-ALPHA = 1e-4  # false-alarm rate of each chi-square test; seeds are fixed
-
-
-def chi_square_p(counts: Tensor, probabilities: Tensor) -> float:
-    expected = counts.sum() * probabilities.double()
-    assert expected.min() >= 5
-    statistic = ((counts - expected) ** 2 / expected).sum()
-    return torch.special.gammaincc(torch.tensor((len(counts) - 1) / 2, dtype=torch.float64), statistic / 2).item()
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    """Whole words of 300 problems; other words are unknown."""
-    splitter = pre_tokenizers.Whitespace()
-    words = {"user", "assistant", ":"}
-    for index in range(150):
-        for family in ("math", "code"):
-            problem = make_problem(family, "train", index)
-            words |= {word for text in (problem.prompt, problem.answer) for word, _ in splitter.pre_tokenize_str(text)}
-    vocab = {word: i for i, word in enumerate(["<pad>", "<end>", "<mask>", "<unk>", *sorted(words)])}
-    words_only = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
-    words_only.pre_tokenizer = splitter
-    return PreTrainedTokenizerFast(
-        tokenizer_object=words_only,
-        pad_token="<pad>",
-        eos_token="<end>",
-        mask_token="<mask>",
-        unk_token="<unk>",
-        chat_template="{% for m in messages %}{{ m['role'] }} : {{ m['content'] }} {% endfor %}"
-        "{% if add_generation_prompt %}assistant :{% endif %}",
-    )
-
-
-def sample(index: int, length: int, response_start: int) -> Sample:
-    rng = np.random.default_rng(index)
-    return Sample(index, rng.integers(1, 50, length), response_start)
-
-
-def collate(samples: list[Sample], **options: Any) -> PackedBatch:
-    return PackedBatch(**DiffusionCollator(BLOCK, MASK, PAD, **options)(samples))
-
-
-# ------------------------------------------------------------------------------------------------ dataset
-
-
-def test_encode_is_a_chat_turn_or_plain_text(tokenizer: PreTrainedTokenizerFast) -> None:
-    chat = Problem("math", "Bo has 3 pens .", "#### 3", number=3)
-    words = [tokenizer.convert_ids_to_tokens(ids) for ids in encode(chat, tokenizer)]
-    assert words == [["user", ":", "Bo", "has", "3", "pens", ".", "assistant", ":"], ["####", "3", "<end>"]]
-    text = Problem("source", "Bo has", "3 pens .")
-    words = [tokenizer.convert_ids_to_tokens(ids) for ids in encode(text, tokenizer)]
-    assert words == [["Bo", "has"], ["3", "pens", "."]]
-
-
-class NoTokenizer:
-    pad_token_id = 9
-
-
-def test_an_item_is_prompt_response_and_padding(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[tuple[Any, ...]] = []
-    pieces = ([1, 2, 3, 4, 5], [6, 7])
-    monkeypatch.setattr(data, "make_problem", lambda *arguments: made.append(arguments))
-    monkeypatch.setattr(data, "encode", lambda problem, tokenizer: pieces)
-    dataset = TaskDataset(NoTokenizer(), 10, {"code": 1.0}, "tune", block_size=4, seed=5)  # type: ignore[arg-type]
-    item = dataset[3]
-    assert (item.index, item.ids.tolist(), item.response_start) == (3, [1, 2, 3, 4, 5, 6, 7, 9], 5)
-    assert made == [("code", "tune", 3, 5)]
-    cut = TaskDataset(NoTokenizer(), 10, {"code": 1.0}, block_size=4, max_length=6)[0]  # type: ignore[arg-type]
-    assert (cut.ids.tolist(), cut.response_start) == ([1, 2, 3, 4, 5, 6, 9, 9], 5)
-    assert len(dataset) == 10
-    for outside in (-1, 10):
-        with pytest.raises(IndexError, match=str(outside)):
-            dataset[outside]
-
-
-def test_items_are_a_function_of_seed_and_index(tokenizer: PreTrainedTokenizerFast) -> None:
-    families: dict[Any, float] = {"math": 1.0, "code": 1.0, "source": 0.2}
-    first, again, other, longer = (
-        TaskDataset(tokenizer, size, families, seed=seed) for size, seed in ((20, 3), (20, 3), (20, 4), (99, 3))
-    )
-    backwards = {i: again[i] for i in reversed(range(20))}
-    for i in range(20):
-        for twin in (backwards[i], longer[i]):
-            assert twin.ids.tolist() == first[i].ids.tolist()
-            assert twin.response_start == first[i].response_start
-    assert sum(first[i].ids.tolist() == other[i].ids.tolist() for i in range(20)) == 0
-    assert len({tuple(first[i].ids) for i in range(20)}) == 20
-
-
-def test_family_shares(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shares need not sum to 1; chi-square over 4000 items."""
-    chosen: list[str] = []
-    monkeypatch.setattr(data, "make_problem", lambda family, *arguments: chosen.append(family))
-    monkeypatch.setattr(data, "encode", lambda problem, tokenizer: ([1] * 16, [2] * 16))
-    dataset = TaskDataset(NoTokenizer(), 4000, {"math": 5, "source": 2, "code": 1})  # type: ignore[arg-type]
-    for i in range(4000):
-        dataset[i]
-    counts = torch.tensor([chosen.count(family) for family in ("math", "source", "code")])
-    assert chi_square_p(counts, torch.tensor([5 / 8, 2 / 8, 1 / 8])) > ALPHA
-    assert counts.sum() == 4000
-
-
-class Lengths:
-    """Stands for a dataset: samples of given lengths and response starts."""
-
-    def __init__(self, lengths: Iterable[tuple[int, int]]) -> None:
-        self.samples = [Sample(i, np.zeros(length), start) for i, (length, start) in enumerate(lengths)]
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, index: int) -> Sample:
-        return self.samples[index]
-
-    def sampler(self, batch_size: int) -> LengthBucketSampler:
-        return LengthBucketSampler(self, batch_size)  # type: ignore[arg-type]
-
-
-def random_lengths(count: int) -> Lengths:
-    rng = np.random.default_rng(0)
-    return Lengths((16 * int(rng.integers(2, 9)), int(rng.integers(1, 32))) for _ in range(count))
-
-
-@pytest.mark.parametrize("size", [0, 1, 3, 47, 48, 49, 200])
-def test_the_sampler_visits_each_index_once(size: int) -> None:
-    """With batches of 3 a window is 48 samples."""
-    sampler = random_lengths(size).sampler(3)
-    order = list(sampler)
-    assert sorted(order) == list(range(size))
-    assert len(sampler) == size
-    assert list(sampler) == order  # a resumed run sees the same batches
-    if size == 200:
-        assert order != sorted(order)
-        for begin in range(0, 192, 48):
-            assert sorted(order[begin : begin + 48]) == list(range(begin, begin + 48))
-        assert list(random_lengths(100).sampler(3))[:96] == order[:96]
-
-
-def test_samples_of_like_cost_meet_in_a_batch() -> None:
-    """A packed row holds two noisy copies of the response's blocks and the whole text: 3 * length - 2 * response_start."""
-    dataset = random_lengths(64)
-    cost = [3 * len(s.ids) - 2 * s.response_start for s in dataset.samples]
-    order = list(dataset.sampler(4))
-    batches = sorted(sorted(cost[i] for i in order[begin : begin + 4]) for begin in range(0, 64, 4))
-    assert sum(batches, []) == sorted(cost)  # noqa: RUF017 - 16 short lists
-    ascending = sorted(range(64), key=lambda i: cost[i])
-    assert order != ascending  # short batches do not all come first
-
-
-# ------------------------------------------------------------------------------------------------ collator
-
-
-def test_the_layout_of_a_batch() -> None:
-    """A: 12 tokens, the response from 6 on, so its noisy blocks begin at 4. B: 8 tokens, the response from 4 on."""
-    a, b = sample(0, 12, 6), sample(1, 8, 4)
-    batch = collate([a, b])
-    a_noisy, b_noisy = list(range(4, 12)), [4, 5, 6, 7]
-    assert batch.view.tolist() == [
-        [1] * 8 + [2] * 8 + [0] * 12,
-        [1] * 4 + [-1] * 4 + [2] * 4 + [-1] * 4 + [0] * 8 + [-1] * 4,
-    ]
-    assert batch.position_ids.tolist() == [
-        a_noisy + a_noisy + list(range(12)),
-        b_noisy + [0] * 4 + b_noisy + [0] * 4 + list(range(8)) + [0] * 4,
-    ]
-    assert batch.sample.tolist() == [[0] * 28] * 2
-    assert batch.response_tokens == 6 + 4
-    a_ids, b_ids = a.ids.tolist(), b.ids.tolist()
-    assert batch.target_ids.tolist() == [
-        a_ids[4:] + a_ids[4:] + a_ids,
-        b_ids[4:] + [PAD] * 4 + b_ids[4:] + [PAD] * 4 + b_ids + [PAD] * 4,
-    ]
-    masked = batch.input_ids == MASK
-    assert torch.equal(batch.input_ids[~masked], batch.target_ids[~masked])
-    assert torch.equal(masked, batch.supervised)
-    assert batch.weight.unique().tolist() == [0, 1]
-    single = collate([a, b], copies=1)
-    assert single.view.tolist() == [[1] * 8 + [0] * 12, [1] * 4 + [-1] * 4 + [0] * 8 + [-1] * 4]
-    assert torch.equal(single.input_ids[0, :8], batch.input_ids[0, :8])  # the same noise
-
-
-def test_complementary_copies_mask_every_response_token_once() -> None:
-    for index in range(50):
-        length, start = 4 * (index % 5 + 1), index % 4
-        batch = collate([sample(index, length, start)])
-        times = torch.zeros(length, dtype=torch.long)
-        times.index_add_(0, batch.position_ids[0, batch.supervised[0]], torch.ones(int(batch.supervised.sum())).long())
-        assert times.tolist() == [0] * start + [1] * (length - start)
-        assert (batch.view[batch.supervised] > 0).all()
-
-
-def test_inverse_levels() -> None:
-    """A block's masked tokens weigh 1 / t in the first copy and 1 / (1 - t) in the second, a t for each block."""
-    batch = collate([sample(i, 40, 0) for i in range(20)], inverse_level=True)
-    assert torch.equal(batch.supervised, batch.input_ids == MASK)
-    checked, levels = 0, set()
-    for row in range(20):
-        for block in range(10):
-            here = (batch.position_ids[row] // BLOCK == block) & batch.supervised[row]
-            first, second = (batch.weight[row, here & (batch.view[row] == copy)].unique() for copy in (1, 2))
-            assert len(first) <= 1
-            assert len(second) <= 1
-            if len(first) and len(second):
-                assert (1 / first + 1 / second).item() == pytest.approx(1, abs=1e-5)
-                levels.add(first.item())
-                checked += 1
-    assert checked == len(levels) > 50
-
-
-def test_each_block_draws_its_own_level() -> None:
-    """With t ~ U(0, 1] a block of 4 has 0 to 4 masks, each with probability 1/5, and two blocks of a sample are
-    independent: chi-square of the pairs of counts in 2500 samples over 25 cells."""
-    pairs = []
-    for begin in range(0, 2500, 500):
-        masked = collate([sample(i, 8, 0) for i in range(begin, begin + 500)], copies=1).supervised[:, :8]
-        pairs.append(masked.view(500, 2, 4).sum(-1))
-    counts = torch.cat(pairs)
-    assert chi_square_p((5 * counts[:, 0] + counts[:, 1]).bincount(minlength=25), torch.full((25,), 0.04)) > ALPHA
-
-
-def test_a_masked_token_is_masked_with_the_level_of_its_weight() -> None:
-    """Given t the first of four tokens is masked with probability t, whatever another shows: by E[1{masked}] = E[t] in two
-    halves of t as seen from the weight of a masked neighbour. Density of t given one mask is 2t: E[t | t < 1/2] = 1/3 and
-    E[t | t > 1/2] = 7/9; each share within 4.5 standard errors (false-alarm rate 7e-6 each)."""
-    batch = collate([sample(i, 4, 0) for i in range(4000)], copies=1, inverse_level=True)
-    masked, weight = batch.supervised[:, :4], batch.weight[:, :4]
-    known = masked[:, 1]
-    level = 1 / weight[known, 1]
-    for half, share in ((level < 0.5, 1 / 3), (level >= 0.5, 7 / 9)):
-        n = int(half.sum())
-        assert n > 300
-        assert masked[known, 0][half].double().mean().item() == pytest.approx(
-            share, abs=4.5 * math.sqrt(share * (1 - share) / n)
-        )
-
-
-def test_noise_is_a_function_of_seed_and_index() -> None:
-    samples = [sample(i, 16, 3) for i in range(6)]
-    batch = collate(samples, seed=7)
-    again = collate(list(reversed(samples)), seed=7)
-    assert torch.equal(again.input_ids.flip(0), batch.input_ids)
-    assert torch.equal(collate(samples[2:3], seed=7).input_ids[0], batch.input_ids[2])
-    assert not torch.equal(collate(samples, seed=8).supervised, batch.supervised)
-    copies = [Sample(i, samples[0].ids, 3) for i in range(6)]  # one text under six indices
-    assert len(collate(copies, seed=7).supervised.unique(dim=0)) == 6
-
 
 # ------------------------------------------------------------------------------------------------ losses
 
@@ -289,13 +38,13 @@ def new_trainer(model: MRPForCausalLM, folder: Path, dataset: Any = None, **opti
 
 def blocks_of(batch: PackedBatch, samples: list[Sample]) -> Iterable[tuple[int, list[int], list[int], int]]:
     """(row, columns of a noisy block, clean tokens before it, where it starts) for every noisy block of a batch."""
-    for row, sample in enumerate(samples):
+    for row, item in enumerate(samples):
         for copy in range(1, int(batch.view.max()) + 1):
             columns = (batch.view[row] == copy).nonzero()[:, 0]
             for begin in range(0, len(columns), BLOCK):
                 at = columns[begin : begin + BLOCK].tolist()
                 start = int(batch.position_ids[row, at[0]])
-                yield row, at, sample.ids[:start].tolist(), start
+                yield row, at, item.ids[:start].tolist(), start
 
 
 def run_alone(model: MRPForCausalLM, ids: list[int], hidden: Tensor | None = None) -> Tensor:
@@ -308,7 +57,7 @@ def run_alone(model: MRPForCausalLM, ids: list[int], hidden: Tensor | None = Non
     ]
 
 
-SAMPLES = [sample(2, 16, 6), sample(3, 12, 8)]
+SAMPLES = [replace(sample(2, 16, 6), length=14), sample(3, 12, 8)]
 
 
 @pytest.mark.parametrize("inverse_level", [False, True])
@@ -322,7 +71,10 @@ def test_block_diffusion_loss_equals_the_loop_over_blocks(inverse_level: bool, t
         logits = model.lm_head(run_alone(model, clean + batch.input_ids[row, at].tolist())[start:])
         for i, column in enumerate(at):
             if batch.weight[row, column] > 0:
-                total += batch.weight[row, column].item() * F.cross_entropy(logits[i], batch.target_ids[row, column]).item()
+                target = int(batch.target_ids[row, column])
+                even = torch.full_like(logits[i], 1 / len(logits[i]))  # behind the end
+                wanted = even if target == BLANK else F.one_hot(torch.tensor(target), len(logits[i])).float()
+                total += batch.weight[row, column].item() * F.cross_entropy(logits[i], wanted).item()
     assert int(batch.supervised.sum()) == 14
     assert loss.item() == pytest.approx(total / 14, rel=1e-5)
 
@@ -342,8 +94,9 @@ def naive_kl(model: MRPForCausalLM, student: Tensor, teacher: Tensor) -> float:
 
 
 def test_mrp_loss_equals_the_loop_over_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two unrolled steps. The states that `_reveal` and the left-out tokens draw are recorded and then taken as given:
-    acc_0 = h_A, acc_k = acc_{k-1} + Head(embed(x^(k)), acc_{k-1}) block by block, each step against the backbone at x^(k)."""
+    """Two unrolled steps of whole passes, though the trainer runs the clean half once. The states that `_reveal` and the
+    left-out tokens draw are recorded and then taken as given: acc_0 = h_A, acc_k = acc_{k-1} + Head(embed(x^(k)), acc_{k-1})
+    block by block, each step against the backbone at x^(k)."""
     model = confident_model(6)
     batch = collate(SAMPLES)
     trainer = new_trainer(model, tmp_path, objective="mrp", unroll=2)
@@ -351,8 +104,8 @@ def test_mrp_loss_equals_the_loop_over_blocks(tmp_path: Path, monkeypatch: pytes
     left_out: list[Tensor] = []
     reveal, one_per_block = trainer._reveal, trainer._one_per_block
 
-    def recorded_reveal(*arguments: Any) -> tuple[Tensor, Tensor]:
-        states.append(reveal(*arguments))
+    def recorded_reveal(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        states.append(reveal(*arguments, **options))
         return states[-1]
 
     def recorded_lot(*arguments: Any) -> Tensor:
@@ -405,7 +158,7 @@ def test_what_a_training_step_reveals(tmp_path: Path) -> None:
     batch = collate(samples)
     trainer = new_trainer(model, tmp_path, objective="mrp")
     with torch.no_grad():
-        hidden = model.packed_hidden_states(batch)
+        hidden = model.backbone(batch.input_ids, batch.position_ids, batch.attention_mask(BLOCK))
         logits = model.lm_head(hidden)
     logits[..., MASK] = -torch.inf
     confidence, favourite = logits.softmax(-1).max(-1)
@@ -446,7 +199,7 @@ def test_a_training_step_reveals_one_position_of_a_block(kind: str, tmp_path: Pa
     batch = collate(samples)
     trainer = new_trainer(model, tmp_path, objective="mrp")
     with torch.no_grad():
-        hidden = model.packed_hidden_states(batch)
+        hidden = model.backbone(batch.input_ids, batch.position_ids, batch.attention_mask(BLOCK))
     _, masked = trainer._reveal(model, batch, batch.input_ids, batch.supervised, hidden, False)
     for row, at, _, _ in blocks_of(batch, samples):
         candidates = [column for column in at if batch.supervised[row, column]]
@@ -454,81 +207,6 @@ def test_a_training_step_reveals_one_position_of_a_block(kind: str, tmp_path: Pa
         assert len(revealed) == min(1, len(candidates))
         if kind == "tied":
             assert revealed == candidates[:1]
-
-
-# ------------------------------------------------------------------------------------------------ optimizer
-
-
-def test_the_optimizer_splits_parameters_as_documented() -> None:
-    model = make_model()
-    model.model.layers[0].mlp.up_proj.weight.requires_grad_(False)
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    optimizer = MuonAdamW(model, lr=0.01, muon_lr=0.02, weight_decay=0.1)
-    groups = {type(part): [names[id(p)] for g in part.param_groups for p in g["params"]] for part in optimizer.parts}
-    projections = [f"self_attn.{x}_proj" for x in "qkvo"] + [f"mlp.{x}_proj" for x in ("gate", "up", "down")]
-    matrices = {f"{m}.layers.{i}.{x}.weight" for m in ("model", "mrp_head") for i in (0, 1) for x in projections}
-    frozen = {"model.layers.0.mlp.up_proj.weight"}
-    assert set(groups[torch.optim.Muon]) == matrices - frozen
-    assert set(groups[torch.optim.AdamW]) == set(names.values()) - matrices
-    assert sorted(sum(groups.values(), [])) == sorted(set(names.values()) - frozen)  # noqa: RUF017 - none twice
-    settings = {type(p): [(g["lr"], g["weight_decay"]) for g in p.param_groups] for p in optimizer.parts}
-    assert settings == {torch.optim.Muon: [(0.02, 0.1)], torch.optim.AdamW: [(0.01, 0.0)]}
-    assert len(MuonAdamW(nn.Linear(2, 2), 0.01, 0.02).parts) == 1  # a module without layers is AdamW's alone
-
-
-def give_gradients(model: nn.Module, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in model.parameters():
-        parameter.grad = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
-
-
-def test_a_step_has_the_size_of_its_learning_rate() -> None:
-    """AdamW's first step moves every entry by lr. Muon's is orthogonal up to its iteration's error (singular values 0.7 to
-    1.2), times 0.2 muon_lr sqrt(max(rows, columns)): entries of about 0.2 muon_lr in root mean square, here of 32 x 32."""
-    model = make_model()
-    before = deepcopy(model.state_dict())
-    optimizer = MuonAdamW(model, lr=0.01, muon_lr=0.5, weight_decay=0.0)
-    give_gradients(model, 0)
-    optimizer.step()
-    moved = {name: value - before[name] for name, value in model.state_dict().items()}
-    for name in ("lm_head.weight", "model.norm.weight", "mrp_head.eh_proj.weight"):
-        torch.testing.assert_close(moved[name].abs(), torch.full_like(moved[name], 0.01), rtol=1e-4, atol=0)
-    update = moved["model.layers.1.self_attn.q_proj.weight"] / 0.5
-    assert update.square().mean().sqrt().item() == pytest.approx(0.2, rel=0.3)
-    singular = torch.linalg.svdvals(update) / (0.2 * math.sqrt(32))
-    assert singular.min() > 0.3  # a random matrix has some near 0
-    assert singular.max() < 1.4
-    for group in optimizer.param_groups:  # what a scheduler does reaches both parts
-        group["lr"] = 0.0
-    held = deepcopy(model.state_dict())
-    optimizer.step()
-    assert all(torch.equal(value, held[name]) for name, value in model.state_dict().items())
-
-
-def test_the_optimizer_resumes_identically(tmp_path: Path) -> None:
-    straight = make_model()
-    optimizer = MuonAdamW(straight, lr=0.01, muon_lr=0.02)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-    for step in range(3):
-        give_gradients(straight, step)
-        optimizer.step()
-        schedule.step()
-    resumed = deepcopy(straight)
-    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
-    restored = MuonAdamW(resumed, lr=9.0, muon_lr=9.0)  # the saved rates replace these
-    restored.load_state_dict(torch.load(tmp_path / "optimizer.pt", weights_only=True))
-    assert [g["lr"] for g in restored.param_groups] == [g["lr"] for g in optimizer.param_groups] == [0.02 / 4, 0.01 / 4]
-    fresh, unrestored = deepcopy(straight), None
-    unrestored = MuonAdamW(fresh, lr=0.01 / 4, muon_lr=0.02 / 4)
-    for step in range(3, 6):
-        for model, stepper in ((straight, optimizer), (resumed, restored), (fresh, unrestored)):
-            give_gradients(model, step)
-            for group in stepper.param_groups:
-                group["lr"] *= 0.9
-            stepper.step()
-    for a, b, c in zip(straight.parameters(), resumed.parameters(), fresh.parameters(), strict=True):
-        assert torch.equal(a, b)
-        assert not torch.equal(a, c)  # the moments matter
 
 
 # ------------------------------------------------------------------------------------------------ trainer
@@ -563,38 +241,40 @@ def math_problems(tokenizer: PreTrainedTokenizerFast, size: int) -> TaskDataset:
 RATES = {"learning_rate": 1e-2, "muon_learning_rate": 1e-2, "lr_scheduler_type": "constant"}
 
 
-def test_block_diffusion_learns(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    """30 steps of 8 problems; judged on 16 others. A uniform guess costs log(vocabulary); the head is not touched."""
-    model = small_model(tokenizer)
+def test_block_diffusion_learns(word_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    """30 steps of 8 problems; judged on 16 others. A uniform guess costs log(vocabulary), and so does what lies behind the
+    end, whatever is learned; the head is not touched."""
+    model = small_model(word_tokenizer)
     before = deepcopy(model.state_dict())
     options = {"max_steps": 30, "per_device_train_batch_size": 8, "logging_strategy": "steps", "logging_steps": 1}
-    trainer = new_trainer(model, tmp_path, math_problems(tokenizer, 240), **options, **RATES)
-    unseen = TaskDataset(tokenizer, 16, {"math": 1.0}, "tune", block_size=8)
+    trainer = new_trainer(model, tmp_path, math_problems(word_tokenizer, 240), **options, **RATES)
+    unseen = TaskDataset(word_tokenizer, 16, {"math": 1.0}, "tune", block_size=8)
     batch = trainer.data_collator([unseen[i] for i in range(16)])
     with torch.no_grad():
         first = trainer.compute_loss(model, batch).item()
-    assert first == pytest.approx(math.log(len(tokenizer)), rel=0.1)
+    assert first == pytest.approx(math.log(len(word_tokenizer)), rel=0.1)
     trainer.train()
     with torch.no_grad():
         last = trainer.compute_loss(model, batch).item()
-    assert last < 0.6 * first
+    blank = ((batch["target_ids"] == BLANK) & (batch["weight"] > 0)).sum() / batch["response_tokens"] * first
+    assert last - blank < 0.65 * (first - blank)
     losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
     assert len(losses) == 30
-    assert sum(losses[-5:]) < 0.7 * sum(losses[:5])
+    assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name]) == name.startswith("mrp_head"), name
 
 
-def test_mrp_trains_the_head_alone(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_mrp_trains_the_head_alone(word_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     """On a fixed set of 8 problems. A new head adds nothing, so the first line logs kl_head = kl_stale."""
-    model = small_model(tokenizer)
+    model = small_model(word_tokenizer)
     with torch.no_grad():  # a random backbone whose tokens look at each other and that is sure of something
         for parameter in model.model.parameters():
             parameter *= 3 if parameter.dim() == 2 else 1
         model.lm_head.weight *= 10
     before = deepcopy(model.state_dict())
     options = {"max_steps": 40, "per_device_train_batch_size": 8, "logging_strategy": "steps", "logging_steps": 1}
-    trainer = new_trainer(model, tmp_path, math_problems(tokenizer, 8), objective="mrp", unroll=2, **options, **RATES)
+    trainer = new_trainer(model, tmp_path, math_problems(word_tokenizer, 8), objective="mrp", unroll=2, **options, **RATES)
     trainer.train()
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name]) == (not name.startswith("mrp_head")), name
@@ -610,8 +290,8 @@ def test_mrp_trains_the_head_alone(tokenizer: PreTrainedTokenizerFast, tmp_path:
     assert trainer._measured == {}
 
 
-def test_log_lines_average_what_was_measured_since_the_last(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    trainer = new_trainer(small_model(tokenizer), tmp_path, objective="mrp")
+def test_log_lines_average_what_was_measured_since_the_last(word_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    trainer = new_trainer(small_model(word_tokenizer), tmp_path, objective="mrp")
     for stale, head in ((1.0, 0.5), (3.0, 0.5)):
         trainer._note("kl_stale", torch.tensor(stale))
         trainer._note("kl_head", torch.tensor(head))
@@ -629,7 +309,9 @@ def test_log_lines_average_what_was_measured_since_the_last(tokenizer: PreTraine
 
 
 @pytest.mark.parametrize("objective", ["block_diffusion", "mrp"])
-def test_a_resumed_run_ends_with_the_same_weights(objective: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_a_resumed_run_ends_with_the_same_weights(
+    objective: str, word_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
     """Six steps at once, against step 3's checkpoint taken up by a new trainer on other weights and another RNG state."""
     options = {
         "objective": objective,
@@ -643,10 +325,10 @@ def test_a_resumed_run_ends_with_the_same_weights(objective: str, tokenizer: Pre
     }
 
     def run(seed: int, resume_from: Path | None) -> dict[str, Tensor]:
-        model = small_model(tokenizer, seed)
+        model = small_model(word_tokenizer, seed)
         if objective == "mrp":
             nn.init.ones_(model.mrp_head.norm.weight)  # a head that answers, so that all of it learns
-        trainer = new_trainer(model, tmp_path, math_problems(tokenizer, 24), **options)
+        trainer = new_trainer(model, tmp_path, math_problems(word_tokenizer, 24), **options)
         torch.manual_seed(seed)
         trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
         assert trainer.state.global_step == 6
@@ -671,7 +353,7 @@ def test_a_resumed_run_ends_with_the_same_weights(objective: str, tokenizer: Pre
     ],
 )
 def test_rejected_values(
-    options: dict[str, Any], head_layers: int, message: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+    options: dict[str, Any], head_layers: int, message: str, word_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        new_trainer(small_model(tokenizer, head_layers=head_layers), tmp_path, **options)
+        new_trainer(small_model(word_tokenizer, head_layers=head_layers), tmp_path, **options)

@@ -122,18 +122,23 @@ _EQUATION = re.compile(r"([a-z_]+) = (\d{1,9}) ([-+*]) (\d{1,9}) = (\d{1,9})")
 
 
 def _judge_math(problem: Problem, text: str) -> bool:
-    """The final number is right, every equation is true and all speak of the one unknown that the opening names."""
+    """The final number is right, every equation is true and takes up the result before it, and all speak of one unknown.
+
+    It is the one that the opening names.
+    """
     lines = text.strip().split("\n")
     if len(lines) < 3 or lines[-1] != f"#### {problem.number}":
         return False
     unknowns = set()
-    results = []
+    results: list[int] = []
     for line in lines[1:-1]:
         if (match := _EQUATION.fullmatch(line)) is None:
             return False
         unknown, left, sign, right, result = match.groups()
         a, b = int(left), int(right)
         if {"+": a + b, "-": a - b, "*": a * b}[sign] != int(result):
+            return False
+        if results and results[-1] not in (a, b):
             return False
         unknowns.add(unknown)
         results.append(int(result))
@@ -336,10 +341,16 @@ def make_problem(family: Family, split: Split, index: int, seed: int = 0) -> Pro
 
 
 def problems(family: Family, split: Split, count: int, seed: int = 0) -> list[Problem]:
-    """The first ``count`` problems of a split with different prompts."""
+    """The first ``count`` problems of a split with different prompts.
+
+    Raises:
+        ValueError: if the split has not so many.
+    """
     found: dict[str, Problem] = {}
     index = 0
     while len(found) < count:
+        if index == 100 * count:
+            raise ValueError(f"count is {count}, and {family}/{split} has about {len(found)} different prompts: ask for fewer")
         problem = make_problem(family, split, index, seed)
         found.setdefault(problem.prompt, problem)
         index += 1

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerFast, TrainerCallback, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -18,14 +19,15 @@ from modeling_mrp.configuration_mrp import MRPConfig
 from modeling_mrp.generation_mrp import MRPGenerationConfig
 from modeling_mrp.modeling_mrp import MRPForCausalLM
 
-from .data import DiffusionCollator, TaskDataset
+from .data import DiffusionCollator, Sample, TaskDataset
 from .tasks import Family
 from .tokenizer import train_tokenizer
 from .trainer import MRPTrainer, MRPTrainingArguments
+from .trajectories import TrajectoryDataset, record_trajectories
 
-FAMILIES: dict[Family, float] = {"math": 0.5, "code": 0.44, "source": 0.06}
-REFINING: dict[Family, float] = {"math": 0.26, "code": 0.7, "source": 0.04}
+FAMILIES: dict[Family, float] = {"math": 0.42, "code": 0.53, "source": 0.05}
 BLOCK_SIZE = 16
+TRAJECTORIES = "trajectories.jsonl"
 ROOT = Path(__file__).parent.parent
 
 
@@ -63,12 +65,12 @@ def tiny_config(tokenizer: PreTrainedTokenizerFast, head_layers: int = 0) -> MRP
 
 def _train(
     model: MRPForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
+    dataset: Dataset[Sample],
     folder: Path,
     seed: int,
-    families: dict[Family, float] = FAMILIES,
     **options: Any,
 ) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
     arguments = MRPTrainingArguments(
         output_dir=str(folder),
         seed=seed,
@@ -81,8 +83,6 @@ def _train(
         use_cpu=not torch.cuda.is_available(),
         **options,
     )
-    size = arguments.max_steps * arguments.per_device_train_batch_size
-    dataset = TaskDataset(tokenizer, size, families, "train", BLOCK_SIZE, seed)
     collator = DiffusionCollator(BLOCK_SIZE, model.config.mask_token_id, model.config.pad_token_id, seed=seed)
     trainer = MRPTrainer(
         model=model, args=arguments, train_dataset=dataset, data_collator=collator, callbacks=[_JsonLog(folder / "log.jsonl")]
@@ -90,21 +90,17 @@ def _train(
     trainer.train(resume_from_checkpoint=get_last_checkpoint(str(folder)))
 
 
-def train_backbone(work: Path, steps: int, batch_size: int, learning_rate: float, refine: bool) -> None:
-    """Block diffusion on the three task families; the second run, `refine`, sees more code, which is learned last."""
-    seed, name = (2, "backbone-refined") if refine else (0, "backbone")
-    set_seed(seed)
+def train_backbone(work: Path, steps: int, batch_size: int, learning_rate: float) -> None:
+    """Block diffusion on the three task families."""
+    set_seed(0)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(work / "tokenizer")
-    trained = work / "backbone" / "final"
-    model = MRPForCausalLM.from_pretrained(trained) if refine else MRPForCausalLM(tiny_config(tokenizer))
-    folder = work / name
-    folder.mkdir(parents=True, exist_ok=True)
+    model = MRPForCausalLM(tiny_config(tokenizer))
+    folder = work / "backbone"
     _train(
         model,
-        tokenizer,
+        TaskDataset(tokenizer, steps * batch_size, FAMILIES, "train", BLOCK_SIZE),
         folder,
-        seed=seed,
-        families=REFINING if refine else FAMILIES,
+        seed=0,
         max_steps=steps,
         per_device_train_batch_size=batch_size,
         learning_rate=learning_rate,
@@ -114,6 +110,13 @@ def train_backbone(work: Path, steps: int, batch_size: int, learning_rate: float
         weight_decay=0.01,
     )
     model.save_pretrained(folder / "final")
+
+
+def record(work: Path, count: int) -> None:
+    """Decodes training problems that the backbone has not seen."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(work / "tokenizer")
+    model = MRPForCausalLM.from_pretrained(work / "backbone" / "final").eval()
+    record_trajectories(model, TaskDataset(tokenizer, count, FAMILIES, "train", BLOCK_SIZE, seed=1), work / TRAJECTORIES)
 
 
 def start_from_backbone(model: MRPForCausalLM) -> None:
@@ -128,12 +131,20 @@ def start_from_backbone(model: MRPForCausalLM) -> None:
 
 
 def train_head(
-    work: Path, steps: int, batch_size: int, learning_rate: float, layers: int, unroll: int, init: str, name: str = "head"
+    work: Path,
+    steps: int,
+    batch_size: int,
+    learning_rate: float,
+    layers: int,
+    unroll: int,
+    order_weight: float,
+    init: str,
+    name: str = "head",
 ) -> None:
-    """Residual KL on the frozen backbone."""
+    """Residual KL on the frozen backbone, at the states that decoding met."""
     set_seed(1)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(work / "tokenizer")
-    backbone = MRPForCausalLM.from_pretrained(work / "backbone-refined" / "final")
+    backbone = MRPForCausalLM.from_pretrained(work / "backbone" / "final")
     model = MRPForCausalLM(tiny_config(tokenizer, layers))
     model.model.load_state_dict(backbone.model.state_dict())
     model.lm_head.load_state_dict(backbone.lm_head.state_dict())
@@ -144,14 +155,14 @@ def train_head(
         assert trained is not None
         model.get_submodule("mrp_head").load_state_dict(trained.state_dict())
     folder = work / name
-    folder.mkdir(parents=True, exist_ok=True)
     _train(
         model,
-        tokenizer,
+        TrajectoryDataset(work / TRAJECTORIES, steps * batch_size, BLOCK_SIZE, tokenizer.eos_token_id, tokenizer.pad_token_id),
         folder,
         seed=1,
         objective="mrp",
         unroll=unroll,
+        order_weight=order_weight,
         max_steps=steps,
         per_device_train_batch_size=batch_size,
         learning_rate=learning_rate,
@@ -188,17 +199,18 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m trainer.train_tiny", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--stage", choices=("tokenizer", "backbone", "refine", "head", "export", "all"), default="all")
+    parser.add_argument("--stage", choices=("tokenizer", "backbone", "trajectories", "head", "export", "all"), default="all")
     parser.add_argument("--work", type=Path, default=Path("runs/tiny"))
-    parser.add_argument("--steps", type=int, default=8000, help="backbone steps")
-    parser.add_argument("--refine-steps", type=int, default=3500, help="further backbone steps, mostly on code")
+    parser.add_argument("--steps", type=int, default=11000, help="backbone steps")
     parser.add_argument("--batch-size", type=int, default=24)
     parser.add_argument("--learning-rate", type=float, default=3e-3)
-    parser.add_argument("--head-steps", type=int, default=2400)
+    parser.add_argument("--trajectories", type=int, default=12800, help="problems decoded to train the head on")
+    parser.add_argument("--head-steps", type=int, default=7000)
     parser.add_argument("--head-batch-size", type=int, default=16)
-    parser.add_argument("--head-layers", type=int, default=2)
+    parser.add_argument("--head-layers", type=int, default=3)
     parser.add_argument("--head-learning-rate", type=float, default=4e-3)
     parser.add_argument("--unroll", type=int, default=2, help="head steps unrolled in training")
+    parser.add_argument("--order-weight", type=float, default=0.5, help="weight of the order of reveals in the head's loss")
     parser.add_argument(
         "--head-init", default="backbone", help="random, backbone (its last layers), or a trained model's folder"
     )
@@ -208,9 +220,9 @@ def main(arguments: list[str] | None = None) -> None:
     if options.stage in ("tokenizer", "all"):
         train_tokenizer().save_pretrained(options.work / "tokenizer")
     if options.stage in ("backbone", "all"):
-        train_backbone(options.work, options.steps, options.batch_size, options.learning_rate, refine=False)
-    if options.stage in ("refine", "all"):
-        train_backbone(options.work, options.refine_steps, options.batch_size, 2 / 3 * options.learning_rate, refine=True)
+        train_backbone(options.work, options.steps, options.batch_size, options.learning_rate)
+    if options.stage in ("trajectories", "all"):
+        record(options.work, options.trajectories)
     if options.stage in ("head", "all"):
         train_head(
             options.work,
@@ -219,6 +231,7 @@ def main(arguments: list[str] | None = None) -> None:
             options.head_learning_rate,
             options.head_layers,
             options.unroll,
+            options.order_weight,
             options.head_init,
             options.head_name,
         )

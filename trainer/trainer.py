@@ -7,12 +7,13 @@ import torch
 from torch import Tensor
 from transformers import Trainer, TrainingArguments
 
-from modeling_mrp.diffusion_mrp import PackedBatch, residual_kl, weighted_cross_entropy
+from modeling_mrp.diffusion_mrp import BLANK, PackedBatch, order_kl, residual_kl, weighted_cross_entropy
 from modeling_mrp.modeling_mrp import MRPForCausalLM
 from modeling_mrp.sampling_mrp import log_odds
 
 from .data import LengthBucketSampler
 from .optimizer import MuonAdamW
+from .packing import CleanCache
 
 
 @dataclass
@@ -23,11 +24,13 @@ class MRPTrainingArguments(TrainingArguments):
         objective: `block_diffusion` trains the backbone, `mrp` trains the head on a frozen backbone.
         muon_learning_rate: Muon's learning rate for layer matrices; `learning_rate` is AdamW's, for the rest.
         unroll: K, the head steps unrolled in training; their losses are averaged (MRP, section 4).
+        order_weight: Weight of `order_kl` beside the residual KL; 0 is the published loss.
     """
 
     objective: str = field(default="block_diffusion", metadata={"choices": ["block_diffusion", "mrp"]})
     muon_learning_rate: float = 1.5e-3
     unroll: int = 1
+    order_weight: float = 0.0
     remove_unused_columns: bool = False
 
     def __post_init__(self) -> None:
@@ -35,6 +38,8 @@ class MRPTrainingArguments(TrainingArguments):
             raise ValueError(f"objective is {self.objective!r}: choose 'block_diffusion' or 'mrp'")
         if self.unroll < 1:
             raise ValueError(f"unroll is {self.unroll}: at least 1 head step is trained")
+        if self.order_weight < 0:
+            raise ValueError(f"order_weight is {self.order_weight}: it must be 0 or more")
         super().__post_init__()
 
 
@@ -76,7 +81,8 @@ class MRPTrainer(Trainer):
         return (loss, {}) if return_outputs else loss
 
     def _block_diffusion(self, model: MRPForCausalLM, batch: PackedBatch) -> Tensor:
-        hidden = model.packed_hidden_states(batch)
+        mask = batch.attention_mask(model.config.block_size)
+        hidden = model.backbone(batch.input_ids, batch.position_ids, mask)
         chosen = batch.supervised
         return weighted_cross_entropy(
             hidden[chosen], model.lm_head.weight, batch.target_ids[chosen], batch.weight[chosen], batch.response_tokens
@@ -88,43 +94,68 @@ class MRPTrainer(Trainer):
         In half of the blocks the first reveal is an eager one, as `mrp_remask` makes. What the head should say at a token
         revealed that way is what the backbone would, had this one token been left masked: each block teaches one.
         """
+        length = batch.noisy_length
+        mask = batch.attention_mask(model.config.block_size)
+        backbone_cache, head_cache = CleanCache(length), CleanCache(length)
         with torch.no_grad():
-            estimate = start = model.packed_hidden_states(batch)
-        ids, masked = batch.input_ids, batch.supervised
+            whole = model.backbone(batch.input_ids, batch.position_ids, mask, backbone_cache)
+        # From here on the clean half is only looked at: all passes but the head's first hold the noisy copies alone.
+        clean_ids, clean_hidden = batch.input_ids[:, length:], whole[:, length:]
+        noisy, estimate = batch.noisy(), whole[:, :length]
+
+        def backbone(ids: Tensor) -> Tensor:
+            with torch.no_grad():
+                return model.backbone(ids, noisy.position_ids, mask[:, :, :length], backbone_cache)
+
+        def head(ids: Tensor, hidden: Tensor) -> Tensor:
+            if head_cache.filled:
+                return model.residual(ids, hidden, noisy.position_ids, mask[:, :, :length], head_cache)
+            ids, hidden = torch.cat([ids, clean_ids], 1), torch.cat([hidden, clean_hidden], 1)
+            return model.residual(ids, hidden, batch.position_ids, mask, head_cache)[:, :length]
+
+        def divergence(name: str, ids: Tensor, where: Tensor, order_weight: float = 0.0) -> Tensor:
+            return self._divergence(model, noisy, where, backbone(ids), whole[:, :length], estimate, name, order_weight)
+
+        ids, masked = noisy.input_ids, noisy.supervised
         losses = []
         for step in range(self.args.unroll):
-            before, eager = masked, step == 0
-            ids, masked = self._reveal(model, batch, ids, masked, estimate, eager)
-            # Clean tokens keep their own hidden states: only noisy ones accumulate.
-            residual = model.packed_residual(batch, ids, estimate)
-            estimate = torch.where((batch.view > 0)[..., None], estimate + residual, start)
-            loss = self._divergence(model, batch, ids, masked, start, estimate, "kl" if step == 0 else None)
-            if eager:
-                left_out = self._one_per_block(batch, before & ~masked)
+            before = masked
+            ids, masked = self._reveal(model, noisy, ids, masked, estimate, eager=step == 0)
+            estimate = estimate + head(ids, estimate)
+            losses.append(divergence("kl" if step == 0 else "", ids, masked, self.args.order_weight))
+            if step == 0:
+                left_out = self._one_per_block(noisy, before & ~masked)
                 again = ids.masked_fill(left_out, model.config.mask_token_id)
-                loss = loss + self._divergence(model, batch, again, left_out, start, estimate, "reread_kl")
-            losses.append(loss)
-        return torch.stack(losses).mean()
+                losses.append(divergence("reread_kl", again, left_out))
+        return torch.stack(losses).sum() / self.args.unroll
 
     def _divergence(
         self,
         model: MRPForCausalLM,
         batch: PackedBatch,
-        ids: Tensor,
         where: Tensor,
+        teacher: Tensor,
         stale: Tensor,
         estimate: Tensor,
-        name: str | None,
+        name: str,
+        order_weight: float,
     ) -> Tensor:
-        """KL(B || A + C) at some positions, B being the backbone's answer to `ids`; notes it and KL(B || A) under a name."""
-        with torch.no_grad():
-            teacher = model.packed_hidden_states(batch, ids)[where]
-        weights = model.lm_head.weight, batch.weight[where]
-        if name is not None:
+        """KL(B || A + C) at some positions; notes it and KL(B || A) under a name, if there is one."""
+        rest = teacher[where], model.lm_head.weight, batch.weight[where], batch.response_tokens
+        loss = residual_kl(estimate[where], *rest)
+        if name:
             with torch.no_grad():
-                self._note(f"{name}_stale", residual_kl(stale[where], teacher, *weights, where.sum()))
-                self._note(f"{name}_head", residual_kl(estimate[where], teacher, *weights, where.sum()))
-        return residual_kl(estimate[where], teacher, *weights, batch.response_tokens)
+                per_token = batch.response_tokens / where.sum().clamp(min=1)
+                self._note(f"{name}_stale", residual_kl(stale[where], *rest) * per_token)
+                self._note(f"{name}_head", loss * per_token)
+        if order_weight:
+            shown = where & (batch.target_ids != BLANK)
+            blocks = self._blocks(batch)[shown]
+            order = order_kl(estimate[shown], teacher[shown], model.lm_head.weight, blocks, batch.response_tokens)
+            if name:
+                self._note(f"{name}_order", order * batch.response_tokens / max(1, len(blocks.unique())))
+            loss = loss + order_weight * order
+        return loss
 
     @torch.no_grad()
     def _reveal(
@@ -132,9 +163,10 @@ class MRPTrainer(Trainer):
     ) -> tuple[Tensor, Tensor]:
         """Reveals the most confident masked position of every noisy block with the model's own token, as decoding does.
 
-        `eager` also reveals, in half of the blocks, every position above a threshold drawn from U(0.2, 0.95).
+        `eager` also reveals, in half of the blocks, every position above a threshold drawn from U(0.2, 0.95). Nothing
+        behind the end of the text is revealed.
         """
-        state = masked.nonzero(as_tuple=True)
+        state = (masked & (batch.target_ids != BLANK)).nonzero(as_tuple=True)
         logits = model.lm_head(hidden[state]).float()
         logits[:, model.config.mask_token_id] = -torch.inf
         token = logits.argmax(-1)

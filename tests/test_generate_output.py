@@ -1,0 +1,157 @@
+"""What `generate` reports beside the text: reveal steps, counts of forwards and drafts, and log-probabilities."""
+
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_model
+from helpers import BLOCK, LIVELY, LOSSLESS, MASK, PROMPTS, every_mode, generate
+from torch import Tensor
+
+from modeling_mrp import MRPForCausalLM
+from modeling_mrp.generation_mrp import MRPGenerationConfig
+
+SCHEDULES = {
+    1: [16] + [0] * 15,
+    3: [6, 5, 5] + [0] * 13,
+    5: [4, 3, 3, 3, 3] + [0] * 11,
+    7: [3, 3, 2, 2, 2, 2, 2] + [0] * 9,
+    16: [1] * 16,
+    None: [1] * 16,
+}
+
+
+@pytest.mark.parametrize("steps", SCHEDULES)
+def test_schedule_by_hand(steps: int | None) -> None:
+    assert MRPGenerationConfig(denoising_steps=steps).schedule(16).tolist() == SCHEDULES[steps]
+
+
+@pytest.mark.parametrize("mode", [*LOSSLESS, "sequential"])
+@pytest.mark.parametrize("steps", [3, 5, 16])
+def test_the_schedule_is_followed(mode: str, steps: int) -> None:
+    """A whole block of 16: its k-th step reveals the k-th number of the schedule."""
+    model = make_model(block_size=16)
+    out = generate(model, [list(range(1, 17))], decoding=mode, denoising_steps=steps, max_new_tokens=16)
+    assert out.reveal_step[0].bincount().tolist() == SCHEDULES[steps][:steps]
+
+
+def test_counts_of_static_by_hand(random_model: MRPForCausalLM) -> None:
+    """A prompt of 6 and 10 tokens, two a step: blocks of 2, 4 and 4 masks take 1 + 2 + 2 steps, the first in the prefill.
+
+    Of the four rounds two score a clean block and the all-mask state behind it: two states; the others score one.
+    """
+    out = generate(random_model, [[1, 2, 3, 4, 5, 6]], denoising_steps=2, max_new_tokens=10)
+    assert out.stats.forwards == {"prefill": 1, "denoise": 4, "verify": 0, "head": 0}
+    assert out.stats.row_forwards.tolist() == [5]
+    assert out.stats.row_head_forwards.tolist() == [0]
+    assert out.stats.accepted_lengths.tolist() == [[0, 2, 2]]
+    assert out.tokens_per_forward.tolist() == [2.0]
+
+
+@pytest.mark.parametrize(
+    ("mode", "drafts"), [("static", 4), *((mode, drafts) for mode in ("self_spec", "mrp_spec") for drafts in (1, 2, 3, 8))]
+)
+def test_every_state_is_accepted_once(random_model: MRPForCausalLM, mode: str, drafts: int) -> None:
+    """However many states a round accepts, a row passes through the same ones.
+
+    Prompts of 6 and 2 tokens and 10 new: blocks of 2, 4 and 4 masks, so 10 states with masks, of which the prefill scores
+    one, and two clean ones: 11.
+    """
+    prompts = [[1, 2, 3, 4, 5, 6], [9, 8]]
+    stats = generate(random_model, prompts, decoding=mode, num_draft_states=drafts, max_new_tokens=10).stats
+    lengths = torch.arange(stats.accepted_lengths.shape[1])
+    assert (stats.accepted_lengths * lengths).sum(1).tolist() == [11, 11]
+    rounds = stats.accepted_lengths.sum(1)
+    assert rounds.equal(stats.row_forwards - 1), "every forward but the prefill is a round"
+    assert int(stats.row_forwards.max()) == sum(stats.forwards[role] for role in ("prefill", "denoise", "verify"))
+    assert (stats.accepted <= stats.drafted).all()
+    # A round's states are its first, right drafts, and at most one all-mask state behind a clean one.
+    assert (rounds + stats.accepted <= 11).all()
+    assert (rounds + stats.accepted + 2 >= 11).all()
+    drafting = mode != "static" and drafts > 1
+    assert bool((stats.drafted > 0).all()) == drafting
+    assert (stats.forwards["verify"] > 0) == drafting
+    assert (stats.forwards["head"] > 0) == (drafting and mode == "mrp_spec")
+
+
+@every_mode
+def test_counts_agree_with_each_other(random_model: MRPForCausalLM, mode: str) -> None:
+    options = {"decoding": mode, "max_new_tokens": 15, "eos_token_id": [5, 6], "remask_rule": "residual", **LIVELY}
+    out = generate(random_model, PROMPTS, seed=3, residual_delta=0.1, **options)
+    stats, generated = out.stats, (out.reveal_step >= 0).sum(1)
+    assert out.tokens_per_forward.allclose(generated / stats.row_forwards)
+    assert int(stats.row_forwards.max()) == sum(stats.forwards[role] for role in ("prefill", "denoise", "verify"))
+    assert int(stats.row_head_forwards.max()) <= stats.forwards["head"]
+    assert bool((stats.row_head_forwards > 0).all()) == (mode in ("mrp_direct", "mrp_spec", "mrp_remask"))
+    assert bool(stats.drafted.sum() > 0) == (mode in ("self_spec", "mrp_spec"))
+    assert bool(stats.revoked.sum() > 0) == (mode == "mrp_remask")
+    alone = generate(random_model, PROMPTS[1:2], seed=4, residual_delta=0.1, **options)
+    assert alone.reveal_step[0].tolist() == out.reveal_step[1, : generated[1]].tolist()
+    for name in ("row_forwards", "row_head_forwards", "drafted", "accepted", "revoked", "accepted_lengths"):
+        assert getattr(alone.stats, name)[0].tolist() == getattr(stats, name)[1].tolist(), name
+
+
+def first_block(model: MRPForCausalLM, prompt: list[int]) -> Tensor:
+    """[masks, vocab] logits of the masked rest of the prompt's last block, from `forward`; the mask id at -inf."""
+    masks = BLOCK - len(prompt) % BLOCK
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + [MASK] * masks])).logits[0, len(prompt) :]
+    logits[:, MASK] = -torch.inf
+    return logits
+
+
+@pytest.mark.parametrize("prompt", [[1, 2, 3, 4, 5], [9, 8, 7], [1, 2, 3, 4]], ids=len)
+@pytest.mark.parametrize("mode", [*LOSSLESS, "sequential", "dynamic", "entropy_bound"])
+def test_the_first_reveal_by_hand(random_model: MRPForCausalLM, mode: str, prompt: list[int]) -> None:
+    """Greedy: the first step takes each position's best token, at its log-softmax; which positions is the strategy's choice."""
+    out = generate(random_model, [prompt], decoding=mode, max_new_tokens=8, confidence_threshold=0.3, entropy_threshold=3.0)
+    assert (out.token_logprobs <= 0).all()
+    best = first_block(random_model, prompt).log_softmax(-1).max(-1)
+    first = (out.reveal_step[0, : len(best.values)] == 0).nonzero()[:, 0]
+    assert len(first) >= 1
+    assert not (out.reveal_step[0, len(best.values) :] == 0).any()
+    assert out.sequences[0, len(prompt) + first].equal(best.indices[first])
+    assert out.token_logprobs[0, first].double().allclose(best.values[first], atol=1e-6)
+    if mode in LOSSLESS:
+        assert first.tolist() == [int(best.values.argmax())]
+    if mode == "sequential":
+        assert first.tolist() == [0]
+    if mode == "dynamic":
+        assert set(first.tolist()) == {int(best.values.argmax()), *(best.values.exp() > 0.3).nonzero()[:, 0].tolist()}
+
+
+@pytest.mark.parametrize(
+    ("options", "temperature"),
+    [
+        ({"do_sample": True, "temperature": 0.5, "top_k": 0}, 0.5),
+        ({"do_sample": True, "temperature": 2.0, "top_k": 0}, 2.0),
+        ({"do_sample": True, "temperature": 1.0, "top_k": 0}, 1.0),
+        ({"do_sample": False, "temperature": 0.5}, 1.0),
+        ({"do_sample": True, "top_k": 3}, 1.0),
+        ({"do_sample": True, "top_k": 0, "top_p": 0.5}, 1.0),
+        ({"do_sample": True, "top_k": 0, "top_h": 0.3}, 1.0),
+        ({"do_sample": True, "top_k": 0, "min_p": 0.5}, 1.0),
+        ({"do_sample": True, "top_k": 0, "typical_p": 0.5}, 1.0),
+        ({"do_sample": True, "top_k": 0, "epsilon_cutoff": 0.05}, 1.0),
+        ({"do_sample": True, "top_k": 0, "eta_cutoff": 0.5}, 1.0),
+    ],
+    ids=str,
+)
+def test_log_probabilities_see_the_temperature_but_no_truncation(
+    random_model: MRPForCausalLM, options: dict[str, Any], temperature: float
+) -> None:
+    expected = (first_block(random_model, PROMPTS[0]) / temperature).log_softmax(-1)
+    out = generate(random_model, [PROMPTS[0]] * 8, max_new_tokens=3, seed=0, **options)
+    for tokens, steps, logprobs in zip(out.sequences[:, len(PROMPTS[0]) :], out.reveal_step, out.token_logprobs, strict=True):
+        first = int((steps == 0).nonzero())
+        token = int(tokens[first])
+        assert float(logprobs[first]) == pytest.approx(float(expected[first, token]), abs=1e-6)
+        if options.get("top_k"):
+            assert token in expected[first].topk(options["top_k"]).indices.tolist()
+
+
+def test_a_temperature_without_sampling_changes_nothing(random_model: MRPForCausalLM) -> None:
+    plain = generate(random_model, PROMPTS, max_new_tokens=9)
+    warm = generate(random_model, PROMPTS, max_new_tokens=9, temperature=0.5)
+    assert warm.sequences.equal(plain.sequences)
+    assert warm.token_logprobs.equal(plain.token_logprobs)

@@ -1,0 +1,84 @@
+"""MuonAdamW: which parameters go to which optimizer, the size of a step, and resuming."""
+
+import math
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import make_model
+from torch import nn
+
+from trainer.optimizer import MuonAdamW
+
+
+def test_the_optimizer_splits_parameters_as_documented() -> None:
+    model = make_model()
+    model.model.layers[0].mlp.up_proj.weight.requires_grad_(False)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    optimizer = MuonAdamW(model, lr=0.01, muon_lr=0.02, weight_decay=0.1)
+    groups = {type(part): [names[id(p)] for g in part.param_groups for p in g["params"]] for part in optimizer.parts}
+    projections = [f"self_attn.{x}_proj" for x in "qkvo"] + [f"mlp.{x}_proj" for x in ("gate", "up", "down")]
+    matrices = {f"{m}.layers.{i}.{x}.weight" for m in ("model", "mrp_head") for i in (0, 1) for x in projections}
+    frozen = {"model.layers.0.mlp.up_proj.weight"}
+    assert set(groups[torch.optim.Muon]) == matrices - frozen
+    assert set(groups[torch.optim.AdamW]) == set(names.values()) - matrices
+    assert sorted(sum(groups.values(), [])) == sorted(set(names.values()) - frozen)  # noqa: RUF017 - none twice
+    settings = {type(p): [(g["lr"], g["weight_decay"]) for g in p.param_groups] for p in optimizer.parts}
+    assert settings == {torch.optim.Muon: [(0.02, 0.1)], torch.optim.AdamW: [(0.01, 0.0)]}
+    assert len(MuonAdamW(nn.Linear(2, 2), 0.01, 0.02).parts) == 1  # a module without layers is AdamW's alone
+
+
+def give_gradients(model: nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+
+
+def test_a_step_has_the_size_of_its_learning_rate() -> None:
+    """AdamW's first step moves every entry by lr. Muon's is orthogonal up to its iteration's error (singular values 0.7 to
+    1.2), times 0.2 muon_lr sqrt(max(rows, columns)): entries of about 0.2 muon_lr in root mean square, here of 32 x 32."""
+    model = make_model()
+    before = deepcopy(model.state_dict())
+    optimizer = MuonAdamW(model, lr=0.01, muon_lr=0.5, weight_decay=0.0)
+    give_gradients(model, 0)
+    optimizer.step()
+    moved = {name: value - before[name] for name, value in model.state_dict().items()}
+    for name in ("lm_head.weight", "model.norm.weight", "mrp_head.eh_proj.weight"):
+        torch.testing.assert_close(moved[name].abs(), torch.full_like(moved[name], 0.01), rtol=1e-4, atol=0)
+    update = moved["model.layers.1.self_attn.q_proj.weight"] / 0.5
+    assert update.square().mean().sqrt().item() == pytest.approx(0.2, rel=0.3)
+    singular = torch.linalg.svdvals(update) / (0.2 * math.sqrt(32))
+    assert singular.min() > 0.3  # a random matrix has some near 0
+    assert singular.max() < 1.4
+    for group in optimizer.param_groups:  # what a scheduler does reaches both parts
+        group["lr"] = 0.0
+    held = deepcopy(model.state_dict())
+    optimizer.step()
+    assert all(torch.equal(value, held[name]) for name, value in model.state_dict().items())
+
+
+def test_the_optimizer_resumes_identically(tmp_path: Path) -> None:
+    straight = make_model()
+    optimizer = MuonAdamW(straight, lr=0.01, muon_lr=0.02)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    for step in range(3):
+        give_gradients(straight, step)
+        optimizer.step()
+        schedule.step()
+    resumed = deepcopy(straight)
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    restored = MuonAdamW(resumed, lr=9.0, muon_lr=9.0)  # the saved rates replace these
+    restored.load_state_dict(torch.load(tmp_path / "optimizer.pt", weights_only=True))
+    assert [g["lr"] for g in restored.param_groups] == [g["lr"] for g in optimizer.param_groups] == [0.02 / 4, 0.01 / 4]
+    fresh, unrestored = deepcopy(straight), None
+    unrestored = MuonAdamW(fresh, lr=0.01 / 4, muon_lr=0.02 / 4)
+    for step in range(3, 6):
+        for model, stepper in ((straight, optimizer), (resumed, restored), (fresh, unrestored)):
+            give_gradients(model, step)
+            for group in stepper.param_groups:
+                group["lr"] *= 0.9
+            stepper.step()
+    for a, b, c in zip(straight.parameters(), resumed.parameters(), fresh.parameters(), strict=True):
+        assert torch.equal(a, b)
+        assert not torch.equal(a, c)  # the moments matter

@@ -1,0 +1,265 @@
+"""The training data by hand: samples, their order, and the noisy copies that a batch packs."""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import ALPHA, BLOCK, MASK, PAD, chi_square_p, collate, sample
+from transformers import PreTrainedTokenizerFast
+
+import trainer.data as data
+from modeling_mrp.diffusion_mrp import BLANK
+from trainer.data import LengthBucketSampler, Sample, TaskDataset, encode
+from trainer.tasks import Problem
+
+# ------------------------------------------------------------------------------------------------ dataset
+
+
+def test_encode_is_a_chat_turn_or_plain_text(word_tokenizer: PreTrainedTokenizerFast) -> None:
+    chat = Problem("math", "Bo has 3 pens .", "#### 3", number=3)
+    words = [word_tokenizer.convert_ids_to_tokens(ids) for ids in encode(chat, word_tokenizer)]
+    assert words == [["user", ":", "Bo", "has", "3", "pens", ".", "assistant", ":"], ["####", "3", "<end>"]]
+    text = Problem("source", "Bo has", "3 pens .")
+    words = [word_tokenizer.convert_ids_to_tokens(ids) for ids in encode(text, word_tokenizer)]
+    assert words == [["Bo", "has"], ["3", "pens", "."]]
+
+
+class NoTokenizer:
+    pad_token_id = 9
+
+
+def test_an_item_is_prompt_response_and_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Real text is cut to whole blocks, since it has no end to learn; a chat turn never is."""
+    made: list[tuple[Any, ...]] = []
+    pieces = ([1, 2, 3, 4, 5], [6, 7])
+
+    def make(*arguments: Any) -> Problem:
+        made.append(arguments)
+        return Problem(arguments[0], "", "")
+
+    monkeypatch.setattr(data, "make_problem", make)
+    monkeypatch.setattr(data, "encode", lambda problem, tokenizer: pieces)
+    dataset = TaskDataset(NoTokenizer(), 10, {"code": 1.0}, "tune", block_size=4, seed=5, max_length=6)  # type: ignore[arg-type]
+    item = dataset[3]
+    assert (item.index, item.ids.tolist(), item.response_start, item.length) == (3, [1, 2, 3, 4, 5, 6, 7, 9], 5, 7)
+    assert made == [("code", "tune", 3, 5)]
+    for max_length, length in ((6, 4), (7, 4), (8, 4), (100, 4)):
+        cut = TaskDataset(NoTokenizer(), 10, {"source": 1.0}, block_size=4, max_length=max_length)[0]  # type: ignore[arg-type]
+        assert (cut.ids.tolist(), cut.response_start, cut.length) == ([1, 2, 3, 4, 5, 6, 7][:length], 3, length)
+    assert len(dataset) == 10
+    for outside in (-1, 10):
+        with pytest.raises(IndexError, match=str(outside)):
+            dataset[outside]
+
+
+def test_items_are_a_function_of_seed_and_index(word_tokenizer: PreTrainedTokenizerFast) -> None:
+    families: dict[Any, float] = {"math": 1.0, "code": 1.0, "source": 0.2}
+    first, again, other, longer = (
+        TaskDataset(word_tokenizer, size, families, seed=seed) for size, seed in ((20, 3), (20, 3), (20, 4), (99, 3))
+    )
+    backwards = {i: again[i] for i in reversed(range(20))}
+    for i in range(20):
+        for twin in (backwards[i], longer[i]):
+            assert twin.ids.tolist() == first[i].ids.tolist()
+            assert twin.response_start == first[i].response_start
+    assert sum(first[i].ids.tolist() == other[i].ids.tolist() for i in range(20)) == 0
+    assert len({tuple(first[i].ids) for i in range(20)}) == 20
+
+
+def test_family_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shares need not sum to 1; chi-square over 4000 items."""
+    chosen: list[str] = []
+
+    def make(family: Any, *arguments: Any) -> Problem:
+        chosen.append(family)
+        return Problem(family, "", "")
+
+    monkeypatch.setattr(data, "make_problem", make)
+    monkeypatch.setattr(data, "encode", lambda problem, tokenizer: ([1] * 16, [2] * 16))
+    dataset = TaskDataset(NoTokenizer(), 4000, {"math": 5, "source": 2, "code": 1})  # type: ignore[arg-type]
+    for i in range(4000):
+        dataset[i]
+    counts = torch.tensor([chosen.count(family) for family in ("math", "source", "code")])
+    assert chi_square_p(counts, torch.tensor([5 / 8, 2 / 8, 1 / 8])) > ALPHA
+    assert counts.sum() == 4000
+
+
+class Lengths:
+    """Stands for a dataset: samples of given lengths and response starts."""
+
+    def __init__(self, lengths: Iterable[tuple[int, int]]) -> None:
+        self.samples = [Sample(i, np.zeros(length), start) for i, (length, start) in enumerate(lengths)]
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Sample:
+        return self.samples[index]
+
+    def sampler(self, batch_size: int) -> LengthBucketSampler:
+        return LengthBucketSampler(self, batch_size)  # type: ignore[arg-type]
+
+
+def random_lengths(count: int) -> Lengths:
+    rng = np.random.default_rng(0)
+    return Lengths((16 * int(rng.integers(2, 9)), int(rng.integers(1, 32))) for _ in range(count))
+
+
+@pytest.mark.parametrize("size", [0, 1, 3, 47, 48, 49, 200])
+def test_the_sampler_visits_each_index_once(size: int) -> None:
+    """With batches of 3 a window is 48 samples."""
+    sampler = random_lengths(size).sampler(3)
+    order = list(sampler)
+    assert sorted(order) == list(range(size))
+    assert len(sampler) == size
+    assert list(sampler) == order  # a resumed run sees the same batches
+    if size == 200:
+        assert order != sorted(order)
+        for begin in range(0, 192, 48):
+            assert sorted(order[begin : begin + 48]) == list(range(begin, begin + 48))
+        assert list(random_lengths(100).sampler(3))[:96] == order[:96]
+
+
+def test_samples_of_like_cost_meet_in_a_batch() -> None:
+    """A packed row holds two noisy copies of the response's blocks and the whole text: 3 * length - 2 * response_start."""
+    dataset = random_lengths(64)
+    cost = [3 * len(s.ids) - 2 * s.response_start for s in dataset.samples]
+    order = list(dataset.sampler(4))
+    batches = sorted(sorted(cost[i] for i in order[begin : begin + 4]) for begin in range(0, 64, 4))
+    assert sum(batches, []) == sorted(cost)  # noqa: RUF017 - 16 short lists
+    ascending = sorted(range(64), key=lambda i: cost[i])
+    assert order != ascending  # short batches do not all come first
+
+
+# ------------------------------------------------------------------------------------------------ collator
+
+
+def test_the_layout_of_a_batch() -> None:
+    """A: 12 tokens, the response from 6 on, so its noisy blocks begin at 4. B: 8 tokens, the response from 4 on."""
+    a, b = sample(0, 12, 6), sample(1, 8, 4)
+    batch = collate([a, b])
+    a_noisy, b_noisy = list(range(4, 12)), [4, 5, 6, 7]
+    assert batch.view.tolist() == [
+        [1] * 8 + [2] * 8 + [0] * 12,
+        [1] * 4 + [-1] * 4 + [2] * 4 + [-1] * 4 + [0] * 8 + [-1] * 4,
+    ]
+    assert batch.position_ids.tolist() == [
+        a_noisy + a_noisy + list(range(12)),
+        b_noisy + [0] * 4 + b_noisy + [0] * 4 + list(range(8)) + [0] * 4,
+    ]
+    assert batch.sample.tolist() == [[0] * 28] * 2
+    assert batch.response_tokens == 6 + 4
+    a_ids, b_ids = a.ids.tolist(), b.ids.tolist()
+    assert batch.target_ids.tolist() == [
+        a_ids[4:] + a_ids[4:] + a_ids,
+        b_ids[4:] + [PAD] * 4 + b_ids[4:] + [PAD] * 4 + b_ids + [PAD] * 4,
+    ]
+    masked = batch.input_ids == MASK
+    assert torch.equal(batch.input_ids[~masked], batch.target_ids[~masked])
+    assert torch.equal(masked, batch.supervised)
+    assert batch.weight.unique().tolist() == [0, 1]
+    single = collate([a, b], copies=1)
+    assert single.view.tolist() == [[1] * 8 + [0] * 12, [1] * 4 + [-1] * 4 + [0] * 8 + [-1] * 4]
+    assert torch.equal(single.input_ids[0, :8], batch.input_ids[0, :8])  # the same noise
+
+
+def test_complementary_copies_mask_every_response_token_once() -> None:
+    for index in range(50):
+        length, start = 4 * (index % 5 + 1), index % 4
+        batch = collate([sample(index, length, start)])
+        times = torch.zeros(length, dtype=torch.long)
+        times.index_add_(0, batch.position_ids[0, batch.supervised[0]], torch.ones(int(batch.supervised.sum())).long())
+        assert times.tolist() == [0] * start + [1] * (length - start)
+        assert (batch.view[batch.supervised] > 0).all()
+
+
+def test_behind_the_end_all_is_masked_and_blank() -> None:
+    """Response tokens 3 to 8 and the rest of the third block: masked in both copies, learned once, as blank."""
+    ids = np.arange(20, 32)
+    for index in range(30):
+        batch = collate([Sample(index, ids, 3, 9)])
+        noisy = batch.view[0] > 0
+        behind = noisy & (batch.position_ids[0] >= 9)
+        assert (batch.input_ids[0, behind] == MASK).all()
+        assert (batch.target_ids[0, behind] == BLANK).all()
+        assert (batch.target_ids[0, ~behind] != BLANK).all()
+        supervised = batch.position_ids[0, batch.supervised[0]].sort().values
+        assert supervised.tolist() == list(range(3, 12))
+        assert batch.response_tokens == 9
+
+
+def test_recorded_steps_give_the_states_that_decoding_met() -> None:
+    """Every number of revealed tokens of a block is equally likely, always the earliest ones; chi-square over 4 and 3."""
+    steps = np.array([-1, -1, -1, -1, 2, 0, 3, 1, 6, 4, 5, -1])  # the last is behind the end
+    order = {4: [5, 7, 4, 6], 8: [9, 10, 8]}  # positions by block, in the order of their steps
+    counts = {4: torch.zeros(4), 8: torch.zeros(3)}
+    for index in range(600):
+        batch = collate([Sample(index, np.arange(20, 32), 4, 11, steps)])
+        for copy in (1, 2):
+            masked = set(batch.position_ids[0, (batch.view[0] == copy) & (batch.input_ids[0] == MASK)].tolist()) - {11}
+            for start, places in order.items():
+                left = len(masked & set(places))
+                assert masked & set(places) == set(places[len(places) - left :])
+                counts[start][left - 1] += copy == 1
+            assert batch.supervised[0, batch.view[0] == copy].sum() >= len(masked)
+    for start, count in counts.items():
+        assert chi_square_p(count, torch.full((len(order[start]),), 1 / len(order[start]))) > ALPHA
+
+
+def test_inverse_levels() -> None:
+    """A block's masked tokens weigh 1 / 2t in the first copy and 1 / 2(1 - t) in the second, a t for each block."""
+    batch = collate([sample(i, 40, 0) for i in range(20)], inverse_level=True)
+    assert torch.equal(batch.supervised, batch.input_ids == MASK)
+    checked, levels = 0, set()
+    for row in range(20):
+        for block in range(10):
+            here = (batch.position_ids[row] // BLOCK == block) & batch.supervised[row]
+            first, second = (batch.weight[row, here & (batch.view[row] == copy)].unique() for copy in (1, 2))
+            assert len(first) <= 1
+            assert len(second) <= 1
+            if len(first) and len(second):
+                assert (1 / first + 1 / second).item() == pytest.approx(2, abs=1e-5)
+                levels.add(first.item())
+                checked += 1
+    assert checked == len(levels) > 50
+
+
+def test_each_block_draws_its_own_level() -> None:
+    """With t ~ U(0, 1] a block of 4 has 0 to 4 masks, each with probability 1/5, and two blocks of a sample are
+    independent: chi-square of the pairs of counts in 2500 samples over 25 cells."""
+    pairs = []
+    for begin in range(0, 2500, 500):
+        masked = collate([sample(i, 8, 0) for i in range(begin, begin + 500)], copies=1).supervised[:, :8]
+        pairs.append(masked.view(500, 2, 4).sum(-1))
+    counts = torch.cat(pairs)
+    assert chi_square_p((5 * counts[:, 0] + counts[:, 1]).bincount(minlength=25), torch.full((25,), 0.04)) > ALPHA
+
+
+def test_a_masked_token_is_masked_with_the_level_of_its_weight() -> None:
+    """Given t the first of four tokens is masked with probability t, whatever another shows: by E[1{masked}] = E[t] in two
+    halves of t as seen from the weight of a masked neighbour. Density of t given one mask is 2t: E[t | t < 1/2] = 1/3 and
+    E[t | t > 1/2] = 7/9; each share within 4.5 standard errors (false-alarm rate 7e-6 each)."""
+    batch = collate([sample(i, 4, 0) for i in range(4000)], copies=1, inverse_level=True)
+    masked, weight = batch.supervised[:, :4], batch.weight[:, :4]
+    known = masked[:, 1]
+    level = 1 / weight[known, 1]
+    for half, share in ((level < 0.5, 1 / 3), (level >= 0.5, 7 / 9)):
+        n = int(half.sum())
+        assert n > 300
+        assert masked[known, 0][half].double().mean().item() == pytest.approx(
+            share, abs=4.5 * math.sqrt(share * (1 - share) / n)
+        )
+
+
+def test_noise_is_a_function_of_seed_and_index() -> None:
+    samples = [sample(i, 16, 3) for i in range(6)]
+    batch = collate(samples, seed=7)
+    again = collate(list(reversed(samples)), seed=7)
+    assert torch.equal(again.input_ids.flip(0), batch.input_ids)
+    assert torch.equal(collate(samples[2:3], seed=7).input_ids[0], batch.input_ids[2])
+    assert not torch.equal(collate(samples, seed=8).supervised, batch.supervised)
+    copies = [Sample(i, samples[0].ids, 3) for i in range(6)]  # one text under six indices
+    assert len(collate(copies, seed=7).supervised.unique(dim=0)) == 6

@@ -1,0 +1,241 @@
+"""Loss and gradients of a forward with labels, and the packed pass, against one sequence and one block at a time."""
+
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_model
+from helpers import BLOCK, MASK, close, random_ids
+from torch import Tensor
+from transformers import Trainer, TrainingArguments
+
+import modeling_mrp.modeling_mrp as modeling
+from modeling_mrp import MRPForCausalLM
+from modeling_mrp.diffusion_mrp import PackedBatch, packed_mask
+
+
+def naive_loss(model: MRPForCausalLM, ids: Tensor, labels: Tensor, lengths: list[int], level: Tensor, noise: Tensor) -> Tensor:
+    """Equation 3 of SDAR, block by block: [clean earlier blocks | noisy block] through the model, nothing packed."""
+    total, learned = torch.zeros((), dtype=torch.float64), 0
+    for row, length in enumerate(lengths):
+        clean = ids[row, :length].tolist()
+        response = [label != -100 for label in labels[row, :length].tolist()]
+        learned += sum(response)
+        for start in range(0, length, BLOCK):
+            block = range(start, min(start + BLOCK, length))
+            hidden = [i for i in block if response[i] and noise[row, i]]
+            noisy = clean[:start] + [MASK if i in hidden else clean[i] for i in block]
+            logp = model(torch.tensor([noisy])).logits[0].log_softmax(-1)
+            total = total - sum(logp[i, clean[i]] for i in hidden) / level[row]
+    return total / learned
+
+
+# ------------------------------------------------------------------------------------------------ training pass
+
+
+def training_example() -> dict[str, Tensor]:
+    """Rows of 11, 6 and 8 real tokens; the prompts end inside a block, at a block's start and nowhere."""
+    ids, labels, mask = random_ids(11, 3, 11), torch.full((3, 11), -100), torch.ones(3, 11, dtype=torch.long)
+    for row, (prompt, length) in enumerate(((5, 11), (4, 6), (0, 8))):
+        labels[row, prompt:length] = ids[row, prompt:length]
+        mask[row, length:] = 0
+    noise = torch.rand(3, 11, generator=torch.Generator().manual_seed(1)) < 0.6
+    level = torch.tensor([0.9, 0.35, 0.6], dtype=torch.float64)
+    return {"input_ids": ids, "labels": labels, "attention_mask": mask, "noise_level": level, "noise_mask": noise}
+
+
+@pytest.mark.usefixtures("exact_norms")
+def test_loss_and_gradients_equal_the_loop_over_blocks() -> None:
+    """The package takes its cross-entropy in float32, hence 1e-6."""
+    example = training_example()
+    packed, naive = make_model(), make_model()
+    loss = packed(**example).loss
+    level, noise = example["noise_level"], example["noise_mask"]
+    expected = naive_loss(naive, example["input_ids"], example["labels"], [11, 6, 8], level, noise)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    loss.backward()
+    expected.backward()
+    for (name, parameter), twin in zip(packed.named_parameters(), naive.parameters(), strict=True):
+        if name.startswith("mrp_head"):
+            assert parameter.grad is None
+        else:
+            assert twin.grad.norm() > 1e-4, name
+            assert (parameter.grad - twin.grad).norm() < 1e-6 * twin.grad.norm(), name
+
+
+@pytest.mark.usefixtures("exact_norms")
+@torch.no_grad()
+def test_logits_of_the_training_pass_are_those_of_the_noisy_copy(random_model: MRPForCausalLM) -> None:
+    example = training_example()
+    logits = random_model(**example).logits
+    assert logits.shape == (3, 11, 64)
+    noisy = example["input_ids"][0].clone()
+    noisy[(example["labels"][0] != -100) & example["noise_mask"][0]] = MASK
+    for start in range(0, 11, BLOCK):
+        ids = torch.cat([example["input_ids"][0, :start], noisy[start : start + BLOCK]])
+        close(logits[0, start : start + BLOCK], random_model(ids[None]).logits[0, start:])
+
+
+@torch.no_grad()
+def test_labels_are_what_is_learned_and_seen(random_model: MRPForCausalLM) -> None:
+    """Input ids at learned positions do not matter: a caller may have masked them already."""
+    example = training_example()
+    loss = random_model(**example).loss
+    hidden = {**example, "input_ids": example["input_ids"].where(example["labels"] == -100, MASK)}
+    assert random_model(**hidden).loss == loss
+    changed = {**example, "labels": example["labels"].where(example["labels"] == -100, 7)}
+    assert random_model(**changed).loss != loss
+
+
+@torch.no_grad()
+def test_only_learned_tokens_are_masked(random_model: MRPForCausalLM) -> None:
+    example = training_example()
+    example["noise_mask"] = torch.ones_like(example["noise_mask"])
+    seen: list[Tensor] = []
+    hook = random_model.model.embed_tokens.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    random_model(**example)
+    hook.remove()
+    ids, learned = example["input_ids"], example["labels"] != -100
+    assert torch.equal(seen[0], torch.cat([ids.masked_fill(learned, MASK), ids], 1))
+
+
+def test_the_noise_is_drawn_per_sequence_and_weighted_by_its_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    """4000 sequences of 4 learned tokens. t ~ U(0, 1]: Kolmogorov-Smirnov by the DKW bound; given such t the number of masks in
+    a sequence is uniform on 0..4: chi-square. Both at a false-alarm rate of 1e-6, and the seed is fixed."""
+    captured: dict[str, Tensor] = {}
+    original = modeling.pack_noisy
+
+    def recorded(
+        input_ids: Tensor, response: Tensor, valid: Tensor, masked: Tensor, weight: Tensor, mask_id: int
+    ) -> PackedBatch:
+        captured.update(masked=masked, weight=weight)
+        return original(input_ids, response, valid, masked, weight, mask_id)
+
+    monkeypatch.setattr(modeling, "pack_noisy", recorded)
+    ids = random_ids(12, 4000, 4)
+    model = make_model(num_hidden_layers=1)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        model(ids, labels=ids)
+    level = 1 / captured["weight"]
+    assert torch.equal(level, level[:, :1].expand_as(level))
+    ordered, n = level[:, 0].sort().values, 4000
+    uniform = torch.arange(n) / n
+    distance = max((ordered - uniform).abs().max(), (ordered - uniform - 1 / n).abs().max())
+    assert distance < (torch.tensor(2e6).log() / (2 * n)).sqrt()
+    counts = captured["masked"].sum(1).bincount(minlength=5)
+    chi_square = ((counts - n / 5) ** 2 / (n / 5)).sum()
+    assert torch.special.gammaincc(torch.tensor(2.0), chi_square / 2) > 1e-6  # 4 degrees of freedom
+
+
+@pytest.mark.usefixtures("exact_norms")
+def test_gradient_checkpointing_changes_no_gradient() -> None:
+    plain, checkpointed = make_model().train(), make_model().train()
+    checkpointed.gradient_checkpointing_enable({"use_reentrant": False})
+    for model in (plain, checkpointed):
+        model(**training_example()).loss.backward()
+    for a, b in zip(plain.model.parameters(), checkpointed.model.parameters(), strict=True):
+        close(b.grad, a.grad)
+
+
+def test_gradient_accumulation_in_transformers_trainer(tmp_path: Any) -> None:
+    """Two micro-batches of one row give the step that one batch of the two rows gives; every learned token is masked."""
+    ids = random_ids(13, 2, 8)
+    rows = [{"input_ids": row, "labels": row, "noise_level": torch.tensor(1.0), "noise_mask": row > 0} for row in ids]
+    norms = []
+    for size in (1, 2):
+        options = {"report_to": [], "use_cpu": True, "max_steps": 1, "logging_steps": 1, "save_strategy": "no"}
+        arguments = TrainingArguments(
+            output_dir=str(tmp_path), per_device_train_batch_size=size, gradient_accumulation_steps=2 // size, **options
+        )
+        trainer = Trainer(model=make_model(num_nextn_predict_layers=0), args=arguments, train_dataset=rows)
+        trainer.train()
+        norms.append(trainer.state.log_history[0]["grad_norm"])
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+
+
+# ------------------------------------------------------------------------------------------------ packed pass
+
+
+def test_packed_mask_by_its_rule() -> None:
+    """Two samples in a row, two noisy copies each, blocks of 2, and padding in the middle and at the end."""
+    tokens: list[tuple[int, int, int]] = []  # (sample, view, position)
+    for sample, (first, length) in enumerate(((2, 6), (0, 4))):
+        tokens += [(sample, copy, position) for copy in (1, 2) for position in range(first, length)]
+        tokens += [(sample, 0, position) for position in range(length)]
+        tokens += [(sample, -1, 5)] * 2
+    expected = torch.zeros(len(tokens), len(tokens), dtype=torch.bool)
+    for q, (q_sample, q_view, q_position) in enumerate(tokens):
+        for k, (k_sample, k_view, k_position) in enumerate(tokens):
+            q_block, k_block = q_position // 2, k_position // 2
+            if q == k:
+                expected[q, k] = True
+            elif q_sample != k_sample or -1 in (q_view, k_view):
+                expected[q, k] = False
+            elif q_view > 0 and k_view > 0:
+                expected[q, k] = q_view == k_view and q_block == k_block
+            elif q_view > 0:
+                expected[q, k] = k_block < q_block
+            else:
+                expected[q, k] = k_view == 0 and k_block <= q_block
+    sample, view, position = (torch.tensor(column)[None] for column in zip(*tokens, strict=True))
+    assert torch.equal(packed_mask(view, position // 2, sample), expected[None, None])
+
+
+def two_samples_in_a_row() -> PackedBatch:
+    """Samples of 8 and 7 tokens, each as two noisy copies and the clean one."""
+    lengths = (8, 7)
+    view = torch.cat([torch.full((n,), view) for n in lengths for view in (1, 2, 0)])
+    sample = torch.cat([torch.full((3 * n,), index) for index, n in enumerate(lengths)])
+    positions = torch.cat([torch.arange(n) for n in lengths for _ in range(3)])
+    clean = [random_ids(14 + n, n) for n in lengths]
+    targets = torch.cat([ids for ids in clean for _ in range(3)])
+    hidden = (torch.rand(len(targets), generator=torch.Generator().manual_seed(2)) < 0.5) & (view > 0)
+    ids, weight = targets.masked_fill(hidden, MASK), hidden.float()
+    rows = (t[None] for t in (ids, targets, positions, view, sample, weight))
+    return PackedBatch(*rows, response_tokens=torch.tensor(15))
+
+
+def packed_pass(model: MRPForCausalLM, batch: PackedBatch, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """h_A and h_C of every token of a packed pass."""
+    mask = batch.attention_mask(BLOCK)
+    hidden = model.backbone(ids, batch.position_ids, mask)
+    return hidden, model.residual(ids, hidden, batch.position_ids, mask)
+
+
+@pytest.mark.usefixtures("exact_norms")
+@torch.no_grad()
+def test_nothing_crosses_samples_or_copies(random_model: MRPForCausalLM) -> None:
+    batch = two_samples_in_a_row()
+    hidden, residual = packed_pass(random_model, batch, batch.input_ids)
+    for sample in (0, 1):
+        for view in (0, 1, 2):
+            changed = (batch.sample == sample) & (batch.view == view)
+            ids = batch.input_ids.where(~changed, 55)
+            after, residual_after = packed_pass(random_model, batch, ids)
+            # Noisy copies are seen by nobody else; the clean one by the later blocks of its own sample's copies.
+            reached = changed | ((batch.sample == sample) & (batch.position_ids >= BLOCK) & (view == 0))
+            assert torch.equal(after[~reached], hidden[~reached])
+            assert torch.equal(residual_after[~reached], residual[~reached])
+            assert (after - hidden)[reached].abs().amax(-1).min() > 1e-6
+            assert (residual_after - residual)[reached].abs().amax(-1).min() > 1e-6
+
+
+@pytest.mark.usefixtures("exact_norms")
+@torch.no_grad()
+def test_a_packed_pass_equals_each_block_alone(random_model: MRPForCausalLM) -> None:
+    batch = two_samples_in_a_row()
+    hidden, residual = (packed[0] for packed in packed_pass(random_model, batch, batch.input_ids))
+    for sample in (0, 1):
+        of_sample = batch.sample[0] == sample
+        clean = batch.input_ids[0, of_sample & (batch.view[0] == 0)]
+        for view in (0, 1, 2):
+            at = of_sample & (batch.view[0] == view)
+            for start in range(0, len(clean), BLOCK):
+                ids = torch.cat([clean[:start], batch.input_ids[0, at][start : start + BLOCK]])[None]
+                positions = torch.arange(ids.shape[1])[None]
+                mask = (positions[:, None] // BLOCK <= positions[:, :, None] // BLOCK)[:, None]
+                alone = random_model.backbone(ids, positions, mask)
+                close(hidden[at][start : start + BLOCK], alone[0, start:])
+                head = random_model.residual(ids, alone, positions, mask)
+                close(residual[at][start : start + BLOCK], head[0, start:])
