@@ -1,32 +1,32 @@
 """Decoding strategies: which positions a step reveals, what the head adds to it, and what is drafted ahead.
 
 A strategy has three methods. `reveal` chooses among the masked positions of a state the ones a denoising step commits.
-`refine` may change that choice before it counts (more reveals, or some taken back). `draft` guesses the states that will
-follow, so that one forward can score them together; what is not guessed right is dropped, so drafts never change the text.
+`refine` may change that choice before it counts (more reveals, or some taken back). `draft_hidden` estimates what the backbone
+would say at a state, from which the decoder guesses the states that will follow, to score them all in one forward; a wrong
+guess is not walked through, so drafts never change the text.
 """
 
 import math
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from .decoding_mrp import Reveal, States
+from .states_mrp import Reveal, States
 
 
 class HeadSteps(Protocol):
     """What a strategy may ask of the decoder: head passes and picks on one state per row."""
 
-    def head_hidden(self, states: "States", hidden: Tensor) -> Tensor:
+    def head_hidden(self, states: States, hidden: Tensor) -> Tensor:
         """h_C at the states, given hidden states h_A (or their estimate) [rows, block, hidden]."""
         ...
 
-    def reveal_from(self, states: "States", hidden: Tensor, count: Tensor | None = None) -> "Reveal":
+    def reveal_from(self, states: States, hidden: Tensor, count: Tensor | None = None) -> Reveal:
         """Picks from hidden states at the states, and what the strategy reveals of them."""
         ...
 
-    def token_confidence(self, states: "States", hidden: Tensor, token: Tensor, where: Tensor) -> Tensor:
+    def token_confidence(self, states: States, hidden: Tensor, token: Tensor, where: Tensor) -> Tensor:
         """[rows, block] log-odds of given tokens under lm_head(hidden), -inf outside `where`."""
         ...
 
@@ -35,11 +35,16 @@ class HeadSteps(Protocol):
         ...
 
 
+def ranks(score: Tensor, candidates: Tensor) -> Tensor:
+    """[n, block] long: the place of each candidate by score [n, block], best first, ties to the left; the others follow."""
+    order = score.masked_fill(~candidates, -torch.inf).sort(dim=-1, descending=True, stable=True).indices
+    places = torch.arange(order.shape[1], device=order.device).expand_as(order)
+    return torch.empty_like(order).scatter_(1, order, places)
+
+
 def top_by(score: Tensor, candidates: Tensor, count: Tensor) -> Tensor:
     """The `count` [n] best of the candidates [n, block] by score [n, block], ties to the left; bool [n, block]."""
-    order = score.masked_fill(~candidates, -torch.inf).sort(dim=-1, descending=True, stable=True).indices
-    rank = torch.empty_like(order).scatter_(1, order, torch.arange(order.shape[1], device=order.device).expand_as(order))
-    return candidates & (rank < count[:, None])
+    return candidates & (ranks(score, candidates) < count[:, None])
 
 
 def log_odds(probability: float) -> float:
@@ -71,11 +76,11 @@ class Static:
         """
         return top_by(confidence, candidates, count)
 
-    def refine(self, steps: HeadSteps, states: "States", hidden: Tensor, reveal: "Reveal") -> "Reveal":
+    def refine(self, steps: HeadSteps, states: States, hidden: Tensor, reveal: Reveal) -> Reveal:
         """Changes a reveal before it counts; by default it stands."""
         return reveal
 
-    def draft_hidden(self, steps: HeadSteps, states: "States", hidden: Tensor) -> Tensor:
+    def draft_hidden(self, steps: HeadSteps, states: States, hidden: Tensor) -> Tensor:
         """The estimate of the backbone's hidden states at drafted states; strategies that draft define it."""
         raise NotImplementedError
 
@@ -121,7 +126,7 @@ class Direct(Static):
     def __init__(self, head_reveals: int) -> None:
         self.head_reveals = head_reveals
 
-    def refine(self, steps: HeadSteps, states: "States", hidden: Tensor, reveal: "Reveal") -> "Reveal":
+    def refine(self, steps: HeadSteps, states: States, hidden: Tensor, reveal: Reveal) -> Reveal:
         """See `Static.refine`."""
         one = torch.ones_like(states.start)
         for _ in range(self.head_reveals):
@@ -149,7 +154,7 @@ class Remask(Dynamic):
         self.rule = rule
         self.residual_delta = residual_delta
 
-    def refine(self, steps: HeadSteps, states: "States", hidden: Tensor, reveal: "Reveal") -> "Reveal":
+    def refine(self, steps: HeadSteps, states: States, hidden: Tensor, reveal: Reveal) -> Reveal:
         """See `Static.refine`."""
         if self.rule == "threshold":
             after = reveal.applied_to(states)
@@ -173,7 +178,7 @@ class SelfSpec(Static):
         self.width = num_draft_states
         self.branches = draft_branches
 
-    def draft_hidden(self, steps: HeadSteps, states: "States", hidden: Tensor) -> Tensor:
+    def draft_hidden(self, steps: HeadSteps, states: States, hidden: Tensor) -> Tensor:
         """See `Static.draft_hidden`."""
         return hidden
 
@@ -185,7 +190,7 @@ class Spec(SelfSpec):
         super().__init__(num_draft_states, draft_branches)
         self.uses_head = num_draft_states > 1
 
-    def draft_hidden(self, steps: HeadSteps, states: "States", hidden: Tensor) -> Tensor:
+    def draft_hidden(self, steps: HeadSteps, states: States, hidden: Tensor) -> Tensor:
         """See `Static.draft_hidden`."""
         return hidden + steps.head_hidden(states, hidden)
 

@@ -10,7 +10,8 @@ from conftest import make_model
 from torch import Tensor
 
 from modeling_mrp import MRPForCausalLM
-from modeling_mrp.decoding_mrp import Decoder, Frontier, Memory, Proposal, Reveal, Scored, States
+from modeling_mrp.decoding_mrp import Decoder
+from modeling_mrp.states_mrp import Frontier, Memory, Proposal, Reveal, Scored, States
 from trainer.data import encode
 from trainer.evaluate import pad_left
 from trainer.tasks import make_problem

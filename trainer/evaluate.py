@@ -126,6 +126,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--decoding", nargs="+", default=["static"])
     parser.add_argument("--tau", nargs="+", type=float, default=[0.9], help="confidence thresholds for dynamic and mrp_remask")
     parser.add_argument("--states", nargs="+", type=int, default=[4], help="num_draft_states for mrp_spec and self_spec")
+    parser.add_argument("--branches", nargs="+", type=int, default=[3], help="draft_branches for mrp_spec and self_spec")
     parser.add_argument("--show", type=int, default=0, help="answers to print")
     options = parser.parse_args(arguments)
     model = AutoModelForCausalLM.from_pretrained(options.model, trust_remote_code=True).eval()
@@ -138,7 +139,7 @@ def report(model: Any, tokenizer: PreTrainedTokenizerBase, options: argparse.Nam
     for family in options.family:
         asked = problems(family, options.split, options.count)
         reference: Decoded | None = None
-        for settings in _settings(options.decoding, options.tau, options.states):
+        for settings in _settings(options.decoding, options.tau, options.states, options.branches):
             decoded = decode_problems(model, tokenizer, asked, options.batch_size, **settings)
             reference = reference if reference is not None else decoded
             line = {
@@ -156,13 +157,13 @@ def report(model: Any, tokenizer: PreTrainedTokenizerBase, options: argparse.Nam
                 print(f"--- {problem.prompt}\n{text}\n[{'right' if right else 'wrong'}]")
 
 
-def _settings(decodings: list[str], taus: list[float], states: list[int]) -> list[dict[str, Any]]:
+def _settings(decodings: list[str], taus: list[float], states: list[int], branches: list[int]) -> list[dict[str, Any]]:
     settings: list[dict[str, Any]] = []
     for decoding in decodings:
         if decoding in ("dynamic", "mrp_remask"):
             settings += [{"decoding": decoding, "confidence_threshold": tau} for tau in taus]
         elif decoding in ("mrp_spec", "self_spec"):
-            settings += [{"decoding": decoding, "num_draft_states": k} for k in states]
+            settings += [{"decoding": decoding, "num_draft_states": k, "draft_branches": b} for k in states for b in branches]
         else:
             settings.append({"decoding": decoding})
     return settings

@@ -1,0 +1,197 @@
+"""The published speculative decoding as a yardstick, on the same model, cache and picks as the package's own modes.
+
+``python -m benchmarks.yardstick`` prints tokens per forward of `static`, the published algorithm, `self_spec` and `mrp_spec` on
+the same prompts, and the share of texts that equal `static`'s.
+
+The published algorithm, from the method alone: a forward at the start of a block seeds the head; then each verify scores the
+state already known and K drafted ones, and the batch moves on by what its slowest row had right; a last forward stores the
+clean block's KV. The head sees its own block only.
+"""
+
+import argparse
+import json
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from modeling_mrp.decoding_mrp import Decoder
+from modeling_mrp.generation_mrp import MRPGenerationConfig
+from modeling_mrp.modeling_mrp import MRPForCausalLM
+from modeling_mrp.sampling_mrp import Picker
+from modeling_mrp.states_mrp import States
+from modeling_mrp.strategies_mrp import Spec
+from trainer.data import encode
+from trainer.evaluate import NEW_TOKENS, decode_problems
+from trainer.tasks import FAMILIES, Family, Problem, problems
+
+
+class PublishedDecoder(Decoder):
+    """Lockstep speculation with a seed forward and a KV-store forward per block."""
+
+    def run(self) -> tuple[object, object]:
+        """Decodes all rows, block after block."""
+        self._store_prompt()
+        while bool(self.rows.active.any()):
+            hidden = self._forward(self.current().map(lambda t: t[:, None]), "denoise")[:, 0]
+            while bool(self._unfinished().any()):
+                hidden = self._speculate(hidden)
+            self._store_block()
+        return self.rows, self.counts
+
+    def _unfinished(self) -> Tensor:
+        return self.rows.active & ~self._clean(self.current())
+
+    def _store_prompt(self) -> None:
+        """One forward over the prompt's whole blocks."""
+        longest = int(self.rows.start.max())
+        if longest:
+            positions = torch.arange(longest).expand(len(self.rows.start), longest)
+            mask = positions[:, None, :] // self.block <= positions[:, :, None] // self.block
+            self.cache.target_slots(0, longest)
+            self.model.backbone(self.rows.tokens[:, :longest], positions, mask[:, None], self.cache)
+            self._count("prefill")
+
+    def _count(self, role: str) -> None:
+        self.counts.forwards[role] += 1
+        self.counts.row_forwards += self.rows.active
+
+    def _forward(self, states: States, role: str) -> Tensor:
+        self._count(role)
+        return self._packed_forward(states, None, self.committed, self.model.backbone)
+
+    def _speculate(self, hidden: Tensor) -> Tensor:
+        """Drafts K states, scores them with the known one, and accepts as many as every unfinished row had right."""
+        moving = self._unfinished()
+        chain = [replace(self.current(), valid=moving)]
+        estimate = hidden
+        for k in range(self.strategy.width):
+            if k > 0:
+                estimate = estimate + self._head(chain[-1], estimate)
+            chain.append(self._stepped(chain[-1], self.reveal_from(chain[-1], estimate)))
+        states = States.stack(chain)
+        scored = self._forward(states, "verify")
+        width = len(chain)
+        reveals = self.reveal_from(states.map(lambda t: t.flatten(0, 1)), scored.flatten(0, 1))
+        reveals = reveals.map(lambda t: t.unflatten(0, (len(moving), width)))
+        right = (self._stepped(states, reveals).ids[:, :-1] == states.ids[:, 1:]).all(-1) & ~self._clean(states)[:, :-1]
+        masks = (states.ids[:, 0] == self.mask_id).sum(-1)
+        accepted = right.long().cumprod(1).sum(1)
+        common = torch.where(moving & (accepted < masks), accepted, width - 1).min()
+        taken = torch.minimum(common.expand_as(masks), masks) * moving
+        steps = torch.arange(width - 1)
+        self._record(
+            states.map(lambda t: t[:, :-1]),
+            reveals.map(lambda t: t[:, :-1]),
+            steps < taken[:, None],
+            steps.expand(len(moving), -1),
+        )
+        self.rows.clock += taken
+        self.rows.step += taken
+        self._stop_finished()
+        return torch.where(moving[:, None, None], scored[self.all_rows, taken], hidden)
+
+    def _head(self, states: States, hidden: Tensor) -> Tensor:
+        """The head without the prefix's KV."""
+
+        def forward(ids: Tensor, positions: Tensor, mask: Tensor, cache: object) -> Tensor:
+            return self.model.residual(ids, hidden, positions, mask, cache)
+
+        self._count_head(states.valid)
+        return self._packed_forward(states.map(lambda t: t[:, None]), None, torch.zeros_like(self.committed), forward)[:, 0]
+
+    def _store_block(self) -> None:
+        """One more forward over the clean block, for its KV."""
+        if not bool(self.rows.active.any()):
+            return
+        states = self.current()
+        self._forward(states.map(lambda t: t[:, None]), "denoise")
+        row = self.rows.active.nonzero()[:, 0]
+        self.cache.commit(row, torch.zeros_like(row), states.start[row], self.block, self.backbone_layers)
+        self.committed[row] = states.start[row] + self.block
+        self.rows.start = torch.where(self.rows.active, self.rows.start + self.block, self.rows.start)
+        self.rows.step = torch.where(self.rows.active, 0, self.rows.step)
+
+
+@torch.inference_mode()
+def decode_published(
+    model: MRPForCausalLM, prompts: list[list[int]], states: int, new_tokens: int, eos: list[int]
+) -> tuple[list[list[int]], int]:
+    """Greedy texts of a batch, and the backbone forwards its rows took part in."""
+    schedule = MRPGenerationConfig().schedule(model.config.block_size)
+    decoder = PublishedDecoder(
+        model,
+        Spec(states + 1, 1),  # room for the known state
+        Picker(model.lm_head.weight, model.config.mask_token_id),
+        [torch.tensor(prompt) for prompt in prompts],
+        new_tokens,
+        schedule,
+        eos,
+        torch.zeros(len(prompts), dtype=torch.long),
+    )
+    decoder.strategy.width = states
+    rows, counts = decoder.run()
+    texts = [rows.tokens[i, len(prompt) : int(rows.stop[i])].tolist() for i, prompt in enumerate(prompts)]
+    return texts, int(counts.row_forwards.sum())
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Command line: one JSON line per family, batch size and mode."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.yardstick", description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="hub_configs/sdar-tiny-mrp")
+    parser.add_argument("--family", nargs="+", choices=FAMILIES, default=list(FAMILIES))
+    parser.add_argument("--count", type=int, default=64)
+    parser.add_argument("--batch-size", nargs="+", type=int, default=[1, 8])
+    parser.add_argument("--states", nargs="+", type=int, default=[4, 8])
+    options = parser.parse_args(arguments)
+    model = MRPForCausalLM.from_pretrained(options.model).eval()
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(options.model)
+    for family in options.family:
+        asked = problems(family, "heldout", options.count)
+        for batch_size in options.batch_size:
+            for line in compare(model, tokenizer, family, asked, batch_size, options.states):
+                print(json.dumps({"family": family, "batch_size": batch_size, **line}), flush=True)
+
+
+def compare(
+    model: MRPForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    family: Family,
+    asked: list[Problem],
+    batch_size: int,
+    states: list[int],
+) -> list[dict[str, object]]:
+    """Tokens per forward of every mode on the same problems, and the share of texts that equal those of `static`."""
+    static = decode_problems(model, tokenizer, asked, batch_size, decoding="static")
+    lines: list[dict[str, object]] = [{"mode": "static", "tokens_per_forward": round(static.tokens_per_forward, 3)}]
+    eos = [tokenizer.eos_token_id, tokenizer.pad_token_id]
+    for k in states:
+        texts, forwards = [], 0
+        for begin in range(0, len(asked), batch_size):
+            prompts = [encode(problem, tokenizer)[0] for problem in asked[begin : begin + batch_size]]
+            made, spent = decode_published(model, prompts, k, NEW_TOKENS[family], eos)
+            texts += made
+            forwards += spent
+        same = sum(a == b for a, b in zip(texts, static.ids, strict=True)) / len(texts)
+        per_forward = sum(map(len, texts)) / forwards
+        lines.append({"mode": f"published K={k}", "tokens_per_forward": round(per_forward, 3), "same": round(100 * same, 1)})
+        for mode, branches in (("self_spec", 1), ("self_spec", 3), ("mrp_spec", 1), ("mrp_spec", 3)):
+            drafted = decode_problems(
+                model, tokenizer, asked, batch_size, decoding=mode, num_draft_states=k, draft_branches=branches
+            )
+            lines.append(
+                {
+                    "mode": f"{mode} K={k}" + (" chain" if branches == 1 else ""),
+                    "tokens_per_forward": round(drafted.tokens_per_forward, 3),
+                    "over_published": round(drafted.tokens_per_forward / per_forward, 3),
+                    "over_static": round(drafted.tokens_per_forward / static.tokens_per_forward, 3),
+                    "head_per_token": round(drafted.head_forwards_per_token, 3),
+                    "same": round(drafted.identical(static), 1),
+                }
+            )
+    return lines
+
+
+if __name__ == "__main__":
+    main()

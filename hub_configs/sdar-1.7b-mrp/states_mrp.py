@@ -1,0 +1,1 @@
+../../modeling_mrp/states_mrp.py
