@@ -29,7 +29,7 @@ from .strategies_mrp import Static, ranks
 if TYPE_CHECKING:
     from .modeling_mrp import MRPForCausalLM
 
-# The power of a token's odds that orders drafts. Reveals follow the first power or a little more; the third drafts best, since a
+# The power of a token's odds that orders drafts. Reveals follow the first power or a little more; the third drafts best, as a
 # state passed over is remembered, so that going deeper is worth more than its chance (`benchmarks/NOTES.md`, Drafting).
 ORDER_SHARPNESS = 3.0
 # Prompt tokens per prefill forward; a multiple of every published block size.
