@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 # The power of a token's odds that orders drafts. Reveals follow the first power or a little more; the third drafts best, as a
 # state passed over is remembered, so that going deeper is worth more than its chance (`benchmarks/NOTES.md`, Drafting).
 ORDER_SHARPNESS = 3.0
-# Prompt tokens per prefill forward; a multiple of every published block size.
+# Prompt tokens per prefill forward, at most, in whole blocks.
 PREFILL_CHUNK = 2048
 
 
@@ -76,8 +76,7 @@ class Counts:
         row_forwards: [rows] long, backbone forwards in which a row took part.
         row_head_forwards: [rows] long, the same for the head.
         drafted, accepted, revoked: [rows] long: drafted states submitted, drafts that were right, reveals taken back.
-        accepted_lengths: [rows, width + 1] long: how many rounds accepted 0, 1, 2, ... states; with drafts
-            [rows, 2 width + 1], since states remembered from the round before count.
+        accepted_lengths: [rows, n] long: how many rounds accepted 0, 1, 2, ... states; remembered ones count.
     """
 
     forwards: dict[str, int]
@@ -195,18 +194,20 @@ class Decoder:
         length = int(first.max()) + self.block
         positions = torch.arange(length, device=self.device).expand(len(first), length)
         valid = torch.ones_like(positions, dtype=torch.bool)
-        for begin in range(0, length, PREFILL_CHUNK):
-            end = min(length, begin + PREFILL_CHUNK)
+        chunk = max(1, PREFILL_CHUNK // self.block) * self.block
+        for begin in range(0, length, chunk):
+            end = min(length, begin + chunk)
             here = positions[:, begin:end]
             ids = self.rows.tokens[:, begin:end]
             mask = block_causal_mask(here, positions[:, :end], valid[:, :end], self.block)
             self.cache.target_slots(begin, end - begin)
-            hidden = self.model.backbone(ids, here, mask, self.cache)
+            hidden = self.model.backbone(ids, here, mask, self.cache).to(self.device)
+            takes_part = first >= begin
             self.counts.forwards["prefill"] += 1
-            self.counts.row_forwards += 1
+            self.counts.row_forwards += takes_part
             if self.head_layers:
                 self.model.residual(ids, hidden, here, mask, self.cache)
-                self._count_head(self.rows.active)
+                self._count_head(takes_part)
             inside = (first >= begin) & (first < end)
             at = (first - begin).clamp(0, end - begin - self.block)[:, None] + self.offsets
             seeds = hidden.gather(1, at[..., None].expand(-1, -1, hidden.shape[-1]))
@@ -357,7 +358,7 @@ class Decoder:
             rows = which.any(-1)
             if bool((self.pending & rows).any()):
                 idle = states.map(lambda t: t[:, 0])
-                self.head_hidden(replace(idle, valid=torch.zeros_like(rows)), hidden[:, 0])
+                self._head_pass(replace(idle, valid=torch.zeros_like(rows)), hidden[:, 0], self.pending & rows)
             self.pending |= rows
             self.pending_ids[row] = states.ids[row, slot]
             self.pending_hidden[row] = hidden[row, slot]
@@ -492,18 +493,22 @@ class Decoder:
 
     def head_hidden(self, states: States, hidden: Tensor) -> Tensor:
         """h_C at [rows] states, given hidden states [rows, block, hidden]; catches up with the head's KV on the way."""
-        if not bool(self.pending.any()):
+        return self._head_pass(states, hidden, self.pending & states.valid)
+
+    def _head_pass(self, states: States, hidden: Tensor, behind: Tensor) -> Tensor:
+        """As `head_hidden`; the rows `behind` [rows] also store the head's KV of their last clean block."""
+        if not bool(behind.any()):
             packed = states.map(lambda t: t[:, None])
             return self._head_packed(packed, hidden[:, None], None)[:, 0]
-        clean = States(self.pending_ids, self.head_committed, torch.zeros_like(states.step), self.all_rows, self.pending)
+        clean = States(self.pending_ids, self.head_committed, torch.zeros_like(states.step), self.all_rows, behind)
         packed = States.stack([clean, states])
         parent = torch.full_like(packed.start, -1)
-        parent[:, 1] = torch.where(self.pending, 0, -1)
+        parent[:, 1] = torch.where(behind, 0, -1)
         residual = self._head_packed(packed, torch.stack([self.pending_hidden, hidden], 1), parent)[:, 1]
-        row = self.pending.nonzero()[:, 0]
+        row = behind.nonzero()[:, 0]
         self.cache.commit(row, torch.zeros_like(row), self.head_committed[row], self.block, self.head_layers)
         self.head_committed[row] += self.block
-        self.pending = torch.zeros_like(self.pending)
+        self.pending = self.pending & ~behind
         return residual
 
     def _head_packed(self, states: States, hidden: Tensor, parent: Tensor | None) -> Tensor:
@@ -535,7 +540,7 @@ class Decoder:
         prefix = torch.arange(used, device=self.device) < committed[:, None]
         mask = torch.cat([scratch, prefix[:, None].expand(-1, width * self.block, -1)], -1)[:, None]
         positions = (states.start[..., None] + self.offsets).flatten(1)
-        hidden = forward(states.ids.flatten(1), positions, mask, self.cache)
+        hidden = forward(states.ids.flatten(1), positions, mask, self.cache).to(self.device)
         return hidden.unflatten(1, (width, self.block))
 
 

@@ -114,7 +114,8 @@ class MRPGenerationConfig(GenerationConfig):
         confidence_threshold: tau of `dynamic` and `mrp_remask`, a probability [0.9].
         entropy_threshold: Bound of `entropy_bound`, in nats [0.35].
         mrp_steps: Unverified head reveals after each backbone step of `mrp_direct` [1].
-        num_draft_states: K, the states a row may submit per round in `mrp_spec` and `self_spec` [4].
+        num_draft_states: K, the states a row may submit per round in `mrp_spec` and `self_spec`; 1 drafts nothing, though the
+            next block's first state rides behind a clean one in every mode [4].
         draft_branches: How many followers of a state are considered in drafting; 1 drafts a chain [3].
         remask_rule: `threshold` (published) or `residual` (released code) [`threshold`].
         residual_delta: Largest residual logit that the `residual` rule lets stand [1.0].
@@ -205,8 +206,8 @@ class MRPGenerateStats(ModelOutput):
         drafted: [rows] long, drafted states that were submitted.
         accepted: [rows] long, drafted states that were right.
         revoked: [rows] long, reveals that `mrp_remask` took back.
-        accepted_lengths: [rows, n] long, how many rounds accepted 0, 1, 2, ... states (the first is never a draft); with drafts
-            up to 2 K, of which K were scored in the round before.
+        accepted_lengths: [rows, n] long, how many rounds accepted 0, 1, 2, ... states (the first is never a draft; those that
+            were scored in vain a round earlier count).
     """
 
     forwards: dict[str, int] | None = None

@@ -95,7 +95,7 @@ class MRPPreTrainedModel(PreTrainedModel):
     _auto_class = "AutoModelForCausalLM"
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _no_split_modules = ["Qwen3DecoderLayer"]
+    _no_split_modules = ["Qwen3DecoderLayer", "MRPHead"]
     _skip_keys_device_placement = ["past_key_values"]
     _supports_sdpa = True
     _supports_attention_backend = True

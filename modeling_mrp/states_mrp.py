@@ -2,14 +2,26 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Self
 
 import torch
 from torch import Tensor
 
 
+class _Fields:
+    """A dataclass whose fields are tensors of one leading shape."""
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """The same change of shape or choice for every field."""
+        return type(self)(*(change(field) for field in vars(self).values()))
+
+    def beside(self, other: Self) -> Self:
+        """[rows, a + b] of two with [rows, a] and [rows, b]."""
+        return type(self)(*(torch.cat(pair, 1) for pair in zip(vars(self).values(), vars(other).values(), strict=True)))
+
+
 @dataclass
-class States:
+class States(_Fields):
     """One state per entry: a block of ids with masks, and where it stands.
 
     Attributes:
@@ -26,10 +38,6 @@ class States:
     row: Tensor
     valid: Tensor
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> "States":
-        """The same change of shape or choice for every field."""
-        return States(*(change(field) for field in (self.ids, self.start, self.step, self.row, self.valid)))
-
     @staticmethod
     def stack(states: list["States"]) -> "States":
         """[rows, len(states)] from states of [rows]."""
@@ -37,14 +45,14 @@ class States:
 
 
 @dataclass
-class Reveal:
-    """What one denoising step reveals of [n] states.
+class Reveal(_Fields):
+    """What one denoising step reveals of [...] states.
 
     Attributes:
-        where: [n, block] bool.
-        token: [n, block] long, meaningful where revealed.
-        logprob: [n, block] float, the token's log-probability when picked.
-        confidence: [n, block] float, its log-odds.
+        where: [..., block] bool.
+        token: [..., block] long, meaningful where revealed.
+        logprob: [..., block] float, the token's log-probability when picked.
+        confidence: [..., block] float, its log-odds.
     """
 
     where: Tensor
@@ -55,10 +63,6 @@ class Reveal:
     def applied_to(self, states: States) -> States:
         """The states after the reveal."""
         return replace(states, ids=torch.where(self.where, self.token, states.ids))
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> "Reveal":
-        """The same change of shape or choice for every field."""
-        return Reveal(*(change(field) for field in (self.where, self.token, self.logprob, self.confidence)))
 
     def only(self, where: Tensor) -> "Reveal":
         """The part of the reveal that stays."""
@@ -115,15 +119,12 @@ class Scored:
 
     def beside(self, other: "Scored") -> "Scored":
         """Both, these first."""
-        first, second = vars(self), vars(other)
-
-        def joined(name: str) -> Any:
-            a, b = first[name], second[name]
-            if torch.is_tensor(a):
-                return torch.cat([a, b], 1)
-            return type(a)(*(torch.cat([x, y], 1) for x, y in zip(vars(a).values(), vars(b).values(), strict=True)))
-
-        return Scored(*(joined(name) for name in first))
+        return Scored(
+            self.states.beside(other.states),
+            torch.cat([self.parent, other.parent], 1),
+            self.reveal.beside(other.reveal),
+            torch.cat([self.hidden, other.hidden], 1),
+        )
 
     def at(self, rows: Tensor, place: Tensor) -> "Scored":
         """One of them per row."""

@@ -206,5 +206,6 @@ __all__ = [
     "Spec",
     "Static",
     "log_odds",
+    "ranks",
     "top_by",
 ]

@@ -10,7 +10,7 @@ from conftest import make_model
 from torch import Tensor
 
 from modeling_mrp import MRPForCausalLM
-from modeling_mrp.decoding_mrp import Decoder
+from modeling_mrp.decoding_mrp import ORDER_SHARPNESS, Decoder
 from modeling_mrp.states_mrp import Frontier, Memory, Proposal, Reveal, Scored, States
 from trainer.data import encode
 from trainer.evaluate import pad_left
@@ -84,17 +84,96 @@ def chain(*ids: list[int], valid: list[bool] | None = None) -> Memory:
 
 
 def test_memory_skips_to_what_is_not_scored() -> None:
-    line = [[1, M, M, M], [1, 2, M, M], [1, 2, 3, M], [1, 2, 3, 4]]
+    line = [[i + 1 if i < n else M for i in range(8)] for n in range(1, 9)]
     memory = chain(*line)
-    for place in range(3):
+    for place in range(7):
         ahead, base = memory.skip(states(line[place]), 9)
-        assert (ahead.ids[0].tolist(), int(ahead.step), base.tolist()) == (line[3], 4, [1 + 2])
-    for stranger in (states([1, M, 3, M]), states(line[1], start=4), states(line[3])):
+        assert (ahead.ids[0].tolist(), int(ahead.step), base.tolist()) == (line[7], 8, [1 + 6])
+    for stranger in (states([1, M, 3, M, M, M, M, M]), states(line[1], start=8), states(line[7])):
         ahead, base = memory.skip(stranger, 9)
         assert (ahead.ids.tolist(), base.tolist()) == (stranger.ids.tolist(), [9])
-    broken = chain(*line, valid=[True, False, True])  # the second is not remembered
+    broken = chain(*line, valid=[True, False, *[True] * 5])  # the second is not remembered
     ahead, base = broken.skip(states(line[0]), 9)
     assert (ahead.ids[0].tolist(), base.tolist()) == (line[1], [1])
+
+
+def test_a_state_that_looked_at_a_clean_one_is_not_remembered() -> None:
+    """Nor is what the caller leaves out. And behind a clean state comes its own rider only."""
+    line = states([1, M], [1, 2], [M, M], [3, 2], [M, M]).map(lambda t: t[None])
+    line.start = torch.tensor([[0, 0, 2, 0, 2]])
+    parent = torch.tensor([[-1, -1, 3, -1, 1]])  # the block behind slot 3 comes before the one behind slot 1
+    nothing = line.ids.bool()
+    scored = Scored(line, parent, Reveal(nothing, line.ids, nothing.float(), nothing.float()), line.ids[..., None].double())
+    clean = torch.tensor([[False, True, False, True, False]])
+    assert scored.kept(~clean).states.valid.tolist() == [[True, False, False, False, False]]
+    assert line.valid.all()
+    follower = states([1, 2], [M, M], [M, 5], [M, M], [M, 5]).map(lambda t: t[None])
+    follower.start = torch.tensor([[0, 2, 2, 2, 2]])
+    assert scored.edges(follower, clean).tolist() == [[1, 4, -1, 2, -1]]
+    scored.states.valid[0, 4] = False
+    assert scored.edges(follower, clean).tolist() == [[1, -1, -1, 2, -1]]
+
+
+@torch.no_grad()
+def test_branches_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Log-odds 0, 1, 0.5, -1 and a revealed position; two reveals a step: the best one and, for the second, the next three.
+    With one candidate for two reveals that one is certain."""
+    model = make_model(block_size=5)
+    prompt = torch.tensor([[1, 2, 3, 4, 5]] * 2)
+    made: list[tuple[Frontier, States, Reveal]] = []
+    branch = Decoder._branch
+
+    def looked_at(self: Decoder, frontier: Frontier, at: States, reveal: Reveal, estimate: int) -> None:
+        if not made:
+            odds = torch.tensor([[0, 1, 0.5, -1, -torch.inf], [-torch.inf] * 3 + [torch.inf, -torch.inf]])
+            at = replace(at, ids=torch.tensor([[M, M, M, M, 9], [9, 9, 9, M, 9]]))
+            chosen = Reveal(odds > -torch.inf, torch.tensor([[10, 11, 12, 13, 14]] * 2), odds, odds)
+            ours = Frontier(at, 3)
+            self.schedule = torch.tensor([2, 2, 1, 0, 0])
+            branch(self, ours, at, chosen, estimate)
+            made.append((ours, at, chosen))
+        branch(self, frontier, at, reveal, estimate)
+
+    monkeypatch.setattr(Decoder, "_branch", looked_at)
+    model.generate(prompt, decoding="self_spec", max_new_tokens=5, denoising_steps=3, draft_branches=3, eos_token_id=None)
+    (frontier, _, _) = made[0]
+    assert frontier.states.ids[0].tolist() == [[M, 11, 12, M, 9], [10, 11, M, M, 9], [M, 11, M, 13, 9]]
+    weight = (ORDER_SHARPNESS * torch.tensor([0.5, 0.0, -1.0])).exp()
+    torch.testing.assert_close(frontier.chance[0], weight / weight.sum())
+    assert frontier.states.valid.tolist() == [[True] * 3, [False] * 3]  # row 1 would be done
+    assert frontier.states.ids[1, 0].tolist() == [9, 9, 9, 13, 9]
+    assert frontier.chance[1].tolist() == [1, 0, 0]
+
+
+@torch.no_grad()
+def test_a_chain_accumulates_the_heads_residuals(random_model: MRPForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """acc_0 is what the backbone said at the last accepted state, acc_k = acc_{k-1} + Head(x^(k), acc_{k-1})."""
+    calls: list[tuple[Tensor, Tensor, Tensor]] = []
+    rounds: list[int] = []
+    head_hidden, propose = Decoder.head_hidden, Decoder.propose
+
+    def called(self: Decoder, at: States, hidden: Tensor) -> Tensor:
+        residual = head_hidden(self, at, hidden)
+        calls.append((at.ids, hidden, residual))
+        return residual
+
+    def proposed(self: Decoder) -> Proposal:
+        begun = len(calls)
+        proposal = propose(self)
+        made = calls[begun:]
+        for k, (ids, hidden, residual) in enumerate(made):
+            assert torch.equal(ids, proposal.states.ids[:, k])
+            assert residual.abs().max() > 1e-3
+            expected = self.seed_hidden if k == 0 else made[k - 1][1] + made[k - 1][2]
+            torch.testing.assert_close(hidden, expected)
+        rounds.append(len(made))
+        return proposal
+
+    monkeypatch.setattr(Decoder, "head_hidden", called)
+    monkeypatch.setattr(Decoder, "propose", proposed)
+    options = {"num_draft_states": 4, "draft_branches": 1, "max_new_tokens": 14, "eos_token_id": None}
+    random_model.generate(torch.tensor([[1, 2, 3, 4]]), decoding="mrp_spec", **options)
+    assert max(rounds) == 3
 
 
 class Watched(Decoder):
