@@ -68,6 +68,15 @@ def test_the_guard_lets_no_forward_pass(model: MRPForCausalLM, mode: str) -> Non
         model.generate(PROMPT, decoding=mode, max_new_tokens=4)
 
 
+@pytest.mark.parametrize("copies", [0, -1, True])
+def test_num_return_sequences(model: MRPForCausalLM, copies: Any) -> None:
+    rejected(
+        lambda: model.generate(PROMPT, num_return_sequences=copies, max_new_tokens=4),
+        rf"num_return_sequences is {re.escape(repr(copies))}",
+        r"an int of 1 or more",
+    )
+
+
 @pytest.mark.parametrize("decoding", ["x", "Static", "mrp", "", 3, ["static"]])
 def test_unknown_decoding(model: MRPForCausalLM, decoding: Any) -> None:
     message = rejected(
@@ -94,7 +103,7 @@ OUT_OF_RANGE: dict[str, tuple[list[Any], str]] = {
     "denoising_steps": ([0, -1, 5, 1.5, True, "x"], r"an int from 1 to block_size \(4\)"),
     "confidence_threshold": ([-0.1, 1.1, NAN, INF, "x", True], r"a probability from 0 to 1"),
     "entropy_threshold": ([-1, -1e-9, NAN, "x"], r"a number of nats, 0 or more"),
-    "mrp_steps": ([0, -1, 1.5, True], r"an int of 1 or more"),
+    "mrp_steps": ([0, -1, True], r"an int of 1 or more"),
     "residual_delta": ([0, -1.0, NAN, "x"], r"a positive number of logits"),
     "remask_rule": (["x", "Threshold"], "choose one of " + ", ".join(REMASK_RULES)),
     "temperature": ([0, 0.0, -1, NAN, INF, "x"], r"a positive number"),
@@ -478,9 +487,13 @@ def test_forward_without_inputs(model: MRPForCausalLM) -> None:
     rejected(lambda: model(), r"neither input_ids nor inputs_embeds", r"pass one of them")
 
 
-@pytest.mark.parametrize("length", [4, 7])
-def test_forward_with_a_mask_of_wrong_length(model: MRPForCausalLM, length: int) -> None:
-    rejected(lambda: model(PROMPT, attention_mask=torch.ones(1, length)), rf"covers {length} tokens", r"pass \[1, 5\]")
+@pytest.mark.parametrize("shape", [(1, 4), (1, 7), (2, 5)])
+def test_forward_with_a_mask_of_wrong_shape(model: MRPForCausalLM, shape: tuple[int, int]) -> None:
+    rejected(
+        lambda: model(PROMPT, attention_mask=torch.ones(shape)),
+        rf"attention_mask has shape \[{shape[0]}, {shape[1]}\]",
+        r"pass \[1, 5\]",
+    )
 
 
 @pytest.mark.parametrize("given", ["cache", "embeds", "4-D mask"])

@@ -503,3 +503,18 @@ def test_static_samples_the_exact_distribution(seed: int) -> None:
     assert chi_square_p(counts, at_once) < 1e-12
     drafted = model.generate(prompts, decoding="mrp_spec", num_draft_states=3, **options)
     assert torch.equal(drafted, rows)
+
+
+def test_the_minimum_length_holds_for_given_tokens_too() -> None:
+    """`token_log_odds` is the confidence that a pick has, with the ends of a text ruled out where they are too early."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(9, 6, generator=generator, dtype=torch.float64)
+    hidden = torch.randn(7, 6, generator=generator, dtype=torch.float64)
+    picker = Picker(weight, 8, eos_token_ids=(2, 5))
+    early = torch.tensor([True, False, True, False, True, True, False])
+    picks = picker(hidden, torch.zeros(7, dtype=torch.long), no_eos=early)
+    odds = picker.token_log_odds(hidden, picks.token, no_eos=early)
+    torch.testing.assert_close(odds, picks.confidence)
+    free = picker.token_log_odds(hidden, picks.token)
+    assert torch.equal(free[~early], odds[~early])
+    assert (free[early] < odds[early]).all()

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from helpers import python_function
 
+import trainer.tasks
 from trainer.sandbox import call_function
 from trainer.tasks import (
     FAMILIES,
@@ -282,3 +283,15 @@ def test_command_refuses_an_unknown_family(capsys: pytest.CaptureFixture[str]) -
     with pytest.raises(SystemExit):
         main(["--family", "poems", "--split", "tune"])
     assert "poems" in capsys.readouterr().err
+
+
+def test_more_problems_than_there_are() -> None:
+    """A count beyond the prompts there are is an error instead of an endless search."""
+    with pytest.raises(ValueError, match=r"count is 9, and math/tune has about 3 different prompts: ask for fewer"):
+        few("math", "tune", 9)
+
+
+def few(family: Any, split: Any, count: int) -> list[Problem]:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(trainer.tasks, "make_problem", lambda f, s, index, seed: Problem(f, str(index % 3), ""))
+        return problems(family, split, count)

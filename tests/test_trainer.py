@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast, set_seed
 
 from modeling_mrp import MRPConfig, MRPForCausalLM
-from modeling_mrp.diffusion_mrp import BLANK, PackedBatch
+from modeling_mrp.diffusion_mrp import BLANK, PackedBatch, order_kl
 from trainer.data import DiffusionCollator, Sample, TaskDataset
 from trainer.trainer import MRPTrainer, MRPTrainingArguments
 
@@ -148,6 +148,45 @@ def test_mrp_loss_equals_the_loop_over_blocks(tmp_path: Path, monkeypatch: pytes
         },
         rel=1e-4,
     )
+
+
+def test_order_kl_by_hand() -> None:
+    """Two positions share block 3, one is alone in block 0 (where there is nothing to tell): odds of the teacher's token."""
+    weight = torch.eye(3, dtype=torch.float64)
+    teacher = torch.tensor([[2.0, 0.0, 1.0], [0.0, 3.0, 0.0], [5.0, 0.0, 0.0]], dtype=torch.float64)
+    student = torch.tensor([[0.5, 1.0, 1.0], [1.0, 1.0, -1.0], [0.0, 2.0, 1.0]], dtype=torch.float64, requires_grad=True)
+
+    def odds(logits: Tensor, token: int) -> float:
+        p = logits.softmax(-1)[token].item()
+        return p / (1 - p)
+
+    wanted = [odds(teacher[0], 0), odds(teacher[1], 1)]
+    given = [odds(student[0].detach(), 0), odds(student[1].detach(), 1)]
+    p, q = ([x / sum(pair) for x in pair] for pair in (wanted, given))
+    expected = sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
+    loss = order_kl(student, teacher, weight, torch.tensor([3, 3, 0]), torch.tensor(4))
+    assert loss.item() == pytest.approx(expected / 4, rel=1e-5)
+    loss.backward()
+    assert student.grad is not None
+    assert student.grad[:2].abs().min() > 1e-3
+    assert student.grad[2].abs().max() < 1e-9
+    assert order_kl(teacher, teacher, weight, torch.tensor([3, 3, 0]), torch.tensor(4)).item() == pytest.approx(0, abs=1e-7)
+    empty = torch.zeros(0, 3, dtype=torch.float64)
+    assert order_kl(empty, empty, weight, torch.zeros(0, dtype=torch.long), torch.tensor(0)).item() == 0
+
+
+def test_the_order_enters_the_loss(tmp_path: Path) -> None:
+    """With its weight, and nowhere behind the end of a text."""
+    model = confident_model(6)
+    losses, orders = [], []
+    for weight in (0.0, 0.5, 2.0):
+        trainer = new_trainer(model, tmp_path, objective="mrp", unroll=1, order_weight=weight)
+        torch.manual_seed(0)
+        losses.append(trainer.compute_loss(model, vars(collate(SAMPLES))).item())
+        orders += trainer._measured.get("kl_order", [])
+    assert len(orders) == 2
+    assert (losses[2] - losses[0]) == pytest.approx(4 * (losses[1] - losses[0]), rel=1e-4)
+    assert losses[1] - losses[0] > 1e-4
 
 
 def test_what_a_training_step_reveals(tmp_path: Path) -> None:
@@ -349,6 +388,7 @@ def test_a_resumed_run_ends_with_the_same_weights(
     [
         ({"objective": "mpr"}, 1, "objective is 'mpr': choose"),
         ({"unroll": 0}, 1, "unroll is 0: at least 1"),
+        ({"order_weight": -1.0}, 1, "order_weight is -1.0: it must be 0 or more"),
         ({"objective": "mrp"}, 0, "needs a model with a head: set num_nextn_predict_layers"),
     ],
 )

@@ -1,7 +1,9 @@
 """The training data by hand: samples, their order, and the noisy copies that a batch packs."""
 
+import json
 import math
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,9 +13,11 @@ from helpers import ALPHA, BLOCK, MASK, PAD, chi_square_p, collate, sample
 from transformers import PreTrainedTokenizerFast
 
 import trainer.data as data
+from modeling_mrp import MRPForCausalLM
 from modeling_mrp.diffusion_mrp import BLANK
-from trainer.data import LengthBucketSampler, Sample, TaskDataset, encode
+from trainer.data import DiffusionCollator, LengthBucketSampler, Sample, TaskDataset, encode
 from trainer.tasks import Problem
+from trainer.trajectories import TrajectoryDataset, record_trajectories
 
 # ------------------------------------------------------------------------------------------------ dataset
 
@@ -263,3 +267,61 @@ def test_noise_is_a_function_of_seed_and_index() -> None:
     assert not torch.equal(collate(samples, seed=8).supervised, batch.supervised)
     copies = [Sample(i, samples[0].ids, 3) for i in range(6)]  # one text under six indices
     assert len(collate(copies, seed=7).supervised.unique(dim=0)) == 6
+
+
+@pytest.mark.parametrize("copies", [0, 3])
+def test_copies_are_one_or_two(copies: int) -> None:
+    with pytest.raises(ValueError, match=f"copies is {copies}: 1, or 2"):
+        DiffusionCollator(BLOCK, MASK, PAD, copies=copies)
+
+
+# ------------------------------------------------------------------------------------------------ trajectories
+
+
+def test_trajectories_are_what_static_did(tiny_model: MRPForCausalLM, tiny_tokenizer: Any, tmp_path: Path) -> None:
+    """40 problems in windows of 16: recorded at once, and by a call that finds the file broken off in the second window."""
+    asked = TaskDataset(tiny_tokenizer, 40, {"math": 1.0, "code": 1.0, "source": 0.2}, "tune")
+    whole, broken = tmp_path / "whole.jsonl", tmp_path / "broken.jsonl"
+    record_trajectories(tiny_model, asked, whole, batch_size=2)
+    lines = whole.read_text().splitlines()
+    assert len(lines) == 40
+    broken.write_text("\n".join(lines[:20]) + lines[20][:9])
+    record_trajectories(tiny_model, asked, broken, batch_size=2)
+    assert broken.read_text() == whole.read_text()
+    prompts = sorted(encode(asked.problem(i), tiny_tokenizer)[0] for i in range(40))
+    records = [json.loads(line) for line in lines]
+    assert sorted(record["ids"][: record["response_start"]] for record in records) == prompts
+    for record in records[:3]:
+        prompt = torch.tensor([record["ids"][: record["response_start"]]])
+        out = tiny_model.generate(prompt, decoding="static", max_new_tokens=80, return_dict_in_generate=True)
+        assert out.sequences[0].tolist()[: len(record["ids"])] == record["ids"]
+        assert out.reveal_step[0].tolist()[: len(record["reveal_step"])] == record["reveal_step"]
+
+
+def test_recorded_samples(tmp_path: Path) -> None:
+    """One that ends with its eos, one cut to whole blocks, and one with nothing left; another order in every epoch."""
+    path = tmp_path / "t.jsonl"
+    records = [
+        {"ids": [1, 2, 3, 4, 5, 9], "response_start": 3, "reveal_step": [2, 0, 1]},
+        {"ids": [1, 2, 3, 4, 5, 6, 7], "response_start": 1, "reveal_step": [5, 4, 3, 2, 1, 0]},
+        {"ids": [1, 2, 3, 4, 5], "response_start": 4, "reveal_step": [0]},
+    ]
+    path.write_text("\n".join(map(json.dumps, records)))
+    dataset = TrajectoryDataset(path, 40, 4, eos_token_id=9, pad_token_id=0, seed=1)
+    items = [dataset[i] for i in range(40)]
+    assert [item.index for item in items] == list(range(40))
+    seen = {tuple(item.ids): item for item in items}
+    assert sorted(seen) == [(1, 2, 3, 4), (1, 2, 3, 4, 5, 9, 0, 0)]
+    ended, cut = seen[1, 2, 3, 4, 5, 9, 0, 0], seen[1, 2, 3, 4]
+    assert (ended.response_start, ended.length, ended.reveal_step.tolist()) == (3, 6, [-1, -1, -1, 2, 0, 1, -1, -1])
+    assert (cut.response_start, cut.length, cut.reveal_step.tolist()) == (1, 4, [-1, 5, 4, 3])
+    orders = {tuple(items[i].ids) < tuple(items[i + 1].ids) for i in range(0, 40, 2)}
+    assert orders == {True, False}
+    for i in range(0, 40, 2):
+        assert tuple(items[i].ids) != tuple(items[i + 1].ids)
+    for outside in (-1, 40):
+        with pytest.raises(IndexError, match=str(outside)):
+            dataset[outside]
+    path.write_text(json.dumps(records[2]))
+    with pytest.raises(ValueError, match=r"t.jsonl holds no decoded text: record trajectories first"):
+        TrajectoryDataset(path, 40, 4, eos_token_id=9, pad_token_id=0)
