@@ -39,7 +39,7 @@ def in_batches(
     for begin in range(0, len(prompts), size):
         part = slice(begin, begin + size)
         rows += decode(model, prompts[part], side, max_new_tokens=NEW_TOKENS, seed=seeds[part], **options)
-    return [(tokens, steps) for tokens, steps, _ in rows]
+    return [(tokens, steps) for tokens, steps, *_ in rows]
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=list(SAMPLINGS))
