@@ -103,14 +103,14 @@ def result_table(measured: dict[str, dict[Family, Measured]]) -> Table:
         "mode",
         "math %",
         "code %",
-        "tokens / forward",
-        "head / token",
-        "speed vs static (spread)",
-        "same as static %",
-        "source: tokens / forward",
-        "source: same %",
+        "tokens/forward",
+        "head/token",
+        "speed vs static",
+        "= static %",
+        "source: tokens/forward",
+        "= static %",
     ):
-        table.add_column(heading, justify="left" if heading == "mode" else "right")
+        table.add_column(heading, justify="left" if heading == "mode" else "right", no_wrap=True)
     for name, _ in MODES:
         mode = measured[name]
         judged = Measured([batch for family in JUDGED for batch in mode[family].batches])
@@ -150,7 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--count", type=int, default=64, help="problems per family")
     parser.add_argument("--batch-size", type=int, default=16)
     options = parser.parse_args(arguments)
-    console = Console(width=None if Console().is_terminal else 150)
+    console = Console(width=None if Console().is_terminal else 140)
     model = AutoModelForCausalLM.from_pretrained(options.model, trust_remote_code=True).eval()
     if torch.cuda.is_available():
         model = model.to("cuda")
