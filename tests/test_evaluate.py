@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(not TINY.exists(), reason="the embedded checkpoi
 
 def test_evaluate_prints_a_line_for_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
     asked = f"--model {TINY} --count 3 --family math --decoding static mrp_spec dynamic"
-    evaluate.main([*asked.split(), *"--states 2 4 --branches 1 3 --tau 0.5 0.9".split()])
+    evaluate.main([*asked.split(), *["--states", "2", "4", "--branches", "1", "3", "--tau", "0.5", "0.9"]])
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     settings = [
         (line["decoding"], line.get("num_draft_states"), line.get("draft_branches"), line.get("confidence_threshold"))
