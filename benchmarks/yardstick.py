@@ -1,11 +1,11 @@
 """The published speculative decoding as a yardstick, on the same model, cache and picks as the package's own modes.
 
 ``python -m benchmarks.yardstick`` prints tokens per forward of `static`, the published algorithm, `self_spec` and `mrp_spec` on
-the same prompts, and the share of texts that equal `static`'s.
+the same prompts, and for all but `static` the share of texts that equal its.
 
 The published algorithm, from the method alone: a forward at the start of a block seeds the head; then each verify scores the
 state already known and K drafted ones, and the batch moves on by what its slowest row had right; a last forward stores the
-clean block's KV. The head sees its own block only.
+clean block's KV. The head sees its own block only. For CPU.
 """
 
 import argparse

@@ -64,7 +64,7 @@ class PackedBatch:
 
     Attributes:
         input_ids: [batch, length] long; masked positions hold `mask_token_id`.
-        target_ids: [batch, length] long; the true token at every position, `BLANK` behind the end of a text.
+        target_ids: [batch, length] long; the true token; `BLANK` behind the end of a text in noisy copies.
         position_ids: [batch, length] long; absolute positions.
         view: [batch, length] long; 0 clean, 1, 2, ... noisy copies, -1 padding.
         sample: [batch, length] long; which sample of the row a token belongs to.
@@ -169,7 +169,9 @@ def residual_kl(student: Tensor, teacher: Tensor, lm_head_weight: Tensor, weight
     return (divergence * weight).sum() / normaliser.clamp(min=1)
 
 
-def order_kl(student: Tensor, teacher: Tensor, lm_head_weight: Tensor, block: Tensor, normaliser: Tensor) -> Tensor:
+def order_kl(
+    student: Tensor, teacher: Tensor, lm_head_weight: Tensor, block: Tensor, normaliser: Tensor, mask_token_id: int
+) -> Tensor:
     """How far the student is from the teacher about which position of a block is revealed next.
 
     Decoding reveals the most confident position first. Where several tokens are all but certain, `residual_kl` is blind to
@@ -183,12 +185,18 @@ def order_kl(student: Tensor, teacher: Tensor, lm_head_weight: Tensor, block: Te
         lm_head_weight: [vocab, hidden_size], frozen.
         block: [tokens] long, a number for each block.
         normaliser: Scalar; the number of response tokens.
+        mask_token_id: Never picked, and outside the softmax.
     """
+
+    def logits(hidden: Tensor) -> Tensor:
+        scores = F.linear(hidden, lm_head_weight).float()
+        return scores.index_fill(1, torch.tensor([mask_token_id], device=scores.device), -torch.inf)
+
     with torch.no_grad():
-        logits = F.linear(teacher, lm_head_weight).float()
-        token = logits.argmax(-1)
-        wanted = _log_softmax_within(log_odds(logits, token)[1], block)
-    given = _log_softmax_within(log_odds(F.linear(student, lm_head_weight).float(), token)[1], block)
+        of_teacher = logits(teacher)
+        token = of_teacher.argmax(-1)
+        wanted = _log_softmax_within(log_odds(of_teacher, token)[1], block)
+    given = _log_softmax_within(log_odds(logits(student), token)[1], block)
     return (wanted.exp() * (wanted - given)).sum() / normaliser.clamp(min=1)
 
 
@@ -202,7 +210,9 @@ def _log_softmax_within(values: Tensor, group: Tensor) -> Tensor:
 
 __all__ = [
     "BLANK",
+    "CLEAN_VIEW",
     "IGNORE_INDEX",
+    "NO_VIEW",
     "PackedBatch",
     "block_causal_mask",
     "order_kl",

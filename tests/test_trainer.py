@@ -87,19 +87,37 @@ def confident_model(scale: float) -> MRPForCausalLM:
     return model
 
 
-def naive_kl(model: MRPForCausalLM, student: Tensor, teacher: Tensor) -> float:
+def naive_kl(model: MRPForCausalLM, student: Tensor, teacher: Tensor) -> Tensor:
     """KL( softmax(B) || softmax(A + C) ) of one position, from hidden states [hidden]."""
     b, a = model.lm_head(teacher).log_softmax(-1), model.lm_head(student).log_softmax(-1)
-    return (b.exp() * (b - a)).sum().item()
+    return (b.exp() * (b - a)).sum()
 
 
-def test_mrp_loss_equals_the_loop_over_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two unrolled steps of whole passes, though the trainer runs the clean half once. The states that `_reveal` and the
-    left-out tokens draw are recorded and then taken as given: acc_0 = h_A, acc_k = acc_{k-1} + Head(embed(x^(k)), acc_{k-1})
-    block by block, each step against the backbone at x^(k)."""
+def naive_order(model: MRPForCausalLM, student: Tensor, teacher: Tensor) -> Tensor:
+    """The divergence of which of a block's positions comes first, from hidden states [positions, hidden]."""
+    shares = []
+    tokens = []
+    for hidden in (teacher, student):
+        odds = []
+        for place, h in enumerate(hidden):
+            logits = model.lm_head(h).index_fill(0, torch.tensor([MASK]), -torch.inf)
+            if hidden is teacher:
+                tokens.append(int(logits.argmax()))
+            p = logits.softmax(-1)[tokens[place]]
+            odds.append(p / (1 - p))
+        shares.append(torch.stack(odds) / sum(odds))
+    return (shares[0] * (shares[0] / shares[1]).log()).sum()
+
+
+@pytest.mark.parametrize("order_weight", [0.0, 0.7])
+def test_mrp_loss_equals_the_loop_over_blocks(order_weight: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Value and gradients of two unrolled steps, though the trainer runs the clean half once. The states that `_reveal`
+    and the left-out tokens draw are recorded and then taken as given: acc_0 = h_A, acc_k = acc_{k-1} + Head(embed(x^(k)),
+    acc_{k-1}) block by block, each step against the backbone at x^(k)."""
     model = confident_model(6)
-    batch = collate(SAMPLES)
-    trainer = new_trainer(model, tmp_path, objective="mrp", unroll=2)
+    samples = [*SAMPLES, sample(7, 24, 4)]
+    batch = collate(samples)
+    trainer = new_trainer(model, tmp_path, objective="mrp", unroll=2, order_weight=order_weight)
     states: list[tuple[Tensor, Tensor]] = []
     left_out: list[Tensor] = []
     reveal, one_per_block = trainer._reveal, trainer._one_per_block
@@ -116,43 +134,55 @@ def test_mrp_loss_equals_the_loop_over_blocks(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(trainer, "_one_per_block", recorded_lot)
     torch.manual_seed(0)
     loss = trainer.compute_loss(model, vars(batch))
+    loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    model.zero_grad(set_to_none=True)
     assert (len(states), len(left_out)) == (2, 1)
-    sums = {"step 1": 0.0, "step 2": 0.0, "reread": 0.0, "kl_stale": 0.0, "reread_kl_stale": 0.0}
-    with torch.no_grad():
-        for row, at, clean, start in blocks_of(batch, SAMPLES):
-            h_a = acc = run_alone(model, clean + batch.input_ids[row, at].tolist())
-            for step, (ids, masked) in enumerate(states):
-                revealed = clean + ids[row, at].tolist()
-                acc = torch.cat([h_a[:start], (acc + run_alone(model, revealed, acc))[start:]])
-                h_b = run_alone(model, revealed)
-                for i, column in enumerate(at):
-                    if masked[row, column]:
-                        sums[f"step {step + 1}"] += naive_kl(model, acc[start + i], h_b[start + i])
-                        sums["kl_stale"] += (step == 0) * naive_kl(model, h_a[start + i], h_b[start + i])
-                    if step == 0 and left_out[0][row, column]:
-                        again = list(revealed)
-                        again[start + i] = MASK
-                        teacher = run_alone(model, again)[start + i]
-                        sums["reread"] += naive_kl(model, acc[start + i], teacher)
-                        sums["reread_kl_stale"] += naive_kl(model, h_a[start + i], teacher)
-    assert min(sums.values()) > 1e-3
-    assert loss.item() == pytest.approx((sums["step 1"] + sums["reread"] + sums["step 2"]) / 2 / 14, rel=1e-4)
+    names = ("step 1", "step 2", "order 1", "order 2", "reread", "kl_stale", "reread_kl_stale")
+    sums = {name: torch.zeros((), dtype=torch.float64) for name in names}
+    for row, at, clean, start in blocks_of(batch, samples):
+        h_a = acc = run_alone(model, clean + batch.input_ids[row, at].tolist()).detach()
+        for step, (ids, masked) in enumerate(states):
+            revealed = clean + ids[row, at].tolist()
+            acc = torch.cat([h_a[:start], (acc + run_alone(model, revealed, acc))[start:]])
+            h_b = run_alone(model, revealed).detach()
+            shown = [i for i, c in enumerate(at) if masked[row, c] and batch.target_ids[row, c] != BLANK]
+            if shown:
+                places = torch.tensor(shown) + start
+                sums[f"order {step + 1}"] = sums[f"order {step + 1}"] + naive_order(model, acc[places], h_b[places])
+            for i, column in enumerate(at):
+                if masked[row, column]:
+                    sums[f"step {step + 1}"] = sums[f"step {step + 1}"] + naive_kl(model, acc[start + i], h_b[start + i])
+                    sums["kl_stale"] += (step == 0) * naive_kl(model, h_a[start + i], h_b[start + i])
+                if step == 0 and left_out[0][row, column]:
+                    again = list(revealed)
+                    again[start + i] = MASK
+                    teacher = run_alone(model, again)[start + i].detach()
+                    sums["reread"] = sums["reread"] + naive_kl(model, acc[start + i], teacher)
+                    sums["reread_kl_stale"] += naive_kl(model, h_a[start + i], teacher)
+    assert min(value.item() for value in sums.values()) > 1e-4
+    order = order_weight * (sums["order 1"] + sums["order 2"])
+    twin = (sums["step 1"] + sums["reread"] + sums["step 2"] + order) / 2 / (14 + 20)
+    assert loss.item() == pytest.approx(twin.item(), rel=1e-4)
+    twin.backward()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            assert name.startswith("mrp_head.")
+            torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-3, atol=1e-6, msg=name)
     counts = {"kl": int(states[0][1].sum()), "reread_kl": int(left_out[0].sum())}
-    measured = {name: values[0].item() for name, values in trainer._measured.items()}
-    assert measured == pytest.approx(
-        {
-            "kl_stale": sums["kl_stale"] / counts["kl"],
-            "kl_head": sums["step 1"] / counts["kl"],
-            "reread_kl_stale": sums["reread_kl_stale"] / counts["reread_kl"],
-            "reread_kl_head": sums["reread"] / counts["reread_kl"],
-        },
-        rel=1e-4,
-    )
+    measured = {name: values[0].item() for name, values in trainer._measured.items() if name != "kl_order"}
+    expected = {
+        "kl_stale": sums["kl_stale"] / counts["kl"],
+        "kl_head": sums["step 1"] / counts["kl"],
+        "reread_kl_stale": sums["reread_kl_stale"] / counts["reread_kl"],
+        "reread_kl_head": sums["reread"] / counts["reread_kl"],
+    }
+    assert measured == pytest.approx({name: value.item() for name, value in expected.items()}, rel=1e-4)
 
 
 def test_order_kl_by_hand() -> None:
     """Two positions share block 3, one is alone in block 0 (where there is nothing to tell): odds of the teacher's token."""
-    weight = torch.eye(3, dtype=torch.float64)
+    weight = torch.cat([torch.eye(3), torch.full((1, 3), 9.0)]).double()  # id 3 is the mask, the favourite of all
     teacher = torch.tensor([[2.0, 0.0, 1.0], [0.0, 3.0, 0.0], [5.0, 0.0, 0.0]], dtype=torch.float64)
     student = torch.tensor([[0.5, 1.0, 1.0], [1.0, 1.0, -1.0], [0.0, 2.0, 1.0]], dtype=torch.float64, requires_grad=True)
 
@@ -164,15 +194,15 @@ def test_order_kl_by_hand() -> None:
     given = [odds(student[0].detach(), 0), odds(student[1].detach(), 1)]
     p, q = ([x / sum(pair) for x in pair] for pair in (wanted, given))
     expected = sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
-    loss = order_kl(student, teacher, weight, torch.tensor([3, 3, 0]), torch.tensor(4))
+    loss = order_kl(student, teacher, weight, torch.tensor([3, 3, 0]), torch.tensor(4), 3)
     assert loss.item() == pytest.approx(expected / 4, rel=1e-5)
     loss.backward()
     assert student.grad is not None
     assert student.grad[:2].abs().min() > 1e-3
     assert student.grad[2].abs().max() < 1e-9
-    assert order_kl(teacher, teacher, weight, torch.tensor([3, 3, 0]), torch.tensor(4)).item() == pytest.approx(0, abs=1e-7)
+    assert order_kl(teacher, teacher, weight, torch.tensor([3, 3, 0]), torch.tensor(4), 3).item() == pytest.approx(0, abs=1e-7)
     empty = torch.zeros(0, 3, dtype=torch.float64)
-    assert order_kl(empty, empty, weight, torch.zeros(0, dtype=torch.long), torch.tensor(0)).item() == 0
+    assert order_kl(empty, empty, weight, torch.zeros(0, dtype=torch.long), torch.tensor(0), 3).item() == 0
 
 
 def test_the_order_enters_the_loss(tmp_path: Path) -> None:
@@ -193,7 +223,7 @@ def test_what_a_training_step_reveals(tmp_path: Path) -> None:
     """The most confident masked position of every block, with the model's own token; eagerly, in about half of the blocks,
     also every position above a threshold of 0.2 to 0.95; and one of the revealed positions of each block is left out."""
     model = confident_model(6)
-    samples = [sample(i, 44, 4) for i in range(30)]
+    samples = [replace(sample(i, 44, 4), length=42) for i in range(30)]  # two positions behind the end
     batch = collate(samples)
     trainer = new_trainer(model, tmp_path, objective="mrp")
     with torch.no_grad():
@@ -207,7 +237,8 @@ def test_what_a_training_step_reveals(tmp_path: Path) -> None:
     left_out = trainer._one_per_block(batch, batch.supervised & ~eager_masked)
     more = sure = 0
     for row, at, _, _ in blocks_of(batch, samples):
-        candidates = [column for column in at if batch.supervised[row, column]]
+        candidates = [c for c in at if batch.supervised[row, c] and batch.target_ids[row, c] != BLANK]
+        assert masked[row, [c for c in at if batch.supervised[row, c] and c not in candidates]].all()
         revealed = [column for column in candidates if not masked[row, column]]
         eager = [column for column in candidates if not eager_masked[row, column]]
         ranked = sorted(candidates, key=lambda column: -confidence[row, column])

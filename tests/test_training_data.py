@@ -199,16 +199,21 @@ def test_recorded_steps_give_the_states_that_decoding_met() -> None:
     """Every number of revealed tokens of a block is equally likely, always the earliest ones; chi-square over 4 and 3."""
     steps = np.array([-1, -1, -1, -1, 2, 0, 3, 1, 6, 4, 5, -1])  # the last is behind the end
     order = {4: [5, 7, 4, 6], 8: [9, 10, 8]}  # positions by block, in the order of their steps
+    apart = {4: 2, 8: 2}  # half of 4; half of 3, rounded either way
     counts = {4: torch.zeros(4), 8: torch.zeros(3)}
     for index in range(600):
         batch = collate([Sample(index, np.arange(20, 32), 4, 11, steps)])
+        revealed: dict[int, list[int]] = {4: [], 8: []}
+        assert batch.position_ids[0, batch.supervised[0]].tolist().count(11) == 1  # behind the end: once over both copies
         for copy in (1, 2):
             masked = set(batch.position_ids[0, (batch.view[0] == copy) & (batch.input_ids[0] == MASK)].tolist()) - {11}
             for start, places in order.items():
                 left = len(masked & set(places))
                 assert masked & set(places) == set(places[len(places) - left :])
                 counts[start][left - 1] += copy == 1
+                revealed[start].append(len(places) - left)
             assert batch.supervised[0, batch.view[0] == copy].sum() >= len(masked)
+        assert all(1 <= abs(a - b) <= apart[start] for start, (a, b) in revealed.items())
     for start, count in counts.items():
         assert chi_square_p(count, torch.full((len(order[start]),), 1 / len(order[start]))) > ALPHA
 
@@ -285,9 +290,10 @@ def test_trajectories_are_what_static_did(tiny_model: MRPForCausalLM, tiny_token
     record_trajectories(tiny_model, asked, whole, batch_size=2)
     lines = whole.read_text().splitlines()
     assert len(lines) == 40
-    broken.write_text("\n".join(lines[:20]) + lines[20][:9])
+    broken.with_suffix(".part").write_text("\n".join(lines[:20]) + lines[20][:9])
     record_trajectories(tiny_model, asked, broken, batch_size=2)
     assert broken.read_text() == whole.read_text()
+    record_trajectories(None, asked, broken)  # complete: nothing is decoded
     prompts = sorted(encode(asked.problem(i), tiny_tokenizer)[0] for i in range(40))
     records = [json.loads(line) for line in lines]
     assert sorted(record["ids"][: record["response_start"]] for record in records) == prompts

@@ -41,4 +41,4 @@ def test_the_slowest_row_holds_the_batch(random_model: MRPForCausalLM) -> None:
     rng = random.Random(3)
     prompts = [[rng.randrange(1, 50) for _ in range(8)] for _ in range(5)]
     alone = sum(decode_published(random_model, [prompt], 3, 16, [])[1] for prompt in prompts)
-    assert decode_published(random_model, prompts, 3, 16, [])[1] >= alone
+    assert decode_published(random_model, prompts, 3, 16, [])[1] > alone

@@ -154,8 +154,9 @@ class DiffusionCollator:
     that every response token is learned once a pass. What lies behind the end of the text is always masked and learned as
     blank, as decoding leaves it.
 
-    Of a sample with `reveal_step` each copy shows every block as some step of its decoding left it: a number of tokens,
-    uniform from 0 to all but one, is revealed, in the decoder's order; two copies lie half the range apart.
+    Of a sample with `reveal_step` each copy shows every block as some step of its decoding left it (without what was
+    revealed behind the end): a number of tokens, uniform from 0 to all but one, is revealed, in the decoder's order; two
+    copies lie half the range apart.
 
     Args:
         block_size: Tokens per block.
@@ -202,6 +203,8 @@ class DiffusionCollator:
                 at = slice(copy * max(noisy), copy * max(noisy) + count)
                 chosen = (hidden if copy == 0 else ~hidden) & response
                 if sample.reveal_step is not None:
+                    if self.inverse_level:
+                        raise ValueError("inverse_level weighs random masks: samples with reveal_step have none, leave it off")
                     chosen = self._left_by_decoding(sample, first, (level + copy / self.copies) % 1) | (chosen & behind)
                 input_ids[row, at] = np.where(chosen | behind, self.mask_token_id, sample.ids[first:])
                 target_ids[row, at] = np.where(behind, BLANK, sample.ids[first:])

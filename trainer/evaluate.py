@@ -129,7 +129,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--branches", nargs="+", type=int, default=[3], help="draft_branches for mrp_spec and self_spec")
     parser.add_argument("--show", type=int, default=0, help="answers to print")
     options = parser.parse_args(arguments)
+    if options.count < 1:
+        parser.error(f"--count is {options.count}: at least 1 problem")
     model = AutoModelForCausalLM.from_pretrained(options.model, trust_remote_code=True).eval()
+    if torch.cuda.is_available():
+        model = model.to("cuda")
     tokenizer = AutoTokenizer.from_pretrained(options.tokenizer or options.model, trust_remote_code=True)
     report(model, tokenizer, options)
 

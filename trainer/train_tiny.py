@@ -1,19 +1,20 @@
 """The recipe of the embedded checkpoint, from nothing to `hub_configs/sdar-tiny-mrp`, with fixed seeds.
 
 ``python -m trainer.train_tiny --stage all`` runs it, or one stage at a time; ``all`` stops short of ``export``, which
-replaces the checkpoint. A stage that was interrupted resumes from its last checkpoint in ``--work``; every stage logs to
-the console and to ``log.jsonl`` in its folder.
+replaces the checkpoint. A stage that was interrupted resumes from its last checkpoint in ``--work``, so a run with other
+settings wants another folder; every training stage logs to the console and to ``log.jsonl`` in its folder.
 """
 
 import argparse
 import json
+import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerFast, TrainerCallback, set_seed
-from transformers.trainer_utils import get_last_checkpoint
 
 from modeling_mrp.configuration_mrp import MRPConfig
 from modeling_mrp.generation_mrp import MRPGenerationConfig
@@ -79,7 +80,6 @@ def _train(
         save_steps=500,
         save_total_limit=2,
         adam_beta2=0.98,
-        max_grad_norm=1.0,
         use_cpu=not torch.cuda.is_available(),
         **options,
     )
@@ -87,7 +87,18 @@ def _train(
     trainer = MRPTrainer(
         model=model, args=arguments, train_dataset=dataset, data_collator=collator, callbacks=[_JsonLog(folder / "log.jsonl")]
     )
-    trainer.train(resume_from_checkpoint=get_last_checkpoint(str(folder)))
+    checkpoint = _last_whole_checkpoint(folder)
+    log = folder / "log.jsonl"
+    if log.exists():  # a run that goes on writes again what came behind its checkpoint
+        step = int(checkpoint.name.rpartition("-")[2]) if checkpoint else 0
+        log.write_text("".join(f"{line}\n" for line in log.read_text().splitlines() if json.loads(line)["step"] <= step))
+    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+
+
+def _last_whole_checkpoint(folder: Path) -> Path | None:
+    """The newest checkpoint that was written to its end: `trainer_state.json` comes last."""
+    whole = [path.parent for path in folder.glob("checkpoint-*/trainer_state.json")]
+    return max(whole, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
 
 
 def train_backbone(work: Path, steps: int, batch_size: int, learning_rate: float) -> None:
@@ -113,9 +124,11 @@ def train_backbone(work: Path, steps: int, batch_size: int, learning_rate: float
 
 
 def record(work: Path, count: int) -> None:
-    """Decodes training problems that the backbone has not seen."""
+    """Decodes training problems drawn with another seed than the backbone's (most code prompts recur: there are few)."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(work / "tokenizer")
     model = MRPForCausalLM.from_pretrained(work / "backbone" / "final").eval()
+    if torch.cuda.is_available():
+        model = model.to("cuda")
     record_trajectories(model, TaskDataset(tokenizer, count, FAMILIES, "train", BLOCK_SIZE, seed=1), work / TRAJECTORIES)
 
 
@@ -173,10 +186,13 @@ def train_head(
     model.save_pretrained(folder / "final")
 
 
-def export(work: Path, target: Path) -> None:
-    """Writes the trained model as the embedded checkpoint; its code files are links into the package."""
+def export(work: Path, name: str, target: Path) -> None:
+    """Writes the trained model as a checkpoint; in `hub_configs/` its code files are links into the package.
+
+    All is written beside the target first, so that a failure leaves what was there.
+    """
     tokenizer = PreTrainedTokenizerFast.from_pretrained(work / "tokenizer")
-    model = MRPForCausalLM.from_pretrained(work / "head" / "final")
+    model = MRPForCausalLM.from_pretrained(work / name / "final")
     model.generation_config = MRPGenerationConfig(
         decoding="mrp_spec",
         num_draft_states=4,
@@ -184,14 +200,15 @@ def export(work: Path, target: Path) -> None:
         eos_token_id=[tokenizer.eos_token_id, tokenizer.pad_token_id],
         pad_token_id=tokenizer.pad_token_id,
     )
-    for link in target.glob("*_mrp.py"):
-        link.unlink()  # or the code would be copied through the link onto itself
-    model.save_pretrained(target)
-    tokenizer.save_pretrained(target)
-    for copied in target.glob("*_mrp.py"):
-        copied.unlink()
-    for source in sorted((ROOT / "modeling_mrp").glob("*_mrp.py")):
-        (target / source.name).symlink_to(Path("../../modeling_mrp") / source.name)
+    target.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        for written in sorted(Path(folder).iterdir()):
+            if target.parent == ROOT / "hub_configs" and written.name.endswith("_mrp.py"):
+                written.unlink()
+                written.symlink_to(Path("../../modeling_mrp") / written.name)
+            os.replace(written, target / written.name)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -236,7 +253,7 @@ def main(arguments: list[str] | None = None) -> None:
             options.head_name,
         )
     if options.stage == "export":
-        export(options.work, options.target)
+        export(options.work, options.head_name, options.target)
 
 
 if __name__ == "__main__":

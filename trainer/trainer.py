@@ -23,8 +23,9 @@ class MRPTrainingArguments(TrainingArguments):
     Attributes:
         objective: `block_diffusion` trains the backbone, `mrp` trains the head on a frozen backbone.
         muon_learning_rate: Muon's learning rate for layer matrices; `learning_rate` is AdamW's, for the rest.
-        unroll: K, the head steps unrolled in training; their losses are averaged (MRP, section 4).
-        order_weight: Weight of `order_kl` beside the residual KL; 0 is the published loss.
+        unroll: K, the head steps unrolled in training; their losses are averaged (MRP, section 4). The leave-one-out loss of
+            the first step counts as a part of that step's.
+        order_weight: Weight of `order_kl` beside the residual KL.
     """
 
     objective: str = field(default="block_diffusion", metadata={"choices": ["block_diffusion", "mrp"]})
@@ -40,6 +41,10 @@ class MRPTrainingArguments(TrainingArguments):
             raise ValueError(f"unroll is {self.unroll}: at least 1 head step is trained")
         if self.order_weight < 0:
             raise ValueError(f"order_weight is {self.order_weight}: it must be 0 or more")
+        if self.gradient_checkpointing and self.objective == "mrp":
+            raise ValueError(
+                "gradient_checkpointing drops the keys that the head's passes share: leave it off for objective 'mrp'"
+            )
         super().__post_init__()
 
 
@@ -63,7 +68,12 @@ class MRPTrainer(Trainer):
         """Muon and AdamW in one."""
         if self.optimizer is None:
             self.optimizer = MuonAdamW(
-                self.model, self.args.learning_rate, self.args.muon_learning_rate, self.args.weight_decay
+                self.model,
+                self.args.learning_rate,
+                self.args.muon_learning_rate,
+                self.args.weight_decay,
+                (self.args.adam_beta1, self.args.adam_beta2),
+                self.args.adam_epsilon,
             )
         return self.optimizer
 
@@ -151,7 +161,14 @@ class MRPTrainer(Trainer):
         if order_weight:
             shown = where & (batch.target_ids != BLANK)
             blocks = self._blocks(batch)[shown]
-            order = order_kl(estimate[shown], teacher[shown], model.lm_head.weight, blocks, batch.response_tokens)
+            order = order_kl(
+                estimate[shown],
+                teacher[shown],
+                model.lm_head.weight,
+                blocks,
+                batch.response_tokens,
+                model.config.mask_token_id,
+            )
             if name:
                 self._note(f"{name}_order", order * batch.response_tokens / max(1, len(blocks.unique())))
             loss = loss + order_weight * order

@@ -5,6 +5,7 @@ still masked is what the backbone cannot know yet, and it writes the backbone's 
 """
 
 import json
+import os
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -22,7 +23,7 @@ from .evaluate import NEW_TOKENS, pad_left
 def record_trajectories(model: Any, problems: TaskDataset, path: Path, batch_size: int = 64) -> None:
     """Decodes the problems with `static` and writes ids and the step that revealed each, a JSON line a problem.
 
-    A call that finds a part of the file done goes on behind it.
+    Until it is complete it is called `.part`; a call that finds one goes on behind it. A complete file is left alone.
 
     Args:
         model: An `MRPForCausalLM`.
@@ -30,13 +31,16 @@ def record_trajectories(model: Any, problems: TaskDataset, path: Path, batch_siz
         path: A `.jsonl` file.
         batch_size: Problems per `generate`.
     """
+    if path.exists():
+        return
     window = 8 * batch_size
-    path.touch()
-    whole = path.read_bytes().rpartition(b"\n")[0].split(b"\n")
-    done = len([line for line in whole if line]) // window * window
-    path.write_bytes(b"".join(line + b"\n" for line in whole[:done]))
-    device = next(model.parameters()).device
-    with path.open("a") as file, tqdm(total=len(problems), initial=done, desc="decoding") as progress:
+    part_file = path.with_suffix(".part")
+    part_file.touch()
+    whole = part_file.read_bytes().splitlines(keepends=True)
+    done = sum(line.endswith(b"\n") for line in whole) // window * window
+    with part_file.open("r+b") as held:
+        held.truncate(sum(map(len, whole[:done])))
+    with part_file.open("a") as file, tqdm(total=len(problems), initial=done, desc="decoding") as progress:
         for begin in range(done, len(problems), window):
             asked = [problems.problem(i) for i in range(begin, min(begin + window, len(problems)))]
             asked.sort(key=lambda problem: (problem.family, len(problem.answer)))  # rows that end together share a batch
@@ -46,7 +50,7 @@ def record_trajectories(model: Any, problems: TaskDataset, path: Path, batch_siz
                 inputs = pad_left(prompts, problems.tokenizer.pad_token_id)
                 with torch.inference_mode():
                     out = model.generate(
-                        **{name: value.to(device) for name, value in inputs.items()},
+                        **{name: value.to(model.device) for name, value in inputs.items()},
                         decoding="static",
                         max_new_tokens=max(NEW_TOKENS[problem.family] for problem in part),
                         return_dict_in_generate=True,
@@ -58,6 +62,7 @@ def record_trajectories(model: Any, problems: TaskDataset, path: Path, batch_siz
                     file.write(json.dumps(line) + "\n")
                 progress.update(len(part))
             file.flush()
+    os.replace(part_file, path)
 
 
 class TrajectoryDataset(Dataset[Sample]):
