@@ -1,0 +1,41 @@
+"""The tables in the documents are those that the committed measurements give, and these meet what the project promises."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import tables
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.parametrize(
+    ("document", "table"),
+    [
+        ("MODEL_CARD.md", tables.heldout),
+        ("hub_configs/sdar-tiny-mrp/README.md", tables.heldout),
+        ("README.md", tables.yardstick),
+    ],
+)
+def test_a_quoted_table_is_what_the_command_prints(document: str, table: Any) -> None:
+    assert f"\n{table()}\n" in (ROOT / document).read_text()
+
+
+@pytest.mark.parametrize("family", ["math", "code"])
+def test_what_the_checkpoint_is_measured_to_do(family: str) -> None:
+    """500 held-out problems: `static` solves 85 %; `dynamic` loses 10 points somewhere, and `mrp_remask` wins half of it back
+    there; `mrp_spec` has the text of `static` at 2 tokens a forward (K = 4); `mrp_direct` stays within 3 points."""
+    lines = [json.loads(line) for line in (tables.RESULTS / f"tiny_heldout_{family}.jsonl").read_text().splitlines()]
+    static = lines[0]
+    of = {(line["decoding"], line.get("confidence_threshold") or line.get("num_draft_states")): line for line in lines}
+    assert static["decoding"] == "static"
+    assert static["accuracy"] >= 85
+    assert static["tokens_per_forward"] == pytest.approx(1, abs=0.01)
+    losses = {tau: static["accuracy"] - line["accuracy"] for (mode, tau), line in of.items() if mode == "dynamic"}
+    assert max(losses.values()) >= 10
+    assert all(of["mrp_remask", tau]["accuracy"] >= static["accuracy"] - loss / 2 for tau, loss in losses.items() if loss >= 10)
+    assert of["mrp_spec", 4]["tokens_per_forward"] >= 2
+    assert all(line["identical_to_first"] == 100 for line in lines if line["decoding"] in ("mrp_spec", "self_spec"))
+    assert of["mrp_direct", None]["accuracy"] >= static["accuracy"] - 3

@@ -1,0 +1,80 @@
+"""The recipe of the embedded checkpoint at toy length: every stage, a resumed run, and an export that loads anywhere."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, TINY
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from modeling_mrp import MRPForCausalLM
+from trainer import train_tiny
+
+pytestmark = pytest.mark.skipif(not TINY.exists(), reason="the embedded checkpoint is not here")
+
+
+def run(work: Path, stage: str, *options: str) -> None:
+    train_tiny.main(["--stage", stage, "--work", str(work), *options])
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A work folder after the stages up to the head, in three steps each; the tokenizer is the embedded one."""
+    work = tmp_path_factory.mktemp("work")
+    (work / "tokenizer").mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(TINY / name, work / "tokenizer" / name)
+    run(work, "backbone", "--steps", "3", "--batch-size", "2")
+    run(work, "trajectories", "--trajectories", "6")
+    run(work, "head", "--head-steps", "3", "--head-batch-size", "2", "--head-name", "ours")
+    return work
+
+
+def test_a_head_is_trained_on_its_backbone(work: Path) -> None:
+    backbone = MRPForCausalLM.from_pretrained(work / "backbone" / "final").state_dict()
+    trained = MRPForCausalLM.from_pretrained(work / "ours" / "final")
+    assert trained.config.num_nextn_predict_layers == 3
+    for name, value in trained.state_dict().items():
+        assert name.startswith("mrp_head.") or torch.equal(value, backbone[name])
+    assert trained.mrp_head.norm.weight.abs().max() > 0  # it began at zero
+    assert len((work / "trajectories.jsonl").read_text().splitlines()) == 6
+    assert [json.loads(line)["step"] for line in (work / "ours" / "log.jsonl").read_text().splitlines()] == [3]
+
+
+def test_a_head_may_start_from_the_backbones_last_layers(work: Path) -> None:
+    model = MRPForCausalLM(train_tiny.tiny_config(AutoTokenizer.from_pretrained(work / "tokenizer"), head_layers=2))
+    train_tiny.start_from_backbone(model)
+    assert model.mrp_head is not None
+    for layer, source in zip(model.mrp_head.layers, model.model.layers[2:], strict=True):
+        for a, b in zip(layer.parameters(), source.parameters(), strict=True):
+            assert torch.equal(a, b)
+    torch.testing.assert_close(model.mrp_head.eh_proj.weight[:, 128:], torch.eye(128))
+
+
+def test_an_export_loads_with_plain_transformers(work: Path, tmp_path: Path) -> None:
+    """Real code files outside `hub_configs`; a second export replaces the first."""
+    target = tmp_path / "exported"
+    for _ in range(2):
+        run(work, "export", "--head-name", "ours", "--target", str(target))
+    assert sorted(p.name for p in target.glob("*.py")) == sorted(p.name for p in (ROOT / "modeling_mrp").glob("*_mrp.py"))
+    assert not any(path.is_symlink() for path in target.iterdir())
+    assert list(tmp_path.iterdir()) == [target]
+    model = AutoModelForCausalLM.from_pretrained(target, trust_remote_code=True)
+    tokenizer = AutoTokenizer.from_pretrained(target, trust_remote_code=True)
+    out = model.generate(**tokenizer("Bo has 3 pens.", return_tensors="pt"), max_new_tokens=5, return_dict_in_generate=True)
+    assert out.stats.forwards["verify"] > 0  # mrp_spec is the default of an export
+
+
+def test_a_checkpoint_broken_off_is_passed_over(work: Path, tmp_path: Path) -> None:
+    """The last whole checkpoint is resumed, and the log keeps what lies before it."""
+    shutil.copytree(work / "tokenizer", tmp_path / "tokenizer")
+    run(tmp_path, "backbone", "--steps", "2", "--batch-size", "2")
+    folder = tmp_path / "backbone"
+    (folder / "checkpoint-9").mkdir()  # no trainer_state.json: the writer was interrupted
+    with (folder / "log.jsonl").open("a") as log:
+        log.write('{"step": 3, "loss": 1.0}\n')
+    run(tmp_path, "backbone", "--steps", "4", "--batch-size", "2")
+    steps = [json.loads(line)["step"] for line in (folder / "log.jsonl").read_text().splitlines()]
+    assert steps == [2, 4]
