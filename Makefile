@@ -10,7 +10,7 @@ demo: $(VENV)/.demo
 	$(BIN)/python -m trainer.demo --count $(COUNT)
 
 test: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .

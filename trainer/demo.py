@@ -108,7 +108,7 @@ def result_table(measured: dict[str, dict[Family, Measured]]) -> Table:
         "speed vs static",
         "= static %",
         "source: tokens/forward",
-        "= static %",
+        "= %",
     ):
         table.add_column(heading, justify="left" if heading == "mode" else "right", no_wrap=True)
     for name, _ in MODES:
