@@ -1,5 +1,6 @@
 """The published algorithm that benchmarks compare with: lossless too, and as costly as its description says."""
 
+import json
 import random
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from conftest import make_model
 from helpers import left_padded
 
+from benchmarks import drafts
 from benchmarks.yardstick import decode_published
 from modeling_mrp import MRPForCausalLM
 
@@ -42,3 +44,16 @@ def test_the_slowest_row_holds_the_batch(random_model: MRPForCausalLM) -> None:
     prompts = [[rng.randrange(1, 50) for _ in range(8)] for _ in range(5)]
     alone = sum(decode_published(random_model, [prompt], 3, 16, [])[1] for prompt in prompts)
     assert decode_published(random_model, prompts, 3, 16, [])[1] > alone
+
+
+def test_what_became_of_drafts(capsys: pytest.CaptureFixture[str]) -> None:
+    """Shares that must add up: a draft is right, or only its order is wrong, or its token is."""
+    drafts.main(["--count", "2"])
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(line["family"], line["mode"]) for line in lines] == [
+        (family, mode) for family in ("math", "code", "source") for mode in ("self_spec", "mrp_spec")
+    ]
+    for line in lines:
+        assert line["states"] > 10
+        assert line["all right"] + line["only the order wrong"] == pytest.approx(line["token right"], abs=0.15)
+        assert line["all right"] <= line["position expected in place 1"] + 0.05

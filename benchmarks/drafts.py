@@ -1,0 +1,77 @@
+"""Why drafts are wrong: what was expected at each drafted state, and what the backbone did (``python -m benchmarks.drafts``).
+
+For every state of a round that the backbone scored and from which a follower was drafted (a chain, K = 4) it prints, by
+family: how often the token expected at the position that the backbone revealed was right, and which place that position
+had in the order that was expected.
+"""
+
+import argparse
+import json
+from collections import Counter
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from modeling_mrp.decoding_mrp import Decoder
+from modeling_mrp.modeling_mrp import MRPForCausalLM
+from modeling_mrp.states_mrp import Frontier, Proposal, Reveal, States
+from modeling_mrp.strategies_mrp import ranks
+from trainer.evaluate import decode_problems
+from trainer.tasks import FAMILIES, problems
+
+
+class WatchedDecoder(Decoder):
+    """Counts, over all calls, what became of each expected reveal."""
+
+    counted: Counter[str] = Counter()
+    expected: list[tuple[Tensor, Reveal]]
+
+    def propose(self) -> Proposal:
+        """Keeps what each drafting step expected."""
+        self.expected = []
+        return super().propose()
+
+    def _branch(self, frontier: Frontier, states: States, reveal: Reveal, estimate: int) -> None:
+        self.expected.append((states.valid, reveal))
+        super()._branch(frontier, states, reveal, estimate)
+
+    def walk(self, proposal: Proposal, hidden: Tensor) -> None:
+        """Compares it with the backbone's reveal; a drafting step's place in the round is its state's slot."""
+        for slot, (valid, expected) in enumerate(self.expected):
+            states = proposal.states.map(lambda t, slot=slot: t[:, slot])  # type: ignore[misc]
+            actual = self.reveal_from(states, hidden[:, slot], behind=proposal.behind()[:, slot])
+            row, column = (actual.where & (valid & states.valid)[:, None]).nonzero(as_tuple=True)
+            place = ranks(expected.confidence, expected.confidence > -torch.inf)[row, column]
+            right = expected.token[row, column] == actual.token[row, column]
+            self.counted["states"] += len(row)
+            self.counted["token right"] += int(right.sum())
+            self.counted["all right"] += int((right & (place == 0)).sum())
+            self.counted["only the order wrong"] += int((right & (place > 0)).sum())
+            for n in range(3):
+                self.counted[f"position expected in place {n + 1}"] += int((place == n).sum())
+        super().walk(proposal, hidden)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Command line: a JSON line per family and mode, shares in percent of the states."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.drafts", description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="hub_configs/sdar-tiny-mrp")
+    parser.add_argument("--count", type=int, default=96)
+    options = parser.parse_args(arguments)
+    model = MRPForCausalLM.from_pretrained(options.model).eval()
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(options.model)
+    with patch("modeling_mrp.generation_mrp.Decoder", WatchedDecoder):
+        for family in FAMILIES:
+            for mode in ("self_spec", "mrp_spec"):
+                WatchedDecoder.counted = Counter()
+                asked = problems(family, "heldout", options.count)
+                decode_problems(model, tokenizer, asked, decoding=mode, num_draft_states=4, draft_branches=1)
+                states = WatchedDecoder.counted.pop("states")
+                shares = {name: round(100 * n / states, 1) for name, n in WatchedDecoder.counted.items()}
+                print(json.dumps({"family": family, "mode": mode, "states": states, **shares}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
