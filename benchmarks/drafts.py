@@ -8,6 +8,7 @@ had in the order that was expected.
 import argparse
 import json
 from collections import Counter
+from pathlib import Path
 from unittest.mock import patch
 
 import torch
@@ -20,6 +21,8 @@ from modeling_mrp.states_mrp import Frontier, Proposal, Reveal, States
 from modeling_mrp.strategies_mrp import ranks
 from trainer.evaluate import decode_problems
 from trainer.tasks import FAMILIES, problems
+
+TINY = Path(__file__).parent.parent / "hub_configs" / "sdar-tiny-mrp"
 
 
 class WatchedDecoder(Decoder):
@@ -57,7 +60,7 @@ class WatchedDecoder(Decoder):
 def main(arguments: list[str] | None = None) -> None:
     """Command line: a JSON line per family and mode, shares in percent of the states."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.drafts", description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="hub_configs/sdar-tiny-mrp")
+    parser.add_argument("--model", default=str(TINY))
     parser.add_argument("--count", type=int, default=96)
     options = parser.parse_args(arguments)
     model = MRPForCausalLM.from_pretrained(options.model).eval()

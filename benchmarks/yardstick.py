@@ -11,6 +11,7 @@ clean block's KV. The head sees its own block only. For CPU.
 import argparse
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -25,6 +26,8 @@ from modeling_mrp.strategies_mrp import Spec
 from trainer.data import encode
 from trainer.evaluate import NEW_TOKENS, decode_problems
 from trainer.tasks import FAMILIES, Family, Problem, problems
+
+TINY = Path(__file__).parent.parent / "hub_configs" / "sdar-tiny-mrp"
 
 
 class PublishedDecoder(Decoder):
@@ -139,7 +142,7 @@ def decode_published(
 def main(arguments: list[str] | None = None) -> None:
     """Command line: one JSON line per family, batch size and mode."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.yardstick", description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="hub_configs/sdar-tiny-mrp")
+    parser.add_argument("--model", default=str(TINY))
     parser.add_argument("--family", nargs="+", choices=FAMILIES, default=list(FAMILIES))
     parser.add_argument("--count", type=int, default=64)
     parser.add_argument("--batch-size", nargs="+", type=int, default=[1, 8])
