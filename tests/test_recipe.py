@@ -1,7 +1,6 @@
 """The recipe of the embedded checkpoint at toy length: every stage, a resumed run, and an export that loads anywhere."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -23,9 +22,6 @@ def run(work: Path, stage: str, *options: str) -> None:
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A work folder after the stages up to the head, in three steps each; the tokenizer is the embedded one."""
     work = tmp_path_factory.mktemp("work")
-    (work / "tokenizer").mkdir()
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(TINY / name, work / "tokenizer" / name)
     run(work, "backbone", "--steps", "3", "--batch-size", "2")
     run(work, "trajectories", "--trajectories", "6")
     run(work, "head", "--head-steps", "3", "--head-batch-size", "2", "--head-name", "ours")
@@ -43,8 +39,8 @@ def test_a_head_is_trained_on_its_backbone(work: Path) -> None:
     assert [json.loads(line)["step"] for line in (work / "ours" / "log.jsonl").read_text().splitlines()] == [3]
 
 
-def test_a_head_may_start_from_the_backbones_last_layers(work: Path) -> None:
-    model = MRPForCausalLM(train_tiny.tiny_config(AutoTokenizer.from_pretrained(work / "tokenizer"), head_layers=2))
+def test_a_head_may_start_from_the_backbones_last_layers() -> None:
+    model = MRPForCausalLM(train_tiny.tiny_config(AutoTokenizer.from_pretrained(TINY, trust_remote_code=True), head_layers=2))
     train_tiny.start_from_backbone(model)
     assert model.mrp_head is not None
     for layer, source in zip(model.mrp_head.layers, model.model.layers[2:], strict=True):
@@ -67,9 +63,8 @@ def test_an_export_loads_with_plain_transformers(work: Path, tmp_path: Path) -> 
     assert out.stats.forwards["verify"] > 0  # mrp_spec is the default of an export
 
 
-def test_a_checkpoint_broken_off_is_passed_over(work: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_broken_off_is_passed_over(tmp_path: Path) -> None:
     """The last whole checkpoint is resumed, and the log keeps what lies before it."""
-    shutil.copytree(work / "tokenizer", tmp_path / "tokenizer")
     run(tmp_path, "backbone", "--steps", "2", "--batch-size", "2")
     folder = tmp_path / "backbone"
     (folder / "checkpoint-9").mkdir()  # no trainer_state.json: the writer was interrupted

@@ -1,6 +1,7 @@
-"""The recipe of the embedded checkpoint, from nothing to `hub_configs/sdar-tiny-mrp`, with fixed seeds.
+"""The recipe of the embedded checkpoint, up to `hub_configs/sdar-tiny-mrp`, with fixed seeds.
 
-``python -m trainer.train_tiny --stage all`` runs it, or one stage at a time; ``all`` stops short of ``export``, which
+``python -m trainer.train_tiny --stage all`` runs it (backbone, trajectories, head), or one stage at a time. It keeps the
+embedded tokenizer, unless the stage ``tokenizer`` has made another in ``--work``, and stops short of ``export``, which
 replaces the checkpoint. A stage that was interrupted resumes from its last checkpoint in ``--work``, so a run with other
 settings wants another folder; every training stage logs to the console and to ``log.jsonl`` in its folder.
 """
@@ -30,6 +31,7 @@ FAMILIES: dict[Family, float] = {"math": 0.42, "code": 0.53, "source": 0.05}
 BLOCK_SIZE = 16
 TRAJECTORIES = "trajectories.jsonl"
 ROOT = Path(__file__).parent.parent
+TINY = ROOT / "hub_configs" / "sdar-tiny-mrp"
 
 
 class _JsonLog(TrainerCallback):
@@ -41,6 +43,12 @@ class _JsonLog(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
         with self.path.open("a") as file:
             file.write(json.dumps({"step": state.global_step, **(logs or {})}) + "\n")
+
+
+def _tokenizer(work: Path) -> PreTrainedTokenizerFast:
+    """The one that the stage `tokenizer` made, if it was run; otherwise the embedded checkpoint's."""
+    made = work / "tokenizer"
+    return PreTrainedTokenizerFast.from_pretrained(made if made.exists() else TINY)
 
 
 def tiny_config(tokenizer: PreTrainedTokenizerFast, head_layers: int = 0) -> MRPConfig:
@@ -104,7 +112,7 @@ def _last_whole_checkpoint(folder: Path) -> Path | None:
 def train_backbone(work: Path, steps: int, batch_size: int, learning_rate: float) -> None:
     """Block diffusion on the three task families."""
     set_seed(0)
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(work / "tokenizer")
+    tokenizer = _tokenizer(work)
     model = MRPForCausalLM(tiny_config(tokenizer))
     folder = work / "backbone"
     _train(
@@ -125,7 +133,7 @@ def train_backbone(work: Path, steps: int, batch_size: int, learning_rate: float
 
 def record(work: Path, count: int) -> None:
     """Decodes training problems drawn with another seed than the backbone's (most code prompts recur: there are few)."""
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(work / "tokenizer")
+    tokenizer = _tokenizer(work)
     model = MRPForCausalLM.from_pretrained(work / "backbone" / "final").eval()
     if torch.cuda.is_available():
         model = model.to("cuda")
@@ -156,7 +164,7 @@ def train_head(
 ) -> None:
     """Residual KL on the frozen backbone, at the states that decoding met."""
     set_seed(1)
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(work / "tokenizer")
+    tokenizer = _tokenizer(work)
     backbone = MRPForCausalLM.from_pretrained(work / "backbone" / "final")
     model = MRPForCausalLM(tiny_config(tokenizer, layers))
     model.model.load_state_dict(backbone.model.state_dict())
@@ -191,7 +199,7 @@ def export(work: Path, name: str, target: Path) -> None:
 
     All is written beside the target first, so that a failure leaves what was there.
     """
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(work / "tokenizer")
+    tokenizer = _tokenizer(work)
     model = MRPForCausalLM.from_pretrained(work / name / "final")
     model.generation_config = MRPGenerationConfig(
         decoding="mrp_spec",
@@ -232,9 +240,9 @@ def main(arguments: list[str] | None = None) -> None:
         "--head-init", default="backbone", help="random, backbone (its last layers), or a trained model's folder"
     )
     parser.add_argument("--head-name", default="head", help="the head's folder in --work")
-    parser.add_argument("--target", type=Path, default=ROOT / "hub_configs" / "sdar-tiny-mrp", help="where export writes")
+    parser.add_argument("--target", type=Path, default=TINY, help="where export writes")
     options = parser.parse_args(arguments)
-    if options.stage in ("tokenizer", "all"):
+    if options.stage == "tokenizer":
         train_tokenizer().save_pretrained(options.work / "tokenizer")
     if options.stage in ("backbone", "all"):
         train_backbone(options.work, options.steps, options.batch_size, options.learning_rate)
