@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .cache_mrp import BlockCache
@@ -224,7 +225,9 @@ class Decoder:
         """
         current = self.current()
         slots, parents = [current], [torch.full_like(current.start, -1)]
-        bank = [self.seed_hidden[:, None], self.memory.scored.hidden]  # what estimates start from
+        # What estimates start from: the last scored state, the remembered ones, then the estimates themselves.
+        known = torch.cat([self.seed_hidden[:, None], self.memory.scored.hidden], 1)
+        bank = F.pad(known, (0, 0, 0, 0, 0, self.strategy.width - 1))
         base = torch.where(self.has_seed, 0, -1)
         frontier = Frontier(current, (self.width - 1) * (self.strategy.branches + 1))
         for k in range(1, self.width):
@@ -235,10 +238,9 @@ class Decoder:
             frontier.add(rider, torch.ones_like(frontier.reached), torch.full_like(base, -1), parent=k - 1)
             if bool(drafting.any()):
                 at_draft = replace(last, valid=drafting)
-                start_from = torch.cat(bank, 1)[self.all_rows, base.clamp(min=0)]
-                hidden = self.strategy.draft_hidden(self, at_draft, start_from)
-                bank.append(hidden[:, None])
-                self._branch(frontier, at_draft, self.reveal_from(at_draft, hidden), sum(h.shape[1] for h in bank) - 1)
+                estimate = known.shape[1] + k - 1
+                hidden = bank[:, estimate] = self.strategy.draft_hidden(self, at_draft, bank[self.all_rows, base.clamp(min=0)])
+                self._branch(frontier, at_draft, self.reveal_from(at_draft, hidden), estimate)
             if not bool(frontier.open.any()):
                 break
             state, parent, base = frontier.best()
