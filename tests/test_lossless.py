@@ -109,6 +109,21 @@ def test_low_precision_differs_only_from_near_ties(dtype: torch.dtype, prompts: 
     assert len(differing) <= {torch.float32: 2, torch.bfloat16: len(chosen) // 2}[dtype]
 
 
+@pytest.mark.parametrize("mode", ["static", "mrp_spec"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_low_precision_batches_differ_only_from_near_ties(dtype: torch.dtype, mode: str, prompts: list[list[int]]) -> None:
+    """As above, for a row alone against the row among seven others."""
+    model = MRPForCausalLM.from_pretrained(TINY, dtype=dtype).eval()
+    chosen = prompts[::9]
+    together, alone = (in_batches(model, chosen, [0] * len(chosen), size, "left", decoding=mode) for size in (8, 1))
+    differing = [i for i, (a, b) in enumerate(zip(together, alone, strict=True)) if a != b]
+    for i in differing:
+        assert near_tie(model, chosen[i], together[i], alone[i], {torch.float32: 2e-4, torch.bfloat16: 0.5}[dtype]), (
+            f"prompt {i}"
+        )
+    assert len(differing) <= {torch.float32: 1, torch.bfloat16: len(chosen) // 2}[dtype]
+
+
 def near_tie(
     model: MRPForCausalLM, prompt: list[int], a: tuple[list[int], list[int]], b: tuple[list[int], list[int]], slack: float
 ) -> bool:
