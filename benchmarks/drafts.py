@@ -17,7 +17,8 @@ from transformers import PreTrainedTokenizerFast
 
 from modeling_mrp.decoding_mrp import Decoder
 from modeling_mrp.modeling_mrp import MRPForCausalLM
-from modeling_mrp.states_mrp import Frontier, Proposal, Reveal, States
+from modeling_mrp.drafting_mrp import Lattice
+from modeling_mrp.states_mrp import Proposal
 from modeling_mrp.strategies_mrp import ranks
 from trainer.evaluate import decode_problems
 from trainer.tasks import FAMILIES, problems
@@ -29,25 +30,28 @@ class WatchedDecoder(Decoder):
     """Counts, over all calls, what became of each expected reveal."""
 
     counted: Counter[str] = Counter()
-    expected: list[tuple[Tensor, Reveal]]
+    expected: list[tuple[Tensor, Tensor, Tensor]]
 
-    def propose(self) -> Proposal:
-        """Keeps what each drafting step expected."""
+    def draft(self) -> Lattice:
+        """Keeps what was expected at each state but the last, from which nothing is drafted."""
+        lattice = super().draft()
         self.expected = []
-        return super().propose()
-
-    def _branch(self, frontier: Frontier, states: States, reveal: Reveal, estimate: int) -> None:
-        self.expected.append((states.valid, reveal))
-        super()._branch(frontier, states, reveal, estimate)
+        for slot in range(lattice.width - 1):
+            state, valid = lattice.slots[:, slot], lattice.valid[:, slot]
+            token, odds = lattice.tells(state, valid)
+            candidates = (state[:, : self.block] == self.mask_id) & (odds > -torch.inf)
+            told = valid & (state[:, lattice.source] >= 0)
+            self.expected.append((told, token, odds.where(candidates, -torch.inf)))
+        return lattice
 
     def walk(self, proposal: Proposal, hidden: Tensor) -> None:
         """Compares it with the backbone's reveal; a drafting step's place in the round is its state's slot."""
-        for slot, (valid, expected) in enumerate(self.expected):
+        for slot, (valid, token, odds) in enumerate(self.expected):
             states = proposal.states.map(lambda t, slot=slot: t[:, slot])  # type: ignore[misc]
             actual = self.reveal_from(states, hidden[:, slot], behind=proposal.behind()[:, slot])
             row, column = (actual.where & (valid & states.valid)[:, None]).nonzero(as_tuple=True)
-            place = ranks(expected.confidence, expected.confidence > -torch.inf)[row, column]
-            right = expected.token[row, column] == actual.token[row, column]
+            place = ranks(odds, odds > -torch.inf)[row, column]
+            right = token[row, column] == actual.token[row, column]
             self.counted["states"] += len(row)
             self.counted["token right"] += int(right.sum())
             self.counted["all right"] += int((right & (place == 0)).sum())
@@ -70,7 +74,7 @@ def main(arguments: list[str] | None = None) -> None:
             for mode in ("self_spec", "mrp_spec"):
                 WatchedDecoder.counted = Counter()
                 asked = problems(family, "heldout", options.count)
-                decode_problems(model, tokenizer, asked, decoding=mode, num_draft_states=4, draft_branches=1)
+                decode_problems(model, tokenizer, asked, decoding=mode, num_draft_states=4, draft_branches=1, draft_passes=3)
                 states = WatchedDecoder.counted.pop("states")
                 shares = {name: round(100 * n / states, 1) for name, n in WatchedDecoder.counted.items()}
                 print(json.dumps({"family": family, "mode": mode, "states": states, **shares}), flush=True)

@@ -62,7 +62,7 @@ class PublishedDecoder(Decoder):
 
     def _forward(self, states: States, role: str) -> Tensor:
         self._count(role)
-        return self._packed_forward(states, None, self.committed, self.model.backbone)
+        return self._packed_forward(states, None, self.committed, int(self.committed.max()), self.model.backbone)
 
     def _speculate(self, hidden: Tensor) -> Tensor:
         """Drafts K states, scores them with the known one, and accepts as many as every unfinished row had right."""
@@ -102,7 +102,7 @@ class PublishedDecoder(Decoder):
             return self.model.residual(ids, hidden, positions, mask, cache)
 
         self._count_head(states.valid)
-        return self._packed_forward(states.map(lambda t: t[:, None]), None, torch.zeros_like(self.committed), forward)[:, 0]
+        return self._packed_forward(states.map(lambda t: t[:, None]), None, torch.zeros_like(self.committed), 0, forward)[:, 0]
 
     def _store_block(self) -> None:
         """One more forward over the clean block, for its KV."""
@@ -110,9 +110,8 @@ class PublishedDecoder(Decoder):
             return
         states = self.current()
         self._forward(states.map(lambda t: t[:, None]), "denoise")
-        row = self.rows.active.nonzero()[:, 0]
-        self.cache.commit(row, torch.zeros_like(row), states.start[row], self.block, self.backbone_layers)
-        self.committed[row] = states.start[row] + self.block
+        self.cache.commit(torch.zeros_like(states.start), states.start, self.rows.active, self.block, self.backbone_layers)
+        self.committed = torch.where(self.rows.active, states.start + self.block, self.committed)
         self.rows.start = torch.where(self.rows.active, self.rows.start + self.block, self.rows.start)
         self.rows.step = torch.where(self.rows.active, 0, self.rows.step)
 
@@ -125,7 +124,7 @@ def decode_published(
     schedule = MRPGenerationConfig().schedule(model.config.block_size)
     decoder = PublishedDecoder(
         model,
-        Spec(states + 1, 1),  # room for the known state
+        Spec(states + 1, 1, states),  # room for the known state
         Picker(model.lm_head.weight, model.config.mask_token_id),
         [torch.tensor(prompt) for prompt in prompts],
         new_tokens,

@@ -80,24 +80,25 @@ class BlockCache(Cache):
         values[:, :, self._write] = value_states
         return keys[:, :, self._read], values[:, :, self._read]
 
-    def commit(self, rows: Tensor, source: Tensor, start: Tensor, length: int, layers: range) -> None:
+    def commit(self, source: Tensor, start: Tensor, which: Tensor, length: int, layers: range) -> None:
         """Copies one scored block per row from the scratch of the last forward to its committed slots.
 
         Args:
-            rows: [n] long, the rows that commit.
-            source: [n] long, where the block begins in the last forward's scratch.
-            start: [n] long, the block's absolute position.
+            source: [rows] long, where the block begins in the last forward's scratch.
+            start: [rows] long, the block's absolute position.
+            which: [rows] bool, the rows that commit; another row's scratch is copied onto itself.
             length: Tokens in the block.
             layers: The layers whose forward that was.
         """
-        offsets = torch.arange(length, device=rows.device)
+        offsets = torch.arange(length, device=start.device)
         source = self._write.start + source[:, None] + offsets
-        slots = self.scratch + start[:, None] + offsets
+        slots = torch.where(which[:, None], self.scratch + start[:, None] + offsets, source)
+        rows = torch.arange(len(start), device=start.device)[:, None]
         for device, buffer in self._buffers.items():
             held = [self._index[layer] for layer in layers if self._device_of[layer] == device]
             if held:
                 part = buffer[:, held[0] : held[-1] + 1]
-                row, to, of = rows[:, None].to(device), slots.to(device), source.to(device)
+                row, to, of = rows.to(device), slots.to(device), source.to(device)
                 part[:, :, row, :, to] = part[:, :, row, :, of]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

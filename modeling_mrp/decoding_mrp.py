@@ -18,33 +18,34 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .cache_mrp import BlockCache
 from .diffusion_mrp import block_causal_mask
+from .drafting_mrp import Lattice, growth
 from .sampling_mrp import Picker, noise_keys
-from .states_mrp import Frontier, Memory, Proposal, Reveal, Scored, States
-from .strategies_mrp import Static, ranks
+from .states_mrp import Memory, Proposal, Reveal, Scored, States, follow
+from .strategies_mrp import Static, top_by
 
 if TYPE_CHECKING:
     from .modeling_mrp import MRPForCausalLM
 
-# The power of a token's odds that orders drafts. Reveals follow the first power or a little more; the third drafts best, as a
-# state passed over is remembered, so that going deeper is worth more than its chance (`benchmarks/NOTES.md`, Drafting).
-ORDER_SHARPNESS = 3.0
 # Prompt tokens per prefill forward, at most, in whole blocks.
 PREFILL_CHUNK = 2048
+# Attention reads a multiple of so many committed slots, so that a compiled forward meets few shapes.
+READ_BUCKET = 64
 
 
 @dataclass
 class Rows:
     """What is known of every row; `tokens` is laid out by absolute position, without padding.
 
+    One more column, behind the capacity, takes what is not to be kept, so that writing needs no count of what is.
+
     Attributes:
-        tokens: [rows, capacity] long: prompt, revealed tokens, masks.
-        logprob: [rows, capacity] float32 log-confidence of generated tokens when committed.
-        reveal_step: [rows, capacity] long index of the denoising step that committed them, -1 elsewhere.
+        tokens: [rows, capacity + 1] long: prompt, revealed tokens, masks.
+        logprob: [rows, capacity + 1] float32 log-confidence of generated tokens when committed.
+        reveal_step: [rows, capacity + 1] long index of the denoising step that committed them, -1 elsewhere.
         prompt_length: [rows] long.
         limit: [rows] long, one past the last position the user wants.
         stop: [rows] long, one past the last token of the text once it is known, else a large number.
@@ -89,6 +90,29 @@ class Counts:
     accepted_lengths: Tensor
 
 
+@dataclass
+class Outlook:
+    """What the host knows of the round to come, read from the device once, at the end of the round before.
+
+    Attributes:
+        active: Some row is not finished.
+        used: Committed tokens of the longest active row.
+        head_used: The same for the head's KV.
+        clean: Some row's next state has no masks.
+        masks: The most masks in a row's next state.
+        drafting: Some row can draft.
+        pending: Some row's last clean block has no KV of the head yet.
+    """
+
+    active: bool
+    used: int
+    head_used: int
+    clean: bool
+    masks: int
+    drafting: bool
+    pending: bool
+
+
 class Decoder:
     """Runs one `generate` call; nothing of it stays on the model.
 
@@ -121,7 +145,7 @@ class Decoder:
         on_round: Callable[[Rows], None] | None = None,
     ) -> None:
         config = model.config
-        self.model, self.strategy, self.picker = model, strategy, picker
+        self.model, self.strategy, self.picker, self.drafter = model, strategy, picker, picker
         self.min_new_tokens = min_new_tokens
         self.schedule, self.stops_at, self.on_round = schedule, stops_at, on_round
         self.block, self.mask_id = config.block_size, config.mask_token_id
@@ -131,9 +155,9 @@ class Decoder:
         lengths = torch.tensor([len(p) for p in prompts], device=self.device)
         capacity = -(-int(lengths.max() + max_new_tokens) // self.block) * self.block
         self.rows = Rows(
-            tokens=torch.full((rows, capacity), self.mask_id, device=self.device),
-            logprob=torch.zeros(rows, capacity, device=self.device),
-            reveal_step=torch.full((rows, capacity), -1, device=self.device),
+            tokens=torch.full((rows, capacity + 1), self.mask_id, device=self.device),
+            logprob=torch.zeros(rows, capacity + 1, device=self.device),
+            reveal_step=torch.full((rows, capacity + 1), -1, device=self.device),
             prompt_length=lengths,
             limit=lengths + max_new_tokens,
             stop=torch.full_like(lengths, torch.iinfo(torch.long).max),
@@ -157,6 +181,7 @@ class Decoder:
             revoked=zeros.clone(),
             accepted_lengths=torch.zeros(rows, (1 + strategy.drafts) * self.width + 1, dtype=torch.long, device=self.device),
         )
+        self.verified = torch.zeros((), dtype=torch.long, device=self.device)  # forwards that scored drafts
         self.offsets = torch.arange(self.block, device=self.device)
         self.all_rows = torch.arange(rows, device=self.device)
         depth = config.num_hidden_layers
@@ -164,29 +189,32 @@ class Decoder:
         if strategy.uses_head:
             self.head_layers = range(depth, depth + config.num_nextn_predict_layers)
         self.cache = model.block_cache(rows, capacity, self.width * self.block, with_head=strategy.uses_head)
-        # The last scored state's hidden states, from which the head reads; `has_seed` is False right after a clean
-        # block whose successor has not been scored. `pending` is a clean block whose head KV is still to be computed.
-        self.seed_hidden = torch.zeros(rows, self.block, config.hidden_size, dtype=model.dtype, device=self.device)
-        self.has_seed = torch.zeros_like(self.rows.active)
         self.committed = self.rows.start.clone()
         self.head_committed = self.rows.start.clone()
+        # A clean block whose head KV is still to be computed.
         self.pending = torch.zeros_like(self.rows.active)
         self.pending_ids = torch.zeros(rows, self.block, dtype=torch.long, device=self.device)
-        self.pending_hidden = torch.zeros_like(self.seed_hidden)
-        nothing = replace(self.current(), valid=torch.zeros_like(self.rows.active)).map(lambda t: t[:, None])
+        self.pending_hidden = torch.zeros(rows, self.block, config.hidden_size, dtype=model.dtype, device=self.device)
+        # The last accepted state, from which drafts start; `has_seed` is False right after a clean block whose
+        # successor has not been scored.
+        nothing = replace(self.current(), valid=torch.zeros_like(self.rows.active))
         no_reveal = Reveal(nothing.ids.bool(), nothing.ids, nothing.ids.float(), nothing.ids.float())
-        self.memory = Memory(Scored(nothing, nothing.start, no_reveal, self.seed_hidden[:, None]), nothing)
+        self.seed = Scored(nothing, nothing.start, no_reveal, self.pending_hidden)
+        self.has_seed = torch.zeros_like(self.rows.active)
+        self.memory = Memory.empty(self.seed)
 
     # ------------------------------------------------------------------ the outline
 
     def run(self) -> tuple[Rows, Counts]:
         """Decodes every row to its end."""
         self.prefill()
-        while bool(self.rows.active.any()):
+        while self.outlook.active:
             proposal = self.propose()
             self.walk(proposal, self.score(proposal))
             if self.on_round is not None:
                 self.on_round(self.rows)
+        verify = int(self.verified)
+        self.counts.forwards |= {"verify": verify, "denoise": self.counts.forwards["denoise"] - verify}
         return self.rows, self.counts
 
     def prefill(self) -> None:
@@ -196,6 +224,7 @@ class Decoder:
         positions = torch.arange(length, device=self.device).expand(len(first), length)
         valid = torch.ones_like(positions, dtype=torch.bool)
         chunk = max(1, PREFILL_CHUNK // self.block) * self.block
+        seed = self.seed.hidden
         for begin in range(0, length, chunk):
             end = min(length, begin + chunk)
             here = positions[:, begin:end]
@@ -211,69 +240,54 @@ class Decoder:
                 self._count_head(takes_part)
             inside = (first >= begin) & (first < end)
             at = (first - begin).clamp(0, end - begin - self.block)[:, None] + self.offsets
-            seeds = hidden.gather(1, at[..., None].expand(-1, -1, hidden.shape[-1]))
-            self.seed_hidden = torch.where(inside[:, None, None], seeds, self.seed_hidden)
-        self.has_seed[:] = True
-        self._advance(self.current(), self.seed_hidden, self.rows.active)
+            seed = torch.where(inside[:, None, None], hidden.gather(1, at[..., None].expand(-1, -1, hidden.shape[-1])), seed)
+        states = self.current()
+        self.outlook = self.look_ahead()
+        self._advance(Scored(states, torch.full_like(states.start, -1), self.reveal_from(states, seed), seed), states.valid)
+        self.outlook = self.look_ahead()
+
+    def look_ahead(self) -> Outlook:
+        """The one time in a round that the host waits for the device."""
+        current = self.current()
+        active = self.rows.active
+        masks = (current.ids == self.mask_id).sum(-1) * active
+        self.pending = self.pending & active
+        seen = torch.stack(
+            [
+                active.any().long(),
+                (self.committed * active).max(),
+                (self.head_committed * active).max(),
+                (active & (masks == 0)).any().long(),
+                masks.max(),
+                (self.has_seed & (masks > 0)).any().long(),
+                self.pending.any().long(),
+            ]
+        ).tolist()
+        return Outlook(bool(seen[0]), seen[1], seen[2], bool(seen[3]), seen[4], bool(seen[5]), bool(seen[6]))
 
     def propose(self) -> Proposal:
-        """The states of the round: each row's next one, then the likeliest of those that may follow, best first.
+        """The states of the round: each row's next one, the likeliest to follow it, and the next block's behind a clean one."""
+        return self.draft().proposal()
 
-        What may follow a state is told by an estimate of the backbone's hidden states there; which position comes first
-        is far less certain than which token it gets, so a state has several followers, and orders that meet in one state
-        add up there. A state that the last round scored needs no slot: what follows it is known.
-        """
-        current = self.current()
-        slots, parents = [current], [torch.full_like(current.start, -1)]
-        # What estimates start from: the last scored state, the remembered ones, then the estimates themselves.
-        known = torch.cat([self.seed_hidden[:, None], self.memory.scored.hidden], 1)
-        bank = F.pad(known, (0, 0, 0, 0, 0, self.strategy.width - 1))
-        base = torch.where(self.has_seed, 0, -1)
-        frontier = Frontier(current, (self.width - 1) * (self.strategy.branches + 1))
-        for k in range(1, self.width):
-            last = slots[-1]
-            clean = last.valid & self._clean(last)
-            drafting = last.valid & ~clean & (base >= 0) & (k < self.strategy.width)
-            rider = replace(self._next_block(last), valid=clean)
-            frontier.add(rider, torch.ones_like(frontier.reached), torch.full_like(base, -1), parent=k - 1)
-            if bool(drafting.any()):
-                at_draft = replace(last, valid=drafting)
-                estimate = known.shape[1] + k - 1
-                hidden = bank[:, estimate] = self.strategy.draft_hidden(self, at_draft, bank[self.all_rows, base.clamp(min=0)])
-                self._branch(frontier, at_draft, self.reveal_from(at_draft, hidden), estimate)
-            if not bool(frontier.open.any()):
-                break
-            state, parent, base = frontier.best()
-            slots.append(state)
-            parents.append(parent)
-        return Proposal(States.stack(slots), torch.stack(parents, 1))
-
-    def _branch(self, frontier: Frontier, states: States, reveal: Reveal, estimate: int) -> None:
-        """Adds the followers of [rows] states to the frontier: the expected one, and those that reveal another last position.
-
-        The chance that the backbone puts a position first goes with a power of the odds of its token.
-        """
-        count = self.schedule[states.step.clamp(max=self.block - 1)]
-        candidates = reveal.confidence > -torch.inf
-        rank = ranks(reveal.confidence, candidates)
-        odds = reveal.confidence.clamp(max=1e4).masked_fill(rank < count[:, None] - 1, -torch.inf)
-        choice = (ORDER_SHARPNESS * odds).softmax(-1).nan_to_num(0)
-        for branch in range(self.strategy.branches):
-            last = rank == (count - 1 + branch)[:, None]
-            where = ((rank < count[:, None] - 1) | last) & candidates
-            chance = torch.where(last, choice, 0).sum(-1)
-            if branch == 0:  # all that is left, where it is less than the schedule asks for
-                chance = torch.where(where.any(-1) & (last & where).any(-1).logical_not(), 1.0, chance)
-            follower = self._stepped(states, reveal.only(where))
-            follower, base = self.memory.skip(follower, estimate)
-            # A state that ends the row needs no forward: the reveal before it already tells.
-            frontier.add(replace(follower, valid=states.valid & (chance > 0) & ~self._done(follower)), chance, base)
+    def draft(self) -> Lattice:
+        """The lattice of the round, fully grown."""
+        drafting = self.strategy.drafts and self.outlook.drafting
+        # There are 2 ** masks states of a block on the way from one of them, and one of the next block.
+        width = min(self.strategy.width, 2 ** min(self.outlook.masks, 30) + 1) if drafting else 1
+        lattice = Lattice(self, max(width, 2 if self.outlook.clean else 1))
+        for size in growth(width, self.strategy.passes):
+            lattice.grow(size)
+            lattice.re_read()
+        if self.outlook.pending:  # no pass has caught up with it
+            self.head_pass(self.current().map(lambda t: t[:, None]), self.seed.hidden[:, None])
+        lattice.grow(lattice.width)
+        return lattice
 
     def score(self, proposal: Proposal) -> Tensor:
         """The backbone's hidden states [rows, width, block, hidden] of all states, in one forward."""
-        hidden = self._packed_forward(proposal.states, proposal.parent, self.committed, self.model.backbone)
-        verify = bool(proposal.drafted.any())
-        self.counts.forwards["verify" if verify else "denoise"] += 1
+        hidden = self._packed_forward(proposal.states, proposal.parent, self.committed, self.outlook.used, self.model.backbone)
+        self.counts.forwards["denoise"] += 1
+        self.verified += proposal.drafted.any()
         self.counts.row_forwards += self.rows.active
         self.counts.drafted += proposal.drafted.sum(1)
         return hidden
@@ -286,31 +300,31 @@ class Decoder:
         scored = Scored(proposal.states, proposal.parent, reveals.map(lambda t: t.unflatten(0, (rows, width))), hidden)
         known = scored.beside(self.memory.scored)
         clean = self._clean(known.states)
-        onward = known.edges(
-            self._where(clean, self._next_block(known.states), self._stepped(known.states, known.reveal)), clean
-        )
-        place, active = torch.zeros_like(self.rows.start), proposal.states.valid[:, 0]
-        tick = torch.full_like(onward, -1)  # denoising steps before a state on the way; -1 off it
-        ticks = torch.zeros_like(place)
-        moving = active
-        for _ in range(onward.shape[1]):
-            tick[self.all_rows, place] = torch.where(moving, ticks, tick[self.all_rows, place])
-            ticks = ticks + (moving & ~clean[self.all_rows, place])
-            following = onward[self.all_rows, place]
-            moving = moving & (following >= 0)
-            place = torch.where(moving, following, place)
-        passed = tick >= 0
-        before = passed.clone()
-        before[self.all_rows, place] = False
-        self._record(known.states, known.reveal, before & ~clean, tick)
-        self.rows.clock += (before & ~clean).sum(-1)
+        stepped = self._stepped(known.states, known.reveal)
+        onward = known.edges(self._where(clean, self.next_block(known.states), stepped), clean)
+        active = proposal.states.valid[:, 0]
+        path = follow(onward)
+        passed = torch.zeros_like(clean).scatter_(1, path, True) & active[:, None]
+        place = path[:, -1]
+        spoke = passed & ~clean
+        spoke.scatter_(1, place[:, None], False)
+        self._record(known.states, known.reveal, spoke, self._ticks(known.states, passed))
+        self.rows.clock += spoke.sum(-1)
         self._commit_clean(proposal.states, hidden, (passed & clean)[:, :width])
         self.counts.accepted += (passed[:, :width] & proposal.drafted).sum(-1) + passed[:, width:].sum(-1)
         self.counts.accepted_lengths[self.all_rows, passed.sum(-1)] += active
         if self.strategy.drafts:
-            self.memory = Memory(scored.kept(~clean[:, :width]), self._stepped(scored.states, scored.reveal))
-        final = known.at(self.all_rows, place)
-        self._advance(final.states, final.hidden, active, final.reveal)
+            kept = scored.kept(~clean[:, :width])
+            self.memory = Memory(kept, stepped.map(lambda t: t[:, :width]), onward[:, :width])
+        self._advance(known.at(self.all_rows, place), active)
+        self.outlook = self.look_ahead()
+
+    def _ticks(self, states: States, passed: Tensor) -> Tensor:
+        """[rows, n] long: the denoising steps between a row's next state and each state on its way."""
+        steps = states.step - self.rows.step[:, None]
+        here = states.start == self.rows.start[:, None]
+        in_block = (steps * (here & passed)).amax(1, keepdim=True)  # those of a block that became clean
+        return torch.where(here, steps, in_block + states.step)
 
     # ------------------------------------------------------------------ parts of a round
 
@@ -319,56 +333,53 @@ class Decoder:
         ids = self.rows.tokens.gather(1, (self.rows.start[:, None] + self.offsets).clamp(max=self.rows.tokens.shape[1] - 1))
         return States(ids, self.rows.start, self.rows.step, self.all_rows, self.rows.active)
 
-    def _advance(self, states: States, hidden: Tensor, moved: Tensor, reveal: Reveal | None = None) -> None:
+    def _advance(self, last: Scored, moved: Tensor) -> None:
         """From the last accepted states [rows]: reveal, refine, write, and stand at the next state."""
-        clean = self._clean(states)
+        clean = self._clean(last.states)
         at_mask = moved & ~clean
-        if reveal is None:
-            reveal = self.reveal_from(replace(states, valid=at_mask), hidden)
-        self.seed_hidden = torch.where(moved[:, None, None], hidden, self.seed_hidden)
-        self.has_seed = torch.where(moved, ~clean, self.has_seed)
-        refined = self.strategy.refine(self, replace(states, valid=at_mask), hidden, reveal)
-        self.counts.revoked += ((reveal.where & ~refined.where).sum(-1)) * at_mask
-        self._record(states, refined, at_mask, torch.zeros_like(self.rows.clock))
+        self.seed, self.has_seed = last, at_mask
+        refined = self.strategy.refine(self, replace(last.states, valid=at_mask), last.hidden, last.reveal)
+        self.counts.revoked += ((last.reveal.where & ~refined.where).sum(-1)) * at_mask
+        states = last.states
+        self._record(
+            states.map(lambda t: t[:, None]),
+            refined.map(lambda t: t[:, None]),
+            at_mask[:, None],
+            torch.zeros_like(states.start)[:, None],
+        )
         self.rows.clock += at_mask & refined.where.any(-1)
-        following = self._where(clean, self._next_block(states), replace(states, step=states.step + 1))
+        following = self._where(clean, self.next_block(states), replace(states, step=states.step + 1))
         self.rows.start = torch.where(moved, following.start, self.rows.start)
         self.rows.step = torch.where(moved, following.step, self.rows.step)
         self._stop_finished()
 
     def _record(self, states: States, reveal: Reveal, which: Tensor, tick: Tensor) -> None:
-        """Writes what states [rows, ...] revealed: text, log-confidence and step, `tick` steps after the row's clock."""
-        *entry, column = (reveal.where & which[..., None]).nonzero(as_tuple=True)
-        at = tuple(entry)
-        row, position = states.row[at], states.start[at] + column
-        self.rows.tokens[row, position] = reveal.token[(*at, column)]
-        self.rows.logprob[row, position] = reveal.logprob[(*at, column)].float()
-        self.rows.reveal_step[row, position] = self.rows.clock[row] + tick[at]
+        """Writes what states [rows, n] revealed: text, log-confidence and step, `tick` steps after the row's clock."""
+        written = reveal.where & which[..., None]
+        position = torch.where(written, states.start[..., None] + self.offsets, self.rows.tokens.shape[1] - 1).flatten(1)
+        step = (self.rows.clock[:, None] + tick)[..., None].expand_as(written)
+        self.rows.tokens.scatter_(1, position, reveal.token.flatten(1))
+        self.rows.logprob.scatter_(1, position, reveal.logprob.float().flatten(1))
+        self.rows.reveal_step.scatter_(1, position, step.flatten(1))
 
     def _commit_clean(self, states: States, hidden: Tensor, which: Tensor) -> None:
         """Keeps the KV that the round just computed for accepted clean states, and leaves the head's share pending.
 
         `which` [rows, width] marks at most one state a row.
         """
-        row, slot = which.nonzero(as_tuple=True)
-        if len(row) == 0:
-            return
-        start = states.start[row, slot]
-        self.cache.commit(row, slot * self.block, start, self.block, self.backbone_layers)
-        self.committed[row] = start + self.block
+        row, slot = which.any(-1), which.int().argmax(-1)
+        self.cache.commit(slot * self.block, self.rows.start, row, self.block, self.backbone_layers)
+        self.committed = torch.where(row, self.rows.start + self.block, self.committed)
         if self.head_layers:
-            rows = which.any(-1)
-            if bool((self.pending & rows).any()):
-                idle = states.map(lambda t: t[:, 0])
-                self._head_pass(replace(idle, valid=torch.zeros_like(rows)), hidden[:, 0], self.pending & rows)
-            self.pending |= rows
-            self.pending_ids[row] = states.ids[row, slot]
-            self.pending_hidden[row] = hidden[row, slot]
+            self.pending = self.pending | row
+            self.pending_ids = torch.where(row[:, None], states.ids[self.all_rows, slot], self.pending_ids)
+            self.pending_hidden = torch.where(row[:, None, None], hidden[self.all_rows, slot], self.pending_hidden)
+            self.outlook.pending = self.outlook.clean  # where nothing is drafted; else the next look ahead tells
 
     def _stop_finished(self) -> None:
         """Rows whose text is complete leave; a stopping criterion is asked at every newly final token."""
         states = self.current()
-        eos = self._eos_column(states)
+        eos = self.eos_column(states)
         end = torch.where(eos < self.block, states.start + eos + 1, self.rows.limit).minimum(self.rows.limit)
         done = self._done(states)
         if self.stops_at is not None:
@@ -393,19 +404,22 @@ class Decoder:
     def _clean(self, states: States) -> Tensor:
         return ~(states.ids == self.mask_id).any(-1)
 
-    def _eos_column(self, states: States) -> Tensor:
+    def eos_column(self, states: States) -> Tensor:
         """[n] the first column of a generated eos in the block, `block_size` if there is none."""
         generated = states.start[:, None] + self.offsets >= self.rows.prompt_length[states.row, None]
-        found = torch.isin(states.ids, self.eos) & generated
-        return torch.where(found, self.offsets, self.block).amin(-1)
+        return torch.where(self.is_eos(states.ids) & generated, self.offsets, self.block).amin(-1)
+
+    def is_eos(self, ids: Tensor) -> Tensor:
+        """[...] bool of ids [...]."""
+        return (ids[..., None] == self.eos).any(-1)
 
     def _done(self, states: States) -> Tensor:
         """[n] bool: everything before the first eos, or before the limit, is revealed."""
-        end = torch.minimum(self._eos_column(states) + 1, self.rows.limit[states.row] - states.start)
+        end = torch.minimum(self.eos_column(states) + 1, self.rows.limit[states.row] - states.start)
         hidden = (states.ids == self.mask_id) & (self.offsets < end[:, None])
         return (end <= self.block) & ~hidden.any(-1)
 
-    def _next_block(self, states: States) -> States:
+    def next_block(self, states: States) -> States:
         """The all-mask state of the block that follows."""
         return replace(
             states,
@@ -429,45 +443,64 @@ class Decoder:
 
     # ------------------------------------------------------------------ picks
 
-    def reveal_from(self, states: States, hidden: Tensor, count: Tensor | None = None, behind: Tensor | None = None) -> Reveal:
+    def reveal_from(
+        self,
+        states: States,
+        hidden: Tensor,
+        count: Tensor | None = None,
+        behind: Tensor | None = None,
+        drafting: bool = False,
+    ) -> Reveal:
         """Picks at the masked positions of [n] states from hidden states [n, block, hidden], and what the strategy reveals.
 
         `count` overrides the strategy and the schedule: so many of the most confident positions. `behind` [n, block] are the
-        ids of the state that each may follow in this round: a clean block that is not text yet.
+        ids of the state that each may follow in this round: a clean block that is not text yet. For `drafting` all
+        candidates are given, from the draft vocabulary.
         """
         masked = states.ids == self.mask_id
-        candidates = masked & (self.offsets < self._eos_column(states)[:, None]) & states.valid[:, None]
-        state, column = candidates.nonzero(as_tuple=True)
-        row = states.row[state]
-        position = states.start[state] + column
-        keys = noise_keys(self.rows.seed[row], position, masked.sum(-1)[state])
-        picks = self.picker(
-            hidden[state, column], keys, lambda at: self._contexts(states, state[at], behind), self._no_eos(row, position)
+        candidates = masked & (self.offsets < self.eos_column(states)[:, None]) & states.valid[:, None]
+        at = self._chosen(candidates)
+        state = at // self.block
+        row, position = states.row[state], states.start[state] + at % self.block
+        picker = self.drafter if drafting else self.picker
+        picks = picker(
+            hidden.flatten(0, 1)[at],
+            noise_keys(self.rows.seed[row], position, masked.sum(-1)[state]) if picker.sample else position,
+            lambda part: self._contexts(states, state[part], behind),
+            self._no_eos(row, position),
         )
-        shape = states.ids.shape
-        token = torch.zeros(shape, dtype=torch.long, device=self.device).index_put_((state, column), picks.token)
+        token = self._spread(picks.token, at, candidates, 0)
+        logprob, confidence = (self._spread(t, at, candidates, -torch.inf) for t in (picks.logprob, picks.confidence))
+        if drafting:
+            return Reveal(candidates, token, logprob, confidence)
+        if count is not None:
+            return Reveal(top_by(confidence, candidates, count), token, logprob, confidence)
+        entropy = self._spread(picks.entropy, at, candidates, -torch.inf)
+        count = self.schedule[states.step.clamp(max=self.block - 1)]
+        return Reveal(self.strategy.reveal(confidence, entropy, candidates, count), token, logprob, confidence)
 
-        def spread(values: Tensor) -> Tensor:
-            return values.new_full(shape, -torch.inf).index_put_((state, column), values)
+    def _chosen(self, where: Tensor) -> Tensor:
+        """Flat indices of `where`, on a device that the host would have to wait for those of everything."""
+        if self.device.type == "cpu":
+            return where.flatten().nonzero()[:, 0]
+        return torch.arange(where.numel(), device=self.device)
 
-        confidence, logprob, entropy = map(spread, (picks.confidence, picks.logprob, picks.entropy))
-        if count is None:
-            count = self.schedule[states.step.clamp(max=self.block - 1)]
-            where = self.strategy.reveal(confidence, entropy, candidates, count)
-        else:
-            where = Static.reveal(self.strategy, confidence, entropy, candidates, count)
-        return Reveal(where, token, logprob, confidence)
+    @staticmethod
+    def _spread(values: Tensor, at: Tensor, where: Tensor, other: float) -> Tensor:
+        """Values [n] at flat indices `at`, in the shape of `where`, and `other` where that is False."""
+        return values.new_full((where.numel(),), other).index_copy_(0, at, values).view_as(where).where(where, other)
 
     def token_confidence(self, states: States, hidden: Tensor, token: Tensor, where: Tensor) -> Tensor:
         """[n, block] log-odds of given tokens under lm_head(hidden), -inf outside `where`."""
-        state, column = where.nonzero(as_tuple=True)
+        at = self._chosen(where)
+        state = at // self.block
         odds = self.picker.token_log_odds(
-            hidden[state, column],
-            token[state, column],
-            lambda at: self._contexts(states, state[at], None),
-            self._no_eos(states.row[state], states.start[state] + column),
+            hidden.flatten(0, 1)[at],
+            token.flatten()[at],
+            lambda part: self._contexts(states, state[part], None),
+            self._no_eos(states.row[state], states.start[state] + at % self.block),
         )
-        return odds.new_full(where.shape, -torch.inf).index_put_((state, column), odds)
+        return self._spread(odds, at, where, -torch.inf)
 
     def _no_eos(self, row: Tensor, position: Tensor) -> Tensor | None:
         """[n] bool: positions before the minimum length."""
@@ -475,10 +508,9 @@ class Decoder:
 
     def residual_magnitude(self, hidden: Tensor, token: Tensor, where: Tensor) -> Tensor:
         """[n, block] |C| of given tokens: one dot product each; 0 outside `where`."""
-        state, column = where.nonzero(as_tuple=True)
-        weight = self.picker.lm_head_weight[token[state, column]]
-        logit = (hidden[state, column] * weight).sum(-1).abs()
-        return logit.new_zeros(where.shape).index_put_((state, column), logit)
+        at = self._chosen(where)
+        weight = self.picker.lm_head_weight[token.flatten()[at]]
+        return self._spread((hidden.flatten(0, 1)[at] * weight).sum(-1).abs(), at, where, 0.0)
 
     def _contexts(self, states: States, state: Tensor, behind: Tensor | None) -> list[tuple[Tensor, Tensor]]:
         """For logits processors: which of the positions belong to which committed ids."""
@@ -494,23 +526,27 @@ class Decoder:
     # ------------------------------------------------------------------ forwards
 
     def head_hidden(self, states: States, hidden: Tensor) -> Tensor:
-        """h_C at [rows] states, given hidden states [rows, block, hidden]; catches up with the head's KV on the way."""
-        return self._head_pass(states, hidden, self.pending & states.valid)
+        """h_C at [rows] states, given hidden states [rows, block, hidden]."""
+        return self.head_pass(states.map(lambda t: t[:, None]), hidden[:, None])[:, 0]
 
-    def _head_pass(self, states: States, hidden: Tensor, behind: Tensor) -> Tensor:
-        """As `head_hidden`; the rows `behind` [rows] also store the head's KV of their last clean block."""
-        if not bool(behind.any()):
-            packed = states.map(lambda t: t[:, None])
-            return self._head_packed(packed, hidden[:, None], None)[:, 0]
-        clean = States(self.pending_ids, self.head_committed, torch.zeros_like(states.step), self.all_rows, behind)
-        packed = States.stack([clean, states])
-        parent = torch.full_like(packed.start, -1)
-        parent[:, 1] = torch.where(behind, 0, -1)
-        residual = self._head_packed(packed, torch.stack([self.pending_hidden, hidden], 1), parent)[:, 1]
-        row = behind.nonzero()[:, 0]
-        self.cache.commit(row, torch.zeros_like(row), self.head_committed[row], self.block, self.head_layers)
-        self.head_committed[row] += self.block
-        self.pending = self.pending & ~behind
+    def head_pass(self, states: States, hidden: Tensor) -> Tensor:
+        """h_C at [rows, n] states, given hidden states [rows, n, block, hidden].
+
+        Rows with a clean block behind them whose head KV is not there yet compute it on the way.
+        """
+        if not self.outlook.pending:
+            return self._head_packed(states, hidden, None)
+        behind = self.pending
+        clean = States(self.pending_ids, self.head_committed, torch.zeros_like(self.rows.step), self.all_rows, behind)
+        packed = clean.map(lambda t: t[:, None]).beside(states)
+        parent = torch.where(behind, 0, -1)[:, None].repeat(1, packed.start.shape[1])
+        parent[:, 0] = -1
+        residual = self._head_packed(packed, torch.cat([self.pending_hidden[:, None], hidden], 1), parent)[:, 1:]
+        self.cache.commit(torch.zeros_like(self.committed), self.head_committed, behind, self.block, self.head_layers)
+        self.head_committed = self.head_committed + self.block * behind
+        self.outlook.head_used += self.block
+        self.outlook.pending = False
+        self.pending = torch.zeros_like(behind)
         return residual
 
     def _head_packed(self, states: States, hidden: Tensor, parent: Tensor | None) -> Tensor:
@@ -518,7 +554,7 @@ class Decoder:
             return self.model.residual(ids, hidden.flatten(1, 2), positions, mask, cache)
 
         self._count_head(states.valid.any(1))
-        return self._packed_forward(states, parent, self.head_committed, forward)
+        return self._packed_forward(states, parent, self.head_committed, self.outlook.head_used, forward)
 
     def _count_head(self, rows: Tensor) -> None:
         self.counts.forwards["head"] += 1
@@ -529,11 +565,15 @@ class Decoder:
         states: States,
         parent: Tensor | None,
         committed: Tensor,
+        used: int,
         forward: Callable[[Tensor, Tensor, Tensor, BlockCache], Tensor],
     ) -> Tensor:
-        """Scores [rows, width] states side by side: each sees its prefix, itself and the state in slot `parent`, if any."""
+        """Scores [rows, width] states side by side: each sees its prefix, itself and the state in slot `parent`, if any.
+
+        `used` is the longest prefix, `committed` [rows] each row's own.
+        """
         rows, width = states.start.shape
-        used = int(committed.max())
+        used = min(-(-used // READ_BUCKET) * READ_BUCKET, self.cache.capacity)
         self.cache.target_scratch(width * self.block, used)
         sees = torch.eye(width, dtype=torch.bool, device=self.device).repeat(rows, 1, 1)
         if parent is not None:

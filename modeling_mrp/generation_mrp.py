@@ -45,7 +45,7 @@ _STRATEGIES: dict[str, Callable[["MRPGenerationConfig"], Static]] = {
     "entropy_bound": lambda options: EntropyBound(options.entropy_threshold),
     "self_spec": lambda options: SelfSpec(options.num_draft_states, options.draft_branches),
     "mrp_direct": lambda options: Direct(options.mrp_steps),
-    "mrp_spec": lambda options: Spec(options.num_draft_states, options.draft_branches),
+    "mrp_spec": lambda options: Spec(options.num_draft_states, options.draft_branches, options.draft_passes),
     "mrp_remask": lambda options: Remask(options.confidence_threshold, options.remask_rule, options.residual_delta),
 }
 DECODINGS = tuple(_STRATEGIES)
@@ -88,6 +88,7 @@ _DEFAULTS: dict[str, Any] = {
     "mrp_steps": 1,
     "num_draft_states": 4,
     "draft_branches": 3,
+    "draft_passes": 1,
     "remask_rule": "threshold",
     "residual_delta": 1.0,
 }
@@ -117,6 +118,7 @@ class MRPGenerationConfig(GenerationConfig):
         num_draft_states: K, the states a row may submit per round in `mrp_spec` and `self_spec`; 1 drafts nothing, though the
             next block's first state rides behind a clean one in every mode [4].
         draft_branches: How many followers of a state are considered in drafting; 1 drafts a chain [3].
+        draft_passes: Head passes per round of `mrp_spec`, at most; `num_draft_states - 1` of them draft one state at a time [1].
         remask_rule: `threshold` (published) or `residual` (released code) [`threshold`].
         residual_delta: Largest residual logit that the `residual` rule lets stand [1.0].
         seed: An int s gives row i the seed s + i; a list gives one per row [one per row from torch's generator].
@@ -130,6 +132,7 @@ class MRPGenerationConfig(GenerationConfig):
         self.mrp_steps: Any = kwargs.pop("mrp_steps", None)
         self.num_draft_states: Any = kwargs.pop("num_draft_states", None)
         self.draft_branches: Any = kwargs.pop("draft_branches", None)
+        self.draft_passes: Any = kwargs.pop("draft_passes", None)
         self.remask_rule: Any = kwargs.pop("remask_rule", None)
         self.residual_delta: Any = kwargs.pop("residual_delta", None)
         self.seed: Any = kwargs.pop("seed", None)
@@ -158,6 +161,7 @@ class MRPGenerationConfig(GenerationConfig):
         _require(self, "mrp_steps", int, lambda v: v >= 1, "an int of 1 or more")
         _require(self, "num_draft_states", int, lambda v: v >= 1, "an int of 1 or more")
         _require(self, "draft_branches", int, lambda v: v >= 1, "an int of 1 or more")
+        _require(self, "draft_passes", int, lambda v: v >= 1, "an int of 1 or more")
         _require(self, "residual_delta", float, lambda v: v > 0, "a positive number of logits")
         if self.remask_rule not in REMASK_RULES:
             raise ValueError(f"remask_rule is {self.remask_rule!r}: choose one of {', '.join(REMASK_RULES)}")

@@ -152,95 +152,47 @@ class Scored:
         return torch.where(same.any(-1), same.int().argmax(-1), -1)
 
 
+def follow(onward: Tensor) -> Tensor:
+    """[rows, n] the places that the links `onward` [rows, n] lead through from place 0; the last is repeated."""
+    here = torch.arange(onward.shape[1], device=onward.device)
+    onward = torch.where(onward < 0, here, onward)
+    path = [torch.zeros_like(onward[:, :1])]
+    for _ in range(onward.shape[1] - 1):
+        path.append(onward.gather(1, path[-1]))
+    return torch.cat(path, 1)
+
+
 class Memory:
     """What the last round scored, and where each of its states leads without another forward.
 
     Args:
         scored: [rows, n] states, none of them clean.
         follower: [rows, n] the state that each one's reveal makes.
+        onward: [rows, n] long, the place of that state among these and possibly more, -1 if nowhere.
+
+    Attributes:
+        end: [rows, n] long, the last scored state on the way from each.
+        exit: [rows, n] the state behind it, which is not scored.
     """
 
-    def __init__(self, scored: Scored, follower: States) -> None:
+    def __init__(self, scored: Scored, follower: States, onward: Tensor) -> None:
         self.scored = scored
-        onward = scored.edges(follower, torch.zeros_like(scored.states.valid))
-        end = torch.where(onward < 0, torch.arange(onward.shape[1], device=onward.device), onward)
-        for _ in range(onward.shape[1].bit_length()):
+        count = onward.shape[1]
+        kept = (onward >= 0) & (onward < count)
+        kept &= scored.states.valid.gather(1, onward.clamp(0, count - 1))
+        end = torch.where(kept, onward, torch.arange(count, device=onward.device))
+        for _ in range(count.bit_length()):
             end = end.gather(1, end)
         self.end = end
         self.exit = follower.map(lambda t: t.gather(1, end if t.dim() == 2 else end[..., None].expand_as(t)))
 
-    def skip(self, state: States, base: int) -> tuple[States, Tensor]:
-        """For [rows] states: the first one on the way that is not scored yet, and what an estimate there starts from.
-
-        That is `base` if the state itself is not scored, and 1 + the place of the last scored one otherwise.
-        """
-        scored = self.scored.states
-        same = (scored.ids == state.ids[:, None]).all(-1) & (scored.start == state.start[:, None]) & scored.valid
-        found, place = same.any(-1), same.int().argmax(-1)
-        ahead = self.exit.map(lambda t: t[torch.arange(len(place), device=place.device), place])
-        return (
-            replace(
-                state,
-                ids=torch.where(found[:, None], ahead.ids, state.ids),
-                step=torch.where(found, ahead.step, state.step),
-            ),
-            torch.where(found, 1 + self.end.gather(1, place[:, None])[:, 0], base),
+    @staticmethod
+    def empty(like: Scored) -> "Memory":
+        """One that holds nothing: `like` [rows] gives shapes and has no valid states."""
+        scored = Scored(
+            *(part.map(lambda t: t[:, None]) if hasattr(part, "map") else part[:, None] for part in vars(like).values())
         )
+        return Memory(scored, scored.states, torch.full_like(scored.parent, -1))
 
 
-class Frontier:
-    """States that may follow those already in a round, with the chance that the backbone gets there.
-
-    Args:
-        like: [rows] states, for shapes.
-        size: How many may be added per row.
-    """
-
-    def __init__(self, like: States, size: int) -> None:
-        self.states = like.map(lambda t: torch.zeros_like(t)[:, None].repeat(1, size, *[1] * (t.dim() - 1)))
-        self.states.row = like.row[:, None].expand(-1, size)
-        self.chance = torch.zeros(len(like.start), size, device=like.start.device)
-        self.parent, self.base = torch.full_like(self.states.start, -1), torch.full_like(self.states.start, -1)
-        self.taken = torch.zeros_like(self.states.valid)
-        self.reached = torch.ones_like(self.chance[:, 0])  # the chance of the state last taken
-        self.used = 0
-
-    @property
-    def open(self) -> Tensor:
-        """[rows, size] bool: what may still be taken."""
-        return self.states.valid & ~self.taken
-
-    def add(self, state: States, chance: Tensor, base: Tensor, parent: int = -1) -> None:
-        """Adds [rows] followers of the states last taken, each of which comes with a chance [rows] once there.
-
-        Args:
-            state: The followers; those that are not valid are left out.
-            chance: [rows].
-            base: [rows] long, what an estimate at the follower starts from.
-            parent: The slot of the clean state it looks at.
-        """
-        old = slice(0, self.used)
-        same = (self.states.ids[:, old] == state.ids[:, None]).all(-1) & (self.states.start[:, old] == state.start[:, None])
-        same &= (self.parent[:, old] == parent) & self.states.valid[:, old] & state.valid[:, None]
-        chance = chance * self.reached
-        self.chance[:, old] += same * chance[:, None]
-        for held, new in zip(vars(self.states).values(), vars(state).values(), strict=True):
-            if held is not self.states.row:
-                held[:, self.used] = new
-        self.states.valid[:, self.used] &= ~same.any(-1)
-        self.chance[:, self.used], self.base[:, self.used], self.parent[:, self.used] = chance, base, parent
-        self.used += 1
-
-    def best(self) -> tuple[States, Tensor, Tensor]:
-        """Takes the likeliest state of each row: [rows] states (not valid where there is none), their parents and bases."""
-        rows = torch.arange(len(self.chance), device=self.chance.device)
-        self.reached, place = self.chance.masked_fill(~self.open, -1).max(-1)
-        found = self.reached >= 0
-        taken = self.states.map(lambda t: t[rows, place])
-        parent = torch.where(found, self.parent[rows, place], -1)
-        base = torch.where(found, self.base[rows, place], -1)
-        self.taken[rows, place] |= found
-        return replace(taken, valid=found), parent, base
-
-
-__all__ = ["Frontier", "Memory", "Proposal", "Reveal", "Scored", "States"]
+__all__ = ["Memory", "Proposal", "Reveal", "Scored", "States", "follow"]

@@ -1,9 +1,8 @@
 """Decoding strategies: which positions a step reveals, what the head adds to it, and what is drafted ahead.
 
-A strategy has three methods. `reveal` chooses among the masked positions of a state the ones a denoising step commits.
-`refine` may change that choice before it counts (more reveals, or some taken back). `draft_hidden` estimates what the backbone
-would say at a state, from which the decoder guesses the states that will follow, to score them all in one forward; a wrong
-guess is not walked through, so drafts never change the text.
+A strategy has two methods. `reveal` chooses among the masked positions of a state the ones a denoising step commits.
+`refine` may change that choice before it counts (more reveals, or some taken back). Its numbers say what is drafted: states
+that may follow, scored together in one forward; a wrong guess is not walked through, so drafts never change the text.
 """
 
 import math
@@ -61,6 +60,7 @@ class Static:
     drafts = False
     width = 1  # states a row may submit in a round
     branches = 1  # followers of a drafted state that are considered
+    passes = 0  # of the head, in which drafted states are re-read
 
     def reveal(self, confidence: Tensor, entropy: Tensor, candidates: Tensor, count: Tensor) -> Tensor:
         """Which candidates a step commits.
@@ -79,10 +79,6 @@ class Static:
     def refine(self, steps: HeadSteps, states: States, hidden: Tensor, reveal: Reveal) -> Reveal:
         """Changes a reveal before it counts; by default it stands."""
         return reveal
-
-    def draft_hidden(self, steps: HeadSteps, states: States, hidden: Tensor) -> Tensor:
-        """The estimate of the backbone's hidden states at drafted states; strategies that draft define it."""
-        raise NotImplementedError
 
 
 class Sequential(Static):
@@ -170,7 +166,12 @@ class Remask(Dynamic):
 
 
 class SelfSpec(Static):
-    """`self_spec`: `static`, with the following states drafted from the backbone's own stale logits. Needs no head."""
+    """`self_spec`: `static`, with the following states drafted from the backbone's own stale logits. Needs no head.
+
+    Args:
+        num_draft_states: K, the states a row may submit per round.
+        draft_branches: Followers of a state that are considered; 1 drafts a chain.
+    """
 
     drafts = True
 
@@ -178,21 +179,20 @@ class SelfSpec(Static):
         self.width = num_draft_states
         self.branches = draft_branches
 
-    def draft_hidden(self, steps: HeadSteps, states: States, hidden: Tensor) -> Tensor:
-        """See `Static.draft_hidden`."""
-        return hidden
-
 
 class Spec(SelfSpec):
-    """`mrp_spec`: `static`, with the following states drafted by the head: acc_k = acc_{k-1} + Head(x^(k), acc_{k-1})."""
+    """`mrp_spec`: `static`, with the following states drafted by the head: acc_k = acc_{k-1} + Head(x^(k), acc_{k-1}).
 
-    def __init__(self, num_draft_states: int, draft_branches: int) -> None:
+    Args:
+        num_draft_states: As in `SelfSpec`.
+        draft_branches: As in `SelfSpec`.
+        draft_passes: Head passes per round; with `num_draft_states - 1` of them each drafted state is re-read before the next.
+    """
+
+    def __init__(self, num_draft_states: int, draft_branches: int, draft_passes: int) -> None:
         super().__init__(num_draft_states, draft_branches)
-        self.uses_head = num_draft_states > 1
-
-    def draft_hidden(self, steps: HeadSteps, states: States, hidden: Tensor) -> Tensor:
-        """See `Static.draft_hidden`."""
-        return hidden + steps.head_hidden(states, hidden)
+        self.passes = min(draft_passes, num_draft_states - 1)
+        self.uses_head = self.passes > 0
 
 
 __all__ = [

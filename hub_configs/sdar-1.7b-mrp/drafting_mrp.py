@@ -1,0 +1,1 @@
+../../modeling_mrp/drafting_mrp.py

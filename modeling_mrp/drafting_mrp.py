@@ -1,0 +1,207 @@
+"""Which states a round submits: a lattice of those that may follow each row's next state, the likeliest first.
+
+An estimate of the backbone's hidden states tells, for each masked position, a token and how sure it is. Which position is
+revealed first is far less certain than which token it gets, so a state has several followers; orders that meet in one state
+add up there, and a state that the last round scored needs no slot, since what follows it is known.
+
+Estimates come from *sources*: the last accepted state and the remembered ones, at which the backbone itself spoke, and the
+states of the lattice that the head has re-read. A head pass costs nearly the same for many states as for one, so a few passes
+serve a round: the lattice is grown a little, the head re-reads all of it in one pass, and it is grown anew, further.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .states_mrp import Proposal, States
+
+if TYPE_CHECKING:
+    from .decoding_mrp import Decoder
+
+# The power of a token's odds that orders drafts. Reveals follow the first power or a little more; the fourth drafts best, as a
+# state passed over is remembered, so that going deeper is worth more than its chance (`benchmarks/NOTES.md`, Drafting).
+ORDER_SHARPNESS = 4.0
+
+# For `base`: what the state's parent has.
+INHERITED = -2
+
+
+def growth(width: int, passes: int) -> list[int]:
+    """How many states of `width` the lattice holds at each of the head passes of a round: in even steps, the last one unread."""
+    return [-(-done * (width - 1) // passes) for done in range(1, min(passes, width - 1) + 1)]
+
+
+class Lattice:
+    """The states of one round, [rows, width], and what they are drafted from.
+
+    A state is held as one row of integers: its ids, then start, parent, step, end, base and source. The first three things
+    say which state it is; `end` is the column of its first eos, `base` the source that an estimate of it starts from, and
+    `source` the one that tells its followers: its own estimate if there is one, else its base.
+
+    Sources are numbered: 0 is the last accepted state, then come the remembered ones, then estimates by the head.
+
+    Args:
+        decoder: Whose round it is.
+        width: States per row.
+    """
+
+    def __init__(self, decoder: "Decoder", width: int) -> None:
+        self.decoder, self.width = decoder, width
+        self.branches = min(decoder.strategy.branches, decoder.block)
+        block = decoder.block
+        self.start, self.parent, self.step, self.end, self.base, self.source = range(block, block + 6)
+        memory, seed = decoder.memory, decoder.seed
+        self.hidden = torch.cat([seed.hidden[:, None], memory.scored.hidden], 1)
+        self.token = torch.cat([seed.reveal.token[:, None], memory.scored.reveal.token], 1)
+        self.odds = torch.cat([seed.reveal.confidence[:, None], memory.scored.reveal.confidence], 1)
+        current = decoder.current()
+        self.valid = current.valid[:, None]
+        none = torch.full_like(current.start, -1)
+        first_source = torch.where(decoder.has_seed & decoder.strategy.drafts, 0, none)
+        self.slots = self._packed(current, none, decoder.eos_column(current), first_source)[:, None]
+        after = decoder.next_block(current)
+        self.rider = self._packed(after, none, torch.full_like(none, block), none)
+        self.has_read = False
+        # States whose estimate, or whose way ahead, is known: what is looked up by ids and start, and what it leads to.
+        scored = memory.scored.states
+        leads = torch.arange(1, 1 + scored.start.shape[1], device=none.device)
+        self.known = torch.cat([scored.ids, scored.start[..., None]], -1)
+        self.known_valid = scored.valid
+        exits = memory.exit
+        ends = decoder.eos_column(exits.map(lambda t: t.flatten(0, 1))).view_as(exits.start)
+        self.ahead = self._packed(exits, torch.full_like(exits.start, -1), ends, leads[memory.end])
+
+    def _packed(self, states: States, parent: Tensor, end: Tensor, source: Tensor) -> Tensor:
+        rest = torch.stack([states.start, parent, states.step, end, source, source], -1)
+        return torch.cat([states.ids, rest], -1)
+
+    def states(self) -> States:
+        """[rows, n] the states grown so far."""
+        rows = self.decoder.all_rows[:, None].expand_as(self.valid)
+        ids = self.slots[..., : self.decoder.block]
+        return States(ids, self.slots[..., self.start], self.slots[..., self.step], rows, self.valid)
+
+    def proposal(self) -> Proposal:
+        """What is submitted."""
+        return Proposal(self.states(), self.slots[..., self.parent])
+
+    def grow(self, size: int) -> None:
+        """Grows the lattice from its first state to `size` of them, best first."""
+        rows, branches = self.decoder.all_rows, self.branches
+        state, valid = self.slots[:, 0], self.valid[:, 0]
+        slots, valids, reached = [state], [valid], torch.ones_like(state[:, 0], dtype=self.odds.dtype)
+        open_ = state.new_zeros(len(rows), (size - 1) * branches, state.shape[-1])
+        chance = reached.new_zeros(open_.shape[:2])  # 0: taken, or not there
+        for slot in range(size - 1):
+            followers, odds = self._followers(state, valid, slot)
+            odds = odds * reached[:, None]
+            # Orders that meet in one state add up there: among these, and with those found before.
+            twins = (followers[:, :, None, : self.step] == followers[:, None, :, : self.step]).all(-1)
+            odds = (twins * odds[:, None]).sum(-1) * ~twins.tril(-1).any(-1)
+            used, fresh = slice(0, slot * branches), slice(slot * branches, (slot + 1) * branches)
+            met = (open_[:, used, None, : self.step] == followers[:, None, :, : self.step]).all(-1)
+            met &= (chance[:, used] > 0)[..., None]
+            taken = (torch.stack(slots, 1)[:, :, None, : self.step] == followers[:, None, :, : self.step]).all(-1)
+            chance[:, used] += (met * odds[:, None]).sum(-1)
+            open_[:, fresh] = followers
+            chance[:, fresh] = odds * ~(met.any(1) | taken.any(1))
+            reached, place = chance.max(-1)
+            valid = reached > 0
+            state = open_[rows, place]
+            chance[rows, place] = 0
+            slots.append(state)
+            valids.append(valid)
+        self.slots, self.valid = torch.stack(slots, 1), torch.stack(valids, 1)
+
+    def _followers(self, state: Tensor, valid: Tensor, slot: int) -> tuple[Tensor, Tensor]:
+        """[rows, branches] followers of the states in a slot [rows], and the chance of each there; 0 for none."""
+        decoder, block = self.decoder, self.decoder.block
+        ids, end, source = state[:, :block], state[:, self.end], state[:, self.source]
+        masked = ids == decoder.mask_id
+        clean = ~masked.any(-1)
+        token, odds = self.tells(state, valid)
+        candidates = masked & (decoder.offsets < end[:, None]) & ((source >= 0) & valid)[:, None]
+        ranked, order = odds.where(candidates, -torch.inf).sort(dim=-1, descending=True, stable=True)
+        rank = torch.empty_like(order).scatter_(1, order, decoder.offsets.expand_as(order))
+        sure = (decoder.schedule[state[:, self.step].clamp(max=block - 1)] - 1).clamp(min=0)  # all reveals of a step but one
+        last = sure[:, None] + decoder.offsets[: self.branches]
+        choice = (ORDER_SHARPNESS * ranked.clamp(max=1e4).masked_fill(decoder.offsets < sure[:, None], -torch.inf)).softmax(-1)
+        chance = choice.gather(1, last.clamp(max=block - 1)).where(last < block, 0.0).nan_to_num(0.0)
+        # Where a step reveals more than is left, all of it goes.
+        chance[:, 0] = chance[:, 0].where(~candidates.any(-1) | (ranked.gather(1, sure[:, None])[:, 0] > -torch.inf), 1.0)
+        where = ((rank[:, None] < sure[:, None, None]) | (rank[:, None] == last[..., None])) & candidates[:, None]
+        made = state[:, None].repeat(1, last.shape[1], 1)
+        made[..., :block] = torch.where(where, token[:, None], made[..., :block])
+        made[..., self.step] += 1
+        ends = torch.where(where & decoder.is_eos(token)[:, None], decoder.offsets, block).amin(-1)
+        made[..., self.end] = torch.minimum(made[..., self.end], ends)
+        made[..., self.base] = made[..., self.source]
+        made = self._looked_up(made)
+        chance = chance * ~self._done(made)  # the reveal before a state that ends the row already tells
+        # Behind a clean state comes the next block.
+        rider = self.rider.clone()
+        rider[:, self.parent] = slot
+        made[:, 0] = torch.where(clean[:, None], rider, made[:, 0])
+        chance[:, 0] = torch.where(clean, 1.0, chance[:, 0])
+        return made, chance * valid[:, None]
+
+    def tells(self, state: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+        """The token [rows, block] that each masked position of states [rows] is expected to get, and its log-odds.
+
+        Greedy picks at a source stand for all that follows; the noise of sampled ones depends on how many masks are left.
+        """
+        rows, source = self.decoder.all_rows, state[:, self.source].clamp(min=0)
+        if not self.decoder.drafter.sample:
+            return self.token[rows, source], self.odds[rows, source]
+        states = States(state[:, : self.decoder.block], state[:, self.start], state[:, self.step], rows, valid)
+        reveal = self.decoder.reveal_from(states, self.hidden[rows, source], drafting=True)
+        return reveal.token, reveal.confidence
+
+    def _looked_up(self, made: Tensor) -> Tensor:
+        """States [rows, n] that are remembered or re-read are replaced with what they lead to."""
+        block = self.decoder.block
+        same = (made[:, :, None, : block + 1] == self.known[:, None]).all(-1) & self.known_valid[:, None]
+        found, place = same.any(-1), same.int().argmax(-1)
+        ahead = self.ahead.gather(1, place[..., None].expand_as(made))
+        base = torch.where(ahead[..., self.base] == INHERITED, made[..., self.base], ahead[..., self.base])
+        ahead[..., self.base] = base
+        return torch.where(found[..., None], ahead, made)
+
+    def _done(self, made: Tensor) -> Tensor:
+        """[rows, n] bool: nothing is left to reveal before the end of the text."""
+        block, rows = self.decoder.block, self.decoder.rows
+        end = torch.minimum(made[..., self.end] + 1, rows.limit[:, None] - made[..., self.start])
+        hidden = (made[..., :block] == self.decoder.mask_id) & (self.decoder.offsets < end[..., None])
+        return (end <= block) & ~hidden.any(-1)
+
+    def re_read(self) -> None:
+        """One head pass over the states grown so far: an estimate of its own for each, from which it is looked up later."""
+        decoder, block = self.decoder, self.decoder.block
+        # The first state's estimate cannot get better; each other's starts from what its parent has by now.
+        begin = 1 if self.has_read else 0
+        states, bases = self.states().map(lambda t: t[:, begin:]), self.slots[:, begin:, self.base]
+        masked = (states.ids == decoder.mask_id).any(-1)
+        states.valid = states.valid & masked & (bases >= 0)
+        hidden = self.hidden[decoder.all_rows[:, None], bases.clamp(min=0)]
+        hidden = hidden + decoder.head_pass(states, hidden)
+        count = states.start.shape[1]
+        reveal = decoder.reveal_from(states.map(lambda t: t.flatten(0, 1)), hidden.flatten(0, 1), drafting=True)
+        own = torch.arange(self.hidden.shape[1], self.hidden.shape[1] + count, device=hidden.device)
+        self.hidden = torch.cat([self.hidden, hidden], 1)
+        self.token = torch.cat([self.token, reveal.token.unflatten(0, (-1, count))], 1)
+        self.odds = torch.cat([self.odds, reveal.confidence.unflatten(0, (-1, count))], 1)
+        read = self.slots[:, begin:].clone()
+        read[..., self.source] = torch.where(states.valid, own, read[..., self.source])
+        if not self.has_read:
+            self.slots, self.has_read = read.clone(), True
+        # What leads to a state that has an estimate now leads to that; the newest is found first.
+        same = (self.ahead[:, :, None, : block + 1] == read[:, None, :, : block + 1]).all(-1) & states.valid[:, None]
+        newer = read.gather(1, same.int().argmax(-1)[..., None].expand_as(self.ahead))
+        read[..., self.base] = INHERITED
+        self.ahead = torch.cat([read, torch.where(same.any(-1, keepdim=True), newer, self.ahead)], 1)
+        self.known = torch.cat([read[..., : block + 1], self.known], 1)
+        self.known_valid = torch.cat([states.valid, self.known_valid], 1)
+
+
+__all__ = ["ORDER_SHARPNESS", "Lattice", "growth"]
