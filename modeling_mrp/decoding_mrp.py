@@ -42,11 +42,13 @@ class Rows:
     """What is known of every row; `tokens` is laid out by absolute position, without padding.
 
     Attributes:
-        tokens: [rows, capacity] long: prompt, revealed tokens, masks.
+        tokens: [rows, capacity] long: prompt, given and revealed tokens, masks.
         logprob: [rows, capacity] float32 log-confidence of generated tokens when committed.
         reveal_step: [rows, capacity] long index of the denoising step that committed them, -1 elsewhere.
         prompt_length: [rows] long.
+        given_end: [rows] long, one past the last token that was given: of the prompt, or of what is to be filled in.
         limit: [rows] long, one past the last position the user wants.
+        open_end: [rows] long, one past the last position before `limit` that is not given.
         stop: [rows] long, one past the last token of the text once it is known, else a large number.
         start: [rows] long, the current block.
         step: [rows] long, denoising steps taken in it.
@@ -59,7 +61,9 @@ class Rows:
     logprob: Tensor
     reveal_step: Tensor
     prompt_length: Tensor
+    given_end: Tensor
     limit: Tensor
+    open_end: Tensor
     stop: Tensor
     start: Tensor
     step: Tensor
@@ -104,6 +108,7 @@ class Decoder:
         min_new_tokens: No eos is picked for so many tokens.
         stops_at: Given a row and the length of its text, whether a stopping criterion ends it there; or None.
         on_round: Called after every round (for streamers); or None.
+        infill: [rows, n] long, what continues each prompt: given tokens, and masks where one is to be generated; or None.
     """
 
     def __init__(
@@ -119,33 +124,21 @@ class Decoder:
         min_new_tokens: int = 0,
         stops_at: Callable[[Tensor], bool] | None = None,
         on_round: Callable[[Rows], None] | None = None,
+        infill: Tensor | None = None,
     ) -> None:
         config = model.config
         self.model, self.strategy, self.picker = model, strategy, picker
-        self.min_new_tokens = min_new_tokens
         self.schedule, self.stops_at, self.on_round = schedule, stops_at, on_round
         self.block, self.mask_id = config.block_size, config.mask_token_id
         self.device = seeds.device
         self.eos = torch.tensor(eos_token_ids, dtype=torch.long, device=self.device)
         rows = len(prompts)
-        lengths = torch.tensor([len(p) for p in prompts], device=self.device)
-        capacity = -(-int(lengths.max() + max_new_tokens) // self.block) * self.block
-        self.rows = Rows(
-            tokens=torch.full((rows, capacity), self.mask_id, device=self.device),
-            logprob=torch.zeros(rows, capacity, device=self.device),
-            reveal_step=torch.full((rows, capacity), -1, device=self.device),
-            prompt_length=lengths,
-            limit=lengths + max_new_tokens,
-            stop=torch.full_like(lengths, torch.iinfo(torch.long).max),
-            start=lengths // self.block * self.block,
-            step=torch.zeros_like(lengths),
-            clock=torch.zeros_like(lengths),
-            active=torch.ones(rows, dtype=torch.bool, device=self.device),
-            seed=seeds,
-        )
+        self.rows = self._lay_out(prompts, infill, max_new_tokens, seeds)
+        lengths, capacity = self.rows.prompt_length, self.rows.tokens.shape[1]
         self.asked = lengths.tolist()  # how much of each row's text the stopping criteria have seen
-        for row, prompt in enumerate(prompts):
-            self.rows.tokens[row, : len(prompt)] = prompt
+        # Given tokens are kept, so that no text ends before the last of them.
+        self.no_eos_before = torch.maximum(lengths + min_new_tokens, self.rows.given_end)
+        self.bars_eos = bool((self.no_eos_before > lengths).any())
         self.width = max(2, strategy.width)
         zeros = torch.zeros_like(lengths)
         self.counts = Counts(
@@ -177,6 +170,38 @@ class Decoder:
         no_reveal = Reveal(nothing.ids.bool(), nothing.ids, nothing.ids.float(), nothing.ids.float())
         self.memory = Memory(Scored(nothing, nothing.start, no_reveal, self.seed_hidden[:, None]), nothing)
 
+    def _lay_out(self, prompts: list[Tensor], infill: Tensor | None, max_new_tokens: int, seeds: Tensor) -> Rows:
+        """Every row's text before the first step; a row starts in the block of its first mask."""
+        rows = len(prompts)
+        lengths = torch.tensor([len(p) for p in prompts], device=self.device)
+        limit, given_end = lengths + max_new_tokens, lengths
+        capacity = -(-int(limit.max()) // self.block) * self.block
+        tokens = torch.full((rows, capacity), self.mask_id, device=self.device)
+        for row, prompt in enumerate(prompts):
+            tokens[row, : len(prompt)] = prompt
+        if infill is not None:
+            count = torch.arange(1, 1 + infill.shape[1], device=self.device)
+            tokens.scatter_(1, lengths[:, None] + count - 1, infill)
+            given_end = lengths + torch.where(infill == self.mask_id, 0, count).amax(1)
+        position = torch.arange(capacity, device=self.device)
+        masked = (tokens == self.mask_id) & (position < limit[:, None])
+        first = torch.where(masked.any(1), masked.int().argmax(1), limit).minimum(limit - 1)
+        return Rows(
+            tokens=tokens,
+            logprob=torch.zeros(rows, capacity, device=self.device),
+            reveal_step=torch.full((rows, capacity), -1, device=self.device),
+            prompt_length=lengths,
+            given_end=given_end,
+            limit=limit,
+            open_end=torch.where(masked, position + 1, 0).amax(1),
+            stop=torch.full_like(lengths, torch.iinfo(torch.long).max),
+            start=first // self.block * self.block,
+            step=torch.zeros_like(lengths),
+            clock=torch.zeros_like(lengths),
+            active=torch.ones(rows, dtype=torch.bool, device=self.device),
+            seed=seeds,
+        )
+
     # ------------------------------------------------------------------ the outline
 
     def run(self) -> tuple[Rows, Counts]:
@@ -190,7 +215,7 @@ class Decoder:
         return self.rows, self.counts
 
     def prefill(self) -> None:
-        """One pass over the prompt's whole blocks and, in the same forward, each row's first state."""
+        """One pass over the whole blocks before each row's first mask and, in the same forward, the row's first state."""
         first = self.rows.start
         length = int(first.max()) + self.block
         positions = torch.arange(length, device=self.device).expand(len(first), length)
@@ -348,16 +373,17 @@ class Decoder:
     def _commit_clean(self, states: States, hidden: Tensor, which: Tensor) -> None:
         """Keeps the KV that the round just computed for accepted clean states, and leaves the head's share pending.
 
-        `which` [rows, width] marks at most one state a row.
+        `which` [rows, width] marks, in a row, a block and given blocks right behind it.
         """
         row, slot = which.nonzero(as_tuple=True)
         if len(row) == 0:
             return
-        start = states.start[row, slot]
-        self.cache.commit(row, slot * self.block, start, self.block, self.backbone_layers)
-        self.committed[row] = start + self.block
-        if self.head_layers:
-            rows = which.any(-1)
+        self.cache.commit(row, slot * self.block, states.start[row, slot], self.block, self.backbone_layers)
+        order = which.cumsum(1)
+        self.committed += order[:, -1] * self.block
+        for nth in range(1, 1 + int(order[:, -1].max()) if self.head_layers else 1):
+            row, slot = (which & (order == nth)).nonzero(as_tuple=True)
+            rows = order[:, -1] >= nth
             if bool((self.pending & rows).any()):
                 idle = states.map(lambda t: t[:, 0])
                 self._head_pass(replace(idle, valid=torch.zeros_like(rows)), hidden[:, 0], self.pending & rows)
@@ -394,24 +420,25 @@ class Decoder:
         return ~(states.ids == self.mask_id).any(-1)
 
     def _eos_column(self, states: States) -> Tensor:
-        """[n] the first column of a generated eos in the block, `block_size` if there is none."""
-        generated = states.start[:, None] + self.offsets >= self.rows.prompt_length[states.row, None]
-        found = torch.isin(states.ids, self.eos) & generated
+        """[n] the first column of an eos that ends the text, `block_size` if the block has none."""
+        ends = states.start[:, None] + self.offsets >= self.rows.given_end[states.row, None]
+        found = torch.isin(states.ids, self.eos) & ends
         return torch.where(found, self.offsets, self.block).amin(-1)
 
     def _done(self, states: States) -> Tensor:
-        """[n] bool: everything before the first eos, or before the limit, is revealed."""
-        end = torch.minimum(self._eos_column(states) + 1, self.rows.limit[states.row] - states.start)
+        """[n] bool: everything before the eos, or before the limit, is revealed or given."""
+        end = torch.minimum(self._eos_column(states) + 1, self.rows.open_end[states.row] - states.start)
         hidden = (states.ids == self.mask_id) & (self.offsets < end[:, None])
         return (end <= self.block) & ~hidden.any(-1)
 
     def _next_block(self, states: States) -> States:
-        """The all-mask state of the block that follows."""
+        """The first state of the block that follows: masks and given tokens."""
+        start = states.start + self.block
+        at = start[..., None] + self.offsets
+        capacity = self.rows.tokens.shape[1]
+        ids = self.rows.tokens[states.row[..., None], at.clamp(max=capacity - 1)]
         return replace(
-            states,
-            ids=torch.full_like(states.ids, self.mask_id),
-            start=states.start + self.block,
-            step=torch.zeros_like(states.step),
+            states, ids=torch.where(at < capacity, ids, self.mask_id), start=start, step=torch.zeros_like(states.step)
         )
 
     @staticmethod
@@ -433,7 +460,7 @@ class Decoder:
         """Picks at the masked positions of [n] states from hidden states [n, block, hidden], and what the strategy reveals.
 
         `count` overrides the strategy and the schedule: so many of the most confident positions. `behind` [n, block] are the
-        ids of the state that each may follow in this round: a clean block that is not text yet.
+        ids of the clean state of the row's block, not text yet, that each may follow in this round.
         """
         masked = states.ids == self.mask_id
         candidates = masked & (self.offsets < self._eos_column(states)[:, None]) & states.valid[:, None]
@@ -470,8 +497,8 @@ class Decoder:
         return odds.new_full(where.shape, -torch.inf).index_put_((state, column), odds)
 
     def _no_eos(self, row: Tensor, position: Tensor) -> Tensor | None:
-        """[n] bool: positions before the minimum length."""
-        return position < self.rows.prompt_length[row] + self.min_new_tokens if self.min_new_tokens else None
+        """[n] bool: positions before the minimum length, or before the last given token."""
+        return position < self.no_eos_before[row] if self.bars_eos else None
 
     def residual_magnitude(self, hidden: Tensor, token: Tensor, where: Tensor) -> Tensor:
         """[n, block] |C| of given tokens: one dot product each; 0 outside `where`."""
@@ -487,7 +514,8 @@ class Decoder:
             row, start = int(states.row[s]), int(states.start[s])
             committed = self.rows.tokens[row : row + 1, :start].clone()
             if behind is not None and start > int(self.rows.start[row]):
-                committed[:, start - self.block :] = behind[s]
+                at = int(self.rows.start[row])
+                committed[:, at : at + self.block] = behind[s]
             contexts.append(((state == s).nonzero()[:, 0], committed))
         return contexts
 
@@ -531,13 +559,17 @@ class Decoder:
         committed: Tensor,
         forward: Callable[[Tensor, Tensor, Tensor, BlockCache], Tensor],
     ) -> Tensor:
-        """Scores [rows, width] states side by side: each sees its prefix, itself and the state in slot `parent`, if any."""
+        """Scores [rows, width] states side by side: each sees its prefix, itself and, with a state in slot `parent`, what that
+        one sees.
+        """
         rows, width = states.start.shape
         used = int(committed.max())
         self.cache.target_scratch(width * self.block, used)
         sees = torch.eye(width, dtype=torch.bool, device=self.device).repeat(rows, 1, 1)
         if parent is not None:
             sees |= (parent[..., None] == torch.arange(width, device=self.device)) & (parent >= 0)[..., None]
+            for _ in range((width - 2).bit_length()):  # given blocks can follow each other
+                sees |= (sees.float() @ sees.float()) > 0
         scratch = sees.repeat_interleave(self.block, 1).repeat_interleave(self.block, 2)
         prefix = torch.arange(used, device=self.device) < committed[:, None]
         mask = torch.cat([scratch, prefix[:, None].expand(-1, width * self.block, -1)], -1)[:, None]

@@ -14,6 +14,7 @@ from transformers.generation import (
     GenerationMixin,
     LogitsProcessorList,
     MaxLengthCriteria,
+    StoppingCriteria,
     StoppingCriteriaList,
     StopStringCriteria,
     TemperatureLogitsWarper,
@@ -81,9 +82,11 @@ class MRPGenerateOutput(ModelOutput):
 
     Attributes:
         sequences: [rows, prompt + generated] long, padded with `pad_token_id` behind each row's end.
-        tokens_per_forward: [rows] float, generated tokens over the backbone forwards in which the row took part.
-        reveal_step: [rows, generated] long, the denoising step of the row that committed each token; -1 in padding.
-        token_logprobs: [rows, generated] float32, log-probability of each token when committed; 0 in padding.
+        tokens_per_forward: [rows] float, generated tokens (not given ones) over the backbone forwards in which the row took
+            part.
+        reveal_step: [rows, generated] long, the denoising step of the row that committed each token; -1 in padding and at
+            tokens given with `infill_ids`.
+        token_logprobs: [rows, generated] float32, log-probability of each token when committed; 0 in padding and where given.
         stats: `MRPGenerateStats`.
     """
 
@@ -105,6 +108,7 @@ class MRPGenerationMixin(GenerationMixin):
         assistant_model: Any = None,
         custom_generate: Any = None,
         negative_prompt_ids: Tensor | None = None,
+        infill_ids: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor | MRPGenerateOutput:
         """Decodes as `GenerationMixin.generate` does, block by block.
@@ -116,6 +120,19 @@ class MRPGenerationMixin(GenerationMixin):
         Logits processors see the scores of masked positions, [positions, vocab], with the row's committed ids
         [positions, length]: the blocks before the current one.
 
+        Args:
+            inputs: [rows, length] long, the prompts (or `input_ids`).
+            generation_config: Options; keyword arguments go before its fields.
+            streamer: Receives the prompt, then finished blocks in order; of a single row.
+            assistant_model: Not supported.
+            custom_generate: As in transformers; the call is then passed on.
+            negative_prompt_ids: Not supported.
+            infill_ids: [rows, n] long, what continues each row's prompt: `mask_token_id` where a token is to be generated, any
+                other id is given and kept. The blocks before a mask, and its own, are what it is generated from. Rows with
+                fewer are filled up with masks. Behind them the text goes on, if `max_new_tokens` (which counts given
+                tokens too) leaves room; without a limit of length it ends there. A text ends at an eos behind the last given
+                token, and none is generated before.
+
         Returns:
             [rows, prompt + generated] long, or an `MRPGenerateOutput` with `return_dict_in_generate=True`.
 
@@ -123,11 +140,50 @@ class MRPGenerationMixin(GenerationMixin):
             ValueError: for an unknown or unsupported option, a value out of range, or a prompt that cannot be decoded.
         """
         if custom_generate is not None:
-            return super().generate(inputs, generation_config, custom_generate=custom_generate, streamer=streamer, **kwargs)
+            own = {} if infill_ids is None else {"infill_ids": infill_ids}
+            return super().generate(
+                inputs, generation_config, custom_generate=custom_generate, streamer=streamer, **kwargs, **own
+            )
         if assistant_model is not None:
             raise ValueError("assistant_model is not supported: the model's own MRP head drafts. Use decoding='mrp_spec'")
         if negative_prompt_ids is not None:
             raise ValueError("negative_prompt_ids are not supported: leave them unset")
+        config, model_kwargs = self._resolved(generation_config, kwargs)
+        prompt: Any = inputs if inputs is not None else model_kwargs.get("input_ids")
+        self._check_prompt(prompt, model_kwargs.get("attention_mask"), config)
+        copies = 1 if config.num_return_sequences is None else config.num_return_sequences
+        if not isinstance(copies, int) or isinstance(copies, bool) or copies < 1:
+            raise ValueError(f"num_return_sequences is {copies!r}: it must be an int of 1 or more")
+        expanded = len(prompt) * copies
+        if streamer is not None and expanded > 1:
+            raise ValueError(f"a streamer takes one row, and the batch has {expanded}: stream one prompt at a time")
+        if infill_ids is not None:
+            self._check_infill(infill_ids, len(prompt))
+            infill_ids = infill_ids.repeat_interleave(copies, 0)
+            if config.max_new_tokens is None and config.max_length is None:
+                config.max_new_tokens = infill_ids.shape[1]
+
+        def decode(
+            model: Any,
+            input_ids: Tensor,
+            logits_processor: LogitsProcessorList,
+            stopping_criteria: StoppingCriteriaList,
+            generation_config: MRPGenerationConfig,
+            tokenizer: Any = None,
+            **model_kwargs: Any,
+        ) -> Tensor | MRPGenerateOutput:
+            picker = _picker(model, logits_processor, generation_config)
+            criteria = [c for c in stopping_criteria if not isinstance(c, MaxLengthCriteria | EosTokenCriteria)]
+            mask = model_kwargs.get("attention_mask")
+            return _decode(model, input_ids, mask, picker, criteria, generation_config, streamer, infill_ids)
+
+        with _either_padding_side():
+            return super().generate(inputs, generation_config=config, custom_generate=decode, streamer=streamer, **model_kwargs)
+
+    def _resolved(
+        self, generation_config: GenerationConfig | None, kwargs: dict[str, Any]
+    ) -> tuple[MRPGenerationConfig, dict[str, Any]]:
+        """The options of one call, checked, and the other keyword arguments."""
         config = MRPGenerationConfig()
         if generation_config is not None:
             if unknown := sorted(k for k in vars(generation_config) if not k.startswith("_") and not hasattr(config, k)):
@@ -151,28 +207,7 @@ class MRPGenerationMixin(GenerationMixin):
             config.stop_strings = None
         if (mask_id := self.config.mask_token_id) in config.eos_ids():
             raise ValueError(f"eos_token_id holds the mask id {mask_id}, which is never picked: leave it out")
-        prompt = inputs if inputs is not None else model_kwargs.get("input_ids")
-        self._check_prompt(prompt, model_kwargs.get("attention_mask"), config)
-        copies = 1 if config.num_return_sequences is None else config.num_return_sequences
-        if not isinstance(copies, int) or isinstance(copies, bool) or copies < 1:
-            raise ValueError(f"num_return_sequences is {copies!r}: it must be an int of 1 or more")
-        expanded = len(prompt) * copies
-        if streamer is not None and expanded > 1:
-            raise ValueError(f"a streamer takes one row, and the batch has {expanded}: stream one prompt at a time")
-
-        def decode(
-            model: Any,
-            input_ids: Tensor,
-            logits_processor: LogitsProcessorList,
-            stopping_criteria: StoppingCriteriaList,
-            generation_config: MRPGenerationConfig,
-            tokenizer: Any = None,
-            **model_kwargs: Any,
-        ) -> Tensor | MRPGenerateOutput:
-            return _decode(model, input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs)
-
-        with _either_padding_side():
-            return super().generate(inputs, generation_config=config, custom_generate=decode, streamer=streamer, **model_kwargs)
+        return config, model_kwargs
 
     def block_cache(self, batch_size: int, capacity: int, scratch: int, with_head: bool) -> BlockCache:
         """An empty cache for `batch_size` rows of `capacity` tokens, with room for `scratch` tokens being scored."""
@@ -196,18 +231,31 @@ class MRPGenerationMixin(GenerationMixin):
             real = attention_mask.bool()
         if bool(((prompt == self.config.mask_token_id) & real).any()):
             raise ValueError(
-                f"the prompt holds the mask id {self.config.mask_token_id}: infilling is not supported. Remove the masks; "
-                "generate continues the prompt"
+                f"the prompt holds the mask id {self.config.mask_token_id}: pass what stands before the first mask as "
+                "input_ids, and the rest, masks and given tokens, as infill_ids"
             )
-        outside = ((prompt < 0) | (prompt >= self.config.vocab_size)) & real
-        if bool(outside.any()):
-            raise ValueError(
-                f"the prompt holds the id {int(prompt[outside][0])}, outside the vocabulary of {self.config.vocab_size}: "
-                "use this model's tokenizer"
-            )
+        _check_ids("the prompt holds", prompt[real], self.config.vocab_size)
         new = config.max_new_tokens
         if new is not None and (not isinstance(new, int) or isinstance(new, bool) or new < 1):
             raise ValueError(f"max_new_tokens is {new!r}: it must be an int of 1 or more")
+
+    def _check_infill(self, infill_ids: Tensor, rows: int) -> None:
+        if not isinstance(infill_ids, Tensor) or infill_ids.dtype not in (torch.long, torch.int):
+            kind = infill_ids.dtype if isinstance(infill_ids, Tensor) else type(infill_ids).__name__
+            raise ValueError(f"infill_ids are {kind}: pass a [rows, n] tensor of ids, torch.long")
+        if infill_ids.dim() != 2 or len(infill_ids) != rows or infill_ids.shape[1] == 0:
+            raise ValueError(
+                f"infill_ids have shape {list(infill_ids.shape)} for {rows} prompts: pass [{rows}, n], with n of 1 or more"
+            )
+        _check_ids("infill_ids hold", infill_ids, self.config.vocab_size)
+
+
+def _check_ids(what: str, ids: Tensor, vocab_size: int) -> None:
+    outside = (ids < 0) | (ids >= vocab_size)
+    if bool(outside.any()):
+        raise ValueError(
+            f"{what} the id {int(ids[outside][0])}, outside the vocabulary of {vocab_size}: use this model's tokenizer"
+        )
 
 
 def _check_rows(real: Tensor, new_tokens: int, max_positions: int) -> None:
@@ -247,25 +295,29 @@ def _either_padding_side() -> Iterator[None]:
 def _decode(
     model: Any,
     input_ids: Tensor,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
+    attention_mask: Tensor | None,
+    picker: Picker,
+    criteria: list[StoppingCriteria],
     config: MRPGenerationConfig,
     streamer: BaseStreamer | None,
-    model_kwargs: dict[str, Any],
+    infill_ids: Tensor | None,
 ) -> Tensor | MRPGenerateOutput:
     """What `GenerationMixin.generate` calls with everything prepared."""
     device = model.lm_head.weight.device
     input_ids = input_ids.to(device)
-    mask = model_kwargs.get("attention_mask")
-    real = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask.to(device).bool()
+    real = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.to(device).bool()
     new = config.max_length - input_ids.shape[1]
     _check_rows(real, new, model.config.max_position_embeddings)
-    criteria = [c for c in stopping_criteria if not isinstance(c, MaxLengthCriteria | EosTokenCriteria)]
+    if infill_ids is not None and infill_ids.shape[1] > new:
+        raise ValueError(
+            f"infill_ids hold {infill_ids.shape[1]} tokens a row, and max_new_tokens (or max_length) leaves room for {new}: "
+            "raise it, or leave it unset"
+        )
     stream = _Stream(streamer, model.config.block_size) if streamer is not None else None
     decoder = Decoder(
         model,
         config.strategy(),
-        _picker(model, logits_processor, config),
+        picker,
         [ids[keep] for ids, keep in zip(input_ids, real, strict=True)],
         new,
         config.schedule(model.config.block_size).to(device),
@@ -274,6 +326,7 @@ def _decode(
         max(0, (config.min_length or 0) - input_ids.shape[1]),
         (lambda ids: any(bool(torch.as_tensor(c(ids, None)).all()) for c in criteria)) if criteria else None,
         stream.on_round if stream is not None else None,
+        None if infill_ids is None else infill_ids.to(device, torch.long),
     )
     rows, counts = decoder.run()
     if stream is not None:
@@ -337,9 +390,9 @@ class _Stream:
 
 
 def _output(input_ids: Tensor, rows: Rows, counts: Counts, config: MRPGenerationConfig) -> Tensor | MRPGenerateOutput:
-    generated = rows.stop - rows.prompt_length
-    columns = torch.arange(int(generated.max()), device=input_ids.device)
-    inside = columns < generated[:, None]
+    lengths = rows.stop - rows.prompt_length
+    columns = torch.arange(int(lengths.max()), device=input_ids.device)
+    inside = columns < lengths[:, None]
     at = (rows.prompt_length[:, None] + columns).clamp(max=rows.tokens.shape[1] - 1)
     pad = config.pad_token_id
     if pad is None:
@@ -347,10 +400,11 @@ def _output(input_ids: Tensor, rows: Rows, counts: Counts, config: MRPGeneration
     sequences = torch.cat([input_ids, rows.tokens.gather(1, at).where(inside, torch.tensor(pad, device=at.device))], 1)
     if not config.return_dict_in_generate:
         return sequences
+    reveal_step = rows.reveal_step.gather(1, at).where(inside, torch.tensor(-1, device=at.device))
     return MRPGenerateOutput(
         sequences=sequences,
-        tokens_per_forward=generated / counts.row_forwards,
-        reveal_step=rows.reveal_step.gather(1, at).where(inside, torch.tensor(-1, device=at.device)),
+        tokens_per_forward=(reveal_step >= 0).sum(1) / counts.row_forwards,
+        reveal_step=reveal_step,
         token_logprobs=rows.logprob.gather(1, at).where(inside, torch.tensor(0.0, device=at.device)),
         stats=MRPGenerateStats(**vars(counts)),
     )

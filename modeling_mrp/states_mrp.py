@@ -96,8 +96,11 @@ class Proposal:
         return drafted
 
     def behind(self) -> Tensor:
-        """[rows, width, block] the ids of the state that each looks at (its own where there is none)."""
-        slot = torch.where(self.parent < 0, torch.arange(self.parent.shape[1], device=self.parent.device), self.parent)
+        """[rows, width, block] the ids of the first state on the way from parent to parent (its own without a parent)."""
+        width = self.parent.shape[1]
+        slot = torch.where(self.parent < 0, torch.arange(width, device=self.parent.device), self.parent)
+        for _ in range((width - 1).bit_length()):
+            slot = slot.gather(1, slot)
         return self.states.ids.gather(1, slot[..., None].expand_as(self.states.ids))
 
 
