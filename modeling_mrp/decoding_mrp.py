@@ -109,6 +109,8 @@ class Decoder:
         stops_at: Given a row and the length of its text, whether a stopping criterion ends it there; or None.
         on_round: Called after every round (for streamers); or None.
         infill: [rows, n] long, what continues each prompt: given tokens, and masks where one is to be generated; or None.
+        past_key_values: A cache of an earlier decode of the same model, with as many rows or a divisor of it; or None. It is
+            taken over if it has the room.
     """
 
     def __init__(
@@ -125,6 +127,7 @@ class Decoder:
         stops_at: Callable[[Tensor], bool] | None = None,
         on_round: Callable[[Rows], None] | None = None,
         infill: Tensor | None = None,
+        past_key_values: BlockCache | None = None,
     ) -> None:
         config = model.config
         self.model, self.strategy, self.picker = model, strategy, picker
@@ -156,7 +159,13 @@ class Decoder:
         self.backbone_layers, self.head_layers = range(depth), range(depth, depth)
         if strategy.uses_head:
             self.head_layers = range(depth, depth + config.num_nextn_predict_layers)
-        self.cache = model.block_cache(rows, capacity, self.width * self.block, with_head=strategy.uses_head)
+        scratch, with_head = self.width * self.block, strategy.uses_head
+        if past_key_values is None or (with_head and not past_key_values.head_layers):
+            past_key_values = model.block_cache(rows, capacity, scratch, with_head=with_head)
+        self.cache = past_key_values.with_room(rows, capacity, scratch)
+        self.reused = self.cache.reusable(self.rows.tokens, self.rows.start, self.block, with_head)
+        # From here on the slots behind are overwritten, also by a call that does not come to its end.
+        self.cache.hold(self.rows.tokens, self.reused, self.reused.minimum(self.cache.head_held.to(self.device)))
         # The last scored state's hidden states, from which the head reads; `has_seed` is False right after a clean
         # block whose successor has not been scored. `pending` is a clean block whose head KV is still to be computed.
         self.seed_hidden = torch.zeros(rows, self.block, config.hidden_size, dtype=model.dtype, device=self.device)
@@ -212,23 +221,28 @@ class Decoder:
             self.walk(proposal, self.score(proposal))
             if self.on_round is not None:
                 self.on_round(self.rows)
+        head_held = self.head_committed if self.head_layers else self.cache.head_held
+        self.cache.hold(self.rows.tokens, self.committed, head_held)
         return self.rows, self.counts
 
     def prefill(self) -> None:
-        """One pass over the whole blocks before each row's first mask and, in the same forward, the row's first state."""
+        """One pass over the whole blocks before each row's first mask and, in the same forward, the row's first state.
+
+        It starts where the first row's reused keys and values end.
+        """
         first = self.rows.start
         length = int(first.max()) + self.block
         positions = torch.arange(length, device=self.device).expand(len(first), length)
         valid = torch.ones_like(positions, dtype=torch.bool)
         chunk = max(1, PREFILL_CHUNK // self.block) * self.block
-        for begin in range(0, length, chunk):
+        for begin in range(int(self.reused.min()), length, chunk):
             end = min(length, begin + chunk)
             here = positions[:, begin:end]
             ids = self.rows.tokens[:, begin:end]
             mask = block_causal_mask(here, positions[:, :end], valid[:, :end], self.block)
             self.cache.target_slots(begin, end - begin)
             hidden = self.model.backbone(ids, here, mask, self.cache).to(self.device)
-            takes_part = first >= begin
+            takes_part = (first >= begin) & (self.reused < end)
             self.counts.forwards["prefill"] += 1
             self.counts.row_forwards += takes_part
             if self.head_layers:

@@ -1,6 +1,7 @@
 """`generate` for MRP models: what it takes and what comes out. Options are in `options_mrp`, the loop in `decoding_mrp`."""
 
 import logging
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -88,6 +89,7 @@ class MRPGenerateOutput(ModelOutput):
             tokens given with `infill_ids`.
         token_logprobs: [rows, generated] float32, log-probability of each token when committed; 0 in padding and where given.
         stats: `MRPGenerateStats`.
+        past_key_values: The `BlockCache` to go on from in the next call.
     """
 
     sequences: Tensor | None = None
@@ -95,6 +97,7 @@ class MRPGenerateOutput(ModelOutput):
     reveal_step: Tensor | None = None
     token_logprobs: Tensor | None = None
     stats: MRPGenerateStats | None = None
+    past_key_values: BlockCache | None = None
 
 
 class MRPGenerationMixin(GenerationMixin):
@@ -109,6 +112,7 @@ class MRPGenerationMixin(GenerationMixin):
         custom_generate: Any = None,
         negative_prompt_ids: Tensor | None = None,
         infill_ids: Tensor | None = None,
+        past_key_values: BlockCache | None = None,
         **kwargs: Any,
     ) -> Tensor | MRPGenerateOutput:
         """Decodes as `GenerationMixin.generate` does, block by block.
@@ -132,6 +136,12 @@ class MRPGenerationMixin(GenerationMixin):
                 fewer are filled up with masks. Behind them the text goes on, if `max_new_tokens` (which counts given
                 tokens too) leaves room; without a limit of length it ends there. A text ends at an eos behind the last given
                 token, and none is generated before.
+            past_key_values: Those of an earlier call's output, of the same model with the same weights. `input_ids` hold the
+                whole conversation. Keys and values of the blocks that both begin with are not computed again, row by row as
+                far as the ids agree: the text is the one without a cache. Prefill starts at the first block that any
+                row lacks; all of it is computed when the mode uses the head and the earlier call's mode did not. The
+                cache is taken over, in place if it has the room, and used up; with `num_return_sequences` it is copied
+                instead. The output carries the one to go on from.
 
         Returns:
             [rows, prompt + generated] long, or an `MRPGenerateOutput` with `return_dict_in_generate=True`.
@@ -140,10 +150,9 @@ class MRPGenerationMixin(GenerationMixin):
             ValueError: for an unknown or unsupported option, a value out of range, or a prompt that cannot be decoded.
         """
         if custom_generate is not None:
-            own = {} if infill_ids is None else {"infill_ids": infill_ids}
-            return super().generate(
-                inputs, generation_config, custom_generate=custom_generate, streamer=streamer, **kwargs, **own
-            )
+            kwargs |= {} if infill_ids is None else {"infill_ids": infill_ids}
+            kwargs |= {} if past_key_values is None else {"past_key_values": past_key_values}
+            return super().generate(inputs, generation_config, custom_generate=custom_generate, streamer=streamer, **kwargs)
         if assistant_model is not None:
             raise ValueError("assistant_model is not supported: the model's own MRP head drafts. Use decoding='mrp_spec'")
         if negative_prompt_ids is not None:
@@ -157,6 +166,8 @@ class MRPGenerationMixin(GenerationMixin):
         expanded = len(prompt) * copies
         if streamer is not None and expanded > 1:
             raise ValueError(f"a streamer takes one row, and the batch has {expanded}: stream one prompt at a time")
+        if past_key_values is not None:
+            self._check_past(past_key_values, len(prompt))
         if infill_ids is not None:
             self._check_infill(infill_ids, len(prompt))
             infill_ids = infill_ids.repeat_interleave(copies, 0)
@@ -175,7 +186,7 @@ class MRPGenerationMixin(GenerationMixin):
             picker = _picker(model, logits_processor, generation_config)
             criteria = [c for c in stopping_criteria if not isinstance(c, MaxLengthCriteria | EosTokenCriteria)]
             mask = model_kwargs.get("attention_mask")
-            return _decode(model, input_ids, mask, picker, criteria, generation_config, streamer, infill_ids)
+            return _decode(model, input_ids, mask, picker, criteria, generation_config, streamer, infill_ids, past_key_values)
 
         with _either_padding_side():
             return super().generate(inputs, generation_config=config, custom_generate=decode, streamer=streamer, **model_kwargs)
@@ -211,10 +222,15 @@ class MRPGenerationMixin(GenerationMixin):
 
     def block_cache(self, batch_size: int, capacity: int, scratch: int, with_head: bool) -> BlockCache:
         """An empty cache for `batch_size` rows of `capacity` tokens, with room for `scratch` tokens being scored."""
-        config = self.config
+        heads, width, devices = self.config.num_key_value_heads, self.config.head_dim, self._layer_devices(with_head)
+        head_layers = len(devices) - self.config.num_hidden_layers
+        cache = BlockCache(batch_size, heads, width, devices, capacity, scratch, self.dtype, head_layers)
+        cache.owner = weakref.ref(self)
+        return cache
+
+    def _layer_devices(self, with_head: bool) -> tuple[torch.device, ...]:
         layers = list(self.model.layers) + (list(self.mrp_head.layers) if with_head else [])
-        devices = [layer.self_attn.k_proj.weight.device for layer in layers]
-        return BlockCache(batch_size, config.num_key_value_heads, config.head_dim, devices, capacity, scratch, self.dtype)
+        return tuple(layer.self_attn.k_proj.weight.device for layer in layers)
 
     def _check_prompt(self, prompt: Tensor | None, attention_mask: Tensor | None, config: MRPGenerationConfig) -> None:
         if prompt is None:
@@ -239,6 +255,26 @@ class MRPGenerationMixin(GenerationMixin):
         if new is not None and (not isinstance(new, int) or isinstance(new, bool) or new < 1):
             raise ValueError(f"max_new_tokens is {new!r}: it must be an int of 1 or more")
 
+    def _check_past(self, past_key_values: BlockCache, rows: int) -> None:
+        if not isinstance(past_key_values, BlockCache):
+            raise ValueError(
+                f"past_key_values are a {type(past_key_values).__name__}: pass those that "
+                "generate(..., return_dict_in_generate=True) gave, or leave them unset"
+            )
+        if past_key_values.owner is None or past_key_values.owner() is not self:
+            raise ValueError("past_key_values come from another model: pass those of this one's generate, or leave them unset")
+        if past_key_values.rows != rows:
+            raise ValueError(
+                f"past_key_values hold {past_key_values.rows} rows, and input_ids have {rows}: pass the same conversations in "
+                "the same order, or leave them unset"
+            )
+        devices = self._layer_devices(bool(past_key_values.head_layers))
+        if past_key_values.dtype != self.dtype or past_key_values.layer_devices != devices:
+            raise ValueError(
+                f"past_key_values are {past_key_values.dtype} on {_names(past_key_values.layer_devices)}, and the model is now "
+                f"{self.dtype} on {_names(devices)}: leave them unset"
+            )
+
     def _check_infill(self, infill_ids: Tensor, rows: int) -> None:
         if not isinstance(infill_ids, Tensor) or infill_ids.dtype not in (torch.long, torch.int):
             kind = infill_ids.dtype if isinstance(infill_ids, Tensor) else type(infill_ids).__name__
@@ -248,6 +284,10 @@ class MRPGenerationMixin(GenerationMixin):
                 f"infill_ids have shape {list(infill_ids.shape)} for {rows} prompts: pass [{rows}, n], with n of 1 or more"
             )
         _check_ids("infill_ids hold", infill_ids, self.config.vocab_size)
+
+
+def _names(devices: tuple[torch.device, ...]) -> str:
+    return ", ".join(map(str, dict.fromkeys(devices)))
 
 
 def _check_ids(what: str, ids: Tensor, vocab_size: int) -> None:
@@ -301,6 +341,7 @@ def _decode(
     config: MRPGenerationConfig,
     streamer: BaseStreamer | None,
     infill_ids: Tensor | None,
+    past_key_values: BlockCache | None,
 ) -> Tensor | MRPGenerateOutput:
     """What `GenerationMixin.generate` calls with everything prepared."""
     device = model.lm_head.weight.device
@@ -327,11 +368,12 @@ def _decode(
         (lambda ids: any(bool(torch.as_tensor(c(ids, None)).all()) for c in criteria)) if criteria else None,
         stream.on_round if stream is not None else None,
         None if infill_ids is None else infill_ids.to(device, torch.long),
+        past_key_values,
     )
     rows, counts = decoder.run()
     if stream is not None:
         stream.end(rows)
-    return _output(input_ids, rows, counts, config)
+    return _output(input_ids, rows, counts, decoder.cache, config)
 
 
 def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationConfig) -> Picker:
@@ -389,7 +431,9 @@ class _Stream:
             self.sent = upto
 
 
-def _output(input_ids: Tensor, rows: Rows, counts: Counts, config: MRPGenerationConfig) -> Tensor | MRPGenerateOutput:
+def _output(
+    input_ids: Tensor, rows: Rows, counts: Counts, cache: BlockCache, config: MRPGenerationConfig
+) -> Tensor | MRPGenerateOutput:
     lengths = rows.stop - rows.prompt_length
     columns = torch.arange(int(lengths.max()), device=input_ids.device)
     inside = columns < lengths[:, None]
@@ -407,6 +451,7 @@ def _output(input_ids: Tensor, rows: Rows, counts: Counts, config: MRPGeneration
         reveal_step=reveal_step,
         token_logprobs=rows.logprob.gather(1, at).where(inside, torch.tensor(0.0, device=at.device)),
         stats=MRPGenerateStats(**vars(counts)),
+        past_key_values=cache,
     )
 
 
