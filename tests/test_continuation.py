@@ -101,18 +101,27 @@ def test_a_conversation_of_three_turns(mode: str, sampling: dict[str, Any], monk
 
 
 @pytest.mark.parametrize(
-    "modes", [("mrp_spec", "static", "mrp_spec"), ("static", "mrp_remask", "self_spec"), ("mrp_direct",) * 3]
+    "modes",
+    [
+        ("mrp_spec", "static", "mrp_spec"),
+        ("mrp_direct", "static", "static", "mrp_direct"),
+        ("mrp_remask", "self_spec", "mrp_direct"),
+        ("static", "mrp_remask", "self_spec"),
+        ("mrp_direct", "mrp_direct", "mrp_direct"),
+    ],
 )
 def test_turns_in_different_modes(random_model: MRPForCausalLM, modes: tuple[str, ...]) -> None:
-    """With the head's layers filled, left behind, and filled again; or not there at first."""
+    """With the head's layers filled, left behind, and filled again; or not there at first. What `mrp_direct` reveals rests on
+    them."""
     said, cache = [PROMPTS[0], PROMPTS[2]], None
     for turn, mode in enumerate(modes):
-        options = {"decoding": mode, "max_new_tokens": 9 + turn, "seed": turn, **LIVELY}
+        options = {"decoding": mode, "max_new_tokens": 17 + turn, "seed": turn, "mrp_steps": 2, **LIVELY}
         out = decode(random_model, said, past_key_values=cache, **options)
         assert_same(out, decode(random_model, said, **options))
         cache = out.past_key_values
-        said = [row + answer + [7, 8, 9] for row, answer in zip(said, answers(out, said), strict=True)]
-    assert (cache.head_layers > 0) == modes[-1].startswith("mrp_") or modes[0] != modes[1]
+        said = [[*row, *answer, 7, 8, 9] for row, answer in zip(said, answers(out, said), strict=True)]
+    assert isinstance(cache, BlockCache)
+    assert cache.head_layers == 2, "once there, the head's layers stay"
 
 
 def test_filling_in_with_a_cache(random_model: MRPForCausalLM) -> None:
