@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from modeling_mrp.decoding_mrp import Decoder
-from modeling_mrp.modeling_mrp import MRPForCausalLM
 from modeling_mrp.drafting_mrp import Lattice
+from modeling_mrp.modeling_mrp import MRPForCausalLM
 from modeling_mrp.states_mrp import Proposal
 from modeling_mrp.strategies_mrp import ranks
 from trainer.evaluate import decode_problems

@@ -1,5 +1,6 @@
 """Keys and values of committed blocks by absolute position, and the scratch of the states being scored."""
 
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -14,6 +15,9 @@ class BlockCache(Cache):
     need no special case. The states of a round are written to the scratch, right before slot 0, so that what
     attention reads is one view without a copy. When a state turns out clean, `commit` copies its keys and values to its slots.
 
+    Between two calls of `generate` it remembers whose keys and values it holds, so that the next one starts behind them. A
+    call takes over the cache it is given: what that held beyond the new prompt is gone (`copy.deepcopy` keeps it).
+
     Args:
         batch_size: Rows.
         num_key_value_heads: KV heads of every layer.
@@ -22,6 +26,13 @@ class BlockCache(Cache):
         capacity: Committed slots per row, a multiple of the block size.
         scratch: Tokens that can be scored at once per row.
         dtype: Of keys and values.
+        head_layers: How many of the layers are the head's.
+
+    Attributes:
+        ids: [rows, length] long, the text whose tokens the slots hold, by absolute position.
+        held: [rows] long, so many first tokens of it have their keys and values in all layers of the backbone.
+        head_held: [rows] long, the same for the layers of the head.
+        owner: A weak reference to the model whose keys and values these are.
     """
 
     def __init__(
@@ -33,10 +44,16 @@ class BlockCache(Cache):
         capacity: int,
         scratch: int,
         dtype: torch.dtype,
+        head_layers: int = 0,
     ) -> None:
         super().__init__(layers=[])
+        self.rows, self.num_key_value_heads, self.head_dim = batch_size, num_key_value_heads, head_dim
+        self.dtype, self.head_layers = dtype, head_layers
         self.scratch = scratch
         self.capacity = capacity
+        self.owner: weakref.ref[torch.nn.Module] | None = None
+        nothing = torch.zeros(batch_size, dtype=torch.long)
+        self.hold(nothing[:, None][:, :0], nothing, nothing)
         self._device_of = list(layer_devices)
         devices = list(dict.fromkeys(layer_devices))
         # Zeros, since a masked slot still enters the product with its weight of 0, which NaN would survive.
@@ -55,6 +72,11 @@ class BlockCache(Cache):
         }
         self._index = [self._device_of[:layer].count(device) for layer, device in enumerate(self._device_of)]
         self._write = self._read = slice(0, 0)
+
+    @property
+    def layer_devices(self) -> tuple[torch.device, ...]:
+        """The device of every layer."""
+        return tuple(self._device_of)
 
     @property
     def nbytes(self) -> int:
@@ -100,6 +122,47 @@ class BlockCache(Cache):
                 part = buffer[:, held[0] : held[-1] + 1]
                 row, to, of = rows.to(device), slots.to(device), source.to(device)
                 part[:, :, row, :, to] = part[:, :, row, :, of]
+
+    def hold(self, ids: Tensor, held: Tensor, head_held: Tensor) -> None:
+        """Notes what the committed slots hold: see the attributes."""
+        self.ids, self.held, self.head_held = ids, held, head_held
+
+    def reusable(self, ids: Tensor, upto: Tensor, block_size: int, with_head: bool) -> Tensor:
+        """How many first tokens of each row's text need no prefill: the longest common prefix, in whole blocks.
+
+        Args:
+            ids: [rows, length] long, the text by absolute position.
+            upto: [rows] long, the most that is asked for.
+            block_size: Keys and values depend on the whole block.
+            with_head: Whether the head's layers must hold them too.
+        """
+        length = min(ids.shape[1], self.ids.shape[1])
+        common = (ids[:, :length] == self.ids[:, :length].to(ids.device)).long().cumprod(1).sum(1)
+        held = torch.minimum(self.held, self.head_held) if with_head else self.held
+        return torch.minimum(torch.minimum(common, held.to(ids.device)), upto) // block_size * block_size
+
+    def with_room(self, rows: int, capacity: int, scratch: int) -> "BlockCache":
+        """This cache, or a bigger one with what it holds.
+
+        Args:
+            rows: A multiple of this one's: each is then held so many times, one after the other.
+            capacity, scratch: At least so many slots, and tokens that can be scored at once.
+        """
+        # Tensors made in inference mode cannot be written to outside of it.
+        frozen = not torch.is_inference_mode_enabled() and any(t.is_inference() for t in self._buffers.values())
+        if rows == self.rows and capacity <= self.capacity and scratch <= self.scratch and not frozen:
+            return self
+        capacity, scratch = max(capacity, self.capacity), max(scratch, self.scratch)
+        heads, width, devices = self.num_key_value_heads, self.head_dim, self._device_of
+        bigger = BlockCache(rows, heads, width, devices, capacity, scratch, self.dtype, self.head_layers)
+        bigger.owner = self.owner
+        copies = rows // self.rows
+        bigger.hold(*(t.repeat_interleave(copies, 0) for t in (self.ids, self.held, self.head_held)))
+        used = int(self.held.max())
+        for device, buffer in self._buffers.items():
+            held = buffer[:, :, :, :, self.scratch : self.scratch + used]
+            bigger._buffers[device][:, :, :, :, scratch : scratch + used] = held.repeat_interleave(copies, 2)
+        return bigger
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Rows differ in length, so there is no common one; positions are always passed explicitly."""

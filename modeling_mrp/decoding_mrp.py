@@ -14,7 +14,7 @@ A strategy that drafts nothing submits one state a round (two where a block ends
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,6 +23,7 @@ from torch import Tensor
 from .cache_mrp import BlockCache
 from .diffusion_mrp import block_causal_mask
 from .drafting_mrp import Lattice, growth
+from .rows_mrp import Counts, Outlook, Rows
 from .sampling_mrp import Picker, noise_keys
 from .states_mrp import Memory, Proposal, Reveal, Scored, States, follow
 from .strategies_mrp import Static, top_by
@@ -34,83 +35,6 @@ if TYPE_CHECKING:
 PREFILL_CHUNK = 2048
 # Attention reads a multiple of so many committed slots, so that a compiled forward meets few shapes.
 READ_BUCKET = 64
-
-
-@dataclass
-class Rows:
-    """What is known of every row; `tokens` is laid out by absolute position, without padding.
-
-    One more column, behind the capacity, takes what is not to be kept, so that writing needs no count of what is.
-
-    Attributes:
-        tokens: [rows, capacity + 1] long: prompt, revealed tokens, masks.
-        logprob: [rows, capacity + 1] float32 log-confidence of generated tokens when committed.
-        reveal_step: [rows, capacity + 1] long index of the denoising step that committed them, -1 elsewhere.
-        prompt_length: [rows] long.
-        limit: [rows] long, one past the last position the user wants.
-        stop: [rows] long, one past the last token of the text once it is known, else a large number.
-        start: [rows] long, the current block.
-        step: [rows] long, denoising steps taken in it.
-        clock: [rows] long, denoising steps taken in all.
-        active: [rows] bool.
-        seed: [rows] long.
-    """
-
-    tokens: Tensor
-    logprob: Tensor
-    reveal_step: Tensor
-    prompt_length: Tensor
-    limit: Tensor
-    stop: Tensor
-    start: Tensor
-    step: Tensor
-    clock: Tensor
-    active: Tensor
-    seed: Tensor
-
-
-@dataclass
-class Counts:
-    """What a decode cost.
-
-    Attributes:
-        forwards: Forwards by role: `prefill`, `denoise`, `verify` (those of the backbone) and `head`.
-        row_forwards: [rows] long, backbone forwards in which a row took part.
-        row_head_forwards: [rows] long, the same for the head.
-        drafted, accepted, revoked: [rows] long: drafted states submitted, drafts that were right, reveals taken back.
-        accepted_lengths: [rows, n] long: how many rounds accepted 0, 1, 2, ... states; remembered ones count.
-    """
-
-    forwards: dict[str, int]
-    row_forwards: Tensor
-    row_head_forwards: Tensor
-    drafted: Tensor
-    accepted: Tensor
-    revoked: Tensor
-    accepted_lengths: Tensor
-
-
-@dataclass
-class Outlook:
-    """What the host knows of the round to come, read from the device once, at the end of the round before.
-
-    Attributes:
-        active: Some row is not finished.
-        used: Committed tokens of the longest active row.
-        head_used: The same for the head's KV.
-        clean: Some row's next state has no masks.
-        masks: The most masks in a row's next state.
-        drafting: Some row can draft.
-        pending: Some row's last clean block has no KV of the head yet.
-    """
-
-    active: bool
-    used: int
-    head_used: int
-    clean: bool
-    masks: int
-    drafting: bool
-    pending: bool
 
 
 class Decoder:
@@ -128,6 +52,9 @@ class Decoder:
         min_new_tokens: No eos is picked for so many tokens.
         stops_at: Given a row and the length of its text, whether a stopping criterion ends it there; or None.
         on_round: Called after every round (for streamers); or None.
+        infill: [rows, n] long, what continues each prompt: given tokens, and masks where one is to be generated; or None.
+        past_key_values: A cache of an earlier decode of the same model, with as many rows or a divisor of it; or None. It is
+            taken over if it has the room.
     """
 
     def __init__(
@@ -143,33 +70,22 @@ class Decoder:
         min_new_tokens: int = 0,
         stops_at: Callable[[Tensor], bool] | None = None,
         on_round: Callable[[Rows], None] | None = None,
+        infill: Tensor | None = None,
+        past_key_values: BlockCache | None = None,
     ) -> None:
         config = model.config
         self.model, self.strategy, self.picker, self.drafter = model, strategy, picker, picker
-        self.min_new_tokens = min_new_tokens
         self.schedule, self.stops_at, self.on_round = schedule, stops_at, on_round
         self.block, self.mask_id = config.block_size, config.mask_token_id
         self.device = seeds.device
         self.eos = torch.tensor(eos_token_ids, dtype=torch.long, device=self.device)
         rows = len(prompts)
-        lengths = torch.tensor([len(p) for p in prompts], device=self.device)
-        capacity = -(-int(lengths.max() + max_new_tokens) // self.block) * self.block
-        self.rows = Rows(
-            tokens=torch.full((rows, capacity + 1), self.mask_id, device=self.device),
-            logprob=torch.zeros(rows, capacity + 1, device=self.device),
-            reveal_step=torch.full((rows, capacity + 1), -1, device=self.device),
-            prompt_length=lengths,
-            limit=lengths + max_new_tokens,
-            stop=torch.full_like(lengths, torch.iinfo(torch.long).max),
-            start=lengths // self.block * self.block,
-            step=torch.zeros_like(lengths),
-            clock=torch.zeros_like(lengths),
-            active=torch.ones(rows, dtype=torch.bool, device=self.device),
-            seed=seeds,
-        )
+        self.rows = Rows.laid_out(prompts, infill, max_new_tokens, self.block, self.mask_id, seeds)
+        lengths, capacity = self.rows.prompt_length, self.rows.capacity
         self.asked = lengths.tolist()  # how much of each row's text the stopping criteria have seen
-        for row, prompt in enumerate(prompts):
-            self.rows.tokens[row, : len(prompt)] = prompt
+        # Given tokens are kept, so that no text ends before the last of them.
+        self.no_eos_before = torch.maximum(lengths + min_new_tokens, self.rows.given_end)
+        self.bars_eos = bool((self.no_eos_before > lengths).any())
         self.width = max(2, strategy.width)
         zeros = torch.zeros_like(lengths)
         self.counts = Counts(
@@ -188,7 +104,13 @@ class Decoder:
         self.backbone_layers, self.head_layers = range(depth), range(depth, depth)
         if strategy.uses_head:
             self.head_layers = range(depth, depth + config.num_nextn_predict_layers)
-        self.cache = model.block_cache(rows, capacity, self.width * self.block, with_head=strategy.uses_head)
+        scratch, with_head = self.width * self.block, strategy.uses_head
+        if past_key_values is None or (with_head and not past_key_values.head_layers):
+            past_key_values = model.block_cache(rows, capacity, scratch, with_head=with_head)
+        self.cache = past_key_values.with_room(rows, capacity, scratch)
+        self.reused = self.cache.reusable(self.rows.tokens, self.rows.start, self.block, with_head)
+        # From here on the slots behind are overwritten, also by a call that does not come to its end.
+        self.cache.hold(self.rows.tokens, self.reused, self.reused.minimum(self.cache.head_held.to(self.device)))
         self.committed = self.rows.start.clone()
         self.head_committed = self.rows.start.clone()
         # A clean block whose head KV is still to be computed.
@@ -214,25 +136,30 @@ class Decoder:
             if self.on_round is not None:
                 self.on_round(self.rows)
         verify = int(self.verified)
+        head_held = self.head_committed if self.head_layers else self.cache.head_held
+        self.cache.hold(self.rows.tokens, self.committed, head_held)
         self.counts.forwards |= {"verify": verify, "denoise": self.counts.forwards["denoise"] - verify}
         return self.rows, self.counts
 
     def prefill(self) -> None:
-        """One pass over the prompt's whole blocks and, in the same forward, each row's first state."""
+        """One pass over the whole blocks before each row's first mask and, in the same forward, the row's first state.
+
+        It starts where the first row's reused keys and values end.
+        """
         first = self.rows.start
         length = int(first.max()) + self.block
         positions = torch.arange(length, device=self.device).expand(len(first), length)
         valid = torch.ones_like(positions, dtype=torch.bool)
         chunk = max(1, PREFILL_CHUNK // self.block) * self.block
         seed = self.seed.hidden
-        for begin in range(0, length, chunk):
+        for begin in range(int(self.reused.min()), length, chunk):
             end = min(length, begin + chunk)
             here = positions[:, begin:end]
             ids = self.rows.tokens[:, begin:end]
             mask = block_causal_mask(here, positions[:, :end], valid[:, :end], self.block)
             self.cache.target_slots(begin, end - begin)
             hidden = self.model.backbone(ids, here, mask, self.cache).to(self.device)
-            takes_part = first >= begin
+            takes_part = (first >= begin) & (self.reused < end)
             self.counts.forwards["prefill"] += 1
             self.counts.row_forwards += takes_part
             if self.head_layers:
@@ -330,7 +257,7 @@ class Decoder:
 
     def current(self) -> States:
         """Each row's next state [rows], as its tokens show it."""
-        ids = self.rows.tokens.gather(1, (self.rows.start[:, None] + self.offsets).clamp(max=self.rows.tokens.shape[1] - 1))
+        ids = self.rows.tokens.gather(1, (self.rows.start[:, None] + self.offsets).clamp(max=self.rows.capacity))
         return States(ids, self.rows.start, self.rows.step, self.all_rows, self.rows.active)
 
     def _advance(self, last: Scored, moved: Tensor) -> None:
@@ -356,7 +283,7 @@ class Decoder:
     def _record(self, states: States, reveal: Reveal, which: Tensor, tick: Tensor) -> None:
         """Writes what states [rows, n] revealed: text, log-confidence and step, `tick` steps after the row's clock."""
         written = reveal.where & which[..., None]
-        position = torch.where(written, states.start[..., None] + self.offsets, self.rows.tokens.shape[1] - 1).flatten(1)
+        position = torch.where(written, states.start[..., None] + self.offsets, self.rows.capacity).flatten(1)
         step = (self.rows.clock[:, None] + tick)[..., None].expand_as(written)
         self.rows.tokens.scatter_(1, position, reveal.token.flatten(1))
         self.rows.logprob.scatter_(1, position, reveal.logprob.float().flatten(1))
@@ -405,28 +332,25 @@ class Decoder:
         return ~(states.ids == self.mask_id).any(-1)
 
     def eos_column(self, states: States) -> Tensor:
-        """[n] the first column of a generated eos in the block, `block_size` if there is none."""
-        generated = states.start[:, None] + self.offsets >= self.rows.prompt_length[states.row, None]
-        return torch.where(self.is_eos(states.ids) & generated, self.offsets, self.block).amin(-1)
+        """[n] the first column of an eos that ends the text, `block_size` if the block has none."""
+        ends = states.start[:, None] + self.offsets >= self.rows.given_end[states.row, None]
+        return torch.where(self.is_eos(states.ids) & ends, self.offsets, self.block).amin(-1)
 
     def is_eos(self, ids: Tensor) -> Tensor:
         """[...] bool of ids [...]."""
         return (ids[..., None] == self.eos).any(-1)
 
     def _done(self, states: States) -> Tensor:
-        """[n] bool: everything before the first eos, or before the limit, is revealed."""
-        end = torch.minimum(self.eos_column(states) + 1, self.rows.limit[states.row] - states.start)
+        """[n] bool: everything before the eos, or before the limit, is revealed or given."""
+        end = torch.minimum(self.eos_column(states) + 1, self.rows.open_end[states.row] - states.start)
         hidden = (states.ids == self.mask_id) & (self.offsets < end[:, None])
         return (end <= self.block) & ~hidden.any(-1)
 
     def next_block(self, states: States) -> States:
-        """The all-mask state of the block that follows."""
-        return replace(
-            states,
-            ids=torch.full_like(states.ids, self.mask_id),
-            start=states.start + self.block,
-            step=torch.zeros_like(states.step),
-        )
+        """The first state of the block that follows: masks, and given tokens if there are any."""
+        start = states.start + self.block
+        at = (start[..., None] + self.offsets).clamp(max=self.rows.capacity)
+        return replace(states, ids=self.rows.tokens[states.row[..., None], at], start=start, step=torch.zeros_like(states.step))
 
     @staticmethod
     def _stepped(states: States, reveal: Reveal) -> States:
@@ -503,8 +427,8 @@ class Decoder:
         return self._spread(odds, at, where, -torch.inf)
 
     def _no_eos(self, row: Tensor, position: Tensor) -> Tensor | None:
-        """[n] bool: positions before the minimum length."""
-        return position < self.rows.prompt_length[row] + self.min_new_tokens if self.min_new_tokens else None
+        """[n] bool: positions before the minimum length, or before the last given token."""
+        return position < self.no_eos_before[row] if self.bars_eos else None
 
     def residual_magnitude(self, hidden: Tensor, token: Tensor, where: Tensor) -> Tensor:
         """[n, block] |C| of given tokens: one dot product each; 0 outside `where`."""
@@ -586,4 +510,4 @@ class Decoder:
         return hidden.unflatten(1, (width, self.block))
 
 
-__all__ = ["Counts", "Decoder", "Rows"]
+__all__ = ["Decoder"]

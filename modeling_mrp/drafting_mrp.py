@@ -28,7 +28,7 @@ INHERITED = -2
 
 
 def growth(width: int, passes: int) -> list[int]:
-    """How many states of `width` the lattice holds at each of the head passes of a round: in even steps, the last one unread."""
+    """How many states of `width` the lattice holds at each head pass of a round: in even steps, up to all but the last."""
     return [-(-done * (width - 1) // passes) for done in range(1, min(passes, width - 1) + 1)]
 
 
@@ -60,8 +60,6 @@ class Lattice:
         none = torch.full_like(current.start, -1)
         first_source = torch.where(decoder.has_seed & decoder.strategy.drafts, 0, none)
         self.slots = self._packed(current, none, decoder.eos_column(current), first_source)[:, None]
-        after = decoder.next_block(current)
-        self.rider = self._packed(after, none, torch.full_like(none, block), none)
         self.has_read = False
         # States whose estimate, or whose way ahead, is known: what is looked up by ids and start, and what it leads to.
         scored = memory.scored.states
@@ -139,11 +137,13 @@ class Lattice:
         made[..., self.base] = made[..., self.source]
         made = self._looked_up(made)
         chance = chance * ~self._done(made)  # the reveal before a state that ends the row already tells
-        # Behind a clean state comes the next block.
-        rider = self.rider.clone()
-        rider[:, self.parent] = slot
+        # Behind a clean state comes the next block, but one at a time: a given block without masks has to wait.
+        states = States(ids, state[:, self.start], state[:, self.step], decoder.all_rows, valid)
+        after = decoder.next_block(states)
+        none = torch.full_like(source, -1)
+        rider = self._packed(after, torch.full_like(none, slot), decoder.eos_column(after), none)
         made[:, 0] = torch.where(clean[:, None], rider, made[:, 0])
-        chance[:, 0] = torch.where(clean, 1.0, chance[:, 0])
+        chance[:, 0] = torch.where(clean, (after.ids == decoder.mask_id).any(-1).float(), chance[:, 0])
         return made, chance * valid[:, None]
 
     def tells(self, state: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
@@ -151,11 +151,13 @@ class Lattice:
 
         Greedy picks at a source stand for all that follows; the noise of sampled ones depends on how many masks are left.
         """
-        rows, source = self.decoder.all_rows, state[:, self.source].clamp(min=0)
+        rows, source = self.decoder.all_rows, state[:, self.source]
+        at = source.clamp(min=0)
         if not self.decoder.drafter.sample:
-            return self.token[rows, source], self.odds[rows, source]
-        states = States(state[:, : self.decoder.block], state[:, self.start], state[:, self.step], rows, valid)
-        reveal = self.decoder.reveal_from(states, self.hidden[rows, source], drafting=True)
+            return self.token[rows, at], self.odds[rows, at]
+        ids, told = state[:, : self.decoder.block], valid & (source >= 0)
+        states = States(ids, state[:, self.start], state[:, self.step], rows, told)
+        reveal = self.decoder.reveal_from(states, self.hidden[rows, at], drafting=True)
         return reveal.token, reveal.confidence
 
     def _looked_up(self, made: Tensor) -> Tensor:
@@ -171,7 +173,7 @@ class Lattice:
     def _done(self, made: Tensor) -> Tensor:
         """[rows, n] bool: nothing is left to reveal before the end of the text."""
         block, rows = self.decoder.block, self.decoder.rows
-        end = torch.minimum(made[..., self.end] + 1, rows.limit[:, None] - made[..., self.start])
+        end = torch.minimum(made[..., self.end] + 1, rows.open_end[:, None] - made[..., self.start])
         hidden = (made[..., :block] == self.decoder.mask_id) & (self.decoder.offsets < end[..., None])
         return (end <= block) & ~hidden.any(-1)
 

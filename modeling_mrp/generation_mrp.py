@@ -1,7 +1,8 @@
-"""`generate` for MRP models: the options, their validation, and what comes out. The loop itself is in `decoding_mrp`."""
+"""`generate` for MRP models: what it takes and what comes out. Options are in `options_mrp`, the loop in `decoding_mrp`."""
 
 import logging
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from transformers.generation import (
     GenerationMixin,
     LogitsProcessorList,
     MaxLengthCriteria,
+    StoppingCriteria,
     StoppingCriteriaList,
     StopStringCriteria,
     TemperatureLogitsWarper,
@@ -34,64 +36,13 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils import ModelOutput
 
 from .cache_mrp import BlockCache
-from .decoding_mrp import Counts, Decoder, Rows
+from .decoding_mrp import Decoder
+from .options_mrp import DECODINGS, REMASK_RULES, MRPGenerationConfig
+from .rows_mrp import Counts, Rows
 from .sampling_mrp import Picker
-from .strategies_mrp import Direct, Dynamic, EntropyBound, Remask, SelfSpec, Sequential, Spec, Static
 
-_STRATEGIES: dict[str, Callable[["MRPGenerationConfig"], Static]] = {
-    "static": lambda options: Static(),
-    "dynamic": lambda options: Dynamic(options.confidence_threshold),
-    "sequential": lambda options: Sequential(),
-    "entropy_bound": lambda options: EntropyBound(options.entropy_threshold),
-    "self_spec": lambda options: SelfSpec(options.num_draft_states, options.draft_branches),
-    "mrp_direct": lambda options: Direct(options.mrp_steps),
-    "mrp_spec": lambda options: Spec(options.num_draft_states, options.draft_branches, options.draft_passes),
-    "mrp_remask": lambda options: Remask(options.confidence_threshold, options.remask_rule, options.residual_delta),
-}
-DECODINGS = tuple(_STRATEGIES)
-REMASK_RULES = ("threshold", "residual")
-
-# Options of `generate` whose meaning rests on one token per forward, one hypothesis per row, or a second model, and the
-# values that switch them off.
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "num_beams": (None, 1),
-    "num_beam_groups": (None, 1),
-    "penalty_alpha": (None, 0, 0.0),
-    "dola_layers": (None,),
-    "constraints": (None,),
-    "force_words_ids": (None,),
-    "prompt_lookup_num_tokens": (None,),
-    "assistant_early_exit": (None,),
-    "use_mtp": (None, False),
-    "guidance_scale": (None, 1, 1.0),
-    "token_healing": (None, False),
-    "output_scores": (None, False),
-    "output_logits": (None, False),
-    "output_attentions": (None, False),
-    "output_hidden_states": (None, False),
-    "cache_implementation": (None,),
-    "use_cache": (None, True),
-    "watermarking_config": (None,),
-    "exponential_decay_length_penalty": (None,),
-    "begin_suppress_tokens": (None,),
-    "forced_bos_token_id": (None,),
-    "forced_eos_token_id": (None,),
-    "prefill_chunk_size": (None,),
-}
 # What else `generate` may be given, beside the fields of the generation config.
 _ARGUMENTS = ("input_ids", "attention_mask", "logits_processor", "stopping_criteria", "tokenizer", "synced_gpus")
-# Values of our own options that are left open everywhere.
-_DEFAULTS: dict[str, Any] = {
-    "decoding": "static",
-    "confidence_threshold": 0.9,
-    "entropy_threshold": 0.35,
-    "mrp_steps": 1,
-    "num_draft_states": 4,
-    "draft_branches": 3,
-    "draft_passes": 1,
-    "remask_rule": "threshold",
-    "residual_delta": 1.0,
-}
 _TRUNCATIONS = (
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -101,102 +52,6 @@ _TRUNCATIONS = (
     EpsilonLogitsWarper,
     EtaLogitsWarper,
 )
-
-
-class MRPGenerationConfig(GenerationConfig):
-    """A `GenerationConfig` plus the options of block-diffusion decoding.
-
-    As with every generation config, None leaves an option to the model's own config, and then to the default in brackets.
-
-    Args:
-        decoding: `static`, `dynamic`, `sequential`, `entropy_bound` (backbone alone), `self_spec` (lossless, no head
-            needed), `mrp_direct`, `mrp_spec` (lossless) or `mrp_remask` [`static`].
-        denoising_steps: Steps per block [`block_size`, one token a step].
-        confidence_threshold: tau of `dynamic` and `mrp_remask`, a probability [0.9].
-        entropy_threshold: Bound of `entropy_bound`, in nats [0.35].
-        mrp_steps: Unverified head reveals after each backbone step of `mrp_direct` [1].
-        num_draft_states: K, the states a row may submit per round in `mrp_spec` and `self_spec`; 1 drafts nothing, though the
-            next block's first state rides behind a clean one in every mode [4].
-        draft_branches: How many followers of a state are considered in drafting; 1 drafts a chain [3].
-        draft_passes: Head passes per round of `mrp_spec`, at most; `num_draft_states - 1` of them draft one state at a time [1].
-        remask_rule: `threshold` (published) or `residual` (released code) [`threshold`].
-        residual_delta: Largest residual logit that the `residual` rule lets stand [1.0].
-        seed: An int s gives row i the seed s + i; a list gives one per row [one per row from torch's generator].
-    """
-
-    def __init__(self, **kwargs: Any) -> None:
-        self.decoding: Any = kwargs.pop("decoding", None)
-        self.denoising_steps: Any = kwargs.pop("denoising_steps", None)
-        self.confidence_threshold: Any = kwargs.pop("confidence_threshold", None)
-        self.entropy_threshold: Any = kwargs.pop("entropy_threshold", None)
-        self.mrp_steps: Any = kwargs.pop("mrp_steps", None)
-        self.num_draft_states: Any = kwargs.pop("num_draft_states", None)
-        self.draft_branches: Any = kwargs.pop("draft_branches", None)
-        self.draft_passes: Any = kwargs.pop("draft_passes", None)
-        self.remask_rule: Any = kwargs.pop("remask_rule", None)
-        self.residual_delta: Any = kwargs.pop("residual_delta", None)
-        self.seed: Any = kwargs.pop("seed", None)
-        super().__init__(**kwargs)
-
-    def to_diff_dict(self) -> dict[str, Any]:
-        """What is saved: the options that are set."""
-        return {name: value for name, value in super().to_diff_dict().items() if value is not None}
-
-    def check(self, block_size: int, has_head: bool) -> None:
-        """Fills in defaults, then raises `ValueError`, with value and remedy, for the first option that cannot be honoured."""
-        self.update(**_DEFAULTS, defaults_only=True)
-        if not isinstance(self.decoding, str) or self.decoding not in _STRATEGIES:
-            raise ValueError(f"decoding is {self.decoding!r}: choose one of {', '.join(DECODINGS)}")
-        if self.decoding.startswith("mrp_") and not has_head:
-            raise ValueError(
-                f"decoding={self.decoding!r} needs an MRP head, and this checkpoint has none: load one with a head, "
-                "or use 'self_spec', which is lossless and needs no head"
-            )
-        if self.denoising_steps is not None:
-            _require(
-                self, "denoising_steps", int, lambda v: 1 <= v <= block_size, f"an int from 1 to block_size ({block_size})"
-            )
-        _require(self, "confidence_threshold", float, lambda v: 0 <= v <= 1, "a probability from 0 to 1")
-        _require(self, "entropy_threshold", float, lambda v: v >= 0, "a number of nats, 0 or more")
-        _require(self, "mrp_steps", int, lambda v: v >= 1, "an int of 1 or more")
-        _require(self, "num_draft_states", int, lambda v: v >= 1, "an int of 1 or more")
-        _require(self, "draft_branches", int, lambda v: v >= 1, "an int of 1 or more")
-        _require(self, "draft_passes", int, lambda v: v >= 1, "an int of 1 or more")
-        _require(self, "residual_delta", float, lambda v: v > 0, "a positive number of logits")
-        if self.remask_rule not in REMASK_RULES:
-            raise ValueError(f"remask_rule is {self.remask_rule!r}: choose one of {', '.join(REMASK_RULES)}")
-        if self.temperature is not None:
-            _require(
-                self,
-                "temperature",
-                float,
-                lambda v: 0 < v < float("inf"),
-                "a positive number (greedy decoding is do_sample=False)",
-            )
-        seeds = self.seed if isinstance(self.seed, list) else [self.seed]
-        if any(not (s is None or (isinstance(s, int) and not isinstance(s, bool) and 0 <= s < 1 << 62)) for s in seeds):
-            raise ValueError(f"seed is {self.seed!r}: use None, an int from 0 to 2**62, or a list of one such int per row")
-        for name, off in _UNSUPPORTED.items():
-            if getattr(self, name, None) not in off:
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} is not supported: block-diffusion decoding follows one hypothesis per row "
-                    f"through its own rounds. Leave {name} unset"
-                )
-
-    def schedule(self, block_size: int) -> Tensor:
-        """[block_size] long: how many positions each denoising step of a block reveals, then zeros."""
-        steps = self.denoising_steps or block_size
-        counts = torch.zeros(block_size, dtype=torch.long)
-        counts[:steps] = block_size // steps
-        counts[: block_size % steps] += 1
-        return counts
-
-
-def _require(config: MRPGenerationConfig, name: str, kind: type, holds: Callable[[Any], bool], wanted: str) -> None:
-    value = getattr(config, name)
-    allowed = (int, float) if kind is float else (int,)
-    if not isinstance(value, allowed) or isinstance(value, bool) or not holds(value):
-        raise ValueError(f"{name} is {value!r}: it must be {wanted}")
 
 
 @dataclass
@@ -229,10 +84,13 @@ class MRPGenerateOutput(ModelOutput):
 
     Attributes:
         sequences: [rows, prompt + generated] long, padded with `pad_token_id` behind each row's end.
-        tokens_per_forward: [rows] float, generated tokens over the backbone forwards in which the row took part.
-        reveal_step: [rows, generated] long, the denoising step of the row that committed each token; -1 in padding.
-        token_logprobs: [rows, generated] float32, log-probability of each token when committed; 0 in padding.
+        tokens_per_forward: [rows] float, generated tokens (not given ones) over the backbone forwards in which the row took
+            part.
+        reveal_step: [rows, generated] long, the denoising step of the row that committed each token; -1 in padding and at
+            tokens given with `infill_ids`.
+        token_logprobs: [rows, generated] float32, log-probability of each token when committed; 0 in padding and where given.
         stats: `MRPGenerateStats`.
+        past_key_values: The `BlockCache` to go on from in the next call.
     """
 
     sequences: Tensor | None = None
@@ -240,6 +98,7 @@ class MRPGenerateOutput(ModelOutput):
     reveal_step: Tensor | None = None
     token_logprobs: Tensor | None = None
     stats: MRPGenerateStats | None = None
+    past_key_values: BlockCache | None = None
 
 
 class MRPGenerationMixin(GenerationMixin):
@@ -253,6 +112,8 @@ class MRPGenerationMixin(GenerationMixin):
         assistant_model: Any = None,
         custom_generate: Any = None,
         negative_prompt_ids: Tensor | None = None,
+        infill_ids: Tensor | None = None,
+        past_key_values: BlockCache | None = None,
         **kwargs: Any,
     ) -> Tensor | MRPGenerateOutput:
         """Decodes as `GenerationMixin.generate` does, block by block.
@@ -264,6 +125,25 @@ class MRPGenerationMixin(GenerationMixin):
         Logits processors see the scores of masked positions, [positions, vocab], with the row's committed ids
         [positions, length]: the blocks before the current one.
 
+        Args:
+            inputs: [rows, length] long, the prompts (or `input_ids`).
+            generation_config: Options; keyword arguments go before its fields.
+            streamer: Receives the prompt, then finished blocks in order; of a single row.
+            assistant_model: Not supported.
+            custom_generate: As in transformers; the call is then passed on.
+            negative_prompt_ids: Not supported.
+            infill_ids: [rows, n] long, what continues each row's prompt: `mask_token_id` where a token is to be generated, any
+                other id is given and kept. The blocks before a mask, and its own, are what it is generated from. Rows with
+                fewer are filled up with masks. Behind them the text goes on, if `max_new_tokens` (which counts given
+                tokens too) leaves room; without a limit of length it ends there. A text ends at an eos behind the last given
+                token, and none is generated before.
+            past_key_values: Those of an earlier call's output, of the same model with the same weights. `input_ids` hold the
+                whole conversation. Keys and values of the blocks that both begin with are not computed again, row by row as
+                far as the ids agree: the text is the one without a cache. Prefill starts at the first block that any
+                row lacks; all of it is computed when the mode uses the head and the earlier call's mode did not. The
+                cache is taken over, in place if it has the room, and used up; with `num_return_sequences` it is copied
+                instead. The output carries the one to go on from.
+
         Returns:
             [rows, prompt + generated] long, or an `MRPGenerateOutput` with `return_dict_in_generate=True`.
 
@@ -271,11 +151,51 @@ class MRPGenerationMixin(GenerationMixin):
             ValueError: for an unknown or unsupported option, a value out of range, or a prompt that cannot be decoded.
         """
         if custom_generate is not None:
+            kwargs |= {} if infill_ids is None else {"infill_ids": infill_ids}
+            kwargs |= {} if past_key_values is None else {"past_key_values": past_key_values}
             return super().generate(inputs, generation_config, custom_generate=custom_generate, streamer=streamer, **kwargs)
         if assistant_model is not None:
             raise ValueError("assistant_model is not supported: the model's own MRP head drafts. Use decoding='mrp_spec'")
         if negative_prompt_ids is not None:
             raise ValueError("negative_prompt_ids are not supported: leave them unset")
+        config, model_kwargs = self._resolved(generation_config, kwargs)
+        prompt: Any = inputs if inputs is not None else model_kwargs.get("input_ids")
+        self._check_prompt(prompt, model_kwargs.get("attention_mask"), config)
+        copies = 1 if config.num_return_sequences is None else config.num_return_sequences
+        if not isinstance(copies, int) or isinstance(copies, bool) or copies < 1:
+            raise ValueError(f"num_return_sequences is {copies!r}: it must be an int of 1 or more")
+        expanded = len(prompt) * copies
+        if streamer is not None and expanded > 1:
+            raise ValueError(f"a streamer takes one row, and the batch has {expanded}: stream one prompt at a time")
+        if past_key_values is not None:
+            self._check_past(past_key_values, len(prompt))
+        if infill_ids is not None:
+            self._check_infill(infill_ids, len(prompt))
+            infill_ids = infill_ids.repeat_interleave(copies, 0)
+            if config.max_new_tokens is None and config.max_length is None:
+                config.max_new_tokens = infill_ids.shape[1]
+
+        def decode(
+            model: Any,
+            input_ids: Tensor,
+            logits_processor: LogitsProcessorList,
+            stopping_criteria: StoppingCriteriaList,
+            generation_config: MRPGenerationConfig,
+            tokenizer: Any = None,
+            **model_kwargs: Any,
+        ) -> Tensor | MRPGenerateOutput:
+            picker = _picker(model, logits_processor, generation_config)
+            criteria = [c for c in stopping_criteria if not isinstance(c, MaxLengthCriteria | EosTokenCriteria)]
+            mask = model_kwargs.get("attention_mask")
+            return _decode(model, input_ids, mask, picker, criteria, generation_config, streamer, infill_ids, past_key_values)
+
+        with _either_padding_side():
+            return super().generate(inputs, generation_config=config, custom_generate=decode, streamer=streamer, **model_kwargs)
+
+    def _resolved(
+        self, generation_config: GenerationConfig | None, kwargs: dict[str, Any]
+    ) -> tuple[MRPGenerationConfig, dict[str, Any]]:
+        """The options of one call, checked, and the other keyword arguments."""
         config = MRPGenerationConfig()
         if generation_config is not None:
             if unknown := sorted(k for k in vars(generation_config) if not k.startswith("_") and not hasattr(config, k)):
@@ -297,37 +217,21 @@ class MRPGenerationMixin(GenerationMixin):
             criteria.append(StopStringCriteria(tokenizer, config.stop_strings))
             model_kwargs["stopping_criteria"] = criteria
             config.stop_strings = None
-        if (mask_id := self.config.mask_token_id) in _eos_ids(config):
+        if (mask_id := self.config.mask_token_id) in config.eos_ids():
             raise ValueError(f"eos_token_id holds the mask id {mask_id}, which is never picked: leave it out")
-        prompt = inputs if inputs is not None else model_kwargs.get("input_ids")
-        self._check_prompt(prompt, model_kwargs.get("attention_mask"), config)
-        copies = 1 if config.num_return_sequences is None else config.num_return_sequences
-        if not isinstance(copies, int) or isinstance(copies, bool) or copies < 1:
-            raise ValueError(f"num_return_sequences is {copies!r}: it must be an int of 1 or more")
-        expanded = len(prompt) * copies
-        if streamer is not None and expanded > 1:
-            raise ValueError(f"a streamer takes one row, and the batch has {expanded}: stream one prompt at a time")
-
-        def decode(
-            model: Any,
-            input_ids: Tensor,
-            logits_processor: LogitsProcessorList,
-            stopping_criteria: StoppingCriteriaList,
-            generation_config: MRPGenerationConfig,
-            tokenizer: Any = None,
-            **model_kwargs: Any,
-        ) -> Tensor | MRPGenerateOutput:
-            return _decode(model, input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs)
-
-        with _either_padding_side():
-            return super().generate(inputs, generation_config=config, custom_generate=decode, streamer=streamer, **model_kwargs)
+        return config, model_kwargs
 
     def block_cache(self, batch_size: int, capacity: int, scratch: int, with_head: bool) -> BlockCache:
         """An empty cache for `batch_size` rows of `capacity` tokens, with room for `scratch` tokens being scored."""
-        config = self.config
+        heads, width, devices = self.config.num_key_value_heads, self.config.head_dim, self._layer_devices(with_head)
+        head_layers = len(devices) - self.config.num_hidden_layers
+        cache = BlockCache(batch_size, heads, width, devices, capacity, scratch, self.dtype, head_layers)
+        cache.owner = weakref.ref(self)
+        return cache
+
+    def _layer_devices(self, with_head: bool) -> tuple[torch.device, ...]:
         layers = list(self.model.layers) + (list(self.mrp_head.layers) if with_head else [])
-        devices = [layer.self_attn.k_proj.weight.device for layer in layers]
-        return BlockCache(batch_size, config.num_key_value_heads, config.head_dim, devices, capacity, scratch, self.dtype)
+        return tuple(layer.self_attn.k_proj.weight.device for layer in layers)
 
     def _check_prompt(self, prompt: Tensor | None, attention_mask: Tensor | None, config: MRPGenerationConfig) -> None:
         if prompt is None:
@@ -344,18 +248,55 @@ class MRPGenerationMixin(GenerationMixin):
             real = attention_mask.bool()
         if bool(((prompt == self.config.mask_token_id) & real).any()):
             raise ValueError(
-                f"the prompt holds the mask id {self.config.mask_token_id}: infilling is not supported. Remove the masks; "
-                "generate continues the prompt"
+                f"the prompt holds the mask id {self.config.mask_token_id}: pass what stands before the first mask as "
+                "input_ids, and the rest, masks and given tokens, as infill_ids"
             )
-        outside = ((prompt < 0) | (prompt >= self.config.vocab_size)) & real
-        if bool(outside.any()):
-            raise ValueError(
-                f"the prompt holds the id {int(prompt[outside][0])}, outside the vocabulary of {self.config.vocab_size}: "
-                "use this model's tokenizer"
-            )
+        _check_ids("the prompt holds", prompt[real], self.config.vocab_size)
         new = config.max_new_tokens
         if new is not None and (not isinstance(new, int) or isinstance(new, bool) or new < 1):
             raise ValueError(f"max_new_tokens is {new!r}: it must be an int of 1 or more")
+
+    def _check_past(self, past_key_values: BlockCache, rows: int) -> None:
+        if not isinstance(past_key_values, BlockCache):
+            raise ValueError(
+                f"past_key_values are a {type(past_key_values).__name__}: pass those that "
+                "generate(..., return_dict_in_generate=True) gave, or leave them unset"
+            )
+        if past_key_values.owner is None or past_key_values.owner() is not self:
+            raise ValueError("past_key_values come from another model: pass those of this one's generate, or leave them unset")
+        if past_key_values.rows != rows:
+            raise ValueError(
+                f"past_key_values hold {past_key_values.rows} rows, and input_ids have {rows}: pass the same conversations in "
+                "the same order, or leave them unset"
+            )
+        devices = self._layer_devices(bool(past_key_values.head_layers))
+        if past_key_values.dtype != self.dtype or past_key_values.layer_devices != devices:
+            raise ValueError(
+                f"past_key_values are {past_key_values.dtype} on {_names(past_key_values.layer_devices)}, and the model is now "
+                f"{self.dtype} on {_names(devices)}: leave them unset"
+            )
+
+    def _check_infill(self, infill_ids: Tensor, rows: int) -> None:
+        if not isinstance(infill_ids, Tensor) or infill_ids.dtype not in (torch.long, torch.int):
+            kind = infill_ids.dtype if isinstance(infill_ids, Tensor) else type(infill_ids).__name__
+            raise ValueError(f"infill_ids are {kind}: pass a [rows, n] tensor of ids, torch.long")
+        if infill_ids.dim() != 2 or len(infill_ids) != rows or infill_ids.shape[1] == 0:
+            raise ValueError(
+                f"infill_ids have shape {list(infill_ids.shape)} for {rows} prompts: pass [{rows}, n], with n of 1 or more"
+            )
+        _check_ids("infill_ids hold", infill_ids, self.config.vocab_size)
+
+
+def _names(devices: tuple[torch.device, ...]) -> str:
+    return ", ".join(map(str, dict.fromkeys(devices)))
+
+
+def _check_ids(what: str, ids: Tensor, vocab_size: int) -> None:
+    outside = (ids < 0) | (ids >= vocab_size)
+    if bool(outside.any()):
+        raise ValueError(
+            f"{what} the id {int(ids[outside][0])}, outside the vocabulary of {vocab_size}: use this model's tokenizer"
+        )
 
 
 def _check_rows(real: Tensor, new_tokens: int, max_positions: int) -> None:
@@ -395,38 +336,45 @@ def _either_padding_side() -> Iterator[None]:
 def _decode(
     model: Any,
     input_ids: Tensor,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
+    attention_mask: Tensor | None,
+    picker: Picker,
+    criteria: list[StoppingCriteria],
     config: MRPGenerationConfig,
     streamer: BaseStreamer | None,
-    model_kwargs: dict[str, Any],
+    infill_ids: Tensor | None,
+    past_key_values: BlockCache | None,
 ) -> Tensor | MRPGenerateOutput:
     """What `GenerationMixin.generate` calls with everything prepared."""
     device = model.lm_head.weight.device
     input_ids = input_ids.to(device)
-    mask = model_kwargs.get("attention_mask")
-    real = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask.to(device).bool()
+    real = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.to(device).bool()
     new = config.max_length - input_ids.shape[1]
     _check_rows(real, new, model.config.max_position_embeddings)
-    criteria = [c for c in stopping_criteria if not isinstance(c, MaxLengthCriteria | EosTokenCriteria)]
+    if infill_ids is not None and infill_ids.shape[1] > new:
+        raise ValueError(
+            f"infill_ids hold {infill_ids.shape[1]} tokens a row, and max_new_tokens (or max_length) leaves room for {new}: "
+            "raise it, or leave it unset"
+        )
     stream = _Stream(streamer, model.config.block_size) if streamer is not None else None
     decoder = Decoder(
         model,
-        _STRATEGIES[config.decoding](config),
-        _picker(model, logits_processor, config),
+        config.strategy(),
+        picker,
         [ids[keep] for ids, keep in zip(input_ids, real, strict=True)],
         new,
         config.schedule(model.config.block_size).to(device),
-        _eos_ids(config),
-        _seeds(config, len(input_ids)).to(device),
+        config.eos_ids(),
+        config.seeds(len(input_ids)).to(device),
         max(0, (config.min_length or 0) - input_ids.shape[1]),
         (lambda ids: any(bool(torch.as_tensor(c(ids, None)).all()) for c in criteria)) if criteria else None,
         stream.on_round if stream is not None else None,
+        None if infill_ids is None else infill_ids.to(device, torch.long),
+        past_key_values,
     )
     rows, counts = decoder.run()
     if stream is not None:
         stream.end(rows)
-    return _output(input_ids, rows, counts, config)
+    return _output(input_ids, rows, counts, decoder.cache, config)
 
 
 def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationConfig) -> Picker:
@@ -453,25 +401,8 @@ def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationCo
         bool(config.do_sample),
         before or None,
         after or None,
-        tuple(_eos_ids(config)),
+        tuple(config.eos_ids()),
     )
-
-
-def _eos_ids(config: MRPGenerationConfig) -> list[int]:
-    eos = config.eos_token_id
-    return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
-
-
-def _seeds(config: MRPGenerationConfig, rows: int) -> Tensor:
-    if isinstance(config.seed, list):
-        if len(config.seed) != rows:
-            raise ValueError(
-                f"seed lists {len(config.seed)} values for {rows} rows: give one per row (after num_return_sequences)"
-            )
-        return torch.tensor(config.seed, dtype=torch.long)
-    if config.seed is not None:
-        return config.seed + torch.arange(rows)
-    return torch.randint(1 << 62, (rows,)) if config.do_sample else torch.zeros(rows, dtype=torch.long)
 
 
 class _Stream:
@@ -501,24 +432,35 @@ class _Stream:
             self.sent = upto
 
 
-def _output(input_ids: Tensor, rows: Rows, counts: Counts, config: MRPGenerationConfig) -> Tensor | MRPGenerateOutput:
-    generated = rows.stop - rows.prompt_length
-    columns = torch.arange(int(generated.max()), device=input_ids.device)
-    inside = columns < generated[:, None]
+def _output(
+    input_ids: Tensor, rows: Rows, counts: Counts, cache: BlockCache, config: MRPGenerationConfig
+) -> Tensor | MRPGenerateOutput:
+    lengths = rows.stop - rows.prompt_length
+    columns = torch.arange(int(lengths.max()), device=input_ids.device)
+    inside = columns < lengths[:, None]
     at = (rows.prompt_length[:, None] + columns).clamp(max=rows.tokens.shape[1] - 1)
     pad = config.pad_token_id
     if pad is None:
-        pad = next(iter(_eos_ids(config)), 0)
+        pad = next(iter(config.eos_ids()), 0)
     sequences = torch.cat([input_ids, rows.tokens.gather(1, at).where(inside, torch.tensor(pad, device=at.device))], 1)
     if not config.return_dict_in_generate:
         return sequences
+    reveal_step = rows.reveal_step.gather(1, at).where(inside, torch.tensor(-1, device=at.device))
     return MRPGenerateOutput(
         sequences=sequences,
-        tokens_per_forward=generated / counts.row_forwards,
-        reveal_step=rows.reveal_step.gather(1, at).where(inside, torch.tensor(-1, device=at.device)),
+        tokens_per_forward=(reveal_step >= 0).sum(1) / counts.row_forwards,
+        reveal_step=reveal_step,
         token_logprobs=rows.logprob.gather(1, at).where(inside, torch.tensor(0.0, device=at.device)),
         stats=MRPGenerateStats(**vars(counts)),
+        past_key_values=cache,
     )
 
 
-__all__ = ["DECODINGS", "MRPGenerateOutput", "MRPGenerateStats", "MRPGenerationConfig", "MRPGenerationMixin"]
+__all__ = [
+    "DECODINGS",
+    "REMASK_RULES",
+    "MRPGenerateOutput",
+    "MRPGenerateStats",
+    "MRPGenerationConfig",
+    "MRPGenerationMixin",
+]

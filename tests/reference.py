@@ -4,7 +4,7 @@ One row, no cache, no packing: every step runs everything committed so far and t
 x is the state before a reveal, x' the state after it, h_A the backbone's hidden states at x (MRP, arXiv 2605.18817).
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,10 @@ from modeling_mrp.sampling_mrp import gumbel_noise, noise_keys
 
 @dataclass
 class Reference:
-    """What was generated, up to and including the first eos: each token's step and log-probability, and the totals."""
+    """What follows the prompt, up to and including the eos that ends it: each token's step and log-probability, and the totals.
+
+    Tokens that were given have step -1 and log-probability 0.
+    """
 
     tokens: list[int]
     reveal_step: list[int]
@@ -47,11 +50,14 @@ class Options:
 
 @dataclass
 class Row:
-    """One row's state: `ids` are whole blocks, the last of them the current one."""
+    """One row's state: `ids` are whole blocks, the last of them the current one. `given` is what the user fixed behind the
+    prompt, by position.
+    """
 
     model: MRPForCausalLM
     ids: list[int]
     prompt_len: int
+    given: dict[int, int]
     options: Options
 
 
@@ -67,9 +73,10 @@ class Pick:
 
 
 def append_block(row: Row) -> None:
-    """Fills the sequence up with masks to the end of a new block."""
+    """Fills the sequence up with given tokens, and masks elsewhere, to the end of a new block."""
     size = row.model.config.block_size
-    row.ids += [row.model.config.mask_token_id] * (size - len(row.ids) % size)
+    end = (len(row.ids) // size + 1) * size
+    row.ids += [row.given.get(i, row.model.config.mask_token_id) for i in range(len(row.ids), end)]
 
 
 def masked_positions(row: Row) -> list[int]:
@@ -77,9 +84,14 @@ def masked_positions(row: Row) -> list[int]:
     return [i for i in range(row.prompt_len, len(row.ids)) if row.ids[i] == row.model.config.mask_token_id]
 
 
+def free_from(row: Row) -> int:
+    """The position behind everything the user fixed."""
+    return max(row.given, default=row.prompt_len - 1) + 1
+
+
 def end_of(row: Row, limit: int) -> int:
-    """The position after the first revealed generated eos, at most `limit`."""
-    eos = [i for i in range(row.prompt_len, len(row.ids)) if row.ids[i] in row.options.eos_ids]
+    """The position after the first revealed eos behind the prompt and all given tokens, at most `limit`."""
+    eos = [i for i in range(free_from(row), len(row.ids)) if row.ids[i] in row.options.eos_ids]
     return min([limit] + [i + 1 for i in eos])
 
 
@@ -90,7 +102,7 @@ def is_done(row: Row, limit: int) -> bool:
 
 
 def candidates(row: Row) -> list[int]:
-    """Masked positions before the first revealed generated eos; the limit on new tokens plays no part."""
+    """Masked positions before the eos that ends the text; the limit on new tokens plays no part."""
     return [i for i in masked_positions(row) if i < end_of(row, len(row.ids))]
 
 
@@ -122,9 +134,11 @@ def add_residual(row: Row, hidden: Tensor) -> Tensor:
 
 
 def scores_at(row: Row, hidden: Tensor, position: int) -> Tensor:
-    """Logits [vocab] of a position's own token: no mask id, and over the temperature when sampling."""
+    """Logits [vocab] of a position's own token: no mask id, no end before a given token, over the temperature when sampling."""
     scores = row.model.lm_head(hidden[position]).clone()
     scores[row.model.config.mask_token_id] = -torch.inf
+    if position < free_from(row):
+        scores[list(row.options.eos_ids)] = -torch.inf
     return scores / row.options.temperature if row.options.do_sample else scores
 
 
@@ -215,10 +229,16 @@ def kept_by_residual(row: Row, residual: Tensor, fresh: list[Pick]) -> list[Pick
 
 
 @torch.no_grad()
-def reference_decode(model: MRPForCausalLM, prompt: list[int], decoding: str, max_new_tokens: int, **options: Any) -> Reference:
-    """Decodes one prompt; the options are those of `Options`. Needs SDPA: eager attention takes no boolean mask."""
+def reference_decode(
+    model: MRPForCausalLM, prompt: list[int], decoding: str, max_new_tokens: int, infill: Sequence[int] = (), **options: Any
+) -> Reference:
+    """Decodes one prompt, and what is to be filled in behind it: ids, with the mask id where a token is to be generated.
+
+    The options are those of `Options`. Needs SDPA: eager attention takes no boolean mask.
+    """
     assert model.config._attn_implementation == "sdpa", model.config._attn_implementation
-    row = Row(model, list(prompt), len(prompt), Options(**options))
+    given = {len(prompt) + i: token for i, token in enumerate(infill) if token != model.config.mask_token_id}
+    row = Row(model, list(prompt), len(prompt), given, Options(**options))
     assert row.options.remask_rule in ("threshold", "residual"), row.options.remask_rule
     size, limit = model.config.block_size, len(prompt) + max_new_tokens
     schedule = row.options.denoising_steps or size
@@ -229,6 +249,7 @@ def reference_decode(model: MRPForCausalLM, prompt: list[int], decoding: str, ma
         if not masked_positions(row):
             append_block(row)
             block_step = 0
+            continue  # its tokens may all be given
         h_a = backbone(row)
         residual = head(row, h_a) if decoding == "mrp_remask" and row.options.remask_rule == "residual" else None  # at x
         fresh = choose(row, pick_all(row, h_a), decoding, size // schedule + (block_step < size % schedule))
@@ -246,5 +267,5 @@ def reference_decode(model: MRPForCausalLM, prompt: list[int], decoding: str, ma
         steps += 1
         block_step += 1
     generated = range(len(prompt), end_of(row, limit))
-    reveal_step, logprobs = [committed[i][0] for i in generated], [committed[i][1] for i in generated]
-    return Reference([row.ids[i] for i in generated], reveal_step, logprobs, steps, revoked)
+    reveal_step, logprobs = zip(*(committed.get(i, (-1, 0.0)) for i in generated), strict=True)
+    return Reference([row.ids[i] for i in generated], list(reveal_step), list(logprobs), steps, revoked)

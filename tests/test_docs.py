@@ -1,6 +1,7 @@
 """The tables in the documents are those that the committed measurements give, and these meet what the project promises."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,16 @@ ROOT = Path(__file__).parent.parent
 )
 def test_a_quoted_table_is_what_the_command_prints(document: str, table: Any) -> None:
     assert f"\n{table()}\n" in (ROOT / document).read_text()
+
+
+def test_the_readmes_code_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(ROOT)
+    names: dict[str, Any] = {}
+    for code in re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL):
+        exec(code, names)
+    assert [message["role"] for message in names["chat"]] == ["user"]
+    assert "    if value % 2 == 0:\n        return value + 9\n    return 3 + value" in capsys.readouterr().out
+    assert int(names["cache"].held) > 80, "of both turns"
 
 
 @pytest.mark.parametrize("family", ["math", "code"])

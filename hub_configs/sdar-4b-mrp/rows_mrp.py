@@ -1,0 +1,1 @@
+../../modeling_mrp/rows_mrp.py

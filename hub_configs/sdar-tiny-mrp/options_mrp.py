@@ -1,0 +1,1 @@
+../../modeling_mrp/options_mrp.py

@@ -1,0 +1,364 @@
+"""Going on from the cache that an earlier `generate` gave: the text is the one without it, and prefill is saved."""
+
+import copy
+import random
+import re
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_model
+from helpers import LIVELY, MASK, PROMPTS, every_mode, generate, left_padded
+from torch import Tensor
+from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
+
+from modeling_mrp import MRPForCausalLM
+from modeling_mrp.cache_mrp import BlockCache
+
+SAMPLINGS: tuple[dict[str, Any], ...] = ({"do_sample": False}, {"do_sample": True, "temperature": 0.7, "top_k": 9})
+each_sampling = pytest.mark.parametrize("sampling", SAMPLINGS, ids=("greedy", "sampled"))
+
+
+@pytest.fixture
+def _block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One forward per block of the prompt, so that the count of prefill forwards tells which blocks were computed."""
+    monkeypatch.setattr("modeling_mrp.decoding_mrp.PREFILL_CHUNK", 4)
+
+
+def padded(rows: list[list[int]], side: str) -> dict[str, Tensor]:
+    left = left_padded(rows)
+    order = left["attention_mask"].argsort(dim=1, descending=True, stable=True)
+    return left if side == "left" else {name: tensor.gather(1, order) for name, tensor in left.items()}
+
+
+def decode(model: MRPForCausalLM, rows: list[list[int]], side: str = "left", **options: Any) -> Any:
+    """The output, which the mask id pads: it is never generated."""
+    return model.generate(**padded(rows, side), pad_token_id=MASK, return_dict_in_generate=True, **options)
+
+
+def answers(out: Any, rows: list[list[int]]) -> list[list[int]]:
+    return [[token for token in new if token != MASK] for new in out.sequences[:, max(map(len, rows)) :].tolist()]
+
+
+def assert_same(got: Any, expected: Any) -> None:
+    assert got.sequences.equal(expected.sequences)
+    assert got.reveal_step.equal(expected.reveal_step)
+    torch.testing.assert_close(got.token_logprobs, expected.token_logprobs, rtol=0, atol=1e-5)
+
+
+# The text is the one without a cache
+
+
+@each_sampling
+@every_mode
+def test_two_halves_are_one_long_text(random_model: MRPForCausalLM, mode: str, sampling: dict[str, Any]) -> None:
+    """Cut at a block's end in every row."""
+    prompts = [[*range(1, 9)], [*range(11, 15)], [*range(21, 33)]]
+    options = {"decoding": mode, "seed": [4, 5, 9], "confidence_threshold": 0.05, "entropy_threshold": 5.0, **sampling}
+    long = generate(random_model, prompts, max_new_tokens=24, **options)
+    half = generate(random_model, prompts, max_new_tokens=12, **options)
+    mask = torch.cat([left_padded(prompts)["attention_mask"], torch.ones(3, 12, dtype=torch.long)], 1)
+    rest = random_model.generate(
+        half.sequences,
+        attention_mask=mask,
+        past_key_values=half.past_key_values,
+        max_new_tokens=12,
+        return_dict_in_generate=True,
+        **options,
+    )
+    assert rest.sequences.equal(long.sequences)
+    spent = half.stats.row_forwards + rest.stats.row_forwards
+    if mode == "static":
+        assert spent.tolist() == long.stats.row_forwards.tolist() == [24, 24, 24], "not a forward more"
+
+
+@each_sampling
+@every_mode
+def test_a_conversation_of_three_turns(mode: str, sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of different length that end anywhere, padded on either side; and a row whose user changes what was said."""
+    monkeypatch.setattr("modeling_mrp.decoding_mrp.PREFILL_CHUNK", 8)
+    rng = random.Random(f"{mode}{sampling}")
+    for trial in range(2):
+        model = make_model(trial, block_size=rng.choice((4, 8)))
+        said = [[rng.randrange(1, 50) for _ in range(rng.randint(1, 20))] for _ in range(4)]
+        options = {"decoding": mode, "eos_token_id": [3, 5, 8, 13], "confidence_threshold": 0.1, **sampling}
+        cache = None
+        saved = 0
+        for turn in range(3):
+            options |= {"seed": 10 * turn, "max_new_tokens": rng.randint(1, 25), "side": rng.choice(("left", "right"))}
+            fresh = decode(model, said, **options)
+            out = decode(model, said, past_key_values=cache, **options)
+            assert_same(out, fresh)
+            saved += fresh.stats.forwards["prefill"] - out.stats.forwards["prefill"]
+            cache = out.past_key_values
+            said = [
+                row + answer + [rng.randrange(1, 50) for _ in range(rng.randint(1, 9))]
+                for row, answer in zip(said, answers(out, said), strict=True)
+            ]
+            if turn == 1:
+                said[2][len(said[2]) // 2] = 55
+        assert saved > 0
+
+
+@pytest.mark.parametrize(
+    "modes",
+    [
+        ("mrp_spec", "static", "mrp_spec"),
+        ("mrp_direct", "static", "static", "mrp_direct"),
+        ("mrp_remask", "self_spec", "mrp_direct"),
+        ("static", "mrp_remask", "self_spec"),
+        ("mrp_direct", "mrp_direct", "mrp_direct"),
+    ],
+)
+def test_turns_in_different_modes(random_model: MRPForCausalLM, modes: tuple[str, ...]) -> None:
+    """With the head's layers filled, left behind, and filled again; or not there at first. What `mrp_direct` reveals rests on
+    them."""
+    said, cache = [PROMPTS[0], PROMPTS[2]], None
+    for turn, mode in enumerate(modes):
+        options = {"decoding": mode, "max_new_tokens": 17 + turn, "seed": turn, "mrp_steps": 2, **LIVELY}
+        out = decode(random_model, said, past_key_values=cache, **options)
+        assert_same(out, decode(random_model, said, **options))
+        cache = out.past_key_values
+        said = [[*row, *answer, 7, 8, 9] for row, answer in zip(said, answers(out, said), strict=True)]
+    assert isinstance(cache, BlockCache)
+    assert cache.head_layers == 2, "once there, the head's layers stay"
+
+
+def test_filling_in_with_a_cache(random_model: MRPForCausalLM) -> None:
+    infill = torch.tensor([[11, 12, 13, 14, 15, 16, 17, MASK, MASK, 18, MASK], [MASK, 19, MASK, *[20] * 8]])
+    for mode in ("static", "mrp_spec", "mrp_direct"):
+        said = PROMPTS[:2]
+        out = decode(random_model, said, decoding=mode, max_new_tokens=9)
+        said = [row + answer for row, answer in zip(said, answers(out, said), strict=True)]
+        options = {"decoding": mode, "infill_ids": infill, "max_new_tokens": 16}
+        filled = decode(random_model, said, past_key_values=out.past_key_values, **options)
+        assert_same(filled, decode(random_model, said, **options))
+        said = [row + answer + [1] for row, answer in zip(said, answers(filled, said), strict=True)]
+        again = decode(random_model, said, past_key_values=filled.past_key_values, decoding=mode, max_new_tokens=5)
+        assert_same(again, decode(random_model, said, decoding=mode, max_new_tokens=5))
+
+
+def test_the_embedded_checkpoint_answers_twice(
+    tiny_model_float64: MRPForCausalLM, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model_float64
+    monkeypatch.setattr("modeling_mrp.decoding_mrp.PREFILL_CHUNK", model.config.block_size)
+    chat = [{"role": "user", "content": "Ana has 3 pens. Ana buys 4 more. Bo gives Ana 2 more. How many pens does Ana have?"}]
+    cache, prefills = None, []
+    for question in ("Sum the numbers of a list that are even, each plus 5.", None):
+        inputs = tiny_tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        options = {**inputs, "decoding": "mrp_spec", "max_new_tokens": 48, "return_dict_in_generate": True}
+        fresh = model.generate(**options)
+        out = model.generate(past_key_values=cache, **options)
+        assert_same(out, fresh)
+        prefills.append((fresh.stats.forwards["prefill"], out.stats.forwards["prefill"]))
+        cache = out.past_key_values
+        said = tiny_tokenizer.decode(out.sequences[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        chat += [{"role": "assistant", "content": said}, {"role": "user", "content": question or ""}]
+    assert prefills[0][0] == prefills[0][1]
+    assert prefills[1][1] <= 4 < prefills[1][0], "the question alone, and the blocks where it touches"
+
+
+# What it saves, by hand: blocks of 4, one prefill forward a block
+
+
+@pytest.mark.usefixtures("_block_by_block")
+def test_what_is_prefilled_by_hand(random_model: MRPForCausalLM) -> None:
+    """8 tokens and 12 new: blocks 8 and 12 were scored clean, block 16 was complete without that. With 3 tokens more, prefill
+    scores block 16 and the first state of block 20, and not the four blocks before."""
+    first = decode(random_model, [[*range(1, 9)]], max_new_tokens=12)
+    assert first.stats.forwards == {"prefill": 3, "denoise": 11, "verify": 0, "head": 0}
+    said = [[*first.sequences[0].tolist(), 7, 8, 9]]
+    assert decode(random_model, said, max_new_tokens=5).stats.forwards["prefill"] == 6
+    out = decode(random_model, said, past_key_values=first.past_key_values, max_new_tokens=5)
+    assert out.stats.forwards == {"prefill": 2, "denoise": 4, "verify": 0, "head": 0}
+    assert out.stats.row_forwards.tolist() == [6]
+    assert out.tokens_per_forward.tolist() == pytest.approx([5 / 6])
+
+
+@pytest.mark.usefixtures("_block_by_block")
+@pytest.mark.parametrize("changed", range(0, 23, 3))
+def test_what_differs_is_prefilled_again(random_model: MRPForCausalLM, changed: int) -> None:
+    """As above, with one token changed: its block and all behind are computed, through the first state's in block 20."""
+    first = decode(random_model, [[*range(1, 9)]], max_new_tokens=12)
+    said = [[*first.sequences[0].tolist(), 7, 8, 9]]
+    said[0][changed] = 55
+    out = decode(random_model, said, past_key_values=first.past_key_values, max_new_tokens=5)
+    assert out.stats.forwards["prefill"] == 6 - min(changed // 4, 4)
+    assert_same(out, decode(random_model, said, max_new_tokens=5))
+
+
+@pytest.mark.usefixtures("_block_by_block")
+def test_rows_that_reuse_more_wait_for_the_others(random_model: MRPForCausalLM) -> None:
+    """Row 0 kept 16 of its tokens and row 1, which was changed at token 5, kept 4. Blocks 4 to 20 are computed for both, but
+    row 0 takes part from block 16 on."""
+    prompts = [[*range(1, 9)], [*range(11, 19)]]
+    first = decode(random_model, prompts, max_new_tokens=12)
+    said = [[*row, 7, 8, 9] for row in first.sequences.tolist()]
+    said[1][5] = 55
+    out = decode(random_model, said, past_key_values=first.past_key_values, max_new_tokens=5)
+    assert out.stats.forwards["prefill"] == 5
+    assert out.stats.row_forwards.tolist() == [2 + 4, 5 + 4]
+    assert_same(out, decode(random_model, said, max_new_tokens=5))
+
+
+@pytest.mark.usefixtures("_block_by_block")
+@pytest.mark.parametrize(("length", "prefills"), [(20, 2), (18, 1), (16, 1), (15, 1), (9, 1), (8, 1), (7, 1), (3, 1)])
+def test_an_answer_is_made_again(random_model: MRPForCausalLM, length: int, prefills: int) -> None:
+    """A cache that holds more than the prompt: of 20 tokens it has 16, and the first state is the only block to score."""
+    first = decode(random_model, [[*range(1, 9)]], max_new_tokens=12)
+    said = [first.sequences[0, :length].tolist()]
+    out = decode(random_model, said, past_key_values=first.past_key_values, max_new_tokens=6)
+    assert out.stats.forwards["prefill"] == prefills
+    assert_same(out, decode(random_model, said, max_new_tokens=6))
+    said = [out.sequences[0].tolist() + [9] * 5]
+    again = decode(random_model, said, past_key_values=out.past_key_values, max_new_tokens=6)
+    assert_same(again, decode(random_model, said, max_new_tokens=6))
+
+
+@pytest.mark.usefixtures("_block_by_block")
+def test_without_the_heads_layers_everything_is_prefilled(random_model: MRPForCausalLM) -> None:
+    first = decode(random_model, [[*range(1, 9)]], max_new_tokens=12)
+    said = [[*first.sequences[0].tolist(), 7, 8, 9]]
+    options = {"decoding": "mrp_spec", "max_new_tokens": 5}
+    out = decode(random_model, said, past_key_values=first.past_key_values, **options)
+    assert out.stats.forwards["prefill"] == 6
+    assert out.past_key_values is not first.past_key_values
+    assert out.past_key_values.head_layers == 2
+    assert_same(out, decode(random_model, said, **options))
+
+
+# The cache itself
+
+
+def test_a_cache_with_room_is_used_in_place(random_model: MRPForCausalLM) -> None:
+    """A cache made in advance serves the whole conversation; one that is too small is replaced by a bigger one."""
+    roomy = random_model.block_cache(2, 64, 16, with_head=True)
+    size, said = roomy.nbytes, [PROMPTS[0], PROMPTS[2]]
+    for turn, mode in enumerate(("mrp_spec", "static", "mrp_remask")):
+        out = decode(random_model, said, past_key_values=roomy, decoding=mode, max_new_tokens=10 + turn)
+        assert out.past_key_values is roomy
+        said = [row + answer for row, answer in zip(said, answers(out, said), strict=True)]
+    assert roomy.nbytes == size
+    small = decode(random_model, said, max_new_tokens=3).past_key_values
+    out = decode(random_model, said, past_key_values=small, max_new_tokens=30)
+    assert out.past_key_values is not small
+    assert out.past_key_values.capacity == 76 > small.capacity  # 43 + 30 tokens in whole blocks
+    wider = decode(random_model, said, past_key_values=out.past_key_values, decoding="self_spec", num_draft_states=5)
+    assert wider.past_key_values.scratch == 20 > out.past_key_values.scratch
+    assert_same(wider, decode(random_model, said, decoding="self_spec", num_draft_states=5))
+
+
+def test_several_answers_to_one_conversation(random_model: MRPForCausalLM) -> None:
+    """Every copy of a row gets what the row held, and the cache given stays as it was."""
+    first = decode(random_model, PROMPTS[:2], max_new_tokens=9)
+    said = [row + answer + [7, 8, 9] for row, answer in zip(PROMPTS[:2], answers(first, PROMPTS[:2]), strict=True)]
+    options = {"num_return_sequences": 3, "seed": 5, "max_new_tokens": 9, **LIVELY}
+    expected = decode(random_model, said, **options)
+    for _ in range(2):
+        out = decode(random_model, said, past_key_values=first.past_key_values, **options)
+        assert_same(out, expected)
+        assert out.past_key_values.rows == 6
+        assert first.past_key_values.rows == 2
+    said = [[*row, 7] for row in [said[i // 3] + answer for i, answer in enumerate(answers(out, said))]]
+    last = decode(random_model, said, past_key_values=out.past_key_values, max_new_tokens=4)
+    assert_same(last, decode(random_model, said, max_new_tokens=4))
+
+
+@pytest.mark.usefixtures("_block_by_block")
+def test_a_copy_keeps_what_a_call_uses_up(random_model: MRPForCausalLM) -> None:
+    first = decode(random_model, [[*range(1, 9)]], decoding="mrp_spec", max_new_tokens=12)
+    base = first.sequences[0].tolist()
+    for ending in ([7, 8, 9], [10, 11, 12]):
+        kept = copy.deepcopy(first.past_key_values)
+        said = [base[:10] + ending]
+        out = decode(random_model, said, past_key_values=kept, decoding="mrp_spec", max_new_tokens=12)
+        assert out.stats.forwards["prefill"] == 2
+        assert_same(out, decode(random_model, said, decoding="mrp_spec", max_new_tokens=12))
+
+
+class Break(StoppingCriteria):
+    """Fails when the text has so many tokens."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        if input_ids.shape[1] == self.length:
+            raise RuntimeError
+        return torch.zeros(1, dtype=torch.bool)
+
+
+@pytest.mark.parametrize("mode", ["static", "mrp_spec"])
+def test_a_call_that_fails_leaves_a_cache_that_can_be_used(random_model: MRPForCausalLM, mode: str) -> None:
+    """It overwrote slots behind the fifth token; those are not taken for what they held."""
+    roomy = random_model.block_cache(1, 64, 16, with_head=True)
+    first = decode(random_model, [[*range(1, 9)]], decoding=mode, past_key_values=roomy, max_new_tokens=24)
+    said = [first.sequences[0].tolist()]
+    stop = StoppingCriteriaList([Break(17)])
+    other = [[*said[0][:5], 55]]
+    with pytest.raises(RuntimeError):
+        decode(random_model, other, decoding=mode, past_key_values=roomy, max_new_tokens=24, stopping_criteria=stop)
+    out = decode(random_model, said, decoding=mode, past_key_values=roomy, max_new_tokens=5)
+    assert_same(out, decode(random_model, said, decoding=mode, max_new_tokens=5))
+
+
+def test_a_cache_made_in_inference_mode(random_model: MRPForCausalLM) -> None:
+    with torch.inference_mode():
+        roomy = random_model.block_cache(1, 64, 16, with_head=True)
+        first = decode(random_model, [[*range(1, 9)]], past_key_values=roomy, max_new_tokens=12)
+    said = [first.sequences[0].tolist()]
+    out = decode(random_model, said, past_key_values=first.past_key_values, max_new_tokens=5)
+    assert_same(out, decode(random_model, said, max_new_tokens=5))
+    with torch.inference_mode():
+        again = decode(random_model, said, past_key_values=out.past_key_values, max_new_tokens=5)
+    assert_same(again, out)
+
+
+def test_the_cache_does_not_keep_the_model() -> None:
+    model = make_model()
+    out = decode(model, [[1, 2]], max_new_tokens=2)
+    assert out.past_key_values.owner() is model
+    del model
+    assert out.past_key_values.owner() is None
+
+
+def handmade() -> BlockCache:
+    return BlockCache(1, 2, 8, [torch.device("cpu")] * 2, 16, 8, torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("cache", "value", "remedy"),
+    [
+        (lambda model: DynamicCache(), r"past_key_values are a DynamicCache", r"return_dict_in_generate=True"),
+        (lambda model: ((torch.zeros(1),),), r"past_key_values are a tuple", r"return_dict_in_generate=True"),
+        (lambda model: decode(make_model(), [[1, 2]]).past_key_values, r"come from another model", r"this one's generate"),
+        (lambda model: handmade(), r"come from another model", r"this one's generate"),
+        (lambda model: decode(model, [[1], [2]]).past_key_values, r"hold 2 rows, and input_ids have 1", r"the same order"),
+        (lambda model: model.float().block_cache(1, 8, 8, False), r"are torch.float32 on cpu, .* now torch.float64", r"unset"),
+    ],
+    ids=["another kind", "a tuple", "another model", "no model", "other rows", "another dtype"],
+)
+def test_errors(cache: Any, value: str, remedy: str) -> None:
+    model = make_model()
+    given = cache(model)
+    model.double()
+    with pytest.raises(ValueError, match=value) as caught:
+        model.generate(torch.tensor([[1, 2, 3]]), past_key_values=given, max_new_tokens=3)
+    assert re.search(remedy, str(caught.value))
+    assert re.search("leave them unset", str(caught.value))
+
+
+def test_on_another_device() -> None:
+    model = make_model()
+    cache = model.block_cache(1, 8, 8, with_head=False)
+    cache._device_of = [torch.device("meta")] * 2
+    with pytest.raises(ValueError, match=r"are torch.float64 on meta, and the model is now torch.float64 on cpu"):
+        model.generate(torch.tensor([[1, 2, 3]]), past_key_values=cache, max_new_tokens=3)
+
+
+def test_several_copies_of_other_rows(random_model: MRPForCausalLM) -> None:
+    """Of the prompts, before the copies are made."""
+    cache = decode(random_model, PROMPTS, max_new_tokens=2).past_key_values
+    with pytest.raises(ValueError, match="hold 3 rows, and input_ids have 1"):
+        decode(random_model, PROMPTS[:1], past_key_values=cache, num_return_sequences=3, seed=0, **LIVELY)

@@ -1,0 +1,399 @@
+"""Filling in: given tokens among masks are kept, and the text is that of the slow reference decoder."""
+
+import random
+import re
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_model
+from helpers import LIVELY, LOSSLESS, MASK, PROMPTS, StopAfter, every_mode, generate, left_padded
+from reference import reference_decode
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedTokenizerFast, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+
+from modeling_mrp import MRPForCausalLM
+
+SAMPLINGS: tuple[dict[str, Any], ...] = ({"do_sample": False}, {"do_sample": True, "temperature": 0.7, "top_k": 9})
+Row = tuple[list[int], list[int], list[float]]
+
+
+def random_infill(rng: random.Random, rows: int, length: int) -> list[list[int]]:
+    """Runs of masks and of given tokens, from one to eleven long, so that some fill whole blocks."""
+    filled: list[list[int]] = []
+    for _ in range(rows):
+        row: list[int] = []
+        while len(row) < length:
+            run = rng.randint(1, 11)
+            row += [MASK] * run if rng.random() < 0.5 else [rng.randrange(1, 50) for _ in range(run)]
+        filled.append(row[:length])
+    return filled
+
+
+def random_prompts(rng: random.Random, rows: int) -> list[list[int]]:
+    return [[rng.randrange(1, 50) for _ in range(rng.randint(1, 18))] for _ in range(rows)]
+
+
+def padded(prompts: list[list[int]], side: str) -> dict[str, Tensor]:
+    left = left_padded(prompts)
+    order = left["attention_mask"].argsort(dim=1, descending=True, stable=True)
+    return left if side == "left" else {name: tensor.gather(1, order) for name, tensor in left.items()}
+
+
+def rows_of(out: Any, width: int) -> list[Row]:
+    """(tokens, reveal steps, log-probabilities) of every row, which the mask id pads: it is never generated."""
+    rows = []
+    new = out.sequences[:, width:].tolist()
+    for tokens, steps, logprobs in zip(new, out.reveal_step.tolist(), out.token_logprobs.tolist(), strict=True):
+        end = tokens.index(MASK) if MASK in tokens else len(tokens)
+        assert tokens[end:] == [MASK] * len(tokens[end:])
+        assert set(steps[end:]) <= {-1}
+        assert set(logprobs[end:]) <= {0.0}
+        rows.append((tokens[:end], steps[:end], logprobs[:end]))
+    return rows
+
+
+def filled_in(
+    model: MRPForCausalLM, prompts: list[list[int]], infill: list[list[int]], side: str = "left", **options: Any
+) -> list[Row]:
+    inputs = padded(prompts, side)
+    ids = torch.tensor(infill)
+    out = model.generate(**inputs, infill_ids=ids, pad_token_id=MASK, return_dict_in_generate=True, **options)
+    return rows_of(out, inputs["input_ids"].shape[1])
+
+
+def keeps(tokens: list[int], infill: list[int]) -> bool:
+    """Whether a text has every given token, and none of them came from the model."""
+    return all(given in (MASK, token) for given, token in zip(infill, tokens, strict=False)) and len(tokens) >= max(
+        [i + 1 for i, given in enumerate(infill) if given != MASK], default=0
+    )
+
+
+# Against the reference
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=("greedy", "sampled"))
+@pytest.mark.parametrize("mode", ["static", "dynamic", "sequential", "entropy_bound", "mrp_direct", "mrp_remask"])
+def test_equals_the_reference(mode: str, sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("modeling_mrp.decoding_mrp.PREFILL_CHUNK", 9)
+    rng = random.Random(f"{mode}{sampling}")
+    for trial in range(6):
+        block = rng.choice((4, 8))
+        model = make_model(trial, block_size=block)
+        options: dict[str, Any] = {
+            "denoising_steps": rng.choice((None, 1, 3)),
+            "confidence_threshold": rng.choice((0.02, 0.1, 0.5)),
+            "entropy_threshold": rng.choice((1.0, 6.0)),
+            "mrp_steps": rng.choice((1, 2)),
+            "remask_rule": rng.choice(("threshold", "residual")),
+            "residual_delta": 0.2,
+            **sampling,
+        }
+        eos = rng.choice(([], [7, 11, 13], [*range(1, 20)]))
+        prompts, length = random_prompts(rng, 3), rng.randint(1, 34)
+        infill = random_infill(rng, 3, length)
+        new = length + rng.choice((0, 0, 7))
+        limit = {} if new == length else {"max_new_tokens": new}
+        side = rng.choice(("left", "right"))
+        got = filled_in(model, prompts, infill, side, decoding=mode, eos_token_id=eos or None, seed=trial, **limit, **options)
+        for row, prompt in enumerate(prompts):
+            expected = reference_decode(model, prompt, mode, new, infill[row], eos_ids=eos, seed=trial + row, **options)
+            assert keeps(expected.tokens, infill[row])
+            assert got[row][0] == expected.tokens, (trial, row, infill[row])
+            assert got[row][1] == expected.reveal_step
+            assert got[row][2] == pytest.approx(expected.logprobs, abs=1e-5)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=("greedy", "sampled"))
+@pytest.mark.parametrize("mode", ["mrp_spec", "self_spec"])
+def test_speculation_is_lossless(mode: str, sampling: dict[str, Any]) -> None:
+    """Also behind several given blocks, which one round may pass, and with a processor that reads the blocks before."""
+    rng = random.Random(f"{mode}{sampling}")
+    for trial in range(16):
+        model = make_model(trial, block_size=rng.choice((4, 8)))
+        with torch.no_grad():  # tokens look at each other but a little, so that drafts are often right
+            for layer in model.model.layers:
+                layer.self_attn.o_proj.weight *= rng.choice((1.0, 0.3, 0.05))
+        prompts, length = random_prompts(rng, 4), rng.randint(1, 40)
+        infill = random_infill(rng, 4, length)
+        options: dict[str, Any] = {
+            "max_new_tokens": length + rng.choice((0, 9)),
+            "denoising_steps": rng.choice((None, None, 2)),
+            "eos_token_id": rng.choice((None, [3, 5], [*range(1, 12)])),
+            "repetition_penalty": rng.choice((1.0, 1.7)),
+            "seed": trial,
+            **sampling,
+        }
+        static = filled_in(model, prompts, infill, decoding="static", **options)
+        options |= {"num_draft_states": rng.randint(1, 8), "draft_branches": rng.choice((1, 3))}
+        drafted = filled_in(model, prompts, infill, rng.choice(("left", "right")), decoding=mode, **options)
+        for a, b in zip(static, drafted, strict=True):
+            assert a[:2] == b[:2], (trial, options)
+            assert a[2] == pytest.approx(b[2], abs=1e-5)
+
+
+@every_mode
+def test_a_row_does_not_depend_on_its_neighbours(random_model: MRPForCausalLM, mode: str) -> None:
+    rng = random.Random(mode)
+    prompts, infill = random_prompts(rng, 5), random_infill(rng, 5, 25)
+    options = {"decoding": mode, "eos_token_id": [9], **LIVELY}
+    together = filled_in(random_model, prompts, infill, seed=[*range(5)], **options)
+    for row in range(5):
+        alone = filled_in(random_model, prompts[row : row + 1], infill[row : row + 1], "right", seed=row, **options)[0]
+        assert alone[:2] == together[row][:2]
+        assert keeps(together[row][0], infill[row])
+
+
+@pytest.mark.parametrize("mode", ["static", "mrp_spec", "mrp_remask"])
+def test_the_embedded_checkpoint_against_the_reference(
+    mode: str, tiny_model_float64: MRPForCausalLM, tiny_tokenizer: Any
+) -> None:
+    """A program whose middle is hidden: two tokens of three in each of its lines are generated again."""
+    model, mask = tiny_model_float64, tiny_model_float64.config.mask_token_id
+    chat = [{"role": "user", "content": "Sum the numbers of a list that are even, each plus 5."}]
+    prompt = tiny_tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
+    answer = model.generate(torch.tensor([prompt]), max_new_tokens=48)[0, len(prompt) :].tolist()
+    infill = [token if i % 3 == 0 or 20 <= i < 40 else mask for i, token in enumerate(answer)]
+    slow = "static" if mode == "mrp_spec" else mode
+    eos = model.generation_config.eos_token_id
+    expected = reference_decode(model, prompt, slow, len(infill), infill, eos_ids=eos, confidence_threshold=0.7)
+    options = {"decoding": mode, "confidence_threshold": 0.7}
+    out = model.generate(torch.tensor([prompt]), infill_ids=torch.tensor([infill]), return_dict_in_generate=True, **options)
+    assert out.sequences[0, len(prompt) :].tolist() == expected.tokens
+    assert [t for t, g in zip(expected.tokens, infill, strict=True) if g != mask] == [g for g in infill if g != mask]
+    assert [step >= 0 for step in out.reveal_step[0].tolist()] == [g == mask for g in infill]
+
+
+# What it means, by hand
+
+RUN = [MASK, MASK, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, MASK, MASK, MASK, MASK]  # blocks of 2, 0, 0 and 4 masks
+
+
+def test_counts_of_static_by_hand(random_model: MRPForCausalLM) -> None:
+    """The prefill and one round fill the first block. A round each scores it and the first given block, the next one the other
+    given block with the first state of the last, whose four masks take three more."""
+    out = random_model.generate(torch.tensor([[1, 2, 3, 4]]), infill_ids=torch.tensor([RUN]), return_dict_in_generate=True)
+    assert out.stats.forwards == {"prefill": 1, "denoise": 7, "verify": 0, "head": 0}
+    assert out.stats.accepted_lengths.tolist() == [[0, 6, 1]]
+    assert out.tokens_per_forward.tolist() == pytest.approx([6 / 8])
+    assert out.reveal_step[0, 2:12].tolist() == [-1] * 10
+    assert sorted(out.reveal_step[0].tolist()) == [-1] * 10 + [*range(6)]
+    assert out.token_logprobs[0, 2:12].tolist() == [0.0] * 10
+
+
+def test_given_blocks_with_drafts() -> None:
+    """Positions do not look at each other, so that every draft is right: one round scores the state with one mask and the clean
+    block, one the first given block, one the other with the first state behind it; one more what follows."""
+    model = make_model()
+    for layer in model.model.layers:
+        torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
+    out = model.generate(
+        torch.tensor([[1, 2, 3, 4]]),
+        infill_ids=torch.tensor([RUN]),
+        decoding="self_spec",
+        num_draft_states=5,
+        draft_branches=1,
+        return_dict_in_generate=True,
+    )
+    assert sum(out.stats.forwards.values()) == 1 + 4
+    assert out.tokens_per_forward.tolist() == pytest.approx([6 / 5])
+
+
+def test_given_tokens_before_the_first_mask_are_prefilled(random_model: MRPForCausalLM) -> None:
+    """A prompt of 3 and 7 given ones cost what a prompt of 10 does."""
+    ids = [*range(1, 11)]
+    plain = random_model.generate(torch.tensor([ids]), max_new_tokens=6, return_dict_in_generate=True)
+    out = random_model.generate(
+        torch.tensor([ids[:3]]), infill_ids=torch.tensor([ids[3:] + [MASK] * 6]), return_dict_in_generate=True
+    )
+    assert out.sequences.equal(plain.sequences)
+    assert out.stats.forwards == plain.stats.forwards == {"prefill": 1, "denoise": 5, "verify": 0, "head": 0}
+    assert out.reveal_step[0].tolist() == [-1] * 7 + plain.reveal_step[0].tolist()
+
+
+@every_mode
+def test_masks_alone_change_nothing(random_model: MRPForCausalLM, mode: str) -> None:
+    options = {"decoding": mode, "eos_token_id": [*range(1, 8)], "seed": 2, **LIVELY}
+    plain = generate(random_model, PROMPTS, max_new_tokens=11, **options)
+    out = generate(random_model, PROMPTS, infill_ids=torch.full((3, 11), MASK), **options)
+    assert out.sequences.equal(plain.sequences)
+    assert out.stats.forwards == plain.stats.forwards
+    shorter = generate(random_model, PROMPTS, infill_ids=torch.full((3, 2), MASK), max_new_tokens=11, **options)
+    assert shorter.sequences.equal(plain.sequences)
+
+
+@every_mode
+@pytest.mark.parametrize("length", [1, 3, 7, 8, 11])
+def test_everything_given(random_model: MRPForCausalLM, mode: str, length: int) -> None:
+    """Nothing is left to generate: one forward looks at it, and the text is what was given, with every eos in it."""
+    given = torch.arange(1, 3 * length + 1).view(3, length)
+    out = generate(random_model, PROMPTS, infill_ids=given, decoding=mode, eos_token_id=[2, 3, length])
+    assert out.sequences[:, 10:].equal(given)
+    assert (out.reveal_step == -1).all()
+    assert out.tokens_per_forward.tolist() == [0.0] * 3
+    assert sum(out.stats.forwards[role] for role in ("prefill", "denoise", "verify")) == 1
+
+
+@every_mode
+def test_an_eos_ends_the_text_behind_the_last_given_token_only(random_model: MRPForCausalLM, mode: str) -> None:
+    """Most ids are an eos, also of the given ones: none is generated before the last given token, and soon one behind it."""
+    eos = [*range(55)]
+    infill = [[MASK, MASK, 7, MASK, MASK, MASK, 8, 9, 10, 11, 12, MASK, MASK, MASK, 13, MASK]] * 3
+    ends = []
+    for tokens, *_ in filled_in(
+        random_model, PROMPTS, infill, decoding=mode, eos_token_id=eos, max_new_tokens=40, seed=3, **LIVELY
+    ):
+        assert keeps(tokens, infill[0])
+        assert all(token not in eos for token, given in zip(tokens[:15], infill[0], strict=False) if given == MASK)
+        ends.append(len(tokens))
+        assert [token in eos for token in tokens[15:]] == [False] * (len(tokens) - 16) + [True]
+    assert min(ends) < 20
+
+
+def test_a_minimum_length_goes_on_behind_the_given_tokens(random_model: MRPForCausalLM) -> None:
+    options = {"eos_token_id": [*range(55)], "max_new_tokens": 20, "min_new_tokens": 9, "seed": 1, **LIVELY}
+    infill = [[MASK, 5, MASK, 6]] * 3
+    for tokens, *_ in filled_in(random_model, PROMPTS, infill, **options):
+        assert keeps(tokens, infill[0])
+        assert all(token >= 55 for token in [*tokens[4:9], tokens[0], tokens[2]])
+        assert len(tokens) >= 10
+
+
+@every_mode
+def test_a_stopping_criterion_may_end_the_text_before_given_tokens(random_model: MRPForCausalLM, mode: str) -> None:
+    infill = [[MASK, 7, MASK, MASK, 8, 9, 10, 11, 12, 13, MASK]]
+    for token, end in ((7, 2), (11, 8)):
+        options = {"decoding": mode, "stopping_criteria": StoppingCriteriaList([StopAfter(token)])}
+        rows = filled_in(random_model, [[1, 2]], infill, **options)
+        assert len(rows[0][0]) == end
+        assert rows[0][0][-1] == token
+
+
+def test_stop_strings(random_model: MRPForCausalLM, id_tokenizer: PreTrainedTokenizerFast) -> None:
+    infill = [[MASK, 7, MASK, MASK, 8, 9, 10, 11, MASK]]
+    rows = filled_in(random_model, [[1, 2]], infill, stop_strings=["w08 w09"], tokenizer=id_tokenizer)
+    assert rows[0][0][4:] == [8, 9]
+
+
+@pytest.mark.parametrize("mode", ["static", "mrp_spec"])
+def test_a_processor_sees_given_blocks(random_model: MRPForCausalLM, mode: str) -> None:
+    """Whole blocks before the current one: of the text or, where a block is a draft, of the text around it."""
+    seen: list[list[int]] = []
+
+    def record(ids: Tensor, scores: Tensor) -> Tensor:
+        seen.extend(ids.unique(dim=0).tolist())
+        return scores
+
+    infill = [MASK, MASK, *range(11, 21), MASK, MASK, MASK, 21, MASK]
+    out = random_model.generate(
+        torch.tensor([[1, 2, 3, 4]]), infill_ids=torch.tensor([infill]), decoding=mode, logits_processor=[record]
+    )
+    text = out[0].tolist()
+    assert {len(ids) for ids in seen} == {4, 16, 20}, "no position of the given blocks was scored"
+    for ids in seen:
+        assert MASK not in ids
+        assert ids == text[: len(ids)] or (mode == "mrp_spec" and ids[8:16] == text[8:16][: len(ids[8:16])])
+
+
+def test_num_return_sequences(random_model: MRPForCausalLM) -> None:
+    infill = random_infill(random.Random(3), 2, 13)
+    options = {"seed": 5, **LIVELY}
+    rows = filled_in(random_model, PROMPTS[:2], infill, num_return_sequences=3, **options)
+    for i, row in enumerate(rows):
+        alone = filled_in(random_model, [PROMPTS[i // 3]], [infill[i // 3]], **{**options, "seed": 5 + i})[0]
+        assert row[:2] == alone[:2]
+    assert len({tuple(tokens) for tokens, *_ in rows}) > 2
+
+
+class Blocks(BaseStreamer):
+    """Remembers what it was put behind the prompt."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.prompt: list[int] | None = None
+
+    def put(self, value: Tensor) -> None:
+        if self.prompt is None:
+            self.prompt = value[0].tolist()
+        else:
+            self.tokens += value.tolist()
+
+    def end(self) -> None:
+        pass
+
+
+@every_mode
+@pytest.mark.parametrize("infill", [RUN, [5, 6, 7, 8, 9, MASK, 10, MASK, MASK], [5, 6, 7]], ids=len)
+def test_a_streamer_is_put_given_tokens_too(random_model: MRPForCausalLM, mode: str, infill: list[int]) -> None:
+    ids, streamer = torch.tensor([[1, 2, 3]]), Blocks()
+    out = random_model.generate(ids, infill_ids=torch.tensor([infill]), streamer=streamer, decoding=mode)
+    assert streamer.prompt == [1, 2, 3]
+    assert streamer.tokens == out[0, 3:].tolist()
+
+
+@pytest.mark.parametrize("mode", LOSSLESS)
+def test_a_text_is_complete_with_its_last_mask(random_model: MRPForCausalLM, mode: str) -> None:
+    """Two masks, then given tokens to the limit two blocks on: the prefill and one forward reveal the two; nothing looks at
+    what is given behind them."""
+    ids, infill = torch.tensor([[1, 2, 3, 4]]), torch.tensor([[MASK, MASK, *range(11, 21)]])
+    out = random_model.generate(ids, infill_ids=infill, decoding=mode, num_draft_states=1, return_dict_in_generate=True)
+    assert out.sequences[0, 6:].tolist() == [*range(11, 21)]
+    assert out.stats.forwards == {"prefill": 1, "denoise": 1, "verify": 0, "head": 0}
+
+
+# How long it gets
+
+
+@pytest.mark.parametrize(
+    ("options", "length"),
+    [
+        ({}, 6),
+        ({"max_new_tokens": 9}, 9),
+        ({"max_length": 11}, 8),
+        ({"generation_config": GenerationConfig(max_new_tokens=7)}, 7),
+        ({"generation_config": GenerationConfig(max_length=10)}, 7),
+    ],
+    ids=str,
+)
+def test_length(random_model: MRPForCausalLM, options: dict[str, Any], length: int) -> None:
+    infill = torch.tensor([[MASK, 7, MASK, MASK, 8, MASK]])
+    assert random_model.generate(torch.tensor([[1, 2, 3]]), infill_ids=infill, **options).shape[1] == 3 + length
+
+
+def test_length_of_the_models_own_config() -> None:
+    model = make_model()
+    model.generation_config.max_new_tokens = 8
+    assert model.generate(torch.tensor([[1, 2, 3]]), infill_ids=torch.tensor([[MASK, 7]])).shape[1] == 3 + 8
+
+
+@pytest.mark.parametrize(
+    ("infill", "options", "value", "remedy"),
+    [
+        (torch.tensor([[7, 64]]), {}, r"infill_ids hold the id 64, outside the vocabulary of 64", r"tokenizer"),
+        (torch.tensor([[7, -100]]), {}, r"infill_ids hold the id -100, outside", r"tokenizer"),
+        (torch.tensor([7, 8]), {}, r"shape \[2\] for 1 prompts", r"pass \[1, n\]"),
+        (torch.tensor([[7], [8]]), {}, r"shape \[2, 1\] for 1 prompts", r"pass \[1, n\]"),
+        (torch.zeros(1, 0, dtype=torch.long), {}, r"shape \[1, 0\]", r"n of 1 or more"),
+        (torch.tensor([[7.0]]), {}, r"infill_ids are torch.float32", r"torch\.long"),
+        ([[7]], {}, r"infill_ids are list", r"\[rows, n\] tensor"),
+        (torch.full((1, 6), MASK), {"max_new_tokens": 5}, r"hold 6 tokens a row, and .* leaves room for 5", r"raise it"),
+        (torch.full((1, 6), MASK), {"max_length": 8}, r"hold 6 tokens a row, and .* leaves room for 5", r"raise it"),
+        (torch.full((1, 600), MASK), {}, r"make 603, which exceeds max_position_embeddings=512", r"shorten"),
+    ],
+)
+def test_errors(random_model: MRPForCausalLM, infill: Any, options: dict[str, Any], value: str, remedy: str) -> None:
+    with pytest.raises(ValueError, match=value) as caught:
+        random_model.generate(torch.tensor([[1, 2, 3]]), infill_ids=infill, **options)
+    assert re.search(remedy, str(caught.value))
+
+
+def test_a_mask_in_the_prompt_points_here(random_model: MRPForCausalLM) -> None:
+    with pytest.raises(ValueError, match=r"mask id 60.*as infill_ids"):
+        random_model.generate(torch.tensor([[1, MASK, 3]]), max_new_tokens=3)
+
+
+def test_ids_of_32_bits(random_model: MRPForCausalLM) -> None:
+    infill = torch.tensor([[MASK, 7, MASK]])
+    ids = torch.tensor([[1, 2, 3]])
+    assert random_model.generate(ids, infill_ids=infill.int()).equal(random_model.generate(ids, infill_ids=infill))
