@@ -63,8 +63,8 @@ class Setting:
 
 
 def masks_per_state(block_size: int) -> float:
-    """Positions of a state that need a pick, on average over a block that reveals one a step."""
-    return (block_size + 1) / 2
+    """Positions of a state that need a pick, on average over a block's states, from all masks to none."""
+    return block_size / 2
 
 
 def static_counts(block_size: int) -> Counts:
@@ -272,7 +272,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--achievable", type=float, help="share of the peak that matrix products reach; 0.6 by default")
     parser.add_argument("--layer-overhead-us", type=float, default=0.0, help="launches per decoder layer, in microseconds")
     parser.add_argument("--shape", nargs="+", choices=SHAPES, default=list(SHAPES))
-    parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 32, 128])
+    parser.add_argument("--batch", nargs="+", type=int, default=[1, 2, 4, 8, 32, 128])
     parser.add_argument("--states", nargs="+", type=int, default=[1, 2, 4, 8])
     parser.add_argument("--prefix", type=int, default=512, help="committed tokens of a row")
     return parser

@@ -75,8 +75,8 @@ def test_a_round_is_the_sum_of_its_parts() -> None:
     parts = cost_model.round_seconds(SMALL, UNIT, counts, 3, setting)
     assert parts["backbone"] == sum(map(UNIT.seconds, backbone_forward(SMALL, 3, 4.0, 6)))
     assert parts["head"] == 2 * sum(map(UNIT.seconds, head_forward(SMALL, 3, 1.0, 6)))
-    assert parts["vocabulary"] == UNIT.seconds(vocabulary_step(SMALL, 3 * 4 * 1.5))
-    assert parts["draft_vocabulary"] == 2 * UNIT.seconds(vocabulary_step(SMALL, 3 * 1.5))
+    assert parts["vocabulary"] == UNIT.seconds(vocabulary_step(SMALL, 3 * 4 * 1))
+    assert parts["draft_vocabulary"] == 2 * UNIT.seconds(vocabulary_step(SMALL, 3 * 1))
     slower = Device("unit", 1.0, 2.0, 0.5, layer_overhead=7.0)
     with_overhead = cost_model.round_seconds(SMALL, slower, counts, 3, setting)
     assert with_overhead["backbone"] == parts["backbone"] + 7
@@ -89,6 +89,7 @@ def test_where_speculation_pays() -> None:
     device, setting = cost_model.DEVICES["H200"], Setting(prefix=0)
     static = cost_model.static_counts(16)
     assert static.states_per_forward == 17 / 16
+    assert static.states_per_forward * cost_model.masks_per_state(16) == sum(range(17)) / 16
     double = Counts(2.0, 4.0)
     assert cost_model.speedup(shape, device, static, static, 8, setting) == 1
     assert cost_model.speedup(shape, device, double, static, 1, setting) == pytest.approx(2, abs=0.02)
