@@ -14,6 +14,7 @@ from unittest.mock import patch
 import torch
 
 from modeling_mrp.cache_mrp import BlockCache
+from modeling_mrp.generation_mrp import MRPGenerateOutput
 from modeling_mrp.modeling_mrp import MRPForCausalLM
 from modeling_mrp.sampling_mrp import Picker
 
@@ -117,6 +118,9 @@ def metered(block_size: int) -> Iterator[Meter]:
     def whole(self: Any, *args: Any, **kwargs: Any) -> Any:
         calls.clear()
         out = generate(self, *args, **kwargs)
+        assert isinstance(out, MRPGenerateOutput), "metering needs return_dict_in_generate=True"
+        assert out.stats is not None
+        assert out.stats.forwards is not None
         meter.add(calls, out.stats.forwards["prefill"], clock())
         return out
 

@@ -94,8 +94,8 @@ def points(options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> I
                 for states in options.at_states:
                     yield {"axis": "batch", "family": family, "batch_size": batch_size, "states": states, **length}, asked
     if "prompt" in options.axis:
-        for length, asked in long_source(tokenizer, options.prompt, options.count, "heldout").items():
-            fields = {"axis": "prompt", "family": "source", "prompt_asked": length, **_mean_length(tokenizer, asked)}
+        for tokens, asked in long_source(tokenizer, options.prompt, options.count, "heldout").items():
+            fields = {"axis": "prompt", "family": "source", "prompt_asked": tokens, **_mean_length(tokenizer, asked)}
             for states in options.at_states:
                 yield {**fields, "batch_size": 1, "states": states}, asked
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from modeling_mrp.decoding_mrp import Decoder
+from modeling_mrp.decoding_mrp import Counts, Decoder, Rows
 from modeling_mrp.generation_mrp import MRPGenerationConfig
 from modeling_mrp.modeling_mrp import MRPForCausalLM
 from modeling_mrp.sampling_mrp import Picker
@@ -36,7 +36,7 @@ from .measure import Measured, measure
 class PublishedDecoder(Decoder):
     """Lockstep speculation with a seed forward and a KV-store forward per block."""
 
-    def run(self) -> tuple[object, object]:
+    def run(self) -> tuple[Rows, Counts]:
         """Decodes all rows, block after block."""
         self._store_prompt()
         while bool(self.rows.active.any()):
