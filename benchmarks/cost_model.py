@@ -164,8 +164,8 @@ def _given(counts: Counts, mode: str, options: argparse.Namespace) -> Counts:
     if mode == "mrp_spec":
         given |= {"head_passes": options.head_passes, "states_per_head_pass": options.states_per_head_pass}
         given |= {"draft_picks": options.head_passes}
-    if options.draft_picks is not None:
-        given["draft_picks"] = options.draft_picks
+    else:
+        given |= {"draft_picks": options.self_spec_picks}
     return replace(counts, **{name: value for name, value in given.items() if value is not None})
 
 
@@ -263,7 +263,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--states-per-forward", type=float)
     parser.add_argument("--head-passes", type=float, help="of mrp_spec, in a round")
     parser.add_argument("--states-per-head-pass", type=float)
-    parser.add_argument("--draft-picks", type=float, help="vocabulary steps that drafting takes in a round")
+    parser.add_argument("--self-spec-picks", type=float, help="vocabulary steps that drafting takes in a round of self_spec")
     parser.add_argument("--draft-vocab", type=int, help="tokens that drafting picks from; all by default")
     parser.add_argument("--logit-passes", type=int, default=0, help="reads and writes of float32 logits; 0: fused")
     parser.add_argument("--device", nargs="+", default=["H200"], choices=[*DEVICES, "CPU"])

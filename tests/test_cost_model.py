@@ -136,7 +136,9 @@ def test_counts_are_taken_from_results() -> None:
 def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     results = tmp_path / "none.jsonl"
     results.write_text("")
-    asked = f"--counts {results} --device H200 CPU --shape 4b 1.7b --batch 1 64 --states 1 4 --head-passes 1 --draft-vocab 8192"
+    asked = (
+        f"--counts {results} --device H200 CPU --shape 4b 1.7b --batch 1 64 --states 1 4 --head-passes 1 --self-spec-picks 0"
+    )
     cost_model.main([*asked.split(), *["--tokens", "self_spec", "4", "2.1", "--tokens", "mrp_spec", "4", "2.7"]])
     first, *lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert first["benchmark"] == "cost_model"
@@ -145,6 +147,8 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert at["H200", "4B", 1]["decoding"] == "mrp_spec"
     assert at["H200", "4B", 64]["decoding"] == "static"
     assert at["H200", "4B", 1]["head_passes"] == 1
+    drafting = {line["mode"]: line["draft_vocabulary_ms"] for line in lines if line["kind"] == "point" and line["states"] == 4}
+    assert drafting["self_spec"] == 0 < drafting["mrp_spec"]
     assert all(line["speedup"] == 1 for line in lines if line["kind"] == "point" and line["states"] == 1)
     with pytest.raises(SystemExit):
         cost_model.main(["--tokens", "dynamic", "4", "2.1"])
