@@ -1,31 +1,30 @@
 """Prints the tables that README, MODEL_CARD and the checkpoint's card quote, from the lines that measurements left.
 
-``python -m benchmarks.tables heldout`` is the table of decoding modes on 500 held-out problems a family, from
-`benchmarks/results/tiny_heldout_{math,code}.jsonl`; ``python -m benchmarks.tables yardstick`` the comparison with the published
-algorithm, from `benchmarks/results/tiny_yardstick.jsonl`.
+``python -m benchmarks.tables TABLE`` reads `benchmarks/results` (or `--results FOLDER`): `heldout` the decoding modes on 500
+problems a family, from `tiny_heldout_{math,code}.jsonl`; `yardstick` and `ratios` the comparison with the published algorithm,
+from `tiny_yardstick.jsonl`; `sweep` from `tiny_sweep.jsonl`; `cost` from `cost_model.jsonl`; `wallclock` from all of
+`wallclock_*.jsonl`.
 """
 
 import argparse
-import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parent / "results"
+from .common import RESULTS, read_lines
 
-
-def _lines(name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (RESULTS / name).read_text().splitlines()]
+Line = dict[str, Any]
 
 
 def _markdown(head: list[str], rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
 
 
-def heldout() -> str:
+def heldout(folder: Path = RESULTS) -> str:
     """Accuracy and cost of every mode."""
-    modes: dict[str, dict[str, Any]] = {}
+    modes: dict[str, dict[str, Line]] = {}
     for family in ("math", "code"):
-        for line in _lines(f"tiny_heldout_{family}.jsonl"):
+        for line in read_lines(folder / f"tiny_heldout_{family}.jsonl"):
             name = line["decoding"]
             name += f" K={line['num_draft_states']}" if "num_draft_states" in line else ""
             name += f" tau={line['confidence_threshold']}" if "confidence_threshold" in line else ""
@@ -53,13 +52,13 @@ def heldout() -> str:
     return _markdown(head, rows)
 
 
-def yardstick() -> str:
-    """Tokens per forward by family and batch size, a row a mode."""
-    lines = _lines("tiny_yardstick.jsonl")
+def yardstick(folder: Path = RESULTS) -> str:
+    """Tokens per forward by family and batch size, a row a mode; over the published algorithm in brackets."""
+    lines = read_lines(folder / "tiny_yardstick.jsonl")
     columns = list(dict.fromkeys((line["family"], line["batch_size"]) for line in lines))
     cells: dict[str, dict[tuple[str, int], str]] = {}
     for line in lines:
-        ratio = f" ({line['over_published']:.2f}x)" if "over_published" in line else ""
+        ratio = f" ({_ratio(line, 'over_published')})" if "over_published" in line else ""
         cells.setdefault(line["mode"], {})[line["family"], line["batch_size"]] = f"{line['tokens_per_forward']:.2f}{ratio}"
     return _markdown(
         ["mode", *(f"{family}, batch {size}" for family, size in columns)],
@@ -67,11 +66,122 @@ def yardstick() -> str:
     )
 
 
+def ratios(folder: Path = RESULTS) -> str:
+    """By family: `mrp_spec` over `self_spec` alone in their batch, and what larger batches leave of each mode's speed."""
+    lines = [line for line in read_lines(folder / "tiny_yardstick.jsonl") if line["mode"] != "static"]
+    families = list(dict.fromkeys(line["family"] for line in lines))
+    cells: dict[tuple[str, str], dict[str, str]] = {}
+    for line in lines:
+        for name in ("over_self_spec", "over_batch_1"):
+            if name in line and (name == "over_batch_1" or line["batch_size"] == 1):
+                what = f"batch {line['batch_size']} over batch 1" if name == "over_batch_1" else "over self_spec"
+                cells.setdefault((line["mode"], what), {})[line["family"]] = _ratio(line, name)
+    rows = [[mode, what, *(of[family] for family in families)] for (mode, what), of in cells.items()]
+    return _markdown(["mode", "tokens per forward", *families], rows)
+
+
+def _ratio(line: Line, name: str) -> str:
+    """A ratio and, where it was measured, its 95 % interval."""
+    interval = line.get(f"{name}_95")
+    return f"{line[name]:.2f}x" + (f", {interval[0]:.2f}-{interval[1]:.2f}" if interval else "")
+
+
+def sweep(folder: Path = RESULTS) -> str:
+    """A table for each axis and family: a row a point, tokens per forward of every mode, and what drafting costs."""
+    lines = read_lines(folder / "tiny_sweep.jsonl")
+    along = {"states": ("K", "states"), "batch": ("batch", "batch_size"), "prompt": ("prompt tokens", "prompt_asked")}
+    groups: dict[tuple[str, str], list[Line]] = {}
+    for line in lines:
+        fixed = f"batch {line['batch_size']}" if line["axis"] == "states" else ""
+        groups.setdefault((line["axis"], ", ".join(filter(None, (line["family"], fixed)))), []).append(line)
+    tables = []
+    for (axis, name), group in groups.items():
+        title, key = along[axis]
+        tables.append(f"{name}\n\n{_sweep_table(group, title, key)}")
+    return "\n\n".join(tables)
+
+
+def _sweep_table(lines: list[Line], title: str, key: str) -> str:
+    modes = list(dict.fromkeys(line["mode"] for line in lines))
+    at = {(line["mode"], line.get(key)): line for line in lines}
+    values = list(dict.fromkeys(line[key] for line in lines if key in line))
+
+    def cell(mode: str, value: int, field: str, digits: int) -> str:
+        line = at.get((mode, value), at.get((mode, None), {}))
+        return f"{line[field]:.{digits}f}" if field in line else ""
+
+    shown: list[tuple[str, str, str, int]] = [(mode, mode, "tokens_per_forward", 2) for mode in modes]
+    for mode in ("self_spec", "mrp_spec"):
+        if mode in modes:
+            shown += [
+                (f"{mode}: states / forward", mode, "states_per_forward", 1),
+                (f"{mode}: accepted %", mode, "accepted_percent", 0),
+            ]
+    if "mrp_spec" in modes:
+        shown.append(("mrp_spec: head / token", "mrp_spec", "head_per_token", 2))
+    rows = [[str(value), *(cell(mode, value, field, digits) for _, mode, field, digits in shown)] for value in values]
+    return _markdown([title, *(name for name, *_ in shown)], rows)
+
+
+def cost(folder: Path = RESULTS) -> str:
+    """Predictions: the mode to use at each shape, batch and K, then the batch at which each mode stops paying."""
+    lines = read_lines(folder / "cost_model.jsonl")
+    choices = [line for line in lines if line["kind"] == "choice"]
+    limits = [line for line in lines if line["kind"] == "limit"]
+    tables = (
+        _pivot(choices, ["device", "shape", "batch"], lambda line: f"{line['decoding']} {line['speedup']:.2f}x"),
+        _pivot(limits, ["device", "shape", "mode"], lambda line: str(line["stops_paying_at_batch"] or "never")),
+    )
+    return "Mode to use, speed over static\n\n{}\n\nSlower than static from batch\n\n{}".format(*tables)
+
+
+def _pivot(lines: list[Line], names: list[str], cell: Callable[[Line], str]) -> str:
+    """A row for each value of `names`, a column for each K."""
+    columns = list(dict.fromkeys(line["states"] for line in lines))
+    rows: dict[tuple[Any, ...], dict[int, str]] = {}
+    for line in lines:
+        rows.setdefault(tuple(line[name] for name in names), {})[line["states"]] = cell(line)
+    return _markdown(
+        [*names, *(f"K={k}" for k in columns)],
+        [[*map(str, row), *(of.get(k, "") for k in columns)] for row, of in rows.items()],
+    )
+
+
+def wallclock(folder: Path = RESULTS) -> str:
+    """Speed over `static`, median with the least and the most, and the shares of a round's time."""
+    lines = [line for path in sorted(folder.glob("wallclock_*.jsonl")) for line in read_lines(path)]
+    kinds = ("backbone", "head", "vocabulary", "commit", "bookkeeping")
+    rows = [
+        [
+            f"{line['shape']} ({line['layers']} layers, {line['dtype']})",
+            str(line["batch_size"]),
+            line["mode"],
+            "{:.2f}x ({:.2f}-{:.2f})".format(line["over_static"]["median"], *line["over_static"]["range"]),
+            f"{line['ms_per_round']:.1f}",
+            *(f"{line['share'][kind]:.1f}" for kind in kinds),
+        ]
+        for line in lines
+    ]
+    return _markdown(["shape", "batch", "mode", "speed over static", "ms a round", *(f"{kind} %" for kind in kinds)], rows)
+
+
+TABLES: dict[str, Callable[[Path], str]] = {
+    "heldout": heldout,
+    "yardstick": yardstick,
+    "ratios": ratios,
+    "sweep": sweep,
+    "cost": cost,
+    "wallclock": wallclock,
+}
+
+
 def main(arguments: list[str] | None = None) -> None:
-    """Command line: prints one table."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.tables", description="Prints one table as Markdown.")
-    parser.add_argument("table", choices=("heldout", "yardstick"))
-    print({"heldout": heldout, "yardstick": yardstick}[parser.parse_args(arguments).table]())
+    """Command line: prints one table, or the tables of one measurement."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.tables", description="Prints measurements as Markdown tables.")
+    parser.add_argument("table", choices=list(TABLES))
+    parser.add_argument("--results", type=Path, default=RESULTS, help="the folder of the measurements")
+    options = parser.parse_args(arguments)
+    print(TABLES[options.table](options.results))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """The published speculative decoding as a yardstick, on the same model, cache and picks as the package's own modes.
 
 ``python -m benchmarks.yardstick`` prints tokens per forward of `static`, the published algorithm, `self_spec` and `mrp_spec` on
-the same prompts, and for all but `static` the share of texts that equal its.
+the same prompts, their ratios with 95 % intervals (a paired bootstrap over problems; `over_batch_1` is the same mode alone in
+its batch), and the share of texts that equal those of `static`.
 
 The published algorithm, from the method alone: a forward at the start of a block seeds the head; then each verify scores the
 state already known and K drafted ones, and the batch moves on by what its slowest row had right; a last forward stores the
@@ -9,31 +10,33 @@ clean block's KV. The head sees its own block only. For CPU.
 """
 
 import argparse
-import json
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase
 
-from modeling_mrp.decoding_mrp import Decoder
+from modeling_mrp.decoding_mrp import Counts, Decoder, Rows
 from modeling_mrp.generation_mrp import MRPGenerationConfig
 from modeling_mrp.modeling_mrp import MRPForCausalLM
 from modeling_mrp.sampling_mrp import Picker
 from modeling_mrp.states_mrp import States
 from modeling_mrp.strategies_mrp import Spec
 from trainer.data import encode
-from trainer.evaluate import NEW_TOKENS, decode_problems
-from trainer.tasks import FAMILIES, Family, Problem, problems
+from trainer.evaluate import NEW_TOKENS
+from trainer.tasks import FAMILIES, Problem, problems
 
-TINY = Path(__file__).parent.parent / "hub_configs" / "sdar-tiny-mrp"
+from .bootstrap import Cost
+from .common import TINY, emit, header, load
+from .measure import Measured, measure
 
 
 class PublishedDecoder(Decoder):
     """Lockstep speculation with a seed forward and a KV-store forward per block."""
 
-    def run(self) -> tuple[object, object]:
+    def run(self) -> tuple[Rows, Counts]:
         """Decodes all rows, block after block."""
         self._store_prompt()
         while bool(self.rows.active.any()):
@@ -119,8 +122,8 @@ class PublishedDecoder(Decoder):
 @torch.inference_mode()
 def decode_published(
     model: MRPForCausalLM, prompts: list[list[int]], states: int, new_tokens: int, eos: list[int]
-) -> tuple[list[list[int]], int]:
-    """Greedy texts of a batch, and the backbone forwards its rows took part in."""
+) -> tuple[list[list[int]], list[int], list[int]]:
+    """Greedy texts of a batch, and the forwards of backbone and head that each row took part in."""
     schedule = MRPGenerationConfig().schedule(model.config.block_size)
     decoder = PublishedDecoder(
         model,
@@ -135,7 +138,41 @@ def decode_published(
     decoder.strategy.width = states
     rows, counts = decoder.run()
     texts = [rows.tokens[i, len(prompt) : int(rows.stop[i])].tolist() for i, prompt in enumerate(prompts)]
-    return texts, int(counts.row_forwards.sum())
+    return texts, counts.row_forwards.tolist(), counts.row_head_forwards.tolist()
+
+
+def measure_published(
+    model: MRPForCausalLM, tokenizer: PreTrainedTokenizerBase, asked: Sequence[Problem], batch_size: int, states: int
+) -> Measured:
+    """The published algorithm on problems of one family, with `states` drafted ones a verify."""
+    ids: list[list[int]] = []
+    forwards: list[int] = []
+    head: list[int] = []
+    eos = [tokenizer.eos_token_id, tokenizer.pad_token_id]
+    for begin in range(0, len(asked), batch_size):
+        part = asked[begin : begin + batch_size]
+        prompts = [encode(problem, tokenizer)[0] for problem in part]
+        made = decode_published(model, prompts, states, NEW_TOKENS[part[0].family], eos)
+        for kept, new in zip((ids, forwards, head), made, strict=True):
+            kept += new  # type: ignore[operator]
+    return Measured(ids, Cost([len(row) for row in ids], forwards, head), {})
+
+
+def compare(
+    model: MRPForCausalLM, tokenizer: PreTrainedTokenizerBase, asked: list[Problem], batch_size: int, states: list[int]
+) -> Iterator[tuple[str, Measured, dict[str, Any]]]:
+    """Every mode on the same problems: its name, what it measured, and ratios to the modes it is compared with."""
+    static = measure(model, tokenizer, asked, batch_size, decoding="static")
+    yield "static", static, {}
+    for k in states:
+        published = measure_published(model, tokenizer, asked, batch_size, k)
+        yield f"published K={k}", published, published.over(static=static)
+        for branches, suffix in ((1, " chain"), (3, "")):
+            drafted = {"num_draft_states": k, "draft_branches": branches}
+            own = measure(model, tokenizer, asked, batch_size, decoding="self_spec", **drafted)
+            yield f"self_spec K={k}{suffix}", own, own.over(published=published, static=static)
+            head = measure(model, tokenizer, asked, batch_size, decoding="mrp_spec", **drafted)
+            yield f"mrp_spec K={k}{suffix}", head, head.over(published=published, self_spec=own, static=static)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -143,56 +180,25 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.yardstick", description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=str(TINY))
     parser.add_argument("--family", nargs="+", choices=FAMILIES, default=list(FAMILIES))
-    parser.add_argument("--count", type=int, default=64)
+    parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--batch-size", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--states", nargs="+", type=int, default=[4, 8])
     options = parser.parse_args(arguments)
-    model = MRPForCausalLM.from_pretrained(options.model).eval()
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(options.model)
+    emit(header("yardstick", options))
+    model, tokenizer = load(options.model)
     for family in options.family:
         asked = problems(family, "heldout", options.count)
+        alone: dict[str, Measured] = {}
         for batch_size in options.batch_size:
-            for line in compare(model, tokenizer, family, asked, batch_size, options.states):
-                print(json.dumps({"family": family, "batch_size": batch_size, **line}), flush=True)
-
-
-def compare(
-    model: MRPForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
-    family: Family,
-    asked: list[Problem],
-    batch_size: int,
-    states: list[int],
-) -> list[dict[str, object]]:
-    """Tokens per forward of every mode on the same problems, and the share of texts that equal those of `static`."""
-    static = decode_problems(model, tokenizer, asked, batch_size, decoding="static")
-    lines: list[dict[str, object]] = [{"mode": "static", "tokens_per_forward": round(static.tokens_per_forward, 3)}]
-    eos = [tokenizer.eos_token_id, tokenizer.pad_token_id]
-    for k in states:
-        texts, forwards = [], 0
-        for begin in range(0, len(asked), batch_size):
-            prompts = [encode(problem, tokenizer)[0] for problem in asked[begin : begin + batch_size]]
-            made, spent = decode_published(model, prompts, k, NEW_TOKENS[family], eos)
-            texts += made
-            forwards += spent
-        same = sum(a == b for a, b in zip(texts, static.ids, strict=True)) / len(texts)
-        per_forward = sum(map(len, texts)) / forwards
-        lines.append({"mode": f"published K={k}", "tokens_per_forward": round(per_forward, 3), "same": round(100 * same, 1)})
-        for mode, branches in (("self_spec", 1), ("self_spec", 3), ("mrp_spec", 1), ("mrp_spec", 3)):
-            drafted = decode_problems(
-                model, tokenizer, asked, batch_size, decoding=mode, num_draft_states=k, draft_branches=branches
-            )
-            lines.append(
-                {
-                    "mode": f"{mode} K={k}" + (" chain" if branches == 1 else ""),
-                    "tokens_per_forward": round(drafted.tokens_per_forward, 3),
-                    "over_published": round(drafted.tokens_per_forward / per_forward, 3),
-                    "over_static": round(drafted.tokens_per_forward / static.tokens_per_forward, 3),
-                    "head_per_token": round(drafted.head_forwards_per_token, 3),
-                    "same": round(drafted.identical(static), 1),
-                }
-            )
-    return lines
+            static: Measured | None = None
+            for name, measured, ratios in compare(model, tokenizer, asked, batch_size, options.states):
+                static = static or measured
+                if batch_size == 1:
+                    alone[name] = measured
+                else:
+                    ratios |= measured.over(batch_1=alone.get(name))
+                line = {"family": family, "batch_size": batch_size, "mode": name, **measured.line(), **ratios}
+                emit({**line, "same": measured.same(static)})
 
 
 if __name__ == "__main__":

@@ -32,6 +32,8 @@ class Decoded:
         head_forwards_per_token: The same for the head's forwards.
         seconds: Wall clock of decoding.
         forwards: Forwards of the batches by role, and drafts, accepted drafts and revoked reveals.
+        row_forwards: Backbone forwards in which each problem took part.
+        row_head_forwards: The same for the head.
     """
 
     texts: list[str]
@@ -41,6 +43,13 @@ class Decoded:
     head_forwards_per_token: float
     seconds: float
     forwards: dict[str, int]
+    row_forwards: list[int]
+    row_head_forwards: list[int]
+
+    @property
+    def tokens(self) -> list[int]:
+        """Generated tokens of each problem."""
+        return [len(ids) for ids in self.ids]
 
     @property
     def accuracy(self) -> float:
@@ -82,7 +91,8 @@ def decode_problems(
     eos = {tokenizer.eos_token_id, tokenizer.pad_token_id}
     pad = tokenizer.pad_token_id
     all_ids: list[list[int]] = []
-    tokens = forwards = head = 0
+    row_forwards: list[int] = []
+    row_head_forwards: list[int] = []
     counted: dict[str, int] = {}
     started = time.perf_counter()
     for begin in range(0, len(asked), batch_size):
@@ -98,9 +108,8 @@ def decode_problems(
         lengths = (out.reveal_step >= 0).sum(1).tolist()
         generated = out.sequences[:, inputs["input_ids"].shape[1] :].tolist()
         all_ids += [row[:length] for row, length in zip(generated, lengths, strict=True)]
-        tokens += sum(lengths)
-        forwards += int(out.stats.row_forwards.sum())
-        head += int(out.stats.row_head_forwards.sum())
+        row_forwards += out.stats.row_forwards.tolist()
+        row_head_forwards += out.stats.row_head_forwards.tolist()
         for name, value in {
             **out.stats.forwards,
             **{name: int(getattr(out.stats, name).sum()) for name in ("drafted", "accepted", "revoked")},
@@ -111,7 +120,9 @@ def decode_problems(
     seconds = time.perf_counter() - started
     texts = [tokenizer.decode([i for i in ids if i not in eos]) for ids in all_ids]
     right = [judge(problem, text) for problem, text in zip(asked, texts, strict=True)]
-    return Decoded(texts, all_ids, right, tokens / forwards, head / tokens, seconds, counted)
+    tokens = sum(map(len, all_ids))
+    per_forward, head_per_token = tokens / sum(row_forwards), sum(row_head_forwards) / tokens
+    return Decoded(texts, all_ids, right, per_forward, head_per_token, seconds, counted, row_forwards, row_head_forwards)
 
 
 def main(arguments: list[str] | None = None) -> None:

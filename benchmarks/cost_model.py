@@ -1,0 +1,316 @@
+"""When speculation pays: speed over `static` at the published shapes, from measured counts and the roofline of a device.
+
+``python -m benchmarks.cost_model`` takes tokens per forward, states per forward and head passes per round from results of
+`benchmarks.sweep` or `benchmarks.yardstick` (or by hand) and prints, for each shape, batch size and K, what a round of
+`static`, `self_spec` and `mrp_spec` takes and the mode to use; then where each stops paying and from which shape on the head
+pays. The counts are those of the checkpoint measured: predictions hold for a model whose drafts are right as often.
+"""
+
+import argparse
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from .common import HUB_CONFIGS, RESULTS, emit, header, read_lines
+from .roofline import Device, Shape, backbone_forward, head_forward, vocabulary_step
+
+# Bandwidth of the H200 as measured with a large copy, the others and all peaks (dense bf16) as their makers give them.
+DEVICES = {
+    "H200": Device("H200", 4.3e12, 989e12),
+    "A100-80G": Device("A100-80G", 2.04e12, 312e12),
+    "RTX4090": Device("RTX4090", 1.01e12, 165e12),
+}
+SHAPES = ("1.7b", "4b", "8b")
+SPECULATING = ("self_spec", "mrp_spec")
+LARGEST_BATCH = 1024
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What a mode does in a round, per row.
+
+    Attributes:
+        tokens_per_forward: Tokens generated per backbone forward.
+        states_per_forward: States that a row packs into it.
+        head_passes: Passes of the head in a round, one after the other.
+        states_per_head_pass: States that a row packs into each.
+        draft_picks: Vocabulary steps that drafting takes in a round, one after the other.
+    """
+
+    tokens_per_forward: float
+    states_per_forward: float
+    head_passes: float = 0.0
+    states_per_head_pass: float = 1.0
+    draft_picks: float = 0.0
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What else a prediction depends on.
+
+    Attributes:
+        prefix: Committed tokens of a row.
+        draft_vocabulary: Tokens that drafting picks from; None for all.
+        logit_passes: See `vocabulary_step`.
+    """
+
+    prefix: int = 512
+    draft_vocabulary: int | None = None
+    logit_passes: int = 0
+
+
+def masks_per_state(block_size: int) -> float:
+    """Positions of a state that need a pick, on average over a block's states, from all masks to none."""
+    return block_size / 2
+
+
+def static_counts(block_size: int) -> Counts:
+    """One token a forward, and a state for each; at a block's end the clean state takes the next block's first one along."""
+    return Counts(1.0, 1 + 1 / block_size)
+
+
+def round_seconds(shape: Shape, device: Device, counts: Counts, batch: int, setting: Setting) -> dict[str, float]:
+    """Seconds of a round by part: `backbone`, `vocabulary`, `head`, `draft_vocabulary`."""
+    masks = batch * masks_per_state(shape.block_size)
+
+    def total(works: list[Any], layers: int) -> float:
+        return sum(map(device.seconds, works)) + layers * device.layer_overhead
+
+    forward = backbone_forward(shape, batch, counts.states_per_forward, setting.prefix)
+    head = head_forward(shape, batch, counts.states_per_head_pass, setting.prefix)
+    picks = vocabulary_step(shape, masks * counts.states_per_forward, None, setting.logit_passes)
+    drafts = vocabulary_step(shape, masks * counts.states_per_head_pass, setting.draft_vocabulary, setting.logit_passes)
+    return {
+        "backbone": total(forward, shape.num_hidden_layers),
+        "vocabulary": device.seconds(picks),
+        "head": counts.head_passes * total(head, shape.head_layers),
+        "draft_vocabulary": counts.draft_picks * device.seconds(drafts),
+    }
+
+
+def tokens_per_second(shape: Shape, device: Device, counts: Counts, batch: int, setting: Setting) -> float:
+    """Of all rows together."""
+    return batch * counts.tokens_per_forward / sum(round_seconds(shape, device, counts, batch, setting).values())
+
+
+def speedup(shape: Shape, device: Device, counts: Counts, static: Counts, batch: int, setting: Setting) -> float:
+    """Speed of a mode over that of `static`."""
+    mode, base = (tokens_per_second(shape, device, each, batch, setting) for each in (counts, static))
+    return mode / base
+
+
+def stops_paying_at(shape: Shape, device: Device, counts: Counts, static: Counts, setting: Setting) -> int | None:
+    """The smallest batch at which a mode is slower than `static`; None if there is none up to 1024."""
+    batches = range(1, LARGEST_BATCH + 1)
+    return next((batch for batch in batches if speedup(shape, device, counts, static, batch, setting) < 1), None)
+
+
+def passes_that_pay(shape: Shape, device: Device, head: Counts, without: Counts, batch: int, setting: Setting) -> float:
+    """Head passes a round, each with its vocabulary step, up to which `mrp_spec` is at least as fast as `self_spec`.
+
+    Negative where it would be slower with drafts that cost nothing.
+    """
+    free = replace(head, head_passes=0.0, draft_picks=0.0)
+    one = replace(head, head_passes=1.0, draft_picks=1.0)
+    base = sum(round_seconds(shape, device, free, batch, setting).values())
+    each = sum(round_seconds(shape, device, one, batch, setting).values()) - base
+    allowed = head.tokens_per_forward / tokens_per_second(shape, device, without, batch, setting) * batch
+    return (allowed - base) / each
+
+
+# ---------------------------------------------------------------------------------------------------- measured counts
+
+
+def counts_of(line: dict[str, Any], mode: str, states: int) -> Counts:
+    """Counts from a line of results.
+
+    A line that does not say what a round computes stands for K states a forward, the head's forwards per token each with a
+    vocabulary step, and for `self_spec` a vocabulary step for every drafted state.
+    """
+    tokens = line["tokens_per_forward"]
+    passes = line.get("head_passes_per_round", line["head_per_token"] * tokens) if mode == "mrp_spec" else 0.0
+    return Counts(
+        tokens_per_forward=tokens,
+        states_per_forward=line.get("states_per_forward", float(states)),
+        head_passes=passes,
+        states_per_head_pass=max(1.0, line.get("states_per_head_pass", 1.0)),
+        draft_picks=line.get("draft_picks_per_round", passes if mode == "mrp_spec" else states - 1.0),
+    )
+
+
+def measured_counts(lines: list[dict[str, Any]], family: str, mode: str, states: int, batch: int) -> Counts | None:
+    """Counts of a mode from results, measured at the largest batch that is not above the one asked; None without any."""
+    fitting = [
+        line
+        for line in lines
+        if line["family"] == family
+        and line.get("axis") != "prompt"
+        and (line["mode"], line.get("states")) in ((mode, states), (f"{mode} K={states}", None), ("static", None))
+        and line["mode"].startswith(mode)
+        and line["batch_size"] <= batch
+    ]
+    return counts_of(max(fitting, key=lambda line: line["batch_size"]), mode, states) if fitting else None
+
+
+# ---------------------------------------------------------------------------------------------------- command line
+
+
+def _given(counts: Counts, mode: str, options: argparse.Namespace) -> Counts:
+    """The counts with what the command line says instead; a head pass given there brings its vocabulary step."""
+    given = {"states_per_forward": options.states_per_forward}
+    if mode == "mrp_spec":
+        given |= {"head_passes": options.head_passes, "states_per_head_pass": options.states_per_head_pass}
+        given |= {"draft_picks": options.head_passes}
+    else:
+        given |= {"draft_picks": options.self_spec_picks}
+    return replace(counts, **{name: value for name, value in given.items() if value is not None})
+
+
+def modes_at(
+    lines: list[dict[str, Any]], states: int, batch: int, static: Counts, options: argparse.Namespace
+) -> dict[str, Counts]:
+    """Counts of the modes that are known at a K and batch size; at K = 1 they draft nothing and are `static`."""
+    by_hand = {(name, int(k)): float(tokens) for name, k, tokens in options.tokens}
+    known = {"static": static}
+    for mode in SPECULATING:
+        if states == 1:
+            known[mode] = static
+        elif (tokens := by_hand.get((mode, states))) is not None:
+            line = {"tokens_per_forward": tokens, "head_per_token": (states - 1) / tokens}
+            known[mode] = _given(counts_of(line, mode, states), mode, options)
+        elif (counts := measured_counts(lines, options.family, mode, states, batch)) is not None:
+            known[mode] = _given(counts, mode, options)
+    return known
+
+
+def predict(
+    shape: Shape, device: Device, known: dict[str, Counts], batch: int, states: int, setting: Setting
+) -> Iterator[dict[str, Any]]:
+    """A line of kind `point` for each mode and, where both speculating ones are known and draft, one of kind `choice`."""
+    place = {"device": device.name, "shape": shape.name, "batch": batch, "states": states}
+    speed = {}
+    for mode, counts in known.items():
+        speed[mode] = speedup(shape, device, counts, known["static"], batch, setting)
+        parts = round_seconds(shape, device, counts, batch, setting)
+        yield {
+            "kind": "point",
+            **place,
+            "mode": mode,
+            "tokens_per_forward": counts.tokens_per_forward,
+            "round_ms": round(1e3 * sum(parts.values()), 3),
+            **{f"{name}_ms": round(1e3 * seconds, 3) for name, seconds in parts.items()},
+            "speedup": round(speed[mode], 3),
+        }
+    if states > 1 and set(SPECULATING) <= set(known):
+        yield {
+            "kind": "choice",
+            **place,
+            "decoding": max(speed, key=lambda mode: speed[mode]),
+            "speedup": round(max(speed.values()), 3),
+            "head_over_self_spec": round(speed["mrp_spec"] / speed["self_spec"], 3),
+            "head_passes": round(known["mrp_spec"].head_passes, 3),
+            "head_passes_that_pay": round(
+                passes_that_pay(shape, device, known["mrp_spec"], known["self_spec"], batch, setting), 2
+            ),
+        }
+
+
+def limits(shape: Shape, device: Device, known: dict[str, Counts], states: int, setting: Setting) -> Iterator[dict[str, Any]]:
+    """A line of kind `limit` for each speculating mode that is known: the batch at which it stops paying, and why."""
+    for mode in SPECULATING:
+        if mode in known:
+            counts = known[mode]
+            yield {
+                "kind": "limit",
+                "device": device.name,
+                "shape": shape.name,
+                "states": states,
+                "mode": mode,
+                "stops_paying_at_batch": stops_paying_at(shape, device, counts, known["static"], setting),
+                "compute_bound_at_batch": math.ceil(device.ridge / (counts.states_per_forward * shape.block_size)),
+            }
+
+
+def head_pays_from(choices: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Lines of kind `head`: the smallest shape from which on `mrp_spec` is faster than `self_spec`, or None.
+
+    Takes the choices of one device, smaller shapes first.
+    """
+    places = list(dict.fromkeys((line["device"], line["batch"], line["states"]) for line in choices))
+    for place in places:
+        there = [line for line in choices if (line["device"], line["batch"], line["states"]) == place]
+        paying = list(itertools.takewhile(lambda line: line["head_over_self_spec"] > 1, reversed(there)))
+        device, batch, states = place
+        smallest = paying[-1]["shape"] if paying else None
+        yield {"kind": "head", "device": device, "batch": batch, "states": states, "pays_from_shape": smallest}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.cost_model", description=__doc__.splitlines()[0])
+    parser.add_argument("--counts", default=str(RESULTS / "tiny_yardstick.jsonl"), help="results of sweep or yardstick")
+    parser.add_argument("--family", default="math", help="whose lines of them to take")
+    parser.add_argument(
+        "--tokens",
+        nargs=3,
+        action="append",
+        default=[],
+        metavar=("MODE", "K", "TOKENS"),
+        help="tokens per forward given by hand; a head pass and a vocabulary step for each draft unless given too",
+    )
+    parser.add_argument("--states-per-forward", type=float)
+    parser.add_argument("--head-passes", type=float, help="of mrp_spec, in a round")
+    parser.add_argument("--states-per-head-pass", type=float)
+    parser.add_argument("--self-spec-picks", type=float, help="vocabulary steps that drafting takes in a round of self_spec")
+    parser.add_argument("--draft-vocab", type=int, help="tokens that drafting picks from; all by default")
+    parser.add_argument("--logit-passes", type=int, default=0, help="reads and writes of float32 logits; 0: fused")
+    parser.add_argument("--device", nargs="+", default=["H200"], choices=[*DEVICES, "CPU"])
+    parser.add_argument("--cpu-bandwidth", type=float, default=20e9, help="bytes a second of the CPU row")
+    parser.add_argument("--cpu-peak", type=float, default=100e9, help="FLOPs a second of the CPU row")
+    parser.add_argument("--achievable", type=float, help="share of the peak that matrix products reach; 0.6 by default")
+    parser.add_argument("--layer-overhead-us", type=float, default=0.0, help="launches per decoder layer, in microseconds")
+    parser.add_argument("--shape", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--batch", nargs="+", type=int, default=[1, 2, 4, 8, 32, 128])
+    parser.add_argument("--states", nargs="+", type=int, default=[1, 2, 4, 8])
+    parser.add_argument("--prefix", type=int, default=512, help="committed tokens of a row")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Command line: JSON lines of kinds `point`, `choice` and `limit`."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if unknown := [mode for mode, *_ in options.tokens if mode not in SPECULATING]:
+        parser.error(f"--tokens names {unknown[0]}: choose one of {', '.join(SPECULATING)}")
+    emit(header("cost_model", options))
+    lines = read_lines(Path(options.counts))
+    devices = {**DEVICES, "CPU": Device("CPU", options.cpu_bandwidth, options.cpu_peak, 1.0)}
+    setting = Setting(options.prefix, options.draft_vocab, options.logit_passes)
+    for name in options.device:
+        device = replace(devices[name], layer_overhead=options.layer_overhead_us * 1e-6)
+        if options.achievable is not None:
+            device = replace(device, achievable=options.achievable)
+        choices: list[dict[str, Any]] = []
+        for size in (size for size in SHAPES if size in options.shape):
+            shape = Shape.read(HUB_CONFIGS / f"sdar-{size}-mrp")
+            static = static_counts(shape.block_size)
+            if (measured := measured_counts(lines, options.family, "static", 1, 1)) is not None:
+                static = replace(static, tokens_per_forward=measured.tokens_per_forward)
+            for states in options.states:
+                for batch in options.batch:
+                    made = list(predict(shape, device, modes_at(lines, states, batch, static, options), batch, states, setting))
+                    choices += [line for line in made if line["kind"] == "choice"]
+                    for line in made:
+                        emit(line)
+                if states > 1:
+                    known = modes_at(lines, states, max(options.batch), static, options)
+                    for line in limits(shape, device, known, states, setting):
+                        emit(line)
+        for line in head_pays_from(choices):
+            emit(line)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""Bytes and FLOPs of the forwards of a round at a given shape, and the least time they take on a device.
+
+A kernel group takes as long as its bytes or its FLOPs need, whichever is longer. Counted are weights (once a forward), the
+embeddings of the tokens used, hidden states that enter and leave, and keys and values; activations inside a layer are taken to
+stay on chip, and the packed states of a row to read its prefix together. Everything is in bytes, FLOPs and seconds, bf16.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+BYTES = 2  # of a bf16 number
+LOGIT_BYTES = 4  # picks are made in float32
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a model, as its config.json gives them."""
+
+    name: str
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    block_size: int
+    head_layers: int
+
+    @classmethod
+    def read(cls, folder: Path) -> "Shape":
+        """From `folder/config.json`."""
+        config = json.loads((folder / "config.json").read_text())
+        names = (
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "vocab_size",
+            "block_size",
+        )
+        name = folder.name.removeprefix("sdar-").removesuffix("-mrp").upper()
+        return cls(name, **{field: config[field] for field in names}, head_layers=config["num_nextn_predict_layers"])
+
+    @property
+    def kv_size(self) -> int:
+        """Numbers that a token's keys and values take in one layer."""
+        return 2 * self.num_key_value_heads * self.head_dim
+
+    @property
+    def layer_matrix(self) -> int:
+        """Parameters of the matrices of a decoder layer: q, k, v, o, gate, up, down."""
+        attention = (2 * self.num_attention_heads + 2 * self.num_key_value_heads) * self.head_dim * self.hidden_size
+        return attention + 3 * self.hidden_size * self.intermediate_size
+
+    @property
+    def layer(self) -> int:
+        """Parameters of a decoder layer, with its four norms."""
+        return self.layer_matrix + 2 * self.hidden_size + 2 * self.head_dim
+
+    @property
+    def backbone(self) -> int:
+        """Parameters of the backbone without embeddings and lm_head."""
+        return self.num_hidden_layers * self.layer + self.hidden_size
+
+    @property
+    def eh_proj(self) -> int:
+        """Parameters of the head's input projection."""
+        return 2 * self.hidden_size * self.hidden_size
+
+    @property
+    def head(self) -> int:
+        """Parameters of the head: input projection, layers, three norms."""
+        return self.eh_proj + self.head_layers * self.layer + 3 * self.hidden_size
+
+    @property
+    def vocabulary(self) -> int:
+        """Parameters of lm_head, and as many again of the embeddings."""
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def parameters(self) -> int:
+        """All of them."""
+        return self.backbone + self.head + 2 * self.vocabulary
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a group of kernels reads and writes, and computes."""
+
+    bytes: float
+    flops: float
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device.
+
+    Attributes:
+        name: Of the device.
+        bandwidth: Bytes a second from its memory.
+        peak: Dense bf16 FLOPs a second.
+        achievable: The share of `peak` that large matrix products reach.
+        layer_overhead: Seconds of launches per decoder layer that bytes and FLOPs do not cover.
+    """
+
+    name: str
+    bandwidth: float
+    peak: float
+    achievable: float = 0.6
+    layer_overhead: float = 0.0
+
+    @property
+    def ridge(self) -> float:
+        """Tokens in a bf16 matrix product from which on it is bound by FLOPs instead of its weights' bytes."""
+        return self.peak * self.achievable / self.bandwidth
+
+    def seconds(self, work: Work) -> float:
+        """The least time a kernel group takes."""
+        return max(work.bytes / self.bandwidth, work.flops / (self.peak * self.achievable))
+
+
+def decoder_layers(shape: Shape, layers: int, batch: int, states: float, prefix: int) -> tuple[Work, Work]:
+    """The matrices of decoder layers over `batch` rows of `states` packed states each, and their attention.
+
+    Packed attention computes every pair of a query with the row's prefix and all of its states, seen or not.
+    """
+    tokens = batch * states * shape.block_size
+    matrices = Work(layers * shape.layer * BYTES, 2 * layers * shape.layer_matrix * tokens)
+    keys = prefix + states * shape.block_size
+    query_size = shape.num_attention_heads * shape.head_dim
+    written_and_read = layers * batch * (keys + states * shape.block_size) * shape.kv_size * BYTES
+    return matrices, Work(written_and_read, 4 * layers * query_size * tokens * keys)
+
+
+def backbone_forward(shape: Shape, batch: int, states: float, prefix: int) -> list[Work]:
+    """One backbone forward over `batch` x `states` blocks, without the vocabulary step."""
+    tokens = batch * states * shape.block_size
+    ends = Work((2 * tokens * shape.hidden_size + shape.hidden_size) * BYTES, 0)
+    return [ends, *decoder_layers(shape, shape.num_hidden_layers, batch, states, prefix)]
+
+
+def head_forward(shape: Shape, batch: int, states: float, prefix: int) -> list[Work]:
+    """One pass of the head over `batch` x `states` blocks, without its vocabulary step; reads hidden states and embeddings."""
+    tokens = batch * states * shape.block_size
+    ends = Work(3 * (tokens + 1) * shape.hidden_size * BYTES, 0)
+    projection = Work(shape.eh_proj * BYTES, 2 * shape.eh_proj * tokens)
+    return [ends, projection, *decoder_layers(shape, shape.head_layers, batch, states, prefix)]
+
+
+def vocabulary_step(shape: Shape, positions: float, tokens: int | None = None, logit_passes: int = 0) -> Work:
+    """Picks at so many positions.
+
+    Args:
+        shape: The model's.
+        positions: Those that need a pick: masked ones.
+        tokens: Size of the vocabulary to pick from; the model's by default.
+        logit_passes: How often the float32 logits are written to or read from memory; 0 for a fused kernel.
+    """
+    size = shape.vocab_size if tokens is None else tokens
+    logits = positions * size * LOGIT_BYTES * logit_passes
+    return Work((size + positions) * shape.hidden_size * BYTES + logits, 2 * positions * size * shape.hidden_size)

@@ -1,0 +1,154 @@
+"""Bytes, FLOPs and times of a round, against numbers derived by hand and the parameter count of the model itself."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT
+
+from benchmarks import cost_model
+from benchmarks.cost_model import Counts, Setting
+from benchmarks.roofline import Device, Shape, Work, backbone_forward, decoder_layers, head_forward, vocabulary_step
+from modeling_mrp import MRPConfig, MRPForCausalLM
+
+# One layer of everything, so that sums can be done in the head: q and o 8 x 4, k and v 4 x 4 each, an MLP of 3 x 4 x 6.
+SMALL = Shape("small", 4, 6, 1, 2, 1, 4, 10, 2, 1)
+UNIT = Device("unit", bandwidth=1.0, peak=2.0, achievable=0.5)  # a byte and a FLOP take a second each
+
+
+@pytest.mark.parametrize(("size", "parameters"), [("1.7b", None), ("4b", 4_727_331_584), ("8b", None)])
+def test_parameters_are_those_of_the_model(size: str, parameters: int | None) -> None:
+    folder = ROOT / "hub_configs" / f"sdar-{size}-mrp"
+    with torch.device("meta"):
+        model = MRPForCausalLM(MRPConfig.from_pretrained(folder))
+    shape = Shape.read(folder)
+    assert shape.name == size.upper()
+    assert shape.backbone == sum(p.numel() for p in model.model.parameters()) - model.model.embed_tokens.weight.numel()
+    assert model.mrp_head is not None
+    assert shape.head == sum(p.numel() for p in model.mrp_head.parameters())
+    assert shape.vocabulary == model.lm_head.weight.numel()
+    assert shape.parameters == sum(p.numel() for p in model.parameters())
+    assert parameters is None or shape.parameters == parameters
+
+
+def test_a_layer_by_hand() -> None:
+    """Matrices 32 + 32 + 16 + 16 + 72 = 168, norms 4 + 4 + 4 + 4. Three rows of two states of two tokens, ten before them."""
+    assert SMALL.layer_matrix == 168
+    assert SMALL.layer == 184
+    matrices, attention = decoder_layers(SMALL, 1, batch=3, states=2, prefix=10)
+    assert matrices == Work(2 * 184, 2 * 168 * 12)
+    # 14 keys a row are read and 4 written, 2 x 4 numbers each; 12 queries of size 8 meet 14 keys in two products.
+    assert attention == Work(3 * 18 * 8 * 2, 12 * 14 * 8 * 2 * 2)
+
+
+def test_forwards_by_hand() -> None:
+    ends, *layers = backbone_forward(SMALL, 1, 1, 0)
+    assert ends == Work(2 * (2 * 2 * 4 + 4), 0)
+    assert layers == list(decoder_layers(SMALL, 1, 1, 1, 0))
+    ends, projection, *layers = head_forward(SMALL, 1, 1, 0)
+    assert ends == Work(2 * (3 * 2 * 4 + 3 * 4), 0)
+    assert projection == Work(2 * 32, 2 * 32 * 2)
+    assert vocabulary_step(SMALL, 5) == Work(2 * (40 + 20), 2 * 5 * 40)
+    assert vocabulary_step(SMALL, 5, tokens=3, logit_passes=2) == Work(2 * (12 + 20) + 4 * 15 * 2, 2 * 5 * 12)
+
+
+def test_weights_dominate_a_small_batch_of_the_4b_shape() -> None:
+    """3,633,511,936 parameters at 2 bytes are 1.69 ms at 4.3 TB/s, and the whole forward of one state takes little more."""
+    shape = Shape.read(ROOT / "hub_configs" / "sdar-4b-mrp")
+    assert shape.backbone == 3_633_511_936 == 36 * (2560 * 128 * (64 + 16) + 3 * 2560 * 9728 + 2 * 2560 + 256) + 2560
+    seconds = sum(map(cost_model.DEVICES["H200"].seconds, backbone_forward(shape, 1, 1, 0)))
+    assert seconds == pytest.approx(2 * shape.backbone / 4.3e12, rel=0.01)
+
+
+def test_a_device_takes_the_longer_of_bytes_and_flops() -> None:
+    assert UNIT.seconds(Work(3, 2)) == 3
+    assert UNIT.seconds(Work(3, 5)) == 5
+    assert UNIT.ridge == 1
+    assert cost_model.DEVICES["H200"].ridge == pytest.approx(138, abs=0.1)
+
+
+def test_a_round_is_the_sum_of_its_parts() -> None:
+    """Two passes of the head cost twice one, a draft vocabulary of half the size about half, and overhead counts layers."""
+    counts = Counts(2.0, 4.0, head_passes=2.0, draft_picks=2.0)
+    setting = Setting(prefix=6)
+    parts = cost_model.round_seconds(SMALL, UNIT, counts, 3, setting)
+    assert parts["backbone"] == sum(map(UNIT.seconds, backbone_forward(SMALL, 3, 4.0, 6)))
+    assert parts["head"] == 2 * sum(map(UNIT.seconds, head_forward(SMALL, 3, 1.0, 6)))
+    assert parts["vocabulary"] == UNIT.seconds(vocabulary_step(SMALL, 3 * 4 * 1))
+    assert parts["draft_vocabulary"] == 2 * UNIT.seconds(vocabulary_step(SMALL, 3 * 1))
+    slower = Device("unit", 1.0, 2.0, 0.5, layer_overhead=7.0)
+    with_overhead = cost_model.round_seconds(SMALL, slower, counts, 3, setting)
+    assert with_overhead["backbone"] == parts["backbone"] + 7
+    assert with_overhead["head"] == parts["head"] + 14
+
+
+def test_where_speculation_pays() -> None:
+    """Twice the tokens for the same weights pay while weights are what costs; where FLOPs do, twice the states cost twice."""
+    shape = Shape.read(ROOT / "hub_configs" / "sdar-8b-mrp")
+    device, setting = cost_model.DEVICES["H200"], Setting(prefix=0)
+    static = cost_model.static_counts(16)
+    assert static.states_per_forward == 17 / 16
+    assert static.states_per_forward * cost_model.masks_per_state(16) == sum(range(17)) / 16
+    double = Counts(2.0, 4.0)
+    assert cost_model.speedup(shape, device, static, static, 8, setting) == 1
+    assert cost_model.speedup(shape, device, double, static, 1, setting) == pytest.approx(2, abs=0.02)
+    assert cost_model.speedup(shape, device, double, static, 512, setting) == pytest.approx(2 * (17 / 16) / 4, abs=0.01)
+    limit = cost_model.stops_paying_at(shape, device, double, static, setting)
+    assert limit is not None
+    assert cost_model.speedup(shape, device, double, static, limit, setting) < 1
+    assert cost_model.speedup(shape, device, double, static, limit - 1, setting) >= 1
+    assert cost_model.stops_paying_at(shape, device, Counts(5.0, 4.0), static, setting) is None
+
+
+def test_head_passes_that_pay() -> None:
+    """At the number of passes found both modes are equally fast."""
+    shape = Shape.read(ROOT / "hub_configs" / "sdar-4b-mrp")
+    device, setting = cost_model.DEVICES["H200"], Setting()
+    head, without = Counts(2.7, 4.0, 3.0, 1.0, 3.0), Counts(2.1, 4.0)
+    passes = cost_model.passes_that_pay(shape, device, head, without, 1, setting)
+    even = Counts(2.7, 4.0, passes, 1.0, passes)
+    speeds = [cost_model.tokens_per_second(shape, device, counts, 1, setting) for counts in (even, without)]
+    assert speeds[0] == pytest.approx(speeds[1])
+
+
+def test_counts_are_taken_from_results() -> None:
+    old = {"family": "math", "batch_size": 1, "mode": "mrp_spec K=4", "tokens_per_forward": 2.5, "head_per_token": 0.8}
+    new = {
+        **old,
+        "batch_size": 8,
+        "mode": "mrp_spec",
+        "states": 4,
+        "states_per_forward": 3.9,
+        "head_passes_per_round": 1.5,
+        "states_per_head_pass": 2.0,
+        "draft_picks_per_round": 1.0,
+    }
+    lines = [old, new, {**new, "batch_size": 64}, {**new, "axis": "prompt", "batch_size": 16}, {**new, "family": "code"}]
+    assert cost_model.measured_counts(lines, "math", "mrp_spec", 4, 1) == Counts(2.5, 4.0, 2.0, 1.0, 2.0)
+    assert cost_model.measured_counts(lines, "math", "mrp_spec", 4, 32) == Counts(2.5, 3.9, 1.5, 2.0, 1.0)
+    assert cost_model.measured_counts(lines, "math", "mrp_spec", 8, 32) is None
+    assert cost_model.measured_counts(lines, "math", "self_spec", 4, 32) is None
+    alone = {**old, "mode": "self_spec K=4", "head_per_token": 0.0}
+    assert cost_model.measured_counts([alone], "math", "self_spec", 4, 1) == Counts(2.5, 4.0, 0.0, 1.0, 3.0)
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    results = tmp_path / "none.jsonl"
+    results.write_text("")
+    asked = (
+        f"--counts {results} --device H200 CPU --shape 4b 1.7b --batch 1 64 --states 1 4 --head-passes 1 --self-spec-picks 0"
+    )
+    cost_model.main([*asked.split(), *["--tokens", "self_spec", "4", "2.1", "--tokens", "mrp_spec", "4", "2.7"]])
+    first, *lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert first["benchmark"] == "cost_model"
+    assert [sum(line["kind"] == kind for line in lines) for kind in ("point", "choice", "limit", "head")] == [48, 8, 8, 4]
+    at = {(line["device"], line["shape"], line["batch"]): line for line in lines if line["kind"] == "choice"}
+    assert at["H200", "4B", 1]["decoding"] == "mrp_spec"
+    assert at["H200", "4B", 64]["decoding"] == "static"
+    assert at["H200", "4B", 1]["head_passes"] == 1
+    drafting = {line["mode"]: line["draft_vocabulary_ms"] for line in lines if line["kind"] == "point" and line["states"] == 4}
+    assert drafting["self_spec"] == 0 < drafting["mrp_spec"]
+    assert all(line["speedup"] == 1 for line in lines if line["kind"] == "point" and line["states"] == 1)
+    with pytest.raises(SystemExit):
+        cost_model.main(["--tokens", "dynamic", "4", "2.1"])

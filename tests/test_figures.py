@@ -1,0 +1,82 @@
+"""Tables and figures from lines of measurements."""
+
+import json
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from benchmarks import cost_model, plots, tables
+
+
+def point(axis: str, mode: str, speed: float, states: int | None, batch_size: int = 1) -> dict[str, Any]:
+    line = {"axis": axis, "family": "math", "batch_size": batch_size, "mode": mode, "tokens_per_forward": speed}
+    line |= {"tokens_per_forward_95": [speed - 0.1, speed + 0.1], "head_per_token": 0.5, "prompt_tokens": 21.0}
+    line |= {} if states is None else {"states": states, "states_per_forward": states, "accepted_percent": 60.0}
+    return line | ({"prompt_asked": 20} if axis == "prompt" else {})
+
+
+@pytest.fixture
+def results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+    """A folder with a sweep and predictions."""
+    lines = [{"benchmark": "sweep"}, point("states", "static", 1.0, None)]
+    lines += [point("states", mode, 1 + k / 4, k) for k in (1, 2, 4) for mode in ("published", "self_spec", "mrp_spec")]
+    lines += [point("batch", "published", 2 / size, 4, size) for size in (1, 8)]
+    lines += [point("prompt", "mrp_spec", 2.5, 4)]
+    (tmp_path / "tiny_sweep.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "tiny_yardstick.jsonl").write_text("")
+    cost_model.main(["--counts", str(tmp_path / "tiny_sweep.jsonl"), "--shape", "4b", "--batch", "1", "128"])
+    (tmp_path / "cost_model.jsonl").write_text(capsys.readouterr().out)
+    return tmp_path
+
+
+def test_figures_are_the_same_every_time(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = ["sweep_states.svg", "sweep_batch.svg", "sweep_prompt.svg", "cost_h200_4b.svg"]
+    drawn = []
+    for _ in range(2):
+        plots.main(["--results", str(results)])
+        assert [Path(line).name for line in capsys.readouterr().out.splitlines()] == names
+        drawn.append([(results / name).read_text() for name in names])
+    assert drawn[0] == drawn[1]
+    for text in drawn[0]:
+        assert "<dc:date>" not in text
+        words = {
+            "".join(element.itertext()).strip() for element in ElementTree.fromstring(text).iter() if "text" in element.tag
+        }
+        assert words & {"tokens per backbone forward", "speed over static"}
+    assert "mrp_spec K=4" in drawn[0][3]
+
+
+def test_the_table_of_a_sweep(results: Path) -> None:
+    states, _, batch, _, prompt = (part.splitlines() for part in _sections(tables.sweep(results)))
+    assert states[-1].startswith("| 4 | 1.00 | 2.00 | 2.00 | 2.00 | 4.0 | 60 | 4.0 | 60 | 0.50 |")
+    assert batch[-2:] == ["| 1 | 2.00 |", "| 8 | 0.25 |"]
+    assert prompt[-1].startswith("| 20 | 2.50 |")
+
+
+def _sections(text: str) -> list[str]:
+    return text.split("\n\n")[1:]
+
+
+def test_the_table_of_predictions(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tables.main(["cost", "--results", str(results)])
+    choices, _, limits = _sections(capsys.readouterr().out)
+    assert choices.splitlines()[0] == "| device | shape | batch | K=2 | K=4 |"
+    assert choices.splitlines()[-1] == "| H200 | 4B | 128 | static 1.00x | static 1.00x |"
+    assert [row.split(" | ")[2] for row in limits.splitlines()[2:]] == ["self_spec", "mrp_spec"]
+
+
+def test_tables_of_the_yardstick_with_and_without_intervals(tmp_path: Path) -> None:
+    old = {"family": "math", "batch_size": 1, "mode": "mrp_spec K=4", "tokens_per_forward": 2.5, "over_published": 1.4}
+    new = {**old, "batch_size": 8, "over_published_95": [1.31, 1.52], "over_batch_1": 1.0, "over_batch_1_95": [0.99, 1.01]}
+    alone = {**new, "batch_size": 1, "mode": "mrp_spec K=8", "over_self_spec": 1.3, "over_self_spec_95": [1.2, 1.4]}
+    alone.pop("over_batch_1")
+    path = tmp_path / "tiny_yardstick.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in ({"benchmark": "yardstick"}, old, new)))
+    assert tables.yardstick(tmp_path).splitlines()[-1] == "| mrp_spec K=4 | 2.50 (1.40x) | 2.50 (1.40x, 1.31-1.52) |"
+    path.write_text("".join(json.dumps(line) + "\n" for line in (old, new, alone)))
+    assert tables.ratios(tmp_path).splitlines()[2:] == [
+        "| mrp_spec K=4 | batch 8 over batch 1 | 1.00x, 0.99-1.01 |",
+        "| mrp_spec K=8 | over self_spec | 1.30x, 1.20-1.40 |",
+    ]

@@ -1,0 +1,130 @@
+"""What the sweeps measure: points asked for, and rounds whose cost is known beforehand."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from conftest import TINY, make_model
+from helpers import left_padded
+
+from benchmarks import sweep, yardstick
+from benchmarks.measure import measure
+from benchmarks.meter import metered
+from modeling_mrp import MRPForCausalLM
+from trainer.tasks import problems, source_modules
+
+pytestmark = pytest.mark.skipif(not TINY.exists(), reason="the embedded checkpoint is not here")
+
+
+def test_the_meter_counts_rounds_by_hand() -> None:
+    """`static`, a prompt of one block of 4 and 8 new tokens. The prompt's forward also scores the first state; three states
+    follow, then the clean one together with the next block's first, then three more, of which the last reveal ends the row."""
+    model = make_model()
+    with metered(4) as meter:
+        out = model.generate(torch.tensor([[1, 2, 3, 4]]), max_new_tokens=8, return_dict_in_generate=True)
+    assert meter.rounds == out.stats.forwards["denoise"] == 7
+    assert meter.lengths["backbone"] == 4 * (7 + 1)
+    assert meter.calls["head"] == meter.per_round()["draft_picks_per_round"] == 0
+    assert meter.calls["vocabulary"] == 7
+    assert meter.lengths["vocabulary"] == 3 + 2 + 1 + 4 + 3 + 2 + 1
+    assert (meter.calls["commit"], meter.lengths["commit"]) == (1, 1)
+    assert sum(meter.shares().values()) == pytest.approx(100, abs=0.3)
+    assert 0 < sum(meter.seconds.values()) < meter.round_seconds
+    assert MRPForCausalLM.generate.__name__ == "generate"  # nothing stays wrapped
+
+
+def test_the_meter_counts_the_head(random_model: MRPForCausalLM) -> None:
+    """All of a batch's passes, and no less than the row that took most."""
+    with metered(4) as meter:
+        out = random_model.generate(
+            **left_padded([[1, 2, 3], [5, 6, 7, 8, 9]]), max_new_tokens=12, decoding="mrp_spec", return_dict_in_generate=True
+        )
+    assert meter.rounds == out.stats.forwards["denoise"] + out.stats.forwards["verify"]
+    assert meter.calls["head"] == out.stats.forwards["head"] - out.stats.forwards["prefill"]
+    rounds = meter.per_round()
+    assert rounds["states_per_head_pass"] >= 1
+    assert 1 <= rounds["states_per_forward"] <= 4
+
+
+def test_cost_by_problem_adds_up(tiny_model: MRPForCausalLM, tiny_tokenizer: Any) -> None:
+    """The batch a problem is in changes neither its tokens nor its forwards."""
+    asked = problems("math", "tune", 3)
+    alone, together = (measure(tiny_model, tiny_tokenizer, asked, size, decoding="self_spec") for size in (1, 3))
+    assert together.ids == alone.ids
+    assert (together.cost.tokens, together.cost.forwards) == (alone.cost.tokens, alone.cost.forwards)
+    assert [len(ids) for ids in alone.ids] == alone.cost.tokens
+    line = together.line() | together.over(alone=alone, missing=None)
+    assert line["over_alone"] == 1
+    assert line["over_alone_95"] == [1, 1]
+    assert "over_missing" not in line
+    assert line["tokens_per_forward_95"][0] <= line["tokens_per_forward"] <= line["tokens_per_forward_95"][1]
+
+
+def test_prompts_of_every_length_end_at_the_same_place(tiny_tokenizer: Any) -> None:
+    found = sweep.long_source(tiny_tokenizer, [32, 256], 4, "heldout")
+    assert [p.answer for p in found[32]] == [p.answer for p in found[256]]
+    for short, long in zip(found[32], found[256], strict=True):
+        assert long.prompt.endswith(short.prompt)
+        assert any(long.prompt + long.answer in module for module in source_modules("heldout"))
+        for problem, length in ((short, 32), (long, 256)):
+            assert len(tiny_tokenizer.encode(problem.prompt, add_special_tokens=False)) == pytest.approx(length, abs=20)
+    with pytest.raises(ValueError, match="ask for shorter prompts"):
+        sweep.long_source(tiny_tokenizer, [100_000], 1, "heldout")
+
+
+def _lines(capsys: pytest.CaptureFixture[str], benchmark: str) -> list[dict[str, Any]]:
+    first, *lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert first["benchmark"] == benchmark
+    assert set(first) >= {"python", "torch", "transformers", "date", "options"}
+    assert first["options"]["model"] == "hub_configs/sdar-tiny-mrp"
+    return lines
+
+
+def test_the_sweep_prints_a_line_a_point(capsys: pytest.CaptureFixture[str]) -> None:
+    sweep.main(
+        [
+            "--count",
+            "2",
+            "--family",
+            "math",
+            "--states",
+            "1",
+            "3",
+            "--batch-size",
+            "1",
+            "2",
+            "--at-states",
+            "2",
+            "--prompt",
+            "24",
+        ]
+    )
+    lines = _lines(capsys, "sweep")
+    modes = ["published", "self_spec", "mrp_spec"]
+    assert [(line["axis"], line["mode"], line.get("states"), line["batch_size"]) for line in lines] == [
+        ("states", "static", None, 1),
+        *(("states", mode, k, 1) for k in (1, 3) for mode in modes),
+        *(("batch", mode, None if mode == "static" else 2, size) for size in (1, 2) for mode in ["static", *modes]),
+        *(("prompt", mode, None if mode == "static" else 2, 1) for mode in ["static", *modes]),
+    ]
+    by = {(line["axis"], line["mode"], line.get("states"), line["batch_size"]): line for line in lines}
+    assert by["states", "mrp_spec", 1, 1]["over_static"] == 1
+    assert by["states", "mrp_spec", 3, 1]["over_static"] > 1.3
+    assert by["batch", "mrp_spec", 2, 2]["tokens_per_forward"] == by["batch", "mrp_spec", 2, 1]["tokens_per_forward"]
+    with pytest.raises(SystemExit):
+        sweep.main(["--prompt", "1000"])
+
+
+def test_the_yardstick_compares_on_the_same_problems(capsys: pytest.CaptureFixture[str]) -> None:
+    yardstick.main(["--count", "2", "--family", "math", "--states", "2", "--batch-size", "1", "2"])
+    lines = _lines(capsys, "yardstick")
+    names = ["static", "published K=2", "self_spec K=2 chain", "mrp_spec K=2 chain", "self_spec K=2", "mrp_spec K=2"]
+    assert [(line["mode"], line["batch_size"]) for line in lines] == [(name, size) for size in (1, 2) for name in names]
+    assert all(line["same"] == 100 for line in lines)
+    assert all(("over_batch_1" in line) == (line["batch_size"] == 2) for line in lines)
+    for line in lines[len(names) :]:
+        assert line["mode"].startswith("published") or line["over_batch_1"] == 1
+    for name in ("published", "self_spec", "static"):
+        low, high = lines[-1][f"over_{name}_95"]
+        assert low <= lines[-1][f"over_{name}"] <= high

@@ -1,0 +1,72 @@
+"""Wall clock: turns, spreads and shares that add up; random models that are whole."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import TINY
+
+from benchmarks import tables, wallclock
+from modeling_mrp import MRPConfig
+
+pytestmark = pytest.mark.skipif(not TINY.exists(), reason="the embedded checkpoint is not here")
+
+
+def test_a_spread_by_hand() -> None:
+    assert wallclock.spread([5, 1, 2, 4, 3]) == {"median": 3, "range": [1, 5], "quartiles": [2, 4]}
+
+
+def test_modes_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every mode warms up once; then each batch is decoded in every mode, another one first each time."""
+    decoded: list[tuple[int, str]] = []
+
+    def decode(job: wallclock.Job, batch: int, options: dict[str, Any]) -> tuple[int, float]:
+        decoded.append((batch, options["decoding"]))
+        return {"a": 4, "b": 9}[options["decoding"]], 2.0
+
+    monkeypatch.setattr(wallclock.Job, "decode", decode)
+    job = wallclock.Job(None, [{}, {}], 1)  # type: ignore[arg-type]
+    speeds = wallclock.take_turns(job, {"a": {"decoding": "a"}, "b": {"decoding": "b"}}, 2)
+    assert speeds == {"a": [2.0, 2.0], "b": [4.5, 4.5]}
+    assert decoded[:2] == [(0, "a"), (0, "b")]
+    assert decoded[2:] == [(0, "a"), (0, "b"), (1, "b"), (1, "a"), (0, "b"), (0, "a"), (1, "a"), (1, "b")]
+
+
+def test_a_random_model_is_whole() -> None:
+    """Built without an initialisation that walks the weights: no tensor is left as the memory was."""
+    config = wallclock.published_config("1.7b", 2)
+    assert (config.hidden_size, config.num_hidden_layers) == (2048, 2)
+    small = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    ids = {"vocab_size": 200, "mask_token_id": 199, "pad_token_id": 0}
+    config = MRPConfig(**small, **ids, num_hidden_layers=2, num_nextn_predict_layers=1, rope_parameters=config.rope_parameters)
+    model, again = (wallclock.random_model(config, torch.bfloat16, "cpu") for _ in range(2))
+    for (name, parameter), other in zip(model.named_parameters(), again.parameters(), strict=True):
+        assert parameter.dtype == torch.bfloat16
+        assert torch.equal(parameter, other)
+        assert (parameter == 1).all() if "norm" in name else 0.01 < parameter.float().std() < 0.03
+    expected = 1e6 ** -(torch.arange(0, 16, 2) / 16)
+    torch.testing.assert_close(model.model.rotary_emb.inv_freq, expected)
+    job = wallclock.Job(model, [wallclock.pad_left([[1, 2, 3]], 0)], 20)
+    assert job.decode(0, {"decoding": "mrp_spec"})[0] == 20
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    wallclock.main(["--count", "2", "--repeats", "2", "--new-tokens", "8", "--states", "2"])
+    out = capsys.readouterr().out
+    first, *lines = [json.loads(line) for line in out.splitlines()]
+    assert first["benchmark"] == "wallclock"
+    assert [line["mode"] for line in lines] == ["static", "self_spec K=2", "mrp_spec K=2"]
+    assert lines[0]["over_static"] == {"median": 1, "range": [1, 1], "quartiles": [1, 1]}
+    for line in lines:
+        assert line["ms_per_round"] > 0
+        assert sum(line["share"].values()) == pytest.approx(100, abs=0.3)
+        assert all(share >= 0 for share in line["share"].values())
+        assert (line["share"]["head"] > 0) == (line["mode"] == "mrp_spec K=2")
+    (tmp_path / "wallclock_tiny.jsonl").write_text(out)
+    _, _, *rows = tables.wallclock(tmp_path).splitlines()
+    assert len(rows) == 3
+    assert rows[0].startswith("| tiny (4 layers, float32) | 1 | static | 1.00x (1.00-1.00) |")
+    with pytest.raises(SystemExit):
+        wallclock.main(["--layers", "2"])
