@@ -66,7 +66,7 @@ class Job:
 
     def decode(self, batch: int, options: dict[str, Any]) -> tuple[int, float]:
         """Tokens and seconds of one batch."""
-        inputs = {name: value.to(self.model.device) for name, value in self.batches[batch].items()}
+        inputs: dict[str, Any] = {name: value.to(self.model.device) for name, value in self.batches[batch].items()}
         began = _now()
         out = self.model.generate(**inputs, max_new_tokens=self.new_tokens, return_dict_in_generate=True, **options)
         seconds = _now() - began

@@ -13,10 +13,12 @@ class MRPConfig(Qwen3Config):
         mask_token_id: The id that stands for a token not revealed yet. It is never emitted.
         num_nextn_predict_layers: Decoder layers of the MRP head (published: 3); 0 for a backbone without a head.
         num_mrp_heads: Number of heads. Only one is defined: it serves every draft depth.
+        draft_vocab_size: How many of the vocabulary's tokens the head drafts from (`MRPHead.draft_token_ids`); 0: all of them.
 
     Raises:
-        ValueError: if `block_size` is not positive, `mask_token_id` lies outside the vocabulary, the number of
-            heads is not 1, or a layer uses sliding-window attention (the block-causal mask has no window).
+        ValueError: if `block_size` is not positive, `mask_token_id` lies outside the vocabulary, the number of heads is not 1, the
+            draft vocabulary is larger than the vocabulary or comes without a head, or a layer uses sliding-window attention
+            (the block-causal mask has no window).
     """
 
     model_type = "sdar_mrp"
@@ -32,6 +34,7 @@ class MRPConfig(Qwen3Config):
     mask_token_id: int = 151669
     num_nextn_predict_layers: int = 0
     num_mrp_heads: int = 1
+    draft_vocab_size: int = 0
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
@@ -50,6 +53,13 @@ class MRPConfig(Qwen3Config):
             )
         if self.num_mrp_heads != 1:
             raise ValueError(f"num_mrp_heads is {self.num_mrp_heads}: one head serves every draft depth, so it must be 1")
+        if not isinstance(self.draft_vocab_size, int) or not 0 <= self.draft_vocab_size < self.vocab_size:
+            raise ValueError(
+                f"draft_vocab_size is {self.draft_vocab_size!r}: use 0 for the whole vocabulary, or an int below its size, "
+                f"{self.vocab_size}"
+            )
+        if self.draft_vocab_size and not self.num_nextn_predict_layers:
+            raise ValueError(f"draft_vocab_size is {self.draft_vocab_size}, but there is no head to draft with: use 0")
         if any(kind != "full_attention" for kind in self.layer_types or ()):
             raise ValueError(f"layer_types is {self.layer_types}: block diffusion needs 'full_attention' in every layer")
 

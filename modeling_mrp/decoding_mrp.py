@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .cache_mrp import BlockCache
 from .diffusion_mrp import block_causal_mask
-from .drafting_mrp import Lattice, growth
+from .drafting_mrp import Budget, Lattice, growth
 from .rows_mrp import Counts, Outlook, Rows
 from .sampling_mrp import Picker, noise_keys
 from .states_mrp import Memory, Proposal, Reveal, Scored, States, follow
@@ -74,7 +74,11 @@ class Decoder:
         past_key_values: BlockCache | None = None,
     ) -> None:
         config = model.config
-        self.model, self.strategy, self.picker, self.drafter = model, strategy, picker, picker
+        self.model, self.strategy = model, strategy
+        self.picker = self.drafter = replace(picker, entropy=strategy.uses_entropy)
+        head = model.mrp_head
+        if strategy.passes and head is not None and head.draft_token_ids is not None and picker.processors is None:
+            self.drafter = self.picker.restricted(head.draft_token_ids)
         self.schedule, self.stops_at, self.on_round = schedule, stops_at, on_round
         self.block, self.mask_id = config.block_size, config.mask_token_id
         self.device = seeds.device
@@ -111,6 +115,8 @@ class Decoder:
         self.reused = self.cache.reusable(self.rows.tokens, self.rows.start, self.block, with_head)
         # From here on the slots behind are overwritten, also by a call that does not come to its end.
         self.cache.hold(self.rows.tokens, self.reused, self.reused.minimum(self.cache.head_held.to(self.device)))
+        head_cost = strategy.passes * model.head_share() if strategy.passes else 0.0
+        self.budget = Budget(strategy.width, rows * self.block, strategy.compute_bound_tokens, head_cost)
         self.committed = self.rows.start.clone()
         self.head_committed = self.rows.start.clone()
         # A clean block whose head KV is still to be computed.
@@ -169,28 +175,30 @@ class Decoder:
             at = (first - begin).clamp(0, end - begin - self.block)[:, None] + self.offsets
             seed = torch.where(inside[:, None, None], hidden.gather(1, at[..., None].expand(-1, -1, hidden.shape[-1])), seed)
         states = self.current()
-        self.outlook = self.look_ahead()
+        self.outlook = self.look_ahead(states.start[:0])
         self._advance(Scored(states, torch.full_like(states.start, -1), self.reveal_from(states, seed), seed), states.valid)
-        self.outlook = self.look_ahead()
+        self.outlook = self.look_ahead(states.start[:0])
 
-    def look_ahead(self) -> Outlook:
-        """The one time in a round that the host waits for the device."""
+    def look_ahead(self, passed: Tensor) -> Outlook:
+        """The one time in a round that the host waits for the device; `passed` [n] is for the outlook."""
         current = self.current()
         active = self.rows.active
         masks = (current.ids == self.mask_id).sum(-1) * active
         self.pending = self.pending & active
         seen = torch.stack(
             [
-                active.any().long(),
+                active.sum(),
                 (self.committed * active).max(),
                 (self.head_committed * active).max(),
-                (active & (masks == 0)).any().long(),
+                (active & (masks == 0)).sum(),
                 masks.max(),
-                (self.has_seed & (masks > 0)).any().long(),
-                self.pending.any().long(),
+                (self.has_seed & (masks > 0)).sum(),
+                self.pending.sum(),
             ]
-        ).tolist()
-        return Outlook(bool(seen[0]), seen[1], seen[2], bool(seen[3]), seen[4], bool(seen[5]), bool(seen[6]))
+        )
+        numbers = torch.cat([seen, passed]).tolist()
+        rows, used, head_used, clean, most, drafting, pending = numbers[:7]
+        return Outlook(rows, used, head_used, clean > 0, most, drafting > 0, pending > 0, numbers[7:])
 
     def propose(self) -> Proposal:
         """The states of the round: each row's next one, the likeliest to follow it, and the next block's behind a clean one."""
@@ -200,7 +208,7 @@ class Decoder:
         """The lattice of the round, fully grown."""
         drafting = self.strategy.drafts and self.outlook.drafting
         # There are 2 ** masks states of a block on the way from one of them, and one of the next block.
-        width = min(self.strategy.width, 2 ** min(self.outlook.masks, 30) + 1) if drafting else 1
+        width = min(self.budget.width(), 2 ** min(self.outlook.masks, 30) + 1) if drafting else 1
         lattice = Lattice(self, max(width, 2 if self.outlook.clean else 1))
         for size in growth(width, self.strategy.passes):
             lattice.grow(size)
@@ -221,10 +229,10 @@ class Decoder:
 
     def walk(self, proposal: Proposal, hidden: Tensor) -> None:
         """Goes from state to state where the backbone's reveals lead, and takes each row's next state from the last one."""
-        rows, width = proposal.parent.shape
+        count, width = proposal.parent.shape
         behind = proposal.behind().flatten(0, 1)
         reveals = self.reveal_from(proposal.states.map(lambda t: t.flatten(0, 1)), hidden.flatten(0, 1), behind=behind)
-        scored = Scored(proposal.states, proposal.parent, reveals.map(lambda t: t.unflatten(0, (rows, width))), hidden)
+        scored = Scored(proposal.states, proposal.parent, reveals.map(lambda t: t.unflatten(0, (count, width))), hidden)
         known = scored.beside(self.memory.scored)
         clean = self._clean(known.states)
         stepped = self._stepped(known.states, known.reveal)
@@ -244,7 +252,9 @@ class Decoder:
             kept = scored.kept(~clean[:, :width])
             self.memory = Memory(kept, stepped.map(lambda t: t[:, :width]), onward[:, :width])
         self._advance(known.at(self.all_rows, place), active)
-        self.outlook = self.look_ahead()
+        rows = self.outlook.active
+        self.outlook = self.look_ahead(passed[:, :width].sum(0))
+        self.budget.learn(self.outlook.passed, rows)
 
     def _ticks(self, states: States, passed: Tensor) -> Tensor:
         """[rows, n] long: the denoising steps between a row's next state and each state on its way."""

@@ -32,6 +32,46 @@ def growth(width: int, passes: int) -> list[int]:
     return [-(-done * (width - 1) // passes) for done in range(1, min(passes, width - 1) + 1)]
 
 
+class Budget:
+    """How many states a row submits in a round, by how often those of earlier rounds were come by.
+
+    A forward over n tokens takes one unit of time up to `compute_bound_tokens` and n / `compute_bound_tokens` units beyond; a
+    head pass takes its share of that. The states that make the most tokens for the time are submitted; what is not submitted
+    is hoped to get better, so that it is tried again after a while. Every row of a batch has as many: a forward is a rectangle.
+
+    Args:
+        width: States at most.
+        state_tokens: Tokens of one state of every row.
+        compute_bound_tokens: See above; None: time does not grow.
+        head_cost: Time of the round's head passes over that of the backbone's forward, at the same number of tokens.
+    """
+
+    RATE, HOPE = 0.1, 0.01
+
+    def __init__(self, width: int, state_tokens: int, compute_bound_tokens: int | None, head_cost: float) -> None:
+        self.state_tokens, self.bound, self.head_cost = state_tokens, compute_bound_tokens, head_cost
+        self.right = [1.0] * width  # the chance that a row comes by the state in each slot
+
+    def width(self) -> int:
+        """States to submit."""
+        if self.bound is None:
+            return len(self.right)
+        return max(range(1, 1 + len(self.right)), key=lambda n: (sum(self.right[:n]) / self._time(n), -n))
+
+    def _time(self, states: int) -> float:
+        assert self.bound is not None
+        grown = max(1.0, states * self.state_tokens / self.bound)
+        return grown * (1 + self.head_cost) if states > 1 else grown
+
+    def learn(self, passed: list[int], rows: int) -> None:
+        """From a round of so many rows: how many of them came by the state in each slot that was submitted."""
+        for slot in range(1, len(self.right)):
+            if slot < len(passed):
+                self.right[slot] += self.RATE * (passed[slot] / rows - self.right[slot])
+            else:
+                self.right[slot] += self.HOPE * (1 - self.right[slot])
+
+
 class Lattice:
     """The states of one round, [rows, width], and what they are drafted from.
 
@@ -206,4 +246,4 @@ class Lattice:
         self.known_valid = torch.cat([states.valid, self.known_valid], 1)
 
 
-__all__ = ["ORDER_SHARPNESS", "Lattice", "growth"]
+__all__ = ["ORDER_SHARPNESS", "Budget", "Lattice", "growth"]

@@ -35,6 +35,12 @@ class ResidualNorm(Qwen3RMSNorm):
         nn.init.zeros_(self.weight)
 
 
+def first_tokens(config: MRPConfig) -> Tensor:
+    """[draft_vocab_size] long, the first ids but the mask's: a draft vocabulary before one is chosen from data."""
+    ids = torch.arange(config.draft_vocab_size)
+    return ids + (ids >= config.mask_token_id)
+
+
 class MRPHead(nn.Module):
     """Predicts the residual h_C that a reveal adds to the backbone's hidden states (MRP, section 3).
 
@@ -43,6 +49,11 @@ class MRPHead(nn.Module):
 
     Args:
         config: The model's configuration; `num_nextn_predict_layers` gives the depth.
+
+    Attributes:
+        draft_token_ids: [draft_vocab_size] long, the tokens that `mrp_spec` drafts from, distinct and without the mask id; None
+            for all. What is not among them is never drafted, and generated all the same: the backbone has the whole
+            vocabulary.
     """
 
     def __init__(self, config: MRPConfig) -> None:
@@ -55,6 +66,9 @@ class MRPHead(nn.Module):
             layer.self_attn.layer_idx = config.num_hidden_layers + index
         self.layers = nn.ModuleList(layers)
         self.norm = ResidualNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.draft_token_ids: Tensor | None
+        ids = first_tokens(config) if config.draft_vocab_size else None
+        self.register_buffer("draft_token_ids", ids)
 
     def forward(
         self,
@@ -133,6 +147,8 @@ class MRPPreTrainedModel(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, ResidualNorm):
             init.zeros_(module.weight)
+        elif isinstance(module, MRPHead) and module.draft_token_ids is not None:
+            init.copy_(module.draft_token_ids, first_tokens(self.config))
         else:
             super()._init_weights(module)
 
@@ -198,6 +214,17 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
         embeds = self.model.embed_tokens(input_ids)
         rotary = self.model.rotary_emb(embeds, position_ids)
         return self.mrp_head(embeds, hidden_states, self._attention_bias(mask), rotary, past_key_values)
+
+    def head_share(self) -> float:
+        """Parameters that a head pass and its picks read, over those that a backbone forward and its picks read."""
+
+        def size(module: nn.Module | None) -> int:
+            return sum(parameter.numel() for parameter in module.parameters()) if module is not None else 0
+
+        picked = self.config.draft_vocab_size or self.config.vocab_size
+        return (size(self.mrp_head) + picked * self.config.hidden_size) / (
+            size(self.model.layers) + self.lm_head.weight.numel()
+        )
 
     @can_return_tuple
     def forward(

@@ -14,9 +14,11 @@ _STRATEGIES: dict[str, Callable[["MRPGenerationConfig"], Static]] = {
     "dynamic": lambda options: Dynamic(options.confidence_threshold),
     "sequential": lambda options: Sequential(),
     "entropy_bound": lambda options: EntropyBound(options.entropy_threshold),
-    "self_spec": lambda options: SelfSpec(options.num_draft_states, options.draft_branches),
+    "self_spec": lambda options: SelfSpec(options.num_draft_states, options.draft_branches, options.compute_bound_tokens),
     "mrp_direct": lambda options: Direct(options.mrp_steps),
-    "mrp_spec": lambda options: Spec(options.num_draft_states, options.draft_branches, options.draft_passes),
+    "mrp_spec": lambda options: Spec(
+        options.num_draft_states, options.draft_branches, options.draft_passes, options.compute_bound_tokens
+    ),
     "mrp_remask": lambda options: Remask(options.confidence_threshold, options.remask_rule, options.residual_delta),
 }
 DECODINGS = tuple(_STRATEGIES)
@@ -79,6 +81,9 @@ class MRPGenerationConfig(GenerationConfig):
             next block's first state rides behind a clean one in every mode [4].
         draft_branches: How many followers of a state are considered in drafting; 1 drafts a chain [3].
         draft_passes: Head passes per round of `mrp_spec`, at most; each re-reads all that is drafted so far [1].
+        compute_bound_tokens: Tokens in a forward up to which its time hardly grows, a property of the device (about 140 for
+            bf16 on an H200). Drafts are then submitted only as far as they were right often enough so far to be worth their
+            time, none if the batch alone fills the device [None: the number of forwards is all that counts].
         remask_rule: `threshold` (published) or `residual` (released code) [`threshold`].
         residual_delta: Largest residual logit that the `residual` rule lets stand [1.0].
         seed: An int s gives row i the seed s + i; a list gives one per row [one per row from torch's generator].
@@ -93,6 +98,7 @@ class MRPGenerationConfig(GenerationConfig):
         self.num_draft_states: Any = kwargs.pop("num_draft_states", None)
         self.draft_branches: Any = kwargs.pop("draft_branches", None)
         self.draft_passes: Any = kwargs.pop("draft_passes", None)
+        self.compute_bound_tokens: Any = kwargs.pop("compute_bound_tokens", None)
         self.remask_rule: Any = kwargs.pop("remask_rule", None)
         self.residual_delta: Any = kwargs.pop("residual_delta", None)
         self.seed: Any = kwargs.pop("seed", None)
@@ -122,6 +128,8 @@ class MRPGenerationConfig(GenerationConfig):
         _require(self, "num_draft_states", int, lambda v: v >= 1, "an int of 1 or more")
         _require(self, "draft_branches", int, lambda v: v >= 1, "an int of 1 or more")
         _require(self, "draft_passes", int, lambda v: v >= 1, "an int of 1 or more")
+        if self.compute_bound_tokens is not None:
+            _require(self, "compute_bound_tokens", int, lambda v: v >= 1, "an int of 1 or more tokens, or None")
         _require(self, "residual_delta", float, lambda v: v > 0, "a positive number of logits")
         if self.remask_rule not in REMASK_RULES:
             raise ValueError(f"remask_rule is {self.remask_rule!r}: choose one of {', '.join(REMASK_RULES)}")

@@ -118,22 +118,24 @@ class Outlook:
     """What the host knows of the round to come, read from the device once, at the end of the round before.
 
     Attributes:
-        active: Some row is not finished.
+        active: Rows that are not finished.
         used: Committed tokens of the longest active row.
         head_used: The same for the head's KV.
         clean: Some row's next state has no masks.
         masks: The most masks in a row's next state.
         drafting: Some row can draft.
         pending: Some row's last clean block has no KV of the head yet.
+        passed: How many rows came by the state in each slot of the round before.
     """
 
-    active: bool
+    active: int
     used: int
     head_used: int
     clean: bool
     masks: int
     drafting: bool
     pending: bool
+    passed: list[int]
 
 
 __all__ = ["Counts", "Outlook", "Rows"]

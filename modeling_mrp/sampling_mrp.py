@@ -5,7 +5,7 @@ the block, token id). So two decoders that reach the same state draw the same to
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +29,7 @@ class Picks:
         logprob: [n] float; log-probability of the token after temperature and processors, before truncation.
         confidence: [n] float; the log-odds of that probability. It orders positions as the probability does, but
             keeps its precision where the probability rounds to 1.
-        entropy: [n] float, in nats.
+        entropy: [n] float, in nats; 0 where the picker computes none.
     """
 
     token: Tensor
@@ -55,18 +55,18 @@ def noise_keys(seed: Tensor, position: Tensor, masks_left: Tensor) -> Tensor:
     return mix32(key ^ (masks_left & _UINT32) ^ 0x9E3779B9)
 
 
-def gumbel_noise(keys: Tensor, vocab_size: int, dtype: torch.dtype) -> Tensor:
-    """Standard Gumbel noise for every token id at each key.
+def gumbel_noise(keys: Tensor, tokens: int | Tensor, dtype: torch.dtype) -> Tensor:
+    """Standard Gumbel noise for token ids at each key.
 
     Args:
         keys: [n] long, from `noise_keys`.
-        vocab_size: Number of token ids.
+        tokens: The first so many ids, or [m] long, which ids.
         dtype: float32 or float64; both see the same 32 random bits.
 
     Returns:
-        [n, vocab_size].
+        [n, m].
     """
-    tokens = torch.arange(vocab_size, device=keys.device)
+    tokens = torch.arange(tokens, device=keys.device) if isinstance(tokens, int) else tokens
     bits = mix32(mix32(tokens * 0x9E3779B1 & _UINT32) ^ keys[:, None])
     # -log(u) for u = (bits + 1/2) / 2^32, from whichever end of the unit interval keeps the precision.
     lower = bits < 1 << 31
@@ -86,6 +86,8 @@ class Picker:
         processors: The user's logits processors, applied before temperature.
         truncation: top-k, top-p and their kin, applied after the confidence is taken.
         eos_token_ids: Ids that positions before a minimum length must not take.
+        token_ids: [vocab] long, the ids that the rows of `lm_head_weight` stand for; None: their places.
+        entropy: Whether to compute it.
     """
 
     lm_head_weight: Tensor
@@ -95,6 +97,12 @@ class Picker:
     processors: LogitsProcessorList | None = None
     truncation: LogitsProcessorList | None = None
     eos_token_ids: tuple[int, ...] = ()
+    token_ids: Tensor | None = None
+    entropy: bool = True
+
+    def restricted(self, token_ids: Tensor) -> "Picker":
+        """One that picks among some tokens [m] only, without the mask id."""
+        return replace(self, lm_head_weight=self.lm_head_weight[token_ids], token_ids=token_ids, entropy=False)
 
     def __call__(self, hidden: Tensor, keys: Tensor, context: Context | None = None, no_eos: Tensor | None = None) -> Picks:
         """Picks at n positions, walked in chunks so that no [n, vocab] logits exist for large n.
@@ -130,7 +138,8 @@ class Picker:
         logits = F.linear(hidden, self.lm_head_weight)
         if logits.dtype != torch.float64:
             logits = logits.float()
-        logits[:, self.mask_token_id] = -torch.inf
+        if self.token_ids is None:
+            logits[:, self.mask_token_id] = -torch.inf
         return logits
 
     def _scores(self, hidden: Tensor, at: slice, context: Context | None, no_eos: Tensor | None) -> Tensor:
@@ -142,8 +151,9 @@ class Picker:
             scores[index] = processed.masked_fill(processed.isnan(), -torch.inf)
             scores[index, self.mask_token_id] = -torch.inf
         if no_eos is not None:
-            eos = torch.tensor(self.eos_token_ids, dtype=torch.long, device=scores.device)
-            scores[no_eos[at].nonzero(), eos] = -torch.inf
+            ids = torch.arange(scores.shape[1], device=scores.device) if self.token_ids is None else self.token_ids
+            eos = torch.isin(ids, torch.tensor(self.eos_token_ids, dtype=torch.long, device=scores.device))
+            scores = scores.masked_fill(no_eos[at][:, None] & eos, -torch.inf)
         return scores if self.temperature == 1.0 else scores / self.temperature
 
     def _pick(self, scores: Tensor, keys: Tensor) -> Picks:
@@ -151,12 +161,15 @@ class Picker:
         if self.truncation:
             shown = self.truncation(keys[:, None], shown.clone())
         if self.sample:
-            shown = shown + gumbel_noise(keys, shown.shape[1], shown.dtype)
+            noise = gumbel_noise(keys, shown.shape[1] if self.token_ids is None else self.token_ids, shown.dtype)
+            shown = shown + noise
         token = shown.argmax(-1)
         logprob, confidence = log_odds(scores, token)
-        logp = scores.log_softmax(-1)
-        entropy = -(logp.exp() * logp.nan_to_num(neginf=0.0)).sum(-1)
-        return Picks(token, logprob, confidence, entropy)
+        entropy = torch.zeros_like(logprob)
+        if self.entropy:
+            logp = scores.log_softmax(-1)
+            entropy = -(logp.exp() * logp.nan_to_num(neginf=0.0)).sum(-1)
+        return Picks(token if self.token_ids is None else self.token_ids[token], logprob, confidence, entropy)
 
 
 def log_odds(scores: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:

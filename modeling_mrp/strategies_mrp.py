@@ -61,6 +61,8 @@ class Static:
     width = 1  # states a row may submit in a round
     branches = 1  # followers of a drafted state that are considered
     passes = 0  # of the head, in which drafted states are re-read
+    compute_bound_tokens: int | None = None  # see `SelfSpec`
+    uses_entropy = False
 
     def reveal(self, confidence: Tensor, entropy: Tensor, candidates: Tensor, count: Tensor) -> Tensor:
         """Which candidates a step commits.
@@ -102,6 +104,8 @@ class Dynamic(Static):
 
 class EntropyBound(Static):
     """Reveal in order of entropy while the running sum stays under a bound; at least one."""
+
+    uses_entropy = True
 
     def __init__(self, bound: float) -> None:
         self.bound = bound
@@ -171,13 +175,15 @@ class SelfSpec(Static):
     Args:
         num_draft_states: K, the states a row may submit per round.
         draft_branches: Followers of a state that are considered; 1 drafts a chain.
+        compute_bound_tokens: Tokens in a forward up to which its time hardly grows; None: it never does.
     """
 
     drafts = True
 
-    def __init__(self, num_draft_states: int, draft_branches: int) -> None:
+    def __init__(self, num_draft_states: int, draft_branches: int, compute_bound_tokens: int | None = None) -> None:
         self.width = num_draft_states
         self.branches = draft_branches
+        self.compute_bound_tokens = compute_bound_tokens
 
 
 class Spec(SelfSpec):
@@ -187,10 +193,13 @@ class Spec(SelfSpec):
         num_draft_states: As in `SelfSpec`.
         draft_branches: As in `SelfSpec`.
         draft_passes: Head passes per round; with `num_draft_states - 1` of them each drafted state is re-read before the next.
+        compute_bound_tokens: As in `SelfSpec`.
     """
 
-    def __init__(self, num_draft_states: int, draft_branches: int, draft_passes: int) -> None:
-        super().__init__(num_draft_states, draft_branches)
+    def __init__(
+        self, num_draft_states: int, draft_branches: int, draft_passes: int, compute_bound_tokens: int | None = None
+    ) -> None:
+        super().__init__(num_draft_states, draft_branches, compute_bound_tokens)
         self.passes = min(draft_passes, num_draft_states - 1)
         self.uses_head = self.passes > 0
 
