@@ -81,6 +81,7 @@ class Decoder:
             self.drafter = self.picker.restricted(head.draft_token_ids)
         self.schedule, self.stops_at, self.on_round = schedule, stops_at, on_round
         self.block, self.mask_id = config.block_size, config.mask_token_id
+        self.one_at_a_time = int(schedule.max()) == 1
         self.device = seeds.device
         self.eos = torch.tensor(eos_token_ids, dtype=torch.long, device=self.device)
         rows = len(prompts)

@@ -100,6 +100,9 @@ class Lattice:
         none = torch.full_like(current.start, -1)
         first_source = torch.where(decoder.has_seed & decoder.strategy.drafts, 0, none)
         self.slots = self._packed(current, none, decoder.eos_column(current), first_source)[:, None]
+        after = decoder.next_block(current)
+        self.rider = self._packed(after, none, decoder.eos_column(after), none)
+        self.rides = (after.ids == decoder.mask_id).any(-1).to(self.odds.dtype)
         self.has_read = False
         # States whose estimate, or whose way ahead, is known: what is looked up by ids and start, and what it leads to.
         scored = memory.scored.states
@@ -129,24 +132,27 @@ class Lattice:
         rows, branches = self.decoder.all_rows, self.branches
         state, valid = self.slots[:, 0], self.valid[:, 0]
         slots, valids, reached = [state], [valid], torch.ones_like(state[:, 0], dtype=self.odds.dtype)
-        open_ = state.new_zeros(len(rows), (size - 1) * branches, state.shape[-1])
-        chance = reached.new_zeros(open_.shape[:2])  # 0: taken, or not there
+        # The states taken, then those that may be; no state starts at -1.
+        table = state.new_full((len(rows), size * (1 + branches), state.shape[-1]), -1)
+        chance = reached.new_zeros(table.shape[:2])
+        held = torch.arange(table.shape[1], device=table.device) < size
         for slot in range(size - 1):
+            table[:, slot] = state
             followers, odds = self._followers(state, valid, slot)
             odds = odds * reached[:, None]
             # Orders that meet in one state add up there: among these, and with those found before.
-            twins = (followers[:, :, None, : self.step] == followers[:, None, :, : self.step]).all(-1)
-            odds = (twins * odds[:, None]).sum(-1) * ~twins.tril(-1).any(-1)
-            used, fresh = slice(0, slot * branches), slice(slot * branches, (slot + 1) * branches)
-            met = (open_[:, used, None, : self.step] == followers[:, None, :, : self.step]).all(-1)
-            met &= (chance[:, used] > 0)[..., None]
-            taken = (torch.stack(slots, 1)[:, :, None, : self.step] == followers[:, None, :, : self.step]).all(-1)
-            chance[:, used] += (met * odds[:, None]).sum(-1)
-            open_[:, fresh] = followers
-            chance[:, fresh] = odds * ~(met.any(1) | taken.any(1))
+            if branches > 1:
+                twins = (followers[:, :, None, : self.step] == followers[:, None, :, : self.step]).all(-1)
+                odds = (twins * odds[:, None]).sum(-1) * ~twins.tril(-1).any(-1)
+            met = (table[:, :, None, : self.step] == followers[:, None, :, : self.step]).all(-1)
+            met &= (held | (chance > 0))[..., None]
+            chance += (met & ~held[:, None]).to(chance.dtype).mul_(odds[:, None]).sum(-1)
+            fresh = slice(size + slot * branches, size + (slot + 1) * branches)
+            table[:, fresh] = followers
+            chance[:, fresh] = odds * ~met.any(1)
             reached, place = chance.max(-1)
             valid = reached > 0
-            state = open_[rows, place]
+            state = table[rows, place]
             chance[rows, place] = 0
             slots.append(state)
             valids.append(valid)
@@ -157,34 +163,54 @@ class Lattice:
         decoder, block = self.decoder, self.decoder.block
         ids, end, source = state[:, :block], state[:, self.end], state[:, self.source]
         masked = ids == decoder.mask_id
-        clean = ~masked.any(-1)
         token, odds = self.tells(state, valid)
         candidates = masked & (decoder.offsets < end[:, None]) & ((source >= 0) & valid)[:, None]
         ranked, order = odds.where(candidates, -torch.inf).sort(dim=-1, descending=True, stable=True)
-        rank = torch.empty_like(order).scatter_(1, order, decoder.offsets.expand_as(order))
-        sure = (decoder.schedule[state[:, self.step].clamp(max=block - 1)] - 1).clamp(min=0)  # all reveals of a step but one
-        last = sure[:, None] + decoder.offsets[: self.branches]
-        choice = (ORDER_SHARPNESS * ranked.clamp(max=1e4).masked_fill(decoder.offsets < sure[:, None], -torch.inf)).softmax(-1)
-        chance = choice.gather(1, last.clamp(max=block - 1)).where(last < block, 0.0).nan_to_num(0.0)
-        # Where a step reveals more than is left, all of it goes.
-        chance[:, 0] = chance[:, 0].where(~candidates.any(-1) | (ranked.gather(1, sure[:, None])[:, 0] > -torch.inf), 1.0)
-        where = ((rank[:, None] < sure[:, None, None]) | (rank[:, None] == last[..., None])) & candidates[:, None]
-        made = state[:, None].repeat(1, last.shape[1], 1)
-        made[..., :block] = torch.where(where, token[:, None], made[..., :block])
-        made[..., self.step] += 1
-        ends = torch.where(where & decoder.is_eos(token)[:, None], decoder.offsets, block).amin(-1)
+        if decoder.one_at_a_time:
+            chance = (ORDER_SHARPNESS * ranked.clamp(max=1e4)).softmax(-1)[:, : self.branches].nan_to_num(0.0)
+            last = order[:, : self.branches]
+            made = state[:, None].repeat(1, self.branches, 1)
+        else:
+            chance, last, made = self._several(state, token, candidates, ranked, order)
+        picked = token.gather(1, last)
+        made.scatter_(2, last[..., None], picked[..., None])
+        ends = torch.where(decoder.is_eos(picked), last, block)
         made[..., self.end] = torch.minimum(made[..., self.end], ends)
+        made[..., self.step] += 1
         made[..., self.base] = made[..., self.source]
         made = self._looked_up(made)
         chance = chance * ~self._done(made)  # the reveal before a state that ends the row already tells
         # Behind a clean state comes the next block, but one at a time: a given block without masks has to wait.
-        states = States(ids, state[:, self.start], state[:, self.step], decoder.all_rows, valid)
-        after = decoder.next_block(states)
-        none = torch.full_like(source, -1)
-        rider = self._packed(after, torch.full_like(none, slot), decoder.eos_column(after), none)
+        clean = ~masked.any(-1)
+        rider = self.rider.clone()
+        rider[:, self.parent] = slot
         made[:, 0] = torch.where(clean[:, None], rider, made[:, 0])
-        chance[:, 0] = torch.where(clean, (after.ids == decoder.mask_id).any(-1).float(), chance[:, 0])
+        chance[:, 0] = torch.where(clean, self.rides, chance[:, 0])
         return made, chance * valid[:, None]
+
+    def _several(
+        self, state: Tensor, token: Tensor, candidates: Tensor, ranked: Tensor, order: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """For steps that reveal several positions: all but the last are the surest, and the last one is uncertain.
+
+        Returns the chances [rows, branches], the last position of each branch, and the states with the others revealed.
+        """
+        decoder, block = self.decoder, self.decoder.block
+        sure = (decoder.schedule[state[:, self.step].clamp(max=block - 1)] - 1).clamp(min=0)[:, None]
+        at = sure + decoder.offsets[: self.branches]
+        choice = (ORDER_SHARPNESS * ranked.clamp(max=1e4).masked_fill(decoder.offsets < sure, -torch.inf)).softmax(-1)
+        chance = choice.gather(1, at.clamp(max=block - 1)).where(at < block, 0.0).nan_to_num(0.0)
+        # Where a step reveals more than is left, all of it goes.
+        count = candidates.sum(-1, keepdim=True)
+        chance[:, :1] = torch.where((count > 0) & (count <= sure), 1.0, chance[:, :1])
+        last = order.gather(1, torch.minimum(at, (count - 1).clamp(min=0)))
+        rank = torch.empty_like(order).scatter_(1, order, decoder.offsets.expand_as(order))
+        surest = (rank < sure) & candidates
+        made = state.clone()
+        made[:, :block] = torch.where(surest, token, made[:, :block])
+        ends = torch.where(surest & decoder.is_eos(token), decoder.offsets, block).amin(-1)
+        made[:, self.end] = torch.minimum(made[:, self.end], ends)
+        return chance, last, made[:, None].repeat(1, self.branches, 1)
 
     def tells(self, state: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
         """The token [rows, block] that each masked position of states [rows] is expected to get, and its log-odds.
