@@ -36,7 +36,18 @@ from transformers.utils import ModelOutput
 from .cache_mrp import BlockCache
 from .decoding_mrp import Counts, Decoder, Rows
 from .sampling_mrp import Picker
-from .strategies_mrp import Direct, Dynamic, EntropyBound, Remask, SelfSpec, Sequential, Spec, Static
+from .strategies_mrp import (
+    Direct,
+    Dynamic,
+    EntropyBound,
+    Remask,
+    RereadRemask,
+    ResidualRemask,
+    SelfSpec,
+    Sequential,
+    Spec,
+    Static,
+)
 
 _STRATEGIES: dict[str, Callable[["MRPGenerationConfig"], Static]] = {
     "static": lambda options: Static(),
@@ -46,10 +57,15 @@ _STRATEGIES: dict[str, Callable[["MRPGenerationConfig"], Static]] = {
     "self_spec": lambda options: SelfSpec(options.num_draft_states, options.draft_branches),
     "mrp_direct": lambda options: Direct(options.mrp_steps),
     "mrp_spec": lambda options: Spec(options.num_draft_states, options.draft_branches),
-    "mrp_remask": lambda options: Remask(options.confidence_threshold, options.remask_rule, options.residual_delta),
+    "mrp_remask": lambda options: _REMASKS[options.remask_rule](options),
+}
+_REMASKS: dict[str, Callable[["MRPGenerationConfig"], Remask]] = {
+    "reread": lambda options: RereadRemask(options.confidence_threshold),
+    "threshold": lambda options: Remask(options.confidence_threshold),
+    "residual": lambda options: ResidualRemask(options.confidence_threshold, options.residual_delta),
 }
 DECODINGS = tuple(_STRATEGIES)
-REMASK_RULES = ("threshold", "residual")
+REMASK_RULES = tuple(_REMASKS)
 
 # Options of `generate` whose meaning rests on one token per forward, one hypothesis per row, or a second model, and the
 # values that switch them off.
@@ -117,7 +133,8 @@ class MRPGenerationConfig(GenerationConfig):
         num_draft_states: K, the states a row may submit per round in `mrp_spec` and `self_spec`; 1 drafts nothing, though the
             next block's first state rides behind a clean one in every mode [4].
         draft_branches: How many followers of a state are considered in drafting; 1 drafts a chain [3].
-        remask_rule: `threshold` (published) or `residual` (released code) [`threshold`].
+        remask_rule: Which reveals `mrp_remask` takes back: `reread` (the least believed, one at a time, after reading all of
+            them under the surest), `threshold` (published) or `residual` (released code) [`threshold`].
         residual_delta: Largest residual logit that the `residual` rule lets stand [1.0].
         seed: An int s gives row i the seed s + i; a list gives one per row [one per row from torch's generator].
     """

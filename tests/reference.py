@@ -200,12 +200,35 @@ def extend_by_head(row: Row, h_a: Tensor) -> list[Pick]:
     return extra
 
 
+def beliefs(row: Row, h_a: Tensor, given: list[Pick], fresh: list[Pick]) -> dict[int, float]:
+    """The head's log-odds of the fresh picks, by position, at the state where only the given ones of them are revealed."""
+    for pick in fresh:
+        row.ids[pick.position] = row.model.config.mask_token_id
+    reveal(row, given)
+    h_b = add_residual(row, h_a)
+    return {pick.position: log_odds(scores_at(row, h_b, pick.position), pick.token) for pick in fresh}
+
+
 def kept_by_belief(row: Row, h_a: Tensor, fresh: list[Pick]) -> list[Pick]:
-    """The fresh reveals that the head, shown all of them (the row is at x'), still believes in; at least one."""
-    h_b, threshold = add_residual(row, h_a), logit(row.options.confidence_threshold)
-    beliefs = {pick.position: log_odds(scores_at(row, h_b, pick.position), pick.token) for pick in fresh}
-    best = min(fresh, key=lambda pick: (-beliefs[pick.position], pick.position))
-    return [pick for pick in fresh if not beliefs[pick.position] < threshold] or [best]
+    """The fresh reveals that the head, shown all of them, still believes in; at least one."""
+    seen, threshold = beliefs(row, h_a, fresh, fresh), logit(row.options.confidence_threshold)
+    best = min(fresh, key=lambda pick: (-seen[pick.position], pick.position))
+    return [pick for pick in fresh if not seen[pick.position] < threshold] or [best]
+
+
+def kept_by_rereading(row: Row, h_a: Tensor, fresh: list[Pick]) -> list[Pick]:
+    """The surest of the fresh reveals and those believed under it; then, while some but the most believed one are doubted
+    under all that are left, without the worst."""
+    threshold, surest = logit(row.options.confidence_threshold), most_confident(fresh, 1)
+    seen = beliefs(row, h_a, surest, fresh)
+    kept = [pick for pick in fresh if pick in surest or not seen[pick.position] < threshold]
+    while True:
+        seen = beliefs(row, h_a, kept, fresh)
+        _, *others = sorted(kept, key=lambda pick: (-seen[pick.position], pick.position))
+        doubted = [pick for pick in others if seen[pick.position] < threshold]
+        if not doubted:
+            return kept
+        kept.remove(min(doubted, key=lambda pick: (seen[pick.position], pick.position)))
 
 
 def kept_by_residual(row: Row, residual: Tensor, fresh: list[Pick]) -> list[Pick]:
@@ -219,7 +242,7 @@ def reference_decode(model: MRPForCausalLM, prompt: list[int], decoding: str, ma
     """Decodes one prompt; the options are those of `Options`. Needs SDPA: eager attention takes no boolean mask."""
     assert model.config._attn_implementation == "sdpa", model.config._attn_implementation
     row = Row(model, list(prompt), len(prompt), Options(**options))
-    assert row.options.remask_rule in ("threshold", "residual"), row.options.remask_rule
+    assert row.options.remask_rule in ("reread", "threshold", "residual"), row.options.remask_rule
     size, limit = model.config.block_size, len(prompt) + max_new_tokens
     schedule = row.options.denoising_steps or size
     committed: dict[int, tuple[int, float]] = {}  # position -> (step, log-probability)
@@ -236,7 +259,8 @@ def reference_decode(model: MRPForCausalLM, prompt: list[int], decoding: str, ma
         if decoding == "mrp_direct":
             fresh = fresh + extend_by_head(row, h_a)
         if decoding == "mrp_remask":
-            kept = kept_by_belief(row, h_a, fresh) if residual is None else kept_by_residual(row, residual, fresh)
+            by_belief = kept_by_belief if row.options.remask_rule == "threshold" else kept_by_rereading
+            kept = by_belief(row, h_a, fresh) if residual is None else kept_by_residual(row, residual, fresh)
             for pick in fresh:
                 row.ids[pick.position] = model.config.mask_token_id
             reveal(row, kept)
