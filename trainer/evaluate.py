@@ -30,6 +30,7 @@ class Decoded:
         right: Whether the judge accepts each.
         tokens_per_forward: Generated tokens over backbone forwards, each row counting its own, all rows together.
         head_forwards_per_token: The same for the head's forwards.
+        row_forwards: Backbone forwards that each problem's row took part in.
         seconds: Wall clock of decoding.
         forwards: Forwards of the batches by role, and drafts, accepted drafts and revoked reveals.
     """
@@ -39,6 +40,7 @@ class Decoded:
     right: list[bool]
     tokens_per_forward: float
     head_forwards_per_token: float
+    row_forwards: list[int]
     seconds: float
     forwards: dict[str, int]
 
@@ -82,7 +84,8 @@ def decode_problems(
     eos = {tokenizer.eos_token_id, tokenizer.pad_token_id}
     pad = tokenizer.pad_token_id
     all_ids: list[list[int]] = []
-    tokens = forwards = head = 0
+    row_forwards: list[int] = []
+    tokens = head = 0
     counted: dict[str, int] = {}
     started = time.perf_counter()
     for begin in range(0, len(asked), batch_size):
@@ -99,7 +102,7 @@ def decode_problems(
         generated = out.sequences[:, inputs["input_ids"].shape[1] :].tolist()
         all_ids += [row[:length] for row, length in zip(generated, lengths, strict=True)]
         tokens += sum(lengths)
-        forwards += int(out.stats.row_forwards.sum())
+        row_forwards += out.stats.row_forwards.tolist()
         head += int(out.stats.row_head_forwards.sum())
         for name, value in {
             **out.stats.forwards,
@@ -111,7 +114,7 @@ def decode_problems(
     seconds = time.perf_counter() - started
     texts = [tokenizer.decode([i for i in ids if i not in eos]) for ids in all_ids]
     right = [judge(problem, text) for problem, text in zip(asked, texts, strict=True)]
-    return Decoded(texts, all_ids, right, tokens / forwards, head / tokens, seconds, counted)
+    return Decoded(texts, all_ids, right, tokens / sum(row_forwards), head / tokens, row_forwards, seconds, counted)
 
 
 def main(arguments: list[str] | None = None) -> None:
