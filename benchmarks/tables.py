@@ -2,7 +2,8 @@
 
 ``python -m benchmarks.tables heldout`` is the table of decoding modes on 500 held-out problems a family, from
 `benchmarks/results/tiny_heldout_{math,code}.jsonl`; ``python -m benchmarks.tables yardstick`` the comparison with the published
-algorithm, from `benchmarks/results/tiny_yardstick.jsonl`.
+algorithm, from `benchmarks/results/tiny_yardstick.jsonl`; ``python -m benchmarks.tables remask`` the rules of `mrp_remask` at
+equal tokens per forward, from `benchmarks/results/tiny_remask.jsonl`.
 """
 
 import argparse
@@ -67,11 +68,31 @@ def yardstick() -> str:
     )
 
 
+def _compared(line: dict[str, Any]) -> str:
+    return f"{line['other_accuracy']:.1f} ({line['difference']:+.1f}, {line['low']:+.1f} to {line['high']:+.1f})"
+
+
+def remask() -> str:
+    """Accuracy of the first rule and of the others at equal tokens per forward, by family."""
+    lines = [line for line in _lines("tiny_remask.jsonl") if "against" in line]
+    others = list(dict.fromkeys(line["against"] for line in lines))
+    at: dict[tuple[str, float | str], dict[str, dict[str, Any]]] = {}
+    for line in lines:
+        at.setdefault((line["family"], line["tokens_per_forward"]), {})[line["against"]] = line
+    rows = []
+    for (family, speed), by in sorted(at.items(), key=lambda item: (item[0][0] != "math", item[0][1] == "mean", item[0][1])):
+        # Each comparison has its own speeds, so the first rule's means differ.
+        ours = "" if speed == "mean" else f"{next(iter(by.values()))['accuracy']:.1f}"
+        cells = [_compared(by[other]) if other in by else "" for other in others]
+        rows.append([family, speed if isinstance(speed, str) else f"{speed:.2f}", ours, *cells])
+    return _markdown(["family", "tokens / forward", f"{lines[0]['rule']} %", *(f"{other} %" for other in others)], rows)
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Command line: prints one table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tables", description="Prints one table as Markdown.")
-    parser.add_argument("table", choices=("heldout", "yardstick"))
-    print({"heldout": heldout, "yardstick": yardstick}[parser.parse_args(arguments).table]())
+    parser.add_argument("table", choices=("heldout", "yardstick", "remask"))
+    print({"heldout": heldout, "yardstick": yardstick, "remask": remask}[parser.parse_args(arguments).table]())
 
 
 if __name__ == "__main__":

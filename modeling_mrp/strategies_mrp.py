@@ -198,29 +198,35 @@ class ResidualRemask(Remask):
 
 
 class RereadRemask(Remask):
-    """The rule `reread`: let nothing that is doubtful speak for or against the rest.
+    """The rule `reread`: what stays is believed under all the rest of it, and is no mere echo of it.
 
-    Two reveals that contradict each other both lose under `threshold`, and a few that are wrong together speak up for each
-    other. So the surest reveal alone is taken as given first, and the others must be believed under it. Then the head reads
-    what is left as `threshold` does, but only the least believed token under tau goes back before it reads again, until
-    every token is believed under all the others (`benchmarks/NOTES.md`, Remasking). A row with a single reveal asks nothing.
+    Under `threshold` two reveals that contradict each other both go back. Here only the least believed one under tau does;
+    then the head reads again what is left, until every token is believed under the others. Tokens that are wrong together
+    still speak up for each other, so the head at last reads them under the surest alone: one whose confidence there is under
+    `ALONE` * tau goes back as well (`benchmarks/NOTES.md`, Remasking). A row with a single reveal asks the head nothing.
     """
+
+    ALONE = 0.5  # one token says less than all: under it the others need this share of tau
+
+    def __init__(self, threshold: float) -> None:
+        super().__init__(threshold)
+        self.alone = log_odds(self.ALONE * threshold)
 
     def refine(self, steps: HeadSteps, states: States, hidden: Tensor, reveal: Reveal) -> Reveal:
         """See `Static.refine`."""
         one = torch.ones_like(states.start)
-        surest = top_by(reveal.confidence, reveal.where, one)
-        several = states.valid & (reveal.where.sum(-1) > 1)
-        if bool(several.any()):
-            belief = self.belief(steps, replace(states, valid=several), hidden, reveal, surest)
-            reveal = reveal.only(surest | (reveal.where & (belief >= self.threshold)))
-            several = several & (reveal.where.sum(-1) > 1)
-        while bool(several.any()):  # one look at the device a pass; a row needs about one, rarely more than two
-            belief = self.belief(steps, replace(states, valid=several), hidden, reveal, reveal.where)
+        several = unsettled = states.valid & (reveal.where.sum(-1) > 1)
+        while bool(unsettled.any()):  # one look at the device a pass; most rows are settled by the first
+            belief = self.belief(steps, replace(states, valid=unsettled), hidden, reveal, reveal.where)
             best = top_by(belief, reveal.where, one)
-            doubted = reveal.where & ~best & (belief < self.threshold) & several[:, None]
+            doubted = reveal.where & ~best & (belief < self.threshold) & unsettled[:, None]
             reveal = reveal.only(reveal.where & ~top_by(-belief, doubted, one))
-            several = several & doubted.any(-1) & (reveal.where.sum(-1) > 1)
+            several = several & (reveal.where.sum(-1) > 1)
+            unsettled = unsettled & doubted.any(-1) & several
+        if bool(several.any()):
+            surest = top_by(reveal.confidence, reveal.where, one)
+            belief = self.belief(steps, replace(states, valid=several), hidden, reveal, surest)
+            reveal = reveal.only(reveal.where & (surest | (belief >= self.alone) | ~several[:, None]))
         return reveal
 
 

@@ -217,18 +217,20 @@ def kept_by_belief(row: Row, h_a: Tensor, fresh: list[Pick]) -> list[Pick]:
 
 
 def kept_by_rereading(row: Row, h_a: Tensor, fresh: list[Pick]) -> list[Pick]:
-    """The surest of the fresh reveals and those believed under it; then, while some but the most believed one are doubted
-    under all that are left, without the worst."""
-    threshold, surest = logit(row.options.confidence_threshold), most_confident(fresh, 1)
-    seen = beliefs(row, h_a, surest, fresh)
-    kept = [pick for pick in fresh if pick in surest or not seen[pick.position] < threshold]
+    """The fresh reveals without the worst, again and again while any but the most believed is doubted under all that are left;
+    of these the surest, and those that it alone makes half as credible as tau."""
+    tau, kept = row.options.confidence_threshold, fresh
     while True:
         seen = beliefs(row, h_a, kept, fresh)
         _, *others = sorted(kept, key=lambda pick: (-seen[pick.position], pick.position))
-        doubted = [pick for pick in others if seen[pick.position] < threshold]
+        doubted = [pick for pick in others if seen[pick.position] < logit(tau)]
         if not doubted:
-            return kept
-        kept.remove(min(doubted, key=lambda pick: (seen[pick.position], pick.position)))
+            break
+        worst = min(doubted, key=lambda pick: (seen[pick.position], pick.position))
+        kept = [pick for pick in kept if pick is not worst]
+    surest = most_confident(kept, 1)
+    seen = beliefs(row, h_a, surest, fresh)
+    return [pick for pick in kept if pick in surest or not seen[pick.position] < logit(tau / 2)]
 
 
 def kept_by_residual(row: Row, residual: Tensor, fresh: list[Pick]) -> list[Pick]:
