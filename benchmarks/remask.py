@@ -76,19 +76,18 @@ def compare(one: Curve, other: Curve, resamples: int = RESAMPLES) -> list[dict[s
     differences = one.accuracy_at(speeds, drawn) - other.accuracy_at(speeds, drawn)
     differences = np.concatenate([differences, differences.mean(1, keepdims=True)], 1)
     low, high = np.percentile(differences, (2.5, 97.5), axis=0)
+    names: list[float | str] = [*speeds.tolist(), "mean"]
+    columns = {
+        "accuracy": [*ours, ours.mean()],
+        "other_accuracy": [*theirs, theirs.mean()],
+        "difference": [*(ours - theirs), (ours - theirs).mean()],
+        "low": low,
+        "high": high,
+    }
     return [
-        {
-            "tokens_per_forward": name,
-            "accuracy": round(float(a), 1),
-            "other_accuracy": round(float(b), 1),
-            "difference": round(float(a - b), 1),
-            "low": round(float(low[i]), 1),
-            "high": round(float(high[i]), 1),
-        }
-        for i, (name, a, b) in enumerate(
-            zip([*speeds.tolist(), "mean"], [*ours, ours.mean()], [*theirs, theirs.mean()], strict=True)
-        )
-    ]
+        {"tokens_per_forward": name, **{key: round(float(column[i]), 1) + 0.0 for key, column in columns.items()}}
+        for i, name in enumerate(names)
+    ]  # + 0.0 makes 0.0 of -0.0
 
 
 def main(arguments: list[str] | None = None) -> None:
