@@ -104,7 +104,7 @@ _DEFAULTS: dict[str, Any] = {
     "mrp_steps": 1,
     "num_draft_states": 4,
     "draft_branches": 3,
-    "remask_rule": "threshold",
+    "remask_rule": "reread",
     "residual_delta": 1.0,
 }
 _TRUNCATIONS = (
@@ -133,8 +133,8 @@ class MRPGenerationConfig(GenerationConfig):
         num_draft_states: K, the states a row may submit per round in `mrp_spec` and `self_spec`; 1 drafts nothing, though the
             next block's first state rides behind a clean one in every mode [4].
         draft_branches: How many followers of a state are considered in drafting; 1 drafts a chain [3].
-        remask_rule: Which reveals `mrp_remask` takes back: `reread` (the least believed, one at a time, after reading all of
-            them under the surest), `threshold` (published) or `residual` (released code) [`threshold`].
+        remask_rule: Which reveals `mrp_remask` takes back: `reread` (the least believed one at a time, then echoes of the
+            others), `threshold` (published) or `residual` (released code) [`reread`].
         residual_delta: Largest residual logit that the `residual` rule lets stand [1.0].
         seed: An int s gives row i the seed s + i; a list gives one per row [one per row from torch's generator].
     """

@@ -36,7 +36,7 @@ class Options:
     confidence_threshold: float = 0.9
     entropy_threshold: float = 0.35
     mrp_steps: int = 1
-    remask_rule: str = "threshold"
+    remask_rule: str = "reread"
     residual_delta: float = 1.0
     do_sample: bool = False
     temperature: float = 1.0

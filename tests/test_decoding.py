@@ -80,7 +80,7 @@ def test_equals_the_reference(mode: str, sampling: dict[str, Any], monkeypatch: 
             "confidence_threshold": rng.choice((0.02, 0.1, 0.5)),
             "entropy_threshold": rng.choice((1.0, 6.0)),
             "mrp_steps": rng.choice((1, 2, 3)),
-            "remask_rule": rule or "threshold",
+            "remask_rule": rule or "reread",
             "residual_delta": rng.choice((0.2, 1.0)),
             **sampling,
         }
