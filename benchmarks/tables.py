@@ -3,7 +3,7 @@
 ``python -m benchmarks.tables TABLE`` reads `benchmarks/results` (or `--results FOLDER`): `heldout` the decoding modes on 500
 problems a family, from `tiny_heldout_{math,code}.jsonl`; `yardstick` and `ratios` the comparison with the published algorithm,
 from `tiny_yardstick.jsonl`; `sweep` from `tiny_sweep.jsonl`; `cost` from `cost_model.jsonl`; `wallclock` from all of
-`wallclock_*.jsonl`.
+`wallclock_*.jsonl`; `remask` the rules of `mrp_remask` at equal tokens per forward, from `tiny_remask.jsonl`.
 """
 
 import argparse
@@ -165,6 +165,26 @@ def wallclock(folder: Path = RESULTS) -> str:
     return _markdown(["shape", "batch", "mode", "speed over static", "ms a round", *(f"{kind} %" for kind in kinds)], rows)
 
 
+def _compared(line: Line) -> str:
+    return f"{line['other_accuracy']:.1f} ({line['difference']:+.1f}, {line['low']:+.1f} to {line['high']:+.1f})"
+
+
+def remask(folder: Path = RESULTS) -> str:
+    """Accuracy of the first rule and of the others at equal tokens per forward, by family."""
+    lines = [line for line in read_lines(folder / "tiny_remask.jsonl") if "against" in line]
+    others = list(dict.fromkeys(line["against"] for line in lines))
+    at: dict[tuple[str, float | str], dict[str, Line]] = {}
+    for line in lines:
+        at.setdefault((line["family"], line["tokens_per_forward"]), {})[line["against"]] = line
+    rows = []
+    for (family, speed), by in sorted(at.items(), key=lambda item: (item[0][0] != "math", item[0][1] == "mean", item[0][1])):
+        # Each comparison has its own speeds, so the first rule's means differ.
+        ours = "" if speed == "mean" else f"{next(iter(by.values()))['accuracy']:.1f}"
+        cells = [_compared(by[other]) if other in by else "" for other in others]
+        rows.append([family, speed if isinstance(speed, str) else f"{speed:.2f}", ours, *cells])
+    return _markdown(["family", "tokens / forward", f"{lines[0]['rule']} %", *(f"{other} %" for other in others)], rows)
+
+
 TABLES: dict[str, Callable[[Path], str]] = {
     "heldout": heldout,
     "yardstick": yardstick,
@@ -172,6 +192,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "sweep": sweep,
     "cost": cost,
     "wallclock": wallclock,
+    "remask": remask,
 }
 
 

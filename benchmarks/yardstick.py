@@ -167,12 +167,24 @@ def compare(
     for k in states:
         published = measure_published(model, tokenizer, asked, batch_size, k)
         yield f"published K={k}", published, published.over(static=static)
-        for branches, suffix in ((1, " chain"), (3, "")):
-            drafted = {"num_draft_states": k, "draft_branches": branches}
-            own = measure(model, tokenizer, asked, batch_size, decoding="self_spec", **drafted)
-            yield f"self_spec K={k}{suffix}", own, own.over(published=published, static=static)
-            head = measure(model, tokenizer, asked, batch_size, decoding="mrp_spec", **drafted)
-            yield f"mrp_spec K={k}{suffix}", head, head.over(published=published, self_spec=own, static=static)
+        own: Measured | None = None
+        for name, drafted in variants(k).items():
+            measured = measure(model, tokenizer, asked, batch_size, num_draft_states=k, **drafted)
+            own = measured if name == f"self_spec K={k}" else own
+            against = {"self_spec": own} if drafted["decoding"] == "mrp_spec" else {}
+            yield name, measured, measured.over(published=published, static=static, **against)
+
+
+def variants(states: int) -> dict[str, dict[str, Any]]:
+    """The modes that draft, by name: as they are by default, as the simple chain, and with a head pass for every draft."""
+    chain, each = {"draft_branches": 1}, {"draft_passes": max(1, states - 1)}
+    return {
+        f"self_spec K={states} chain": {"decoding": "self_spec", **chain},
+        f"self_spec K={states}": {"decoding": "self_spec"},
+        f"mrp_spec K={states} chain, {states - 1} head passes": {"decoding": "mrp_spec", **chain, **each},
+        f"mrp_spec K={states}, {states - 1} head passes": {"decoding": "mrp_spec", **each},
+        f"mrp_spec K={states}": {"decoding": "mrp_spec"},
+    }
 
 
 def main(arguments: list[str] | None = None) -> None:

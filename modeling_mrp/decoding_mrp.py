@@ -120,8 +120,9 @@ class Decoder:
         self.budget = Budget(strategy.width, rows * self.block, strategy.compute_bound_tokens, head_cost)
         self.committed = self.rows.start.clone()
         self.head_committed = self.rows.start.clone()
-        # A clean block whose head KV is still to be computed.
+        # A clean block whose head KV is still to be computed, and rows that are about to commit another one.
         self.pending = torch.zeros_like(self.rows.active)
+        self.blocked = torch.zeros_like(self.rows.active)
         self.pending_ids = torch.zeros(rows, self.block, dtype=torch.long, device=self.device)
         self.pending_hidden = torch.zeros(rows, self.block, config.hidden_size, dtype=model.dtype, device=self.device)
         # The last accepted state, from which drafts start; `has_seed` is False right after a clean block whose
@@ -186,6 +187,7 @@ class Decoder:
         active = self.rows.active
         masks = (current.ids == self.mask_id).sum(-1) * active
         self.pending = self.pending & active
+        self.blocked = self.pending & (masks == 0)
         seen = torch.stack(
             [
                 active.sum(),
@@ -195,11 +197,12 @@ class Decoder:
                 masks.max(),
                 (self.has_seed & (masks > 0)).sum(),
                 self.pending.sum(),
+                self.blocked.sum(),
             ]
         )
         numbers = torch.cat([seen, passed]).tolist()
-        rows, used, head_used, clean, most, drafting, pending = numbers[:7]
-        return Outlook(rows, used, head_used, clean > 0, most, drafting > 0, pending > 0, numbers[7:])
+        rows, used, head_used, clean, most, drafting, pending, blocked = numbers[:8]
+        return Outlook(rows, used, head_used, clean > 0, most, drafting > 0, pending > 0, blocked > 0, numbers[8:])
 
     def propose(self) -> Proposal:
         """The states of the round: each row's next one, the likeliest to follow it, and the next block's behind a clean one."""
@@ -214,8 +217,9 @@ class Decoder:
         for size in growth(width, self.strategy.passes):
             lattice.grow(size)
             lattice.re_read()
-        if self.outlook.pending:  # no pass has caught up with it
-            self.head_pass(self.current().map(lambda t: t[:, None]), self.seed.hidden[:, None])
+        if self.outlook.blocked and self.outlook.pending:  # no pass has caught up
+            idle = replace(self.current(), valid=torch.zeros_like(self.blocked))
+            self.head_pass(idle.map(lambda t: t[:, None]), self.seed.hidden[:, None])
         lattice.grow(lattice.width)
         return lattice
 
@@ -312,7 +316,7 @@ class Decoder:
             self.pending = self.pending | row
             self.pending_ids = torch.where(row[:, None], states.ids[self.all_rows, slot], self.pending_ids)
             self.pending_hidden = torch.where(row[:, None, None], hidden[self.all_rows, slot], self.pending_hidden)
-            self.outlook.pending = self.outlook.clean  # where nothing is drafted; else the next look ahead tells
+            self.outlook.pending |= self.outlook.clean  # where nothing is drafted; else the next look ahead tells
 
     def _stop_finished(self) -> None:
         """Rows whose text is complete leave; a stopping criterion is asked at every newly final token."""
@@ -467,11 +471,13 @@ class Decoder:
     def head_pass(self, states: States, hidden: Tensor) -> Tensor:
         """h_C at [rows, n] states, given hidden states [rows, n, block, hidden].
 
-        Rows with a clean block behind them whose head KV is not there yet compute it on the way.
+        Rows that take part and have a clean block behind them whose head KV is not there yet compute it on the way.
         """
+        takes_part = states.valid.any(1) | self.blocked
+        self._count_head(takes_part)
         if not self.outlook.pending:
             return self._head_packed(states, hidden, None)
-        behind = self.pending
+        behind = self.pending & takes_part
         clean = States(self.pending_ids, self.head_committed, torch.zeros_like(self.rows.step), self.all_rows, behind)
         packed = clean.map(lambda t: t[:, None]).beside(states)
         parent = torch.where(behind, 0, -1)[:, None].repeat(1, packed.start.shape[1])
@@ -481,14 +487,13 @@ class Decoder:
         self.head_committed = self.head_committed + self.block * behind
         self.outlook.head_used += self.block
         self.outlook.pending = False
-        self.pending = torch.zeros_like(behind)
+        self.pending, self.blocked = self.pending & ~behind, torch.zeros_like(behind)
         return residual
 
     def _head_packed(self, states: States, hidden: Tensor, parent: Tensor | None) -> Tensor:
         def forward(ids: Tensor, positions: Tensor, mask: Tensor, cache: BlockCache) -> Tensor:
             return self.model.residual(ids, hidden.flatten(1, 2), positions, mask, cache)
 
-        self._count_head(states.valid.any(1))
         return self._packed_forward(states, parent, self.head_committed, self.outlook.head_used, forward)
 
     def _count_head(self, rows: Tensor) -> None:

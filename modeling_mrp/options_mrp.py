@@ -7,7 +7,18 @@ import torch
 from torch import Tensor
 from transformers.generation import GenerationConfig
 
-from .strategies_mrp import Direct, Dynamic, EntropyBound, Remask, SelfSpec, Sequential, Spec, Static
+from .strategies_mrp import (
+    Direct,
+    Dynamic,
+    EntropyBound,
+    Remask,
+    RereadRemask,
+    ResidualRemask,
+    SelfSpec,
+    Sequential,
+    Spec,
+    Static,
+)
 
 _STRATEGIES: dict[str, Callable[["MRPGenerationConfig"], Static]] = {
     "static": lambda options: Static(),
@@ -19,10 +30,15 @@ _STRATEGIES: dict[str, Callable[["MRPGenerationConfig"], Static]] = {
     "mrp_spec": lambda options: Spec(
         options.num_draft_states, options.draft_branches, options.draft_passes, options.compute_bound_tokens
     ),
-    "mrp_remask": lambda options: Remask(options.confidence_threshold, options.remask_rule, options.residual_delta),
+    "mrp_remask": lambda options: _REMASKS[options.remask_rule](options),
+}
+_REMASKS: dict[str, Callable[["MRPGenerationConfig"], Remask]] = {
+    "reread": lambda options: RereadRemask(options.confidence_threshold),
+    "threshold": lambda options: Remask(options.confidence_threshold),
+    "residual": lambda options: ResidualRemask(options.confidence_threshold, options.residual_delta),
 }
 DECODINGS = tuple(_STRATEGIES)
-REMASK_RULES = ("threshold", "residual")
+REMASK_RULES = tuple(_REMASKS)
 
 # Options of `generate` whose meaning rests on one token per forward, one hypothesis per row, or a second model, and the
 # values that switch them off.
@@ -60,7 +76,7 @@ _DEFAULTS: dict[str, Any] = {
     "num_draft_states": 4,
     "draft_branches": 3,
     "draft_passes": 1,
-    "remask_rule": "threshold",
+    "remask_rule": "reread",
     "residual_delta": 1.0,
 }
 
@@ -84,7 +100,8 @@ class MRPGenerationConfig(GenerationConfig):
         compute_bound_tokens: Tokens in a forward up to which its time hardly grows, a property of the device (about 140 for
             bf16 on an H200). Drafts are then submitted only as far as they were right often enough so far to be worth their
             time, none if the batch alone fills the device [None: the number of forwards is all that counts].
-        remask_rule: `threshold` (published) or `residual` (released code) [`threshold`].
+        remask_rule: Which reveals `mrp_remask` takes back: `reread` (the least believed one at a time, then echoes of the
+            others), `threshold` (published) or `residual` (released code) [`reread`].
         residual_delta: Largest residual logit that the `residual` rule lets stand [1.0].
         seed: An int s gives row i the seed s + i; a list gives one per row [one per row from torch's generator].
     """

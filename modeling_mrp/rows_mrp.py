@@ -125,6 +125,7 @@ class Outlook:
         masks: The most masks in a row's next state.
         drafting: Some row can draft.
         pending: Some row's last clean block has no KV of the head yet.
+        blocked: One of them is about to commit another block.
         passed: How many rows came by the state in each slot of the round before.
     """
 
@@ -135,6 +136,7 @@ class Outlook:
     masks: int
     drafting: bool
     pending: bool
+    blocked: bool
     passed: list[int]
 
 

@@ -6,6 +6,7 @@ that may follow, scored together in one forward; a wrong guess is not walked thr
 """
 
 import math
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -139,34 +140,94 @@ class Direct(Static):
 class Remask(Dynamic):
     """`mrp_remask`: reveal eagerly, let the head re-read the reveals, take back the ones it no longer believes in.
 
+    This is the published rule, `threshold`: the head is conditioned on all the fresh reveals, and a token whose corrected
+    confidence falls under tau goes back to a mask (MRP, arXiv 2605.18817). At least one reveal stays, under every rule.
+
     Args:
-        threshold: tau of the reveal and of the second reading.
-        rule: `threshold` (published): the head is conditioned on the fresh reveals, and a token whose corrected
-            confidence falls under tau goes back to a mask. `residual` (released code): the head reads the
-            state before the reveal, and a token whose residual logit exceeds `residual_delta` in magnitude goes back.
-        residual_delta: In logits.
+        threshold: tau of the reveal and of the second reading, a probability.
     """
 
     uses_head = True
 
-    def __init__(self, threshold: float, rule: str, residual_delta: float) -> None:
+    def refine(self, steps: HeadSteps, states: States, hidden: Tensor, reveal: Reveal) -> Reveal:
+        """See `Static.refine`."""
+        belief = self.belief(steps, states, hidden, reveal, reveal.where)
+        return self.kept(reveal, belief >= self.threshold, belief)
+
+    def belief(self, steps: HeadSteps, states: States, hidden: Tensor, reveal: Reveal, given: Tensor) -> Tensor:
+        """[rows, block] log-odds that the head gives the revealed tokens of valid rows under those `given`, -inf elsewhere.
+
+        At a token that is itself given, a trained head says what the backbone would if this one token were still masked.
+
+        Args:
+            steps: The decoder.
+            states: [rows] before the reveal.
+            hidden: [rows, block, hidden] h_A there.
+            reveal: [rows] the tokens in question.
+            given: [rows, block] bool, the part of the reveal that the head sees.
+        """
+        corrected = hidden + steps.head_hidden(reveal.only(given).applied_to(states), hidden)
+        return steps.token_confidence(states, corrected, reveal.token, reveal.where & states.valid[:, None])
+
+    @staticmethod
+    def kept(reveal: Reveal, passed: Tensor, belief: Tensor) -> Reveal:
+        """What passed [rows, block] of a reveal; the most believed token where nothing did."""
+        kept = reveal.where & passed
+        best = top_by(belief, reveal.where, torch.ones_like(reveal.where[:, 0], dtype=torch.long))
+        return reveal.only(kept | (best & ~kept.any(-1, keepdim=True)))
+
+
+class ResidualRemask(Remask):
+    """The rule `residual` of the released code: the head reads the state before the reveal, and a token whose own logit it
+    moves by more than `delta` in magnitude goes back.
+
+    Args:
+        threshold: tau of the reveal, a probability.
+        delta: In logits.
+    """
+
+    def __init__(self, threshold: float, delta: float) -> None:
         super().__init__(threshold)
-        self.rule = rule
-        self.residual_delta = residual_delta
+        self.delta = delta
 
     def refine(self, steps: HeadSteps, states: States, hidden: Tensor, reveal: Reveal) -> Reveal:
         """See `Static.refine`."""
-        if self.rule == "threshold":
-            after = reveal.applied_to(states)
-            corrected = hidden + steps.head_hidden(after, hidden)
-            belief = steps.token_confidence(states, corrected, reveal.token, reveal.where)
-            kept = reveal.where & (belief >= self.threshold)
-        else:
-            residual = steps.head_hidden(states, hidden)
-            belief = reveal.confidence
-            kept = reveal.where & (steps.residual_magnitude(residual, reveal.token, reveal.where) <= self.residual_delta)
-        surest = top_by(belief, reveal.where, torch.ones_like(states.start))
-        return reveal.only(kept | (surest & ~kept.any(-1, keepdim=True)))
+        residual = steps.head_hidden(states, hidden)
+        moved = steps.residual_magnitude(residual, reveal.token, reveal.where)
+        return self.kept(reveal, moved <= self.delta, reveal.confidence)
+
+
+class RereadRemask(Remask):
+    """The rule `reread`: what stays is believed under all the rest of it, and is no mere echo of it.
+
+    Under `threshold` two reveals that contradict each other both go back. Here only the least believed one under tau does;
+    then the head reads again what is left, until every token is believed under the others. Tokens that are wrong together
+    still speak up for each other, so the head at last reads them under the surest alone: one whose confidence there is under
+    `ALONE` * tau goes back as well (`benchmarks/NOTES.md`, Remasking). A row with a single reveal asks the head nothing.
+    """
+
+    ALONE = 0.5  # one token says less than all: under it the others need this share of tau
+
+    def __init__(self, threshold: float) -> None:
+        super().__init__(threshold)
+        self.alone = log_odds(self.ALONE * threshold)
+
+    def refine(self, steps: HeadSteps, states: States, hidden: Tensor, reveal: Reveal) -> Reveal:
+        """See `Static.refine`."""
+        one = torch.ones_like(states.start)
+        several = unsettled = states.valid & (reveal.where.sum(-1) > 1)
+        while bool(unsettled.any()):  # one look at the device a pass; most rows are settled by the first
+            belief = self.belief(steps, replace(states, valid=unsettled), hidden, reveal, reveal.where)
+            best = top_by(belief, reveal.where, one)
+            doubted = reveal.where & ~best & (belief < self.threshold) & unsettled[:, None]
+            reveal = reveal.only(reveal.where & ~top_by(-belief, doubted, one))
+            several = several & (reveal.where.sum(-1) > 1)
+            unsettled = unsettled & doubted.any(-1) & several
+        if bool(several.any()):
+            surest = top_by(reveal.confidence, reveal.where, one)
+            belief = self.belief(steps, replace(states, valid=several), hidden, reveal, surest)
+            reveal = reveal.only(reveal.where & (surest | (belief >= self.alone) | ~several[:, None]))
+        return reveal
 
 
 class SelfSpec(Static):
@@ -210,6 +271,8 @@ __all__ = [
     "EntropyBound",
     "HeadSteps",
     "Remask",
+    "RereadRemask",
+    "ResidualRemask",
     "SelfSpec",
     "Sequential",
     "Spec",

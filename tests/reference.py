@@ -39,7 +39,7 @@ class Options:
     confidence_threshold: float = 0.9
     entropy_threshold: float = 0.35
     mrp_steps: int = 1
-    remask_rule: str = "threshold"
+    remask_rule: str = "reread"
     residual_delta: float = 1.0
     do_sample: bool = False
     temperature: float = 1.0
@@ -214,12 +214,37 @@ def extend_by_head(row: Row, h_a: Tensor) -> list[Pick]:
     return extra
 
 
+def beliefs(row: Row, h_a: Tensor, given: list[Pick], fresh: list[Pick]) -> dict[int, float]:
+    """The head's log-odds of the fresh picks, by position, at the state where only the given ones of them are revealed."""
+    for pick in fresh:
+        row.ids[pick.position] = row.model.config.mask_token_id
+    reveal(row, given)
+    h_b = add_residual(row, h_a)
+    return {pick.position: log_odds(scores_at(row, h_b, pick.position), pick.token) for pick in fresh}
+
+
 def kept_by_belief(row: Row, h_a: Tensor, fresh: list[Pick]) -> list[Pick]:
-    """The fresh reveals that the head, shown all of them (the row is at x'), still believes in; at least one."""
-    h_b, threshold = add_residual(row, h_a), logit(row.options.confidence_threshold)
-    beliefs = {pick.position: log_odds(scores_at(row, h_b, pick.position), pick.token) for pick in fresh}
-    best = min(fresh, key=lambda pick: (-beliefs[pick.position], pick.position))
-    return [pick for pick in fresh if not beliefs[pick.position] < threshold] or [best]
+    """The fresh reveals that the head, shown all of them, still believes in; at least one."""
+    seen, threshold = beliefs(row, h_a, fresh, fresh), logit(row.options.confidence_threshold)
+    best = min(fresh, key=lambda pick: (-seen[pick.position], pick.position))
+    return [pick for pick in fresh if not seen[pick.position] < threshold] or [best]
+
+
+def kept_by_rereading(row: Row, h_a: Tensor, fresh: list[Pick]) -> list[Pick]:
+    """The fresh reveals without the worst, again and again while any but the most believed is doubted under all that are left;
+    of these the surest, and those that it alone makes half as credible as tau."""
+    tau, kept = row.options.confidence_threshold, fresh
+    while True:
+        seen = beliefs(row, h_a, kept, fresh)
+        _, *others = sorted(kept, key=lambda pick: (-seen[pick.position], pick.position))
+        doubted = [pick for pick in others if seen[pick.position] < logit(tau)]
+        if not doubted:
+            break
+        worst = min(doubted, key=lambda pick: (seen[pick.position], pick.position))
+        kept = [pick for pick in kept if pick is not worst]
+    surest = most_confident(kept, 1)
+    seen = beliefs(row, h_a, surest, fresh)
+    return [pick for pick in kept if pick in surest or not seen[pick.position] < logit(tau / 2)]
 
 
 def kept_by_residual(row: Row, residual: Tensor, fresh: list[Pick]) -> list[Pick]:
@@ -239,7 +264,7 @@ def reference_decode(
     assert model.config._attn_implementation == "sdpa", model.config._attn_implementation
     given = {len(prompt) + i: token for i, token in enumerate(infill) if token != model.config.mask_token_id}
     row = Row(model, list(prompt), len(prompt), given, Options(**options))
-    assert row.options.remask_rule in ("threshold", "residual"), row.options.remask_rule
+    assert row.options.remask_rule in ("reread", "threshold", "residual"), row.options.remask_rule
     size, limit = model.config.block_size, len(prompt) + max_new_tokens
     schedule = row.options.denoising_steps or size
     committed: dict[int, tuple[int, float]] = {}  # position -> (step, log-probability)
@@ -257,7 +282,8 @@ def reference_decode(
         if decoding == "mrp_direct":
             fresh = fresh + extend_by_head(row, h_a)
         if decoding == "mrp_remask":
-            kept = kept_by_belief(row, h_a, fresh) if residual is None else kept_by_residual(row, residual, fresh)
+            by_belief = kept_by_belief if row.options.remask_rule == "threshold" else kept_by_rereading
+            kept = by_belief(row, h_a, fresh) if residual is None else kept_by_residual(row, residual, fresh)
             for pick in fresh:
                 row.ids[pick.position] = model.config.mask_token_id
             reveal(row, kept)

@@ -9,9 +9,11 @@ from conftest import make_model
 from reference import reference_decode
 
 from modeling_mrp import MRPForCausalLM
+from modeling_mrp.generation_mrp import REMASK_RULES
 
 BACKBONE_MODES = ("static", "dynamic", "sequential", "entropy_bound")
 ALL_MODES = (*BACKBONE_MODES, "self_spec", "mrp_direct", "mrp_spec", "mrp_remask")
+COSTS = ("row_forwards", "row_head_forwards", "drafted", "accepted", "revoked", "accepted_lengths")
 SAMPLINGS: tuple[dict[str, Any], ...] = (
     {"do_sample": False},
     {"do_sample": True, "temperature": 0.7, "top_k": 0},
@@ -39,8 +41,7 @@ def decode(
     out = model.generate(**inputs, return_dict_in_generate=True, **options)
     generated = out.sequences[:, inputs["input_ids"].shape[1] :]
     rows = []
-    names = ("row_forwards", "row_head_forwards", "drafted", "accepted", "revoked", "accepted_lengths")
-    costs = zip(*(getattr(out.stats, name).tolist() for name in names), strict=True)
+    costs = zip(*(getattr(out.stats, name).tolist() for name in COSTS), strict=True)
     for tokens, steps, logprobs, cost in zip(generated, out.reveal_step, out.token_logprobs, costs, strict=True):
         n = int((steps >= 0).sum())
         rows.append((tokens[:n].tolist(), steps[:n].tolist(), logprobs[:n].tolist(), list(cost)))
@@ -64,7 +65,7 @@ def reference_options(options: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=("greedy", "sampled", "top_k", "top_p"))
-@pytest.mark.parametrize("mode", [*BACKBONE_MODES, "mrp_direct", "mrp_remask", "mrp_remask-residual"])
+@pytest.mark.parametrize("mode", [*BACKBONE_MODES, "mrp_direct", *(f"mrp_remask-{rule}" for rule in REMASK_RULES)])
 def test_equals_the_reference(mode: str, sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("modeling_mrp.decoding_mrp.PREFILL_CHUNK", 9)  # no multiple of a block
     rng = random.Random(f"{mode}{sampling}")
@@ -79,7 +80,7 @@ def test_equals_the_reference(mode: str, sampling: dict[str, Any], monkeypatch: 
             "confidence_threshold": rng.choice((0.02, 0.1, 0.5)),
             "entropy_threshold": rng.choice((1.0, 6.0)),
             "mrp_steps": rng.choice((1, 2, 3)),
-            "remask_rule": rule or "threshold",
+            "remask_rule": rule or "reread",
             "residual_delta": rng.choice((0.2, 1.0)),
             **sampling,
         }
@@ -93,6 +94,7 @@ def test_equals_the_reference(mode: str, sampling: dict[str, Any], monkeypatch: 
             assert got[row][0] == expected.tokens, (trial, row, options)
             assert got[row][1] == expected.reveal_step
             assert got[row][2] == pytest.approx(expected.logprobs, abs=1e-5)
+            assert got[row][3][COSTS.index("revoked")] == expected.revoked
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=("greedy", "sampled", "top_k", "top_p"))

@@ -1,0 +1,134 @@
+"""Which reveals `mrp_remask` takes back: each rule by hand on beliefs that a table tells, and the comparison of the rules."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from conftest import TINY
+from torch import Tensor
+
+from benchmarks import remask
+from modeling_mrp.states_mrp import Reveal, States
+from modeling_mrp.strategies_mrp import Remask, RereadRemask, ResidualRemask
+
+M = 60
+A, B, C = 0, 1, 2  # columns of the reveals; column 3 stays masked
+
+
+class TableHead:
+    """A head whose log-odds for columns A, B and C depend on which of them it is shown, by a table per row."""
+
+    def __init__(self, *tables: dict[tuple[int, ...], list[float]]) -> None:
+        self.tables = tables
+        self.shown: list[list[tuple[int, ...]]] = [[] for _ in tables]
+
+    def head_hidden(self, states: States, hidden: Tensor) -> Tensor:
+        told = torch.full_like(hidden, torch.nan)
+        for row in states.valid.nonzero()[:, 0].tolist():
+            given = tuple((states.ids[row] != M).nonzero()[:, 0].tolist())
+            self.shown[row].append(given)
+            told[row, :3, 0] = torch.tensor(self.tables[row][given])
+        return told
+
+    def token_confidence(self, states: States, hidden: Tensor, token: Tensor, where: Tensor) -> Tensor:
+        return hidden[..., 0].masked_fill(~where, -torch.inf)
+
+    def residual_magnitude(self, hidden: Tensor, token: Tensor, where: Tensor) -> Tensor:
+        return hidden[..., 0].abs().masked_fill(~where, 0)
+
+    def reveal_from(self, states: States, hidden: Tensor, count: Tensor | None = None) -> Reveal:
+        raise AssertionError("remasking picks nothing")
+
+
+def refine(rule: Remask, head: TableHead, confidence: list[list[float]]) -> list[list[int]]:
+    """The columns that stay, by row; a confidence of -inf is a position that was not revealed."""
+    log_odds = torch.tensor(confidence)
+    rows = len(confidence)
+    states = States(
+        torch.full((rows, 4), M),
+        *torch.zeros(2, rows, dtype=torch.long),
+        torch.arange(rows),
+        torch.ones(rows, dtype=torch.bool),
+    )
+    reveal = Reveal(log_odds > -torch.inf, torch.full((rows, 4), 7), log_odds, log_odds)
+    where = rule.refine(head, states, torch.zeros(rows, 4, 1), reveal).where
+    return [row.nonzero()[:, 0].tolist() for row in where]
+
+
+NO = -torch.inf
+SURE = [3.0, 2.0, 1.0, NO]  # A is the surest
+CASES: dict[str, tuple[dict[tuple[int, ...], list[float]], list[int], list[int]]] = {
+    # Beliefs when shown these, what `threshold` keeps at tau = 0.5 (log-odds 0), what `reread` keeps: under the surest alone
+    # a confidence of 0.25 is enough, log-odds -1.1.
+    "contradiction": ({(A, B, C): [-1, -2, 1], (A, C): [3, 9, 2], (A,): [3, -5, 2]}, [C], [A, C]),
+    "one at a time": ({(A, B, C): [2, -1, -2], (A, B): [2, 1, 9], (A,): [3, 1, 1]}, [A], [A, B]),
+    "the surest goes": ({(A, B, C): [-1, 2, 3], (B, C): [9, 2, 3], (B,): [9, 3, 1]}, [B, C], [B, C]),
+    "wrong together": ({(A, B, C): [1, 1, 1], (A,): [3, -1.2, -1]}, [A, B, C], [A, C]),
+    "nothing believed": ({(A, B, C): [-3, -1, -2], (B, C): [9, -1, -2]}, [B], [B]),
+    "a belief of tau stays": ({(A, B, C): [0, 0, 0], (A,): [3, 0, 0]}, [A, B, C], [A, B, C]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_threshold_and_reread_by_hand(case: str) -> None:
+    beliefs, by_threshold, by_reread = CASES[case]
+    head = TableHead(beliefs)
+    assert refine(Remask(0.5), head, [SURE]) == [by_threshold]
+    assert head.shown == [[(A, B, C)]]
+    assert refine(RereadRemask(0.5), TableHead(beliefs), [SURE]) == [by_reread]
+
+
+def test_rows_are_read_as_often_as_they_need() -> None:
+    """Row 0 has one reveal and asks nothing; row 1 settles at once; row 2 loses B and is then read again; row 3 ends with one
+    reveal, which nothing is left to contradict."""
+    settled = {(A, B, C): [1.0, 1, 1], (A,): [3.0, 1, 1]}
+    loses_one = {(A, B, C): [2.0, -1, 1], (A, C): [1.0, 9, 0], (A,): [3.0, 1, 1]}
+    loses_all = {(A, B, C): [2.0, -1, -2], (A, B): [2.0, -1, 9]}
+    head = TableHead({}, settled, loses_one, loses_all)
+    assert refine(RereadRemask(0.5), head, [[NO, 1.0, NO, NO], SURE, SURE, SURE]) == [[B], [A, B, C], [A, C], [A]]
+    assert head.shown == [[], [(A, B, C), (A,)], [(A, B, C), (A, C), (A,)], [(A, B, C), (A, B)]]
+
+
+@pytest.mark.parametrize(("delta", "kept"), [(0.5, [B]), (1.0, [B]), (2.0, [A, B]), (0.1, [A])])
+def test_residual_by_hand(delta: float, kept: list[int]) -> None:
+    """The head reads the state before the reveal; where everything moves too much, the backbone's surest stays."""
+    head = TableHead({(): [-2.0, 0.5, 9.0]})
+    assert refine(ResidualRemask(0.5, delta), head, [[3.0, 2.0, NO, NO]]) == [kept]
+    assert head.shown == [[()]]
+
+
+def curve(speeds: list[float], accuracies: list[float], count: int = 10) -> remask.Curve:
+    """Equal problems but for which are solved: the first ones."""
+    right = [[float(i < count * accuracy / 100) for i in range(count)] for accuracy in accuracies]
+    forwards = np.ones((len(speeds), count))
+    return remask.Curve(np.array(right), forwards * np.array(speeds)[:, None], forwards)
+
+
+def test_accuracy_at_equal_speed_by_hand() -> None:
+    """Between 2 (90 %) and 3 (50 %) tokens a forward there are 70 % at 2.5; the other falls from 80 % to 60 % on 2 to 4."""
+    lines = remask.compare(curve([3, 2], [50, 90]), curve([2, 4], [80, 60]), resamples=200)
+    assert [line["tokens_per_forward"] for line in lines] == [2, 2.25, 2.5, 2.75, 3, "mean"]
+    assert [line["accuracy"] for line in lines] == [90, 80, 70, 60, 50, 70]
+    assert [line["other_accuracy"] for line in lines] == [80, 77.5, 75, 72.5, 70, 75]
+    assert [line["difference"] for line in lines] == [10, 2.5, -5, -12.5, -20, -5]
+    assert all(line["low"] <= line["difference"] <= line["high"] for line in lines)
+    assert lines[0]["high"] > 10 > lines[0]["low"] == 0, "one problem of ten decides it, and some resamples lack it"
+
+
+def test_equal_curves_do_not_differ_and_distant_ones_are_not_compared() -> None:
+    same = curve([2, 3], [90, 50])
+    assert all(line["low"] == line["difference"] == line["high"] == 0 for line in remask.compare(same, same, resamples=50))
+    assert remask.compare(same, curve([4, 5], [90, 50]), resamples=50) == []
+
+
+@pytest.mark.skipif(not TINY.exists(), reason="the embedded checkpoint is not here")
+def test_the_command_prints_every_setting_and_comparison(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = "--family math --split tune --count 4 --tau 0.3 0.9 --rule reread threshold"
+    remask.main(asked.split())
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    settings = [(line["rule"], line["tau"]) for line in lines if "tau" in line]
+    assert settings == [(rule, tau) for rule in ("reread", "threshold") for tau in (0.3, 0.9)]
+    compared = [line for line in lines if "against" in line]
+    assert compared[-1]["tokens_per_forward"] == "mean"
+    assert {(line["rule"], line["against"]) for line in compared} == {("reread", "threshold")}
