@@ -16,9 +16,9 @@ class MRPConfig(Qwen3Config):
         draft_vocab_size: How many of the vocabulary's tokens the head drafts from (`MRPHead.draft_token_ids`); 0: all of them.
 
     Raises:
-        ValueError: if `block_size` is not positive, `mask_token_id` lies outside the vocabulary, the number of heads is not 1, the
-            draft vocabulary is larger than the vocabulary or comes without a head, or a layer uses sliding-window attention
-            (the block-causal mask has no window).
+        ValueError: if `block_size` is not positive, `mask_token_id` lies outside the vocabulary, the number of heads is not 1,
+            the draft vocabulary is as large as the vocabulary or comes without a head, or a layer uses sliding-window
+            attention (the block-causal mask has no window).
     """
 
     model_type = "sdar_mrp"
