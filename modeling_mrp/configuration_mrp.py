@@ -17,8 +17,8 @@ class MRPConfig(Qwen3Config):
 
     Raises:
         ValueError: if `block_size` is not positive, `mask_token_id` lies outside the vocabulary, the number of heads is not 1,
-            the draft vocabulary is larger than the vocabulary or comes without a head, or a layer uses sliding-window attention
-            (the block-causal mask has no window).
+            the draft vocabulary is as large as the vocabulary or comes without a head, or a layer uses sliding-window
+            attention (the block-causal mask has no window).
     """
 
     model_type = "sdar_mrp"

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .cache_mrp import BlockCache
 from .diffusion_mrp import block_causal_mask
-from .drafting_mrp import Budget, Lattice, growth
+from .drafting_mrp import Budget, Lattice, growth, reachable
 from .rows_mrp import Counts, Outlook, Rows
 from .sampling_mrp import Picker, noise_keys
 from .states_mrp import Memory, Proposal, Reveal, Scored, States, follow
@@ -210,12 +210,12 @@ class Decoder:
 
     def draft(self) -> Lattice:
         """The lattice of the round, fully grown."""
-        drafting = self.strategy.drafts and self.outlook.drafting
-        # There are 2 ** masks states of a block on the way from one of them, and one of the next block.
-        width = min(self.budget.width(), 2 ** min(self.outlook.masks, 30) + 1) if drafting else 1
-        lattice = Lattice(self, max(width, 2 if self.outlook.clean else 1))
-        for size in growth(width, self.strategy.passes):
-            lattice.grow(size)
+        width = self.budget.width() if self.strategy.drafts and self.outlook.drafting else 1
+        # What a row drafts must not depend on its neighbours: slots that none of them can fill are left out, no others.
+        filled = reachable(self.outlook.masks, self.strategy.branches, width)
+        lattice = Lattice(self, max(filled, 2 if self.outlook.clean else 1), drafting=width > 1)
+        for size in growth(width, self.strategy.passes if self.outlook.masks > 1 else min(self.strategy.passes, 1)):
+            lattice.grow(min(size, lattice.width))
             lattice.re_read()
         if self.outlook.blocked and self.outlook.pending:  # no pass has caught up
             idle = replace(self.current(), valid=torch.zeros_like(self.blocked))

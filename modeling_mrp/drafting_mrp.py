@@ -29,7 +29,21 @@ INHERITED = -2
 
 def growth(width: int, passes: int) -> list[int]:
     """How many states of `width` the lattice holds at each head pass of a round: in even steps, up to all but the last."""
-    return [-(-done * (width - 1) // passes) for done in range(1, min(passes, width - 1) + 1)]
+    passes = min(passes, width - 1)
+    return [-(-done * (width - 1) // passes) for done in range(1, passes + 1)]
+
+
+def reachable(masks: int, branches: int, enough: int) -> int:
+    """How many states, up to `enough`, may follow one with so many masks, itself and the next block's included.
+
+    The tokens of a state depend on the way to it, so that ways to reveal the same positions are counted one by one.
+    """
+    states = 2  # without masks: itself, and the one behind it
+    for left in range(1, masks + 1):
+        if states >= enough:
+            break
+        states = 1 + min(left, branches) * states
+    return min(states, enough)
 
 
 class Budget:
@@ -56,12 +70,13 @@ class Budget:
         """States to submit."""
         if self.bound is None:
             return len(self.right)
-        return max(range(1, 1 + len(self.right)), key=lambda n: (sum(self.right[:n]) / self._time(n), -n))
+        return max(range(1, 1 + len(self.right)), key=lambda n: (self._worth(n), -n))
 
-    def _time(self, states: int) -> float:
+    def _worth(self, states: int) -> float:
+        """Tokens of a row in a unit of time: per state over per state, so that what is equal is so in floating point."""
         assert self.bound is not None
-        grown = max(1.0, states * self.state_tokens / self.bound)
-        return grown * (1 + self.head_cost) if states > 1 else grown
+        time = max(1 / states, self.state_tokens / self.bound)
+        return sum(self.right[:states]) / states / time / (1 + self.head_cost if states > 1 else 1)
 
     def learn(self, passed: list[int], rows: int) -> None:
         """From a round of so many rows: how many of them came by the state in each slot that was submitted."""
@@ -84,9 +99,10 @@ class Lattice:
     Args:
         decoder: Whose round it is.
         width: States per row.
+        drafting: Whether there are guesses among them, or only the next block's state behind a clean one.
     """
 
-    def __init__(self, decoder: "Decoder", width: int) -> None:
+    def __init__(self, decoder: "Decoder", width: int, drafting: bool) -> None:
         self.decoder, self.width = decoder, width
         self.branches = min(decoder.strategy.branches, decoder.block)
         block = decoder.block
@@ -98,7 +114,7 @@ class Lattice:
         current = decoder.current()
         self.valid = current.valid[:, None]
         none = torch.full_like(current.start, -1)
-        first_source = torch.where(decoder.has_seed & decoder.strategy.drafts, 0, none)
+        first_source = torch.where(decoder.has_seed & drafting, 0, none)
         self.slots = self._packed(current, none, decoder.eos_column(current), first_source)[:, None]
         after = decoder.next_block(current)
         self.rider = self._packed(after, none, decoder.eos_column(after), none)
@@ -272,4 +288,4 @@ class Lattice:
         self.known_valid = torch.cat([states.valid, self.known_valid], 1)
 
 
-__all__ = ["ORDER_SHARPNESS", "Budget", "Lattice", "growth"]
+__all__ = ["ORDER_SHARPNESS", "Budget", "Lattice", "growth", "reachable"]
