@@ -214,7 +214,8 @@ class Decoder:
         # What a row drafts must not depend on its neighbours: slots that none of them can fill are left out, no others.
         filled = reachable(self.outlook.masks, self.strategy.branches, width)
         lattice = Lattice(self, max(filled, 2 if self.outlook.clean else 1), drafting=width > 1)
-        for size in growth(width, self.strategy.passes if self.outlook.masks > 1 else min(self.strategy.passes, 1)):
+        sizes = growth(width, self.strategy.passes)
+        for size in sizes if self.outlook.masks > 1 else sizes[:1]:  # behind a single mask nothing is read twice
             lattice.grow(min(size, lattice.width))
             lattice.re_read()
         if self.outlook.blocked and self.outlook.pending:  # no pass has caught up

@@ -152,8 +152,8 @@ class Picker:
             scores[index, self.mask_token_id] = -torch.inf
         if no_eos is not None:
             ids = torch.arange(scores.shape[1], device=scores.device) if self.token_ids is None else self.token_ids
-            eos = torch.isin(ids, torch.tensor(self.eos_token_ids, dtype=torch.long, device=scores.device))
-            scores = scores.masked_fill(no_eos[at][:, None] & eos, -torch.inf)
+            for eos in self.eos_token_ids:  # numbers, not a tensor of them, for whose copy to a device the host would wait
+                scores = scores.masked_fill(no_eos[at][:, None] & (ids == eos), -torch.inf)
         return scores if self.temperature == 1.0 else scores / self.temperature
 
     def _pick(self, scores: Tensor, keys: Tensor) -> Picks:

@@ -1,0 +1,232 @@
+"""Drafting from a part of the vocabulary: picks, the buffer that holds it, its checks, and that the text stays."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_model
+from helpers import MASK, VOCAB, texts
+from test_decoding import SAMPLINGS, dampened, random_prompts
+from torch import Tensor
+from transformers.generation import LogitsProcessor, LogitsProcessorList, TopKLogitsWarper
+
+from modeling_mrp import MRPConfig, MRPForCausalLM
+from modeling_mrp.decoding_mrp import Decoder
+from modeling_mrp.sampling_mrp import Picker, gumbel_noise, noise_keys
+from modeling_mrp.states_mrp import Reveal
+
+N = 200
+
+
+def random_picker(**options: Any) -> tuple[Picker, Tensor, Tensor]:
+    """A picker, hidden states [N, 6] and keys [N]."""
+    generator = torch.Generator().manual_seed(0)
+    weight, hidden = (torch.randn(n, 6, generator=generator, dtype=torch.float64) for n in (40, N))
+    at = torch.arange(N)
+    return Picker(weight, 39, **options), hidden, noise_keys(at * 7, at % 13, at % 5)
+
+
+def subset(size: int) -> Tensor:
+    """Distinct ids below 39, in no order."""
+    return torch.randperm(39, generator=torch.Generator().manual_seed(size))[:size]
+
+
+@pytest.mark.parametrize("sample", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("size", [1, 7, 38])
+def test_a_winner_inside_is_picked(size: int, temperature: float, sample: bool) -> None:
+    """The same token where the full picker takes one of the subset; else one of the subset all the same. Its confidence is
+    higher, as the softmax is over less."""
+    picker, hidden, keys = random_picker(sample=sample, temperature=temperature)
+    ids = subset(size)
+    full, some = picker(hidden, keys), picker.restricted(ids)(hidden, keys)
+    inside = torch.isin(full.token, ids)
+    assert 0 < inside.sum() < N
+    assert torch.equal(some.token[inside], full.token[inside])
+    assert torch.isin(some.token, ids).all()
+    assert (some.confidence[inside] > full.confidence[inside]).all()
+    assert (some.entropy == 0).all()
+
+
+@pytest.mark.parametrize("size", [1, 7])
+def test_restricted_picks_by_the_formulas(size: int) -> None:
+    """The noise is that of the full vocabulary at the same ids; the confidence is the log-odds among the subset."""
+    picker, hidden, keys = random_picker(sample=True, temperature=0.7)
+    ids = subset(size)
+    noise = gumbel_noise(keys, 40, torch.float64)
+    assert torch.equal(gumbel_noise(keys, ids, torch.float64), noise[:, ids])
+    scores = (hidden @ picker.lm_head_weight.T)[:, ids] / 0.7
+    best = (scores + noise[:, ids]).argmax(1)
+    picks = picker.restricted(ids)(hidden, keys)
+    assert torch.equal(picks.token, ids[best])
+    logp = scores.log_softmax(1).gather(1, best[:, None])[:, 0]
+    torch.testing.assert_close(picks.logprob, logp)
+    if size > 1:
+        torch.testing.assert_close(picks.confidence, logp - torch.log1p(-logp.exp()))
+    else:
+        assert (picks.confidence == torch.inf).all()
+
+
+def test_truncation_counts_inside_the_subset() -> None:
+    picker, hidden, keys = random_picker(sample=True, truncation=LogitsProcessorList([TopKLogitsWarper(1)]))
+    ids = subset(7)
+    best = (hidden @ picker.lm_head_weight[ids].T).argmax(1)
+    assert torch.equal(picker.restricted(ids)(hidden, keys).token, ids[best])
+
+
+@pytest.mark.parametrize("sample", [False, True], ids=["greedy", "sampled"])
+def test_the_minimum_length_bars_eos_in_the_subset(sample: bool) -> None:
+    ids = subset(7)
+    eos = (int(ids[2]), int(ids[5]), 38)
+    picker, hidden, keys = random_picker(sample=sample, eos_token_ids=eos)
+    early = torch.arange(N) % 2 == 0
+    free, barred = (picker.restricted(ids)(hidden, keys, no_eos=no_eos) for no_eos in (None, early))
+    ends = torch.isin(free.token, torch.tensor(eos))
+    assert (ends & early).any()
+    assert not torch.isin(barred.token[early], torch.tensor(eos)).any()
+    same = ~early | ~ends
+    assert torch.equal(barred.token[same], free.token[same])
+    assert torch.equal(barred.confidence[~early], free.confidence[~early])
+
+
+# ------------------------------------------------------------------------------------------------ the buffer and its config
+
+
+def shape(**changed: Any) -> dict[str, Any]:
+    return {"vocab_size": 64, "hidden_size": 16, "mask_token_id": 3, "num_nextn_predict_layers": 1, **changed}
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"draft_vocab_size": -1}, "draft_vocab_size is -1"),
+        ({"draft_vocab_size": 64}, "draft_vocab_size is 64.*below its size, 64"),
+        ({"draft_vocab_size": 1000}, "draft_vocab_size is 1000"),
+        ({"draft_vocab_size": 2.5}, "draft_vocab_size is 2.5"),
+        ({"draft_vocab_size": "8"}, "draft_vocab_size is '8'"),
+        ({"draft_vocab_size": 8, "num_nextn_predict_layers": 0}, "draft_vocab_size is 8, but there is no head"),
+    ],
+    ids=str,
+)
+def test_a_wrong_size_is_an_error(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(Exception, match=message) as caught:  # huggingface_hub may check the type first, with its own error
+        MRPConfig(**shape(**changed))
+    assert isinstance(caught.value, ValueError) or "draft_vocab_size" in str(caught.value)
+
+
+@pytest.mark.parametrize(("size", "mask", "expected"), [(5, 3, [0, 1, 2, 4, 5]), (3, 3, [0, 1, 2]), (3, 0, [1, 2, 3])])
+def test_a_new_head_drafts_from_the_first_ids(size: int, mask: int, expected: list[int]) -> None:
+    for model in (
+        make_model(draft_vocab_size=size, mask_token_id=mask),
+        MRPForCausalLM._from_config(make_model(draft_vocab_size=size, mask_token_id=mask).config),
+    ):
+        assert model.mrp_head.draft_token_ids.tolist() == expected
+        assert model.mrp_head.draft_token_ids.dtype == torch.long
+    whole = make_model(draft_vocab_size=VOCAB - 1)
+    assert whole.mrp_head is not None
+    assert whole.mrp_head.draft_token_ids is not None
+    assert sorted([*whole.mrp_head.draft_token_ids.tolist(), MASK]) == list(range(VOCAB))
+
+
+def test_a_head_drafts_from_everything_by_default(random_model: MRPForCausalLM) -> None:
+    assert random_model.mrp_head is not None
+    assert random_model.mrp_head.draft_token_ids is None
+    assert not any("draft_token_ids" in name for name in random_model.state_dict())
+
+
+def with_vocabulary(ids: list[int], seed: int = 0, **overrides: Any) -> MRPForCausalLM:
+    model = make_model(seed, draft_vocab_size=len(ids), **overrides)
+    assert model.mrp_head is not None
+    assert model.mrp_head.draft_token_ids is not None
+    model.mrp_head.draft_token_ids.copy_(torch.tensor(ids))
+    return model
+
+
+def test_it_is_saved_with_the_head(tmp_path: Path) -> None:
+    model = with_vocabulary([7, 59, 61, 2])
+    model.save_pretrained(tmp_path)
+    loaded = MRPForCausalLM.from_pretrained(tmp_path)
+    assert loaded.config.draft_vocab_size == 4
+    assert loaded.mrp_head.draft_token_ids.tolist() == [7, 59, 61, 2]
+    assert loaded.mrp_head.draft_token_ids.dtype == torch.long
+    assert torch.equal(loaded.mrp_head.eh_proj.weight, model.mrp_head.eh_proj.weight)  # type: ignore[union-attr]
+    half = MRPForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert half.mrp_head.draft_token_ids.tolist() == [7, 59, 61, 2]
+
+
+def test_head_share_counts_the_draft_vocabulary() -> None:
+    """4 rows of the lm_head in place of 64: 60 * 32 parameters less over those of the layers and the lm_head."""
+    small, whole = with_vocabulary([7, 59, 61, 2]), make_model()
+    layers = sum(p.numel() for p in whole.model.layers.parameters())
+    assert whole.head_share() - small.head_share() == pytest.approx(60 * 32 / (layers + 64 * 32))
+
+
+# ------------------------------------------------------------------------------------------------ whole decodes
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=("greedy", "sampled", "top_k", "top_p"))
+@pytest.mark.parametrize("holds", ["none", "few", "one eos", "all"])
+def test_the_text_stays(holds: str, sampling: dict[str, Any]) -> None:
+    """Whether the vocabulary has all of the tokens that come, a few or none."""
+    prompts = random_prompts(random.Random(holds), 3)
+    model = dampened(make_model(1, block_size=8), 0.3)
+    options: dict[str, Any] = {"max_new_tokens": 20, "eos_token_id": [5], "min_new_tokens": 9, "seed": 2, **sampling}
+    static = texts(model, prompts, decoding="static", **options)
+    used = sorted({token for row in static for token in row})
+    others = [i for i in range(VOCAB) if i not in used and i != MASK]
+    ids = {"none": others[:6], "few": others[:3] + used[:2], "one eos": [5], "all": used + others[:1]}[holds]
+    small = dampened(with_vocabulary(ids, 1, block_size=8), 0.3)
+    assert texts(small, prompts, decoding="static", **options) == static
+    read: set[int] = set()
+    reveal_from = Decoder.reveal_from
+
+    def revealed(self: Decoder, *args: Any, drafting: bool = False, **kwargs: Any) -> Reveal:
+        reveal = reveal_from(self, *args, drafting=drafting, **kwargs)
+        if drafting:
+            read.update(reveal.token[reveal.where].tolist())
+        return reveal
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Decoder, "reveal_from", revealed)
+        assert texts(small, prompts, decoding="mrp_spec", num_draft_states=6, **options) == static
+    assert read
+    assert read <= set(ids)
+
+
+class Pass(LogitsProcessor):
+    """Leaves the scores as they are, and notes how wide they are."""
+
+    def __init__(self) -> None:
+        self.widths: set[int] = set()
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.widths.add(scores.shape[1])
+        return scores
+
+
+def test_processors_take_the_whole_vocabulary() -> None:
+    """They know ids by their place, so that drafting is as without a draft vocabulary."""
+    prompts, costs, seen = random_prompts(random.Random(3), 2), [], Pass()
+    for model in (make_model(2), with_vocabulary([1, 2, 3], 2)):
+        inputs = {"input_ids": torch.tensor([prompt[:1] for prompt in prompts]), "decoding": "mrp_spec", "max_new_tokens": 15}
+        out = model.generate(**inputs, logits_processor=[seen], return_dict_in_generate=True)
+        costs.append((out.sequences.tolist(), out.stats.drafted.tolist(), out.stats.accepted.tolist()))
+    assert costs[0] == costs[1]
+    assert seen.widths == {VOCAB}
+
+
+@pytest.mark.parametrize(("mode", "restricted"), [("mrp_spec", True), ("self_spec", False), ("static", False)])
+def test_who_drafts_from_it(mode: str, restricted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head does; the backbone's stale logits have been read whole anyway."""
+    drafters = []
+    run = Decoder.run
+
+    def noted(self: Decoder) -> Any:
+        drafters.append((self.drafter.token_ids is not None, self.picker.token_ids is None))
+        return run(self)
+
+    monkeypatch.setattr(Decoder, "run", noted)
+    with_vocabulary([1, 2, 3]).generate(torch.tensor([[1, 2]]), decoding=mode, max_new_tokens=3)
+    assert drafters == [(restricted, True)]

@@ -1,0 +1,230 @@
+"""What a device would make the host wait for, buffers that stay where they are, and a compiled backbone in a whole decode."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_model
+from helpers import LIVELY, every_mode
+from test_decoding import dampened
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from modeling_mrp.cache_mrp import BlockCache
+from modeling_mrp.decoding_mrp import Decoder
+from modeling_mrp.rows_mrp import Outlook
+from modeling_mrp.states_mrp import Proposal
+
+# Their results' sizes or values are needed on the host.
+WAITS = (
+    "_local_scalar_dense",
+    "nonzero",
+    "masked_select",
+    "_unique",
+    "unique",
+    "is_nonzero",
+    "equal",
+    "repeat_interleave.Tensor",
+)
+PROMPTS = torch.tensor([[0, 0, 1, 2, 3], [4, 5, 6, 7, 8], [0, 9, 10, 11, 12]])
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "sampled": {**LIVELY, "seed": 3},
+    # transformers' top-k and top-p are not left out: they do not wait either.
+    "truncated": {**LIVELY, "top_k": 20, "top_p": 0.9, "temperature": 0.8, "seed": 4},
+    "minimum": {**LIVELY, "eos_token_id": [3, 9], "min_new_tokens": 7, "seed": 5},
+}
+
+
+class Waits(TorchDispatchMode):
+    """Notes every operation for which the host would wait."""
+
+    def __init__(self, found: list[str]) -> None:
+        super().__init__()
+        self.found = found
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name = str(func).removeprefix("aten.")
+        by_mask = name.startswith("index") and any(
+            isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
+            for index in (args[1] if len(args) > 1 and isinstance(args[1], list | tuple) else [])
+        )
+        moved = name.startswith("_to_copy") and kwargs is not None and kwargs.get("device") not in (None, args[0].device)
+        if by_mask or moved or name.startswith(WAITS):
+            self.found.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+class Rounds:
+    """Watches the rounds of all decodes while it is installed."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.waits: list[str] = []
+        self.rounds = self.looks = 0
+        self.inside = False
+        for name in ("draft", "score", "walk"):
+            patch.setattr(Decoder, name, self.watched(getattr(Decoder, name)))
+        look_ahead = Decoder.look_ahead
+
+        def looked(decoder: Decoder, passed: Tensor) -> Outlook:
+            self.looks += 1
+            was, self.inside = self.inside, False
+            with torch.utils._python_dispatch._disable_current_modes():
+                outlook = look_ahead(decoder, passed)
+            self.inside = was
+            return outlook
+
+        patch.setattr(Decoder, "look_ahead", looked)
+        # Lists of numbers, to the host and from it, need no operation that is dispatched.
+        for owner, name in ((Tensor, "tolist"), (Tensor, "item"), (Tensor, "numpy"), (torch, "tensor"), (torch, "as_tensor")):
+            patch.setattr(owner, name, self.noted(getattr(owner, name), name))
+
+    def watched(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def run(decoder: Decoder, *args: Any) -> Any:
+            self.rounds += method.__name__ == "walk"
+            was, self.inside = self.inside, True
+            with Waits(self.waits):
+                result = method(decoder, *args)
+            self.inside = was
+            return result
+
+        return run
+
+    def noted(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if self.inside:
+                self.waits.append(name)
+            return function(*args, **kwargs)
+
+        return run
+
+
+def everything(self: Decoder, where: Tensor) -> Tensor:
+    """What `Decoder._chosen` gives on a device."""
+    return torch.arange(where.numel(), device=where.device)
+
+
+@every_mode
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_the_host_waits_once_a_round(sampling: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And twice for prefill; and what is done on a device to that end gives the same text."""
+    options: dict[str, Any] = {"decoding": mode, "max_new_tokens": 13, "mrp_steps": 2, "num_draft_states": 5}
+    options |= {"draft_passes": 2, "return_dict_in_generate": True} | SAMPLINGS[sampling]
+    inputs = {"input_ids": PROMPTS, "attention_mask": (PROMPTS > 0).long()}
+    vocabulary = {"draft_vocab_size": 30} if mode == "mrp_spec" else {}
+    model = dampened(make_model(4, **vocabulary), 0.3)
+    usual = model.generate(**inputs, **options)
+    monkeypatch.setattr(Decoder, "_chosen", everything)
+    with monkeypatch.context() as patch:
+        rounds = Rounds(patch)
+        dense = model.generate(**inputs, **options)
+    assert rounds.waits == []
+    assert rounds.looks == rounds.rounds + 2
+    assert rounds.rounds == dense.stats.forwards["denoise"] + dense.stats.forwards["verify"] > 2
+    assert torch.equal(dense.sequences, usual.sequences)
+    assert torch.equal(dense.reveal_step, usual.reveal_step)
+    torch.testing.assert_close(dense.token_logprobs, usual.token_logprobs)
+    for name in ("row_forwards", "row_head_forwards", "drafted", "accepted", "revoked"):
+        assert torch.equal(getattr(dense.stats, name), getattr(usual.stats, name))
+
+
+def test_waits_are_seen() -> None:
+    """Each of the ways to wait, while watched."""
+    found: list[str] = []
+    x = torch.arange(4)
+    ways: list[Callable[[], Any]] = [
+        lambda: x[0].item(),
+        lambda: bool(x.any()),
+        lambda: x.nonzero(),
+        lambda: x[x > 1],
+        lambda: x.clone().__setitem__(x > 1, x[:2]),
+        lambda: x.unique(),
+        lambda: x.masked_select(x > 1),
+        lambda: torch.equal(x, x + 1),
+        lambda: x.to("meta"),
+        lambda: x.repeat_interleave(x),
+    ]
+    for count, way in enumerate(ways):
+        before = len(found)
+        with Waits(found):
+            way()
+        assert len(found) > before, count
+
+
+# ------------------------------------------------------------------------------------------------ memory
+
+
+@every_mode
+def test_the_cache_stays_where_it_is(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds allocate no keys and values: (scratch + capacity) slots of 2 KV heads of 8 numbers in float64 for 3 rows in each
+    of 2 + 2 layers, from the first round to the last."""
+    held: list[tuple[list[int], int]] = []
+    built: list[BlockCache] = []
+    walk, init = Decoder.walk, BlockCache.__init__
+
+    def walked(self: Decoder, proposal: Proposal, hidden: Tensor) -> None:
+        walk(self, proposal, hidden)
+        cache = self.cache
+        held.append(([buffer.data_ptr() for buffer in cache._buffers.values()], cache.nbytes))
+        width = 5 if self.strategy.drafts else 2
+        layers = 2 + 2 * self.strategy.uses_head
+        assert cache.nbytes == 2 * layers * 3 * 2 * (width * 4 + self.rows.capacity) * 8 * 8
+
+    def counted(self: BlockCache, *args: Any, **kwargs: Any) -> None:
+        built.append(self)
+        init(self, *args, **kwargs)
+
+    monkeypatch.setattr(Decoder, "walk", walked)
+    monkeypatch.setattr(BlockCache, "__init__", counted)
+    options = {"num_draft_states": 5, "max_new_tokens": 30, "eos_token_id": None, "confidence_threshold": 0.5}
+    out = make_model().generate(PROMPTS + 1, decoding=mode, return_dict_in_generate=True, **options)
+    assert len(held) > 3
+    assert held == held[:1] * len(held)
+    assert len(built) == 1
+    assert out.past_key_values is built[0]
+
+
+# ------------------------------------------------------------------------------------------------ torch.compile
+
+
+@pytest.fixture
+def _fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("_fresh_dynamo")
+@pytest.mark.parametrize("mode", ["mrp_spec", "self_spec", "static"])
+def test_a_decode_with_a_compiled_backbone(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One graph for prefill and one for each number of states and committed slots that are read, which come in buckets; a
+    second decode of the same size needs no more than its own."""
+    model = dampened(make_model(5, block_size=8), 0.3)
+    options: dict[str, Any] = {"num_draft_states": 4, "max_new_tokens": 40, "decoding": mode, "eos_token_id": None}
+    options |= {"do_sample": True, "top_k": 0}
+    most = 2 if mode == "static" else 4
+    usual = [model.generate(PROMPTS + 1, seed=seed, **options) for seed in range(2)]
+    graphs: list[torch.fx.GraphModule] = []
+    shapes: set[tuple[bool, int, int]] = set()
+
+    def counted(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward  # as backend="eager" does
+
+    compiled = torch.compile(model.backbone, fullgraph=True, dynamic=False, backend=counted)
+
+    def called(ids: Tensor, positions: Tensor, mask: Tensor, cache: BlockCache) -> Tensor:
+        shapes.add((cache._write.start < cache.scratch, ids.shape[1], mask.shape[-1]))
+        return compiled(ids, positions, mask, cache)
+
+    monkeypatch.setattr(model, "backbone", called)
+    for seed in range(2):
+        assert torch.equal(model.generate(PROMPTS + 1, seed=seed, **options), usual[seed])
+        assert len(graphs) == len(shapes)
+        rounds = {(tokens // 8, keys - tokens) for in_scratch, tokens, keys in shapes if in_scratch}
+        assert {states for states, _ in rounds} <= set(range(1, 1 + most))
+        assert {read for _, read in rounds} <= {0, 48}  # 48 slots there are, less than READ_BUCKET
+    assert len(shapes) == len(rounds) + 1 <= 1 + 2 * most
