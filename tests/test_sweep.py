@@ -119,7 +119,8 @@ def test_the_sweep_prints_a_line_a_point(capsys: pytest.CaptureFixture[str]) -> 
 def test_the_yardstick_compares_on_the_same_problems(capsys: pytest.CaptureFixture[str]) -> None:
     yardstick.main(["--count", "2", "--family", "math", "--states", "2", "--batch-size", "1", "2"])
     lines = _lines(capsys, "yardstick")
-    names = ["static", "published K=2", "self_spec K=2 chain", "mrp_spec K=2 chain", "self_spec K=2", "mrp_spec K=2"]
+    names = ["static", "published K=2", "self_spec K=2 chain", "self_spec K=2", "mrp_spec K=2 chain, 1 head passes"]
+    names += ["mrp_spec K=2, 1 head passes", "mrp_spec K=2"]
     assert [(line["mode"], line["batch_size"]) for line in lines] == [(name, size) for size in (1, 2) for name in names]
     assert all(line["same"] == 100 for line in lines)
     assert all(("over_batch_1" in line) == (line["batch_size"] == 2) for line in lines)
