@@ -6,8 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks import tables
+from benchmarks.common import read_lines
+from modeling_mrp import MRPForCausalLM
+from modeling_mrp.configuration_mrp import MRPConfig
 from modeling_mrp.generation_mrp import MRPGenerationConfig
 
 ROOT = Path(__file__).parent.parent
@@ -19,6 +23,11 @@ ROOT = Path(__file__).parent.parent
         ("MODEL_CARD.md", tables.heldout),
         ("hub_configs/sdar-tiny-mrp/README.md", tables.heldout),
         ("README.md", tables.yardstick),
+        ("README.md", tables.ratios),
+        ("README.md", tables.cost),
+        ("README.md", tables.wallclock),
+        ("benchmarks/README.md", tables.sweep),
+        ("benchmarks/README.md", tables.cost),
         ("README.md", tables.remask),
     ],
 )
@@ -67,3 +76,52 @@ def test_the_default_remasking_rule_is_the_most_accurate_at_equal_speed(family: 
     assert mean["tokens_per_forward"] == "mean"
     assert mean["low"] > 0
     assert all(line["low"] > -0.5 for line in compared)
+
+
+def yardstick_lines() -> list[dict[str, Any]]:
+    return read_lines(tables.RESULTS / "tiny_yardstick.jsonl")
+
+
+@pytest.mark.parametrize("family", ["math", "code"])
+def test_what_drafting_is_measured_to_do(family: str) -> None:
+    """200 held-out problems, one by one: `mrp_spec` takes at most 0.75 times the forwards of the published algorithm, with 2.5
+    tokens a forward at K = 4 and 3 at K = 8, and makes 1.2 times the tokens of `self_spec` at K = 8."""
+    alone = {line["mode"]: line for line in yardstick_lines() if (line["family"], line["batch_size"]) == (family, 1)}
+    assert alone["static"]["tokens_per_forward"] == pytest.approx(1, abs=0.01)
+    for states, bar in ((4, 2.5), (8, 3.0)):
+        ours = alone[f"mrp_spec K={states}"]
+        assert ours["tokens_per_forward"] >= bar
+        assert ours["over_published_95"][0] >= 1 / 0.75
+    assert alone["mrp_spec K=8"]["over_self_spec_95"][0] >= 1.2
+
+
+def test_who_shares_a_batch_waits_for_nobody() -> None:
+    """Tokens per forward in batches of 8 are those of each problem alone; the published algorithm loses a third and more."""
+    lines = [line for line in yardstick_lines() if line["batch_size"] == 8]
+    assert {line["family"] for line in lines} == {"math", "code", "source"}
+    for line in lines:
+        assert line["same"] == 100
+        if line["mode"].startswith("published"):
+            assert line["over_batch_1"] < 0.67
+        else:
+            assert line["over_batch_1"] == pytest.approx(1, abs=0.01)
+
+
+def test_the_heads_share_of_a_forward_is_as_written() -> None:
+    shares = {}
+    for draft_vocabulary in (0, 16384):
+        for size in ("1.7b", "4b", "8b"):
+            config = MRPConfig.from_pretrained(ROOT / "hub_configs" / f"sdar-{size}-mrp", draft_vocab_size=draft_vocabulary)
+            with torch.device("meta"):
+                shares[size, draft_vocabulary] = f"{MRPForCausalLM(config).head_share():.0%}".replace("%", " %")
+    text = (ROOT / "benchmarks/README.md").read_text()
+    assert "is {}, {} and {} at 1.7B, 4B and 8B".format(*(shares[size, 0] for size in ("1.7b", "4b", "8b"))) in text
+    assert "{}, {} and {} with a draft vocabulary".format(*(shares[size, 16384] for size in ("1.7b", "4b", "8b"))) in text
+
+
+def test_bookkeeping_is_a_small_part_of_a_round_at_a_published_shape() -> None:
+    """28 layers of the 1.7B shape, random weights: at most 10 % is neither backbone, head, vocabulary nor cache."""
+    lines = read_lines(tables.RESULTS / "wallclock_1.7b.jsonl")
+    assert {line["layers"] for line in lines} == {28}
+    assert {line["mode"] for line in lines} >= {"static", "self_spec K=4", "mrp_spec K=4"}
+    assert all(line["share"]["bookkeeping"] <= 10 for line in lines)
