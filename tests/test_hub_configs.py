@@ -203,7 +203,8 @@ def test_generation_config_decodes_with_the_head(size: str) -> None:
     config.check(16, True)
     expected = {
         "decoding": "mrp_spec",
-        "num_draft_states": 4,
+        "num_draft_states": 8,
+        "compute_bound_tokens": 128,
         "do_sample": False,
         "eos_token_id": [151645, 151643],
         "bos_token_id": 151643,
