@@ -117,6 +117,7 @@ class Decoder:
         # From here on the slots behind are overwritten, also by a call that does not come to its end.
         self.cache.hold(self.rows.tokens, self.reused, self.reused.minimum(self.cache.head_held.to(self.device)))
         head_cost = strategy.passes * model.head_share() if strategy.passes else 0.0
+        self.offered = 1  # states that a row may submit this round, guesses included
         self.budget = Budget(strategy.width, rows * self.block, strategy.compute_bound_tokens, head_cost)
         self.committed = self.rows.start.clone()
         self.head_committed = self.rows.start.clone()
@@ -202,7 +203,7 @@ class Decoder:
         )
         numbers = torch.cat([seen, passed]).tolist()
         rows, used, head_used, clean, most, drafting, pending, blocked = numbers[:8]
-        return Outlook(rows, used, head_used, clean > 0, most, drafting > 0, pending > 0, blocked > 0, numbers[8:])
+        return Outlook(rows, used, head_used, clean, most, drafting > 0, pending > 0, blocked > 0, numbers[8:])
 
     def propose(self) -> Proposal:
         """The states of the round: each row's next one, the likeliest to follow it, and the next block's behind a clean one."""
@@ -214,6 +215,7 @@ class Decoder:
         # What a row drafts must not depend on its neighbours: slots that none of them can fill are left out, no others.
         filled = reachable(self.outlook.masks, self.strategy.branches, width)
         lattice = Lattice(self, max(filled, 2 if self.outlook.clean else 1), drafting=width > 1)
+        self.offered = min(width, lattice.width)
         sizes = growth(width, self.strategy.passes)
         for size in sizes if self.outlook.masks > 1 else sizes[:1]:  # behind a single mask nothing is read twice
             lattice.grow(min(size, lattice.width))
@@ -258,8 +260,8 @@ class Decoder:
             kept = scored.kept(~clean[:, :width])
             self.memory = Memory(kept, stepped.map(lambda t: t[:, :width]), onward[:, :width])
         self._advance(known.at(self.all_rows, place), active)
-        rows = self.outlook.active
-        self.outlook = self.look_ahead(passed[:, :width].sum(0))
+        rows = self.outlook.active - self.outlook.clean
+        self.outlook = self.look_ahead((passed & ~clean[:, :1])[:, : self.offered].sum(0))
         self.budget.learn(self.outlook.passed, rows)
 
     def _ticks(self, states: States, passed: Tensor) -> Tensor:
@@ -317,7 +319,7 @@ class Decoder:
             self.pending = self.pending | row
             self.pending_ids = torch.where(row[:, None], states.ids[self.all_rows, slot], self.pending_ids)
             self.pending_hidden = torch.where(row[:, None, None], hidden[self.all_rows, slot], self.pending_hidden)
-            self.outlook.pending |= self.outlook.clean  # where nothing is drafted; else the next look ahead tells
+            self.outlook.pending |= self.outlook.clean > 0  # where nothing is drafted; else the next look ahead tells
 
     def _stop_finished(self) -> None:
         """Rows whose text is complete leave; a stopping criterion is asked at every newly final token."""

@@ -79,8 +79,8 @@ class Budget:
         return sum(self.right[:states]) / states / time / (1 + self.head_cost if states > 1 else 1)
 
     def learn(self, passed: list[int], rows: int) -> None:
-        """From a round of so many rows: how many of them came by the state in each slot that was submitted."""
-        for slot in range(1, len(self.right)):
+        """From a round in which so many rows could draft: how many of them came by the state in each slot offered."""
+        for slot in range(1, len(self.right) if rows else 1):
             if slot < len(passed):
                 self.right[slot] += self.RATE * (passed[slot] / rows - self.right[slot])
             else:

@@ -121,18 +121,18 @@ class Outlook:
         active: Rows that are not finished.
         used: Committed tokens of the longest active row.
         head_used: The same for the head's KV.
-        clean: Some row's next state has no masks.
+        clean: Rows whose next state has no masks.
         masks: The most masks in a row's next state.
         drafting: Some row can draft.
         pending: Some row's last clean block has no KV of the head yet.
         blocked: One of them is about to commit another block.
-        passed: How many rows came by the state in each slot of the round before.
+        passed: How many rows came by the state in each slot of the round before, of those that had masks left.
     """
 
     active: int
     used: int
     head_used: int
-    clean: bool
+    clean: int
     masks: int
     drafting: bool
     pending: bool
