@@ -50,7 +50,7 @@ class Decoder:
         eos_token_ids: Ids that end a row.
         seeds: [rows] long.
         min_new_tokens: No eos is picked for so many tokens.
-        stops_at: Given a row and the length of its text, whether a stopping criterion ends it there; or None.
+        stops_at: Given the ids [1, length] of a row's text so far, whether a stopping criterion ends it there; or None.
         on_round: Called after every round (for streamers); or None.
         infill: [rows, n] long, what continues each prompt: given tokens, and masks where one is to be generated; or None.
         past_key_values: A cache of an earlier decode of the same model, with as many rows or a divisor of it; or None. It is
@@ -153,7 +153,8 @@ class Decoder:
     def prefill(self) -> None:
         """One pass over the whole blocks before each row's first mask and, in the same forward, the row's first state.
 
-        It starts where the first row's reused keys and values end.
+        It starts where the first row's reused keys and values end. So, behind a cache and beyond one chunk, a row's forwards
+        here may depend on its neighbours; its text does not.
         """
         first = self.rows.start
         length = int(first.max()) + self.block
@@ -183,7 +184,10 @@ class Decoder:
         self.outlook = self.look_ahead(states.start[:0])
 
     def look_ahead(self, passed: Tensor) -> Outlook:
-        """The one time in a round that the host waits for the device; `passed` [n] is for the outlook."""
+        """Settles whose head KV is late, and reads what the host has to know: the one time in a round that it waits.
+
+        `passed` [n] is for the outlook.
+        """
         current = self.current()
         active = self.rows.active
         masks = (current.ids == self.mask_id).sum(-1) * active
@@ -312,6 +316,8 @@ class Decoder:
 
         `which` [rows, width] marks at most one state a row.
         """
+        if not (self.strategy.drafts or self.outlook.clean):
+            return  # no clean state was scored
         row, slot = which.any(-1), which.int().argmax(-1)
         self.cache.commit(slot * self.block, self.rows.start, row, self.block, self.backbone_layers)
         self.committed = torch.where(row, self.rows.start + self.block, self.committed)
@@ -422,8 +428,8 @@ class Decoder:
         return Reveal(self.strategy.reveal(confidence, entropy, candidates, count), token, logprob, confidence)
 
     def _chosen(self, where: Tensor) -> Tensor:
-        """Flat indices of `where`, on a device that the host would have to wait for those of everything."""
-        if self.device.type == "cpu":
+        """Flat indices of `where`; of everything on a device that the host would have to wait for, unless it waits anyway."""
+        if self.device.type == "cpu" or self.picker.processors is not None:
             return where.flatten().nonzero()[:, 0]
         return torch.arange(where.numel(), device=self.device)
 

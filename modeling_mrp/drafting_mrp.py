@@ -166,7 +166,7 @@ class Lattice:
             fresh = slice(size + slot * branches, size + (slot + 1) * branches)
             table[:, fresh] = followers
             chance[:, fresh] = odds * ~met.any(1)
-            reached, place = chance.max(-1)
+            reached, place = chance.max(-1)  # where nothing is left, some state that is not valid
             valid = reached > 0
             state = table[rows, place]
             chance[rows, place] = 0

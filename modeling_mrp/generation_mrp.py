@@ -140,7 +140,7 @@ class MRPGenerationMixin(GenerationMixin):
             past_key_values: Those of an earlier call's output, of the same model with the same weights. `input_ids` hold the
                 whole conversation. Keys and values of the blocks that both begin with are not computed again, row by row as
                 far as the ids agree: the text is the one without a cache. Prefill starts at the first block that any
-                row lacks; all of it is computed when the mode uses the head and the earlier call's mode did not. The
+                row lacks, in modes with the head also of the head's own, which only these modes add to. The
                 cache is taken over, in place if it has the room, and used up; with `num_return_sequences` it is copied
                 instead. The output carries the one to go on from.
 
@@ -222,7 +222,13 @@ class MRPGenerationMixin(GenerationMixin):
         return config, model_kwargs
 
     def block_cache(self, batch_size: int, capacity: int, scratch: int, with_head: bool) -> BlockCache:
-        """An empty cache for `batch_size` rows of `capacity` tokens, with room for `scratch` tokens being scored."""
+        """An empty cache for `batch_size` rows of `capacity` tokens, with room for `scratch` tokens being scored.
+
+        Raises:
+            ValueError: if it is to hold a head's layers and the model has no head.
+        """
+        if with_head and self.mrp_head is None:
+            raise ValueError("with_head=True, but this checkpoint has no MRP head: pass with_head=False")
         heads, width, devices = self.config.num_key_value_heads, self.config.head_dim, self._layer_devices(with_head)
         head_layers = len(devices) - self.config.num_hidden_layers
         cache = BlockCache(batch_size, heads, width, devices, capacity, scratch, self.dtype, head_layers)

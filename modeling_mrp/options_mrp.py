@@ -96,7 +96,7 @@ class MRPGenerationConfig(GenerationConfig):
         num_draft_states: K, the states a row may submit per round in `mrp_spec` and `self_spec`; 1 drafts nothing, though the
             next block's first state rides behind a clean one in every mode [4].
         draft_branches: How many followers of a state are considered in drafting; 1 drafts a chain [3].
-        draft_passes: Head passes per round of `mrp_spec`, at most; each re-reads all that is drafted so far [1].
+        draft_passes: Head passes per round of `mrp_spec`, at most; each re-reads what is drafted so far [1].
         compute_bound_tokens: Tokens in a forward up to which its time hardly grows, a property of the device (about 140 for
             bf16 on an H200). Drafts are then submitted only as far as they were right often enough so far to be worth their
             time, none if the batch alone fills the device [None: the number of forwards is all that counts].

@@ -117,6 +117,8 @@ class Counts:
 class Outlook:
     """What the host knows of the round to come, read from the device once, at the end of the round before.
 
+    Within the round the head's part is kept up to date without asking again.
+
     Attributes:
         active: Rows that are not finished.
         used: Committed tokens of the longest active row.

@@ -398,3 +398,27 @@ def test_head_passes_of_a_round(mode: str, passes: int, monkeypatch: pytest.Monk
 def test_options_are_checked(name: str, value: Any, random_model: MRPForCausalLM) -> None:
     with pytest.raises(ValueError, match=f"{name} is {value!r}: it must be an int of 1 or more"):
         random_model.generate(torch.tensor([[1, 2]]), decoding="self_spec", **{name: value})
+
+
+def test_a_budget_is_not_taught_by_rows_that_cannot_draft(
+    random_model: MRPForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row with a clean block comes by the next one's first state in any case: it says nothing about drafts."""
+    taught: list[tuple[list[int], int, int]] = []
+    learn = Budget.learn
+
+    def noted(self: Budget, passed: list[int], rows: int) -> None:
+        taught.append((passed, rows, self.width()))
+        learn(self, passed, rows)
+
+    monkeypatch.setattr(Budget, "learn", noted)
+    for bound in (1, None):
+        taught.clear()
+        options: dict[str, Any] = {"num_draft_states": 3, "compute_bound_tokens": bound, "max_new_tokens": 14}
+        prompts = torch.tensor([[1, 2, 3, 4, 5, 6], [9, 8, 7, 0, 0, 0]])
+        random_model.generate(prompts, attention_mask=(prompts > 0).long(), decoding="self_spec", eos_token_id=None, **options)
+        assert any(rows < 2 for _, rows, _ in taught), "rows stand at clean blocks in different rounds"
+        assert all(max(passed, default=0) <= rows for passed, rows, _ in taught)
+        assert all(len(passed) <= width for passed, _, width in taught)
+        if bound == 1:
+            assert all(len(passed) == 1 for passed, _, _ in taught)

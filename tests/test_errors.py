@@ -571,3 +571,8 @@ def test_a_checkpoint_that_does_not_fit(
         lambda: MRPForCausalLM.from_pretrained(tmp_path), value, r"Check num_nextn_predict_layers .*config\.json"
     )
     assert len(re.findall(r"\.weight", message)) == 1, "names the tensors that are wrong and no others"
+
+
+def test_a_cache_for_a_head_that_is_not_there() -> None:
+    with pytest.raises(ValueError, match="no MRP head: pass with_head=False"):
+        make_model(num_nextn_predict_layers=0).block_cache(1, 8, 8, with_head=True)
