@@ -28,7 +28,7 @@ def test_the_meter_counts_rounds_by_hand() -> None:
     assert meter.calls["head"] == meter.per_round()["draft_picks_per_round"] == 0
     assert meter.calls["vocabulary"] == 7
     assert meter.lengths["vocabulary"] == 3 + 2 + 1 + 4 + 3 + 2 + 1
-    assert (meter.calls["commit"], meter.lengths["commit"]) == (7, 7)  # every round, of the rows it concerns or none
+    assert (meter.calls["commit"], meter.lengths["commit"]) == (1, 1)
     assert sum(meter.shares().values()) == pytest.approx(100, abs=0.3)
     assert 0 < sum(meter.seconds.values()) < meter.round_seconds
     assert MRPForCausalLM.generate.__name__ == "generate"  # nothing stays wrapped
