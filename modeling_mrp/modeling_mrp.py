@@ -17,8 +17,9 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3Mod
 from transformers.utils import can_return_tuple
 
 from .configuration_mrp import MRPConfig
-from .diffusion_mrp import IGNORE_INDEX, block_causal_mask, pack_noisy, weighted_cross_entropy
+from .diffusion_mrp import IGNORE_INDEX, block_causal_mask, pack_noisy
 from .generation_mrp import MRPGenerationMixin
+from .losses_mrp import weighted_cross_entropy
 
 AUTO_MAP = {
     "AutoConfig": "configuration_mrp.MRPConfig",

@@ -27,7 +27,7 @@ class Sample:
 
     def response_blocks(self, block_size: int) -> np.ndarray:
         """[n] numbers of the blocks that hold something to learn: the ones a noisy copy repeats."""
-        return self.response.reshape(-1, block_size).any(1).nonzero()[0]
+        return np.flatnonzero(self.response.reshape(-1, block_size).any(1))
 
 
 def make_sample(
@@ -38,7 +38,8 @@ def make_sample(
     pad_token_id: int,
     reveal_step: Sequence[int] | None = None,
 ) -> Sample:
-    """A sample of a text that ends, [n] ids: `pad_token_id` fills its last block, and is learned as what lies behind the end."""
+    """A sample of a text that ends, [n] ids: `pad_token_id` fills its last block, and is learned as what lies behind the
+    end."""
     padding = -len(ids) % block_size
     return Sample(
         index,
@@ -50,12 +51,20 @@ def make_sample(
 
 
 class Samples(Protocol):
-    """A dataset of rows by number: a sample, or several that share a row."""
+    """A dataset of rows by number: a sample, or several that share a row.
+
+    Numbers go on over the epochs: in epoch e row i is asked for as e * len + i, and carries that number as its `Sample.index`.
+    """
 
     def __len__(self) -> int:
-        """How many rows there are."""
+        """How many rows an epoch has."""
         ...
 
-    def __getitem__(self, index: int) -> Sample | Sequence[Sample]:
+    def __getitem__(self, visit: int) -> Sample | Sequence[Sample]:
         """The row of that number."""
         ...
+
+
+def samples_of(row: Sample | Sequence[Sample]) -> Sequence[Sample]:
+    """The samples that share a row."""
+    return [row] if isinstance(row, Sample) else row

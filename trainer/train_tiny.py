@@ -21,10 +21,13 @@ from modeling_mrp.configuration_mrp import MRPConfig
 from modeling_mrp.generation_mrp import MRPGenerationConfig
 from modeling_mrp.modeling_mrp import MRPForCausalLM
 
-from .data import DiffusionCollator, Sample, TaskDataset
+from .arguments import MRPTrainingArguments
+from .checkpoints import last_whole_checkpoint
+from .data import TaskDataset
+from .samples import Sample
 from .tasks import Family
 from .tokenizer import train_tokenizer
-from .trainer import MRPTrainer, MRPTrainingArguments
+from .trainer import MRPTrainer
 from .trajectories import TrajectoryDataset, record_trajectories
 
 FAMILIES: dict[Family, float] = {"math": 0.42, "code": 0.53, "source": 0.05}
@@ -91,22 +94,13 @@ def _train(
         use_cpu=not torch.cuda.is_available(),
         **options,
     )
-    collator = DiffusionCollator(BLOCK_SIZE, model.config.mask_token_id, model.config.pad_token_id, seed=seed)
-    trainer = MRPTrainer(
-        model=model, args=arguments, train_dataset=dataset, data_collator=collator, callbacks=[_JsonLog(folder / "log.jsonl")]
-    )
-    checkpoint = _last_whole_checkpoint(folder)
     log = folder / "log.jsonl"
+    trainer = MRPTrainer(model=model, args=arguments, train_dataset=dataset, callbacks=[_JsonLog(log)])
+    checkpoint = last_whole_checkpoint(folder)
     if log.exists():  # a run that goes on writes again what came behind its checkpoint
         step = int(checkpoint.name.rpartition("-")[2]) if checkpoint else 0
         log.write_text("".join(f"{line}\n" for line in log.read_text().splitlines() if json.loads(line)["step"] <= step))
-    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-
-
-def _last_whole_checkpoint(folder: Path) -> Path | None:
-    """The newest checkpoint that was written to its end: `trainer_state.json` comes last."""
-    whole = [path.parent for path in folder.glob("checkpoint-*/trainer_state.json")]
-    return max(whole, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
+    trainer.train(resume_from_checkpoint=True)
 
 
 def train_backbone(work: Path, steps: int, batch_size: int, learning_rate: float) -> None:
