@@ -66,7 +66,8 @@ class MRPHead(nn.Module):
         for index, layer in enumerate(layers):
             layer.self_attn.layer_idx = config.num_hidden_layers + index
         self.layers = nn.ModuleList(layers)
-        self.norm = ResidualNorm(config.hidden_size, eps=config.rms_norm_eps)
+        norm = ResidualNorm if config.head_predicts == "residual" else Qwen3RMSNorm
+        self.norm = norm(config.hidden_size, eps=config.rms_norm_eps)
         self.draft_token_ids: Tensor | None
         ids = first_tokens(config) if config.draft_vocab_size else None
         self.register_buffer("draft_token_ids", ids)
@@ -214,7 +215,8 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
             )
         embeds = self.model.embed_tokens(input_ids)
         rotary = self.model.rotary_emb(embeds, position_ids)
-        return self.mrp_head(embeds, hidden_states, self._attention_bias(mask), rotary, past_key_values)
+        output = self.mrp_head(embeds, hidden_states, self._attention_bias(mask), rotary, past_key_values)
+        return output if self.config.head_predicts == "residual" else output - hidden_states
 
     def head_share(self) -> float:
         """Parameters that a head pass and its picks read, over those that a backbone forward and its picks read."""
