@@ -20,7 +20,8 @@ class DiffusionCollator:
     Only the blocks that hold response tokens are repeated as noisy copies. Each block of each sample draws its own
     level t ~ U(0, 1] (or each sample one for all its blocks, as published); with two copies the second masks exactly what the
     first reveals (at level 1 - t), so that every response token is learned once a pass. What lies behind the end of the text is
-    always masked and learned as blank, as decoding leaves it.
+    always masked and learned as blank, as decoding leaves it; what stands in the same block behind a turn that is not the
+    last one is masked, too, and not learned.
 
     Of a sample with `reveal_step` each copy shows every block as some step of its decoding left it (without what was
     revealed behind the end): a number of tokens, uniform from 0 to all but one, is revealed, in the decoder's order; two
@@ -96,7 +97,9 @@ class DiffusionCollator:
         """The columns of the noisy copies, and those of the clean text."""
         blocks = sample.response_blocks(self.block_size)
         where = (blocks[:, None] * self.block_size + np.arange(self.block_size)).ravel()
-        behind = where >= (len(sample.ids) if sample.length is None else sample.length)
+        learned = sample.response[where].reshape(-1, self.block_size)
+        answered = (~learned & np.logical_or.accumulate(learned, 1)).ravel()
+        behind = (where >= (len(sample.ids) if sample.length is None else sample.length)) | answered
         random = np.random.Generator(np.random.Philox(key=[self.seed + (1 << 32), sample.index]))
         level = 1 - random.random(len(blocks) if self.noise_per == "block" else 1)
         level = np.broadcast_to(level[:, None], (len(blocks), self.block_size)).ravel()
