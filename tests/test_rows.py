@@ -221,6 +221,8 @@ def test_a_stream_is_a_function_of_seed_and_epoch(path: str, records: Any, encod
     other = ChatStream(JsonLines([path]), encoder, seed=3, buffer=16, packed=False)
     assert numbers(other, encoder) != numbers(first, encoder)
     assert numbers(ChatStream(JsonLines([path]), encoder, buffer=0, packed=False), encoder) == list(range(COUNT))
+    endless = ChatStream(JsonLines([path]), encoder, seed=2, buffer=16, packed=False, repeat=True)
+    assert all(map(same, islice(endless, 2 * COUNT), first + second))
 
 
 def test_a_packed_stream_mixes_nothing_and_says_how_full_it_is(path: str, records: Any, encoder: RecordEncoder) -> None:
@@ -268,13 +270,20 @@ def test_a_stream_has_one_worker(path: str, encoder: RecordEncoder, monkeypatch:
         next(iter(stream))
 
 
-def test_what_is_piped_in_is_checked_as_it_comes(monkeypatch: pytest.MonkeyPatch, encoder: RecordEncoder) -> None:
+def test_what_is_piped_in_is_checked_as_it_comes(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, encoder: RecordEncoder
+) -> None:
     lines = b'{"text": "1 2 3"}\n{"text": "4 5 6"}\n{"text": ""}\n'
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines)))
     stream = iter(open_rows(["-"], encoder, packed=False, streaming=True, shuffle=False))
     assert [encoder.tokenizer.decode(next(stream).ids) for _ in range(2)] == ["1 2 3 <end>", "4 5 6 <end>"]
     with pytest.raises(RecordError, match="standard input, line 3, field text: found '': there is nothing to learn in it"):
         next(stream)
+    # A Trainer that asks for a second epoch is given nothing, and stops.
+    pipe = ChatStream(Stream(lambda: [b'{"text": "1"}'], "pipe", once=True), encoder, repeat=True)
+    assert len(list(pipe)) == 1
+    assert list(pipe) == []
+    assert "pipe has come to its end, there is no further epoch of it" in caplog.messages
     with pytest.raises(RecordError, match="pipe: found no records: at least one is needed"):
         list(ChatStream(Stream(lambda: [], "pipe", once=True), encoder))
     with pytest.raises(
@@ -291,4 +300,5 @@ def test_what_users_open(path: str, encoder: RecordEncoder) -> None:
     assert isinstance(stream, ChatStream)
     expected = sorted(sample.ids.tolist() for sample in alone)
     assert sorted(sample.ids.tolist() for sample in flat(packed)) == expected
-    assert sorted(sample.ids.tolist() for sample in flat(stream)) == expected
+    endless = islice(flat(stream), 2 * COUNT)
+    assert sorted(sample.ids.tolist() for sample in endless) == sorted(2 * expected)

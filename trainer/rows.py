@@ -1,5 +1,6 @@
 """Datasets of samples: by number or streaming, one sample a row or several, in an order that (seed, epoch) decides."""
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -164,8 +165,9 @@ class PackedDataset(Dataset[list[Sample]]):
 class ChatStream(IterableDataset[Sample | list[Sample]]):
     """Samples of records as they come, for sources too long to go through before: rows of one, or packed.
 
-    The order is a function of (seed, epoch): a resumed run skips what it has seen and goes on. Each rank reads everything
-    and keeps its share, which accelerate sees to when it is told `dispatch_batches=False`; a Trainer needs `max_steps`.
+    The order is a function of (seed, epoch): a resumed run skips what it has seen and goes on. A Trainer needs `max_steps`,
+    and `repeat`: it takes what has no length for one epoch when it resumes. Each rank reads everything and keeps its share,
+    which accelerate sees to when it is told `dispatch_batches=False`.
 
     Args:
         source: The records.
@@ -174,6 +176,7 @@ class ChatStream(IterableDataset[Sample | list[Sample]]):
         buffer: How many records wait to be drawn from, at random; 0 leaves their order.
         packed: Whether rows hold several samples, `encoder.capacity` tokens together.
         window: How many samples are packed together.
+        repeat: Whether the next epoch follows at the end, without end.
         check: Whether to go through all records first, so that malformed ones are found before training starts; else, and for a
             source that can be read once, each is checked as it comes.
         show_progress: Whether that shows a progress bar on a terminal.
@@ -190,6 +193,7 @@ class ChatStream(IterableDataset[Sample | list[Sample]]):
         buffer: int = 4096,
         packed: bool = True,
         window: int = 1024,
+        repeat: bool = False,
         check: bool = True,
         show_progress: bool = False,
     ) -> None:
@@ -199,9 +203,11 @@ class ChatStream(IterableDataset[Sample | list[Sample]]):
         self.buffer = buffer
         self.packed = packed
         self.window = window
+        self.repeat = repeat
         self.epoch = 0
         self.fill: float | None = None
-        if check and not getattr(source, "once", False):
+        self._once = isinstance(source, Stream) and source.once
+        if check and not self._once:
             for _ in checked(source, encoder.check, show_progress=show_progress):
                 pass
 
@@ -215,15 +221,19 @@ class ChatStream(IterableDataset[Sample | list[Sample]]):
             raise ValueError(
                 f"dataloader_num_workers is {worker.num_workers}: each worker would yield the whole stream, set it to 0 or 1"
             )
-        samples = self._samples()
-        return self._rows(samples) if self.packed else samples
+        if isinstance(self.source, Stream) and self.source.spent:
+            logger.warning(f"{self.source.names[0]} has come to its end, there is no further epoch of it")
+            return
+        for epoch in itertools.count(self.epoch) if self.repeat and not self._once else [self.epoch]:
+            samples = self._samples(epoch)
+            yield from self._rows(samples, epoch) if self.packed else samples
 
-    def _samples(self) -> Iterator[Sample]:
-        random = np.random.Generator(np.random.Philox(key=[self.seed + _ORDER, self.epoch]))
+    def _samples(self, epoch: int) -> Iterator[Sample]:
+        random = np.random.Generator(np.random.Philox(key=[self.seed + _ORDER, epoch]))
         seen = kept = 0
         for number, (place, raw) in _shuffled(enumerate(self.source.entries()), self.buffer, random):
             seen += 1
-            sample = _encoded(self.encoder, self.source, place, raw, self.epoch * _EPOCH_STRIDE + number)
+            sample = _encoded(self.encoder, self.source, place, raw, epoch * _EPOCH_STRIDE + number)
             if sample is not None:
                 kept += 1
                 yield sample
@@ -231,8 +241,8 @@ class ChatStream(IterableDataset[Sample | list[Sample]]):
             raise RecordError([Problem(self.source.names[0], None, None, "found no records: at least one is needed")])
         _report_dropped(seen - kept, kept, self.encoder, self.source)
 
-    def _rows(self, samples: Iterable[Sample]) -> Iterator[list[Sample]]:
-        random = np.random.Generator(np.random.Philox(key=[self.seed + _ORDER + 1, self.epoch]))
+    def _rows(self, samples: Iterable[Sample], epoch: int) -> Iterator[list[Sample]]:
+        random = np.random.Generator(np.random.Philox(key=[self.seed + _ORDER + 1, epoch]))
         tokens = rows = 0
         for waiting in _windows(samples, self.window):
             lengths = np.asarray([len(sample.ids) for sample in waiting])
@@ -255,6 +265,8 @@ def open_rows(
 ) -> ChatDataset | PackedDataset | ChatStream:
     """What to train on, of the paths a user gives: see `open_source` for these, and the classes for the rest.
 
+    A stream repeats without end, but for the standard input.
+
     Raises:
         RecordError: A path is missing, or a record malformed.
         ValueError: The paths do not go together or come in order only and are not streamed; or no record is short enough.
@@ -262,7 +274,7 @@ def open_rows(
     """
     source = open_source(paths, split, streaming)
     if streaming:
-        return ChatStream(source, encoder, seed, 4096 if shuffle else 0, packed, show_progress=show_progress)
+        return ChatStream(source, encoder, seed, 4096 if shuffle else 0, packed, repeat=True, show_progress=show_progress)
     if isinstance(source, Stream):
         raise ValueError(f"{source.names[0]} comes in order only: turn streaming on, or write it to a .jsonl file")
     dataset = ChatDataset(source, encoder, seed, shuffle, show_progress=show_progress)

@@ -122,13 +122,16 @@ class Stream:
         open_stream: Gives the rows or lines from the first.
         name: What errors call it.
         once: It can be read once only, as a pipe can.
+
+    Attributes:
+        spent: Whether it cannot be read any more.
     """
 
     def __init__(self, open_stream: Callable[[], Iterable[Any]], name: str, once: bool = False) -> None:
         self.open_stream = open_stream
         self.names = [name]
         self.once = once
-        self._opened = False
+        self.spent = False
 
     def entries(self) -> Iterator[tuple[Place, Any]]:
         """Place and row (or line), of every one.
@@ -137,9 +140,9 @@ class Stream:
             RuntimeError: It can be read once and was.
             RecordError: `datasets` cannot read it.
         """
-        if self.once and self._opened:
+        if self.spent:
             raise RuntimeError(f"{self.names[0]} can be read once: write it to a file to train on it for more than one epoch")
-        self._opened = True
+        self.spent = self.once
         if self.once:
             yield from _lines(self.open_stream(), 0)
             return
