@@ -3,6 +3,7 @@
 import copy
 import io
 import json
+import logging
 import pickle
 import re
 import sys
@@ -423,8 +424,29 @@ def test_chats_of_the_embedded_tokenizer(tiny_tokenizer: Any) -> None:
 
 def test_a_template_that_writes_the_mask_is_refused(word_tokenizer: Any) -> None:
     masked = with_template(word_tokenizer, "<mask> " + word_tokenizer.chat_template)
-    with pytest.raises(ValueError, match="its text holds the mask token <mask>"):
+    with pytest.raises(ValueError, match="its text holds the mask token, id 2: remove it"):
         encoder(masked).sample(GOOD, 0)
+
+
+def test_ordinary_words_as_mask_and_end(word_tokenizer: Any) -> None:
+    """They are told from other words by their ids alone: "3" is the mask, "30" is none; nothing in the text ends a turn."""
+    three, item = word_tokenizer.convert_tokens_to_ids(["3", "item"])
+    encode = RecordEncoder(word_tokenizer, 4, 64, three, [item])
+    assert shown(word_tokenizer, encode.sample({"text": "30 of item"}, 0)) == "{30 of item <pad>}"
+    assert shown(word_tokenizer, encode.sample({"text": "30 items"}, 0)) == "{30 <unk> item <pad>}"
+    with pytest.raises(ValueError, match=f"its text holds the mask token, id {three}: remove it"):
+        encode.sample({"text": "of 3"}, 0)
+
+
+def test_long_texts_are_cut_without_a_word(
+    tiny_tokenizer: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokenizer would warn, once, of texts that are longer than its model takes."""
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    encode = RecordEncoder(copy.deepcopy(tiny_tokenizer), 4, 64, tiny_tokenizer.mask_token_id)
+    sample = encode.sample({"prompt": "1", "completion": "2 " * 2000}, 0)
+    assert (len(sample.ids), sample.length) == (64, None)
+    assert not caplog.records
 
 
 def test_rejected_encoders(word_tokenizer: Any) -> None:

@@ -85,7 +85,7 @@ class RecordEncoder:
         """
         ids, learned = self._encode(self.parser.parse(raw))
         if self.mask_token_id in ids:
-            raise FieldError(None, f"its text holds the mask token {self._text_of(self.mask_token_id)}: remove it")
+            raise FieldError(None, f"its text holds the mask token, id {self.mask_token_id}: remove it")
         if len(ids) <= self.capacity:
             return make_sample(index, ids, learned, self.block_size, self.tokenizer.pad_token_id)
         within = np.asarray(learned[: self.capacity])
@@ -106,14 +106,16 @@ class RecordEncoder:
         return [begin] if begin is not None and self.tokenizer("a")["input_ids"][0] == begin else []
 
     def _text_of(self, token_id: int) -> str | None:
-        return self.tokenizer.convert_ids_to_tokens(token_id)
+        """The text of a token that is itself wherever it stands, as special ones are; None for others."""
+        token = self.tokenizer.added_tokens_decoder.get(token_id)
+        return None if token is None else token.content
 
     def _encode(self, record: Record) -> tuple[list[int], list[bool]]:
         pieces = self._pieces(record)
         if pieces is None:
             assert isinstance(record, Chat)
             return self._encode_marked(record)
-        encoded = self.tokenizer([text for text, _ in pieces], add_special_tokens=False)["input_ids"]
+        encoded = self.tokenizer([text for text, _ in pieces], add_special_tokens=False, verbose=False)["input_ids"]
         begin = [] if isinstance(record, Chat) else self._begin_ids
         ids = [*begin, *chain.from_iterable(encoded)]
         learned = [False] * len(begin)
