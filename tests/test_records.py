@@ -158,6 +158,22 @@ def test_rows_are_judged_as_lines_are(name: str) -> None:
     assert message in problem.message
 
 
+def test_entries_behind_a_bad_one_are_checked_and_not_given() -> None:
+    seen, given = [], []
+
+    def check(row: Any) -> None:
+        seen.append(row["text"])
+        RecordParser().parse(row)
+
+    with pytest.raises(RecordError, match="rows, line 2"):
+        given += [row["text"] for _, row in checked(Rows([{"text": text} for text in ("a", "", "b")], "rows"), check)]
+    entries = checked(Rows([{"text": text} for text in ("a", "", "b")], "rows"), RecordParser().parse)
+    assert next(entries)[1] == {"text": "a"}
+    with pytest.raises(RecordError, match="rows, line 2"):
+        next(entries)
+    assert (seen, given) == (["a", "", "b"], [])
+
+
 def test_twenty_problems_are_collected_before_they_are_raised(tmp_path: Path) -> None:
     first = write(tmp_path / "a.jsonl", *[{"text": ""}] * 15)
     for count, head in (
@@ -359,6 +375,37 @@ def test_marks_in_the_template_serve_where_prefixes_change(word_tokenizer: Any) 
         encoder(with_template(word_tokenizer, everything)).sample(chat(USER, REPLY, *more), 0)
 
 
+def test_the_first_end_token_ends_a_turn(word_tokenizer: Any) -> None:
+    """This template puts another one behind the chat, as some do."""
+    tokenizer = with_template(word_tokenizer, QWEN.replace("{{ m.content + ' <end> ' }}", "{{ m.content + ' <end> <pad> ' }}"))
+    sample = encoder(tokenizer, end_token_ids=[END, PAD]).sample(chat(USER, REPLY, USER, REPLY), 0)
+    assert shown(tokenizer, sample) == (
+        "<unk> : be <end> user : 1 + 2 <end> <pad> assistant : {3 <end>} <pad>"
+        " user : 1 + 2 <end> <pad> assistant : {[] 3 <end>}"
+    )
+
+
+LAST_EXCHANGE = "{% for m in messages[-2:] %}{{ m.role + ' : ' + m.content + ' ' }}{% endfor %}"
+NO_END_AND_REASONING = QWEN.replace(" <end>", "")
+
+
+@pytest.mark.parametrize("template", [LAST_EXCHANGE, NO_END_AND_REASONING])
+def test_templates_whose_turns_cannot_be_told_apart(word_tokenizer: Any, template: str) -> None:
+    """The first shows the last exchange alone (which here looks like the one before); nothing ends the second's turns."""
+    encode = encoder(with_template(word_tokenizer, template))
+    encode.check(GOOD)
+    (problem,) = problems_of(Rows([chat(USER, REPLY, USER, REPLY)], "rows"), encode.check).problems
+    assert "its turns cannot be told apart" in problem.message
+
+
+def test_the_template_is_given_the_tools(word_tokenizer: Any) -> None:
+    tokenizer = with_template(
+        word_tokenizer, "{% if tools %}{{ tools[0].name + ' ' }}{% endif %}" + word_tokenizer.chat_template
+    )
+    sample = encoder(tokenizer).sample({**GOOD, "tools": [{"name": "count"}]}, 0)
+    assert shown(tokenizer, sample) == "count user : 1 + 2 assistant : {3 <end> <pad> <pad>}"
+
+
 def test_templates_that_refuse(word_tokenizer: Any) -> None:
     strict = "{% if messages | length > 2 %}{{ raise_exception('one turn only') }}{% endif %}" + word_tokenizer.chat_template
     error = problems_of(
@@ -396,6 +443,8 @@ def test_a_text_is_cut_to_whole_blocks_and_has_no_end(word_tokenizer: Any) -> No
     record = {"prompt": "1 2 3 4", "completion": "5 6 7 8 9 10"}  # 11 tokens with the end
     whole = encoder(word_tokenizer, max_length=12).sample(record, 0)
     assert (shown(word_tokenizer, whole), whole.length) == ("1 2 3 4 {5 6 7 8 9 10 <end> <pad>}", 11)
+    exact = encoder(word_tokenizer, max_length=8).sample({"prompt": "1 2 3 4", "completion": "5 6 7"}, 0)
+    assert (shown(word_tokenizer, exact), exact.length) == ("1 2 3 4 {5 6 7 <end>}", 8)
     cut = encoder(word_tokenizer, max_length=11).sample(record, 3)
     assert (shown(word_tokenizer, cut), cut.length, cut.index) == ("1 2 3 4 {5 6 7 8}", None, 3)
     assert encoder(word_tokenizer, max_length=7).sample(record, 0) is None

@@ -189,6 +189,9 @@ def test_packed_rows_hold_every_sample_once_and_as_it_is_alone(path: str, record
     # Another epoch has other rows, in another order.
     first, second = ({frozenset(sample.index % COUNT for sample in row) for row in epoch} for epoch in epochs[:2])
     assert len(first & second) < len(first) / 2
+    shapes = [[tuple(sorted(len(sample.ids) for sample in row)) for row in epoch] for epoch in epochs]
+    assert sorted(shapes[0]) == sorted(shapes[1]) == sorted(shapes[2])
+    assert shapes[0] != shapes[1]
     again = PackedDataset(ChatDataset(JsonLines([path]), encoder, seed=1), window=16)
     assert all(
         map(same, flat(again[visit] for visit in (40, 3, 40)), flat(epochs[v // len(rows)][v % len(rows)] for v in (40, 3, 40)))
@@ -234,6 +237,8 @@ def test_a_packed_stream_mixes_nothing_and_says_how_full_it_is(path: str, record
     assert max(used) <= 32
     assert stream.fill == pytest.approx(sum(used) / (32 * len(rows)))
     assert stream.fill > 0.85
+    in_order = [row[0].index for row in ChatStream(JsonLines([path]), encoder, buffer=0)]
+    assert in_order == sorted(in_order)
     # Rows hold what came together, 20 at a time.
     arrival = {sample.index: i for i, sample in enumerate(ChatStream(JsonLines([path]), encoder, packed=False))}
     assert all(len({arrival[sample.index] // 20 for sample in row}) == 1 for row in rows)
