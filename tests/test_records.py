@@ -385,6 +385,13 @@ def test_the_first_end_token_ends_a_turn(word_tokenizer: Any) -> None:
     )
 
 
+def test_end_tokens_that_stand_between_turns_only(word_tokenizer: Any) -> None:
+    between = "{% for m in messages %}{{ m.role + ' : ' + m.content }}{% if not loop.last %}<end>{% endif %}{% endfor %}"
+    tokenizer = with_template(word_tokenizer, between + "{% if add_generation_prompt %}{{ '<end>assistant :' }}{% endif %}")
+    sample = encoder(tokenizer).sample(chat(USER, REPLY, USER, REPLY), 0)
+    assert shown(tokenizer, sample) == ("user : 1 + 2 <end> assistant : {3 <end>} user : 1 + 2 <end> assistant : {3 <end>}")
+
+
 LAST_EXCHANGE = "{% for m in messages[-2:] %}{{ m.role + ' : ' + m.content + ' ' }}{% endfor %}"
 NO_END_AND_REASONING = QWEN.replace(" <end>", "")
 
