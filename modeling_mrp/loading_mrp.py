@@ -269,6 +269,7 @@ class MRPPreTrainedModel(PreTrainedModel):
         """
         hub = {name: kwargs.pop(name) for name in _OF_THE_HUB if name in kwargs}
         folder = Path(save_directory)
+        self.generation_config._from_model_config = False  # or our options would be dropped when it is read again
         if head_only:
             named = BackboneSource(base_model_name_or_path, base_model_revision) if base_model_name_or_path else None
             head, config = head_to_save(self, state_dict, named or self.backbone_source)
@@ -374,13 +375,16 @@ class MRPPreTrainedModel(PreTrainedModel):
                     ours["revision"] = config.base_model_revision
             else:
                 where = os.fspath(backbone)
-            model, info = cls._open_backbone(where, ours)
+            try:
+                model, info = cls._open_backbone(where, ours)
+            except OSError as error:
+                raise OSError(f"the backbone {where!r} of the head {source} could not be loaded: {error}") from error
         else:
             adapter, name, model = {}, None, backbone
         model.attach_head(source, **hub)
         if "generation_config" not in kwargs:
             model._take_generation_config(source, hub)
-        model.config.name_or_path = source
+        model.name_or_path = model.config.name_or_path = source
         if (adapter_path := adapter.pop("_adapter_model_path", None)) is not None:
             model.load_adapter(adapter_path, adapter_name=name, adapter_kwargs=adapter)
         return (model, info) if with_info else model
