@@ -158,6 +158,12 @@ class MRPPreTrainedModel(PreTrainedModel):
             model._take_generation_config(os.fspath(head), hub)
         return model
 
+    @classmethod
+    def tensor_shapes(cls, config: MRPConfig) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of the tensors in a full checkpoint with this config; nothing is allocated."""
+        with torch.device("meta"):
+            return {name: tuple(value.shape) for name, value in cls(copy.deepcopy(config)).state_dict().items()}
+
     def new_head(self, head_layers: int = 3, head_init: str = "identity") -> MRPHead:
         """A head for this model's backbone, on its device and in its type; torch's generator draws the random part.
 
@@ -357,9 +363,7 @@ class MRPPreTrainedModel(PreTrainedModel):
         if getattr(config, "quantization_config", None) is not None:
             return  # a quantized checkpoint has the tensors that its quantizer makes
         found = stored_tensors(weight_files(source, kwargs.get("variant"), **hub_options(kwargs)))
-        with torch.device("meta"):
-            expected = {name: tuple(value.shape) for name, value in cls(copy.deepcopy(config)).state_dict().items()}
-        check_fit(found, expected, {"lm_head.weight"} if config.tie_word_embeddings else ())
+        check_fit(found, cls.tensor_shapes(config), {"lm_head.weight"} if config.tie_word_embeddings else ())
 
     @classmethod
     def _from_head_repository(cls, source: str, config: Any, backbone: Any, kwargs: dict[str, Any]) -> Any:
