@@ -10,7 +10,6 @@ import argparse
 import json
 import os
 import tempfile
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from transformers import PreTrainedTokenizerFast, TrainerCallback, set_seed
 
 from modeling_mrp.configuration_mrp import MRPConfig
 from modeling_mrp.generation_mrp import MRPGenerationConfig
+from modeling_mrp.heads_mrp import NEW_HEADS
 from modeling_mrp.modeling_mrp import MRPForCausalLM
 
 from .arguments import MRPTrainingArguments
@@ -142,32 +142,14 @@ def record(work: Path, count: int) -> None:
     record_trajectories(model, TaskDataset(tokenizer, count, FAMILIES, "train", BLOCK_SIZE, seed=1), work / TRAJECTORIES)
 
 
-def start_from_backbone(model: MRPForCausalLM) -> None:
-    """Starts the head's layers as the backbone's last ones, reading h_A through an identity; its output stays zero."""
-    head = model.mrp_head
-    assert head is not None
-    hidden = model.config.hidden_size
-    with torch.no_grad():
-        head.eh_proj.weight[:, hidden:] = torch.eye(hidden)
-    for layer, source in zip(head.layers, list(model.model.layers)[-len(head.layers) :], strict=True):
-        layer.load_state_dict(source.state_dict())
-
-
 def head_on_backbone(folder: Path, layers: int, init: str = "backbone", head_predicts: str = "residual") -> MRPForCausalLM:
-    """A new head on the backbone of a checkpoint: `identity`, `backbone` (its last layers), or that of another model's
-    folder."""
-    backbone = MRPForCausalLM.from_pretrained(folder)
-    config = deepcopy(backbone.config)
-    config.num_nextn_predict_layers, config.head_predicts = layers, head_predicts
-    model = MRPForCausalLM(config)
-    model.model.load_state_dict(backbone.model.state_dict())
-    model.lm_head.load_state_dict(backbone.lm_head.state_dict())
-    if init == "backbone":
-        start_from_backbone(model)
-    elif init != "identity":
-        trained = MRPForCausalLM.from_pretrained(init).mrp_head
-        assert trained is not None
-        model.get_submodule("mrp_head").load_state_dict(trained.state_dict())
+    """A head on the backbone of a checkpoint: a new one (see `start_head`), or that of another model's folder."""
+    model = MRPForCausalLM.from_pretrained(folder)
+    if init not in NEW_HEADS:
+        model.attach_head(init)
+        return model
+    model.config.head_predicts = head_predicts
+    model.attach_head(model.new_head(layers, init))
     return model
 
 
@@ -255,7 +237,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--unroll", type=int, default=2, help="head steps unrolled in training")
     parser.add_argument("--order-weight", type=float, default=0.5, help="weight of the order of reveals in the head's loss")
     parser.add_argument(
-        "--head-init", default="backbone", help="identity, backbone (its last layers), or a trained model's folder"
+        "--head-init", default="backbone", help="identity, backbone (its last layers), published, or a trained model's folder"
     )
     parser.add_argument("--head-name", default="head", help="the head's folder in --work")
     parser.add_argument("--target", type=Path, default=TINY, help="where export writes")
