@@ -197,7 +197,7 @@ class Evaluation:
     def line(self, settings: dict[str, Any], every: list[dict[str, Any]]) -> dict[str, Any]:
         """One setting's measurements; `every` are all settings of the command."""
         static = {"decoding": "static"}
-        compared = static in every or None in self.asked.judges or settings["decoding"] == "mrp_remask"
+        compared = None in self.asked.judges or any(one["decoding"] in ("static", "mrp_remask") for one in every)
         first = self.decoded(every[0])
         reference = self.decoded(static) if compared else None
         return measurements(self.decoded(settings), first, reference, self.model.config.block_size)
@@ -273,11 +273,12 @@ def report(
 ) -> None:
     """Prints the measurements that the command line asks for, and adds them to the file of results."""
     every = _settings(options.decoding, options.tau, options.states, options.branches)
-    names = ("model", "tokenizer", "split", "judge", "chat", "batch_size", "dtype", "device")
+    names = ("model", "tokenizer", "split", "judge", "chat", "batch_size")
     for asked in sets:
         evaluation = Evaluation(model, tokenizer, asked, options.batch_size)
         question = {name: getattr(options, name) for name in names}
-        question |= {"problems": len(asked.prompts), "max_new_tokens": asked.max_new_tokens, "digest": asked.digest()}
+        question |= {"dtype": str(model.dtype), "device": str(model.device), "problems": len(asked.prompts)}
+        question |= {"max_new_tokens": asked.max_new_tokens, "digest": asked.digest()}
         for settings in every:
             identity = {**asked.name, **settings, "asked": question}
             if results is not None and results.find(**identity, first=every[0]) is not None:
