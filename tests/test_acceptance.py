@@ -142,6 +142,7 @@ def recorded(patch: pytest.MonkeyPatch) -> Iterator[list[list[tuple[int, list[tu
         {"decoding": "self_spec", "num_draft_states": 4, "draft_branches": 1},
         {"decoding": "self_spec", "num_draft_states": 6},
         {"decoding": "mrp_spec", "num_draft_states": 5, "draft_passes": 2},
+        {"decoding": "mrp_spec", "num_draft_states": 5, "denoising_steps": 5},
         {"decoding": "mrp_spec", "num_draft_states": 8, "draft_passes": 7, "seed": 5, **LIVELY},
     ],
     ids=str,
@@ -173,7 +174,7 @@ def test_depths_recounted(options: dict[str, Any], monkeypatch: pytest.MonkeyPat
                 offers = {
                     ids
                     for ids in known
-                    if ids.count(M) == behind.count(M) - 1 and all(b in (M, i) for b, i in zip(behind, ids, strict=True))
+                    if ids.count(M) == at(clock + k + 1).count(M) and all(b in (M, i) for b, i in zip(behind, ids, strict=True))
                 }
                 offered[k] += bool(offers)
                 accepted[k] += at(clock + k + 1) in offers
