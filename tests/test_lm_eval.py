@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ from trainer.evaluate import decode_prompts, family_set
 from trainer.questions import JUDGES
 from trainer.tasks import problems
 
-pytest.importorskip("lm_eval")
-pytestmark = pytest.mark.skipif(not TINY.exists(), reason="the embedded checkpoint is not here")
+pytestmark = [
+    pytest.mark.skipif(find_spec("lm_eval") is None, reason="lm-eval is not installed"),
+    pytest.mark.skipif(not TINY.exists(), reason="the embedded checkpoint is not here"),
+]
 
 COUNT, NEW_TOKENS = 5, 64
 TASK = """\
