@@ -122,8 +122,8 @@ def measure(model: MRPForCausalLM, family: Family, count: int) -> Iterator[dict[
             "family": family,
             **setting,
             "tokens_per_forward": round(decoded.tokens_per_forward, 4),
-            "accuracy": round(decoded.accuracy, 1),
-            "right": "".join(str(int(right)) for right in decoded.right),
+            "accuracy": round(100 * sum(decoded.judged) / len(decoded.judged), 1),
+            "right": "".join(str(int(right)) for right in decoded.judged),
             "tokens": decoded.tokens,
             "row_forwards": decoded.row_forwards,
         }

@@ -1,18 +1,22 @@
 """An HF Trainer for the two objectives: the backbone's block diffusion and the head's residual prediction."""
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import Sampler
 from transformers import Trainer
 
 from modeling_mrp.diffusion_mrp import PackedBatch
 from modeling_mrp.modeling_mrp import MRPForCausalLM
 
+from .acceptance import measure_acceptance
 from .arguments import MRPTrainingArguments
 from .checkpoints import last_whole_checkpoint
 from .collator import DiffusionCollator
@@ -20,6 +24,7 @@ from .measures import Measures
 from .objectives import Measured, block_diffusion
 from .optimizer import MuonAdamW
 from .sampler import LengthBucketSampler
+from .samples import samples_of
 
 
 class MRPTrainer(Trainer):
@@ -37,7 +42,8 @@ class MRPTrainer(Trainer):
         data_collator: By default the `DiffusionCollator` that the options describe.
 
     Raises:
-        ValueError: if the objective is `mrp` and the model has no head, or `eval_prompts` are asked for without it.
+        ValueError: if the objective is `mrp` and the model has no head, or `eval_prompts` are asked for without a head, a
+            held-out dataset and the tokenizer (`processing_class`).
     """
 
     args: MRPTrainingArguments
@@ -57,6 +63,8 @@ class MRPTrainer(Trainer):
             raise ValueError("objective 'mrp' needs a model with a head: set num_nextn_predict_layers in its config")
         if args.eval_prompts and bare.mrp_head is None:
             raise ValueError(f"eval_prompts is {args.eval_prompts}, but there is no head to decode them with: use 0")
+        if args.eval_prompts and (eval_dataset is None or kwargs.get("processing_class") is None):
+            raise ValueError(f"eval_prompts is {args.eval_prompts}: give eval_dataset and processing_class, the tokenizer, too")
         if args.objective == "mrp" and bare is model:
             model.requires_grad_(False)
             bare.get_submodule("mrp_head").requires_grad_(True)
@@ -184,13 +192,39 @@ class MRPTrainer(Trainer):
         super().log(logs, *args, **kwargs)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """As `Trainer.evaluation_loop`, with what was measured on the way."""
+        """As `Trainer.evaluation_loop`, with what was measured on the way, and how far drafts carry when prompts are
+        decoded."""
         output = super().evaluation_loop(*args, **kwargs)
         measured = self._evaluated.take(self.accelerator)
         measured.pop("response_tokens", None)
+        summary = _summary(measured)
+        if self.args.eval_prompts:
+            with gathered(self.model):
+                summary |= measure_acceptance(
+                    self.model, self.processing_class, self._held_out_prompts(), self.args.eval_new_tokens
+                )
         prefix = kwargs.get("metric_key_prefix", "eval")
-        output.metrics.update({f"{prefix}_{name}": value for name, value in _summary(measured).items()})
+        output.metrics.update({f"{prefix}_{name}": value for name, value in summary.items()})
         return output
+
+    def _held_out_prompts(self) -> list[list[int]]:
+        """What stands before the first response in the first evaluation samples."""
+        rows = itertools.chain.from_iterable(samples_of(row) for row in self.eval_dataset)
+        begun = (sample.ids[: int(sample.response.argmax())].tolist() for sample in rows)
+        return list(itertools.islice((prompt for prompt in begun if prompt), self.args.eval_prompts))
+
+
+@contextmanager
+def gathered(model: nn.Module) -> Iterator[None]:
+    """Has the whole weights of a model that FSDP2 has sharded, for calls that do not begin at its forward."""
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in sharded:
+        module.unshard()
+    try:
+        yield
+    finally:
+        for module in sharded:
+            module.reshard()
 
 
 def _bare(model: Any) -> MRPForCausalLM:
