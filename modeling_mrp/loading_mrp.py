@@ -72,7 +72,7 @@ class MRPPreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
     _supports_attention_backend = True
     _supports_flash_attn = False  # flash attention takes no block-causal mask
-    _supports_flex_attn = False
+    _supports_flex_attn = True  # for the packed pass of training; decoding is faster with SDPA
     backbone_source: BackboneSource | None = None
 
     @classmethod

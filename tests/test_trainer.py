@@ -172,6 +172,12 @@ def test_evaluation_decodes_held_out_prompts(word_tokenizer: PreTrainedTokenizer
         eval_prompts=3,
         eval_new_tokens=12,
         per_device_train_batch_size=2,
+        packed_attention="eager",
+    )
+    seen = set()
+    head = model.get_submodule("mrp_head")
+    head.register_forward_pre_hook(
+        lambda module, inputs: seen.add(model.config._attn_implementation) if module.training else None
     )
     trainer.train()
     lines = [line for line in trainer.state.log_history if "eval_loss" in line]
@@ -179,6 +185,8 @@ def test_evaluation_decodes_held_out_prompts(word_tokenizer: PreTrainedTokenizer
     prompts = [held_out[i].ids[: int(held_out[i].response.argmax())].tolist() for i in range(3)]
     expected = measure_acceptance(model, word_tokenizer, prompts, 12)
     assert {name: lines[-1][f"eval_{name}"] for name in expected} == pytest.approx(expected)
+    assert seen == {"eager"}  # while it trained
+    assert model.config._attn_implementation == "sdpa"
     assert lines[-1]["eval_tokens_per_forward"] > 0
 
 
@@ -224,6 +232,7 @@ def test_a_resumed_run_ends_with_the_same_weights(
         ({"objective": "mpr"}, 1, "objective is 'mpr': choose 'block_diffusion' or 'mrp'"),
         ({"head_loss": "mae"}, 1, "head_loss is 'mae': choose 'kl', 'reverse_kl', 'cross_entropy' or 'mse'"),
         ({"reveal_rule": "best"}, 1, "reveal_rule is 'best': choose 'on_policy', 'random' or 'random_count'"),
+        ({"packed_attention": "flash"}, 1, "packed_attention is 'flash': choose 'auto', 'flex_attention', 'sdpa' or 'eager'"),
         ({"noise_per": "token"}, 1, "noise_per is 'token': choose 'block' or 'sample'"),
         ({"noisy_copies": 3}, 1, "noisy_copies is 3: 1, or 2"),
         ({"unroll": 0}, 1, "unroll is 0: it must be 1 or more"),

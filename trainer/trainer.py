@@ -89,6 +89,7 @@ class MRPTrainer(Trainer):
         self.model_accepts_loss_kwargs = True  # the loss is divided by num_items_in_batch, not by the accumulation steps
         self._head_objective = args.head_objective(bare.config.block_size)
         self._trained, self._evaluated = Measures(), Measures()
+        self._decoding_attention: str | None = None
         self._since = time.perf_counter()
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
@@ -98,7 +99,11 @@ class MRPTrainer(Trainer):
             newest = last_whole_checkpoint(Path(self.args.output_dir))
             resume_from_checkpoint = None if newest is None else str(newest)
         self._since = time.perf_counter()
-        return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+        attention = self.args.packed_attention
+        if attention == "auto" and self.args.device.type == "cuda":
+            attention = "flex_attention"
+        with attending(_bare(self.model), None if attention == "auto" else attention) as self._decoding_attention:
+            return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Muon and AdamW in one, if a rate for Muon is given."""
@@ -199,7 +204,7 @@ class MRPTrainer(Trainer):
         measured.pop("response_tokens", None)
         summary = _summary(measured)
         if self.args.eval_prompts:
-            with gathered(self.model):
+            with gathered(self.model), attending(_bare(self.model), self._decoding_attention):
                 summary |= measure_acceptance(
                     self.model, self.processing_class, self._held_out_prompts(), self.args.eval_new_tokens
                 )
@@ -212,6 +217,19 @@ class MRPTrainer(Trainer):
         rows = itertools.chain.from_iterable(samples_of(row) for row in self.eval_dataset)
         begun = (sample.ids[: int(sample.response.argmax())].tolist() for sample in rows)
         return list(itertools.islice((prompt for prompt in begun if prompt), self.args.eval_prompts))
+
+
+@contextmanager
+def attending(model: MRPForCausalLM, implementation: str | None) -> Iterator[str]:
+    """Runs a model with another implementation of attention, if one is given; yields the one it had."""
+    before = model.config._attn_implementation
+    if implementation is not None and implementation != before:
+        model.set_attn_implementation(implementation)
+    try:
+        yield before
+    finally:
+        if model.config._attn_implementation != before:
+            model.set_attn_implementation(before)
 
 
 @contextmanager
