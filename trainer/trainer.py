@@ -287,7 +287,7 @@ def _bare(model: Any) -> MRPForCausalLM:
 
 def _summary(measured: dict[str, tuple[float, float]]) -> dict[str, float]:
     """Means, and the share of each gap between KL(B||A) and 0 that KL(B||A+C) has closed, where there is one."""
-    means = {name: total / max(count, 1) for name, (total, count) in measured.items()}
+    means = {name: total / count for name, (total, count) in measured.items() if count}
     closed = {}
     for name, value in means.items():
         stale = means.get(name.replace("head", "stale"), 0.0)
