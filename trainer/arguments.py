@@ -10,6 +10,8 @@ from .reveals import REVEAL_RULES, Reveals
 
 OBJECTIVES = ("block_diffusion", "mrp")
 ATTENTIONS = ("auto", "flex_attention", "sdpa", "eager")
+NO_CHECKPOINTING = "gradient_checkpointing drops the keys that the head's passes share: leave it off for objective 'mrp'"
+NO_MUON = "muon_learning_rate is set, but Muon needs whole matrices, which FSDP and DeepSpeed shard: leave it unset"
 
 
 @dataclass
@@ -87,10 +89,12 @@ class MRPTrainingArguments(TrainingArguments):
             raise ValueError(f"eager_share is {self.eager_share}: it must be between 0 and 1")
         if not self.loss_temperature > 0:
             raise ValueError(f"loss_temperature is {self.loss_temperature}: it must be above 0")
-        if self.gradient_checkpointing and self.objective == "mrp":
-            raise ValueError(
-                "gradient_checkpointing drops the keys that the head's passes share: leave it off for objective 'mrp'"
-            )
+        if self.muon_learning_rate is not None and (self.fsdp or self.deepspeed):
+            raise ValueError(NO_MUON)
+        # transformers 5.23 has renamed it
+        checkpointing = self.gradient_checkpointing or getattr(self, "activation_checkpointing", None)
+        if checkpointing and self.objective == "mrp":
+            raise ValueError(NO_CHECKPOINTING)
 
     def head_objective(self, block_size: int) -> HeadObjective:
         """The head's loss that these options describe."""
