@@ -6,7 +6,6 @@ Nothing here opens a connection: `ModelCard.validate` asks the Hub, `check_card`
 import json
 import math
 import re
-import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -19,10 +18,11 @@ from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from huggingface_hub.utils import validate_repo_id
 
 from .cardtext_mrp import LICENSES, MODES, RELATIONS, SOURCES, TEMPLATE, USE
+from .folder_mrp import tensor_shapes
 from .options_mrp import MRPGenerationConfig
 
 PACKAGE_VERSION = "0.1.0"
-RENDERED = "<!-- Rendered from a template: without this line, pushing keeps the card as it is. -->"
+_RENDERED = re.compile(r"<!-- Rendered from a template for (\S+); without this line, pushing keeps the card as it is\. -->")
 TAGS = ["diffusion-lm", "block-diffusion", "speculative-decoding", "sdar", "mrp"]
 _OURS = ("families", "versions")  # of an about file's metadata: for the rendering, not for the card
 _PEFT_BOILERPLATE = "[More Information Needed]"
@@ -79,7 +79,9 @@ def read_results(paths: Iterable[Path | str]) -> list[dict[str, Any]]:
             if isinstance(line, dict) and "benchmark" in line:
                 continue
             if not isinstance(line, dict) or any(name not in line for name in needed):
-                raise ValueError(f"{path}, line {number} is no measurement with {', '.join(needed)}: give trainer.evaluate's lines")
+                raise ValueError(
+                    f"{path}, line {number} is no measurement with {', '.join(needed)}: give trainer.evaluate's lines"
+                )
             lines.append(line)
     return lines
 
@@ -164,21 +166,14 @@ def eval_results(
     return results
 
 
-def tensor_shapes(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Dtype and shape of every tensor in the folder's safetensors files, from their headers."""
-    tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with path.open("rb") as file:
-            header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
-        tensors |= {name: (of["dtype"], tuple(of["shape"])) for name, of in header.items() if name != "__metadata__"}
-    return tensors
-
-
 def _facts(folder: Path, kind: str, config: Mapping[str, Any]) -> str:
     """What the folder holds, as a table."""
     tensors = tensor_shapes(folder)
-    head = sum(math.prod(shape) for name, (_, shape) in tensors.items() if "mrp_head." in name)
-    rest = sum(math.prod(shape) for name, (_, shape) in tensors.items() if "mrp_head." not in name)
+    parameters = {
+        name: math.prod(shape) for name, (dtype, shape) in tensors.items() if "F" in dtype
+    }  # not the draft vocabulary
+    head = sum(count for name, count in parameters.items() if "mrp_head." in name)
+    rest = sum(parameters.values()) - head
     size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     rows = []
     if config.get("hidden_size"):
@@ -248,9 +243,9 @@ def render_card(
         "Decoding modes": MODES.format(default=defaults.decoding),
         "Numbers": "Not measured yet.",
         "Training": "The recipe was not recorded.",
-        "Limits": "What the backbone gets wrong stays wrong: lossless modes repeat its text, the others are worse than it or equal.",
+        "Limits": "Those of the backbone: the lossless modes repeat its text, the others change it.",
         **about.sections,
-        "Versions": "Saved and measured with " + ", ".join(f"{package} {number}" for package, number in versions.items()) + ".",
+        "Versions": "Saved with " + ", ".join(f"{package} {number}" for package, number in versions.items()) + ".",
         "Sources": SOURCES,
     }
     if results:
@@ -258,7 +253,7 @@ def render_card(
     card = ModelCard.from_template(
         ModelCardData(**metadata),
         template_str=TEMPLATE,
-        rendered=RENDERED,
+        name=name,
         title=metadata["model_name"],
         summary=about.summary or f"An SDAR block-diffusion language model with an MRP head: {_KINDS[kind]}.",
         facts=_facts(folder, kind, config),
@@ -277,7 +272,15 @@ def _json(path: Path) -> dict[str, Any]:
 
 def is_own_card(text: str) -> bool:
     """Whether a person wrote or edited this card: neither one of ours as rendered, nor a form that was never filled in."""
-    return RENDERED not in text and _PEFT_BOILERPLATE not in text
+    return _RENDERED.search(text) is None and _PEFT_BOILERPLATE not in text
+
+
+def renamed(text: str, name: str) -> str | None:
+    """A rendered card with its examples loading another repository or folder; None of a card that was not rendered."""
+    found = _RENDERED.search(text)
+    if found is None:
+        return None
+    return text.replace(found[0], found[0].replace(found[1], name)).replace(f'"{found[1]}"', f'"{name}"')
 
 
 def check_card(text: str) -> None:
@@ -351,7 +354,6 @@ def _wrong_index(index: Any) -> list[str]:
 
 
 __all__ = [
-    "RENDERED",
     "About",
     "check_card",
     "is_own_card",
@@ -359,5 +361,6 @@ __all__ = [
     "mode_name",
     "read_results",
     "render_card",
+    "renamed",
     "results_table",
 ]

@@ -4,7 +4,7 @@ TEMPLATE = """---
 {{ card_data }}
 ---
 
-{{ rendered }}
+<!-- Rendered from a template for {{ name }}; without this line, pushing keeps the card as it is. -->
 
 # {{ title }}
 
@@ -39,7 +39,8 @@ tok = AutoTokenizer.from_pretrained("{{name}}", trust_remote_code=True)
 {_GENERATE}
 
 {_STOCK}""",
-    "head": f"""This repository holds the head alone. Loading it loads its backbone, `{{base}}`, by name and revision, and attaches the head:
+    "head": f"""This repository holds the head alone. Loading it loads its backbone, `{{base}}`,
+by name and revision, and attaches the head:
 
 ```python
 from transformers import AutoModel, AutoTokenizer
@@ -65,12 +66,12 @@ MODES = """`generate` takes `decoding=...`; `generation_config.json` asks for `{
 | `decoding` | what it does | text |
 | --- | --- | --- |
 | `static` | reveals the most confident positions, `block_size / denoising_steps` a step | the reference |
-| `dynamic` | reveals everything above `confidence_threshold` | differs: faster, worse |
+| `dynamic` | reveals everything above `confidence_threshold` | differs: fewer forwards, less accurate |
 | `sequential`, `entropy_bound` | reveals from the left; or in order of entropy up to `entropy_threshold` | differs |
 | `self_spec` | drafts from the backbone's own stale logits and verifies; needs no head | that of `static` |
 | `mrp_spec` | the head drafts `num_draft_states` states a round; one backbone forward verifies them | that of `static` |
-| `mrp_direct` | after each backbone step the head reveals `mrp_steps` more positions, unverified | differs a little |
-| `mrp_remask` | reveals like `dynamic`; the head takes back what it no longer believes | differs: wins back most of what `dynamic` loses |"""
+| `mrp_direct` | after each backbone step the head reveals `mrp_steps` more positions, unverified | differs |
+| `mrp_remask` | reveals like `dynamic`; the head takes reveals back that it no longer believes | differs |"""
 
 SOURCES = """- MRP, Multi-token Residual Prediction: [arXiv 2605.18817](https://arxiv.org/abs/2605.18817)
 - SDAR: [arXiv 2510.06303](https://arxiv.org/abs/2510.06303)"""
@@ -78,15 +79,14 @@ SOURCES = """- MRP, Multi-token Residual Prediction: [arXiv 2605.18817](https://
 RELATIONS = ("adapter", "merge", "quantized", "finetune")
 
 # The identifiers that the Hub takes for `license`.
-LICENSES = frozenset(
-    """
-    afl-3.0 agpl-3.0 apache-2.0 apple-amlr apple-ascl artistic-2.0 bigcode-openrail-m bigscience-bloom-rail-1.0
-    bigscience-openrail-m bsd bsd-2-clause bsd-3-clause bsd-3-clause-clear bsl-1.0 c-uda cc cc-by-2.0 cc-by-2.5 cc-by-3.0
-    cc-by-4.0 cc-by-nc-2.0 cc-by-nc-3.0 cc-by-nc-4.0 cc-by-nc-nd-3.0 cc-by-nc-nd-4.0 cc-by-nc-sa-2.0 cc-by-nc-sa-3.0
-    cc-by-nc-sa-4.0 cc-by-nd-4.0 cc-by-sa-3.0 cc-by-sa-4.0 cc0-1.0 cdla-permissive-1.0 cdla-permissive-2.0 cdla-sharing-1.0
-    creativeml-openrail-m deepfloyd-if-license ecl-2.0 epl-1.0 epl-2.0 etalab-2.0 eupl-1.1 eupl-1.2
-    fair-noncommercial-research-license gemma gfdl gpl gpl-2.0 gpl-3.0 grok2-community h-research intel-research isc lgpl
-    lgpl-2.1 lgpl-3.0 lgpl-lr llama2 llama3 llama3.1 llama3.2 llama3.3 llama4 lppl-1.3c mit mpl-2.0 ms-pl ncsa odbl odc-by
-    ofl-1.1 open-mdw openmdw-1.0 openrail openrail++ osl-3.0 other pddl postgresql unknown unlicense wtfpl zlib
-    """.split()
-)
+_LICENSES = """
+afl-3.0 agpl-3.0 apache-2.0 apple-amlr apple-ascl artistic-2.0 bigcode-openrail-m bigscience-bloom-rail-1.0
+bigscience-openrail-m bsd bsd-2-clause bsd-3-clause bsd-3-clause-clear bsl-1.0 c-uda cc cc-by-2.0 cc-by-2.5 cc-by-3.0
+cc-by-4.0 cc-by-nc-2.0 cc-by-nc-3.0 cc-by-nc-4.0 cc-by-nc-nd-3.0 cc-by-nc-nd-4.0 cc-by-nc-sa-2.0 cc-by-nc-sa-3.0
+cc-by-nc-sa-4.0 cc-by-nd-4.0 cc-by-sa-3.0 cc-by-sa-4.0 cc0-1.0 cdla-permissive-1.0 cdla-permissive-2.0 cdla-sharing-1.0
+creativeml-openrail-m deepfloyd-if-license ecl-2.0 epl-1.0 epl-2.0 etalab-2.0 eupl-1.1 eupl-1.2
+fair-noncommercial-research-license gemma gfdl gpl gpl-2.0 gpl-3.0 grok2-community h-research intel-research isc lgpl
+lgpl-2.1 lgpl-3.0 lgpl-lr llama2 llama3 llama3.1 llama3.2 llama3.3 llama4 lppl-1.3c mit mpl-2.0 ms-pl ncsa odbl odc-by
+ofl-1.1 open-mdw openmdw-1.0 openrail openrail++ osl-3.0 other pddl postgresql unknown unlicense wtfpl zlib
+"""
+LICENSES = frozenset(_LICENSES.split())
