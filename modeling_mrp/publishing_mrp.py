@@ -18,8 +18,9 @@ from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, Revi
 from huggingface_hub.utils import validate_repo_id
 from huggingface_hub.utils.sha import git_hash
 
-from .card_mrp import About, check_card, is_own_card, read_results, render_card, renamed
+from .card_mrp import About, check_card, is_own_card, read_results, renamed, render_card
 from .folder_mrp import KINDS, Folder, is_ours, kind_of, read_folder
+from .stock_mrp import StockMixin, write_custom_generate
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -372,7 +373,7 @@ def _first_line(error: BaseException) -> str:
     return f"{type(last).__name__}: {str(last).strip()}".splitlines()[0]
 
 
-class MRPHubMixin:
+class MRPHubMixin(StockMixin):
     """`push_to_hub` of an MRP model, and what makes its folder a repository."""
 
     def push_to_hub(
@@ -417,6 +418,8 @@ class MRPHubMixin:
         if push_to_hub and repo_id is None:
             raise ValueError("push_to_hub=True needs repo_id='org/name': pass it")
         saved = super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
+        if (Path(save_directory) / "config.json").is_file():  # an adapter has none
+            write_custom_generate(save_directory)
         if push_to_hub:
             publish(save_directory, repo_id, token=kwargs.get("token"), **options)
         return saved
