@@ -41,10 +41,11 @@ def kind_of(names: Collection[str], read: Callable[[str], bytes]) -> str | None:
     if "config.json" in names:
         try:
             config = json.loads(read("config.json"))
-        except ValueError:
-            return "a repository with an unreadable config.json"
-        if not isinstance(config, dict) or config.get("model_type") != "sdar_mrp":
-            return f"a model of type {config.get('model_type')!r}" if isinstance(config, dict) else "no model"
+            model_type = config.get("model_type")
+        except (ValueError, AttributeError):
+            return "a config.json that cannot be read"
+        if model_type != "sdar_mrp":
+            return f"a model of type {model_type!r}"
         return "head" if config.get("base_model_name_or_path") else "full"
     others = sorted(set(names) - _SAY_NOTHING)
     return f"files of no model of this package, such as {others[0]}" if others else None

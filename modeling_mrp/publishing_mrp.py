@@ -370,7 +370,8 @@ def _is_connection(error: BaseException) -> bool:
 
 def _first_line(error: BaseException) -> str:
     *_, last = _causes(error)
-    return f"{type(last).__name__}: {str(last).strip()}".splitlines()[0]
+    told = next((cause for cause in _causes(error) if isinstance(cause, HfHubHTTPError)), last)
+    return f"{type(told).__name__}: {str(told).strip()}".splitlines()[0]
 
 
 class MRPHubMixin(StockMixin):
