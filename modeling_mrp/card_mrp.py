@@ -18,7 +18,8 @@ from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from huggingface_hub.utils import validate_repo_id
 
 from .cardtext_mrp import LICENSES, MODES, RELATIONS, SOURCES, TEMPLATE, USE
-from .folder_mrp import tensor_shapes
+from .folder_mrp import tensors_in
+from .layouts_mrp import HEAD
 from .options_mrp import MRPGenerationConfig
 
 PACKAGE_VERSION = "0.1.0"
@@ -168,12 +169,10 @@ def eval_results(
 
 def _facts(folder: Path, kind: str, config: Mapping[str, Any]) -> str:
     """What the folder holds, as a table."""
-    tensors = tensor_shapes(folder)
-    parameters = {
-        name: math.prod(shape) for name, (dtype, shape) in tensors.items() if "F" in dtype
-    }  # not the draft vocabulary
-    head = sum(count for name, count in parameters.items() if "mrp_head." in name)
-    rest = sum(parameters.values()) - head
+    tensors = tensors_in(folder)
+    counts = {name: math.prod(of.shape) for name, of in tensors.items() if "F" in of.dtype}  # not the draft vocabulary
+    head = sum(count for name, count in counts.items() if HEAD in name)
+    rest = sum(counts.values()) - head
     size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     rows = []
     if config.get("hidden_size"):
@@ -189,7 +188,7 @@ def _facts(folder: Path, kind: str, config: Mapping[str, Any]) -> str:
         rows.append(("parameters", f"{rest:,} of the backbone, {head:,} of the head"))
     else:
         rows.append(("parameters here", f"{head + rest:,}"))
-    kinds = ", ".join(sorted({dtype for dtype, _ in tensors.values()}))
+    kinds = ", ".join(sorted({of.dtype for of in tensors.values()}))
     rows.append(("weights", f"safetensors, {kinds}, {size / 1e6:,.1f} MB" if tensors else "none"))
     return markdown_table(("", ""), rows)
 

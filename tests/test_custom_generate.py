@@ -4,6 +4,8 @@ import gc
 import json
 import shutil
 import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -149,12 +151,12 @@ def test_an_mrp_model_keeps_its_own_generate(saved: tuple[MRPForCausalLM, str]) 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"block_size": 8}, "block_size is 8 in the model, and 4 in the head's config"),
-        ({"mask_token_id": 61}, "mask_token_id is 61 in the model, and 60 in the head's config"),
-        ({"rms_norm_eps": 1e-5}, "rms_norm_eps is 1e-05 in the model, and 1e-06 in the head's config"),
+        ({"block_size": 8}, "its block_size is 4, the backbone's 8"),
+        ({"mask_token_id": 61}, "its mask_token_id is 60, the backbone's 61"),
+        ({"rms_norm_eps": 1e-5}, "its rms_norm_eps is 1e-06, the backbone's 1e-05"),
         (
             {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
-            r"rotary embedding is \('default', 500.0\) in the model, and \('default', 10000.0\)",
+            r"its rope_parameters is {.*10000.0.*}, the backbone's {.*500.0",
         ),
     ],
 )
@@ -166,39 +168,65 @@ def test_a_model_that_the_head_was_not_made_for_is_refused(
         stock_of(model, **overrides).generate(random_ids(7, 1, 5), custom_generate=folder, trust_remote_code=True)
 
 
-def test_a_model_of_another_size_is_refused_with_every_tensor(saved: tuple[MRPForCausalLM, str]) -> None:
+def test_a_model_of_another_size_is_refused_with_both_numbers(saved: tuple[MRPForCausalLM, str]) -> None:
     _, folder = saved
-    wider = stock_of(make_model(hidden_size=40, num_hidden_layers=3, num_nextn_predict_layers=0))
-    with pytest.raises(ValueError, match="does not fit this SDARForCausalLM") as refused:
+    wider = stock_of(make_model(hidden_size=40, vocab_size=70, num_nextn_predict_layers=0))
+    with pytest.raises(ValueError, match="its hidden_size is 32, the backbone's 40; its vocab_size is 64, the backbone's 70"):
         wider.generate(random_ids(8, 1, 5), custom_generate=folder, trust_remote_code=True, max_new_tokens=3)
-    assert "model.embed_tokens.weight is [64, 40], and the head's config says [64, 32]" in str(refused.value)
-    assert "model.layers.2.mlp.up_proj.weight has no place" in str(refused.value)
-    meta = stock_of(make_model()).to("meta")
-    with pytest.raises(ValueError, match="the model lies on meta: it must be on one device, loaded"):
-        meta.generate(random_ids(8, 1, 5), custom_generate=folder, trust_remote_code=True, max_new_tokens=3)
+
+
+def biased(stock: SDARForCausalLM) -> None:
+    projection = stock.model.layers[0].self_attn.q_proj
+    projection.bias = torch.nn.Parameter(torch.zeros(projection.out_features))
+
+
+def shortened(stock: SDARForCausalLM) -> None:
+    stock.lm_head = torch.nn.Linear(32, 10, bias=False)
+
+
+def packed(stock: SDARForCausalLM) -> None:
+    """As quantization leaves a matrix."""
+    projection = stock.model.layers[1].mlp.up_proj
+    projection.weight = torch.nn.Parameter(projection.weight.detach().to(torch.uint8), requires_grad=False)
+
+
+def elsewhere(stock: SDARForCausalLM) -> None:
+    stock.model.layers[1].to("meta")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (biased, "unexpected: model.layers.0.self_attn.q_proj.bias"),
+        (shortened, r"wrong shape: lm_head.weight is \[10, 32\], needs \[64, 32\]"),
+        (packed, "wrong type: model.layers.1.mlp.up_proj.weight holds torch.uint8"),
+        (elsewhere, "it lies on cpu, meta: it must be loaded, on one device"),
+        (lambda stock: delattr(stock.model.layers[0].self_attn, "k_norm"), "missing: model.layers.0.self_attn.k_norm.weight"),
+    ],
+    ids=["biased", "shortened", "packed", "elsewhere", "lacking"],
+)
+def test_a_model_that_is_no_plain_qwen3_decoder_is_refused(
+    saved: tuple[MRPForCausalLM, str], change: Callable[[SDARForCausalLM], None], message: str
+) -> None:
+    model, folder = saved
+    stock = stock_of(model)
+    change(stock)
+    with pytest.raises(ValueError, match=f"(?s)this SDARForCausalLM is no Qwen3 decoder .*{message}.*from_backbone"):
+        stock.generate(random_ids(8, 1, 5), custom_generate=folder, trust_remote_code=True, max_new_tokens=3)
 
 
 def test_a_config_of_transformers_4_is_understood(saved: tuple[MRPForCausalLM, str]) -> None:
     """SDAR's own configs hold `rope_theta` and `rope_scaling` instead of `rope_parameters`."""
     model, folder = saved
-    stock = stock_of(model)
-    old = PretrainedConfig(rope_theta=10000.0, block_size=4)
-    old.rope_scaling = None
-    stock.config = old
-    options: dict[str, Any] = {
-        "decoding": "mrp_spec",
-        "max_new_tokens": 9,
-        "custom_generate": folder,
-        "trust_remote_code": True,
-    }
-    assert torch.equal(
-        stock.generate(random_ids(9, 1, 5), **options),
-        model.generate(random_ids(9, 1, 5), decoding="mrp_spec", max_new_tokens=9),
-    )
-    other = stock_of(model)
-    other.config = PretrainedConfig(rope_theta=7.0, block_size=4)
-    with pytest.raises(ValueError, match=r"rotary embedding is \('default', 7.0\)"):
-        other.generate(random_ids(9, 1, 5), **options)
+    old = {name: value for name, value in stock_of(model).config.to_dict().items() if name != "rope_parameters"}
+    for theta, message in ((10000.0, None), (7.0, r"its rope_parameters is {.*10000.0.*}, the backbone's {.*7.0")):
+        stock = stock_of(model)
+        stock.config = PretrainedConfig()
+        stock.config.__dict__ |= {**old, "rope_theta": theta, "rope_scaling": None}
+        options: dict[str, Any] = {"decoding": "mrp_spec", "max_new_tokens": 9}
+        with pytest.raises(ValueError, match=message) if message else nullcontext():
+            out = stock.generate(random_ids(9, 1, 5), **options, custom_generate=folder, trust_remote_code=True)
+            assert torch.equal(out, model.generate(random_ids(9, 1, 5), **options))
 
 
 def test_options_are_checked_as_always(saved: tuple[MRPForCausalLM, str]) -> None:
@@ -216,7 +244,7 @@ def test_options_are_checked_as_always(saved: tuple[MRPForCausalLM, str]) -> Non
 def test_a_repository_without_a_head_is_refused(tmp_path: Path) -> None:
     model = make_model(num_nextn_predict_layers=0)
     model.save_pretrained(tmp_path / "backbone")
-    with pytest.raises(ValueError, match="backbone has no MRP head: name a repository with one"):
+    with pytest.raises(ValueError, match=r"backbone has no MRP head .*name a checkpoint that has one"):
         stock_of(model).generate(random_ids(1, 1, 4), custom_generate=str(tmp_path / "backbone"), trust_remote_code=True)
 
 

@@ -30,12 +30,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     model, at = make_model().float(), tmp_path_factory.mktemp("folders")
     model.save_pretrained(at / "full")
     model.save_pretrained(at / "shards", max_shard_size="40KB")
-    shutil.copytree(at / "full", at / "head")
-    tensors = load_file(at / "full" / "model.safetensors")
-    save_file({n: t for n, t in tensors.items() if n.startswith("mrp_head.")}, at / "head" / "model.safetensors")
-    config = json.loads((at / "head" / "config.json").read_text())
-    config |= {"base_model_name_or_path": "org/backbone", "base_model_revision": "a" * 40}
-    (at / "head" / "config.json").write_text(json.dumps(config))
+    model.save_pretrained(at / "head", head_only=True, base_model_name_or_path="org/backbone", base_model_revision="a" * 40)
     (at / "adapter").mkdir()
     (at / "adapter" / "adapter_config.json").write_text(
         json.dumps({"base_model_name_or_path": "org/head", "peft_type": "LORA"})
@@ -174,6 +169,8 @@ def test_a_loaded_model_pushes_itself(hub: HubServer, client: HubClient, folders
         model = MRPForCausalLM.from_pretrained({str(folders["full"])!r})
         plan = model.push_to_hub({repo!r}, dry_run=True)
         assert plan.commit is None
+        head = model.push_to_hub("org/name", head_only=True, base_model_name_or_path="org/b", dry_run=True)
+        assert head.kind == "head" and head.sizes["model.safetensors"] < plan.sizes["model.safetensors"]
         done = model.push_to_hub({repo!r}, commit_message="My first", tags=["small"], max_shard_size="40KB")
         assert plan.kind == done.kind == "full"
         print(done.commit.oid)
@@ -338,7 +335,7 @@ def broken_folders() -> list[Any]:
 
     messages: list[tuple[Callable[[Path], None], str]] = [
         (pickled, "pytorch_model.bin: files of that kind can run code when loaded and are never published"),
-        (cut, "model.safetensors is cut short or no safetensors file"),
+        (cut, "model.safetensors is not a whole safetensors file"),
         (no_weights, "lacks model.safetensors: save the weights again"),
         (no_code, "lacks rows_mrp.py, which its config.json needs"),
         (no_auto_map, "has no auto_map"),
@@ -393,10 +390,10 @@ def test_a_wrong_argument_is_refused(folders: dict[str, Path], repo_id: str, opt
         publish(folders["full"], repo_id, **options)
 
 
-def test_saving_and_pushing_needs_a_name(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="push_to_hub=True needs repo_id"):
+def test_saving_and_pushing_needs_an_owner(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="repo_id is 'saved': name the owner too"):
         make_model().save_pretrained(tmp_path / "saved", push_to_hub=True)
-    assert not (tmp_path / "saved").exists()
+    assert (tmp_path / "saved" / "model.safetensors").is_file()
 
 
 def test_a_dry_run_makes_no_connection(hub: HubServer, push: Callable[..., Done], folders: dict[str, Path], repo: str) -> None:
@@ -544,9 +541,17 @@ def test_the_command_pushes_and_copies(hub: HubServer, client: HubClient, folder
         from trainer.publish import main
         main(["push", {str(folders["full"])!r}, {repo!r}, "--public", "--message", "From the shell"])
         main(["push", {repo!r}, "alice/copy", "--branch", "b"])
+        main(["push", {repo!r}, "alice/head", "--head-only"])
+        main(["push", {str(folders["full"])!r}, "alice/other", "--head-only", "--base-model", "org/b", "--pull-request"])
         """
     )
     assert done.error is None
+    config = json.loads(hub.files("alice/head")["config.json"])
+    assert config["base_model_name_or_path"] == repo
+    assert config["base_model_revision"] == hub.repository(repo).read("main").oid
+    assert hub.files("alice/head")["model.safetensors"] == (folders["head"] / "model.safetensors").read_bytes()
+    assert json.loads(hub.files("alice/other", "refs/pr/1")["config.json"])["base_model_name_or_path"] == "org/b"
+    assert set(hub.files("alice/other")) == {".gitattributes"}
     assert titles(hub, repo) == ["From the shell", "initial commit"]
     assert hub.repository(repo).state["private"] is False
     assert hub.repository("alice/copy").state["private"] is True
@@ -561,6 +566,8 @@ def test_the_command_says_what_is_wrong(folders: dict[str, Path], capsys: pytest
     for arguments, message in (
         (["push", full, "org/name", "--adapter"], "holds a full model, not an adapter: leave out the option"),
         (["push", str(folders["adapter"]), "org/name", "--head-only"], "holds an adapter, not an MRP head"),
+        (["push", full, "org/name", "--head-only"], "does not say where its backbone is on the Hub: give --base-model"),
+        (["push", full, "org/name", "--base-model", "org/b"], "the backbone is to be org/b, but .* holds a full model"),
         (["push", "org/elsewhere", "org/name", "--dry-run"], "is not in the cache: a dry run downloads nothing"),
         (["card", full, "--results", "missing.jsonl"], "missing.jsonl is not a file"),
     ):
