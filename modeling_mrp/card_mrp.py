@@ -230,9 +230,11 @@ def render_card(
         "base_model_relation": None if base is None else "finetune" if kind == "full" else "adapter",
         **given,
         "tags": [*TAGS, *given.get("tags", ()), *extra_tags],
-        "model_name": name.rstrip("/").split("/")[-1],
-        "eval_results": eval_results(results, defaults, about.metadata.get("families", {})) or None,
     }
+    title = name.rstrip("/").split("/")[-1]
+    if results:
+        metadata["model_name"] = title
+        metadata["eval_results"] = eval_results(results, defaults, about.metadata.get("families", {}))
     if metadata["base_model"] is not None and metadata["base_model_relation"] is None:
         metadata["base_model_relation"] = "finetune"
     versions = {"transformers": version("transformers"), "torch": version("torch"), "modeling-mrp": PACKAGE_VERSION}
@@ -253,7 +255,7 @@ def render_card(
         ModelCardData(**metadata),
         template_str=TEMPLATE,
         name=name,
-        title=metadata["model_name"],
+        title=title,
         summary=about.summary or f"An SDAR block-diffusion language model with an MRP head: {_KINDS[kind]}.",
         facts=_facts(folder, kind, config),
         sections=sections,
@@ -341,8 +343,8 @@ def _wrong_index(index: Any) -> list[str]:
         return []
     try:
         results = ModelCardData(**{"model-index": index}).eval_results
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        return [f"model-index cannot be read ({error}): use a list with name and results, each with task, dataset and metrics"]
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return ["model-index is none: use a list with name and results, each with task, dataset, and metrics of type and value"]
     return [
         f"model-index has the value {result.metric_value!r} for {result.metric_name}: use a number"
         for result in results or []
