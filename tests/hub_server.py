@@ -41,7 +41,7 @@ class Fault:
         cut_response_at: Do what is asked, send so many bytes of the body, then cut the connection.
         change: The body to answer with instead of the ordinary one, with a fitting Content-Length.
         skip: How many such requests pass first.
-        times: How many fail then.
+        times: How many fail then. A request that an earlier fault strikes is not counted by the later ones.
     """
 
     pattern: str
