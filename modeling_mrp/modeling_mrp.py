@@ -19,6 +19,7 @@ from transformers.utils import can_return_tuple
 from .configuration_mrp import MRPConfig
 from .diffusion_mrp import IGNORE_INDEX, block_causal_mask, pack_noisy, weighted_cross_entropy
 from .generation_mrp import MRPGenerationMixin
+from .publishing_mrp import MRPHubMixin
 
 AUTO_MAP = {
     "AutoConfig": "configuration_mrp.MRPConfig",
@@ -153,7 +154,7 @@ class MRPPreTrainedModel(PreTrainedModel):
             super()._init_weights(module)
 
 
-class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
+class MRPForCausalLM(MRPHubMixin, MRPPreTrainedModel, MRPGenerationMixin):
     """An SDAR block-diffusion language model with an optional MRP head.
 
     The backbone is transformers' `Qwen3Model`, unchanged, under a block-causal mask: a token sees every token of
