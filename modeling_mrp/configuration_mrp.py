@@ -1,12 +1,18 @@
 """Configuration of an SDAR block-diffusion backbone with an optional MRP head."""
 
+import os
+from dataclasses import fields
 from typing import Any
 
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
+from .layouts_mrp import our_fields
+
 
 class MRPConfig(Qwen3Config):
     """A `Qwen3Config` plus what block diffusion and the MRP head need (SDAR, arXiv 2510.06303; MRP, arXiv 2605.18817).
+
+    The published configs (`model_type: "sdar"`) load too; fields of theirs that mean nothing here are dropped.
 
     Args:
         block_size: Tokens per diffusion block, counted from absolute position 0.
@@ -14,11 +20,15 @@ class MRPConfig(Qwen3Config):
         num_nextn_predict_layers: Decoder layers of the MRP head (published: 3); 0 for a backbone without a head.
         num_mrp_heads: Number of heads. Only one is defined: it serves every draft depth.
         draft_vocab_size: How many of the vocabulary's tokens the head drafts from (`MRPHead.draft_token_ids`); 0: all of them.
+        base_model_name_or_path: In the config of a head repository, which holds the head alone: the backbone it belongs to.
+            None everywhere else, also in a loaded model, which has its backbone.
+        base_model_revision: The backbone's commit, branch or tag.
 
     Raises:
         ValueError: if `block_size` is not positive, `mask_token_id` lies outside the vocabulary, the number of heads is not 1,
-            the draft vocabulary is as large as the vocabulary or comes without a head, or a layer uses sliding-window
-            attention (the block-causal mask has no window).
+            the draft vocabulary is as large as the vocabulary or comes without a head, a layer uses sliding-window
+            attention (the block-causal mask has no window), or the backbone's name or revision is not a text; when read from a
+            file or dict, also for the config of another kind of model.
     """
 
     model_type = "sdar_mrp"
@@ -35,6 +45,8 @@ class MRPConfig(Qwen3Config):
     num_nextn_predict_layers: int = 0
     num_mrp_heads: int = 1
     draft_vocab_size: int = 0
+    base_model_name_or_path: str | None = None
+    base_model_revision: str | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
@@ -62,6 +74,38 @@ class MRPConfig(Qwen3Config):
             raise ValueError(f"draft_vocab_size is {self.draft_vocab_size}, but there is no head to draft with: use 0")
         if any(kind != "full_attention" for kind in self.layer_types or ()):
             raise ValueError(f"layer_types is {self.layer_types}: block diffusion needs 'full_attention' in every layer")
+
+        if self.base_model_name_or_path is not None and not (
+            isinstance(self.base_model_name_or_path, str) and self.base_model_name_or_path
+        ):
+            raise ValueError(
+                f"base_model_name_or_path is {self.base_model_name_or_path!r}: name the backbone of this head, or leave it out"
+            )
+        if self.base_model_revision is not None and (
+            not isinstance(self.base_model_revision, str) or self.base_model_name_or_path is None
+        ):
+            raise ValueError(
+                f"base_model_revision is {self.base_model_revision!r} and base_model_name_or_path "
+                f"{self.base_model_name_or_path!r}: a revision is a commit, branch or tag of the backbone that is named"
+            )
+
+    @classmethod
+    def get_config_dict(
+        cls, pretrained_model_name_or_path: str | os.PathLike[str], **kwargs: Any
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The fields in a `config.json`, as transformers reads them, in our spelling."""
+        found, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
+        return our_fields(found, {field.name for field in fields(cls)}), kwargs
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """A config from its fields, ours or those of a published config."""
+        return super().from_dict(our_fields(config_dict, {field.name for field in fields(cls)}), **kwargs)
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        """What is saved: a checkpoint that carries its backbone has no fields that name one."""
+        saved = super().to_diff_dict()
+        return {name: value for name, value in saved.items() if value is not None or not name.startswith("base_model_")}
 
     @property
     def has_head(self) -> bool:

@@ -1,4 +1,4 @@
-"""The SDAR backbone as a difference from transformers' Qwen3, and the MRP head on top of it.
+"""The SDAR backbone as a difference from transformers' Qwen3, with the MRP head on top of it.
 
 Symbols follow the MRP paper (arXiv 2605.18817): h_A are the backbone's final hidden states at a state x,
 A = lm_head(h_A) its logits, x' the state after a reveal, h_C the head's output and A + C = lm_head(h_A + h_C)
@@ -9,149 +9,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
-from transformers.modeling_utils import PreTrainedModel
-from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3Model, Qwen3RMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Model
 from transformers.utils import can_return_tuple
 
 from .configuration_mrp import MRPConfig
 from .diffusion_mrp import IGNORE_INDEX, block_causal_mask, pack_noisy, weighted_cross_entropy
 from .generation_mrp import MRPGenerationMixin
+from .heads_mrp import MRPHead
+from .loading_mrp import MRPPreTrainedModel
 from .publishing_mrp import MRPHubMixin
-
-AUTO_MAP = {
-    "AutoConfig": "configuration_mrp.MRPConfig",
-    "AutoModel": "modeling_mrp.MRPForCausalLM",
-    "AutoModelForCausalLM": "modeling_mrp.MRPForCausalLM",
-}
-
-
-class ResidualNorm(Qwen3RMSNorm):
-    """The head's last norm. A new one has weight zero, so that a new head adds nothing: A + C = A."""
-
-    def __init__(self, hidden_size: int, eps: float = 1e-6) -> None:
-        super().__init__(hidden_size, eps)
-        nn.init.zeros_(self.weight)
-
-
-def first_tokens(config: MRPConfig) -> Tensor:
-    """[draft_vocab_size] long, the first ids but the mask's: a draft vocabulary before one is chosen from data."""
-    ids = torch.arange(config.draft_vocab_size)
-    return ids + (ids >= config.mask_token_id)
-
-
-class MRPHead(nn.Module):
-    """Predicts the residual h_C that a reveal adds to the backbone's hidden states (MRP, section 3).
-
-    ``h_C = norm(layers(eh_proj([enorm(embed(x')) ; hnorm(h_A)])))``. Its layers are the backbone's kind of layer
-    and keep their own KV, in the layers of the cache that follow the backbone's. A new head is the identity.
-
-    Args:
-        config: The model's configuration; `num_nextn_predict_layers` gives the depth.
-
-    Attributes:
-        draft_token_ids: [draft_vocab_size] long, the tokens that `mrp_spec` drafts from, distinct and without the mask id; None
-            for all. What is not among them is never drafted, and generated all the same: the backbone has the whole
-            vocabulary.
-    """
-
-    def __init__(self, config: MRPConfig) -> None:
-        super().__init__()
-        self.enorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.hnorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.eh_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
-        layers = [Qwen3DecoderLayer(config, 0) for _ in range(config.num_nextn_predict_layers)]
-        for index, layer in enumerate(layers):
-            layer.self_attn.layer_idx = config.num_hidden_layers + index
-        self.layers = nn.ModuleList(layers)
-        self.norm = ResidualNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.draft_token_ids: Tensor | None
-        ids = first_tokens(config) if config.draft_vocab_size else None
-        self.register_buffer("draft_token_ids", ids)
-
-    def forward(
-        self,
-        inputs_embeds: Tensor,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None,
-        position_embeddings: tuple[Tensor, Tensor],
-        past_key_values: Cache | None = None,
-    ) -> Tensor:
-        """One residual.
-
-        Args:
-            inputs_embeds: [batch, length, hidden_size], the embeddings of x' (the state after the reveal).
-            hidden_states: [batch, length, hidden_size], h_A or the accumulated estimate of it.
-            attention_mask: As `Qwen3DecoderLayer` takes it: [batch, 1, length, keys].
-            position_embeddings: cos and sin of the backbone's rotary embedding.
-            past_key_values: The cache that the head's layers update.
-
-        Returns:
-            [batch, length, hidden_size], h_C.
-        """
-        hidden = self.eh_proj(torch.cat([self.enorm(inputs_embeds), self.hnorm(hidden_states)], -1))
-        for layer in self.layers:
-            hidden = layer(
-                hidden,
-                attention_mask=attention_mask,
-                position_embeddings=position_embeddings,
-                past_key_values=past_key_values,
-                use_cache=past_key_values is not None,
-            )
-        return self.norm(hidden)
-
-
-class MRPPreTrainedModel(PreTrainedModel):
-    """Loading, saving and initialisation shared by MRP models."""
-
-    config_class = MRPConfig
-    _auto_class = "AutoModelForCausalLM"
-    base_model_prefix = "model"
-    supports_gradient_checkpointing = True
-    _no_split_modules = ["Qwen3DecoderLayer", "MRPHead"]
-    _skip_keys_device_placement = ["past_key_values"]
-    _supports_sdpa = True
-    _supports_attention_backend = True
-    _supports_flash_attn = False  # flash attention takes no block-causal mask
-    _supports_flex_attn = False
-
-    @classmethod
-    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """Loads as transformers does, but a checkpoint that does not fit the model is an error instead of a warning.
-
-        Raises:
-            ValueError: if the checkpoint lacks a tensor, has one too many, or one of another shape; all are listed.
-        """
-        with_info = kwargs.pop("output_loading_info", False)
-        kwargs.setdefault("ignore_mismatched_sizes", True)  # collected below, with the other misfits
-        model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
-        misfits = [f"missing: {name}" for name in sorted(info["missing_keys"])]
-        misfits += [f"unexpected: {name}" for name in sorted(info["unexpected_keys"])]
-        misfits += [
-            f"wrong shape: {name} is {list(has)}, needs {list(needs)}" for name, has, needs in sorted(info["mismatched_keys"])
-        ]
-        if misfits:
-            raise ValueError(
-                f"the checkpoint does not fit its config ({len(misfits)} tensors):\n  " + "\n  ".join(misfits) + "\n"
-                "Check num_nextn_predict_layers (0: no head), the sizes in config.json, and that the download is whole"
-            )
-        return (model, info) if with_info else model
-
-    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-        """Saves weights, both configs and real copies of the remote code, so that the folder loads anywhere."""
-        self.config.auto_map = dict(AUTO_MAP)
-        super().save_pretrained(save_directory, *args, **kwargs)
-
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, ResidualNorm):
-            init.zeros_(module.weight)
-        elif isinstance(module, MRPHead) and module.draft_token_ids is not None:
-            init.copy_(module.draft_token_ids, first_tokens(self.config))
-        else:
-            super()._init_weights(module)
 
 
 class MRPForCausalLM(MRPHubMixin, MRPPreTrainedModel, MRPGenerationMixin):
@@ -210,7 +78,8 @@ class MRPForCausalLM(MRPHubMixin, MRPPreTrainedModel, MRPGenerationMixin):
         """
         if self.mrp_head is None:
             raise ValueError(
-                "this checkpoint has no MRP head (num_nextn_predict_layers is 0): load one that has, or train a head"
+                "this model has no MRP head (num_nextn_predict_layers is 0): load one with attach_head(head) or "
+                "from_backbone(backbone, head=...), or train a head"
             )
         embeds = self.model.embed_tokens(input_ids)
         rotary = self.model.rotary_emb(embeds, position_ids)

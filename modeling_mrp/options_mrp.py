@@ -132,8 +132,9 @@ class MRPGenerationConfig(GenerationConfig):
             raise ValueError(f"decoding is {self.decoding!r}: choose one of {', '.join(DECODINGS)}")
         if self.decoding.startswith("mrp_") and not has_head:
             raise ValueError(
-                f"decoding={self.decoding!r} needs an MRP head, and this checkpoint has none: load one with a head, "
-                "or use 'self_spec', which is lossless and needs no head"
+                f"decoding={self.decoding!r} needs an MRP head, and this model has none: load one with "
+                "MRPForCausalLM.from_backbone(backbone, head=...) or model.attach_head(head), or use 'self_spec', which is "
+                "lossless and needs no head"
             )
         if self.denoising_steps is not None:
             _require(

@@ -301,12 +301,13 @@ def test_published_config_fields_load() -> None:
         "vocab_size": 151936,
     }
     config = MRPConfig.from_dict(published)
-    renamed = {"rope_theta", "rope_scaling", "torch_dtype", "model_type", "transformers_version"}
+    renamed = {"rope_theta", "rope_scaling", "torch_dtype", "model_type", "transformers_version", "fuse_cross_entropy"}
     for name in published.keys() - renamed:
         assert getattr(config, name) == published[name], name
     assert config.rope_parameters == {"rope_type": "default", "rope_theta": 1000000}
     assert config.dtype == torch.bfloat16
     assert config.to_dict()["model_type"] == "sdar_mrp"
+    assert "fuse_cross_entropy" not in config.to_dict()
     assert config.has_head
     assert not MRPConfig.from_dict({**published, "num_nextn_predict_layers": 0}).has_head
     again = MRPConfig.from_dict(config.to_dict())

@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerFast, TrainerCallback, set_seed
 
 from modeling_mrp.configuration_mrp import MRPConfig
 from modeling_mrp.generation_mrp import MRPGenerationConfig
+from modeling_mrp.heads_mrp import start_head
 from modeling_mrp.modeling_mrp import MRPForCausalLM
 
 from .data import DiffusionCollator, Sample, TaskDataset
@@ -140,17 +141,6 @@ def record(work: Path, count: int) -> None:
     record_trajectories(model, TaskDataset(tokenizer, count, FAMILIES, "train", BLOCK_SIZE, seed=1), work / TRAJECTORIES)
 
 
-def start_from_backbone(model: MRPForCausalLM) -> None:
-    """Starts the head's layers as the backbone's last ones, reading h_A through an identity; its output stays zero."""
-    head = model.mrp_head
-    assert head is not None
-    hidden = model.config.hidden_size
-    with torch.no_grad():
-        head.eh_proj.weight[:, hidden:] = torch.eye(hidden)
-    for layer, source in zip(head.layers, list(model.model.layers)[-len(head.layers) :], strict=True):
-        layer.load_state_dict(source.state_dict())
-
-
 def train_head(
     work: Path,
     steps: int,
@@ -170,7 +160,7 @@ def train_head(
     model.model.load_state_dict(backbone.model.state_dict())
     model.lm_head.load_state_dict(backbone.lm_head.state_dict())
     if init == "backbone":
-        start_from_backbone(model)
+        start_head(model.mrp_head, model.model.layers, "backbone")
     elif init != "random":
         trained = MRPForCausalLM.from_pretrained(init).mrp_head
         assert trained is not None

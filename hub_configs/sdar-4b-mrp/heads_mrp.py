@@ -1,0 +1,1 @@
+../../modeling_mrp/heads_mrp.py

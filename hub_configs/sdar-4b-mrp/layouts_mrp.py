@@ -1,0 +1,1 @@
+../../modeling_mrp/layouts_mrp.py

@@ -1,0 +1,1 @@
+../../modeling_mrp/saving_mrp.py

@@ -1,0 +1,1 @@
+../../modeling_mrp/loading_mrp.py

@@ -1,0 +1,468 @@
+"""Loading and saving of MRP models: the layouts that are read, heads on their own, and heads put on backbones."""
+
+import copy
+import logging
+import os
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import initialization as init
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.dynamic_module_utils import custom_object_save
+from transformers.generation import GenerationConfig
+from transformers.modeling_utils import PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_NAME, cached_file
+
+from .configuration_mrp import MRPConfig
+from .heads_mrp import (
+    MRPHead,
+    ResidualNorm,
+    check_draft_tokens,
+    check_same_backbone,
+    first_tokens,
+    shapes_of_head,
+    start_head,
+    tensors_of,
+)
+from .layouts_mrp import (
+    HEAD,
+    KEY_MAPPING,
+    PUBLISHED_HEAD,
+    StoredTensor,
+    backbone_location,
+    check_fit,
+    commit_of,
+    hub_options,
+    raise_misfits,
+    stored_tensors,
+    weight_files,
+)
+from .saving_mrp import AUTO_MAP, BackboneSource, head_to_save, written_beside
+
+try:
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module  # type: ignore[import-untyped]  # it has no stubs
+except ImportError:  # then no model is spread over devices
+    AlignDevicesHook = add_hook_to_module = None
+
+logger = logging.getLogger(__name__)
+
+QWEN3_VOCABULARY = 151936  # the one in which MRPConfig's default mask id is free
+_OF_THE_HUB = ("repo_id", "commit_message", "commit_description", "private", "token", "create_pr", "revision", "tags")
+
+
+class MRPPreTrainedModel(PreTrainedModel):
+    """Loading, saving and initialisation shared by MRP models.
+
+    Attributes:
+        backbone_source: Where the backbone came from; None for a model that was made from a config.
+    """
+
+    config_class = MRPConfig
+    _auto_class = "AutoModelForCausalLM"
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["Qwen3DecoderLayer", "MRPHead"]
+    _skip_keys_device_placement = ["past_key_values"]
+    _supports_sdpa = True
+    _supports_attention_backend = True
+    _supports_flash_attn = False  # flash attention takes no block-causal mask
+    _supports_flex_attn = False
+    backbone_source: BackboneSource | None = None
+
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: Any, *args: Any, config: Any = None, backbone: Any = None, **kwargs: Any
+    ) -> Any:
+        """Loads as transformers does, from a folder or a repository on the Hub of any of four kinds.
+
+        These are a full checkpoint of this package; one in the published SDAR layout (no head); one in the published layout
+        with a head; and a head repository, whose backbone is loaded by the name and revision in its config, and given the head.
+        Only safetensors are read, and no code but this package's runs, whatever else the repositories hold. A checkpoint that
+        does not fit its config is an error, raised before any weights are read.
+
+        Args:
+            pretrained_model_name_or_path: A folder, or a repository's id.
+            args: As in transformers.
+            config: As in transformers.
+            backbone: For a head repository: a folder, an id, or a loaded model that is given the head, instead of the backbone
+                that the config names. (`AutoModel` copies its keyword arguments: give a loaded model to this class, not to it.)
+            kwargs: As in transformers: `dtype`, `device_map`, `revision`, `token`, ... With a head repository, `revision` and
+                `subfolder` are the head's.
+
+        Raises:
+            ValueError: if the checkpoint lacks a tensor, has one too many, or one of another shape (all are listed), has no
+                safetensors, or is of another kind of model; if the backbone of a head repository may not be followed or does
+                not suit the head; if `backbone` is given for a checkpoint that has its own.
+        """
+        if kwargs.get("gguf_file") is not None or kwargs.get("use_safetensors") is False:
+            raise ValueError("only safetensors are read: leave out gguf_file and use_safetensors=False")
+        if pretrained_model_name_or_path is None:  # from a config and a state dict
+            return cls._load(None, *args, config=config, **kwargs)
+        source = os.fspath(pretrained_model_name_or_path)
+        config, kwargs = cls._pinned(source, config, kwargs)
+        if getattr(config, "base_model_name_or_path", None) is not None:
+            return cls._from_head_repository(source, config, backbone, kwargs)
+        if backbone is not None:
+            raise ValueError(
+                f"{source} has a backbone of its own, and backbone=... is for head repositories: to put its head on another "
+                f"backbone use from_backbone(backbone, head={source!r})"
+            )
+        return cls._load(source, *args, config=config, **kwargs)
+
+    @classmethod
+    def from_backbone(
+        cls,
+        backbone: Any,
+        head: Any = None,
+        head_layers: int = 3,
+        head_init: str = "identity",
+        head_revision: str | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """A backbone and a head that lie in different places, or a backbone and a new head.
+
+        Args:
+            backbone: A folder or id of any kind that `from_pretrained` takes but a head repository, or of an autoregressive
+                Qwen3 checkpoint, which becomes a block-diffusion model only by training; or a loaded model, which is given the
+                head. A head that it has already is dropped.
+            head: A folder or id of a head repository, of a full checkpoint, or in the published layout, whose head is taken; an
+                `MRPHead`; or None for a new one.
+            head_layers: Decoder layers of a new head.
+            head_init: How a new head starts: `identity`, `backbone` or `published` (see `start_head`).
+            head_revision: The commit, branch or tag of `head`.
+            kwargs: As for `from_pretrained`; `revision` is the backbone's. A Qwen3 checkpoint of another vocabulary than the
+                published one needs `mask_token_id`; it also takes `block_size`.
+
+        Returns:
+            The model.
+
+        Raises:
+            ValueError: as from `from_pretrained` and `attach_head`; for a bad `head_layers` or `head_init`; for a Qwen3
+                checkpoint of another vocabulary without `mask_token_id`.
+        """
+        if isinstance(backbone, str | os.PathLike):
+            model, _ = cls._open_backbone(os.fspath(backbone), _as_block_diffusion(os.fspath(backbone), kwargs))
+        else:
+            model = backbone
+        if head is None:
+            model.attach_head(model.new_head(head_layers, head_init))
+            return model
+        hub = {**_shared_hub_options(kwargs), "revision": head_revision}
+        model.attach_head(head, **hub)
+        if isinstance(head, str | os.PathLike) and "generation_config" not in kwargs:
+            model._take_generation_config(os.fspath(head), hub)
+        return model
+
+    def new_head(self, head_layers: int = 3, head_init: str = "identity") -> MRPHead:
+        """A head for this model's backbone, on its device and in its type; torch's generator draws the random part.
+
+        Raises:
+            ValueError: if `head_layers` is not a positive int, or `start_head` refuses.
+        """
+        if not isinstance(head_layers, int) or isinstance(head_layers, bool) or head_layers < 1:
+            raise ValueError(f"head_layers is {head_layers!r}: a head has 1 layer or more (3 are published)")
+        weight = self.lm_head.weight
+        with torch.device(weight.device):
+            head = MRPHead(self._config_with(head_layers, 0)).to(weight.dtype)
+        for module in head.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=self.config.initializer_range)
+        start_head(head, self.model.layers, head_init)
+        return head
+
+    def attach_head(self, head: Any, **hub: Any) -> None:
+        """Gives the model a head, in place of its own if it has one. The backbone stays as it is.
+
+        Args:
+            head: A folder or id of a head repository, of a full checkpoint, or in the published layout: its head is read, and
+                nothing else. Or an `MRPHead`, which becomes part of this model.
+            hub: `revision`, `token`, `cache_dir`, `local_files_only`, ... for an id.
+
+        Raises:
+            ValueError: if the head was made for another backbone (with both values of all that differs), or its tensors do not
+                fit, or there is none; the model is then as before.
+        """
+        if isinstance(head, str | os.PathLike):
+            head = self._read_head(os.fspath(head), hub_options(hub))
+        elif not isinstance(head, nn.Module) or type(head).__name__ != MRPHead.__name__:
+            raise ValueError(f"head is {head!r}: pass an MRPHead, or the folder or id of a checkpoint that has one")
+        draft = 0 if head.draft_token_ids is None else len(head.draft_token_ids)
+        config = self._config_with(len(head.layers), draft)
+        check_fit(tensors_of(head), shapes_of_head(config))
+        _place(head, self)
+        for index, layer in enumerate(head.layers):
+            layer.self_attn.layer_idx = self.config.num_hidden_layers + index
+            layer.self_attn.config = self.config
+        self.mrp_head = head.train(self.training)
+        self.config.num_nextn_predict_layers, self.config.draft_vocab_size = len(head.layers), draft
+
+    def detach_head(self) -> MRPHead:
+        """Takes the head off; if `generate` would decode with it by default, it goes back to `static`.
+
+        Returns:
+            The head, which can be attached to another model.
+
+        Raises:
+            ValueError: if the model has none.
+        """
+        if self.mrp_head is None:
+            raise ValueError("the model has no MRP head to detach: attach one with attach_head, or load one with from_backbone")
+        head, self.mrp_head = self.mrp_head, None
+        self.config.num_nextn_predict_layers = self.config.draft_vocab_size = 0
+        if str(getattr(self.generation_config, "decoding", None)).startswith("mrp_"):
+            self.generation_config.decoding = None
+        return head
+
+    def load_adapter(self, peft_model_id: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Loads a peft adapter as transformers does, but only from safetensors.
+
+        Raises:
+            ValueError: if the adapter has none.
+        """
+        if peft_model_id is not None:
+            hub = hub_options({**(kwargs.get("adapter_kwargs") or {}), **kwargs})
+            try:
+                cached_file(peft_model_id, "adapter_model.safetensors", **hub)
+            except OSError as error:
+                raise ValueError(
+                    f"no adapter_model.safetensors in {peft_model_id}: only safetensors are read, never pickled weights. Save "
+                    f"the adapter with safetensors ({error})"
+                ) from error
+        return super().load_adapter(peft_model_id, *args, **kwargs)
+
+    def save_pretrained(
+        self,
+        save_directory: Any,
+        is_main_process: bool = True,
+        state_dict: dict[str, Tensor] | None = None,
+        push_to_hub: bool = False,
+        *,
+        head_only: bool = False,
+        base_model_name_or_path: str | None = None,
+        base_model_revision: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Saves weights, both configs and real copies of the remote code, so that the folder loads anywhere.
+
+        Everything is written beside what the folder holds and then moved into place: a save that fails leaves it as it was,
+        and a model may be saved into the folder it was loaded from.
+
+        Args:
+            save_directory: The folder, made if needed. Its other files stay.
+            is_main_process: As in transformers.
+            state_dict: As in transformers.
+            push_to_hub: As in transformers; pushes with `push_to_hub` once the folder is written.
+            head_only: Whether to write the head alone. The folder names the backbone, and loads it when it is loaded.
+            base_model_name_or_path: With `head_only`, the backbone's name (an id or an absolute path) instead of what the model
+                was loaded from (`backbone_source`). Needed if the backbone was changed since, or made from a config.
+            base_model_revision: With it, the backbone's commit, branch or tag.
+            kwargs: As in transformers.
+
+        Raises:
+            ValueError: with `head_only`, if there is no head, it carries adapters, or the backbone has no name; without it, if
+                the backbone is named.
+        """
+        hub = {name: kwargs.pop(name) for name in _OF_THE_HUB if name in kwargs}
+        folder = Path(save_directory)
+        if head_only:
+            named = BackboneSource(base_model_name_or_path, base_model_revision) if base_model_name_or_path else None
+            head, config = head_to_save(self, state_dict, named or self.backbone_source)
+            if is_main_process:
+                with written_beside(folder) as beside:
+                    save_file(head, beside / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
+                    custom_object_save(self, beside)
+                    config.save_pretrained(beside)
+                    self.generation_config.save_pretrained(beside)
+        elif base_model_name_or_path is not None or base_model_revision is not None:
+            raise ValueError(
+                f"base_model_name_or_path={base_model_name_or_path!r}, base_model_revision={base_model_revision!r}: a full "
+                "checkpoint carries its backbone and names none. Pass head_only=True, or leave them out"
+            )
+        else:
+            self.config.auto_map = dict(AUTO_MAP)
+            kwargs |= {"is_main_process": is_main_process, "state_dict": state_dict}
+            kwargs["save_original_format"] = False  # our names, also if the model came in a published layout
+            if not is_main_process or kwargs.get("distributed_checkpoint"):
+                super().save_pretrained(folder, **kwargs)
+            else:
+                with written_beside(folder) as beside:
+                    super().save_pretrained(beside, **kwargs)
+        if push_to_hub and is_main_process:
+            if head_only:
+                hub["head_only"] = True
+            self.push_to_hub(hub.pop("repo_id", folder.name), **hub)
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, ResidualNorm):
+            init.zeros_(module.weight)
+        elif isinstance(module, MRPHead) and module.draft_token_ids is not None:
+            init.copy_(module.draft_token_ids, first_tokens(self.config))
+        else:
+            super()._init_weights(module)
+
+    @classmethod
+    def _pinned(cls, source: str, config: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """The config, and the arguments with the commit as their revision: all files then come from one state of the
+        repository."""
+        path = cached_file(source, "config.json", **hub_options(kwargs))
+        if path is None and config is None:
+            raise ValueError(f"{source} has no config.json: check the path, or that the repository holds a model")
+        if path is not None and not os.path.isdir(source) and (commit := commit_of(Path(path))):
+            kwargs = {**kwargs, "revision": commit}
+        if not isinstance(config, PreTrainedConfig):
+            names = {field.name for field in fields(MRPConfig)} - {"dtype"}
+            overrides = {name: value for name, value in kwargs.items() if name in names}
+            kwargs = {name: value for name, value in kwargs.items() if name not in names}
+            config = cls.config_class.from_pretrained(config or source, **hub_options(kwargs), **overrides)
+        return config, kwargs
+
+    @classmethod
+    def _load(cls, source: str | None, *args: Any, **kwargs: Any) -> Any:
+        """A model with its own backbone, by transformers' `from_pretrained`."""
+        with_info = kwargs.pop("output_loading_info", False)
+        if source is not None:
+            cls._check_files(source, kwargs)
+            kwargs |= {"use_safetensors": True, "trust_remote_code": False}  # or custom_generate/ would replace generate
+        kwargs.setdefault("ignore_mismatched_sizes", True)  # collected below, with the other misfits
+        kwargs["key_mapping"] = {**KEY_MAPPING, **(kwargs.get("key_mapping") or {})}
+        model, info = super().from_pretrained(source, *args, output_loading_info=True, **kwargs)
+        misfits = [f"missing: {name}" for name in sorted(info["missing_keys"])]
+        misfits += [f"unexpected: {name}" for name in sorted(info["unexpected_keys"])]
+        misfits += [
+            f"wrong shape: {name} is {list(has)}, needs {list(needs)}" for name, has, needs in sorted(info["mismatched_keys"])
+        ]
+        raise_misfits(misfits)
+        if model.mrp_head is not None:
+            check_draft_tokens(model.mrp_head, model.config, str(source))
+        if source is not None:
+            local = os.path.isdir(source)
+            model.backbone_source = BackboneSource(
+                os.path.abspath(source) if local else source, None if local else kwargs.get("revision")
+            )
+        return (model, info) if with_info else model
+
+    @classmethod
+    def _check_files(cls, source: str, kwargs: dict[str, Any]) -> None:
+        """Compares the files' headers with the config, before a config that lies can make anything be allocated."""
+        config = kwargs["config"]
+        if (elsewhere := getattr(config, "transformers_weights", None)) is not None:
+            raise ValueError(f"the config of {source} points to weights in {elsewhere!r}: only model*.safetensors are read")
+        if getattr(config, "quantization_config", None) is not None:
+            return  # a quantized checkpoint has the tensors that its quantizer makes
+        found = stored_tensors(weight_files(source, kwargs.get("variant"), **hub_options(kwargs)))
+        with torch.device("meta"):
+            expected = {name: tuple(value.shape) for name, value in cls(copy.deepcopy(config)).state_dict().items()}
+        check_fit(found, expected, {"lm_head.weight"} if config.tie_word_embeddings else ())
+
+    @classmethod
+    def _from_head_repository(cls, source: str, config: Any, backbone: Any, kwargs: dict[str, Any]) -> Any:
+        hub, with_info, info = hub_options(kwargs), kwargs.get("output_loading_info", False), None
+        if backbone is None or isinstance(backbone, str | os.PathLike):
+            ours = {name: value for name, value in kwargs.items() if name not in ("revision", "subfolder")}
+            adapter, name = ours.pop("adapter_kwargs", None) or {}, ours.pop("adapter_name", None)
+            if config._attn_implementation is not None:  # AutoModel has put it there
+                ours.setdefault("attn_implementation", config._attn_implementation)
+            if backbone is None:
+                where = backbone_location(config.base_model_name_or_path, source)
+                if config.base_model_revision is not None and not os.path.isdir(where):
+                    ours["revision"] = config.base_model_revision
+            else:
+                where = os.fspath(backbone)
+            model, info = cls._open_backbone(where, ours)
+        else:
+            adapter, name, model = {}, None, backbone
+        model.attach_head(source, **hub)
+        if "generation_config" not in kwargs:
+            model._take_generation_config(source, hub)
+        model.config.name_or_path = source
+        if (adapter_path := adapter.pop("_adapter_model_path", None)) is not None:
+            model.load_adapter(adapter_path, adapter_name=name, adapter_kwargs=adapter)
+        return (model, info) if with_info else model
+
+    @classmethod
+    def _open_backbone(cls, source: str, kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """A model to put a head on, and transformers' account of its loading."""
+        found, _ = PreTrainedConfig.get_config_dict(source, **hub_options(kwargs))
+        if (other := found.get("base_model_name_or_path")) is not None:
+            raise ValueError(f"{source} is a head repository and has no backbone; its own is {other!r}: use that")
+        return cls.from_pretrained(source, **{**kwargs, "output_loading_info": True})
+
+    def _take_generation_config(self, source: str, hub: dict[str, Any]) -> None:
+        """A head comes with the options that suit it, if it has any."""
+        try:
+            self.generation_config = GenerationConfig.from_pretrained(source, **hub_options(hub))
+        except OSError:
+            logger.info("%s has no generation_config.json: the backbone's options stay", source)
+
+    def _config_with(self, head_layers: int, draft_vocab_size: int) -> MRPConfig:
+        config = copy.deepcopy(self.config)
+        config.num_nextn_predict_layers, config.draft_vocab_size = head_layers, draft_vocab_size
+        return config
+
+    def _read_head(self, source: str, hub: dict[str, Any]) -> MRPHead:
+        """The head of a checkpoint, its files as they lie on the disk."""
+        config, hub = type(self)._pinned(source, None, hub)
+        if not config.has_head:
+            raise ValueError(f"{source} has no MRP head (num_nextn_predict_layers is 0): name a checkpoint that has one")
+        check_same_backbone(config, self.config, source)
+        found = stored_tensors(weight_files(source, prefixes=(HEAD, PUBLISHED_HEAD), **hub))
+        if config.base_model_name_or_path is None:  # it holds the backbone too
+            found = {name: tensor for name, tensor in found.items() if name.startswith(HEAD)}
+        check_fit(found, shapes_of_head(config))
+        with torch.device("meta"):
+            head = MRPHead(config)
+        head.load_state_dict({name.removeprefix(HEAD): _read(tensor) for name, tensor in found.items()}, assign=True)
+        check_draft_tokens(head, config, source)
+        return head
+
+
+def _shared_hub_options(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in hub_options(kwargs).items() if name not in ("revision", "subfolder")}
+
+
+def _as_block_diffusion(source: str, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments with a config for an autoregressive Qwen3 checkpoint; those for any other one as they are."""
+    found, _ = PreTrainedConfig.get_config_dict(source, **hub_options(kwargs))
+    if found.get("model_type") != "qwen3" or kwargs.get("config") is not None:
+        return kwargs
+    kwargs = dict(kwargs)
+    given: dict[str, Any] = {name: kwargs.pop(name) for name in ("block_size", "mask_token_id") if name in kwargs}
+    if "mask_token_id" not in given and found.get("vocab_size") != QWEN3_VOCABULARY:
+        raise ValueError(
+            f"{source} has a vocabulary of {found.get('vocab_size')}, not Qwen3's of {QWEN3_VOCABULARY}, so that its mask "
+            "token is not known: pass mask_token_id=..., an id that no text holds"
+        )
+    config = MRPConfig.from_dict({**found, "model_type": "sdar", **given})
+    logger.warning(
+        "%s is an autoregressive Qwen3 checkpoint: until it is trained with the block-diffusion loss (blocks of %d, mask id "
+        "%d) it generates nonsense",
+        source,
+        config.block_size,
+        config.mask_token_id,
+    )
+    return {**kwargs, "config": config}
+
+
+def _read(tensor: StoredTensor) -> Tensor:
+    with safe_open(tensor.file, framework="pt") as tensors:
+        return tensors.get_tensor(tensor.name)
+
+
+def _place(head: nn.Module, model: Any) -> None:
+    """Puts a head where the model's logits are made, in their type, also if the model is spread over devices."""
+    hook = getattr(model.lm_head, "_hf_hook", None)
+    device = getattr(hook, "execution_device", None)
+    weight = model.lm_head.weight
+    head.to(weight.device if device is None else device, weight.dtype)
+    if device is not None:
+        add_hook_to_module(head, AlignDevicesHook(device))
+        model.hf_device_map["mrp_head"] = device
+
+
+__all__ = ["MRPPreTrainedModel"]

@@ -1,0 +1,88 @@
+"""How MRP models are written: heads on their own, and everything beside what is there before it is replaced."""
+
+import copy
+import os
+import re
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from .configuration_mrp import MRPConfig
+from .heads_mrp import shapes_of_head
+from .layouts_mrp import HEAD
+
+AUTO_MAP = {
+    "AutoConfig": "configuration_mrp.MRPConfig",
+    "AutoModel": "modeling_mrp.MRPForCausalLM",
+    "AutoModelForCausalLM": "modeling_mrp.MRPForCausalLM",
+}
+_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+
+
+class BackboneSource(NamedTuple):
+    """Where a model's backbone came from: a repository's id and commit, or a folder's absolute path and None."""
+
+    name: str
+    revision: str | None
+
+
+def head_to_save(
+    model: Any, state_dict: dict[str, Tensor] | None, backbone: BackboneSource | None
+) -> tuple[dict[str, Tensor], MRPConfig]:
+    """The tensors and the config of a head repository.
+
+    Raises:
+        ValueError: if the model has no head, its backbone no name, or the head not just its own tensors.
+    """
+    if model.mrp_head is None:
+        raise ValueError(
+            "head_only=True, but the model has no MRP head: give it one with attach_head or from_backbone, or save it whole"
+        )
+    if backbone is None:
+        raise ValueError(
+            "head_only=True, but the model was not loaded from a checkpoint that the head could name as its backbone: pass "
+            "base_model_name_or_path (and base_model_revision), or save it whole"
+        )
+    state = model.state_dict() if state_dict is None else state_dict
+    head = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items() if name.startswith(HEAD)}
+    if head.keys() != (expected := shapes_of_head(model.config).keys()):
+        raise ValueError(
+            f"the head holds other tensors than its own, or lacks some: {sorted(head.keys() ^ expected)[:4]}, ... Merge "
+            "adapters first (merge_and_unload), or save them with peft"
+        )
+    config = copy.deepcopy(model.config)
+    config.auto_map, config.architectures = dict(AUTO_MAP), [type(model).__name__]
+    config.dtype = next(tensor.dtype for tensor in head.values() if tensor.is_floating_point())
+    config.base_model_name_or_path, config.base_model_revision = backbone
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # the backbone's
+    return head, config
+
+
+@contextmanager
+def written_beside(folder: Path) -> Iterator[Path]:
+    """A temporary folder whose files move into `folder` when all are written; weights of another split are then removed."""
+    made = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder) as beside:
+            yield Path(beside)
+            written = sorted(Path(beside).iterdir(), key=lambda path: path.suffix == ".json")
+            for path in written:
+                os.replace(path, folder / path.name)
+        names = {path.name for path in written}
+        if any(_WEIGHTS.fullmatch(name) for name in names):
+            for path in folder.iterdir():
+                if _WEIGHTS.fullmatch(path.name) and path.name not in names:
+                    path.unlink()
+    except BaseException:
+        if made and not any(folder.iterdir()):
+            folder.rmdir()
+        raise
+
+
+__all__ = ["AUTO_MAP", "BackboneSource", "head_to_save", "written_beside"]
