@@ -18,7 +18,8 @@ from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from huggingface_hub.utils import validate_repo_id
 
 from .cardtext_mrp import LICENSES, MODES, RELATIONS, SOURCES, TEMPLATE, USE
-from .folder_mrp import tensor_shapes
+from .folder_mrp import tensors_in
+from .layouts_mrp import HEAD
 from .options_mrp import MRPGenerationConfig
 
 PACKAGE_VERSION = "0.1.0"
@@ -168,12 +169,10 @@ def eval_results(
 
 def _facts(folder: Path, kind: str, config: Mapping[str, Any]) -> str:
     """What the folder holds, as a table."""
-    tensors = tensor_shapes(folder)
-    parameters = {
-        name: math.prod(shape) for name, (dtype, shape) in tensors.items() if "F" in dtype
-    }  # not the draft vocabulary
-    head = sum(count for name, count in parameters.items() if "mrp_head." in name)
-    rest = sum(parameters.values()) - head
+    tensors = tensors_in(folder)
+    counts = {name: math.prod(of.shape) for name, of in tensors.items() if "F" in of.dtype}  # not the draft vocabulary
+    head = sum(count for name, count in counts.items() if HEAD in name)
+    rest = sum(counts.values()) - head
     size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     rows = []
     if config.get("hidden_size"):
@@ -189,7 +188,7 @@ def _facts(folder: Path, kind: str, config: Mapping[str, Any]) -> str:
         rows.append(("parameters", f"{rest:,} of the backbone, {head:,} of the head"))
     else:
         rows.append(("parameters here", f"{head + rest:,}"))
-    kinds = ", ".join(sorted({dtype for dtype, _ in tensors.values()}))
+    kinds = ", ".join(sorted({of.dtype for of in tensors.values()}))
     rows.append(("weights", f"safetensors, {kinds}, {size / 1e6:,.1f} MB" if tensors else "none"))
     return markdown_table(("", ""), rows)
 
@@ -231,9 +230,11 @@ def render_card(
         "base_model_relation": None if base is None else "finetune" if kind == "full" else "adapter",
         **given,
         "tags": [*TAGS, *given.get("tags", ()), *extra_tags],
-        "model_name": name.rstrip("/").split("/")[-1],
-        "eval_results": eval_results(results, defaults, about.metadata.get("families", {})) or None,
     }
+    title = name.rstrip("/").split("/")[-1]
+    if results:
+        metadata["model_name"] = title
+        metadata["eval_results"] = eval_results(results, defaults, about.metadata.get("families", {}))
     if metadata["base_model"] is not None and metadata["base_model_relation"] is None:
         metadata["base_model_relation"] = "finetune"
     versions = {"transformers": version("transformers"), "torch": version("torch"), "modeling-mrp": PACKAGE_VERSION}
@@ -254,7 +255,7 @@ def render_card(
         ModelCardData(**metadata),
         template_str=TEMPLATE,
         name=name,
-        title=metadata["model_name"],
+        title=title,
         summary=about.summary or f"An SDAR block-diffusion language model with an MRP head: {_KINDS[kind]}.",
         facts=_facts(folder, kind, config),
         sections=sections,
@@ -342,8 +343,8 @@ def _wrong_index(index: Any) -> list[str]:
         return []
     try:
         results = ModelCardData(**{"model-index": index}).eval_results
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        return [f"model-index cannot be read ({error}): use a list with name and results, each with task, dataset and metrics"]
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return ["model-index is none: use a list with name and results, each with task, dataset, and metrics of type and value"]
     return [
         f"model-index has the value {result.metric_value!r} for {result.metric_name}: use a number"
         for result in results or []

@@ -17,7 +17,9 @@ TEMPLATE = """---
 {{ text }}
 {% endfor %}"""
 
-_GENERATE = """chat = [{{"role": "user", "content": "Ana has 3 pens. Ana buys 4 more. How many pens does Ana have?"}}]
+_GENERATE = """chat = [
+    {{"role": "user", "content": "Ana has 3 pens. Bo gives Ana 4 more. Ana loses 2. How many pens does Ana have?"}},
+]
 inputs = tok.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
 out = model.generate(**inputs, decoding="mrp_spec", max_new_tokens=64, return_dict_in_generate=True)
 print(tok.decode(out.sequences[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))

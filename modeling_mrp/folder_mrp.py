@@ -2,13 +2,14 @@
 
 import json
 import re
-import struct
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from transformers.dynamic_module_utils import get_relative_import_files
+
+from .layouts_mrp import HEAD, StoredTensor, stored_tensors
 
 KINDS = {"full": "a full model", "head": "an MRP head", "adapter": "an adapter"}
 
@@ -41,10 +42,11 @@ def kind_of(names: Collection[str], read: Callable[[str], bytes]) -> str | None:
     if "config.json" in names:
         try:
             config = json.loads(read("config.json"))
-        except ValueError:
-            return "a repository with an unreadable config.json"
-        if not isinstance(config, dict) or config.get("model_type") != "sdar_mrp":
-            return f"a model of type {config.get('model_type')!r}" if isinstance(config, dict) else "no model"
+            model_type = config.get("model_type")
+        except (ValueError, AttributeError):
+            return "a config.json that cannot be read"
+        if model_type != "sdar_mrp":
+            return f"a model of type {model_type!r}"
         return "head" if config.get("base_model_name_or_path") else "full"
     others = sorted(set(names) - _SAY_NOTHING)
     return f"files of no model of this package, such as {others[0]}" if others else None
@@ -122,31 +124,13 @@ def _code(path: Path) -> set[str]:
     return found
 
 
-def tensor_shapes(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Dtype and shape of every tensor in a folder's weights, from the headers.
+def tensors_in(path: Path) -> dict[str, StoredTensor]:
+    """What a folder's weights hold, from their headers.
 
     Raises:
-        ValueError: if a file is cut short.
+        ValueError: if a file is damaged or cut short.
     """
-    tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for file in sorted(file for file in path.iterdir() if _WEIGHTS.fullmatch(file.name) and file.suffix == ".safetensors"):
-        tensors |= {name: (of["dtype"], tuple(of["shape"])) for name, of in _header(file).items()}
-    return tensors
-
-
-def _header(file: Path) -> dict[str, Any]:
-    size = file.stat().st_size
-    try:
-        with file.open("rb") as stream:
-            (length,) = struct.unpack("<Q", stream.read(8))
-            header = json.loads(stream.read(length)) if length <= size else {}
-        header.pop("__metadata__", None)
-        end = 8 + length + max((of["data_offsets"][1] for of in header.values()), default=0)
-    except (struct.error, ValueError, KeyError, TypeError, AttributeError):
-        end = -1
-    if end != size:
-        raise ValueError(f"{file} is cut short or no safetensors file ({size} bytes): save it again")
-    return header
+    return stored_tensors(sorted(file for file in path.glob("*.safetensors") if _WEIGHTS.fullmatch(file.name)))
 
 
 def _check_weights(path: Path, kind: str, names: set[str]) -> None:
@@ -157,8 +141,8 @@ def _check_weights(path: Path, kind: str, names: set[str]) -> None:
         raise ValueError(f"{path} lacks {', '.join(missing)}: save the weights again, as safetensors")
     if stale := sorted(name for name in names - shards if _WEIGHTS.fullmatch(name) and name != index.name):
         raise ValueError(f"{path} holds {', '.join(stale)}, which the model does not use: remove what an earlier save left")
-    tensors = tensor_shapes(path)
-    if kind == "head" and (other := sorted(name for name in tensors if not name.startswith("mrp_head."))):
+    tensors = tensors_in(path)
+    if kind == "head" and (other := sorted(name for name in tensors if not name.startswith(HEAD))):
         raise ValueError(
             f"{path}/config.json says that this is a head, and its weights hold {len(other)} other tensors, such as "
             f"{other[0]}: save it again with head_only=True"
@@ -171,4 +155,4 @@ def _json(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
-__all__ = ["CUSTOM_GENERATE", "KINDS", "Folder", "is_ours", "kind_of", "read_folder", "tensor_shapes"]
+__all__ = ["CUSTOM_GENERATE", "KINDS", "Folder", "is_ours", "kind_of", "read_folder", "tensors_in"]

@@ -43,6 +43,7 @@ from .layouts_mrp import (
     weight_files,
 )
 from .saving_mrp import AUTO_MAP, BackboneSource, head_to_save, written_beside
+from .stock_mrp import StockMixin, write_custom_generate
 
 try:
     from accelerate.hooks import AlignDevicesHook, add_hook_to_module  # type: ignore[import-untyped]  # it has no stubs
@@ -55,7 +56,7 @@ QWEN3_VOCABULARY = 151936  # the one in which MRPConfig's default mask id is fre
 _OF_THE_HUB = ("repo_id", "commit_message", "commit_description", "private", "token", "create_pr", "revision", "tags")
 
 
-class MRPPreTrainedModel(PreTrainedModel):
+class MRPPreTrainedModel(StockMixin, PreTrainedModel):
     """Loading, saving and initialisation shared by MRP models.
 
     Attributes:
@@ -292,6 +293,8 @@ class MRPPreTrainedModel(PreTrainedModel):
             else:
                 with written_beside(folder) as beside:
                     super().save_pretrained(beside, **kwargs)
+        if is_main_process and (folder / "config.json").is_file():  # an adapter has none
+            write_custom_generate(folder)
         if push_to_hub and is_main_process:
             if head_only:
                 hub["head_only"] = True

@@ -18,7 +18,7 @@ from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, Revi
 from huggingface_hub.utils import validate_repo_id
 from huggingface_hub.utils.sha import git_hash
 
-from .card_mrp import About, check_card, is_own_card, read_results, render_card, renamed
+from .card_mrp import About, check_card, is_own_card, read_results, renamed, render_card
 from .folder_mrp import KINDS, Folder, is_ours, kind_of, read_folder
 
 log = logging.getLogger(__name__)
@@ -369,17 +369,20 @@ def _is_connection(error: BaseException) -> bool:
 
 def _first_line(error: BaseException) -> str:
     *_, last = _causes(error)
-    return f"{type(last).__name__}: {str(last).strip()}".splitlines()[0]
+    told = next((cause for cause in _causes(error) if isinstance(cause, HfHubHTTPError)), last)
+    return f"{type(told).__name__}: {str(told).strip()}".splitlines()[0]
 
 
 class MRPHubMixin:
-    """`push_to_hub` of an MRP model, and what makes its folder a repository."""
+    """`push_to_hub` of an MRP model."""
 
     def push_to_hub(
         self,
         repo_id: str,
         *,
         head_only: bool = False,
+        base_model_name_or_path: str | None = None,
+        base_model_revision: str | None = None,
         tokenizer: Any = None,
         max_shard_size: int | str = "5GB",
         dry_run: bool = False,
@@ -391,6 +394,8 @@ class MRPHubMixin:
             repo_id: "org/name".
             head_only: Publishes the head alone, which names its backbone, instead of the whole model. Of a model with a peft
                 adapter, the adapter alone is published.
+            base_model_name_or_path: With `head_only`, the backbone's name on the Hub, if it was not loaded from there.
+            base_model_revision: With it, the backbone's commit, branch or tag.
             tokenizer: Is published beside the model.
             max_shard_size: As in `save_pretrained`.
             dry_run: Only says what would be sent, without any connection.
@@ -404,22 +409,16 @@ class MRPHubMixin:
             ValueError, PermissionError, ConnectionError: as `publish` says.
         """
         with TemporaryDirectory() as folder:
-            self.save_pretrained(folder, max_shard_size=max_shard_size, **({"head_only": True} if head_only else {}))
+            self.save_pretrained(  # type: ignore[attr-defined]  # the model's
+                folder,
+                max_shard_size=max_shard_size,
+                head_only=head_only,
+                base_model_name_or_path=base_model_name_or_path,
+                base_model_revision=base_model_revision,
+            )
             if tokenizer is not None:
                 tokenizer.save_pretrained(folder)
             return publish(folder, repo_id, dry_run=dry_run, **options)
-
-    def save_pretrained(self, save_directory: Any, *args: Any, push_to_hub: bool = False, **kwargs: Any) -> Any:
-        """As in transformers; with `push_to_hub=True` the folder is then published (`repo_id` and what `publish` takes)."""
-        names = ("private", "revision", "create_pr", "commit_message", "commit_description", "tags")
-        options = {name: kwargs.pop(name) for name in names if name in kwargs} if push_to_hub else {}
-        repo_id = kwargs.pop("repo_id", None)
-        if push_to_hub and repo_id is None:
-            raise ValueError("push_to_hub=True needs repo_id='org/name': pass it")
-        saved = super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
-        if push_to_hub:
-            publish(save_directory, repo_id, token=kwargs.get("token"), **options)
-        return saved
 
 
 __all__ = ["MRPHubMixin", "Publication", "Retries", "publish"]

@@ -39,16 +39,6 @@ def test_a_head_is_trained_on_its_backbone(work: Path) -> None:
     assert [json.loads(line)["step"] for line in (work / "ours" / "log.jsonl").read_text().splitlines()] == [3]
 
 
-def test_a_head_may_start_from_the_backbones_last_layers() -> None:
-    model = MRPForCausalLM(train_tiny.tiny_config(AutoTokenizer.from_pretrained(TINY, trust_remote_code=True), head_layers=2))
-    train_tiny.start_from_backbone(model)
-    assert model.mrp_head is not None
-    for layer, source in zip(model.mrp_head.layers, model.model.layers[2:], strict=True):
-        for a, b in zip(layer.parameters(), source.parameters(), strict=True):
-            assert torch.equal(a, b)
-    torch.testing.assert_close(model.mrp_head.eh_proj.weight[:, 128:], torch.eye(128))
-
-
 def test_an_export_loads_with_plain_transformers(work: Path, tmp_path: Path) -> None:
     """Real code files outside `hub_configs`; a second export replaces the first."""
     target = tmp_path / "exported"

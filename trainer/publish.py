@@ -33,18 +33,16 @@ _DOWNLOADED = [
 ]
 
 
-@contextmanager
-def _folder_of(folder_or_id: str, dry_run: bool) -> Iterator[Path]:
+def _folder_of(folder_or_id: str, dry_run: bool) -> Path:
     """A checkpoint's folder, downloaded if it is the id of a repository; a dry run takes it from the cache.
 
     Raises:
         ValueError: if a dry run would have to download it.
     """
     if Path(folder_or_id).is_dir():
-        yield Path(folder_or_id)
-        return
+        return Path(folder_or_id)
     try:
-        yield Path(snapshot_download(folder_or_id, allow_patterns=_DOWNLOADED, local_files_only=dry_run))
+        return Path(snapshot_download(folder_or_id, allow_patterns=_DOWNLOADED, local_files_only=dry_run))
     except LocalEntryNotFoundError as error:
         raise ValueError(
             f"{folder_or_id} is no folder, and as a repository it is not in the cache: a dry run downloads nothing"
@@ -52,34 +50,54 @@ def _folder_of(folder_or_id: str, dry_run: bool) -> Iterator[Path]:
 
 
 @contextmanager
-def _as_kind(folder: Path, kind: str | None) -> Iterator[Path]:
+def _as_kind(folder: Path, kind: str | None, base: str | None, revision: str | None) -> Iterator[Path]:
     """A folder of the asked kind: itself, or of a full model the head alone in a temporary one.
 
     Raises:
-        ValueError: if it is of another kind.
+        ValueError: if it is of another kind, or the head's backbone has no name.
     """
     found = read_folder(folder).kind
     if kind in (None, found):
+        if base is not None:
+            raise ValueError(f"the backbone is to be {base}, but {folder} holds {KINDS[found]}, which says so itself or has it")
         yield folder
     elif kind == "head" and found == "full":
+        if base is None:
+            raise ValueError(f"{folder} does not say where its backbone is on the Hub: give --base-model org/name")
         with TemporaryDirectory() as head:
-            MRPForCausalLM.from_pretrained(folder, dtype="auto").save_pretrained(head, head_only=True)
+            MRPForCausalLM.from_pretrained(folder, dtype="auto").save_pretrained(
+                head, head_only=True, base_model_name_or_path=base, base_model_revision=revision
+            )
             yield Path(head)
     else:
         raise ValueError(f"{folder} holds {KINDS[found]}, not {KINDS[str(kind)]}: leave out the option, or give another folder")
 
 
-def push(folder_or_id: str, repo_id: str, kind: str | None = None, dry_run: bool = False, **options: Any) -> Publication:
+def push(
+    folder_or_id: str,
+    repo_id: str,
+    kind: str | None = None,
+    base_model: str | None = None,
+    base_revision: str | None = None,
+    dry_run: bool = False,
+    **options: Any,
+) -> Publication:
     """Publishes a checkpoint's folder, or a repository under another name.
 
     Args:
         folder_or_id: The folder, or the id of a repository.
         repo_id: Where to, "org/name".
         kind: "head" to publish the head of a full model alone; "adapter" or "full" to make sure of what it is.
+        base_model: For the head of a full model: the repository of its backbone. By default, if the full model came from one,
+            that one.
+        base_revision: The backbone's commit, branch or tag.
         dry_run: Only says what would be sent, without any connection.
         options: As `modeling_mrp.publishing_mrp.publish` takes them.
     """
-    with _folder_of(folder_or_id, dry_run) as folder, _as_kind(folder, kind) as chosen:
+    folder = _folder_of(folder_or_id, dry_run)
+    if kind == "head" and base_model is None and not Path(folder_or_id).is_dir() and read_folder(folder).kind == "full":
+        base_model, base_revision = folder_or_id, folder.name  # a snapshot's folder is called by its commit
+    with _as_kind(folder, kind, base_model, base_revision) as chosen:
         return publish(chosen, repo_id, dry_run=dry_run, **options)
 
 
@@ -105,6 +123,8 @@ def _parser() -> argparse.ArgumentParser:
     kind = pushing.add_mutually_exclusive_group()
     kind.add_argument("--head-only", dest="kind", action="store_const", const="head", help="push the head alone")
     kind.add_argument("--adapter", dest="kind", action="store_const", const="adapter", help="push a peft adapter")
+    pushing.add_argument("--base-model", metavar="ID", help="with --head-only of a full model: its backbone on the Hub")
+    pushing.add_argument("--base-revision", metavar="REVISION", help="the backbone's commit, branch or tag")
     pushing.add_argument("--public", action="store_true", help="create the repository public instead of private")
     target = pushing.add_mutually_exclusive_group()
     target.add_argument("--branch", help="push to this branch, created if it is not there")
@@ -139,6 +159,8 @@ def main(arguments: list[str] | None = None) -> None:
             options.folder,
             options.repo_id,
             options.kind,
+            options.base_model,
+            options.base_revision,
             options.dry_run,
             private=not options.public,
             revision=options.branch,

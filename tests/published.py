@@ -1,0 +1,207 @@
+"""Small checkpoints in the published layouts with random weights, and what they compute, written from method.md alone.
+
+Nothing here uses the package: tensors are looked up by their published names.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor
+
+HIDDEN, INTERMEDIATE, LAYERS, HEADS, KV_HEADS, WIDTH = 32, 48, 2, 4, 2, 8
+VOCAB, BLOCK, MASK, EPS, THETA = 101, 4, 97, 1e-6, 1e6
+HEAD_LAYERS = 2
+HEAD = "mrp_modules.0.model"
+
+
+def published_config(**changes: Any) -> dict[str, Any]:
+    """The config of a published checkpoint with a head, as transformers 4.52 wrote it; at a small size."""
+    return {
+        "architectures": ["SDARMRPForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "auto_map": {
+            "AutoConfig": "configuration_sdar.SDARConfig",
+            "AutoModelForCausalLM": "modeling_sdar.SDARForCausalLM",
+        },
+        "block_size": BLOCK,
+        "bos_token_id": 1,
+        "debug": False,
+        "eos_token_id": 1,
+        "fuse_cross_entropy": True,
+        "head_dim": WIDTH,
+        "hidden_act": "silu",
+        "hidden_size": HIDDEN,
+        "initializer_range": 0.02,
+        "intermediate_size": INTERMEDIATE,
+        "mask_token_id": MASK,
+        "max_position_embeddings": 512,
+        "max_window_layers": LAYERS,
+        "model_type": "sdar",
+        "num_attention_heads": HEADS,
+        "num_hidden_layers": LAYERS,
+        "num_key_value_heads": KV_HEADS,
+        "num_mrp_heads": 1,
+        "num_nextn_predict_layers": HEAD_LAYERS,
+        "pad_token_id": 1,
+        "rms_norm_eps": EPS,
+        "rope_scaling": None,
+        "rope_theta": THETA,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+        "transformers_version": "4.52.4",
+        "use_cache": True,
+        "use_sliding_window": False,
+        "vocab_size": VOCAB,
+        **changes,
+    }
+
+
+def backbone_config(**changes: Any) -> dict[str, Any]:
+    """The same in the SDAR layout, which knows of no head."""
+    config = published_config(architectures=["SDARForCausalLM"], **changes)
+    return {name: value for name, value in config.items() if name not in ("num_mrp_heads", "num_nextn_predict_layers")}
+
+
+def layer_shapes(prefix: str) -> dict[str, tuple[int, ...]]:
+    return {
+        f"{prefix}.self_attn.q_proj.weight": (HEADS * WIDTH, HIDDEN),
+        f"{prefix}.self_attn.k_proj.weight": (KV_HEADS * WIDTH, HIDDEN),
+        f"{prefix}.self_attn.v_proj.weight": (KV_HEADS * WIDTH, HIDDEN),
+        f"{prefix}.self_attn.o_proj.weight": (HIDDEN, HEADS * WIDTH),
+        f"{prefix}.self_attn.q_norm.weight": (WIDTH,),
+        f"{prefix}.self_attn.k_norm.weight": (WIDTH,),
+        f"{prefix}.mlp.gate_proj.weight": (INTERMEDIATE, HIDDEN),
+        f"{prefix}.mlp.up_proj.weight": (INTERMEDIATE, HIDDEN),
+        f"{prefix}.mlp.down_proj.weight": (HIDDEN, INTERMEDIATE),
+        f"{prefix}.input_layernorm.weight": (HIDDEN,),
+        f"{prefix}.post_attention_layernorm.weight": (HIDDEN,),
+    }
+
+
+def backbone_shapes() -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB, HIDDEN), "model.norm.weight": (HIDDEN,)}
+    for index in range(LAYERS):
+        shapes |= layer_shapes(f"model.layers.{index}")
+    return {**shapes, "lm_head.weight": (VOCAB, HIDDEN)}
+
+
+def head_shapes() -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {f"{HEAD}.{norm}.weight": (HIDDEN,) for norm in ("enorm", "hnorm", "norm")}
+    for index in range(HEAD_LAYERS):
+        shapes |= layer_shapes(f"{HEAD}.layers.{index}")
+    return {**shapes, f"{HEAD}.eh_proj.weight": (HIDDEN, 2 * HIDDEN)}
+
+
+def random_tensors(shapes: dict[str, tuple[int, ...]], seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Weights that are told apart by their values; norms around one."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, shape in shapes.items():
+        noise = 0.25 * torch.randn(shape, generator=generator)
+        tensors[name] = (noise + 1 if len(shape) == 1 else noise).to(dtype)
+    return tensors
+
+
+def heavyball_tensors(seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    return random_tensors(backbone_shapes() | head_shapes(), seed, dtype)
+
+
+def write(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], shards: int = 1) -> Path:
+    """A checkpoint folder; with several shards every one holds every n-th tensor."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    if shards == 1:
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        return folder
+    weight_map = {}
+    for index in range(shards):
+        name = f"model-{index + 1:05d}-of-{shards:05d}.safetensors"
+        part = dict(list(tensors.items())[index::shards])
+        save_file(part, folder / name, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(part, name)
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map})
+    )
+    return folder
+
+
+# ------------------------------------------------------------------------------------------------ what they compute
+
+
+def norm(x: Tensor, weight: Tensor) -> Tensor:
+    return weight * x / (x.square().mean(-1, keepdim=True) + EPS).sqrt()
+
+
+def rotate(x: Tensor) -> Tensor:
+    """RoPE of x [positions, heads, width]: the pairs (i, i + width / 2) turn by position * theta^(-2i / width)."""
+    angle = torch.arange(len(x))[:, None] * THETA ** (-torch.arange(0, WIDTH, 2, dtype=torch.float64) / WIDTH)
+    cos, sin = angle.cos()[:, None].to(x.dtype), angle.sin()[:, None].to(x.dtype)
+    first, second = x[..., : WIDTH // 2], x[..., WIDTH // 2 :]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+def layer(tensors: dict[str, Tensor], prefix: str, x: Tensor) -> Tensor:
+    """A Qwen3 decoder layer on x [length, hidden], block-causal: a token sees its own block and earlier ones."""
+
+    def weight(name: str) -> Tensor:
+        return tensors[f"{prefix}.{name}.weight"]
+
+    normed = norm(x, weight("input_layernorm"))
+    query, key, value = ((normed @ weight(f"self_attn.{k}_proj").T).unflatten(1, (-1, WIDTH)) for k in "qkv")
+    query, key = rotate(norm(query, weight("self_attn.q_norm"))), rotate(norm(key, weight("self_attn.k_norm")))
+    key, value = (t.repeat_interleave(HEADS // KV_HEADS, 1) for t in (key, value))
+    scores = torch.einsum("qhw,khw->hqk", query, key) / WIDTH**0.5
+    block = torch.arange(len(x)) // BLOCK
+    probabilities = scores.masked_fill(block[None, :] > block[:, None], -torch.inf).softmax(-1)
+    x = x + torch.einsum("hqk,khw->qhw", probabilities, value).flatten(1) @ weight("self_attn.o_proj").T
+    normed = norm(x, weight("post_attention_layernorm"))
+    gated = F.silu(normed @ weight("mlp.gate_proj").T) * (normed @ weight("mlp.up_proj").T)
+    return x + gated @ weight("mlp.down_proj").T
+
+
+def hidden_states(tensors: dict[str, Tensor], ids: list[int]) -> Tensor:
+    """h_A [length, hidden] of the backbone."""
+    x = tensors["model.embed_tokens.weight"][ids]
+    for index in range(LAYERS):
+        x = layer(tensors, f"model.layers.{index}", x)
+    return norm(x, tensors["model.norm.weight"])
+
+
+def residual(tensors: dict[str, Tensor], ids: list[int], hidden: Tensor) -> Tensor:
+    """h_C = Head(embed(x'), h) [length, hidden]; the embedding half of eh_proj comes first."""
+    embedded = norm(tensors["model.embed_tokens.weight"][ids], tensors[f"{HEAD}.enorm.weight"])
+    x = torch.cat([embedded, norm(hidden, tensors[f"{HEAD}.hnorm.weight"])], -1) @ tensors[f"{HEAD}.eh_proj.weight"].T
+    for index in range(HEAD_LAYERS):
+        x = layer(tensors, f"{HEAD}.layers.{index}", x)
+    return norm(x, tensors[f"{HEAD}.norm.weight"])
+
+
+def reveal_surest(tensors: dict[str, Tensor], ids: list[int], hidden: Tensor) -> None:
+    """Puts the most confident token of all masked positions in its place; the mask itself is never picked."""
+    logits = hidden @ tensors["lm_head.weight"].T
+    logits[:, MASK] = -torch.inf
+    confidence, token = logits.softmax(-1).max(-1)
+    position = max((i for i in range(len(ids)) if ids[i] == MASK), key=lambda i: confidence[i].item())
+    ids[position] = int(token[position])
+
+
+def decode(tensors: dict[str, Tensor], prompt: list[int], new: int, head_steps: int = 0) -> list[int]:
+    """`static`, one token a step, and after each step `head_steps` unverified reveals of the head (`mrp_direct`)."""
+    ids = list(prompt)
+    while len(ids) < len(prompt) + new:
+        ids += [MASK] * (BLOCK - len(ids) % BLOCK)
+        while MASK in ids:
+            accumulated = hidden_states(tensors, ids)
+            reveal_surest(tensors, ids, accumulated)
+            for _ in range(head_steps):
+                if MASK in ids:
+                    accumulated = accumulated + residual(tensors, ids, accumulated)
+                    reveal_surest(tensors, ids, accumulated)
+    return ids[len(prompt) : len(prompt) + new]

@@ -1,0 +1,318 @@
+"""Checkpoints in the published layouts load as they lie, and what does not fit is refused before anything is read."""
+
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import close
+from published import (
+    BLOCK,
+    HEAD,
+    MASK,
+    VOCAB,
+    backbone_config,
+    backbone_shapes,
+    decode,
+    heavyball_tensors,
+    hidden_states,
+    published_config,
+    random_tensors,
+    residual,
+    write,
+)
+from safetensors.torch import load_file, save_file
+from test_hub_configs import SHAPES, Shape, each_size
+
+from modeling_mrp import MRPConfig, MRPForCausalLM
+from modeling_mrp.layouts_mrp import StoredTensor, check_fit, our_name, published_name
+
+PROMPT = [5, 17, 80, 3, 44, 9]
+
+
+@pytest.fixture(scope="module")
+def heavyball(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("hub") / "heavyball", published_config(), heavyball_tensors(), shards=2)
+
+
+def misfit(load: Callable[[], Any]) -> str:
+    with pytest.raises(ValueError, match="does not fit") as caught:
+        load()
+    return str(caught.value)
+
+
+# ------------------------------------------------------------------------------------------------ what loads
+
+
+@torch.no_grad()
+def test_heavyball_logits_and_residuals(heavyball: Path) -> None:
+    """fp32 against a reference in float64. Two shards."""
+    model = MRPForCausalLM.from_pretrained(heavyball)
+    assert model.dtype == torch.float32
+    exact = {name: tensor.double() for name, tensor in heavyball_tensors().items()}
+    ids = [*PROMPT, MASK, MASK, 60, MASK]
+    after = [*PROMPT, 12, MASK, 60, 71]
+    hidden = hidden_states(exact, ids)
+    close(model(torch.tensor([ids])).logits[0].double(), hidden @ exact["lm_head.weight"].T, atol=1e-5)
+    positions = torch.arange(len(ids))[None]
+    mask = (positions[:, None] // BLOCK <= positions[:, :, None] // BLOCK)[:, None]
+    got = model.residual(torch.tensor([after]), hidden[None].float(), positions, mask)[0]
+    close(got.double(), residual(exact, after, hidden), atol=1e-5)
+    assert got.abs().max() > 0.1  # the head says something
+
+
+@pytest.mark.usefixtures("exact_norms")
+@pytest.mark.parametrize(
+    ("decoding", "head_steps"), [("static", 0), ("mrp_spec", 0), ("self_spec", 0), ("mrp_direct", 1)], ids=str
+)
+def test_heavyball_tokens(decoding: str, head_steps: int, heavyball: Path) -> None:
+    """float64, token for token."""
+    model = MRPForCausalLM.from_pretrained(heavyball, dtype=torch.float64)
+    exact = {name: tensor.double() for name, tensor in heavyball_tensors().items()}
+    out = model.generate(
+        torch.tensor([PROMPT]), decoding=decoding, mrp_steps=1, max_new_tokens=18, eos_token_id=None, pad_token_id=0
+    )
+    expected = decode(exact, PROMPT, 18, head_steps)
+    assert out[0, len(PROMPT) :].tolist() == expected
+    assert len(set(expected)) > 4  # the text does not just repeat itself
+    if head_steps:
+        assert expected != decode(exact, PROMPT, 18)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("shards", [1, 3])
+def test_sdar_layout(dtype: torch.dtype, shards: int, tmp_path: Path) -> None:
+    """Every tensor arrives as it is in the file, in the file's type; the head's modes say what is missing."""
+    tensors = random_tensors(backbone_shapes(), dtype=dtype)
+    write(tmp_path, backbone_config(torch_dtype=str(dtype).removeprefix("torch.")), tensors, shards)
+    model = MRPForCausalLM.from_pretrained(tmp_path)
+    assert model.mrp_head is None
+    assert model.config.num_nextn_predict_layers == 0
+    state = model.state_dict()
+    assert state.keys() == tensors.keys()
+    assert all(torch.equal(state[name], tensor) and state[name].dtype == dtype for name, tensor in tensors.items())
+    with pytest.raises(ValueError, match=r"mrp_spec.*from_backbone.*attach_head.*self_spec"):
+        model.generate(torch.tensor([PROMPT]), decoding="mrp_spec", max_new_tokens=4)
+    assert model.generate(torch.tensor([PROMPT]), decoding="self_spec", max_new_tokens=4, pad_token_id=1).shape == (1, 10)
+
+
+@pytest.mark.parametrize("device_map", ["cpu", "auto", {"": "cpu"}], ids=str)
+def test_device_map_and_dtype(device_map: Any, heavyball: Path) -> None:
+    model = MRPForCausalLM.from_pretrained(heavyball, device_map=device_map, dtype=torch.bfloat16)
+    for name, tensor in heavyball_tensors().items():
+        assert torch.equal(model.state_dict()[our_name(name)].cpu(), tensor.bfloat16())
+
+
+def test_old_fields_are_dropped_and_our_layout_is_saved(heavyball: Path, tmp_path: Path, caplog: Any) -> None:
+    with caplog.at_level(logging.WARNING):
+        model = MRPForCausalLM.from_pretrained(heavyball)
+    assert "of type" not in caplog.text  # no doubt about the model type
+    model.save_pretrained(tmp_path / "ours")
+    saved = json.loads((tmp_path / "ours" / "config.json").read_text())
+    for name in ("fuse_cross_entropy", "debug", "rope_theta", "rope_scaling", "torch_dtype", "base_model_name_or_path"):
+        assert name not in saved
+    assert saved["model_type"] == "sdar_mrp"
+    assert saved["architectures"] == ["MRPForCausalLM"]
+    assert saved["auto_map"]["AutoModel"] == "modeling_mrp.MRPForCausalLM"
+    assert saved["rope_parameters"] == {"rope_type": "default", "rope_theta": 1e6}
+    assert (saved["block_size"], saved["mask_token_id"], saved["num_nextn_predict_layers"]) == (4, 97, 2)
+    stored = load_file(tmp_path / "ours" / "model.safetensors")
+    assert stored.keys() == {name.replace(HEAD, "mrp_head") for name in heavyball_tensors()}
+    again = MRPForCausalLM.from_pretrained(tmp_path / "ours")
+    assert torch.equal(again(torch.tensor([PROMPT])).logits, model(torch.tensor([PROMPT])).logits)
+
+
+def test_unknown_fields_of_our_own_configs_stay() -> None:
+    assert MRPConfig.from_dict({"model_type": "sdar_mrp", "note": "kept"}).note == "kept"
+    assert not hasattr(MRPConfig.from_dict({"model_type": "sdar", "note": "dropped"}), "note")
+
+
+def test_saving_over_the_files_that_the_weights_are_mapped_from(heavyball: Path, tmp_path: Path) -> None:
+    """The weights lie in the mapped files until they are touched: replacing these must not change a loaded model."""
+    folder = Path(shutil.copytree(heavyball, tmp_path / "mine"))
+    model = MRPForCausalLM.from_pretrained(folder)
+    model.save_pretrained(folder)
+    assert sorted(path.name for path in folder.glob("*.safetensors*")) == ["model.safetensors"]  # and the two shards are gone
+    again = MRPForCausalLM.from_pretrained(folder)
+    for name, tensor in heavyball_tensors().items():
+        assert torch.equal(model.state_dict()[our_name(name)], tensor)
+        assert torch.equal(again.state_dict()[our_name(name)], tensor)
+
+
+# ------------------------------------------------------------------------------------------------ names and shapes
+
+
+def published_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
+    """What heavyball/sdar-*-mrp-3lyr holds, from method.md."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (151936, shape.hidden),
+        "model.norm.weight": (shape.hidden,),
+        "lm_head.weight": (151936, shape.hidden),
+        f"{HEAD}.enorm.weight": (shape.hidden,),
+        f"{HEAD}.hnorm.weight": (shape.hidden,),
+        f"{HEAD}.norm.weight": (shape.hidden,),
+        f"{HEAD}.eh_proj.weight": (shape.hidden, 2 * shape.hidden),
+    }
+    for index in range(shape.layers):
+        shapes |= shape.layer_shapes(f"model.layers.{index}")
+    for index in range(3):
+        shapes |= shape.layer_shapes(f"{HEAD}.layers.{index}")
+    return shapes
+
+
+@each_size
+@pytest.mark.parametrize("with_head", [True, False])
+def test_name_and_shape_maps_are_complete_both_ways(size: str, with_head: bool) -> None:
+    shape = SHAPES[size]
+    config = published_config(
+        vocab_size=151936,
+        mask_token_id=151669,
+        head_dim=128,
+        num_key_value_heads=8,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_nextn_predict_layers=3 if with_head else 0,
+    )
+    with torch.device("meta"):
+        model = MRPForCausalLM(MRPConfig.from_dict(config))
+    ours = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    theirs = {name: s for name, s in published_shapes(shape).items() if with_head or not name.startswith(HEAD)}
+    assert {our_name(name): s for name, s in theirs.items()} == ours
+    assert {published_name(name): s for name, s in ours.items()} == theirs
+    assert all(published_name(our_name(name)) == name for name in theirs)
+    assert all(our_name(published_name(name)) == name for name in ours)
+    found = {our_name(name): StoredTensor(name, Path(), s, "BF16") for name, s in theirs.items()}
+    check_fit(found, ours)
+    del found["lm_head.weight"]
+    assert "missing: lm_head.weight" in misfit(lambda: check_fit(found, ours))
+
+
+# ------------------------------------------------------------------------------------------------ what is refused
+
+
+def test_all_misfits_are_listed_by_their_published_names(tmp_path: Path) -> None:
+    tensors = heavyball_tensors()
+    del tensors[f"{HEAD}.norm.weight"], tensors["model.layers.1.mlp.up_proj.weight"]
+    tensors["model.extra.weight"] = torch.zeros(3)
+    tensors[f"{HEAD}.eh_proj.weight"] = torch.zeros(32, 63)
+    tensors["model.norm.weight"] = torch.ones(32, dtype=torch.int32)
+    write(tmp_path, published_config(), tensors, shards=2)
+    message = misfit(lambda: MRPForCausalLM.from_pretrained(tmp_path))
+    for line in (
+        f"missing: {HEAD}.norm.weight",
+        "missing: model.layers.1.mlp.up_proj.weight",
+        "unexpected: model.extra.weight",
+        f"wrong shape: {HEAD}.eh_proj.weight is [32, 63], needs [32, 64]",
+        "wrong type: model.norm.weight holds I32 numbers",
+        "(5 tensors)",
+    ):
+        assert line in message
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("intermediate_size", 10**9), ("vocab_size", 10**9), ("num_hidden_layers", 3), ("head_dim", 10**6)]
+)
+def test_a_config_that_lies_allocates_nothing(field: str, value: int, tmp_path: Path) -> None:
+    """The sizes here would take terabytes."""
+    write(tmp_path, published_config(**{field: value}), heavyball_tensors())
+    assert "model." in misfit(lambda: MRPForCausalLM.from_pretrained(tmp_path))
+
+
+def test_a_tensor_under_both_names(tmp_path: Path) -> None:
+    tensors = heavyball_tensors()
+    tensors["mrp_head.norm.weight"] = tensors[f"{HEAD}.norm.weight"].clone()
+    write(tmp_path, published_config(), tensors)
+    with pytest.raises(ValueError, match=r"norm\.weight in .* is also .*keep one"):
+        MRPForCausalLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("pickled", ["pytorch_model.bin", "model.pt"])
+def test_pickled_weights_are_not_read(pickled: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(published_config()))
+    torch.save(heavyball_tensors(), tmp_path / pickled)
+    with pytest.raises(ValueError, match=r"only safetensors are read, never pickled"):
+        MRPForCausalLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("option", [{"use_safetensors": False}, {"gguf_file": "model.gguf"}], ids=str)
+def test_options_that_would_read_something_else(option: dict[str, Any], heavyball: Path) -> None:
+    with pytest.raises(ValueError, match="only safetensors are read"):
+        MRPForCausalLM.from_pretrained(heavyball, **option)
+
+
+@pytest.mark.parametrize("shard", ["../secret.safetensors", "/etc/passwd", "sub/x.safetensors", "x.bin", 3], ids=str)
+def test_an_index_that_points_elsewhere(shard: Any, heavyball: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(heavyball, tmp_path / "a" / "b"))
+    save_file({"model.norm.weight": torch.ones(32)}, tmp_path / "a" / "secret.safetensors")
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"]["model.norm.weight"] = shard
+    path.write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"names the shard .*beside the index"):
+        MRPForCausalLM.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"weight_map": 3}'])
+def test_an_index_that_is_none(text: str, heavyball: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(heavyball, tmp_path / "copy"))
+    (folder / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ValueError, match="is not an index of shards"):
+        MRPForCausalLM.from_pretrained(folder)
+
+
+def test_a_shard_that_is_not_there(heavyball: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(heavyball, tmp_path / "copy"))
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"shard .* is missing.*download"):
+        MRPForCausalLM.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("cut", [1, 1000, "header"], ids=str)
+def test_a_file_cut_short_or_tampered_with(cut: Any, heavyball: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(heavyball, tmp_path / "copy"))
+    path = folder / "model-00001-of-00002.safetensors"
+    data = path.read_bytes()
+    path.write_bytes(b"\xff" * 8 + data[8:] if cut == "header" else data[:-cut])
+    with pytest.raises(ValueError, match=r"00001-of-00002.safetensors is not a whole safetensors file: download it again"):
+        MRPForCausalLM.from_pretrained(folder)
+
+
+def test_a_config_that_points_to_other_weights(heavyball: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(heavyball, tmp_path / "copy"))
+    fields = MRPConfig.from_dict(published_config()).to_dict()
+    (folder / "config.json").write_text(json.dumps({**fields, "transformers_weights": "../other.safetensors"}))
+    with pytest.raises(ValueError, match=r"points to weights in '../other.safetensors'"):
+        MRPForCausalLM.from_pretrained(folder)
+
+
+@pytest.mark.parametrize(("kind", "remedy"), [("qwen3", "from_backbone"), ("llama", "sdar_mrp")])
+def test_another_kind_of_model(kind: str, remedy: str, tmp_path: Path) -> None:
+    write(tmp_path, backbone_config(model_type=kind), random_tensors(backbone_shapes()))
+    with pytest.raises(ValueError, match=rf"model_type is '{kind}'.*{remedy}"):
+        MRPForCausalLM.from_pretrained(tmp_path)
+
+
+def test_a_folder_without_a_config(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"has no config\.json"):
+        MRPForCausalLM.from_pretrained(tmp_path)
+
+
+def test_the_code_of_a_published_repository_does_not_run(heavyball: Path, tmp_path: Path) -> None:
+    """Its modeling file and its custom generate loop would leave a mark."""
+    folder = Path(shutil.copytree(heavyball, tmp_path / "copy"))
+    mark = tmp_path / "mark"
+    code = f"open({str(mark)!r}, 'w').close()\ndef generate(*args, **kwargs):\n    open({str(mark)!r}, 'w').close()\n"
+    (folder / "custom_generate").mkdir()
+    for name in ("modeling_sdar.py", "configuration_sdar.py", "custom_generate/generate.py"):
+        (folder / name).write_text(code)
+    model = MRPForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    out = model.generate(torch.tensor([PROMPT]), max_new_tokens=4, pad_token_id=1)
+    assert out.shape == (1, 10)
+    assert int(out.max()) < VOCAB
+    assert not mark.exists()
