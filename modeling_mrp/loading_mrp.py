@@ -159,6 +159,12 @@ class MRPPreTrainedModel(StockMixin, PreTrainedModel):
             model._take_generation_config(os.fspath(head), hub)
         return model
 
+    @classmethod
+    def tensor_shapes(cls, config: MRPConfig) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of the tensors in a full checkpoint with this config; nothing is allocated."""
+        with torch.device("meta"):
+            return {name: tuple(value.shape) for name, value in cls(copy.deepcopy(config)).state_dict().items()}
+
     def new_head(self, head_layers: int = 3, head_init: str = "identity") -> MRPHead:
         """A head for this model's backbone, on its device and in its type; torch's generator draws the random part.
 
@@ -270,6 +276,7 @@ class MRPPreTrainedModel(StockMixin, PreTrainedModel):
         """
         hub = {name: kwargs.pop(name) for name in _OF_THE_HUB if name in kwargs}
         folder = Path(save_directory)
+        self.generation_config._from_model_config = False  # or our options would be dropped when it is read again
         if head_only:
             named = BackboneSource(base_model_name_or_path, base_model_revision) if base_model_name_or_path else None
             head, config = head_to_save(self, state_dict, named or self.backbone_source)
@@ -359,9 +366,7 @@ class MRPPreTrainedModel(StockMixin, PreTrainedModel):
         if getattr(config, "quantization_config", None) is not None:
             return  # a quantized checkpoint has the tensors that its quantizer makes
         found = stored_tensors(weight_files(source, kwargs.get("variant"), **hub_options(kwargs)))
-        with torch.device("meta"):
-            expected = {name: tuple(value.shape) for name, value in cls(copy.deepcopy(config)).state_dict().items()}
-        check_fit(found, expected, {"lm_head.weight"} if config.tie_word_embeddings else ())
+        check_fit(found, cls.tensor_shapes(config), {"lm_head.weight"} if config.tie_word_embeddings else ())
 
     @classmethod
     def _from_head_repository(cls, source: str, config: Any, backbone: Any, kwargs: dict[str, Any]) -> Any:
@@ -377,13 +382,16 @@ class MRPPreTrainedModel(StockMixin, PreTrainedModel):
                     ours["revision"] = config.base_model_revision
             else:
                 where = os.fspath(backbone)
-            model, info = cls._open_backbone(where, ours)
+            try:
+                model, info = cls._open_backbone(where, ours)
+            except OSError as error:
+                raise OSError(f"the backbone {where!r} of the head {source} could not be loaded: {error}") from error
         else:
             adapter, name, model = {}, None, backbone
         model.attach_head(source, **hub)
         if "generation_config" not in kwargs:
             model._take_generation_config(source, hub)
-        model.config.name_or_path = source
+        model.name_or_path = model.config.name_or_path = source
         if (adapter_path := adapter.pop("_adapter_model_path", None)) is not None:
             model.load_adapter(adapter_path, adapter_name=name, adapter_kwargs=adapter)
         return (model, info) if with_info else model

@@ -1,0 +1,106 @@
+"""peft adapters on the head: made, trained a little, saved and loaded with peft's own calls and with `load_adapter`."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_model
+from helpers import close
+from peft import LoraConfig, PeftModel, get_peft_model
+from test_heads import PROMPT, SPEC, speculate
+
+from modeling_mrp import MRPForCausalLM
+
+TARGETS = r"mrp_head\.(eh_proj|layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj))"
+DIRECT = {**SPEC, "decoding": "mrp_direct", "mrp_steps": 2}
+
+
+def adapted(model: MRPForCausalLM) -> Any:
+    """With LoRA on every matrix of the head, as if trained: peft starts its second factor at zero."""
+    torch.manual_seed(1)
+    model = get_peft_model(model, LoraConfig(r=3, lora_alpha=6, target_modules=TARGETS))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    return model.eval()
+
+
+@torch.no_grad()
+def residual(model: MRPForCausalLM) -> torch.Tensor:
+    hidden = torch.randn(1, 6, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(model.dtype)
+    return model.residual(PROMPT, hidden, torch.arange(6)[None], torch.ones(1, 1, 6, 6, dtype=torch.bool))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A checkpoint, and an adapter for its head."""
+    root = tmp_path_factory.mktemp("adapters")
+    make_model().save_pretrained(root / "full")
+    adapted(MRPForCausalLM.from_pretrained(root / "full")).save_pretrained(root / "adapter")
+    return root / "full", root / "adapter"
+
+
+def test_only_the_head_is_trained(saved: tuple[Path, Path]) -> None:
+    model = adapted(MRPForCausalLM.from_pretrained(saved[0]))
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert len(trained) == 2 * (1 + 2 * 7)  # two factors of eh_proj and of seven matrices in each of two layers
+    assert all(".mrp_head." in name for name in trained)
+    assert (saved[1] / "adapter_model.safetensors").exists()
+    assert json.loads((saved[1] / "adapter_config.json").read_text())["base_model_name_or_path"] == str(saved[0])
+
+
+@pytest.mark.parametrize("way", ["PeftModel", "load_adapter", "AutoClass"])
+def test_round_trips(way: str, saved: tuple[Path, Path]) -> None:
+    full, adapter = saved
+    expected = adapted(MRPForCausalLM.from_pretrained(full))
+    plain = MRPForCausalLM.from_pretrained(full)
+    before, tokens_before = residual(plain), plain.generate(PROMPT, **DIRECT).sequences
+    model: Any = plain
+    if way == "PeftModel":
+        model = PeftModel.from_pretrained(plain, adapter).eval()
+    elif way == "load_adapter":
+        model.load_adapter(str(adapter))
+    else:
+        model = MRPForCausalLM.from_pretrained(full, adapter_kwargs={"_adapter_model_path": str(adapter)})  # as AutoModel does
+    assert torch.equal(residual(model), residual(expected))
+    assert (residual(model) - before).abs().max() > 1e-2
+    assert speculate(model) == speculate(expected)
+    assert torch.equal(model.generate(PROMPT, **DIRECT).sequences, expected.generate(PROMPT, **DIRECT).sequences)
+    assert not torch.equal(model.generate(PROMPT, **DIRECT).sequences, tokens_before)
+
+
+def test_merging_changes_nothing(saved: tuple[Path, Path], tmp_path: Path) -> None:
+    """The merged head is saved alone and found again."""
+    model = adapted(MRPForCausalLM.from_pretrained(saved[0]))
+    unmerged, tokens = residual(model), model.generate(PROMPT, **DIRECT).sequences
+    drafts = speculate(model)
+    with pytest.raises(ValueError, match=r"Merge adapters first \(merge_and_unload\)"):
+        model.base_model.model.save_pretrained(tmp_path / "head", head_only=True)
+    merged = model.merge_and_unload()
+    assert isinstance(merged, MRPForCausalLM)
+    merged.save_pretrained(tmp_path / "head", head_only=True)
+    for again in (merged, MRPForCausalLM.from_pretrained(tmp_path / "head")):
+        close(residual(again), unmerged)
+        assert torch.equal(again.generate(PROMPT, **DIRECT).sequences, tokens)
+        assert speculate(again) == drafts
+
+
+def test_an_adapter_for_a_head_repository(saved: tuple[Path, Path], tmp_path: Path) -> None:
+    """It names the head repository as its base, which names the backbone."""
+    MRPForCausalLM.from_pretrained(saved[0]).save_pretrained(tmp_path / "head", head_only=True)
+    model = adapted(MRPForCausalLM.from_pretrained(tmp_path / "head"))
+    model.save_pretrained(tmp_path / "adapter")
+    named = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"]
+    assert named == str(tmp_path / "head")
+    again = MRPForCausalLM.from_pretrained(named, adapter_kwargs={"_adapter_model_path": str(tmp_path / "adapter")})
+    assert torch.equal(residual(again), residual(model))
+    assert not torch.equal(residual(again), residual(MRPForCausalLM.from_pretrained(named)))
+
+
+def test_a_pickled_adapter_is_not_read(saved: tuple[Path, Path], tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text((saved[1] / "adapter_config.json").read_text())
+    torch.save({}, tmp_path / "adapter_model.bin")
+    with pytest.raises(ValueError, match=r"no adapter_model\.safetensors in .*never pickled"):
+        MRPForCausalLM.from_pretrained(saved[0]).load_adapter(str(tmp_path))

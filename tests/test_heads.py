@@ -1,0 +1,505 @@
+"""Heads on their own: saved, found with their backbones, put on others, swapped, taken off."""
+
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_model
+from published import backbone_config, backbone_shapes, heavyball_tensors, published_config, random_tensors, write
+from safetensors.torch import load_file, save_file
+from test_remote_code import run_fresh
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from modeling_mrp import MRPForCausalLM, MRPHead
+from modeling_mrp.layouts_mrp import backbone_location
+from modeling_mrp.saving_mrp import written_beside
+
+PROMPT = torch.tensor([[5, 17, 40, 3, 44, 9]])
+SHA = "89abcdef0123456789abcdef0123456789abcdef"
+SPEC: dict[str, Any] = {"decoding": "mrp_spec", "num_draft_states": 4, "max_new_tokens": 12}
+SPEC |= {"pad_token_id": 0, "eos_token_id": None, "return_dict_in_generate": True}
+
+
+def in_hub_cache(folder: Path, cache: Path, name: str, sha: str = SHA) -> None:
+    """Puts a folder where a download would have put it."""
+    repository = cache / f"models--{name.replace('/', '--')}"
+    shutil.copytree(folder, repository / "snapshots" / sha)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(sha)
+
+
+def speculate(model: MRPForCausalLM) -> tuple[list[int], list[int], list[int]]:
+    """Tokens, and how many drafts were made and right: these depend on the head."""
+    out = model.generate(PROMPT, **SPEC)
+    return out.sequences[0].tolist(), out.stats.drafted.tolist(), out.stats.accepted.tolist()
+
+
+def same_tensors(a: Any, b: Any) -> bool:
+    a, b = a.state_dict(), b.state_dict()
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A full checkpoint, its backbone, its head alone, and another full one for the same backbone."""
+    root = tmp_path_factory.mktemp("heads")
+    full = make_model().float()
+    full.save_pretrained(root / "full")
+    backbone = MRPForCausalLM.from_pretrained(root / "full")
+    backbone.detach_head()
+    backbone.save_pretrained(root / "backbone")
+    model = MRPForCausalLM.from_backbone(root / "backbone", head=root / "full")
+    model.generation_config.num_draft_states = 3
+    model.save_pretrained(root / "head", head_only=True)
+    other = MRPForCausalLM.from_backbone(root / "backbone", head_layers=1, head_init="published")
+    other.save_pretrained(root / "other")
+    return {path.name: path for path in root.iterdir()}
+
+
+# ------------------------------------------------------------------------------------------------ head repositories
+
+
+def test_what_a_head_repository_holds(folders: dict[str, Path]) -> None:
+    full, head = load_file(folders["full"] / "model.safetensors"), load_file(folders["head"] / "model.safetensors")
+    assert head.keys() == {name for name in full if name.startswith("mrp_head.")}
+    assert all(torch.equal(full[name], tensor) for name, tensor in head.items())
+    config = json.loads((folders["head"] / "config.json").read_text())
+    whole = json.loads((folders["full"] / "config.json").read_text())
+    assert config == whole | {"base_model_name_or_path": str(folders["backbone"])}  # of a folder there is no revision
+    code = {path.name for path in folders["full"].glob("*_mrp.py")}
+    assert {path.name for path in folders["head"].iterdir()} == code | {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+    }
+
+
+def test_a_head_repository_loads_its_backbone(folders: dict[str, Path], tmp_path: Path) -> None:
+    model = MRPForCausalLM.from_pretrained(folders["head"])
+    full = MRPForCausalLM.from_pretrained(folders["full"])
+    assert same_tensors(model, full)
+    assert speculate(model) == speculate(full)
+    assert model.generation_config.num_draft_states == 3
+    assert model.backbone_source == (str(folders["backbone"]), None)
+    assert not model.training
+    assert not model.mrp_head.training
+    model.save_pretrained(tmp_path / "whole")
+    saved = json.loads((tmp_path / "whole" / "config.json").read_text())
+    assert not [name for name in saved if name.startswith("base_model")]
+    assert same_tensors(MRPForCausalLM.from_pretrained(tmp_path / "whole"), full)
+    model.save_pretrained(tmp_path / "head", head_only=True)
+    again = json.loads((tmp_path / "head" / "config.json").read_text())
+    assert again["base_model_name_or_path"] == str(folders["backbone"])
+
+
+def test_dtype_and_attention_reach_the_backbone(folders: dict[str, Path]) -> None:
+    model = MRPForCausalLM.from_pretrained(folders["head"], dtype=torch.bfloat16, attn_implementation="eager")
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert model.config._attn_implementation == "eager"
+    assert all(layer.self_attn.config is model.config for layer in model.mrp_head.layers)
+
+
+def test_head_repository_from_the_hubs_cache(folders: dict[str, Path], tmp_path: Path) -> None:
+    """As downloaded: the commit is remembered, and a pinned one is loaded though the branch has moved on."""
+    in_hub_cache(folders["backbone"], tmp_path, "org/backbone")
+    model = MRPForCausalLM.from_backbone("org/backbone", head=folders["full"], cache_dir=tmp_path)
+    assert model.backbone_source == ("org/backbone", SHA)
+    model.save_pretrained(tmp_path / "head", head_only=True)
+    config = json.loads((tmp_path / "head" / "config.json").read_text())
+    assert (config["base_model_name_or_path"], config["base_model_revision"]) == ("org/backbone", SHA)
+    in_hub_cache(tmp_path / "head", tmp_path, "org/head", "1" * 40)
+    (tmp_path / "models--org--backbone" / "refs" / "main").write_text("2" * 40)
+    loaded = MRPForCausalLM.from_pretrained("org/head", cache_dir=tmp_path)
+    assert same_tensors(loaded, model)
+    assert loaded.backbone_source == ("org/backbone", SHA)
+
+
+def test_auto_model_offline_in_a_fresh_process(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Both repositories in the cache, no checkout, nothing else; then another backbone instead."""
+    hub = tmp_path / "hf" / "hub"
+    in_hub_cache(folders["backbone"], hub, "org/backbone")
+    MRPForCausalLM.from_pretrained(folders["head"]).save_pretrained(
+        tmp_path / "head", head_only=True, base_model_name_or_path="org/backbone", base_model_revision=SHA
+    )
+    in_hub_cache(tmp_path / "head", hub, "org/head")
+    printed = run_fresh(
+        f"""
+        from transformers import AutoModel, AutoModelForCausalLM
+        for auto, options in (
+            (AutoModel, {{}}),
+            (AutoModelForCausalLM, {{"backbone": {str(folders["backbone"])!r}, "dtype": torch.float64}}),
+        ):
+            model = auto.from_pretrained("org/head", trust_remote_code=True, **options)
+            out = model.generate(torch.tensor({PROMPT.tolist()}), **{SPEC!r})
+            print(out.sequences[0].tolist(), out.stats.drafted.tolist(), out.stats.accepted.tolist(), model.dtype)
+            print(model.backbone_source.name, model.name_or_path)
+        """,
+        tmp_path,
+    )
+    expected = " ".join(map(str, speculate(MRPForCausalLM.from_pretrained(folders["head"]))))
+    assert printed.splitlines() == [
+        f"{expected} torch.float32",
+        "org/backbone org/head",
+        f"{expected} torch.float64",
+        f"{folders['backbone']} org/head",
+    ]
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_another_backbone_for_a_head_repository(loaded: bool, folders: dict[str, Path], tmp_path: Path) -> None:
+    shutil.copytree(folders["head"], tmp_path / "head")
+    path = tmp_path / "head" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "base_model_name_or_path": "org/not-there"}))
+    with pytest.raises(OSError, match="org/not-there"):
+        MRPForCausalLM.from_pretrained(tmp_path / "head")
+    backbone: Any = folders["full"]  # its own head gives way
+    backbone = MRPForCausalLM.from_pretrained(backbone) if loaded else backbone
+    model = MRPForCausalLM.from_pretrained(tmp_path / "head", backbone=backbone)
+    assert same_tensors(model, MRPForCausalLM.from_pretrained(folders["full"]))
+    assert (model is backbone) == loaded
+    with pytest.raises(ValueError, match=r"has a backbone of its own.*from_backbone"):
+        MRPForCausalLM.from_pretrained(folders["full"], backbone=folders["backbone"])
+
+
+# ------------------------------------------------------------------------------------------------ what may be followed
+
+
+def test_names_of_backbones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A config from the Hub names a repository and nothing else; that of a folder may name one on this machine."""
+    (tmp_path / "head" / "inner").mkdir(parents=True)
+    (tmp_path / "backbone").mkdir()
+    (tmp_path / "org" / "name").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    local, hub = str(tmp_path / "head"), "someone/head"
+    assert backbone_location("JetLM/SDAR-4B-Chat-b16", hub) == "JetLM/SDAR-4B-Chat-b16"
+    assert backbone_location("JetLM/SDAR-4B-Chat-b16", local) == "JetLM/SDAR-4B-Chat-b16"
+    assert backbone_location(str(tmp_path / "backbone"), local) == str(tmp_path / "backbone")
+    assert backbone_location("inner", local) == str(tmp_path / "head" / "inner")
+    for name in ("../backbone", "inner/../../backbone", ".", "/no/such/folder", "inner/..", "~", "gpt2", "a/b/c"):
+        with pytest.raises(ValueError, match=r"is not followed.*backbone="):
+            backbone_location(name, local)
+    for name in (
+        str(tmp_path / "backbone"),
+        "../backbone",
+        "inner",
+        "./inner",
+        "backbone",
+        "../x/y",
+        "org\\name",
+        "..",
+        "a/..",
+        "",
+    ):
+        with pytest.raises(ValueError, match=r"is not followed.*backbone="):
+            backbone_location(name, hub)
+    for source in (local, hub):
+        with pytest.raises(ValueError, match="a local path of that name exists"):
+            backbone_location("org/name", source)
+
+
+def test_a_downloaded_config_that_climbs_out(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Through the front door, and with a link that leads out of the folder."""
+    in_hub_cache(folders["head"], tmp_path, "org/head")  # it names an absolute path
+    with pytest.raises(ValueError, match=r"config of org/head names the backbone '/.*is not followed"):
+        MRPForCausalLM.from_pretrained("org/head", cache_dir=tmp_path)
+    shutil.copytree(folders["head"], tmp_path / "head")
+    (tmp_path / "head" / "inner").symlink_to(folders["backbone"])
+    path = tmp_path / "head" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "base_model_name_or_path": "inner"}))
+    with pytest.raises(ValueError, match="is not followed"):
+        MRPForCausalLM.from_pretrained(tmp_path / "head")
+
+
+def test_a_head_repository_is_no_backbone(folders: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"is a head repository and has no backbone"):
+        MRPForCausalLM.from_backbone(folders["head"])
+    shutil.copytree(folders["head"], tmp_path / "head")
+    path = tmp_path / "head" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "base_model_name_or_path": str(tmp_path / "head")}))
+    with pytest.raises(ValueError, match=r"is a head repository and has no backbone"):
+        MRPForCausalLM.from_pretrained(tmp_path / "head")
+
+
+# ------------------------------------------------------------------------------------------------ attaching
+
+
+@pytest.mark.parametrize("kind", ["full", "head"])
+def test_attach_and_detach(kind: str, folders: dict[str, Path]) -> None:
+    model = MRPForCausalLM.from_pretrained(folders["other"])
+    model.generation_config.decoding = "mrp_spec"
+    first = speculate(model)
+    assert len(model.mrp_head.layers) == 1
+    model.attach_head(folders[kind])
+    full = MRPForCausalLM.from_pretrained(folders["full"])
+    assert same_tensors(model, full)
+    assert model.config.num_nextn_predict_layers == 2
+    assert [layer.self_attn.layer_idx for layer in model.mrp_head.layers] == [2, 3]
+    assert speculate(model) == speculate(full) != first
+    head = model.detach_head()
+    assert isinstance(head, MRPHead)
+    assert (model.mrp_head, model.config.has_head, model.generation_config.decoding) == (None, False, None)
+    assert same_tensors(model, MRPForCausalLM.from_pretrained(folders["backbone"]))
+    with pytest.raises(ValueError, match=r"no MRP head to detach"):
+        model.detach_head()
+    with pytest.raises(ValueError, match=r"num_nextn_predict_layers is 0.*attach_head"):
+        model.residual(PROMPT, torch.zeros(1, 6, 32), torch.arange(6)[None], torch.ones(1, 1, 6, 6, dtype=torch.bool))
+    model.double().attach_head(head)
+    assert model.mrp_head is head
+    assert {parameter.dtype for parameter in head.parameters()} == {torch.float64}
+    assert speculate(model)[0] == speculate(full)[0]
+
+
+def test_a_published_head_on_a_published_backbone(tmp_path: Path) -> None:
+    """The two come from different authors: JetLM's folder with the weights of one, heavyball's with both."""
+    tensors = heavyball_tensors()
+    write(tmp_path / "heavyball", published_config(), tensors, shards=2)
+    write(tmp_path / "sdar", backbone_config(), random_tensors(backbone_shapes(), seed=3), shards=2)
+    model = MRPForCausalLM.from_backbone(tmp_path / "sdar", head=tmp_path / "heavyball", dtype=torch.bfloat16)
+    state = model.state_dict()
+    for name, tensor in random_tensors(backbone_shapes(), seed=3).items():
+        assert torch.equal(state[name], tensor.bfloat16())
+    for name, tensor in tensors.items():
+        if name.startswith("mrp_modules"):
+            assert torch.equal(state[name.replace("mrp_modules.0.model", "mrp_head")], tensor.bfloat16())
+    assert len(state) == len(tensors)
+
+
+def test_a_draft_vocabulary_travels_with_the_head(folders: dict[str, Path], tmp_path: Path) -> None:
+    full = MRPForCausalLM.from_pretrained(folders["full"], draft_vocab_size=0)
+    ids = torch.tensor([7, 3, 59, 61, 2])
+    full.mrp_head.draft_token_ids = ids
+    full.config.draft_vocab_size = 5
+    full.save_pretrained(tmp_path / "head", head_only=True)
+    model = MRPForCausalLM.from_backbone(folders["backbone"], head=tmp_path / "head", dtype=torch.bfloat16)
+    assert torch.equal(model.mrp_head.draft_token_ids, ids)
+    assert model.config.draft_vocab_size == 5
+    assert MRPForCausalLM.from_pretrained(tmp_path / "head").mrp_head.draft_token_ids.tolist() == ids.tolist()
+    model.attach_head(folders["full"])
+    assert (model.mrp_head.draft_token_ids, model.config.draft_vocab_size) == (None, 0)
+    stored = load_file(tmp_path / "head" / "model.safetensors")
+    for bad in ([7, 3, 59, 61, 64], [7, 3, 59, 60, 2], [7, 3, 3, 61, 2], [-1, 3, 59, 61, 2]):
+        stored["mrp_head.draft_token_ids"] = torch.tensor(bad)
+        save_file(stored, tmp_path / "head" / "model.safetensors")
+        with pytest.raises(ValueError, match=r"draft_token_ids of .* holds ids twice, the mask's, or ids outside .* 64"):
+            model.attach_head(tmp_path / "head")
+
+
+@pytest.mark.parametrize(
+    ("change", "numbers"),
+    [
+        ({"hidden_size": 40}, r"hidden_size is 40, the backbone's 32"),
+        ({"vocab_size": 70}, r"vocab_size is 70, the backbone's 64"),
+        ({"block_size": 8}, r"block_size is 8, the backbone's 4"),
+        ({"mask_token_id": 61}, r"mask_token_id is 61, the backbone's 60"),
+        ({"intermediate_size": 40}, r"intermediate_size is 40, the backbone's 48"),
+        ({"num_attention_heads": 8}, r"num_attention_heads is 8, the backbone's 4"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}, r"rope_parameters is .*5\.0.*10000"),
+        ({"block_size": 8, "mask_token_id": 61}, r"block_size is 8, the backbone's 4; its mask_token_id is 61"),
+    ],
+    ids=str,
+)
+def test_a_head_of_another_backbone(change: dict[str, Any], numbers: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    make_model(**change).float().save_pretrained(tmp_path / "other")
+    model = MRPForCausalLM.from_pretrained(folders["full"])
+    before = model.mrp_head
+    with pytest.raises(ValueError, match=r"does not belong to this backbone.*" + numbers):
+        model.attach_head(tmp_path / "other")
+    assert model.mrp_head is before
+    with pytest.raises(ValueError, match=numbers):
+        MRPForCausalLM.from_backbone(folders["backbone"], head=tmp_path / "other")
+
+
+def test_heads_that_do_not_fit(folders: dict[str, Path], tmp_path: Path) -> None:
+    model = MRPForCausalLM.from_pretrained(folders["full"])
+    before = model.mrp_head
+    with pytest.raises(ValueError, match=r"wrong shape: mrp_head\.eh_proj\.weight is \[40, 80\], needs \[32, 64\]"):
+        model.attach_head(make_model(hidden_size=40).mrp_head)
+    with pytest.raises(ValueError, match=r"head is 3: pass an MRPHead"):
+        model.attach_head(3)
+    with pytest.raises(ValueError, match="head is Linear"):
+        model.attach_head(torch.nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"has no MRP head"):
+        model.attach_head(folders["backbone"])
+    shutil.copytree(folders["head"], tmp_path / "head")
+    stored = load_file(tmp_path / "head" / "model.safetensors")
+    stored["model.norm.weight"] = torch.ones(32)  # a head repository holds nothing else
+    del stored["mrp_head.norm.weight"]
+    save_file(stored, tmp_path / "head" / "model.safetensors")
+    with pytest.raises(ValueError, match=r"(?s)missing: mrp_head\.norm\.weight.*unexpected: model\.norm\.weight"):
+        model.attach_head(tmp_path / "head")
+    data = (folders["head"] / "model.safetensors").read_bytes()
+    (tmp_path / "head" / "model.safetensors").write_bytes(data[:-5])
+    with pytest.raises(ValueError, match="is not a whole safetensors file"):
+        MRPForCausalLM.from_pretrained(tmp_path / "head")
+    assert model.mrp_head is before
+
+
+# ------------------------------------------------------------------------------------------------ new heads
+
+
+def test_a_new_head_adds_nothing_to_begin_with(folders: dict[str, Path]) -> None:
+    hidden = torch.randn(1, 6, 32)
+    arguments = (PROMPT, hidden, torch.arange(6)[None], torch.ones(1, 1, 6, 6, dtype=torch.bool))
+    for how in ("identity", "backbone"):
+        torch.manual_seed(0)
+        model = MRPForCausalLM.from_backbone(folders["backbone"], head_layers=2, head_init=how)
+        assert model.residual(*arguments).eq(0).all()
+        assert model.config.num_nextn_predict_layers == 2
+        assert model.mrp_head.layers[0].mlp.up_proj.weight.std() > 0.1
+        torch.manual_seed(0)
+        assert same_tensors(model.mrp_head, model.new_head(2, how))
+        model.generate(PROMPT, **SPEC)
+
+
+def test_a_head_that_starts_from_the_backbone() -> None:
+    """Its layers are the last ones, and they read h_A as it is."""
+    model = make_model(num_hidden_layers=3, num_nextn_predict_layers=0)
+    model.attach_head(model.new_head(2, "backbone"))
+    for layer, source in zip(model.mrp_head.layers, model.model.layers[1:], strict=True):
+        assert same_tensors(layer, source)
+    expected = torch.cat([torch.zeros(32, 32), torch.eye(32)], 1).double()
+    assert torch.equal(model.mrp_head.eh_proj.weight, expected)
+    model.mrp_head.layers[0].mlp.up_proj.weight.data.zero_()
+    assert model.model.layers[1].mlp.up_proj.weight.abs().max() > 0  # copies, not the same weights
+
+
+def test_a_head_as_in_the_published_recipe() -> None:
+    model = make_model(num_nextn_predict_layers=0, initializer_range=0.02)
+    torch.manual_seed(1)
+    head = model.new_head(3, "published")
+    matrices = torch.cat([p.flatten() for p in head.parameters() if p.dim() == 2])
+    assert matrices.std().item() == pytest.approx(0.2, rel=0.02)  # 30,000 numbers
+    assert all(p.eq(1).all() for p in head.parameters() if p.dim() == 1)
+
+
+@pytest.mark.parametrize("layers", [0, -1, 2.0, True, None], ids=str)
+def test_depths_that_are_none(layers: Any, folders: dict[str, Path]) -> None:
+    with pytest.raises(ValueError, match=rf"head_layers is {layers!r}: a head has 1 layer"):
+        MRPForCausalLM.from_backbone(folders["backbone"], head_layers=layers)
+
+
+def test_new_heads_that_cannot_start() -> None:
+    model = make_model(num_nextn_predict_layers=0)
+    with pytest.raises(ValueError, match=r"head_init is 'zero': choose one of identity, backbone, published"):
+        model.new_head(2, "zero")
+    with pytest.raises(ValueError, match=r"3 layers and the backbone 2: use fewer"):
+        model.new_head(3, "backbone")
+
+
+# ------------------------------------------------------------------------------------------------ autoregressive backbones
+
+
+def qwen3(folder: Path, tied: bool, both: bool = False, **changes: Any) -> Qwen3ForCausalLM:
+    options = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    options |= {"num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": tied, "max_position_embeddings": 64}
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(Qwen3Config(**{**options, **changes}))
+    model.save_pretrained(folder)
+    if both:  # as Qwen/Qwen3-0.6B has it
+        stored = load_file(folder / "model.safetensors")
+        stored["lm_head.weight"] = stored["model.embed_tokens.weight"].clone()
+        save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    return model
+
+
+@pytest.mark.parametrize(("tied", "both"), [(False, False), (True, False), (True, True)])
+def test_an_autoregressive_checkpoint_as_a_backbone(tied: bool, both: bool, tmp_path: Path, caplog: Any) -> None:
+    """Under a causal mask it is still the model that it was."""
+    source = qwen3(tmp_path / "qwen", tied, both).eval()
+    with caplog.at_level(logging.WARNING):
+        model = MRPForCausalLM.from_backbone(tmp_path / "qwen", head_layers=1, block_size=8, mask_token_id=63)
+    assert "autoregressive" in caplog.text
+    assert (model.config.block_size, model.config.mask_token_id, model.config.model_type) == (8, 63, "sdar_mrp")
+    causal = torch.ones(1, 1, 6, 6, dtype=torch.bool).tril()
+    with torch.no_grad():
+        expected = source(PROMPT).logits
+        torch.testing.assert_close(model(PROMPT, attention_mask=causal).logits, expected, rtol=0, atol=1e-6)
+        assert (model(PROMPT).logits - expected).abs().max() > 1e-3  # a block sees itself from both sides
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+    model.save_pretrained(tmp_path / "ours")
+    again = MRPForCausalLM.from_pretrained(tmp_path / "ours")
+    assert same_tensors(again, model)
+    assert (again.lm_head.weight is again.model.embed_tokens.weight) == tied
+
+
+def test_the_mask_of_an_autoregressive_checkpoint(tmp_path: Path) -> None:
+    qwen3(tmp_path / "small", tied=False)
+    with pytest.raises(ValueError, match=r"vocabulary of 64, not Qwen3's of 151936.*pass mask_token_id"):
+        MRPForCausalLM.from_backbone(tmp_path / "small")
+    with pytest.raises(ValueError, match=r"mask_token_id is 64, outside the vocabulary"):
+        MRPForCausalLM.from_backbone(tmp_path / "small", mask_token_id=64)
+    qwen3(tmp_path / "large", tied=True, vocab_size=151936, hidden_size=4, head_dim=2, intermediate_size=4)
+    model = MRPForCausalLM.from_backbone(tmp_path / "large", head_layers=1)
+    assert (model.config.block_size, model.config.mask_token_id) == (16, 151669)
+
+
+# ------------------------------------------------------------------------------------------------ saving
+
+
+def test_a_head_that_cannot_be_saved_alone(folders: dict[str, Path], tmp_path: Path) -> None:
+    backbone = MRPForCausalLM.from_pretrained(folders["backbone"])
+    with pytest.raises(ValueError, match=r"no MRP head: give it one with attach_head"):
+        backbone.save_pretrained(tmp_path / "x", head_only=True)
+    with pytest.raises(ValueError, match=r"pass base_model_name_or_path"):
+        make_model().save_pretrained(tmp_path / "x", head_only=True)
+    for named in ({"base_model_name_or_path": "org/x"}, {"base_model_revision": "main"}):
+        with pytest.raises(ValueError, match=r"names none\. Pass head_only=True"):
+            backbone.save_pretrained(tmp_path / "x", **named)
+    assert not (tmp_path / "x").exists()
+    make_model().save_pretrained(tmp_path / "x", head_only=True, base_model_name_or_path="org/x", base_model_revision="v1")
+    config = json.loads((tmp_path / "x" / "config.json").read_text())
+    assert (config["base_model_name_or_path"], config["base_model_revision"]) == ("org/x", "v1")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"base_model_name_or_path": ""},
+        {"base_model_name_or_path": 3},
+        {"base_model_revision": "main"},
+        {"base_model_name_or_path": "org/x", "base_model_revision": 3},
+    ],
+    ids=str,
+)
+def test_names_that_a_config_does_not_take(fields: dict[str, Any]) -> None:
+    """transformers checks the types of declared fields itself, with an error of its own."""
+    with pytest.raises(Exception, match="base_model_"):
+        make_model(**fields)
+
+
+@pytest.mark.parametrize("head_only", [False, True])
+def test_a_save_that_fails_leaves_what_was_there(head_only: bool, folders: dict[str, Path], tmp_path: Path) -> None:
+    """The generation config, which is written after the weights or the config, is refused by transformers."""
+    folder = Path(shutil.copytree(folders["other"], tmp_path / "mine"))
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    model = MRPForCausalLM.from_pretrained(folders["full"])
+    model.generation_config.do_sample, model.generation_config.temperature = False, 0.5
+    for target in (folder, tmp_path / "new"):
+        with pytest.raises(ValueError, match="temperature"):
+            model.save_pretrained(target, head_only=head_only)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert not (tmp_path / "new").exists()
+
+
+def test_writing_beside(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for name in ("model.safetensors", "model-00001-of-00002.safetensors", "model_notes.txt", "model.safetensors.index.json"):
+        (folder / name).write_text("old")
+    with pytest.raises(FileNotFoundError), written_beside(folder) as beside:
+        (beside / "model.safetensors").write_text("new") and (beside / "no" / "folder").write_text("new")
+    assert {path.read_text() for path in folder.iterdir()} == {"old"}
+    with written_beside(folder) as beside:
+        (beside / "config.json").write_text("new")
+    assert (folder / "model-00001-of-00002.safetensors").exists()  # no weights were written
+    with written_beside(folder) as beside:
+        (beside / "model.safetensors").write_text("new")
+    assert {path.name: path.read_text() for path in folder.iterdir()} == {
+        "config.json": "new",
+        "model.safetensors": "new",
+        "model_notes.txt": "old",
+    }
