@@ -41,7 +41,7 @@ class Fault:
         cut_response_at: Do what is asked, send so many bytes of the body, then cut the connection.
         change: The body to answer with instead of the ordinary one, with a fitting Content-Length.
         skip: How many such requests pass first.
-        times: How many fail then.
+        times: How many fail then. A request that an earlier fault strikes is not counted by the later ones.
     """
 
     pattern: str
@@ -78,7 +78,7 @@ class Logged:
 
 
 class HubServer:
-    """Serves a store on two ports of 127.0.0.1, the Hub's and the storage's; a context manager.
+    """Serves a store on two ports of loopback, the Hub's and the storage's; a context manager.
 
     Args:
         folder: Where everything is kept. A server started on the folder of an earlier one serves its repositories.
@@ -98,7 +98,9 @@ class HubServer:
         self._lock = threading.Lock()
         self._hub = self._listen("hub")
         self._storage = self._listen("storage")
-        self.url, self.storage_url = (f"http://127.0.0.1:{server.server_address[1]}" for server in (self._hub, self._storage))
+        # Two names, so that every version of the client sees in the storage another host than the Hub's.
+        self.url = f"http://127.0.0.1:{self._hub.server_address[1]}"
+        self.storage_url = f"http://localhost:{self._storage.server_address[1]}"
         self.api = HubTransfer(self.store, self.users, self.url, self.storage_url)
 
     def _listen(self, name: str) -> ThreadingHTTPServer:

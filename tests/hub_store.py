@@ -199,7 +199,10 @@ class Store:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.repositories: dict[str, Repository] = {}
+        self.repositories = {
+            str(path.parent.relative_to(folder)): Repository(path.parent, str(path.parent.relative_to(folder)))
+            for path in folder.glob("*/*/repo.json")
+        }
         self.lock = threading.Lock()
 
     def create(self, repo_id: str, private: bool, author: str) -> Repository:

@@ -40,7 +40,7 @@ class HubTransfer(HubApi):
 
     @route("POST", "/api/models/{repo}/preupload/{revision}")
     def preupload(self, request: Request, repo: Repository, revision: str) -> Response:
-        self.may_upload(request, repo, request.asks("create_pr"))
+        self.may_upload(request, repo, request.asks("create_pr") or revision.startswith("refs/pr/"))
         files = repo.read(revision).files
         attributes = repo.content(files[".gitattributes"].sha256).decode() if ".gitattributes" in files else ""
         patterns = [line.split()[0] for line in attributes.splitlines() if "filter=lfs" in line]
