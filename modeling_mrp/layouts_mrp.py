@@ -25,6 +25,7 @@ HEAD = "mrp_head."
 PUBLISHED_HEAD = "mrp_modules.0.model."
 KEY_MAPPING = {r"^mrp_modules\.0\.model\.": HEAD}  # transformers renames by it while it loads
 DRAFT_TOKENS = HEAD + "draft_token_ids"
+HUB_OPTIONS = ("cache_dir", "force_download", "proxies", "local_files_only", "token", "revision", "subfolder")
 # How transformers 4.52, which wrote the published configs, spelled three of today's fields.
 _OLD_SPELLINGS = {"rope_theta", "rope_scaling", "torch_dtype"}
 _COMMIT = re.compile(r"[/\\]snapshots[/\\]([0-9a-f]{40})[/\\]")
@@ -75,8 +76,7 @@ class StoredTensor:
 
 def hub_options(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Those of the keyword arguments that say where and how a file is fetched."""
-    names = ("cache_dir", "force_download", "proxies", "local_files_only", "token", "revision", "subfolder")
-    return {name: kwargs[name] for name in names if kwargs.get(name) is not None}
+    return {name: kwargs[name] for name in HUB_OPTIONS if kwargs.get(name) is not None}
 
 
 def commit_of(path: Path) -> str | None:
@@ -90,6 +90,7 @@ def weight_files(source: str, variant: str | None = None, prefixes: tuple[str, .
 
     Raises:
         ValueError: if there are none, or if the index names a file outside the checkpoint.
+        OSError: if the Hub does not answer, or refuses.
     """
     single = SAFE_WEIGHTS_NAME if variant is None else SAFE_WEIGHTS_NAME.replace("model", f"model.{variant}", 1)
     index_name = SAFE_WEIGHTS_INDEX_NAME
@@ -97,14 +98,18 @@ def weight_files(source: str, variant: str | None = None, prefixes: tuple[str, .
         index_name = index_name.replace(".index", f".index.{variant}")
     try:
         return [Path(cached_file(source, single, **hub))]
-    except OSError:
-        try:
-            index_file = Path(cached_file(source, index_name, **hub))
-        except OSError as error:
-            raise ValueError(
-                f"no {single} and no {index_name} in {source}: only safetensors are read, never pickled weights (.bin, .pt). "
-                f"Check the path, or convert the checkpoint to safetensors ({error})"
-            ) from error
+    except OSError as error:
+        no_single = error
+    try:
+        index_file = Path(cached_file(source, index_name, **hub))
+    except OSError as error:
+        for reason in (no_single, error):
+            if reason.__cause__ is not None:  # not that there is no such file, but that the Hub could not be asked
+                raise reason from None
+        raise ValueError(
+            f"no {single} and no {index_name} in {source}: only safetensors are read, never pickled weights (.bin, .pt). "
+            "Check the path, or convert the checkpoint to safetensors"
+        ) from error
     try:
         shard_of = dict(json.loads(index_file.read_text())["weight_map"])
     except (ValueError, KeyError, TypeError) as error:
@@ -119,6 +124,8 @@ def weight_files(source: str, variant: str | None = None, prefixes: tuple[str, .
     try:
         return [Path(cached_file(source, shard, **hub)) for shard in shards]
     except OSError as error:
+        if error.__cause__ is not None:
+            raise
         raise ValueError(f"a shard that {index_file} names is missing: download the checkpoint again ({error})") from error
 
 
@@ -210,6 +217,7 @@ def backbone_location(name: str, source: str) -> str:
 __all__ = [
     "DRAFT_TOKENS",
     "HEAD",
+    "HUB_OPTIONS",
     "KEY_MAPPING",
     "PUBLISHED_HEAD",
     "Layout",

@@ -31,6 +31,7 @@ from .heads_mrp import (
 )
 from .layouts_mrp import (
     HEAD,
+    HUB_OPTIONS,
     KEY_MAPPING,
     PUBLISHED_HEAD,
     StoredTensor,
@@ -148,8 +149,10 @@ class MRPPreTrainedModel(StockMixin, PreTrainedModel):
         """
         if isinstance(backbone, str | os.PathLike):
             model, _ = cls._open_backbone(os.fspath(backbone), _as_block_diffusion(os.fspath(backbone), kwargs))
-        else:
+        elif hasattr(backbone, "attach_head"):
             model = backbone
+        else:
+            raise ValueError(f"backbone is {backbone!r}: pass the folder or id of a checkpoint, or a loaded MRP model")
         if head is None:
             model.attach_head(model.new_head(head_layers, head_init))
             return model
@@ -194,6 +197,8 @@ class MRPPreTrainedModel(StockMixin, PreTrainedModel):
             ValueError: if the head was made for another backbone (with both values of all that differs), or its tensors do not
                 fit, or there is none; the model is then as before.
         """
+        if unknown := sorted(hub.keys() - set(HUB_OPTIONS)):
+            raise ValueError(f"{', '.join(unknown)}: attach_head takes {', '.join(HUB_OPTIONS)}. Check the spelling")
         if isinstance(head, str | os.PathLike):
             head = self._read_head(os.fspath(head), hub_options(hub))
         elif not isinstance(head, nn.Module) or type(head).__name__ != MRPHead.__name__:
@@ -294,6 +299,7 @@ class MRPPreTrainedModel(StockMixin, PreTrainedModel):
             )
         else:
             self.config.auto_map = dict(AUTO_MAP)
+            self.config.base_model_name_or_path = self.config.base_model_revision = None
             kwargs |= {"is_main_process": is_main_process, "state_dict": state_dict}
             kwargs["save_original_format"] = False  # our names, also if the model came in a published layout
             if not is_main_process or kwargs.get("distributed_checkpoint"):
@@ -355,7 +361,7 @@ class MRPPreTrainedModel(StockMixin, PreTrainedModel):
         raise_misfits(misfits)
         if model.mrp_head is not None:
             check_draft_tokens(model.mrp_head, model.config, str(source))
-        if source is not None:
+        if source is not None and not kwargs.get("subfolder"):
             local = os.path.isdir(source)
             model.backbone_source = BackboneSource(
                 os.path.abspath(source) if local else source, None if local else kwargs.get("revision")

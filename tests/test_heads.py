@@ -105,8 +105,10 @@ def test_dtype_and_attention_reach_the_backbone(folders: dict[str, Path]) -> Non
 
 
 def test_head_repository_from_the_hubs_cache(folders: dict[str, Path], tmp_path: Path) -> None:
-    """As downloaded: the commit is remembered, and a pinned one is loaded though the branch has moved on."""
-    in_hub_cache(folders["backbone"], tmp_path, "org/backbone")
+    """As downloaded, in shards: the commit is remembered, and a pinned one is loaded though the branch has moved on."""
+    MRPForCausalLM.from_pretrained(folders["backbone"]).save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
+    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 1
+    in_hub_cache(tmp_path / "sharded", tmp_path, "org/backbone")
     model = MRPForCausalLM.from_backbone("org/backbone", head=folders["full"], cache_dir=tmp_path)
     assert model.backbone_source == ("org/backbone", SHA)
     model.save_pretrained(tmp_path / "head", head_only=True)
@@ -117,6 +119,9 @@ def test_head_repository_from_the_hubs_cache(folders: dict[str, Path], tmp_path:
     loaded = MRPForCausalLM.from_pretrained("org/head", cache_dir=tmp_path)
     assert same_tensors(loaded, model)
     assert loaded.backbone_source == ("org/backbone", SHA)
+    shutil.rmtree(tmp_path / "models--org--backbone")
+    with pytest.raises(OSError, match=r"the backbone 'org/backbone' of the head org/head could not be loaded.*connect"):
+        MRPForCausalLM.from_pretrained("org/head", cache_dir=tmp_path)
 
 
 def test_auto_model_offline_in_a_fresh_process(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -321,6 +326,10 @@ def test_heads_that_do_not_fit(folders: dict[str, Path], tmp_path: Path) -> None
         model.attach_head(make_model(hidden_size=40).mrp_head)
     with pytest.raises(ValueError, match=r"head is 3: pass an MRPHead"):
         model.attach_head(3)
+    with pytest.raises(ValueError, match=r"revison: attach_head takes .*revision.*spelling"):
+        model.attach_head(folders["full"], revison="main")
+    with pytest.raises(ValueError, match=r"backbone is 3: pass the folder"):
+        MRPForCausalLM.from_backbone(3)
     with pytest.raises(ValueError, match="head is Linear"):
         model.attach_head(torch.nn.Linear(2, 2))
     with pytest.raises(ValueError, match=r"has no MRP head"):
@@ -454,6 +463,14 @@ def test_a_head_that_cannot_be_saved_alone(folders: dict[str, Path], tmp_path: P
     make_model().save_pretrained(tmp_path / "x", head_only=True, base_model_name_or_path="org/x", base_model_revision="v1")
     config = json.loads((tmp_path / "x" / "config.json").read_text())
     assert (config["base_model_name_or_path"], config["base_model_revision"]) == ("org/x", "v1")
+
+
+def test_a_full_checkpoint_names_no_backbone(tmp_path: Path) -> None:
+    """Also if it was made from the config of a head repository."""
+    model = make_model(base_model_name_or_path="org/x", base_model_revision="v1")
+    model.save_pretrained(tmp_path)
+    assert "base_model" not in (tmp_path / "config.json").read_text()
+    assert same_tensors(MRPForCausalLM.from_pretrained(tmp_path), model)
 
 
 @pytest.mark.parametrize(
