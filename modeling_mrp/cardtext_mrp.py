@@ -29,7 +29,8 @@ print(out.tokens_per_forward)
 _STOCK = """An SDAR model that is loaded already decodes with this repository as it is, on its own weights:
 
 ```python
-sdar.generate(**inputs, custom_generate="{name}", trust_remote_code=True, decoding="mrp_spec", max_new_tokens=64)
+repository = "{name}"
+sdar.generate(**inputs, custom_generate=repository, trust_remote_code=True, decoding="mrp_spec", max_new_tokens=64)
 ```"""
 
 USE = {

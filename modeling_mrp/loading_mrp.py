@@ -295,6 +295,7 @@ class MRPPreTrainedModel(StockMixin, PreTrainedModel):
                     custom_object_save(self, beside)
                     config.save_pretrained(beside)
                     self.generation_config.save_pretrained(beside)
+                    write_custom_generate(beside)
         elif base_model_name_or_path is not None or base_model_revision is not None:
             raise ValueError(
                 f"base_model_name_or_path={base_model_name_or_path!r}, base_model_revision={base_model_revision!r}: a full "
@@ -309,11 +310,15 @@ class MRPPreTrainedModel(StockMixin, PreTrainedModel):
             else:
                 with written_beside(folder) as beside:
                     super().save_pretrained(beside, **kwargs)
-        if is_main_process and (folder / "config.json").is_file():  # an adapter has none
-            write_custom_generate(folder)
+                    if (beside / "config.json").is_file():  # an adapter has none
+                        write_custom_generate(beside)
         if push_to_hub and is_main_process:
             if head_only:
-                hub["head_only"] = True
+                hub |= {
+                    "head_only": True,
+                    "base_model_name_or_path": base_model_name_or_path,
+                    "base_model_revision": base_model_revision,
+                }
             self.push_to_hub(hub.pop("repo_id", folder.name), **hub)
 
     @torch.no_grad()
