@@ -107,10 +107,19 @@ def read_folder(path: Path | str) -> Folder:
 
 
 def _code(path: Path) -> set[str]:
-    """The code files that the folder's `auto_map` names, and those that they import."""
+    """The code files that the folder's `auto_map` names, and those that they import.
+
+    Raises:
+        ValueError: if it names code outside the folder or of another repository, or a file is missing.
+    """
     found: set[str] = set()
     for reference in _json(path / "config.json").get("auto_map", {}).values():
-        module = path / f"{reference.rpartition('--')[2].split('.')[0]}.py"
+        if not re.fullmatch(r"[a-z_]+_mrp\.\w+", str(reference)):
+            raise ValueError(
+                f"{path}/config.json takes its code from {reference!r}, and only code in the folder itself is published: save "
+                "it again with save_pretrained"
+            )
+        module = path / f"{reference.split('.')[0]}.py"
         try:
             found |= {module.name, *(Path(file).name for file in get_relative_import_files(module))}
         except FileNotFoundError as error:

@@ -149,6 +149,19 @@ def stored_tensors(files: Iterable[Path]) -> dict[str, StoredTensor]:
     return found
 
 
+def check_depth(found: Mapping[str, StoredTensor], layers: int) -> None:
+    """Asked before as many layers are made as a config says, which costs time even without memory.
+
+    Raises:
+        ValueError: if a config calls for more layers than the checkpoint has tensors.
+    """
+    if layers > len(found):
+        raise ValueError(
+            f"the config calls for {layers} layers (num_hidden_layers, num_nextn_predict_layers), and the checkpoint holds "
+            f"only {len(found)} tensors: correct config.json, or download the checkpoint again"
+        )
+
+
 def check_fit(
     found: Mapping[str, StoredTensor], expected: Mapping[str, tuple[int, ...]], optional: Collection[str] = ()
 ) -> None:
@@ -223,6 +236,7 @@ __all__ = [
     "Layout",
     "StoredTensor",
     "backbone_location",
+    "check_depth",
     "check_fit",
     "commit_of",
     "hub_options",

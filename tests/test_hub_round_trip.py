@@ -17,6 +17,7 @@ from safetensors.torch import load as load_safetensors
 KINDS = ("full", "head", "adapter", "load_adapter")
 CODE = {path.name: path.read_bytes() for path in (ROOT / "modeling_mrp").glob("*_mrp.py")}
 CODE["custom_generate/generate.py"] = CODE["custom_generate_mrp.py"]
+CODE["custom_generate/generate.py"] = CODE["custom_generate_mrp.py"]
 CONFIGS = {"config.json", "generation_config.json"}
 TOKENIZER = {"tokenizer.json", "tokenizer_config.json"}
 # What a pushed repository holds, beside what the Hub and the card add, and how its tensors' names begin.
@@ -25,6 +26,7 @@ DECLARED = {
     "again": ({"model.safetensors", *CONFIGS, *CODE}, ("model.", "lm_head.", "mrp_head.")),
     "backbone": ({"model.safetensors", *CONFIGS, *CODE}, ("model.", "lm_head.")),
     "head": ({"model.safetensors", *CONFIGS, *TOKENIZER, *CODE}, ("mrp_head.",)),
+    "head_again": ({"model.safetensors", *CONFIGS, *CODE}, ("mrp_head.",)),
     "adapter": ({"adapter_model.safetensors", "adapter_config.json"}, ("base_model.model.mrp_head.",)),
 }
 OF_THE_HUB = {".gitattributes", "README.md"}
@@ -112,6 +114,7 @@ print("FOUND:" + json.dumps(found))
 """
 PUSH_AGAIN = """
 load("org/full").push_to_hub("org/again")
+load("org/head").push_to_hub("org/head_again", head_only=True)
 """
 
 
@@ -170,10 +173,12 @@ def test_loading_speaks_to_the_hub_alone(trips: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("kind", DECLARED)
 def test_every_file_of_a_pushed_repository(trips: dict[str, Any], kind: str) -> None:
-    """The declared files and no others: the package's code to the byte, tensors as safetensors, and readable text. "again" was
-    pushed by a model that had itself been loaded as remote code."""
+    """The declared files and no others: the package's code to the byte, tensors as safetensors, and readable text. "again"
+    was pushed by models that had themselves been loaded as remote code."""
     files, (declared, prefixes) = dict(trips["files"][kind]), DECLARED[kind]
     assert set(files) == declared | OF_THE_HUB
+    if kind.endswith("again"):
+        assert files["model.safetensors"] == trips["files"][{"again": "full", "head_again": "head"}[kind]]["model.safetensors"]
     assert {name: content for name, content in files.items() if name.endswith(".py")} == (CODE if kind != "adapter" else {})
     for name, content in files.items():
         if name.endswith(".safetensors"):
