@@ -17,7 +17,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from huggingface_hub.utils import validate_repo_id
 
-from .cardtext_mrp import LICENSES, MODES, RELATIONS, SOURCES, TEMPLATE, USE
+from .cardtext_mrp import LICENSES, MODES, RELATIONS, SOURCES, SUMMARIES, TEMPLATE, USE
 from .folder_mrp import tensors_in
 from .layouts_mrp import HEAD
 from .options_mrp import MRPGenerationConfig
@@ -184,6 +184,9 @@ def _facts(folder: Path, kind: str, config: Mapping[str, Any]) -> str:
             )
         )
         rows.append(("head", f"{config['num_nextn_predict_layers']} layers" if config["num_nextn_predict_layers"] else "none"))
+    if kind == "head":
+        revision = config.get("base_model_revision")
+        rows.append(("of the backbone", f"`{config['base_model_name_or_path']}`" + (f" at `{revision}`" if revision else "")))
     if kind == "full":
         rows.append(("parameters", f"{rest:,} of the backbone, {head:,} of the head"))
     else:
@@ -239,8 +242,13 @@ def render_card(
         metadata["base_model_relation"] = "finetune"
     versions = {"transformers": version("transformers"), "torch": version("torch"), "modeling-mrp": PACKAGE_VERSION}
     versions |= about.metadata.get("versions", {})
+    text_of = "backbone" if kind == "full" and not config.get("num_nextn_predict_layers") else kind
     sections = {
-        "Use": USE[kind].format(name=name, base=metadata["base_model"] or "org/backbone"),
+        "Use": USE[text_of].format(
+            name=name,
+            base=metadata["base_model"] or "org/backbone",
+            decoding="self_spec" if text_of == "backbone" else "mrp_spec",
+        ),
         "Decoding modes": MODES.format(default=defaults.decoding),
         "Numbers": "Not measured yet.",
         "Training": "The recipe was not recorded.",
@@ -256,15 +264,12 @@ def render_card(
         template_str=TEMPLATE,
         name=name,
         title=title,
-        summary=about.summary or f"An SDAR block-diffusion language model with an MRP head: {_KINDS[kind]}.",
+        summary=about.summary or SUMMARIES[text_of],
         facts=_facts(folder, kind, config),
         sections=sections,
     )
     check_card(str(card))
     return card
-
-
-_KINDS = {"full": "backbone and head", "head": "the head alone", "adapter": "a peft adapter"}
 
 
 def _json(path: Path) -> dict[str, Any]:

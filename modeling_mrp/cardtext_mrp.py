@@ -21,7 +21,7 @@ _GENERATE = """chat = [
     {{"role": "user", "content": "Ana has 3 pens. Bo gives Ana 4 more. Ana loses 2. How many pens does Ana have?"}},
 ]
 inputs = tok.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-out = model.generate(**inputs, decoding="mrp_spec", max_new_tokens=64, return_dict_in_generate=True)
+out = model.generate(**inputs, decoding="{decoding}", max_new_tokens=64, return_dict_in_generate=True)
 print(tok.decode(out.sequences[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
 print(out.tokens_per_forward)
 ```"""
@@ -33,6 +33,13 @@ repository = "{name}"
 sdar.generate(**inputs, custom_generate=repository, trust_remote_code=True, decoding="mrp_spec", max_new_tokens=64)
 ```"""
 
+SUMMARIES = {
+    "full": "An SDAR block-diffusion language model with an MRP head.",
+    "backbone": "An SDAR block-diffusion language model without an MRP head.",
+    "head": "An MRP head for an SDAR block-diffusion language model.",
+    "adapter": "A peft adapter of an SDAR block-diffusion language model with an MRP head.",
+}
+
 USE = {
     "full": f"""```python
 from transformers import AutoModel, AutoTokenizer
@@ -42,6 +49,12 @@ tok = AutoTokenizer.from_pretrained("{{name}}", trust_remote_code=True)
 {_GENERATE}
 
 {_STOCK}""",
+    "backbone": f"""```python
+from transformers import AutoModel, AutoTokenizer
+
+model = AutoModel.from_pretrained("{{name}}", trust_remote_code=True)
+tok = AutoTokenizer.from_pretrained("{{name}}", trust_remote_code=True)
+{_GENERATE}""",
     "head": f"""This repository holds the head alone. Loading it loads its backbone, `{{base}}`,
 by name and revision, and attaches the head:
 

@@ -4,9 +4,10 @@
 """
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -165,18 +166,25 @@ def _card(
 ) -> tuple[str, bool]:
     """The card's text, checked, and whether it was rendered."""
     there = folder.files["README.md"].read_text(encoding="utf-8") if "README.md" in folder.files else None
-    rendered = None if there is None or results or about or tags or new_card else renamed(there, repo_id)
+    told = bool(results or about or tags)
     if card is not None:
-        text = card.read_text(encoding="utf-8") if isinstance(card, Path) else str(card)
-    elif rendered is not None:
-        text = rendered
+        if told or new_card:
+            raise ValueError("card=... is published as it is: leave out results, about, tags and new_card, or leave out card")
+        text, is_rendered = card.read_text(encoding="utf-8") if isinstance(card, Path) else str(card), False
     elif there is not None and not new_card and is_own_card(there):
-        text = there
+        if told:
+            raise ValueError(
+                f"{folder.path}/README.md was written by a person and is kept, so that results, about and tags would say "
+                "nothing: leave them out, or pass new_card=True to replace it"
+            )
+        text, is_rendered = there, False
+    elif there is not None and not new_card and not told and (again := renamed(there, repo_id)) is not None:
+        text, is_rendered = again, True
     else:
-        told = None if about is None else About.load(about)
-        return str(render_card(folder.path, folder.kind, repo_id, results, told, tags)), True
+        person = None if about is None else About.load(about)
+        text, is_rendered = str(render_card(folder.path, folder.kind, repo_id, results, person, tags)), True
     check_card(text)
-    return text, rendered is not None and card is None
+    return text, is_rendered
 
 
 @dataclass(frozen=True)
@@ -373,6 +381,20 @@ def _first_line(error: BaseException) -> str:
     return f"{type(told).__name__}: {str(told).strip()}".splitlines()[0]
 
 
+@contextmanager
+def _without_look_ups() -> Iterator[None]:
+    """Keeps peft, which reads this variable whenever it saves an adapter, from asking the Hub for the base model's config."""
+    before = os.environ.get("HF_HUB_OFFLINE")
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["HF_HUB_OFFLINE"]
+        else:
+            os.environ["HF_HUB_OFFLINE"] = before
+
+
 class MRPHubMixin:
     """`push_to_hub` of an MRP model."""
 
@@ -408,7 +430,7 @@ class MRPHubMixin:
         Raises:
             ValueError, PermissionError, ConnectionError: as `publish` says.
         """
-        with TemporaryDirectory() as folder:
+        with TemporaryDirectory() as folder, _without_look_ups() if dry_run else nullcontext():
             self.save_pretrained(  # type: ignore[attr-defined]  # the model's
                 folder,
                 max_shard_size=max_shard_size,

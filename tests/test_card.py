@@ -164,7 +164,7 @@ def test_a_table_of_uneven_results() -> None:
 
 @pytest.mark.parametrize("kind", ["head", "adapter"])
 def test_cards_of_heads_and_adapters_name_their_base(tmp_path: Path, kind: str) -> None:
-    make_model().save_pretrained(tmp_path, head_only=True, base_model_name_or_path="org/base")
+    make_model().save_pretrained(tmp_path, head_only=True, base_model_name_or_path="org/base", base_model_revision="v1")
     if kind == "adapter":
         (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "org/base"}))
         (tmp_path / "model.safetensors").unlink()
@@ -175,8 +175,18 @@ def test_cards_of_heads_and_adapters_name_their_base(tmp_path: Path, kind: str) 
     assert data["library_name"] == {"head": "transformers", "adapter": "peft"}[kind]
     assert {"head": "holds the head alone", "adapter": 'model.load_adapter("org/mine")'}[kind] in text
     assert 'AutoTokenizer.from_pretrained("org/base"' in text
+    assert ("| of the backbone | `org/base` at `v1` |" in text) == (kind == "head")
     assert f"| parameters here | {16 if kind == 'adapter' else f'{HEAD:,}'} |" in text
     assert validate_card(text) == ([], [])
+
+
+def test_a_backbones_card_asks_for_no_head(tmp_path: Path) -> None:
+    make_model(num_nextn_predict_layers=0).save_pretrained(tmp_path)
+    text = str(render_card(tmp_path, "full", "org/backbone"))
+    assert "without an MRP head" in text
+    assert 'decoding="self_spec"' in text
+    assert "custom_generate" not in text
+    assert "| head | none |" in text
 
 
 CARD = "---\nlicense: mit\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n\n# Mine\n"

@@ -12,6 +12,7 @@ import torch
 from conftest import ROOT, make_model
 from hub_client import Done, HubClient
 from hub_server import HubServer
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 
 from modeling_mrp import MRPForCausalLM
@@ -161,6 +162,39 @@ def test_a_head_and_an_adapter_arrive(
     assert "base_model_relation: adapter\n" in files["README.md"].decode()
 
 
+def test_of_a_model_with_a_peft_adapter_the_adapter_is_published(
+    hub: HubServer, client: HubClient, folders: dict[str, Path], repo: str
+) -> None:
+    """Under the name of the model it was made for; a local path is none. Its dry run makes no connection either."""
+    prepared = f"""
+        import os, warnings
+        from peft import LoraConfig
+        from modeling_mrp import MRPForCausalLM
+        warnings.simplefilter("ignore")
+        model = MRPForCausalLM.from_pretrained({str(folders["full"])!r})
+        model.add_adapter(LoraConfig(r=2, target_modules=["eh_proj"]))
+    """
+    done = client.run(f"{prepared}    model.push_to_hub({repo!r})")
+    assert f"base_model is '{folders['full']}': it must be the id of a model on the Hub" in str(done.error)
+    done = client.run(
+        f"""{prepared}
+        model.peft_config["default"].base_model_name_or_path = "org/head"
+        print(model.push_to_hub({repo!r}, dry_run=True).kind, os.environ.get("HF_HUB_OFFLINE"))
+        """
+    )
+    assert (done.printed, done.error) == ("adapter None\n", None)
+    assert hub.requests == []
+    done = client.run(
+        f"""{prepared}
+        model.peft_config["default"].base_model_name_or_path = "org/head"
+        print(model.push_to_hub({repo!r}).kind)
+        """
+    )
+    assert (done.printed, done.error) == ("adapter\n", None)
+    assert hub.asked("HEAD /org/head/resolve/main/config.json"), "what peft looks up, and the dry run kept it from"
+    assert set(hub.files(repo)) == {"adapter_config.json", "adapter_model.safetensors", "README.md", ".gitattributes"}
+
+
 def test_a_loaded_model_pushes_itself(hub: HubServer, client: HubClient, folders: dict[str, Path], repo: str) -> None:
     done = client.run(
         f"""
@@ -245,6 +279,26 @@ def test_a_persons_card_is_kept(hub: HubServer, push: Callable[..., Done], folde
     assert (folder / "README.md").read_text() == WRITTEN
     assert push(folders["full"], "org/cards", tags=["new"]).error is None
     assert "\n- new\n" in hub.files("org/cards")["README.md"].decode(), "one that was rendered is rendered again"
+
+
+def test_a_given_card_is_published(hub: HubServer, client: HubClient, folders: dict[str, Path], repo: str) -> None:
+    done = client.run(
+        f"""
+        from huggingface_hub import ModelCard
+        from modeling_mrp.publishing_mrp import publish
+        publish({str(folders["full"])!r}, {repo!r}, card=ModelCard({WRITTEN!r}))
+        """
+    )
+    assert done.error is None
+    assert hub.files(repo)["README.md"].decode() == WRITTEN
+
+
+def test_what_a_kept_card_would_not_say_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(folders["full"], tmp_path / "model")
+    (folder / "README.md").write_text(WRITTEN)
+    with pytest.raises(ValueError, match="was written by a person and is kept, so that results, about and tags would say"):
+        publish(folder, "org/name", tags=["new"])
+    assert publish(folder, "org/name", tags=["new"], new_card=True, dry_run=True).sizes["README.md"] > len(WRITTEN)
 
 
 def test_a_card_that_the_hub_would_refuse_stays_here(
@@ -383,6 +437,8 @@ def test_what_is_not_declared_is_left_out(folders: dict[str, Path], tmp_path: Pa
         ("org/name", {"revision": "b", "create_pr": True}, "push to a branch, or open a pull request"),
         ("org/name", {"results": ["missing.jsonl"]}, "missing.jsonl is not a file"),
         ("org/name", {"about": "missing.md"}, "missing.md is not a file"),
+        ("org/name", {"card": ModelCard(WRITTEN), "tags": ["a"]}, "is published as it is: leave out results, about, tags"),
+        ("org/name", {"card": ModelCard(WRITTEN), "new_card": True}, "leave out results, about, tags and new_card"),
     ],
 )
 def test_a_wrong_argument_is_refused(folders: dict[str, Path], repo_id: str, options: dict[str, Any], message: str) -> None:

@@ -148,32 +148,37 @@ def main(arguments: list[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     try:
-        if options.command == "card":
-            text = card(options.folder, options.name, options.results, options.about)
-            if options.output is None:
-                sys.stdout.write(text)
-            else:
-                options.output.write_text(text, encoding="utf-8")
-            return
-        done = push(
-            options.folder,
-            options.repo_id,
-            options.kind,
-            options.base_model,
-            options.base_revision,
-            options.dry_run,
-            private=not options.public,
-            revision=options.branch,
-            create_pr=options.pull_request,
-            commit_message=options.message,
-            card=options.card,
-            new_card=options.new_card,
-            results=options.results,
-            about=options.about,
-        )
-        print(done)
+        told = _carried_out(options)
     except (ValueError, PermissionError, ConnectionError) as error:
         sys.exit(f"{options.command}: {error}")
+    sys.stdout.write(told)
+
+
+def _carried_out(options: argparse.Namespace) -> str:
+    """Does what the command line asks; gives what is to be printed."""
+    if options.command == "card":
+        text = card(options.folder, options.name, options.results, options.about)
+        if options.output is None:
+            return text
+        options.output.write_text(text, encoding="utf-8")
+        return ""
+    done = push(
+        options.folder,
+        options.repo_id,
+        options.kind,
+        options.base_model,
+        options.base_revision,
+        options.dry_run,
+        private=not options.public,
+        revision=options.branch,
+        create_pr=options.pull_request,
+        commit_message=options.message,
+        card=options.card,
+        new_card=options.new_card,
+        results=options.results,
+        about=options.about,
+    )
+    return f"{done}\n"
 
 
 if __name__ == "__main__":
