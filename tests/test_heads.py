@@ -11,7 +11,6 @@ import torch
 from conftest import make_model
 from published import backbone_config, backbone_shapes, heavyball_tensors, published_config, random_tensors, write
 from safetensors.torch import load_file, save_file
-from test_remote_code import run_fresh
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from modeling_mrp import MRPForCausalLM, MRPHead
@@ -104,6 +103,24 @@ def test_dtype_and_attention_reach_the_backbone(folders: dict[str, Path]) -> Non
     assert all(layer.self_attn.config is model.config for layer in model.mrp_head.layers)
 
 
+@torch.no_grad()
+def test_a_head_on_a_backbone_that_is_spread_over_devices(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Half of it on the disk: accelerate's hooks move what passes between its parts."""
+    parts = {f"model.{name}": "cpu" for name in ("embed_tokens", "layers.0", "norm", "rotary_emb")} | {"lm_head": "cpu"}
+    parts["model.layers.1"] = "disk"
+    spread = MRPForCausalLM.from_pretrained(folders["head"], device_map=parts, offload_folder=tmp_path / "offloaded")
+    assert spread.model.layers[1].mlp.up_proj.weight.is_meta
+    full = MRPForCausalLM.from_pretrained(folders["full"])
+    arguments = (PROMPT, torch.ones(1, 6, 32), torch.arange(6)[None], torch.ones(1, 1, 6, 6, dtype=torch.bool))
+    assert torch.equal(spread(PROMPT).logits, full(PROMPT).logits)
+    assert torch.equal(spread.residual(*arguments), full.residual(*arguments))
+    assert spread.hf_device_map["mrp_head"] == spread.mrp_head._hf_hook.execution_device
+    with pytest.raises(ValueError, match=r"its last layers are offloaded: load them into memory"):
+        spread.new_head(1, "backbone")
+    spread.save_pretrained(tmp_path / "head", head_only=True)
+    assert same_tensors(MRPForCausalLM.from_pretrained(tmp_path / "head"), full)
+
+
 def test_head_repository_from_the_hubs_cache(folders: dict[str, Path], tmp_path: Path) -> None:
     """As downloaded, in shards: the commit is remembered, and a pinned one is loaded though the branch has moved on."""
     MRPForCausalLM.from_pretrained(folders["backbone"]).save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
@@ -122,37 +139,6 @@ def test_head_repository_from_the_hubs_cache(folders: dict[str, Path], tmp_path:
     shutil.rmtree(tmp_path / "models--org--backbone")
     with pytest.raises(OSError, match=r"the backbone 'org/backbone' of the head org/head could not be loaded.*connect"):
         MRPForCausalLM.from_pretrained("org/head", cache_dir=tmp_path)
-
-
-def test_auto_model_offline_in_a_fresh_process(folders: dict[str, Path], tmp_path: Path) -> None:
-    """Both repositories in the cache, no checkout, nothing else; then another backbone instead."""
-    hub = tmp_path / "hf" / "hub"
-    in_hub_cache(folders["backbone"], hub, "org/backbone")
-    MRPForCausalLM.from_pretrained(folders["head"]).save_pretrained(
-        tmp_path / "head", head_only=True, base_model_name_or_path="org/backbone", base_model_revision=SHA
-    )
-    in_hub_cache(tmp_path / "head", hub, "org/head")
-    printed = run_fresh(
-        f"""
-        from transformers import AutoModel, AutoModelForCausalLM
-        for auto, options in (
-            (AutoModel, {{}}),
-            (AutoModelForCausalLM, {{"backbone": {str(folders["backbone"])!r}, "dtype": torch.float64}}),
-        ):
-            model = auto.from_pretrained("org/head", trust_remote_code=True, **options)
-            out = model.generate(torch.tensor({PROMPT.tolist()}), **{SPEC!r})
-            print(out.sequences[0].tolist(), out.stats.drafted.tolist(), out.stats.accepted.tolist(), model.dtype)
-            print(model.backbone_source.name, model.name_or_path)
-        """,
-        tmp_path,
-    )
-    expected = " ".join(map(str, speculate(MRPForCausalLM.from_pretrained(folders["head"]))))
-    assert printed.splitlines() == [
-        f"{expected} torch.float32",
-        "org/backbone org/head",
-        f"{expected} torch.float64",
-        f"{folders['backbone']} org/head",
-    ]
 
 
 @pytest.mark.parametrize("loaded", [False, True])
