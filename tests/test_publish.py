@@ -131,7 +131,7 @@ def test_what_was_pushed_loads_and_serves_stock_models(
         assert type(model).__module__.startswith("transformers_modules.org.")
         ids = torch.arange(1, 8)[None]
         print(model.generate(ids, decoding="mrp_spec", max_new_tokens=12).tolist())
-        from test_custom_generate import stock_of
+        from stock import stock_of
         stock = stock_of(model)
         options = dict(custom_generate={repo!r}, trust_remote_code=True, decoding="mrp_spec", max_new_tokens=12)
         print(stock.generate(ids, **options).tolist())
