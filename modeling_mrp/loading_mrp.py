@@ -16,7 +16,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.generation import GenerationConfig
 from transformers.modeling_utils import PreTrainedModel
-from transformers.utils import SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils import SAFE_WEIGHTS_NAME, cached_file, find_adapter_config_file
 
 from .configuration_mrp import MRPConfig
 from .heads_mrp import (
@@ -48,7 +48,7 @@ from .saving_mrp import AUTO_MAP, BackboneSource, head_to_save, written_beside
 from .stock_mrp import StockMixin, write_custom_generate
 
 try:
-    from accelerate.hooks import AlignDevicesHook, add_hook_to_module  # type: ignore[import-untyped]  # it has no stubs
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 except ImportError:  # then no model is spread over devices
     AlignDevicesHook = add_hook_to_module = None
 
@@ -220,6 +220,7 @@ class MRPPreTrainedModel(StockMixin, PreTrainedModel):
             layer.self_attn.config = self.config
         self.mrp_head = head.train(self.training)
         self.config.num_nextn_predict_layers, self.config.draft_vocab_size = len(head.layers), draft
+        self.config.head_predicts = head.predicts
 
     def detach_head(self) -> MRPHead:
         """Takes the head off; if `generate` would decode with it by default, it goes back to `static`.
@@ -342,7 +343,10 @@ class MRPPreTrainedModel(StockMixin, PreTrainedModel):
         repository."""
         path = cached_file(source, "config.json", **hub_options(kwargs))
         if path is None and config is None:
-            raise ValueError(f"{source} has no config.json: check the path, or that the repository holds a model")
+            raise ValueError(
+                f"{source} has no config.json: check the path, or that the repository holds a model (an adapter is loaded with "
+                "model.load_adapter, on its base)"
+            )
         if path is not None and not os.path.isdir(source) and (commit := commit_of(Path(path))):
             kwargs = {**kwargs, "revision": commit}
         if not isinstance(config, PreTrainedConfig):
@@ -383,9 +387,14 @@ class MRPPreTrainedModel(StockMixin, PreTrainedModel):
         config = kwargs["config"]
         if (elsewhere := getattr(config, "transformers_weights", None)) is not None:
             raise ValueError(f"the config of {source} points to weights in {elsewhere!r}: only model*.safetensors are read")
+        hub, adapter = hub_options(kwargs), kwargs.get("adapter_kwargs") or {}
+        if not os.path.isdir(source) and "_adapter_model_path" not in adapter and find_adapter_config_file(source, **hub):
+            raise ValueError(  # transformers would load the base that adapter_config.json names, whatever that is
+                f"{source} holds an adapter beside its model: load the adapter from a repository of its own with load_adapter"
+            )
         if getattr(config, "quantization_config", None) is not None:
             return  # a quantized checkpoint has the tensors that its quantizer makes
-        found = stored_tensors(weight_files(source, kwargs.get("variant"), **hub_options(kwargs)))
+        found = stored_tensors(weight_files(source, kwargs.get("variant"), **hub))
         check_depth(found, config.num_hidden_layers + config.num_nextn_predict_layers)
         check_fit(found, cls.tensor_shapes(config), {"lm_head.weight"} if config.tie_word_embeddings else ())
 
