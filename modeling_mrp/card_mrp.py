@@ -154,6 +154,8 @@ def eval_results(
         if line["decoding"] in at_default and not is_default(line):
             continue
         for metric, label in (("accuracy", "accuracy %"), ("tokens_per_forward", "tokens per backbone forward")):
+            if line[metric] is None:  # of prompts without answers
+                continue
             results.append(
                 EvalResult(
                     task_type="text-generation",

@@ -151,6 +151,14 @@ def test_the_index_holds_what_a_user_gets_by_default(folder: Path) -> None:
     ]
 
 
+def test_prompts_without_answers_have_no_accuracy(folder: Path) -> None:
+    text = str(render_card(folder, "full", "org/m", [{**LINES[0], "accuracy": None}]))
+    assert [metric["name"] for metric in yaml.safe_load(text.split("---")[1])["model-index"][0]["results"][0]["metrics"]] == [
+        "tokens per backbone forward, static"
+    ]
+    assert "| static | - | 1.00 | 0.00 | - |" in text
+
+
 def test_a_table_of_uneven_results() -> None:
     lines = [*LINES[:2], {"family": "words", "decoding": "static", "accuracy": 99.95, "tokens_per_forward": 0.994}]
     assert results_table(lines) == (
