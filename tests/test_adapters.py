@@ -1,4 +1,4 @@
-"""peft adapters on the head: made, trained a little, saved and loaded with peft's own calls and with `load_adapter`."""
+"""peft adapters on the head: saved and loaded with peft's own calls and with `load_adapter`, here and from the Hub's cache."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,8 @@ import torch
 from conftest import make_model
 from helpers import close
 from peft import LoraConfig, PeftModel, get_peft_model
-from test_heads import PROMPT, SPEC, speculate
+from test_heads import PROMPT, SHA, SPEC, in_hub_cache, speculate
+from test_remote_code import run_fresh
 
 from modeling_mrp import MRPForCausalLM
 
@@ -97,6 +98,44 @@ def test_an_adapter_for_a_head_repository(saved: tuple[Path, Path], tmp_path: Pa
     again = MRPForCausalLM.from_pretrained(named, adapter_kwargs={"_adapter_model_path": str(tmp_path / "adapter")})
     assert torch.equal(residual(again), residual(model))
     assert not torch.equal(residual(again), residual(MRPForCausalLM.from_pretrained(named)))
+
+
+def test_offline_in_a_fresh_process(saved: tuple[Path, Path], tmp_path: Path) -> None:
+    """`AutoModel` on a head repository, on it with another backbone, and on an adapter for it: all from the cache."""
+    full, adapter = saved
+    hub = tmp_path / "hf" / "hub"
+    in_hub_cache(full, hub, "org/backbone")
+    model = MRPForCausalLM.from_pretrained(full)
+    model.save_pretrained(tmp_path / "head", head_only=True, base_model_name_or_path="org/backbone", base_model_revision=SHA)
+    in_hub_cache(tmp_path / "head", hub, "org/head")
+    in_hub_cache(adapter, hub, "org/adapter")
+    path = hub / "models--org--adapter" / "snapshots" / SHA / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "base_model_name_or_path": "org/head"}))
+    printed = run_fresh(
+        f"""
+        from transformers import AutoModel, AutoModelForCausalLM
+        for auto, name, options in (
+            (AutoModel, "org/head", {{}}),
+            (AutoModelForCausalLM, "org/head", {{"backbone": {str(full)!r}}}),
+            (AutoModelForCausalLM, "org/adapter", {{}}),
+        ):
+            model = auto.from_pretrained(name, trust_remote_code=True, **options)
+            out = model.generate(torch.tensor({PROMPT.tolist()}), **{SPEC!r})
+            print(out.sequences[0].tolist(), out.stats.drafted.tolist(), out.stats.accepted.tolist())
+            print(model.backbone_source.name, model.name_or_path, type(model).__module__.split(".")[0])
+        """,
+        tmp_path,
+    )
+    plain, tuned = (" ".join(map(str, speculate(m))) for m in (model, adapted(MRPForCausalLM.from_pretrained(full))))
+    assert plain != tuned
+    assert printed.splitlines() == [
+        plain,
+        "org/backbone org/head transformers_modules",
+        plain,
+        f"{full} org/head transformers_modules",
+        tuned,
+        "org/backbone org/head transformers_modules",
+    ]
 
 
 def test_a_pickled_adapter_is_not_read(saved: tuple[Path, Path], tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ import torch
 from conftest import make_model
 from published import backbone_config, backbone_shapes, heavyball_tensors, published_config, random_tensors, write
 from safetensors.torch import load_file, save_file
-from test_remote_code import run_fresh
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from modeling_mrp import MRPForCausalLM, MRPHead
@@ -122,37 +121,6 @@ def test_head_repository_from_the_hubs_cache(folders: dict[str, Path], tmp_path:
     shutil.rmtree(tmp_path / "models--org--backbone")
     with pytest.raises(OSError, match=r"the backbone 'org/backbone' of the head org/head could not be loaded.*connect"):
         MRPForCausalLM.from_pretrained("org/head", cache_dir=tmp_path)
-
-
-def test_auto_model_offline_in_a_fresh_process(folders: dict[str, Path], tmp_path: Path) -> None:
-    """Both repositories in the cache, no checkout, nothing else; then another backbone instead."""
-    hub = tmp_path / "hf" / "hub"
-    in_hub_cache(folders["backbone"], hub, "org/backbone")
-    MRPForCausalLM.from_pretrained(folders["head"]).save_pretrained(
-        tmp_path / "head", head_only=True, base_model_name_or_path="org/backbone", base_model_revision=SHA
-    )
-    in_hub_cache(tmp_path / "head", hub, "org/head")
-    printed = run_fresh(
-        f"""
-        from transformers import AutoModel, AutoModelForCausalLM
-        for auto, options in (
-            (AutoModel, {{}}),
-            (AutoModelForCausalLM, {{"backbone": {str(folders["backbone"])!r}, "dtype": torch.float64}}),
-        ):
-            model = auto.from_pretrained("org/head", trust_remote_code=True, **options)
-            out = model.generate(torch.tensor({PROMPT.tolist()}), **{SPEC!r})
-            print(out.sequences[0].tolist(), out.stats.drafted.tolist(), out.stats.accepted.tolist(), model.dtype)
-            print(model.backbone_source.name, model.name_or_path)
-        """,
-        tmp_path,
-    )
-    expected = " ".join(map(str, speculate(MRPForCausalLM.from_pretrained(folders["head"]))))
-    assert printed.splitlines() == [
-        f"{expected} torch.float32",
-        "org/backbone org/head",
-        f"{expected} torch.float64",
-        f"{folders['backbone']} org/head",
-    ]
 
 
 @pytest.mark.parametrize("loaded", [False, True])
