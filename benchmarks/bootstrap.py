@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-RESAMPLES = 10_000
+from trainer.intervals import RESAMPLES, Interval, percentiles, resampled_sums
 
 
 @dataclass(frozen=True)
@@ -37,39 +37,10 @@ class Cost:
         return sum(self.head_forwards) / sum(self.tokens)
 
 
-@dataclass(frozen=True)
-class Interval:
-    """A measured value and the interval that holds it with the level asked for."""
-
-    value: float
-    low: float
-    high: float
-
-    def rounded(self, digits: int = 3) -> list[float]:
-        """[low, high]."""
-        return [round(self.low, digits), round(self.high, digits)]
-
-
-def resampled_sums(columns: np.ndarray, resamples: int, seed: int) -> np.ndarray:
-    """Sums of per-problem counts over problems drawn with replacement.
-
-    Args:
-        columns: [problems, counts].
-        resamples: How often as many problems as there are get drawn.
-        seed: Of the draws; the same seed draws the same problems for as many problems.
-
-    Returns:
-        [resamples, counts].
-    """
-    problems = len(columns)
-    times = np.random.default_rng(seed).multinomial(problems, np.full(problems, 1 / problems), size=resamples)
-    return times @ columns
-
-
 def tokens_per_forward(cost: Cost, level: float = 0.95, resamples: int = RESAMPLES, seed: int = 0) -> Interval:
     """Tokens per forward of one mode, with its percentile interval over problems."""
     sums = resampled_sums(np.stack([cost.tokens, cost.forwards], 1), resamples, seed)
-    return _interval(cost.tokens_per_forward, sums[:, 0] / sums[:, 1], level)
+    return percentiles(cost.tokens_per_forward, sums[:, 0] / sums[:, 1], level)
 
 
 def ratio(mode: Cost, over: Cost, level: float = 0.95, resamples: int = RESAMPLES, seed: int = 0) -> Interval:
@@ -82,9 +53,4 @@ def ratio(mode: Cost, over: Cost, level: float = 0.95, resamples: int = RESAMPLE
         raise ValueError(f"{len(mode.tokens)} problems against {len(over.tokens)}: compare modes on the same problems")
     sums = resampled_sums(np.stack([mode.tokens, mode.forwards, over.tokens, over.forwards], 1), resamples, seed)
     ratios = (sums[:, 0] / sums[:, 1]) / (sums[:, 2] / sums[:, 3])
-    return _interval(mode.tokens_per_forward / over.tokens_per_forward, ratios, level)
-
-
-def _interval(value: float, resampled: np.ndarray, level: float) -> Interval:
-    low, high = np.quantile(resampled, [(1 - level) / 2, (1 + level) / 2])
-    return Interval(value, float(low), float(high))
+    return percentiles(mode.tokens_per_forward / over.tokens_per_forward, ratios, level)

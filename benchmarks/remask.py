@@ -45,7 +45,7 @@ class Curve:
     @classmethod
     def of(cls, decoded: Iterable[Decoded]) -> "Curve":
         """From one decoding of the same problems per threshold."""
-        parts = [(d.right, [len(ids) for ids in d.ids], d.row_forwards) for d in decoded]
+        parts = [(d.judged, [len(ids) for ids in d.ids], d.row_forwards) for d in decoded]
         return cls(*(np.array(field, float) for field in zip(*parts, strict=True)))
 
     def points(self, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -120,6 +120,7 @@ def main(arguments: list[str] | None = None) -> None:
                     confidence_threshold=tau,
                 )
                 decoded[rule].append(of)
+                assert of.accuracy is not None, "both families have right answers"
                 line = {
                     "family": family,
                     "rule": rule,

@@ -29,6 +29,8 @@ class MRPConfig(Qwen3Config):
         mask_token_id: The id that stands for a token not revealed yet. It is never emitted.
         num_nextn_predict_layers: Decoder layers of the MRP head (published: 3); 0 for a backbone without a head.
         num_mrp_heads: Number of heads. Only one is defined: it serves every draft depth.
+        head_predicts: `residual`: the head's output is added to the hidden states it read. `hidden`: it takes their place,
+            the paper's ablation ("direct prediction").
         draft_vocab_size: How many of the vocabulary's tokens the head drafts from (`MRPHead.draft_token_ids`); 0: all of them.
         base_model_name_or_path: In the config of a head repository, which holds the head alone: the backbone it belongs to.
             None everywhere else, also in a loaded model, which has its backbone.
@@ -36,10 +38,10 @@ class MRPConfig(Qwen3Config):
 
     Raises:
         ValueError: if `block_size` or a size of the backbone is not positive, `mask_token_id` lies outside the vocabulary, the
-            number of heads is not 1, the draft vocabulary is as large as the vocabulary or comes without a head, the kinds of
-            layers are not as many as the layers, a layer uses sliding-window attention (the block-causal mask has no window),
-            the attention is another repository's, or the backbone's name or revision is not a text; when read from a file or
-            dict, also for the config of another kind of model.
+            number of heads is not 1, `head_predicts` is unknown, the draft vocabulary is as large as the vocabulary or comes
+            without a head, the kinds of layers are not as many as the layers, a layer uses sliding-window attention (the
+            block-causal mask has no window), the attention is another repository's, or the backbone's name or revision is not
+            a text; when read from a file or dict, also for the config of another kind of model.
     """
 
     model_type = "sdar_mrp"
@@ -55,6 +57,7 @@ class MRPConfig(Qwen3Config):
     mask_token_id: int = 151669
     num_nextn_predict_layers: int = 0
     num_mrp_heads: int = 1
+    head_predicts: str = "residual"
     draft_vocab_size: int = 0
     base_model_name_or_path: str | None = None
     base_model_revision: str | None = None
@@ -77,6 +80,8 @@ class MRPConfig(Qwen3Config):
             )
         if self.num_mrp_heads != 1:
             raise ValueError(f"num_mrp_heads is {self.num_mrp_heads}: one head serves every draft depth, so it must be 1")
+        if self.head_predicts not in ("residual", "hidden"):
+            raise ValueError(f"head_predicts is {self.head_predicts!r}: choose 'residual' or 'hidden'")
         if not isinstance(self.draft_vocab_size, int) or not 0 <= self.draft_vocab_size < self.vocab_size:
             raise ValueError(
                 f"draft_vocab_size is {self.draft_vocab_size!r}: use 0 for the whole vocabulary, or an int below its size, "

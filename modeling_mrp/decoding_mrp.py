@@ -26,6 +26,7 @@ from .drafting_mrp import Budget, Lattice, growth, reachable
 from .rows_mrp import Counts, Outlook, Rows
 from .sampling_mrp import Picker, noise_keys
 from .states_mrp import Memory, Proposal, Reveal, Scored, States, follow
+from .stopping_mrp import Stopping
 from .strategies_mrp import Static, top_by
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ class Decoder:
         eos_token_ids: Ids that end a row.
         seeds: [rows] long.
         min_new_tokens: No eos is picked for so many tokens.
-        stops_at: Given the ids [1, length] of a row's text so far, whether a stopping criterion ends it there; or None.
+        stopping: Asks the stopping criteria; or None.
         on_round: Called after every round (for streamers); or None.
         infill: [rows, n] long, what continues each prompt: given tokens, and masks where one is to be generated; or None.
         past_key_values: A cache of an earlier decode of the same model, with as many rows or a divisor of it; or None. It is
@@ -68,7 +69,7 @@ class Decoder:
         eos_token_ids: list[int],
         seeds: Tensor,
         min_new_tokens: int = 0,
-        stops_at: Callable[[Tensor], bool] | None = None,
+        stopping: Stopping | None = None,
         on_round: Callable[[Rows], None] | None = None,
         infill: Tensor | None = None,
         past_key_values: BlockCache | None = None,
@@ -79,7 +80,7 @@ class Decoder:
         head = model.mrp_head
         if strategy.passes and head is not None and head.draft_token_ids is not None and picker.processors is None:
             self.drafter = self.picker.restricted(head.draft_token_ids)
-        self.schedule, self.stops_at, self.on_round = schedule, stops_at, on_round
+        self.schedule, self.stopping, self.on_round = schedule, stopping, on_round
         self.block, self.mask_id = config.block_size, config.mask_token_id
         self.one_at_a_time = int(schedule.max()) == 1
         self.device = seeds.device
@@ -87,7 +88,6 @@ class Decoder:
         rows = len(prompts)
         self.rows = Rows.laid_out(prompts, infill, max_new_tokens, self.block, self.mask_id, seeds)
         lengths, capacity = self.rows.prompt_length, self.rows.capacity
-        self.asked = lengths.tolist()  # how much of each row's text the stopping criteria have seen
         # Given tokens are kept, so that no text ends before the last of them.
         self.no_eos_before = torch.maximum(lengths + min_new_tokens, self.rows.given_end)
         self.bars_eos = bool((self.no_eos_before > lengths).any())
@@ -100,8 +100,12 @@ class Decoder:
             drafted=zeros.clone(),
             accepted=zeros.clone(),
             revoked=zeros.clone(),
-            accepted_lengths=torch.zeros(rows, (1 + strategy.drafts) * self.width + 1, dtype=torch.long, device=self.device),
+            accepted_lengths=zeros.new_zeros(rows, (1 + strategy.drafts) * self.width + 1),
+            offered_at_depth=zeros.new_zeros(rows, 2 * self.width - 1 if strategy.drafts else 0),
+            accepted_at_depth=zeros.new_zeros(rows, 2 * self.width - 1 if strategy.drafts else 0),
+            revocations=zeros.new_zeros(0, 3),
         )
+        self.taken_back: list[tuple[Tensor, Tensor, Tensor]] = []  # start, which positions, tokens; by step of the rows
         self.verified = torch.zeros((), dtype=torch.long, device=self.device)  # forwards that scored drafts
         self.offsets = torch.arange(self.block, device=self.device)
         self.all_rows = torch.arange(rows, device=self.device)
@@ -148,6 +152,11 @@ class Decoder:
         head_held = self.head_committed if self.head_layers else self.cache.head_held
         self.cache.hold(self.rows.tokens, self.committed, head_held)
         self.counts.forwards |= {"verify": verify, "denoise": self.counts.forwards["denoise"] - verify}
+        if self.taken_back:
+            start, where, token = (torch.stack(parts) for parts in zip(*self.taken_back, strict=True))
+            step, row, column = where.nonzero(as_tuple=True)
+            at = start[step, row] + column - self.rows.prompt_length[row]
+            self.counts.revocations = torch.stack([row, at, token[step, row, column]], 1)
         return self.rows, self.counts
 
     def prefill(self) -> None:
@@ -258,12 +267,15 @@ class Decoder:
         self._record(known.states, known.reveal, spoke, self._ticks(known.states, passed))
         self.rows.clock += spoke.sum(-1)
         self._commit_clean(proposal.states, hidden, (passed & clean)[:, :width])
-        self.counts.accepted += (passed[:, :width] & proposal.drafted).sum(-1) + passed[:, width:].sum(-1)
+        depth = (passed[:, :width] & proposal.drafted).sum(-1) + passed[:, width:].sum(-1)
+        self.counts.accepted += depth
         self.counts.accepted_lengths[self.all_rows, passed.sum(-1)] += active
+        last = known.at(self.all_rows, place)
         if self.strategy.drafts:
+            self.counts.add_walk(depth, known.offers_behind(last.states, self.mask_id))
             kept = scored.kept(~clean[:, :width])
             self.memory = Memory(kept, stepped.map(lambda t: t[:, :width]), onward[:, :width])
-        self._advance(known.at(self.all_rows, place), active)
+        self._advance(last, active)
         rows = self.outlook.active - self.outlook.clean
         self.outlook = self.look_ahead((passed & ~clean[:, :1])[:, : self.offered].sum(0))
         self.budget.learn(self.outlook.passed, rows)
@@ -288,8 +300,11 @@ class Decoder:
         at_mask = moved & ~clean
         self.seed, self.has_seed = last, at_mask
         refined = self.strategy.refine(self, replace(last.states, valid=at_mask), last.hidden, last.reveal)
-        self.counts.revoked += ((last.reveal.where & ~refined.where).sum(-1)) * at_mask
         states = last.states
+        if self.strategy.revokes:
+            taken_back = last.reveal.where & ~refined.where & at_mask[:, None]
+            self.counts.revoked += taken_back.sum(-1)
+            self.taken_back.append((states.start, taken_back, last.reveal.token))
         self._record(
             states.map(lambda t: t[:, None]),
             refined.map(lambda t: t[:, None]),
@@ -333,22 +348,10 @@ class Decoder:
         eos = self.eos_column(states)
         end = torch.where(eos < self.block, states.start + eos + 1, self.rows.limit).minimum(self.rows.limit)
         done = self._done(states)
-        if self.stops_at is not None:
-            self._ask_criteria(end, done)
+        if self.stopping is not None:
+            self.stopping.ask(self.rows, end, done)
         self.rows.stop = torch.where(self.rows.active & done, end, self.rows.stop)
         self.rows.active = self.rows.active & ~done
-
-    def _ask_criteria(self, end: Tensor, done: Tensor) -> None:
-        """Extends each row's final text (no mask before it) token by token and asks whether it ends there."""
-        assert self.stops_at is not None
-        for row in self.rows.active.nonzero()[:, 0].tolist():
-            masked = (self.rows.tokens[row] == self.mask_id).nonzero()
-            final = min(int(masked[0]) if len(masked) else self.rows.tokens.shape[1], int(end[row]))
-            for length in range(self.asked[row] + 1, final + 1):
-                if self.stops_at(self.rows.tokens[row : row + 1, :length]):
-                    end[row], done[row] = length, True
-                    break
-            self.asked[row] = max(self.asked[row], final)
 
     # ------------------------------------------------------------------ states
 

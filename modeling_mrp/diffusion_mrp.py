@@ -7,13 +7,12 @@ Positions are absolute and count from 0 at a sequence's first real token; the bl
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from .sampling_mrp import log_odds
+from .losses_mrp import BLANK
+from .sampling_mrp import mix32, noise_keys
 
 IGNORE_INDEX = -100
-BLANK = -1  # the target behind the end of a text: no token is more likely than another
 CLEAN_VIEW = 0  # views above 0 are noisy copies
 NO_VIEW = -1  # padding
 
@@ -70,6 +69,7 @@ class PackedBatch:
         sample: [batch, length] long; which sample of the row a token belongs to.
         weight: [batch, length] float32; the loss weight of a masked position, 0 elsewhere.
         response_tokens: How many response tokens the batch supervises: the loss is divided by it.
+        noise_key: [batch, length] long below 2**32; the same for all tokens of a sample, and another for each visit of one.
     """
 
     input_ids: Tensor
@@ -79,6 +79,7 @@ class PackedBatch:
     sample: Tensor
     weight: Tensor
     response_tokens: Tensor
+    noise_key: Tensor | None = None
 
     def attention_mask(self, block_size: int) -> Tensor:
         """[batch, 1, length, length] bool: see `packed_mask`."""
@@ -97,7 +98,22 @@ class PackedBatch:
     def noisy(self) -> "PackedBatch":
         """The columns of the noisy copies alone."""
         length = self.noisy_length
-        return replace(self, **{f: getattr(self, f)[:, :length] for f in vars(self) if f != "response_tokens"})
+        columns = {name: value[:, :length] for name, value in vars(self).items() if value is not None and value.dim()}
+        return replace(self, **columns)
+
+    def uniform(self, purpose: int, of: Tensor) -> Tensor:
+        """[batch, length] float64 in (0, 1): a draw for each sample, noisy copy and value of `of`, and nothing else.
+
+        Args:
+            purpose: Different draws have different numbers.
+            of: [batch, length] long: positions, or their blocks for one draw a block.
+
+        Raises:
+            ValueError: if the batch carries no `noise_key`.
+        """
+        if self.noise_key is None:
+            raise ValueError("this batch has no noise_key to draw from: DiffusionCollator gives one")
+        return (noise_keys(self.noise_key, of, mix32(self.view + 1) ^ purpose).double() + 0.5) * 2.0**-32
 
 
 def pack_noisy(
@@ -129,85 +145,6 @@ def pack_noisy(
     )
 
 
-def weighted_cross_entropy(
-    hidden: Tensor, lm_head_weight: Tensor, targets: Tensor, weight: Tensor, normaliser: Tensor
-) -> Tensor:
-    """Sum of weighted cross-entropies over a normaliser: the block-diffusion loss (SDAR, equation 3).
-
-    A `BLANK` target stands for the uniform distribution. A model so trained has no confidence behind the end of its text, and
-    decoding, which reveals the most confident positions first, spends no step there.
-
-    Args:
-        hidden: [tokens, hidden_size] final hidden states at masked positions.
-        lm_head_weight: [vocab, hidden_size].
-        targets: [tokens] long, `BLANK` included.
-        weight: [tokens] float.
-        normaliser: Scalar; the number of response tokens.
-
-    Returns:
-        A scalar, 0 (with a graph) if there are no tokens.
-    """
-    log_probs = F.linear(hidden, lm_head_weight).float().log_softmax(-1)
-    of_target = log_probs.gather(-1, targets.clamp(min=0)[:, None])[:, 0]
-    losses = -torch.where(targets == BLANK, log_probs.mean(-1), of_target)
-    return (losses * weight).sum() / normaliser.clamp(min=1)
-
-
-def residual_kl(student: Tensor, teacher: Tensor, lm_head_weight: Tensor, weight: Tensor, normaliser: Tensor) -> Tensor:
-    """Forward KL( softmax(B) || softmax(A + C) ), weighted and normalised (MRP, section 3).
-
-    Args:
-        student: [tokens, hidden_size], h_A + h_C.
-        teacher: [tokens, hidden_size], h_B.
-        lm_head_weight: [vocab, hidden_size], frozen.
-        weight: [tokens] float.
-        normaliser: Scalar; the number of response tokens.
-    """
-    student_logp = F.linear(student, lm_head_weight).float().log_softmax(-1)
-    teacher_logp = F.linear(teacher, lm_head_weight).float().log_softmax(-1)
-    divergence = F.kl_div(student_logp, teacher_logp, log_target=True, reduction="none").sum(-1)
-    return (divergence * weight).sum() / normaliser.clamp(min=1)
-
-
-def order_kl(
-    student: Tensor, teacher: Tensor, lm_head_weight: Tensor, block: Tensor, normaliser: Tensor, mask_token_id: int
-) -> Tensor:
-    """How far the student is from the teacher about which position of a block is revealed next.
-
-    Decoding reveals the most confident position first. Where several tokens are all but certain, `residual_kl` is blind to
-    their order, and it is the order that most drafts get wrong. Here each block's positions share a probability of being
-    first, in proportion to the odds p / (1 - p) of the teacher's token, and the divergences KL(teacher || student) of
-    these are summed.
-
-    Args:
-        student: [tokens, hidden_size], h_A + h_C at masked positions.
-        teacher: [tokens, hidden_size], h_B.
-        lm_head_weight: [vocab, hidden_size], frozen.
-        block: [tokens] long, a number for each block.
-        normaliser: Scalar; the number of response tokens.
-        mask_token_id: Never picked, and outside the softmax.
-    """
-
-    def logits(hidden: Tensor) -> Tensor:
-        scores = F.linear(hidden, lm_head_weight).float()
-        return scores.index_fill(1, torch.tensor([mask_token_id], device=scores.device), -torch.inf)
-
-    with torch.no_grad():
-        of_teacher = logits(teacher)
-        token = of_teacher.argmax(-1)
-        wanted = _log_softmax_within(log_odds(of_teacher, token)[1], block)
-    given = _log_softmax_within(log_odds(logits(student), token)[1], block)
-    return (wanted.exp() * (wanted - given)).sum() / normaliser.clamp(min=1)
-
-
-def _log_softmax_within(values: Tensor, group: Tensor) -> Tensor:
-    """[n] log-softmax of values [n] over the members of each one's group [n]."""
-    groups = int(group.max()) + 1 if len(group) else 0
-    largest = values.new_full((groups,), -torch.inf).scatter_reduce(0, group, values.detach(), "amax")
-    total = values.new_zeros(groups).index_add(0, group, (values - largest[group]).exp())
-    return values - largest[group] - total[group].log()
-
-
 __all__ = [
     "BLANK",
     "CLEAN_VIEW",
@@ -215,9 +152,6 @@ __all__ = [
     "NO_VIEW",
     "PackedBatch",
     "block_causal_mask",
-    "order_kl",
     "pack_noisy",
     "packed_mask",
-    "residual_kl",
-    "weighted_cross_entropy",
 ]

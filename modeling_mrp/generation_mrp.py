@@ -40,6 +40,7 @@ from .decoding_mrp import Decoder
 from .options_mrp import DECODINGS, REMASK_RULES, MRPGenerationConfig
 from .rows_mrp import Counts, Rows
 from .sampling_mrp import Picker
+from .stopping_mrp import Stopping
 
 # What else `generate` may be given, beside the fields of the generation config.
 _ARGUMENTS = ("input_ids", "attention_mask", "logits_processor", "stopping_criteria", "tokenizer", "synced_gpus")
@@ -67,6 +68,12 @@ class MRPGenerateStats(ModelOutput):
         revoked: [rows] long, reveals that `mrp_remask` took back.
         accepted_lengths: [rows, n] long, how many rounds accepted 0, 1, 2, ... states (the first is never a draft; those that
             were scored in vain a round earlier count).
+        offered_at_depth: [rows, n] long, by depth k = 1, 2, ...: rounds in which the backbone came by k - 1 drafts and there
+            was a draft that could follow the last of them. No columns in modes without drafts.
+        accepted_at_depth: [rows, n] long: of these, rounds in which it came by a k-th. Their ratio is the chance that draft k
+            is accepted given that k - 1 were; the sum over k is `accepted`.
+        revocations: [n, 3] long: row, column of the generated text (as in `reveal_step`) and token of each reveal that
+            `mrp_remask` took back, in order. A column may lie behind the end of the text.
     """
 
     forwards: dict[str, int] | None = None
@@ -76,6 +83,9 @@ class MRPGenerateStats(ModelOutput):
     accepted: Tensor | None = None
     revoked: Tensor | None = None
     accepted_lengths: Tensor | None = None
+    offered_at_depth: Tensor | None = None
+    accepted_at_depth: Tensor | None = None
+    revocations: Tensor | None = None
 
 
 @dataclass
@@ -123,7 +133,9 @@ class MRPGenerationMixin(GenerationMixin):
         `attention_mask` with padding on either side, ...) and every field of `MRPGenerationConfig`.
 
         Logits processors see the scores of masked positions, [positions, vocab], with the row's committed ids
-        [positions, length]: the blocks before the current one.
+        [positions, length]: the blocks before the current one. Stopping criteria see the batch as it came, padding included,
+        with as many tokens behind as the row in question has: [rows, prompt + n], `mask_token_id` where a slower row has no
+        token yet; and no scores.
 
         Args:
             inputs: [rows, length] long, the prompts (or `input_ids`).
@@ -362,6 +374,7 @@ def _decode(
             "raise it, or leave it unset"
         )
     stream = _Stream(streamer, model.config.block_size) if streamer is not None else None
+    stopping = Stopping(criteria, input_ids, _pad_id(config), model.config.mask_token_id) if criteria else None
     decoder = Decoder(
         model,
         config.strategy(),
@@ -372,7 +385,7 @@ def _decode(
         config.eos_ids(),
         config.seeds(len(input_ids)).to(device),
         max(0, (config.min_length or 0) - input_ids.shape[1]),
-        (lambda ids: any(bool(torch.as_tensor(c(ids, None)).all()) for c in criteria)) if criteria else None,
+        stopping,
         stream.on_round if stream is not None else None,
         None if infill_ids is None else infill_ids.to(device, torch.long),
         past_key_values,
@@ -438,6 +451,11 @@ class _Stream:
             self.sent = upto
 
 
+def _pad_id(config: MRPGenerationConfig) -> int:
+    """What stands behind the end of a text."""
+    return config.pad_token_id if config.pad_token_id is not None else next(iter(config.eos_ids()), 0)
+
+
 def _output(
     input_ids: Tensor, rows: Rows, counts: Counts, cache: BlockCache, config: MRPGenerationConfig
 ) -> Tensor | MRPGenerateOutput:
@@ -445,10 +463,8 @@ def _output(
     columns = torch.arange(int(lengths.max()), device=input_ids.device)
     inside = columns < lengths[:, None]
     at = (rows.prompt_length[:, None] + columns).clamp(max=rows.tokens.shape[1] - 1)
-    pad = config.pad_token_id
-    if pad is None:
-        pad = next(iter(config.eos_ids()), 0)
-    sequences = torch.cat([input_ids, rows.tokens.gather(1, at).where(inside, torch.tensor(pad, device=at.device))], 1)
+    pad = torch.tensor(_pad_id(config), device=at.device)
+    sequences = torch.cat([input_ids, rows.tokens.gather(1, at).where(inside, pad)], 1)
     if not config.return_dict_in_generate:
         return sequences
     reveal_step = rows.reveal_step.gather(1, at).where(inside, torch.tensor(-1, device=at.device))

@@ -56,6 +56,7 @@ class MRPHead(nn.Module):
         config: The model's configuration; `num_nextn_predict_layers` gives the depth.
 
     Attributes:
+        predicts: `residual` or, in place of the hidden states themselves, `hidden` (`MRPConfig.head_predicts`).
         draft_token_ids: [draft_vocab_size] long, the tokens that `mrp_spec` drafts from, distinct and without the mask id; None
             for all. What is not among them is never drafted, and generated all the same: the backbone has the whole
             vocabulary.
@@ -70,7 +71,9 @@ class MRPHead(nn.Module):
         for index, layer in enumerate(layers):
             layer.self_attn.layer_idx = config.num_hidden_layers + index
         self.layers = nn.ModuleList(layers)
-        self.norm = ResidualNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.predicts = config.head_predicts
+        norm = ResidualNorm if self.predicts == "residual" else Qwen3RMSNorm
+        self.norm = norm(config.hidden_size, eps=config.rms_norm_eps)
         self.draft_token_ids: Tensor | None
         ids = first_tokens(config) if config.draft_vocab_size else None
         self.register_buffer("draft_token_ids", ids)
@@ -119,7 +122,8 @@ def start_head(head: MRPHead, backbone_layers: nn.ModuleList, how: str) -> None:
             matrices from a normal distribution with std 0.2, norms one; such a head disturbs until it is trained.
 
     Raises:
-        ValueError: if `how` is none of these, or `backbone` and the head is deeper than the backbone.
+        ValueError: if `how` is none of these, or `backbone` and the head is deeper than the backbone, or the layers to copy are
+            offloaded.
     """
     if how not in NEW_HEADS:
         raise ValueError(f"head_init is {how!r}: choose one of {', '.join(NEW_HEADS)}")
@@ -130,7 +134,8 @@ def start_head(head: MRPHead, backbone_layers: nn.ModuleList, how: str) -> None:
             elif isinstance(module, Qwen3RMSNorm):
                 nn.init.ones_(module.weight)
         return
-    nn.init.zeros_(head.norm.weight)
+    if head.predicts == "residual":
+        nn.init.zeros_(head.norm.weight)
     if how == "backbone":
         depth = len(head.layers)
         if depth > len(backbone_layers):
@@ -138,10 +143,15 @@ def start_head(head: MRPHead, backbone_layers: nn.ModuleList, how: str) -> None:
                 f"head_init is 'backbone', but the head has {depth} layers and the backbone {len(backbone_layers)}: "
                 "use fewer head_layers"
             )
+        sources = list(backbone_layers)[-depth:]
+        if any(parameter.is_meta for source in sources for parameter in source.parameters()):
+            raise ValueError(
+                "head_init is 'backbone', but its last layers are offloaded: load them into memory, or use 'identity'"
+            )
         hidden = head.eh_proj.out_features
         head.eh_proj.weight.zero_()
         head.eh_proj.weight[:, hidden:].fill_diagonal_(1.0)
-        for layer, source in zip(head.layers, list(backbone_layers)[-depth:], strict=True):
+        for layer, source in zip(head.layers, sources, strict=True):
             layer.load_state_dict(source.state_dict())
 
 

@@ -48,7 +48,7 @@ from .saving_mrp import AUTO_MAP, BackboneSource, head_to_save, written_beside
 from .stock_mrp import StockMixin, write_custom_generate
 
 try:
-    from accelerate.hooks import AlignDevicesHook, add_hook_to_module  # type: ignore[import-untyped]  # it has no stubs
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 except ImportError:  # then no model is spread over devices
     AlignDevicesHook = add_hook_to_module = None
 
@@ -220,6 +220,7 @@ class MRPPreTrainedModel(StockMixin, PreTrainedModel):
             layer.self_attn.config = self.config
         self.mrp_head = head.train(self.training)
         self.config.num_nextn_predict_layers, self.config.draft_vocab_size = len(head.layers), draft
+        self.config.head_predicts = head.predicts
 
     def detach_head(self) -> MRPHead:
         """Takes the head off; if `generate` would decode with it by default, it goes back to `static`.

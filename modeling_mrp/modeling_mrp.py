@@ -15,10 +15,11 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Model
 from transformers.utils import can_return_tuple
 
 from .configuration_mrp import MRPConfig
-from .diffusion_mrp import IGNORE_INDEX, block_causal_mask, pack_noisy, weighted_cross_entropy
+from .diffusion_mrp import IGNORE_INDEX, block_causal_mask, pack_noisy
 from .generation_mrp import MRPGenerationMixin
 from .heads_mrp import MRPHead
 from .loading_mrp import MRPPreTrainedModel
+from .losses_mrp import weighted_cross_entropy
 from .publishing_mrp import MRPHubMixin
 
 
@@ -83,7 +84,8 @@ class MRPForCausalLM(MRPHubMixin, MRPPreTrainedModel, MRPGenerationMixin):
             )
         embeds = self.model.embed_tokens(input_ids)
         rotary = self.model.rotary_emb(embeds, position_ids)
-        return self.mrp_head(embeds, hidden_states, self._attention_bias(mask), rotary, past_key_values)
+        output = self.mrp_head(embeds, hidden_states, self._attention_bias(mask), rotary, past_key_values)
+        return output if self.config.head_predicts == "residual" else output - hidden_states
 
     def head_share(self) -> float:
         """Parameters that a head pass and its picks read, over those that a backbone forward and its picks read."""

@@ -59,7 +59,6 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "output_attentions": (None, False),
     "output_hidden_states": (None, False),
     "cache_implementation": (None,),
-    "use_cache": (None, True),
     "watermarking_config": (None,),
     "exponential_decay_length_penalty": (None,),
     "begin_suppress_tokens": (None,),

@@ -102,6 +102,10 @@ class Counts:
         row_head_forwards: [rows] long, the same for the head.
         drafted, accepted, revoked: [rows] long: drafted states submitted, drafts that were right, reveals taken back.
         accepted_lengths: [rows, n] long: how many rounds accepted 0, 1, 2, ... states; remembered ones count.
+        offered_at_depth: [rows, n] long, by depth 1, 2, ...: rounds whose walk came by k - 1 drafts and had a draft that may
+            follow the last of them (or, for the first, the row's next state); remembered ones count. No columns without drafts.
+        accepted_at_depth: [rows, n] long: of these, rounds whose walk came by a k-th draft.
+        revocations: [n, 3] long: row, column of the generated text and token of each reveal taken back, in order.
     """
 
     forwards: dict[str, int]
@@ -111,6 +115,15 @@ class Counts:
     accepted: Tensor
     revoked: Tensor
     accepted_lengths: Tensor
+    offered_at_depth: Tensor
+    accepted_at_depth: Tensor
+    revocations: Tensor
+
+    def add_walk(self, depth: Tensor, offered: Tensor) -> None:
+        """Adds a round of walks: how many drafts each came by [rows], and whether there was one behind the last [rows]."""
+        depths = torch.arange(1, 1 + self.accepted_at_depth.shape[1], device=depth.device)
+        self.accepted_at_depth += depths <= depth[:, None]
+        self.offered_at_depth += depths <= (depth + offered)[:, None]
 
 
 @dataclass

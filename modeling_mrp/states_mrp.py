@@ -151,6 +151,13 @@ class Scored:
         same &= self.states.valid[:, None] & self.states.valid[..., None]
         return torch.where(same.any(-1), same.int().argmax(-1), -1)
 
+    def offers_behind(self, last: States, mask_token_id: int) -> Tensor:
+        """[rows] bool: one of these is a denoising step behind `last` [rows] and keeps all that is revealed there."""
+        agrees = ((self.states.ids == last.ids[:, None]) | (last.ids == mask_token_id)[:, None]).all(-1)
+        agrees &= self.states.start == last.start[:, None]
+        agrees &= self.states.step == last.step[:, None] + 1
+        return (agrees & self.states.valid & (self.parent < 0)).any(-1) & last.valid
+
 
 def follow(onward: Tensor) -> Tensor:
     """[rows, n] the places that the links `onward` [rows, n] lead through from place 0; the last is repeated."""

@@ -64,6 +64,7 @@ class Static:
     passes = 0  # of the head, in which drafted states are re-read
     compute_bound_tokens: int | None = None  # see `SelfSpec`
     uses_entropy = False
+    revokes = False  # whether `refine` may take reveals back
 
     def reveal(self, confidence: Tensor, entropy: Tensor, candidates: Tensor, count: Tensor) -> Tensor:
         """Which candidates a step commits.
@@ -148,6 +149,7 @@ class Remask(Dynamic):
     """
 
     uses_head = True
+    revokes = True
 
     def refine(self, steps: HeadSteps, states: States, hidden: Tensor, reveal: Reveal) -> Reveal:
         """See `Static.refine`."""

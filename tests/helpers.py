@@ -12,7 +12,8 @@ from transformers import StoppingCriteria
 from modeling_mrp import MRPForCausalLM
 from modeling_mrp.diffusion_mrp import PackedBatch
 from modeling_mrp.generation_mrp import DECODINGS
-from trainer.data import DiffusionCollator, Sample
+from trainer.collator import DiffusionCollator
+from trainer.samples import Sample
 
 BLOCK, MASK, PAD, VOCAB = 4, 60, 0, 64  # of make_model
 ALPHA = 1e-4  # false-alarm rate of each chi-square test; seeds are fixed
@@ -96,7 +97,7 @@ class StopAfter(StoppingCriteria):
 def sample(index: int, length: int, response_start: int) -> Sample:
     """A sample of random ids, the same for the same index."""
     rng = np.random.default_rng(index)
-    return Sample(index, rng.integers(1, 50, length), response_start)
+    return Sample(index, rng.integers(1, 50, length), np.arange(length) >= response_start)
 
 
 def collate(samples: list[Sample], **options: Any) -> PackedBatch:

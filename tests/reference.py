@@ -20,14 +20,19 @@ from modeling_mrp.sampling_mrp import gumbel_noise, noise_keys
 class Reference:
     """What follows the prompt, up to and including the eos that ends it: each token's step and log-probability, and the totals.
 
-    Tokens that were given have step -1 and log-probability 0.
+    Tokens that were given have step -1 and log-probability 0. `revocations` are (index behind the prompt, token), in order.
     """
 
     tokens: list[int]
     reveal_step: list[int]
     logprobs: list[float]
     steps: int
-    revoked: int
+    revocations: list[tuple[int, int]]
+
+    @property
+    def revoked(self) -> int:
+        """How many reveals were taken back."""
+        return len(self.revocations)
 
 
 @dataclass
@@ -268,7 +273,8 @@ def reference_decode(
     size, limit = model.config.block_size, len(prompt) + max_new_tokens
     schedule = row.options.denoising_steps or size
     committed: dict[int, tuple[int, float]] = {}  # position -> (step, log-probability)
-    steps = block_step = revoked = 0
+    steps = block_step = 0
+    revocations: list[tuple[int, int]] = []
     append_block(row)
     while not is_done(row, limit):
         if not masked_positions(row):
@@ -287,11 +293,11 @@ def reference_decode(
             for pick in fresh:
                 row.ids[pick.position] = model.config.mask_token_id
             reveal(row, kept)
-            revoked += len(fresh) - len(kept)
+            revocations += [(pick.position - len(prompt), pick.token) for pick in fresh if pick not in kept]
             fresh = kept
         committed |= {pick.position: (steps, pick.logprob) for pick in fresh}
         steps += 1
         block_step += 1
     generated = range(len(prompt), end_of(row, limit))
     reveal_step, logprobs = zip(*(committed.get(i, (-1, 0.0)) for i in generated), strict=True)
-    return Reference([row.ids[i] for i in generated], list(reveal_step), list(logprobs), steps, revoked)
+    return Reference([row.ids[i] for i in generated], list(reveal_step), list(logprobs), steps, revocations)

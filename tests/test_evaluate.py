@@ -1,6 +1,8 @@
 """The commands that measure: one line or one row for everything asked, and numbers that agree with the texts."""
 
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import TINY
@@ -48,6 +50,121 @@ def test_what_is_counted(tiny_model: MRPForCausalLM, tiny_tokenizer: object) -> 
         assert decoded.identical(parts[0]) == 100
     other = Decoded(**{**vars(parts[0]), "ids": [*parts[0].ids[:4], []]})
     assert parts[0].identical(other) == 80
+
+
+def lines_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, Any]]:
+    """What the command prints; arguments may hold several words."""
+    evaluate.main(["--model", str(TINY), *" ".join(arguments).split()])
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_text_without_a_right_answer_is_compared_with_static(capsys: pytest.CaptureFixture[str]) -> None:
+    """Real source text has no accuracy; `static` is decoded for comparison without being asked for."""
+    lines = lines_of(capsys, "--family source --count 2 --max-new-tokens 20 --decoding mrp_spec sequential")
+    assert [line["decoding"] for line in lines] == ["mrp_spec", "sequential"]
+    for line in lines:
+        assert line["accuracy"] is None
+        assert "accuracy_95" not in line
+        low, high = line["identical_to_static_95"]
+        assert low <= line["identical_to_static"] <= high
+    assert lines[0]["identical_to_static"] == lines[0]["identical_to_first"] == 100
+    assert lines[1]["identical_to_static"] == lines[1]["identical_to_first"]
+
+
+def test_every_interval_holds_its_value(capsys: pytest.CaptureFixture[str]) -> None:
+    spec, remask = lines_of(capsys, "--family math --count 6 --decoding mrp_spec mrp_remask --tau 0.3 --states 6")
+    for name in ("accuracy", "tokens_per_forward", "mean_accepted_length", "identical_to_static"):
+        low, high = spec[f"{name}_95"]
+        assert low <= spec[name] <= high
+    for rate, (low, high) in zip(spec["acceptance_by_depth"], spec["acceptance_by_depth_95"], strict=True):
+        assert low <= rate <= high
+    accepted = sum(n * rate / 100 for n, rate in zip(spec["offered_by_depth"], spec["acceptance_by_depth"], strict=True))
+    assert accepted == pytest.approx(spec["accepted"], abs=0.1)
+    assert spec["offered_by_depth"] == sorted(spec["offered_by_depth"], reverse=True)
+    assert not {"revoked_right", "revoked_wrong"} & set(spec)
+    assert not {"mean_accepted_length", "acceptance_by_depth"} & set(remask)
+    judged = remask["revoked_right"] + remask["revoked_wrong"]
+    assert judged + remask["revoked_not_comparable"] == remask["revoked"] > 0
+    assert remask["revoked_right_percent"] == pytest.approx(100 * remask["revoked_right"] / judged, abs=0.1)
+
+
+def test_a_file_of_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The problems of a family, from a file: the same texts at the same cost. The second has another answer there, the third
+    none, and the fourth lies behind the limit."""
+    asked = problems("math", "heldout", 4)
+    records = [{"prompt": p.prompt, "answer": f"That makes {p.number}"} for p in asked]
+    records[1]["answer"] = "1234"
+    del records[2]["answer"]
+    path, chats = tmp_path / "asked.jsonl", tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    talks = [{"messages": [{"role": "user", "content": r["prompt"]}], "answer": r.get("answer")} for r in records]
+    chats.write_text("".join(json.dumps(record) + "\n" for record in talks))
+    common = ["--limit", "3", "--max-new-tokens", "64", "--decoding", "mrp_spec", "--show", "1"]
+    evaluate.main(["--model", str(TINY), *common, "--family", "math"])
+    known = json.loads(capsys.readouterr().out.splitlines()[0])
+    evaluate.main(["--model", str(TINY), *common, "--prompts", str(path), "--chat", "--judge", "last_number"])
+    line, *shown = capsys.readouterr().out.splitlines()
+    found = json.loads(line)
+    assert shown[0] == f"--- {asked[0].prompt}"
+    assert shown[-1] == "[right]"
+    assert (found["file"], found["accuracy"], found["identical_to_static"]) == (str(path), 50, 100)
+    for name in ("tokens_per_forward", "acceptance_by_depth", "drafted", "accepted"):
+        assert found[name] == known[name]
+    other = lines_of(capsys, *common[:-2], "--prompts", str(chats), "--judge", "contains")[0]
+    assert (other["accuracy"], other["tokens_per_forward"]) == (0, known["tokens_per_forward"]), "no text holds the sentence"
+
+
+def test_a_command_goes_on_where_it_was_killed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is on a whole line is not measured again; another question is."""
+    path = tmp_path / "out.jsonl"
+    arguments = f"--family math --count 2 --max-new-tokens 16 --decoding static sequential mrp_spec --output {path}".split()
+    lines = lines_of(capsys, *arguments)
+    assert [json.loads(line) for line in path.read_text().splitlines()] == lines
+    whole = path.read_bytes()
+    path.write_bytes(whole[: whole.index(b"sequential") + 40])
+    again = lines_of(capsys, *arguments)
+    assert [line["decoding"] for line in again] == ["sequential", "mrp_spec"]
+    kept = [json.loads(line) for line in path.read_text().splitlines()]
+    for before, after in zip(lines, kept, strict=True):
+        assert {**before, "seconds": 0} == {**after, "seconds": 0}
+    assert lines_of(capsys, *arguments) == []
+    arguments[3] = "3"
+    assert len(lines_of(capsys, *arguments)) == 3
+    assert len(path.read_text().splitlines()) == 6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ("--limit 0", "--limit is 0: at least 1"),
+        ("--count 0", "--count is 0: at least 1 problem"),
+        ("--batch-size -1", "--batch-size is -1"),
+        ("--max-new-tokens 0", "--max-new-tokens is 0"),
+        ("--decoding fast", "invalid choice: 'fast'"),
+        ("--dtype int8", "invalid choice: 'int8'"),
+        ("--judge kind", "invalid choice: 'kind'"),
+        ("--prompts BAD", "bad.jsonl, line 2, field prompt: 7"),
+        ("--prompts BAD.none", "bad.jsonl.none: cannot be read"),
+        ("--prompts GOOD --max-new-tokens 9000", "line 1: a prompt of 3 tokens and 9000 new ones exceed the model's"),
+        ("--family math --max-new-tokens 9000", "problem 0: a prompt of"),
+        ("--output BAD", "bad.jsonl, line 1: no result of this command"),
+    ],
+)
+def test_what_the_command_refuses(arguments: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bad, good = tmp_path / "bad.jsonl", tmp_path / "good.jsonl"
+    bad.write_text('{"prompt": "x"}\n{"prompt": 7}\n')
+    good.write_text('{"prompt": "2 + 3"}\n')
+    with pytest.raises(SystemExit) as exited:
+        evaluate.main(["--model", str(TINY), *arguments.replace("BAD", str(bad)).replace("GOOD", str(good)).split()])
+    assert exited.value.code == 2
+    assert told in capsys.readouterr().err
+    assert bad.read_text() == '{"prompt": "x"}\n{"prompt": 7}\n'
+
+
+@pytest.mark.parametrize(("asked", "used"), [("", "torch.float32"), ("--dtype float64", "torch.float64")])
+def test_the_precision_and_device_asked_for(asked: str, used: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (line,) = lines_of(capsys, "--family math --count 1 --max-new-tokens 4 --device cpu", asked)
+    assert (line["asked"]["dtype"], line["asked"]["device"]) == (used, "cpu")
 
 
 def test_the_demo_ends_with_its_table(capsys: pytest.CaptureFixture[str]) -> None:

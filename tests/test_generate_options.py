@@ -157,14 +157,65 @@ def test_a_stopping_criterion_stops_inside_a_block(random_model: MRPForCausalLM,
 
 
 @every_mode
-def test_a_criterion_is_asked_once_at_every_length(random_model: MRPForCausalLM, mode: str) -> None:
-    """With the row's own ids, without padding; rows in turn, lengths in order."""
-    watch = Watch()
-    options = {"decoding": mode, "max_new_tokens": 9, "seed": 1, **LIVELY}
-    free = texts(random_model, PROMPTS, stopping_criteria=StoppingCriteriaList([watch]), **options)
-    for prompt, tokens in zip(PROMPTS, free, strict=True):
-        assert [ids for (ids,) in watch.seen if ids[: len(prompt)] == prompt] == [prompt + tokens[:n] for n in range(1, 10)]
-    assert len(watch.seen) == 9 * len(PROMPTS)
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_what_a_criterion_is_shown(random_model: MRPForCausalLM, mode: str, side: str) -> None:
+    """The batch as it was given and n tokens behind: every length of every row once it is final, in order; the mask id where a
+    row has fewer tokens, and padding behind one that has ended (the last row ends at its fifth token)."""
+    options = {"decoding": mode, "max_new_tokens": 9, "seed": 1, "pad_token_id": 55, **LIVELY}
+    free = texts(random_model, PROMPTS, **options)
+    end = inside_a_block(PROMPTS[2], free[2])
+    options["eos_token_id"] = free[2][end]
+    free = texts(random_model, PROMPTS, **options)
+    assert len(free[2]) == end + 1
+    watch, width = Watch(), max(map(len, PROMPTS))
+    given = [[0] * (width - len(p)) + p if side == "left" else p + [0] * (width - len(p)) for p in PROMPTS]
+    mask = (torch.tensor(given) != 0).long()
+    random_model.generate(torch.tensor(given), attention_mask=mask, stopping_criteria=[watch], **options)
+    at = [0, 0, 0]
+    for ids in watch.seen:
+        length = len(ids[0]) - width
+        for row, (shown, tokens) in enumerate(zip(ids, free, strict=True)):
+            assert shown[:width] == given[row]
+            known = [token for token in shown[width:] if token != MASK]
+            assert shown[width:] == known + [MASK] * (length - len(known))
+            assert known == (tokens + [55] * 9)[: len(known)]
+            if len(known) == length <= len(tokens):
+                assert length <= at[row] + 1, "every length is shown before the next"
+                at[row] = max(at[row], length)
+    assert at == [len(tokens) for tokens in free]
+    assert len(watch.seen) <= sum(at)
+
+
+class AllRowsDone(StoppingCriteria):
+    """As evaluation harnesses have it: built for a prompt's width and a number of rows, it remembers which rows have come to
+    one of the tokens, and stops all at once."""
+
+    def __init__(self, tokens: set[int], width: int, rows: int) -> None:
+        self.tokens, self.width, self.done = tokens, width, [False] * rows
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> bool:
+        last = input_ids[:, self.width :][:, -2:].tolist()
+        for row in range(len(self.done)):
+            self.done[row] = self.done[row] or not self.tokens.isdisjoint(last[row])
+        return False not in self.done
+
+
+@every_mode
+def test_a_criterion_that_counts_rows_and_columns(random_model: MRPForCausalLM, mode: str) -> None:
+    """The prompts end in such tokens, which must not count. A row goes on at least to its first of them; some row comes to its
+    own last of all, and ends there. Alone, every row ends there."""
+    options = {"decoding": mode, "max_new_tokens": 24, **LIVELY}
+    free = texts(random_model, PROMPTS, seed=[3, 8, 5], **options)
+    stops = {tokens[5] for tokens in free} | {prompt[-1] for prompt in PROMPTS}
+    first = [min(i for i, token in enumerate(tokens, 1) if token in stops) for tokens in free]
+    together = texts(random_model, PROMPTS, seed=[3, 8, 5], stopping_criteria=[AllRowsDone(stops, 10, 3)], **options)
+    for tokens, whole, until in zip(together, free, first, strict=True):
+        assert tokens == whole[: len(tokens)]
+        assert until <= len(tokens) < 24
+    assert any(len(tokens) == until for tokens, until in zip(together, first, strict=True))
+    for prompt, whole, until, seed in zip(PROMPTS, free, first, (3, 8, 5), strict=True):
+        alone = text(random_model, prompt, seed=seed, stopping_criteria=[AllRowsDone(stops, len(prompt), 1)], **options)
+        assert alone == whole[:until]
 
 
 def test_a_criterion_behind_an_eos_changes_nothing(random_model: MRPForCausalLM) -> None:

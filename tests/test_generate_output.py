@@ -87,8 +87,13 @@ def test_counts_agree_with_each_other(random_model: MRPForCausalLM, mode: str) -
     assert bool(stats.revoked.sum() > 0) == (mode == "mrp_remask")
     alone = generate(random_model, PROMPTS[1:2], seed=4, residual_delta=0.1, **options)
     assert alone.reveal_step[0].tolist() == out.reveal_step[1, : generated[1]].tolist()
-    for name in ("row_forwards", "row_head_forwards", "drafted", "accepted", "revoked", "accepted_lengths"):
+    names = ("row_forwards", "row_head_forwards", "drafted", "accepted", "revoked", "accepted_lengths")
+    for name in (*names, "offered_at_depth", "accepted_at_depth"):
         assert getattr(alone.stats, name)[0].tolist() == getattr(stats, name)[1].tolist(), name
+    assert stats.accepted_at_depth.sum(1).equal(stats.accepted)
+    assert (stats.accepted_at_depth <= stats.offered_at_depth).all()
+    assert stats.revocations[:, 0].bincount(minlength=3).equal(stats.revoked)
+    assert alone.stats.revocations[:, 1:].equal(stats.revocations[stats.revocations[:, 0] == 1, 1:])
 
 
 def first_block(model: MRPForCausalLM, prompt: list[int]) -> Tensor:

@@ -103,6 +103,24 @@ def test_dtype_and_attention_reach_the_backbone(folders: dict[str, Path]) -> Non
     assert all(layer.self_attn.config is model.config for layer in model.mrp_head.layers)
 
 
+@torch.no_grad()
+def test_a_head_on_a_backbone_that_is_spread_over_devices(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Half of it on the disk: accelerate's hooks move what passes between its parts."""
+    parts = {f"model.{name}": "cpu" for name in ("embed_tokens", "layers.0", "norm", "rotary_emb")} | {"lm_head": "cpu"}
+    parts["model.layers.1"] = "disk"
+    spread = MRPForCausalLM.from_pretrained(folders["head"], device_map=parts, offload_folder=tmp_path / "offloaded")
+    assert spread.model.layers[1].mlp.up_proj.weight.is_meta
+    full = MRPForCausalLM.from_pretrained(folders["full"])
+    arguments = (PROMPT, torch.ones(1, 6, 32), torch.arange(6)[None], torch.ones(1, 1, 6, 6, dtype=torch.bool))
+    assert torch.equal(spread(PROMPT).logits, full(PROMPT).logits)
+    assert torch.equal(spread.residual(*arguments), full.residual(*arguments))
+    assert spread.hf_device_map["mrp_head"] == spread.mrp_head._hf_hook.execution_device
+    with pytest.raises(ValueError, match=r"its last layers are offloaded: load them into memory"):
+        spread.new_head(1, "backbone")
+    spread.save_pretrained(tmp_path / "head", head_only=True)
+    assert same_tensors(MRPForCausalLM.from_pretrained(tmp_path / "head"), full)
+
+
 def test_head_repository_from_the_hubs_cache(folders: dict[str, Path], tmp_path: Path) -> None:
     """As downloaded, in shards: the commit is remembered, and a pinned one is loaded though the branch has moved on."""
     MRPForCausalLM.from_pretrained(folders["backbone"]).save_pretrained(tmp_path / "sharded", max_shard_size="20KB")

@@ -132,7 +132,8 @@ def test_the_host_waits_once_a_round(sampling: str, mode: str, monkeypatch: pyte
     assert torch.equal(dense.sequences, usual.sequences)
     assert torch.equal(dense.reveal_step, usual.reveal_step)
     torch.testing.assert_close(dense.token_logprobs, usual.token_logprobs)
-    for name in ("row_forwards", "row_head_forwards", "drafted", "accepted", "revoked"):
+    counts = ("row_forwards", "row_head_forwards", "drafted", "accepted", "revoked")
+    for name in (*counts, "offered_at_depth", "accepted_at_depth", "revocations"):
         assert torch.equal(getattr(dense.stats, name), getattr(usual.stats, name))
 
 

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,11 @@ from transformers import PreTrainedTokenizerFast
 
 import trainer.data as data
 from modeling_mrp import MRPForCausalLM
-from modeling_mrp.diffusion_mrp import BLANK
-from trainer.data import DiffusionCollator, LengthBucketSampler, Sample, TaskDataset, encode
+from modeling_mrp.losses_mrp import BLANK
+from trainer.collator import DiffusionCollator
+from trainer.data import TaskDataset, encode
+from trainer.sampler import LengthBucketSampler
+from trainer.samples import Sample
 from trainer.tasks import Problem
 from trainer.trajectories import TrajectoryDataset, record_trajectories
 
@@ -48,15 +52,18 @@ def test_an_item_is_prompt_response_and_padding(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(data, "encode", lambda problem, tokenizer: pieces)
     dataset = TaskDataset(NoTokenizer(), 10, {"code": 1.0}, "tune", block_size=4, seed=5, max_length=6)  # type: ignore[arg-type]
     item = dataset[3]
-    assert (item.index, item.ids.tolist(), item.response_start, item.length) == (3, [1, 2, 3, 4, 5, 6, 7, 9], 5, 7)
+    assert (item.index, item.ids.tolist(), item.length) == (3, [1, 2, 3, 4, 5, 6, 7, 9], 7)
+    assert item.response.tolist() == [False] * 5 + [True] * 3  # what lies behind the end is learned, too
     assert made == [("code", "tune", 3, 5)]
     for max_length, length in ((6, 4), (7, 4), (8, 4), (100, 4)):
         cut = TaskDataset(NoTokenizer(), 10, {"source": 1.0}, block_size=4, max_length=max_length)[0]  # type: ignore[arg-type]
-        assert (cut.ids.tolist(), cut.response_start, cut.length) == ([1, 2, 3, 4, 5, 6, 7][:length], 3, length)
-    assert len(dataset) == 10
-    for outside in (-1, 10):
-        with pytest.raises(IndexError, match=str(outside)):
-            dataset[outside]
+        assert (cut.ids.tolist(), cut.response.tolist(), cut.length) == ([1, 2, 3, 4], [False, False, False, True], length)
+    assert len(dataset) == len(list(dataset)) == 10
+    again = dataset[13]  # the next epoch's visit of item 3: the same text under another number
+    assert (again.index, again.ids.tolist()) == (13, item.ids.tolist())
+    assert sorted(m[2] for m in made if m[0] == "code") == list(range(10))  # each was made once
+    with pytest.raises(IndexError, match="visit -1"):
+        dataset[-1]
 
 
 def test_items_are_a_function_of_seed_and_index(word_tokenizer: PreTrainedTokenizerFast) -> None:
@@ -68,7 +75,7 @@ def test_items_are_a_function_of_seed_and_index(word_tokenizer: PreTrainedTokeni
     for i in range(20):
         for twin in (backwards[i], longer[i]):
             assert twin.ids.tolist() == first[i].ids.tolist()
-            assert twin.response_start == first[i].response_start
+            assert twin.response.tolist() == first[i].response.tolist()
     assert sum(first[i].ids.tolist() == other[i].ids.tolist() for i in range(20)) == 0
     assert len({tuple(first[i].ids) for i in range(20)}) == 20
 
@@ -95,13 +102,13 @@ class Lengths:
     """Stands for a dataset: samples of given lengths and response starts."""
 
     def __init__(self, lengths: Iterable[tuple[int, int]]) -> None:
-        self.samples = [Sample(i, np.zeros(length), start) for i, (length, start) in enumerate(lengths)]
+        self.samples = [Sample(i, np.zeros(length), np.arange(length) >= start) for i, (length, start) in enumerate(lengths)]
 
     def __len__(self) -> int:
         return len(self.samples)
 
-    def __getitem__(self, index: int) -> Sample:
-        return self.samples[index]
+    def __getitem__(self, visit: int) -> Sample:
+        return self.samples[visit % len(self.samples)]
 
     def sampler(self, batch_size: int) -> LengthBucketSampler:
         return LengthBucketSampler(self, batch_size)  # type: ignore[arg-type]
@@ -120,6 +127,8 @@ def test_the_sampler_visits_each_index_once(size: int) -> None:
     assert sorted(order) == list(range(size))
     assert len(sampler) == size
     assert list(sampler) == order  # a resumed run sees the same batches
+    sampler.set_epoch(2)
+    assert sorted(sampler) == list(range(2 * size, 3 * size))
     if size == 200:
         assert order != sorted(order)
         for begin in range(0, 192, 48):
@@ -128,9 +137,9 @@ def test_the_sampler_visits_each_index_once(size: int) -> None:
 
 
 def test_samples_of_like_cost_meet_in_a_batch() -> None:
-    """A packed row holds two noisy copies of the response's blocks and the whole text: 3 * length - 2 * response_start."""
+    """A packed row holds two noisy copies of the response's blocks and the whole text: 3 * length - 2 * prompt."""
     dataset = random_lengths(64)
-    cost = [3 * len(s.ids) - 2 * s.response_start for s in dataset.samples]
+    cost = [3 * len(s.ids) - 2 * int(s.response.argmax()) for s in dataset.samples]
     order = list(dataset.sampler(4))
     batches = sorted(sorted(cost[i] for i in order[begin : begin + 4]) for begin in range(0, 64, 4))
     assert sum(batches, []) == sorted(cost)  # noqa: RUF017 - 16 short lists
@@ -148,18 +157,18 @@ def test_the_layout_of_a_batch() -> None:
     a_noisy, b_noisy = list(range(4, 12)), [4, 5, 6, 7]
     assert batch.view.tolist() == [
         [1] * 8 + [2] * 8 + [0] * 12,
-        [1] * 4 + [-1] * 4 + [2] * 4 + [-1] * 4 + [0] * 8 + [-1] * 4,
+        [1] * 4 + [2] * 4 + [-1] * 8 + [0] * 8 + [-1] * 4,
     ]
     assert batch.position_ids.tolist() == [
         a_noisy + a_noisy + list(range(12)),
-        b_noisy + [0] * 4 + b_noisy + [0] * 4 + list(range(8)) + [0] * 4,
+        b_noisy + b_noisy + [0] * 8 + list(range(8)) + [0] * 4,
     ]
     assert batch.sample.tolist() == [[0] * 28] * 2
     assert batch.response_tokens == 6 + 4
     a_ids, b_ids = a.ids.tolist(), b.ids.tolist()
     assert batch.target_ids.tolist() == [
         a_ids[4:] + a_ids[4:] + a_ids,
-        b_ids[4:] + [PAD] * 4 + b_ids[4:] + [PAD] * 4 + b_ids + [PAD] * 4,
+        b_ids[4:] + b_ids[4:] + [PAD] * 8 + b_ids + [PAD] * 4,
     ]
     masked = batch.input_ids == MASK
     assert torch.equal(batch.input_ids[~masked], batch.target_ids[~masked])
@@ -184,7 +193,7 @@ def test_behind_the_end_all_is_masked_and_blank() -> None:
     """Response tokens 3 to 8 and the rest of the third block: masked in both copies, learned once, as blank."""
     ids = np.arange(20, 32)
     for index in range(30):
-        batch = collate([Sample(index, ids, 3, 9)])
+        batch = collate([Sample(index, ids, np.arange(12) >= 3, 9)])
         noisy = batch.view[0] > 0
         behind = noisy & (batch.position_ids[0] >= 9)
         assert (batch.input_ids[0, behind] == MASK).all()
@@ -195,6 +204,23 @@ def test_behind_the_end_all_is_masked_and_blank() -> None:
         assert batch.response_tokens == 9
 
 
+def test_what_follows_an_answer_in_its_block_is_hidden() -> None:
+    """Two turns, positions 2 to 4 and 9: decoding the first would not know of 5, 6 and 7, nor of 10 and 11 in the second. The
+    block between is not repeated, and the clean half shows everything."""
+    response = np.isin(np.arange(16), [2, 3, 4, 13])
+    for index in range(20):
+        item = Sample(index, np.arange(20, 36), response)
+        batch = collate([item])
+        assert batch.position_ids[0, batch.view[0] == 1].tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 12, 13, 14, 15]
+        for copy in (1, 2):
+            here = batch.view[0] == copy
+            masked = set(batch.position_ids[0, here & (batch.input_ids[0] == MASK)].tolist())
+            assert {5, 6, 7, 14, 15} <= masked <= {5, 6, 7, 14, 15, 2, 3, 4, 13}
+        assert sorted(batch.position_ids[0, batch.supervised[0]].tolist()) == [2, 3, 4, 13]
+        assert (batch.target_ids[0, batch.supervised[0]] != BLANK).all()
+        assert batch.input_ids[0, batch.view[0] == 0].tolist() == item.ids.tolist()
+
+
 def test_recorded_steps_give_the_states_that_decoding_met() -> None:
     """Every number of revealed tokens of a block is equally likely, always the earliest ones; chi-square over 4 and 3."""
     steps = np.array([-1, -1, -1, -1, 2, 0, 3, 1, 6, 4, 5, -1])  # the last is behind the end
@@ -202,7 +228,7 @@ def test_recorded_steps_give_the_states_that_decoding_met() -> None:
     apart = {4: 2, 8: 2}  # half of 4; half of 3, rounded either way
     counts = {4: torch.zeros(4), 8: torch.zeros(3)}
     for index in range(600):
-        batch = collate([Sample(index, np.arange(20, 32), 4, 11, steps)])
+        batch = collate([Sample(index, np.arange(20, 32), np.arange(12) >= 4, 11, steps)])
         revealed: dict[int, list[int]] = {4: [], 8: []}
         assert batch.position_ids[0, batch.supervised[0]].tolist().count(11) == 1  # behind the end: once over both copies
         for copy in (1, 2):
@@ -270,7 +296,7 @@ def test_noise_is_a_function_of_seed_and_index() -> None:
     assert torch.equal(again.input_ids.flip(0), batch.input_ids)
     assert torch.equal(collate(samples[2:3], seed=7).input_ids[0], batch.input_ids[2])
     assert not torch.equal(collate(samples, seed=8).supervised, batch.supervised)
-    copies = [Sample(i, samples[0].ids, 3) for i in range(6)]  # one text under six indices
+    copies = [replace(samples[0], index=i) for i in range(6)]  # one text under six indices
     assert len(collate(copies, seed=7).supervised.unique(dim=0)) == 6
 
 
@@ -319,15 +345,15 @@ def test_recorded_samples(tmp_path: Path) -> None:
     seen = {tuple(item.ids): item for item in items}
     assert sorted(seen) == [(1, 2, 3, 4), (1, 2, 3, 4, 5, 9, 0, 0)]
     ended, cut = seen[1, 2, 3, 4, 5, 9, 0, 0], seen[1, 2, 3, 4]
-    assert (ended.response_start, ended.length, ended.reveal_step.tolist()) == (3, 6, [-1, -1, -1, 2, 0, 1, -1, -1])
-    assert (cut.response_start, cut.length, cut.reveal_step.tolist()) == (1, 4, [-1, 5, 4, 3])
+    assert (ended.response.argmax(), ended.length, ended.reveal_step.tolist()) == (3, 6, [-1, -1, -1, 2, 0, 1, -1, -1])
+    assert (cut.response.argmax(), cut.length, cut.reveal_step.tolist()) == (1, 4, [-1, 5, 4, 3])
     orders = {tuple(items[i].ids) < tuple(items[i + 1].ids) for i in range(0, 40, 2)}
     assert orders == {True, False}
     for i in range(0, 40, 2):
         assert tuple(items[i].ids) != tuple(items[i + 1].ids)
-    for outside in (-1, 40):
-        with pytest.raises(IndexError, match=str(outside)):
-            dataset[outside]
+    assert len(list(dataset)) == 40
+    with pytest.raises(IndexError, match="visit -1"):
+        dataset[-1]
     path.write_text(json.dumps(records[2]))
     with pytest.raises(ValueError, match=r"t.jsonl holds no decoded text: record trajectories first"):
         TrajectoryDataset(path, 40, 4, eos_token_id=9, pad_token_id=0)

@@ -47,7 +47,7 @@ class Measured:
     @property
     def accuracy(self) -> float:
         """Percent solved."""
-        return statistics.mean(100 * right for batch in self.batches for right in batch.right)
+        return statistics.mean(100 * right for batch in self.batches for right in batch.judged)
 
     @property
     def tokens(self) -> int:

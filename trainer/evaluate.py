@@ -1,175 +1,296 @@
-"""Accuracy and cost of decoding modes on the synthetic problems.
+"""Accuracy and cost of decoding modes on problems, with 95 % intervals.
 
-``python -m trainer.evaluate --model FOLDER --decoding static mrp_spec --count 500`` prints one line per family and mode.
+``python -m trainer.evaluate --model FOLDER --decoding static mrp_spec --count 500`` prints one JSON line per family and mode;
+``--prompts FILE`` asks a file of prompts with answers instead (`trainer.questions`). Intervals are fields NAME_95, [low, high]:
+Wilson's for shares of problems, a bootstrap over problems for all else (`trainer.intervals`). What is counted by depth of a
+draft, and of reveals taken back, is defined in `trainer.acceptance`.
 """
 
 import argparse
+import hashlib
 import json
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from .data import encode
-from .tasks import FAMILIES, SPLITS, Family, Problem, Split, judge, problems
+from modeling_mrp.options_mrp import DECODINGS
 
-NEW_TOKENS: dict[Family, int] = {"math": 64, "code": 80, "source": 64}
+from .acceptance import acceptance_by_depth, judged_revocations, mean_accepted_length
+from .data import encode
+from .decoded import NEW_TOKENS, Decoded, Judge, decode_problems, decode_prompts, judge_of, pad_left
+from .intervals import Interval, ratio_of_sums, wilson
+from .questions import JUDGES, prompt_ids, read_questions
+from .results import ResultsFile
+from .tasks import FAMILIES, SPLITS, Family, Split, problems
+
+DTYPES = ("auto", "float64", "float32", "bfloat16", "float16")
+FILE_NEW_TOKENS = 256
 
 
 @dataclass
-class Decoded:
-    """What one mode made of a list of problems.
+class ProblemSet:
+    """Problems of one kind, ready to be asked.
 
     Attributes:
-        texts: The decoded answers.
-        ids: The generated ids, padding removed.
-        right: Whether the judge accepts each.
-        tokens_per_forward: Generated tokens over backbone forwards, each row counting its own, all rows together.
-        head_forwards_per_token: The same for the head's forwards.
-        seconds: Wall clock of decoding.
-        forwards: Forwards of the batches by role, and drafts, accepted drafts and revoked reveals.
-        row_forwards: Backbone forwards in which each problem took part.
-        row_head_forwards: The same for the head.
+        name: The field of a line that says which: {"family": ...} or {"file": ...}.
+        shown: What was asked, as text.
+        prompts: As ids.
+        judges: What accepts an answer; None where there is no right one.
+        max_new_tokens: Per prompt.
+        answers: The right answers, only to tell sets apart.
+        where: What errors call each; by default its number.
     """
 
-    texts: list[str]
-    ids: list[list[int]]
-    right: list[bool]
-    tokens_per_forward: float
-    head_forwards_per_token: float
-    seconds: float
-    forwards: dict[str, int]
-    row_forwards: list[int]
-    row_head_forwards: list[int]
+    name: dict[str, str]
+    shown: list[str]
+    prompts: list[list[int]]
+    judges: list[Judge | None]
+    max_new_tokens: int
+    answers: list[str | None] = field(default_factory=list)
+    where: list[str] = field(default_factory=list)
 
-    @property
-    def tokens(self) -> list[int]:
-        """Generated tokens of each problem."""
-        return [len(ids) for ids in self.ids]
+    def check_room(self, max_positions: int) -> None:
+        """Raises `ValueError` for the first prompt that leaves no room for the text behind it."""
+        for number, prompt in enumerate(self.prompts):
+            if len(prompt) + self.max_new_tokens > max_positions:
+                where = self.where[number] if self.where else f"problem {number}"
+                raise ValueError(
+                    f"{where}: a prompt of {len(prompt)} tokens and {self.max_new_tokens} new ones exceed the model's "
+                    f"{max_positions} positions: shorten it, or lower --max-new-tokens"
+                )
 
-    @property
-    def accuracy(self) -> float:
-        """Share of problems solved, in percent."""
-        return 100 * sum(self.right) / len(self.right)
-
-    def identical(self, other: "Decoded") -> float:
-        """Share of outputs with the same tokens, in percent."""
-        return 100 * sum(a == b for a, b in zip(self.ids, other.ids, strict=True)) / len(self.ids)
+    def digest(self) -> str:
+        """Changes with anything that is asked."""
+        return hashlib.sha256(json.dumps([self.prompts, self.answers, self.max_new_tokens]).encode()).hexdigest()[:16]
 
 
-def pad_left(rows: Sequence[list[int]], pad_token_id: int) -> dict[str, Tensor]:
-    """`input_ids` and `attention_mask` of prompts of different length."""
-    width = max(map(len, rows))
-    return {
-        "input_ids": torch.tensor([[pad_token_id] * (width - len(row)) + row for row in rows]),
-        "attention_mask": torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows]),
-    }
+def family_set(
+    family: Family, split: Split, count: int, tokenizer: PreTrainedTokenizerBase, max_new_tokens: int | None = None
+) -> ProblemSet:
+    """The first problems of a synthetic family."""
+    asked = problems(family, split, count)
+    return ProblemSet(
+        {"family": family},
+        [problem.prompt for problem in asked],
+        [encode(problem, tokenizer)[0] for problem in asked],
+        [judge_of(problem) for problem in asked],
+        max_new_tokens or NEW_TOKENS[family],
+        [problem.answer for problem in asked],
+    )
 
 
-def decode_problems(
-    model: Any,
+def file_set(
+    path: str,
     tokenizer: PreTrainedTokenizerBase,
-    asked: Sequence[Problem],
-    batch_size: int = 32,
-    on_batch: Callable[[int], None] | None = None,
-    **options: Any,
-) -> Decoded:
-    """Decodes problems of one family with one set of `generate` options and judges the answers.
+    judge: str = "exact",
+    chat: bool = False,
+    limit: int | None = None,
+    max_new_tokens: int | None = None,
+) -> ProblemSet:
+    """The questions of a file.
+
+    Raises:
+        ValueError: for a malformed record, with file, line and field.
+    """
+    questions = read_questions(path, judge, limit)
+
+    def judged_by(answer: str | None) -> Judge | None:
+        return None if answer is None else lambda text: JUDGES[judge](answer, text)
+
+    return ProblemSet(
+        {"file": path},
+        [question.shown for question in questions],
+        [prompt_ids(question, tokenizer, chat) for question in questions],
+        [judged_by(question.answer) for question in questions],
+        max_new_tokens or FILE_NEW_TOKENS,
+        [question.answer for question in questions],
+        [question.where for question in questions],
+    )
+
+
+def measurements(decoded: Decoded, first: Decoded, static: Decoded | None, block_size: int) -> dict[str, Any]:
+    """The fields of a line.
+
+    Args:
+        decoded: Of one setting.
+        first: Of the first setting.
+        static: Of `static`; None if it was not decoded.
+        block_size: The model's.
+    """
+    line: dict[str, Any] = {"accuracy": _rounded(decoded.accuracy, 1)}
+    if decoded.judged:
+        line["accuracy_95"] = _percent(wilson(sum(decoded.judged), len(decoded.judged)))
+    speed = ratio_of_sums(decoded.tokens, decoded.row_forwards)
+    assert speed is not None, "every prompt takes a forward"
+    line |= {
+        "tokens_per_forward": round(decoded.tokens_per_forward, 3),
+        "tokens_per_forward_95": speed.rounded(),
+        "head_per_token": round(decoded.head_forwards_per_token, 3),
+        "identical_to_first": round(decoded.identical(first), 1),
+    }
+    if static is not None:
+        line["identical_to_static"] = round(decoded.identical(static), 1)
+        line["identical_to_static_95"] = _percent(wilson(decoded.equal(static), len(decoded.ids)))
+    length = mean_accepted_length(decoded)
+    if decoded.offered_at_depth.shape[1] and length is not None:
+        depths = acceptance_by_depth(decoded)
+        line |= {
+            "mean_accepted_length": round(length.value, 3),
+            "mean_accepted_length_95": length.rounded(),
+            "acceptance_by_depth": [round(100 * depth.rate.value, 1) for depth in depths],
+            "acceptance_by_depth_95": [_percent(depth.rate) for depth in depths],
+            "offered_by_depth": [depth.offered for depth in depths],
+        }
+    line |= {"seconds": round(decoded.seconds, 1), **decoded.forwards}
+    if static is not None and decoded.forwards["revoked"]:
+        revocations = judged_revocations(decoded, static, block_size)
+        share = revocations.right_share()
+        line |= {
+            "revoked_right": sum(revocations.right),
+            "revoked_wrong": sum(revocations.wrong),
+            "revoked_not_comparable": sum(revocations.not_comparable),
+            "revoked_right_percent": _rounded(None if share is None else 100 * share.value, 1),
+            "revoked_right_percent_95": None if share is None else _percent(share),
+        }
+    return line
+
+
+def _rounded(value: float | None, digits: int) -> float | None:
+    return None if value is None else round(value, digits)
+
+
+def _percent(interval: Interval) -> list[float]:
+    return [round(100 * interval.low, 1), round(100 * interval.high, 1)]
+
+
+class Evaluation:
+    """Decodes one set of problems with several settings and reports each.
+
+    `static` is decoded for comparison also where it was not asked for: when there are texts without a right answer, or reveals
+    that are taken back.
 
     Args:
         model: An `MRPForCausalLM`.
         tokenizer: Its tokenizer.
-        asked: Problems of one family.
+        asked: The problems.
         batch_size: Prompts per `generate`.
-        on_batch: Called with the number of problems after each batch.
-        options: For `generate`.
     """
-    eos = {tokenizer.eos_token_id, tokenizer.pad_token_id}
-    pad = tokenizer.pad_token_id
-    all_ids: list[list[int]] = []
-    row_forwards: list[int] = []
-    row_head_forwards: list[int] = []
-    counted: dict[str, int] = {}
-    started = time.perf_counter()
-    for begin in range(0, len(asked), batch_size):
-        part = asked[begin : begin + batch_size]
-        inputs = pad_left([encode(problem, tokenizer)[0] for problem in part], pad)
-        with torch.inference_mode():
-            out = model.generate(
-                **{name: value.to(model.device) for name, value in inputs.items()},
-                max_new_tokens=NEW_TOKENS[part[0].family],
-                return_dict_in_generate=True,
-                **options,
+
+    def __init__(self, model: Any, tokenizer: PreTrainedTokenizerBase, asked: ProblemSet, batch_size: int) -> None:
+        self.model, self.tokenizer, self.asked, self.batch_size = model, tokenizer, asked, batch_size
+        self.done: dict[str, Decoded] = {}
+
+    def decoded(self, settings: dict[str, Any]) -> Decoded:
+        """What a setting makes of the problems, kept for the settings to come."""
+        key = json.dumps(settings)
+        if key not in self.done:
+            asked = self.asked
+            self.done[key] = decode_prompts(
+                self.model, self.tokenizer, asked.prompts, asked.judges, asked.max_new_tokens, self.batch_size, **settings
             )
-        lengths = (out.reveal_step >= 0).sum(1).tolist()
-        generated = out.sequences[:, inputs["input_ids"].shape[1] :].tolist()
-        all_ids += [row[:length] for row, length in zip(generated, lengths, strict=True)]
-        row_forwards += out.stats.row_forwards.tolist()
-        row_head_forwards += out.stats.row_head_forwards.tolist()
-        for name, value in {
-            **out.stats.forwards,
-            **{name: int(getattr(out.stats, name).sum()) for name in ("drafted", "accepted", "revoked")},
-        }.items():
-            counted[name] = counted.get(name, 0) + value
-        if on_batch is not None:
-            on_batch(len(part))
-    seconds = time.perf_counter() - started
-    texts = [tokenizer.decode([i for i in ids if i not in eos]) for ids in all_ids]
-    right = [judge(problem, text) for problem, text in zip(asked, texts, strict=True)]
-    tokens = sum(map(len, all_ids))
-    per_forward, head_per_token = tokens / sum(row_forwards), sum(row_head_forwards) / tokens
-    return Decoded(texts, all_ids, right, per_forward, head_per_token, seconds, counted, row_forwards, row_head_forwards)
+        return self.done[key]
+
+    def line(self, settings: dict[str, Any], every: list[dict[str, Any]]) -> dict[str, Any]:
+        """One setting's measurements; `every` are all settings of the command."""
+        static = {"decoding": "static"}
+        compared = None in self.asked.judges or any(one["decoding"] in ("static", "mrp_remask") for one in every)
+        first = self.decoded(every[0])
+        reference = self.decoded(static) if compared else None
+        return measurements(self.decoded(settings), first, reference, self.model.config.block_size)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Command line: one JSON line per family and mode."""
+    """Command line: one JSON line per problem set and setting."""
     parser = argparse.ArgumentParser(prog="python -m trainer.evaluate", description=main.__doc__)
     parser.add_argument("--model", default="hub_configs/sdar-tiny-mrp")
     parser.add_argument("--tokenizer", help="the model's own by default")
-    parser.add_argument("--family", nargs="+", choices=FAMILIES, default=["math", "code"])
+    parser.add_argument("--prompts", nargs="+", metavar="FILE", help="JSON lines with `prompt` or `messages`, and `answer`")
+    parser.add_argument("--judge", choices=list(JUDGES), default="exact", help="of answers to --prompts")
+    parser.add_argument("--chat", action="store_true", help="--prompts: put every `prompt` through the chat template")
+    parser.add_argument("--family", nargs="+", choices=FAMILIES, help="synthetic problems (math and code without --prompts)")
     parser.add_argument("--split", choices=SPLITS, default="heldout")
-    parser.add_argument("--count", type=int, default=500)
+    parser.add_argument("--count", type=int, default=500, help="problems of a family")
+    parser.add_argument("--limit", type=int, help="only so many of each set")
+    parser.add_argument("--max-new-tokens", type=int, help=f"that of the family, or {FILE_NEW_TOKENS} for --prompts")
     parser.add_argument("--batch-size", type=int, default=32)
-    parser.add_argument("--decoding", nargs="+", default=["static"])
+    parser.add_argument("--dtype", choices=DTYPES, help="that of the checkpoint by default")
+    parser.add_argument("--device", help="the first GPU, or the CPU, by default")
+    parser.add_argument("--decoding", nargs="+", choices=DECODINGS, default=["static"])
     parser.add_argument("--tau", nargs="+", type=float, default=[0.9], help="confidence thresholds for dynamic and mrp_remask")
     parser.add_argument("--states", nargs="+", type=int, default=[4], help="num_draft_states for mrp_spec and self_spec")
     parser.add_argument("--branches", nargs="+", type=int, default=[3], help="draft_branches for mrp_spec and self_spec")
+    parser.add_argument("--output", metavar="FILE", help="append the lines here; settings that are there already are skipped")
     parser.add_argument("--show", type=int, default=0, help="answers to print")
     options = parser.parse_args(arguments)
-    if options.count < 1:
-        parser.error(f"--count is {options.count}: at least 1 problem")
-    model = AutoModelForCausalLM.from_pretrained(options.model, trust_remote_code=True).eval()
-    if torch.cuda.is_available():
-        model = model.to("cuda")
-    tokenizer = AutoTokenizer.from_pretrained(options.tokenizer or options.model, trust_remote_code=True)
-    report(model, tokenizer, options)
+    for name in ("count", "limit", "max_new_tokens", "batch_size"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            parser.error(f"--{name.replace('_', '-')} is {value}: at least 1" + (" problem" if name == "count" else ""))
+    try:
+        results = ResultsFile(options.output, "asked") if options.output else None
+        tokenizer = AutoTokenizer.from_pretrained(options.tokenizer or options.model, trust_remote_code=True)
+        sets = problem_sets(options, tokenizer)
+    except ValueError as error:
+        parser.error(str(error))
+    dtype = {} if options.dtype is None else {"dtype": options.dtype}
+    model = AutoModelForCausalLM.from_pretrained(options.model, trust_remote_code=True, **dtype).eval()
+    model = model.to(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    try:
+        for asked in sets:
+            asked.check_room(model.config.max_position_embeddings)
+    except ValueError as error:
+        parser.error(str(error))
+    report(model, tokenizer, options, sets, results)
 
 
-def report(model: Any, tokenizer: PreTrainedTokenizerBase, options: argparse.Namespace) -> None:
-    """Prints the measurements that the command line asks for."""
-    for family in options.family:
-        asked = problems(family, options.split, options.count)
-        reference: Decoded | None = None
-        for settings in _settings(options.decoding, options.tau, options.states, options.branches):
-            decoded = decode_problems(model, tokenizer, asked, options.batch_size, **settings)
-            reference = reference if reference is not None else decoded
-            line = {
-                "family": family,
-                **settings,
-                "accuracy": round(decoded.accuracy, 1),
-                "tokens_per_forward": round(decoded.tokens_per_forward, 3),
-                "head_per_token": round(decoded.head_forwards_per_token, 3),
-                "identical_to_first": round(decoded.identical(reference), 1),
-                "seconds": round(decoded.seconds, 1),
-                **decoded.forwards,
-            }
+def problem_sets(options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> list[ProblemSet]:
+    """What the command line asks.
+
+    Raises:
+        ValueError: for a malformed file.
+    """
+    families = options.family or ([] if options.prompts else ["math", "code"])
+    count = min(options.count, options.limit or options.count)
+    return [
+        *(family_set(family, options.split, count, tokenizer, options.max_new_tokens) for family in families),
+        *(
+            file_set(path, tokenizer, options.judge, options.chat, options.limit, options.max_new_tokens)
+            for path in options.prompts or []
+        ),
+    ]
+
+
+def report(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    options: argparse.Namespace,
+    sets: Sequence[ProblemSet],
+    results: ResultsFile | None = None,
+) -> None:
+    """Prints the measurements that the command line asks for, and adds them to the file of results."""
+    every = _settings(options.decoding, options.tau, options.states, options.branches)
+    names = ("model", "tokenizer", "split", "judge", "chat", "batch_size")
+    for asked in sets:
+        evaluation = Evaluation(model, tokenizer, asked, options.batch_size)
+        question = {name: getattr(options, name) for name in names}
+        question |= {"dtype": str(model.dtype), "device": str(model.device), "problems": len(asked.prompts)}
+        question |= {"max_new_tokens": asked.max_new_tokens, "digest": asked.digest()}
+        for settings in every:
+            identity = {**asked.name, **settings, "asked": question}
+            if results is not None and results.find(**identity, first=every[0]) is not None:
+                print(f"{asked.name} {settings}: in {options.output} already", file=sys.stderr)
+                continue
+            line = {**asked.name, **settings, **evaluation.line(settings, every), "first": every[0], "asked": question}
             print(json.dumps(line), flush=True)
-            for problem, text, right in list(zip(asked, decoded.texts, decoded.right, strict=True))[: options.show]:
-                print(f"--- {problem.prompt}\n{text}\n[{'right' if right else 'wrong'}]")
+            if results is not None:
+                results.add(line)
+            decoded = evaluation.decoded(settings)
+            for shown, text, right in list(zip(asked.shown, decoded.texts, decoded.right, strict=True))[: options.show]:
+                print(f"--- {shown}\n{text}\n[{'not judged' if right is None else 'right' if right else 'wrong'}]")
 
 
 def _settings(decodings: list[str], taus: list[float], states: list[int], branches: list[int]) -> list[dict[str, Any]]:
@@ -184,7 +305,20 @@ def _settings(decodings: list[str], taus: list[float], states: list[int], branch
     return settings
 
 
-__all__ = ["Decoded", "Family", "Split", "decode_problems", "pad_left"]
+__all__ = [
+    "NEW_TOKENS",
+    "Decoded",
+    "Evaluation",
+    "Family",
+    "ProblemSet",
+    "Split",
+    "decode_problems",
+    "decode_prompts",
+    "family_set",
+    "file_set",
+    "measurements",
+    "pad_left",
+]
 
 if __name__ == "__main__":
     main()

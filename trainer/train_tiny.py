@@ -19,18 +19,22 @@ from transformers import PreTrainedTokenizerFast, TrainerCallback, set_seed
 
 from modeling_mrp.configuration_mrp import MRPConfig
 from modeling_mrp.generation_mrp import MRPGenerationConfig
-from modeling_mrp.heads_mrp import start_head
+from modeling_mrp.heads_mrp import NEW_HEADS
 from modeling_mrp.modeling_mrp import MRPForCausalLM
 
-from .data import DiffusionCollator, Sample, TaskDataset
+from .arguments import MRPTrainingArguments
+from .checkpoints import last_whole_checkpoint
+from .data import TaskDataset
+from .samples import Sample
 from .tasks import Family
 from .tokenizer import train_tokenizer
-from .trainer import MRPTrainer, MRPTrainingArguments
+from .trainer import MRPTrainer
 from .trajectories import TrajectoryDataset, record_trajectories
 
 FAMILIES: dict[Family, float] = {"math": 0.42, "code": 0.53, "source": 0.05}
 BLOCK_SIZE = 16
 TRAJECTORIES = "trajectories.jsonl"
+RECORDED = 12800
 ROOT = Path(__file__).parent.parent
 TINY = ROOT / "hub_configs" / "sdar-tiny-mrp"
 
@@ -50,6 +54,12 @@ def _tokenizer(work: Path) -> PreTrainedTokenizerFast:
     """The one that the stage `tokenizer` made, if it was run; otherwise the embedded checkpoint's."""
     made = work / "tokenizer"
     return PreTrainedTokenizerFast.from_pretrained(made if made.exists() else TINY)
+
+
+def _backbone(work: Path) -> Path:
+    """The one that the stage `backbone` made, if it was run; otherwise the embedded checkpoint's."""
+    made = work / "backbone" / "final"
+    return made if made.exists() else TINY
 
 
 def tiny_config(tokenizer: PreTrainedTokenizerFast, head_layers: int = 0) -> MRPConfig:
@@ -92,22 +102,13 @@ def _train(
         use_cpu=not torch.cuda.is_available(),
         **options,
     )
-    collator = DiffusionCollator(BLOCK_SIZE, model.config.mask_token_id, model.config.pad_token_id, seed=seed)
-    trainer = MRPTrainer(
-        model=model, args=arguments, train_dataset=dataset, data_collator=collator, callbacks=[_JsonLog(folder / "log.jsonl")]
-    )
-    checkpoint = _last_whole_checkpoint(folder)
     log = folder / "log.jsonl"
+    trainer = MRPTrainer(model=model, args=arguments, train_dataset=dataset, callbacks=[_JsonLog(log)])
+    checkpoint = last_whole_checkpoint(folder)
     if log.exists():  # a run that goes on writes again what came behind its checkpoint
         step = int(checkpoint.name.rpartition("-")[2]) if checkpoint else 0
         log.write_text("".join(f"{line}\n" for line in log.read_text().splitlines() if json.loads(line)["step"] <= step))
-    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-
-
-def _last_whole_checkpoint(folder: Path) -> Path | None:
-    """The newest checkpoint that was written to its end: `trainer_state.json` comes last."""
-    whole = [path.parent for path in folder.glob("checkpoint-*/trainer_state.json")]
-    return max(whole, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
+    trainer.train(resume_from_checkpoint=True)
 
 
 def train_backbone(work: Path, steps: int, batch_size: int, learning_rate: float) -> None:
@@ -135,10 +136,29 @@ def train_backbone(work: Path, steps: int, batch_size: int, learning_rate: float
 def record(work: Path, count: int) -> None:
     """Decodes training problems drawn with another seed than the backbone's (most code prompts recur: there are few)."""
     tokenizer = _tokenizer(work)
-    model = MRPForCausalLM.from_pretrained(work / "backbone" / "final").eval()
+    model = MRPForCausalLM.from_pretrained(_backbone(work)).eval()
     if torch.cuda.is_available():
         model = model.to("cuda")
     record_trajectories(model, TaskDataset(tokenizer, count, FAMILIES, "train", BLOCK_SIZE, seed=1), work / TRAJECTORIES)
+
+
+def head_on_backbone(folder: Path, layers: int, init: str = "backbone", head_predicts: str = "residual") -> MRPForCausalLM:
+    """A head on the backbone of a checkpoint: a new one (see `start_head`), or that of another model's folder."""
+    model = MRPForCausalLM.from_pretrained(folder)
+    if init not in NEW_HEADS:
+        model.attach_head(init)
+        return model
+    model.config.head_predicts = head_predicts
+    model.attach_head(model.new_head(layers, init))
+    return model
+
+
+def trajectories(work: Path, tokenizer: PreTrainedTokenizerFast, size: int, seed: int = 0) -> TrajectoryDataset:
+    """The recorded decodings as a dataset; recorded now, with the recipe's number of problems, if they are not there."""
+    if not (work / TRAJECTORIES).exists():
+        record(work, RECORDED)
+    eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+    return TrajectoryDataset(work / TRAJECTORIES, size, BLOCK_SIZE, eos, pad, seed)
 
 
 def train_head(
@@ -154,21 +174,11 @@ def train_head(
 ) -> None:
     """Residual KL on the frozen backbone, at the states that decoding met."""
     set_seed(1)
-    tokenizer = _tokenizer(work)
-    backbone = MRPForCausalLM.from_pretrained(work / "backbone" / "final")
-    model = MRPForCausalLM(tiny_config(tokenizer, layers))
-    model.model.load_state_dict(backbone.model.state_dict())
-    model.lm_head.load_state_dict(backbone.lm_head.state_dict())
-    if init == "backbone":
-        start_head(model.mrp_head, model.model.layers, "backbone")
-    elif init != "random":
-        trained = MRPForCausalLM.from_pretrained(init).mrp_head
-        assert trained is not None
-        model.get_submodule("mrp_head").load_state_dict(trained.state_dict())
+    model = head_on_backbone(_backbone(work), layers, init)
     folder = work / name
     _train(
         model,
-        TrajectoryDataset(work / TRAJECTORIES, steps * batch_size, BLOCK_SIZE, tokenizer.eos_token_id, tokenizer.pad_token_id),
+        trajectories(work, _tokenizer(work), steps * batch_size),
         folder,
         seed=1,
         objective="mrp",
@@ -219,7 +229,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=11000, help="backbone steps")
     parser.add_argument("--batch-size", type=int, default=24)
     parser.add_argument("--learning-rate", type=float, default=3e-3)
-    parser.add_argument("--trajectories", type=int, default=12800, help="problems decoded to train the head on")
+    parser.add_argument("--trajectories", type=int, default=RECORDED, help="problems decoded to train the head on")
     parser.add_argument("--head-steps", type=int, default=7000)
     parser.add_argument("--head-batch-size", type=int, default=16)
     parser.add_argument("--head-layers", type=int, default=3)
@@ -227,7 +237,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--unroll", type=int, default=2, help="head steps unrolled in training")
     parser.add_argument("--order-weight", type=float, default=0.5, help="weight of the order of reveals in the head's loss")
     parser.add_argument(
-        "--head-init", default="backbone", help="random, backbone (its last layers), or a trained model's folder"
+        "--head-init", default="backbone", help="identity, backbone (its last layers), published, or a trained model's folder"
     )
     parser.add_argument("--head-name", default="head", help="the head's folder in --work")
     parser.add_argument("--target", type=Path, default=TINY, help="where export writes")

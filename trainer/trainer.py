@@ -1,72 +1,104 @@
-"""HF Trainers for the two objectives: the backbone's block diffusion and the head's residual KL."""
+"""An HF Trainer for the two objectives: the backbone's block diffusion and the head's residual prediction."""
 
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import Trainer, TrainingArguments
+from torch import Tensor, nn
+from torch.utils.data import Sampler
+from transformers import Trainer
 
-from modeling_mrp.diffusion_mrp import BLANK, PackedBatch, order_kl, residual_kl, weighted_cross_entropy
+from modeling_mrp.diffusion_mrp import PackedBatch
 from modeling_mrp.modeling_mrp import MRPForCausalLM
-from modeling_mrp.sampling_mrp import log_odds
 
-from .data import LengthBucketSampler
+from .arguments import MRPTrainingArguments
+from .checkpoints import last_whole_checkpoint
+from .collator import DiffusionCollator
+from .measures import Measures
+from .objectives import Measured, block_diffusion
 from .optimizer import MuonAdamW
-from .packing import CleanCache
-
-
-@dataclass
-class MRPTrainingArguments(TrainingArguments):
-    """`TrainingArguments` plus what block diffusion and the head need.
-
-    Attributes:
-        objective: `block_diffusion` trains the backbone, `mrp` trains the head on a frozen backbone.
-        muon_learning_rate: Muon's learning rate for layer matrices; `learning_rate` is AdamW's, for the rest.
-        unroll: K, the head steps unrolled in training; their losses are averaged (MRP, section 4). The leave-one-out loss of
-            the first step counts as a part of that step's.
-        order_weight: Weight of `order_kl` beside the residual KL.
-    """
-
-    objective: str = field(default="block_diffusion", metadata={"choices": ["block_diffusion", "mrp"]})
-    muon_learning_rate: float = 1.5e-3
-    unroll: int = 1
-    order_weight: float = 0.0
-    remove_unused_columns: bool = False
-
-    def __post_init__(self) -> None:
-        if self.objective not in ("block_diffusion", "mrp"):
-            raise ValueError(f"objective is {self.objective!r}: choose 'block_diffusion' or 'mrp'")
-        if self.unroll < 1:
-            raise ValueError(f"unroll is {self.unroll}: at least 1 head step is trained")
-        if self.order_weight < 0:
-            raise ValueError(f"order_weight is {self.order_weight}: it must be 0 or more")
-        if self.gradient_checkpointing and self.objective == "mrp":
-            raise ValueError(
-                "gradient_checkpointing drops the keys that the head's passes share: leave it off for objective 'mrp'"
-            )
-        super().__post_init__()
+from .sampler import LengthBucketSampler
 
 
 class MRPTrainer(Trainer):
-    """Trains an `MRPForCausalLM` on batches of `DiffusionCollator`."""
+    """Trains an `MRPForCausalLM`, bare or in a peft model, on rows of samples (see `Samples`).
+
+    The loss is a sum over tokens divided by the response tokens of the whole step, over all processes and accumulation steps,
+    so that it does not matter how a step is divided. All noise is a function of (seed, sample, visit).
+
+    Args:
+        model: The model; under objective `mrp` all but its head is frozen, unless it is a peft model, which says itself what
+            trains.
+        args: The options.
+        train_dataset: Rows of samples, by number or as a stream.
+        eval_dataset: The same, held out.
+        data_collator: By default the `DiffusionCollator` that the options describe.
+
+    Raises:
+        ValueError: if the objective is `mrp` and the model has no head, or `eval_prompts` are asked for without it.
+    """
 
     args: MRPTrainingArguments
     optimizer: torch.optim.Optimizer | None
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._measured: dict[str, list[Tensor]] = {}
-        if self.args.objective == "mrp":
-            model = self.model
-            if model.mrp_head is None:
-                raise ValueError("objective 'mrp' needs a model with a head: set num_nextn_predict_layers in its config")
+    def __init__(
+        self,
+        model: Any,
+        args: MRPTrainingArguments,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        data_collator: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        bare = _bare(model)
+        if args.objective == "mrp" and bare.mrp_head is None:
+            raise ValueError("objective 'mrp' needs a model with a head: set num_nextn_predict_layers in its config")
+        if args.eval_prompts and bare.mrp_head is None:
+            raise ValueError(f"eval_prompts is {args.eval_prompts}, but there is no head to decode them with: use 0")
+        if args.objective == "mrp" and bare is model:
             model.requires_grad_(False)
-            model.mrp_head.requires_grad_(True)
+            bare.get_submodule("mrp_head").requires_grad_(True)
+        if data_collator is None:
+            data_collator = DiffusionCollator(
+                bare.config.block_size,
+                bare.config.mask_token_id,
+                bare.config.pad_token_id or 0,
+                args.noisy_copies,
+                args.inverse_level,
+                args.noise_per,  # type: ignore[arg-type]  # the arguments have checked it
+                args.seed,
+            )
+        super().__init__(
+            model=model,
+            args=args,
+            data_collator=data_collator,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            **kwargs,
+        )
+        self.model_accepts_loss_kwargs = True  # the loss is divided by num_items_in_batch, not by the accumulation steps
+        self._head_objective = args.head_objective(bare.config.block_size)
+        self._trained, self._evaluated = Measures(), Measures()
+        self._since = time.perf_counter()
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
+        """As `Trainer.train`; `resume_from_checkpoint=True` takes up the newest checkpoint that was written to its end, if
+        any."""
+        if resume_from_checkpoint is True:
+            newest = last_whole_checkpoint(Path(self.args.output_dir))
+            resume_from_checkpoint = None if newest is None else str(newest)
+        self._since = time.perf_counter()
+        return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """Muon and AdamW in one."""
-        if self.optimizer is None:
+        """Muon and AdamW in one, if a rate for Muon is given."""
+        if self.optimizer is None and self.args.muon_learning_rate is not None:
+            if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+                raise ValueError(
+                    "muon_learning_rate is set, but Muon needs whole matrices and here they are sharded: leave it unset"
+                )
             self.optimizer = MuonAdamW(
                 self.model,
                 self.args.learning_rate,
@@ -75,157 +107,103 @@ class MRPTrainer(Trainer):
                 (self.args.adam_beta1, self.args.adam_beta2),
                 self.args.adam_epsilon,
             )
-        return self.optimizer
+        return super().create_optimizer() if self.optimizer is None else self.optimizer
 
-    def _get_train_sampler(self, train_dataset: Any = None) -> LengthBucketSampler:
-        return LengthBucketSampler(
-            train_dataset if train_dataset is not None else self.train_dataset, self.args.train_batch_size
-        )
+    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
+        step = self.args.train_batch_size * self.args.world_size * self.args.gradient_accumulation_steps
+        return LengthBucketSampler(train_dataset if train_dataset is not None else self.train_dataset, step)
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[dict[str, Any]], num_batches: int, device: torch.device
+    ) -> tuple[list[dict[str, Any]], Tensor | int | None]:
+        """The batches of a step, and how many response tokens all processes have in theirs."""
+        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        counts = [batch["response_tokens"] for batch in batches]
+        total = torch.stack(counts).sum().to(device) if counts else torch.zeros((), dtype=torch.long, device=device)
+        return batches, self.accelerator.reduce(total, reduction="sum")
 
     def compute_loss(
-        self, model: MRPForCausalLM, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """The objective's loss of one packed batch."""
+        """The objective's loss of one packed batch, over `num_items_in_batch` response tokens (by default the batch's own).
+
+        Gradients are averaged over processes, hence the factor when the count is that of all of them.
+        """
         batch = PackedBatch(**inputs)
-        loss = self._block_diffusion(model, batch) if self.args.objective == "block_diffusion" else self._mrp(model, batch)
+        objective = block_diffusion if self.args.objective == "block_diffusion" else self._head_objective
+        total, measured = self._inside(model, objective, batch)
+        (self._trained if model.training else self._evaluated).add(
+            {**measured, "response_tokens": (batch.response_tokens, torch.ones(()))}
+        )
+        if num_items_in_batch is None:
+            loss = total / batch.response_tokens.clamp(min=1)
+        else:
+            loss = (
+                total * self.accelerator.num_processes / torch.as_tensor(num_items_in_batch, device=total.device).clamp(min=1)
+            )
         return (loss, {}) if return_outputs else loss
 
-    def _block_diffusion(self, model: MRPForCausalLM, batch: PackedBatch) -> Tensor:
-        mask = batch.attention_mask(model.config.block_size)
-        hidden = model.backbone(batch.input_ids, batch.position_ids, mask)
-        chosen = batch.supervised
-        return weighted_cross_entropy(
-            hidden[chosen], model.lm_head.weight, batch.target_ids[chosen], batch.weight[chosen], batch.response_tokens
-        )
+    def _inside(
+        self, model: nn.Module, objective: Callable[[Any, PackedBatch], tuple[Tensor, Measured]], batch: PackedBatch
+    ) -> tuple[Tensor, Measured]:
+        """Runs the objective in place of the bare model's forward, inside those of its wrappers.
 
-    def _mrp(self, model: MRPForCausalLM, batch: PackedBatch) -> Tensor:
-        """Residual KL over K reveals: pass 1 gives h_A, a reveal and pass 2 give h_B (MRP, section 4).
-
-        In half of the blocks the first reveal is an eager one, as `mrp_remask` makes. What the head should say at a token
-        revealed that way is what the backbone would, had this one token been left masked: each block teaches one.
+        The wrappers of DDP, FSDP and peft synchronise gradients, gather shards and choose adapters in their own forward.
         """
-        length = batch.noisy_length
-        mask = batch.attention_mask(model.config.block_size)
-        backbone_cache, head_cache = CleanCache(length), CleanCache(length)
+        bare = _bare(self.accelerator.unwrap_model(model))
+        own = vars(bare).get("forward")
+
+        def forward(batch: PackedBatch) -> tuple[Tensor, Measured]:
+            with self.accelerator.autocast():
+                return objective(bare, batch)
+
+        bare.forward = forward
+        try:
+            return model(batch)
+        finally:
+            if own is None:
+                del bare.forward
+            else:
+                bare.forward = own
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Tensor, None, None]:
+        """The loss of a held-out batch."""
         with torch.no_grad():
-            whole = model.backbone(batch.input_ids, batch.position_ids, mask, backbone_cache)
-        # From here on the clean half is only looked at: all passes but the head's first hold the noisy copies alone.
-        clean_ids, clean_hidden = batch.input_ids[:, length:], whole[:, length:]
-        noisy, estimate = batch.noisy(), whole[:, :length]
-
-        def backbone(ids: Tensor) -> Tensor:
-            with torch.no_grad():
-                return model.backbone(ids, noisy.position_ids, mask[:, :, :length], backbone_cache)
-
-        def head(ids: Tensor, hidden: Tensor) -> Tensor:
-            if head_cache.filled:
-                return model.residual(ids, hidden, noisy.position_ids, mask[:, :, :length], head_cache)
-            ids, hidden = torch.cat([ids, clean_ids], 1), torch.cat([hidden, clean_hidden], 1)
-            return model.residual(ids, hidden, batch.position_ids, mask, head_cache)[:, :length]
-
-        def divergence(name: str, ids: Tensor, where: Tensor, order_weight: float = 0.0) -> Tensor:
-            return self._divergence(model, noisy, where, backbone(ids), whole[:, :length], estimate, name, order_weight)
-
-        ids, masked = noisy.input_ids, noisy.supervised
-        losses = []
-        for step in range(self.args.unroll):
-            before = masked
-            ids, masked = self._reveal(model, noisy, ids, masked, estimate, eager=step == 0)
-            estimate = estimate + head(ids, estimate)
-            losses.append(divergence("kl" if step == 0 else "", ids, masked, self.args.order_weight))
-            if step == 0:
-                left_out = self._one_per_block(noisy, before & ~masked)
-                again = ids.masked_fill(left_out, model.config.mask_token_id)
-                losses.append(divergence("reread_kl", again, left_out))
-        return torch.stack(losses).sum() / self.args.unroll
-
-    def _divergence(
-        self,
-        model: MRPForCausalLM,
-        batch: PackedBatch,
-        where: Tensor,
-        teacher: Tensor,
-        stale: Tensor,
-        estimate: Tensor,
-        name: str,
-        order_weight: float,
-    ) -> Tensor:
-        """KL(B || A + C) at some positions; notes it and KL(B || A) under a name, if there is one."""
-        rest = teacher[where], model.lm_head.weight, batch.weight[where], batch.response_tokens
-        loss = residual_kl(estimate[where], *rest)
-        if name:
-            with torch.no_grad():
-                per_token = batch.response_tokens / where.sum().clamp(min=1)
-                self._note(f"{name}_stale", residual_kl(stale[where], *rest) * per_token)
-                self._note(f"{name}_head", loss * per_token)
-        if order_weight:
-            shown = where & (batch.target_ids != BLANK)
-            blocks = self._blocks(batch)[shown]
-            order = order_kl(
-                estimate[shown],
-                teacher[shown],
-                model.lm_head.weight,
-                blocks,
-                batch.response_tokens,
-                model.config.mask_token_id,
-            )
-            if name:
-                self._note(f"{name}_order", order * batch.response_tokens / max(1, len(blocks.unique())))
-            loss = loss + order_weight * order
-        return loss
-
-    @torch.no_grad()
-    def _reveal(
-        self, model: MRPForCausalLM, batch: PackedBatch, ids: Tensor, masked: Tensor, hidden: Tensor, eager: bool
-    ) -> tuple[Tensor, Tensor]:
-        """Reveals the most confident masked position of every noisy block with the model's own token, as decoding does.
-
-        `eager` also reveals, in half of the blocks, every position above a threshold drawn from U(0.2, 0.95). Nothing
-        behind the end of the text is revealed.
-        """
-        state = (masked & (batch.target_ids != BLANK)).nonzero(as_tuple=True)
-        logits = model.lm_head(hidden[state]).float()
-        logits[:, model.config.mask_token_id] = -torch.inf
-        token = logits.argmax(-1)
-        confidence = log_odds(logits, token)[1]
-        groups = self._blocks(batch)[state]
-        count = int(self._blocks(batch).max()) + 1
-        best = torch.full((count,), -torch.inf, device=ids.device).scatter_reduce(0, groups, confidence, "amax")
-        threshold = torch.full((count,), torch.inf, device=ids.device)
-        if eager:
-            draws = torch.rand(2, count, device=ids.device)
-            threshold = torch.where(draws[0] < 0.5, (0.2 + 0.75 * draws[1]).logit(), threshold)
-        order = torch.arange(len(groups), device=ids.device)
-        tied = torch.where(confidence >= best[groups], order, len(groups))
-        leftmost = torch.full((count,), len(groups), device=ids.device).scatter_reduce(0, groups, tied, "amin")
-        chosen = (order == leftmost[groups]) | (confidence > threshold[groups])
-        row, column = state[0][chosen], state[1][chosen]
-        ids, masked = ids.clone(), masked.clone()
-        ids[row, column] = token[chosen]
-        masked[row, column] = False
-        return ids, masked
-
-    def _blocks(self, batch: PackedBatch) -> Tensor:
-        """[batch, length] a number for every block of every copy of every row."""
-        blocks = batch.position_ids // self.model.config.block_size
-        rows = torch.arange(len(blocks), device=blocks.device)[:, None]
-        return (rows * (batch.view.max() + 2) + batch.view + 1) * (blocks.max() + 1) + blocks
-
-    def _one_per_block(self, batch: PackedBatch, where: Tensor) -> Tensor:
-        """[batch, length] bool: one of the marked positions of each block, at random."""
-        state = where.nonzero(as_tuple=True)
-        groups = self._blocks(batch)[state]
-        lot = torch.rand(len(groups), device=where.device)
-        best = torch.zeros(int(self._blocks(batch).max()) + 1, device=where.device).scatter_reduce(0, groups, lot, "amax")
-        return torch.zeros_like(where).index_put_(state, lot >= best[groups])
-
-    def _note(self, name: str, value: Tensor) -> None:
-        self._measured.setdefault(name, []).append(value.detach())
+            return self.compute_loss(model, self._prepare_inputs(inputs)).detach(), None, None
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Adds the divergences measured since the last line: KL(B||A), KL(B||A+C) in nats and the share of the gap closed."""
-        if self._measured:
-            means = {name: torch.stack(values).mean().item() for name, values in self._measured.items()}
-            logs = {**logs, **means, "gap_closed": 1 - means["kl_head"] / max(means["kl_stale"], 1e-12)}
-            self._measured.clear()
+        """Adds to a line of training what was measured since the last: KL(B||A), KL(B||A+C) in nats, the share of the gap
+        closed, how often A+C names the same token as B, and response tokens per second."""
+        if "loss" in logs:
+            measured, now = self._trained.take(self.accelerator), time.perf_counter()
+            tokens, _ = measured.pop("response_tokens", (0.0, 0.0))
+            logs = {**logs, **_summary(measured), "tokens_per_second": tokens / (now - self._since)}
+            self._since = now
         super().log(logs, *args, **kwargs)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """As `Trainer.evaluation_loop`, with what was measured on the way."""
+        output = super().evaluation_loop(*args, **kwargs)
+        measured = self._evaluated.take(self.accelerator)
+        measured.pop("response_tokens", None)
+        prefix = kwargs.get("metric_key_prefix", "eval")
+        output.metrics.update({f"{prefix}_{name}": value for name, value in _summary(measured).items()})
+        return output
+
+
+def _bare(model: Any) -> MRPForCausalLM:
+    """The model inside a peft model."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _summary(measured: dict[str, tuple[float, float]]) -> dict[str, float]:
+    """Means, and the share of each gap between KL(B||A) and 0 that KL(B||A+C) has closed."""
+    means = {name: total / max(count, 1) for name, (total, count) in measured.items()}
+    closed = {
+        name.replace("kl_head", "gap_closed"): 1 - value / max(means[name.replace("head", "stale")], 1e-12)
+        for name, value in means.items()
+        if name.endswith("kl_head")
+    }
+    return {**means, **closed}

@@ -6,6 +6,7 @@ still masked is what the backbone cannot know yet, and it writes the backbone's 
 
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -16,8 +17,9 @@ import torch
 from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 
-from .data import Sample, TaskDataset, encode
+from .data import TaskDataset, encode
 from .evaluate import NEW_TOKENS, pad_left
+from .samples import Sample, make_sample
 
 
 def record_trajectories(model: Any, problems: TaskDataset, path: Path, batch_size: int = 64) -> None:
@@ -87,20 +89,22 @@ class TrajectoryDataset(Dataset[Sample]):
             length = len(ids) if ids[-1] == eos_token_id else len(ids) // block_size * block_size
             if length <= start:
                 continue
-            padding = -length % block_size
-            padded = np.asarray(ids[:length] + [pad_token_id] * padding, dtype=np.int64)
-            self.recorded.append(Sample(0, padded, start, length, np.asarray(steps[:length] + [-1] * padding)))
+            response = [place >= start for place in range(length)]
+            self.recorded.append(make_sample(0, ids[:length], response, block_size, pad_token_id, steps[:length]))
         if not self.recorded:
             raise ValueError(f"{path} holds no decoded text: record trajectories first")
 
     def __len__(self) -> int:
         return self.size
 
-    def __getitem__(self, index: int) -> Sample:
-        if not 0 <= index < self.size:
-            raise IndexError(index)
-        epoch, place = divmod(index, len(self.recorded))
-        return replace(self.recorded[_order(self.seed, epoch, len(self.recorded))[place]], index=index)
+    def __getitem__(self, visit: int) -> Sample:
+        if visit < 0:
+            raise IndexError(f"visit {visit}: they count from 0")
+        epoch, place = divmod(visit, len(self.recorded))
+        return replace(self.recorded[_order(self.seed, epoch, len(self.recorded))[place]], index=visit)
+
+    def __iter__(self) -> Iterator[Sample]:
+        return (self[index] for index in range(self.size))
 
 
 @lru_cache(maxsize=4)

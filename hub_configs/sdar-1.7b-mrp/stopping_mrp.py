@@ -1,0 +1,1 @@
+../../modeling_mrp/stopping_mrp.py

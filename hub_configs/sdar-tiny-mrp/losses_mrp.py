@@ -1,0 +1,1 @@
+../../modeling_mrp/losses_mrp.py

@@ -1,0 +1,352 @@
+"""Drafts by depth and reveals taken back: by hand, and recounted from recorded states and by the slow decoder."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import make_model
+from helpers import BLOCK, LIVELY, MASK, PROMPTS, generate
+from peft import LoraConfig, get_peft_model
+from reference import reference_decode
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from modeling_mrp import MRPForCausalLM
+from modeling_mrp.decoding_mrp import Decoder
+from modeling_mrp.rows_mrp import Counts
+from modeling_mrp.states_mrp import Proposal, Reveal, Scored, States
+from trainer.acceptance import acceptance_by_depth, judged_revocations, mean_accepted_length, measure_acceptance, unwrapped
+from trainer.decoded import Decoded, decode_prompts
+
+M = MASK
+
+
+def made(**fields: Any) -> Decoded:
+    """Two problems, of which only some fields matter."""
+    nothing: dict[str, Any] = {
+        "texts": ["", ""],
+        "ids": [[], []],
+        "right": [None, None],
+        "tokens_per_forward": 0.0,
+        "head_forwards_per_token": 0.0,
+        "seconds": 0.0,
+        "forwards": {},
+        "row_forwards": [0, 0],
+        "row_head_forwards": [0, 0],
+        "rounds": [0, 0],
+        "accepted": [0, 0],
+        "offered_at_depth": np.zeros((2, 0), int),
+        "accepted_at_depth": np.zeros((2, 0), int),
+        "revocations": [[], []],
+        "prompt_lengths": [6, 6],
+        "max_new_tokens": 10,
+    }
+    return Decoded(**{**nothing, **fields})
+
+
+# ------------------------------------------------------------------------------------------------ depth
+
+
+def test_walks_by_hand() -> None:
+    """Row 0: walks of 0, 2 and 3 drafts, the first and the last with a draft behind their end. Row 1: 1 draft and nothing
+    behind, then nothing at all."""
+    zeros = torch.zeros(2, dtype=torch.long)
+    counts = Counts(
+        {}, *(zeros.clone() for _ in range(5)), zeros[:, None], *(torch.zeros(2, 5).long() for _ in range(2)), zeros
+    )
+    for depth, offered in (([0, 1], [True, False]), ([2, 0], [False, False]), ([3, 0], [True, False])):
+        counts.add_walk(torch.tensor(depth), torch.tensor(offered))
+    assert counts.accepted_at_depth.tolist() == [[2, 2, 1, 0, 0], [1, 0, 0, 0, 0]]
+    assert counts.offered_at_depth.tolist() == [[3, 2, 1, 1, 0], [1, 0, 0, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("candidate", "step", "start", "parent", "valid", "offers"),
+    [
+        ([1, M, 7, M], 2, 8, -1, True, True),  # keeps token 1 and shows one more
+        ([1, 2, M, M], 2, 8, -1, True, True),
+        ([9, M, 7, M], 2, 8, -1, True, False),  # another token
+        ([M, 5, 7, M], 2, 8, -1, True, False),  # hides what is shown
+        ([1, 5, 7, M], 3, 8, -1, True, False),  # two steps behind
+        ([1, M, M, M], 1, 8, -1, True, False),  # the state itself
+        ([1, M, 7, M], 2, 12, -1, True, False),  # another block
+        ([1, M, 7, M], 2, 8, 0, True, False),  # the block behind a clean one
+        ([1, M, 7, M], 2, 8, -1, False, False),
+    ],
+)
+def test_what_may_follow(candidate: list[int], step: int, start: int, parent: int, valid: bool, offers: bool) -> None:
+    def states(ids: list[int], step: int, start: int, valid: bool, *shape: int) -> States:
+        one = torch.zeros(shape, dtype=torch.long)
+        return States(torch.tensor(ids).expand(*shape, 4), one + start, one + step, one, one.bool() | valid)
+
+    candidates = states(candidate, step, start, valid, 1, 1)
+    nothing = Reveal(candidates.ids.bool(), candidates.ids, candidates.ids.float(), candidates.ids.float())
+    scored = Scored(candidates, torch.tensor([[parent]]), nothing, torch.zeros(1, 1, 4, 2))
+    assert scored.offers_behind(states([1, M, M, M], 1, 8, True, 1), M).tolist() == [offers]
+    assert scored.offers_behind(states([1, M, M, M], 1, 8, False, 1), M).tolist() == [False]
+
+
+def test_rates_by_hand() -> None:
+    """10 of 12 offers at depth 1, none of 1 at depth 2, nothing behind. Problem 1 alone has a second draft."""
+    decoded = made(
+        offered_at_depth=np.array([[8, 1, 0], [4, 0, 0]]),
+        accepted_at_depth=np.array([[6, 0, 0], [4, 0, 0]]),
+        rounds=[8, 4],
+        accepted=[6, 4],
+    )
+    first, second = acceptance_by_depth(decoded)
+    assert (first.depth, first.offered, first.rate.value) == (1, 12, pytest.approx(10 / 12))
+    assert (first.rate.low, first.rate.high) == (0.75, 1.0), "both draws problem 0, or both problem 1"
+    assert (second.depth, second.offered, second.rate.value) == (2, 1, 0)
+    length = mean_accepted_length(decoded)
+    assert length is not None
+    assert (length.value, length.low, length.high) == (pytest.approx(22 / 12), 14 / 8, 2)
+    assert mean_accepted_length(made()) is None
+
+
+@contextmanager
+def recorded(patch: pytest.MonkeyPatch) -> Iterator[list[list[tuple[int, list[tuple[tuple[int, ...], int]]]]]]:
+    """For each round and row: the row's clock, and the states submitted, the row's own first: ids and block start."""
+    rounds: list[list[tuple[int, list[tuple[tuple[int, ...], int]]]]] = []
+    walk = Decoder.walk
+
+    def watched(self: Decoder, proposal: Proposal, hidden: Tensor) -> None:
+        rows = []
+        for row, active in enumerate(self.rows.active.tolist()):
+            submitted = [
+                (tuple(ids), start)
+                for ids, start, valid, parent in zip(
+                    proposal.states.ids[row].tolist(),
+                    proposal.states.start[row].tolist(),
+                    proposal.states.valid[row].tolist(),
+                    proposal.parent[row].tolist(),
+                    strict=True,
+                )
+                if valid and parent < 0
+            ]
+            rows.append((int(self.rows.clock[row]), submitted if active else []))
+        rounds.append(rows)
+        walk(self, proposal, hidden)
+
+    with patch.context() as context:
+        context.setattr(Decoder, "walk", watched)
+        yield rounds
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"decoding": "self_spec", "num_draft_states": 4, "draft_branches": 1},
+        {"decoding": "self_spec", "num_draft_states": 6},
+        {"decoding": "mrp_spec", "num_draft_states": 5, "draft_passes": 2},
+        {"decoding": "mrp_spec", "num_draft_states": 5, "denoising_steps": 5},
+        {"decoding": "mrp_spec", "num_draft_states": 8, "draft_passes": 7, "seed": 5, **LIVELY},
+    ],
+    ids=str,
+)
+def test_depths_recounted(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The states that the backbone goes through are told by the text and the step of each token: at step t a block shows what
+    was revealed before. A round goes on along them as far as they were submitted, in it or in the round before."""
+    model = make_model(3, block_size=8)
+    torch.nn.init.normal_(model.mrp_head.norm.weight, std=0.05, generator=torch.Generator().manual_seed(0))
+    prompts = [list(range(1, 9)), list(range(11, 17))]
+    for prompt in prompts:  # alone, to the end of a block: nothing is revealed that is not in the text
+        with recorded(monkeypatch) as rounds:
+            new = 32 - len(prompt)
+            out = generate(model, [prompt], max_new_tokens=new, eos_token_id=None, **options)
+        text, steps = out.sequences[0].tolist(), [-1] * len(prompt) + out.reveal_step[0].tolist()
+        offered, accepted = [0] * 40, [0] * 40
+        before: list[tuple[tuple[int, ...], int]] = []
+        for ((clock, submitted),) in rounds:
+            start = submitted[0][1]
+
+            def at(step: int, start: int = start, text: list[int] = text, steps: list[int] = steps) -> tuple[int, ...]:
+                return tuple(text[i] if steps[i] < step else M for i in range(start, start + 8))
+
+            assert submitted[0][0] == at(clock), "the row's next state is known"
+            known = {ids for ids, begin in submitted[1:] + before if begin == start}
+            k = 0
+            while M in at(clock + k):
+                behind = at(clock + k)
+                offers = {
+                    ids
+                    for ids in known
+                    if ids.count(M) == at(clock + k + 1).count(M) and all(b in (M, i) for b, i in zip(behind, ids, strict=True))
+                }
+                offered[k] += bool(offers)
+                accepted[k] += at(clock + k + 1) in offers
+                if at(clock + k + 1) not in offers:
+                    break
+                k += 1
+            before = [state for state in submitted if M in state[0]]
+        depths = out.stats.offered_at_depth.shape[1]
+        assert out.stats.offered_at_depth[0].tolist() == offered[:depths]
+        assert out.stats.accepted_at_depth[0].tolist() == accepted[:depths]
+        assert sum(accepted) == int(out.stats.accepted)
+        assert 0 < accepted[0] < offered[0]
+
+
+@pytest.mark.parametrize("mode", ["static", "dynamic", "mrp_remask"])
+def test_modes_without_drafts_have_no_depths(random_model: MRPForCausalLM, mode: str) -> None:
+    stats = generate(random_model, PROMPTS, decoding=mode, max_new_tokens=8).stats
+    assert stats.offered_at_depth.tolist() == stats.accepted_at_depth.tolist() == [[], [], []]
+
+
+# ------------------------------------------------------------------------------------------------ revocations
+
+
+@pytest.mark.parametrize(("rule", "tau", "seed"), [("reread", 0.08, 7), ("threshold", 0.08, 7), ("residual", 0.03, 3)])
+def test_revocations_are_those_of_the_slow_decoder(random_model: MRPForCausalLM, rule: str, tau: float, seed: int) -> None:
+    """Place and token of each, in order; and each judged again from the slow decoder's texts alone."""
+    options: dict[str, Any] = {"remask_rule": rule, "residual_delta": 0.1, "confidence_threshold": tau}
+    sampled = {"do_sample": True, "top_k": 0}
+    eos, new = [5, 6], 19
+    decoded, static = (
+        decode_prompts(
+            random_model,
+            PreTrainedTokenizerFast(tokenizer_object=_words()),
+            PROMPTS,
+            [None] * 3,
+            new,
+            eos_token_id=eos,
+            seed=seed,
+            decoding=mode,
+            **sampled,
+            **(options if mode == "mrp_remask" else {}),
+        )
+        for mode in ("mrp_remask", "static")
+    )
+    judged = judged_revocations(decoded, static, BLOCK)
+    for row, prompt in enumerate(PROMPTS):
+        slow, plain = (
+            reference_decode(
+                random_model,
+                prompt,
+                mode,
+                new,
+                eos_ids=eos,
+                do_sample=True,
+                seed=seed + row,
+                **(options if mode == "mrp_remask" else {}),
+            )
+            for mode in ("mrp_remask", "static")
+        )
+        assert decoded.ids[row] == slow.tokens
+        assert decoded.revocations[row] == slow.revocations
+        counted = {"right": 0, "wrong": 0, "apart": 0}
+        for column, token in slow.revocations:
+            blocks = [i for i in range(column) if (len(prompt) + i) // BLOCK < (len(prompt) + column) // BLOCK]
+            if column >= new or any(i >= len(plain.tokens) or plain.tokens[i] != slow.tokens[i] for i in blocks):
+                counted["apart"] += 1
+            else:
+                counted["wrong" if plain.tokens[column : column + 1] == [token] else "right"] += 1
+        assert [judged.right[row], judged.wrong[row], judged.not_comparable[row]] == list(counted.values())
+    assert min(map(sum, (judged.right, judged.wrong, judged.not_comparable))) > 0
+
+
+def _words() -> Any:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
+    return Tokenizer(WordLevel({f"w{i}": i for i in range(64)}, unk_token="w63"))
+
+
+def test_verdicts_by_hand() -> None:
+    """Blocks of 4 behind a prompt of 6: columns 0-1, 2-5, 6-9. Text 0 parts from static's at column 3, text 1 nowhere; static's
+    text 1 ends at column 4."""
+    static = made(ids=[[1, 2, 3, 4, 5, 6, 7, 8, 9, 10], [1, 2, 3, 4]])
+    decoded = made(
+        ids=[[1, 2, 3, 9, 5, 6, 7, 8, 9, 10], [1, 2, 3, 4]],
+        revocations=[
+            [(0, 1), (0, 7), (3, 4), (5, 4), (6, 7), (6, 8)],  # wrong, right, wrong, right, behind the parting twice
+            [(3, 4), (4, 5), (10, 5)],  # wrong, right (static has ended), behind the limit
+        ],
+    )
+    judged = judged_revocations(decoded, static, 4)
+    assert (judged.right, judged.wrong, judged.not_comparable) == ([2, 1], [2, 1], [2, 1])
+    share = judged.right_share()
+    assert share is not None
+    assert (share.value, share.low, share.high) == (0.5, 0.5, 0.5)
+    assert judged_revocations(made(), made(), 4).right_share() is None
+
+
+# ------------------------------------------------------------------------------------------------ while training
+
+
+@pytest.fixture(scope="module")
+def drafter() -> MRPForCausalLM:
+    model = make_model(3, block_size=8)
+    torch.nn.init.normal_(model.mrp_head.norm.weight, std=0.05, generator=torch.Generator().manual_seed(0))
+    return model
+
+
+def test_measured_as_counted(drafter: MRPForCausalLM, id_tokenizer: PreTrainedTokenizerFast) -> None:
+    """Texts, ids and batches are the same prompts; the numbers are those of `generate`'s own counts."""
+    rows = [[1, 2, 3, 4, 5], [9, 8, 7]]
+    stats = generate(drafter, rows, decoding="mrp_spec", num_draft_states=5, max_new_tokens=12).stats
+    rounds = int(stats.accepted_lengths.sum())
+    expected = {
+        "mean_accepted_length": 1 + int(stats.accepted.sum()) / rounds,
+        "tokens_per_forward": 24 / int(stats.row_forwards.sum()),
+        "first_draft_acceptance": int(stats.accepted_at_depth[:, 0].sum()) / int(stats.offered_at_depth[:, 0].sum()),
+    }
+    assert 1 < expected["mean_accepted_length"] < 5
+    texts = [" ".join(f"w{i:02d}" for i in row) for row in rows]
+    batch = {"input_ids": torch.tensor([rows[0], [0, 0, *rows[1]]]), "attention_mask": torch.tensor([[1] * 5, [0, 0, 1, 1, 1]])}
+    for prompts in (rows, texts, [batch], [rows[0], torch.tensor(rows[1])]):
+        for size in (1, 16):
+            found = measure_acceptance(drafter, id_tokenizer, prompts, 12, size, num_draft_states=5)
+            assert found == pytest.approx(expected)
+
+
+def test_measuring_leaves_the_model_as_it_was(id_tokenizer: PreTrainedTokenizerFast) -> None:
+    """A frozen backbone in eval mode under a head in train mode; its configuration; the random state; and gradients flow."""
+    model = make_model(3)
+    model.train()
+    model.model.eval()
+    modes = [module.training for module in model.modules()]
+    model.generation_config.compute_bound_tokens = 1  # no draft pays under it
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    found = measure_acceptance(model, id_tokenizer, PROMPTS, 12, num_draft_states=4)
+    assert found["first_draft_acceptance"] > 0
+    assert torch.equal(torch.get_rng_state(), before)
+    assert [module.training for module in model.modules()] == modes
+    assert model.generation_config.compute_bound_tokens == 1
+    assert torch.is_grad_enabled()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    model(torch.tensor(PROMPTS[2])[None]).logits.sum().backward()
+    assert model.lm_head.weight.grad is not None
+    with pytest.raises(ValueError, match="num_draft_states is 0"):
+        measure_acceptance(model, id_tokenizer, PROMPTS, 12, num_draft_states=0)
+    assert [module.training for module in model.modules()] == modes
+    assert model.generation_config.compute_bound_tokens == 1
+
+
+def test_measuring_inside_peft(id_tokenizer: PreTrainedTokenizerFast) -> None:
+    """An adapter of the head changes what is drafted: as much as if it were merged."""
+    model = make_model(3, block_size=8)
+    torch.nn.init.normal_(model.mrp_head.norm.weight, std=0.05, generator=torch.Generator().manual_seed(0))
+    plain = measure_acceptance(model, id_tokenizer, PROMPTS, 24)
+    torch.manual_seed(1)
+    adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["eh_proj"], init_lora_weights=False))
+    for name, parameter in adapted.named_parameters():
+        if "lora" in name:
+            torch.nn.init.normal_(parameter)
+    assert unwrapped(adapted) is model
+    assert unwrapped(torch.nn.DataParallel(adapted)) is model
+    adapted.train()
+    found = measure_acceptance(adapted, id_tokenizer, PROMPTS, 24)
+    assert adapted.training
+    assert found != plain
+    assert measure_acceptance(adapted.merge_and_unload(), id_tokenizer, PROMPTS, 24) == pytest.approx(found)
+
+
+def test_nothing_to_measure(drafter: MRPForCausalLM, id_tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(ValueError, match="no prompt to decode"):
+        measure_acceptance(drafter, id_tokenizer, [])
+    with pytest.raises(ValueError, match="head"):
+        measure_acceptance(make_model(num_nextn_predict_layers=0), id_tokenizer, PROMPTS)

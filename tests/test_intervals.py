@@ -1,0 +1,71 @@
+"""Intervals against closed forms."""
+
+import math
+
+import numpy as np
+import pytest
+
+from trainer.intervals import ratio_of_sums, wilson
+
+Z = 1.959963984540054
+
+
+@pytest.mark.parametrize("count", [1, 6, 500])
+def test_wilson_at_the_ends(count: int) -> None:
+    """None of n: from 0 to z^2 / (n + z^2); all of them: the mirror image. No interval is a point."""
+    none, every = wilson(0, count), wilson(count, count)
+    assert (none.value, none.low) == (0, pytest.approx(0))
+    assert none.high == pytest.approx(Z * Z / (count + Z * Z))
+    assert (every.value, every.high) == (1, pytest.approx(1))
+    assert every.low == pytest.approx(1 - none.high)
+
+
+@pytest.mark.parametrize(("right", "count"), [(1, 7), (8, 10), (250, 500)])
+def test_wilson_solves_its_equation(right: int, count: int) -> None:
+    """The ends are the shares p that the observed one is z standard errors of p away from."""
+    found = wilson(right, count)
+    for p in (found.low, found.high):
+        assert abs(right / count - p) == pytest.approx(Z * math.sqrt(p * (1 - p) / count))
+    assert found.low < found.value < found.high
+    assert wilson(right, count, level=0.5).high < found.high
+
+
+@pytest.mark.parametrize(("right", "count"), [(0, 0), (3, 2), (-1, 2)])
+def test_wilson_needs_a_share(right: int, count: int) -> None:
+    with pytest.raises(ValueError, match=f"{right} of {count}"):
+        wilson(right, count)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5])
+def test_resampled_shares_are_binomial(share: float) -> None:
+    """Zeros and ones: the sum over a resample is binomial(n, share), so the ends are its 2.5 % quantiles, to one problem."""
+    count, right = 200, round(200 * share)
+
+    def quantile(level: float) -> int:
+        below, at = 0.0, -1
+        while below < level:
+            at += 1
+            below += math.comb(count, at) * share**at * (1 - share) ** (count - at)
+        return at
+
+    found = ratio_of_sums([1] * right + [0] * (count - right), [1] * count)
+    assert found is not None
+    assert found.value == share
+    assert count * found.low == pytest.approx(quantile(0.025), abs=1)
+    assert count * found.high == pytest.approx(quantile(0.975), abs=1)
+
+
+def test_what_never_divides_does_not_count() -> None:
+    """Two problems, of which one offers nothing: of the resamples that offer something, every one has the ratio 3 / 4."""
+    found = ratio_of_sums([3, 0], [4, 0])
+    assert found is not None
+    assert (found.value, found.low, found.high) == (0.75, 0.75, 0.75)
+    assert ratio_of_sums([0, 0], [0, 0]) is None
+
+
+def test_a_ratio_of_sums_is_no_mean_of_ratios() -> None:
+    """10 / 1 and 10 / 9: resamples are 20 / 2, 20 / 10 and 20 / 18."""
+    found = ratio_of_sums([10, 10], [1, 9])
+    assert found is not None
+    assert (found.low, found.value, found.high) == pytest.approx((20 / 18, 2, 10))
+    assert found == ratio_of_sums(np.array([10, 10]), np.array([1, 9]))  # type: ignore[arg-type]

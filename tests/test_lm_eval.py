@@ -1,0 +1,128 @@
+"""lm-eval runs the checkpoint unchanged through its `hf` backend, in a process of its own, offline, from a task file."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import TINY
+from helpers import left_padded
+
+from modeling_mrp import MRPForCausalLM
+from trainer.evaluate import decode_prompts, family_set
+from trainer.questions import JUDGES
+from trainer.tasks import problems
+
+pytestmark = [
+    pytest.mark.skipif(find_spec("lm_eval") is None, reason="lm-eval is not installed"),
+    pytest.mark.skipif(not TINY.exists(), reason="the embedded checkpoint is not here"),
+]
+
+COUNT, NEW_TOKENS = 5, 64
+TASK = """\
+task: sums
+dataset_path: json
+dataset_kwargs: {data_files: {test: DATA}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{prompt}}"
+doc_to_target: "{{answer}}"
+generation_kwargs: {until: ["<|im_end|>", "How many"], do_sample: false, temperature: 0.0, max_gen_toks: NEW}
+filter_list:
+  - name: last
+    filter:
+      - {function: regex, regex_pattern: "(-?[0-9]+)", group_select: -1}
+      - {function: take_first}
+metric_list:
+  - {metric: exact_match, aggregation: mean, higher_is_better: true}
+"""
+# Both modes in one process: its imports take most of the time. `simple_evaluate` is what the command line calls.
+PROGRAM = """\
+import json, sys
+import lm_eval
+from lm_eval.tasks import TaskManager
+model, tasks, out, *modes = sys.argv[1:]
+found = {}
+for mode in modes:
+    ran = lm_eval.simple_evaluate(
+        model="hf",
+        model_args=f"pretrained={model},trust_remote_code=True",
+        tasks=["sums"],
+        task_manager=TaskManager(include_path=tasks, include_defaults=False),
+        device="cpu",
+        batch_size=3,
+        gen_kwargs=f"decoding={mode}",
+        apply_chat_template=True,
+        bootstrap_iters=0,
+    )
+    found[mode] = {
+        "score": ran["results"]["sums"]["exact_match,last"],
+        "answers": {sample["doc"]["prompt"]: sample["resps"][0][0] for sample in ran["samples"]["sums"]},
+    }
+assert "modeling_mrp" not in sys.modules, "the checkpoint's own code is what runs"
+json.dump(found, open(out, "w"))
+"""
+
+
+def test_lm_eval_scores_as_we_do(tmp_path: Path, tiny_model: MRPForCausalLM, tiny_tokenizer: Any) -> None:
+    """With prompts of different length in a batch, and with the wrong answer to one problem in the data: both modes give the
+    texts that `generate` gives here, and the score that our judge gives them."""
+    asked = problems("math", "heldout", COUNT)
+    answers = [str(problem.number) for problem in asked]
+    answers[1] = "1234"
+    records = [{"prompt": problem.prompt, "answer": answer} for problem, answer in zip(asked, answers, strict=True)]
+    data = tmp_path / "sums.jsonl"
+    data.write_text("".join(json.dumps(record) + "\n" for record in records))
+    (tmp_path / "sums.yaml").write_text(TASK.replace("DATA", str(data)).replace("NEW", str(NEW_TOKENS)))
+    (tmp_path / "program.py").write_text(PROGRAM)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment |= {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+    command = [sys.executable, "program.py", str(TINY), str(tmp_path), "found.json", "static", "mrp_spec"]
+    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-3000:]
+    found = json.loads((tmp_path / "found.json").read_text())
+    prompts = family_set("math", "heldout", COUNT, tiny_tokenizer).prompts
+    assert len({len(prompt) for prompt in prompts}) > 1
+    ours = decode_prompts(tiny_model, tiny_tokenizer, prompts, [None] * COUNT, NEW_TOKENS, decoding="static")
+    right = [JUDGES["last_number"](answer, text) for answer, text in zip(answers, ours.texts, strict=True)]
+    assert 0 < sum(right) < COUNT
+    for mode in ("static", "mrp_spec"):
+        assert found[mode]["answers"] == {problem.prompt: text for problem, text in zip(asked, ours.texts, strict=True)}
+        assert found[mode]["score"] == pytest.approx(sum(right) / COUNT)
+
+
+def test_its_stop_sequences(tiny_model: MRPForCausalLM, tiny_tokenizer: Any) -> None:
+    """Its criterion for them is built for a prompt's width and a number of rows. A sequence that the prompt holds does not
+    count; one in the text is the last thing decoded, in a row alone."""
+    from lm_eval.models.utils_hf import stop_sequences_criteria
+
+    prompts = family_set("math", "heldout", 3, tiny_tokenizer).prompts
+    free = decode_prompts(tiny_model, tiny_tokenizer, prompts, [None] * 3, NEW_TOKENS)
+    for stop in ("has", " =", "####"):
+        inputs = left_padded(prompts)
+        for mode in ("static", "mrp_spec"):
+            out = tiny_model.generate(
+                **inputs,
+                decoding=mode,
+                max_length=inputs["input_ids"].shape[1] + NEW_TOKENS,
+                stopping_criteria=stop_sequences_criteria(tiny_tokenizer, [stop], *reversed(inputs["input_ids"].shape)),
+                pad_token_id=tiny_tokenizer.pad_token_id,
+                use_cache=True,
+                do_sample=False,
+            )
+            texts = [tiny_tokenizer.decode(row[inputs["input_ids"].shape[1] :], skip_special_tokens=True) for row in out]
+            assert [text.split(stop)[0] for text in texts] == [text.split(stop)[0] for text in free.texts]
+        alone = tiny_model.generate(
+            **left_padded(prompts[:1]),
+            max_new_tokens=NEW_TOKENS,
+            stopping_criteria=stop_sequences_criteria(tiny_tokenizer, [stop], len(prompts[0]), 1),
+        )
+        text = tiny_tokenizer.decode(alone[0, len(prompts[0]) :], skip_special_tokens=True)
+        assert free.texts[0].startswith(text)
+        assert (stop in free.texts[0]) == (stop in text)
+        if stop in text:
+            assert stop not in tiny_tokenizer.decode(alone[0, len(prompts[0]) : -1])

@@ -1,0 +1,138 @@
+"""The losses against closed forms, and the walk over the vocabulary against logits that are all there at once."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from helpers import close
+from torch import Tensor
+
+from modeling_mrp import losses_mrp as losses
+from modeling_mrp.losses_mrp import BLANK, order_kl, over_vocabulary, project, weighted_cross_entropy
+
+
+def normal(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+# ------------------------------------------------------------------------------------------------ closed forms
+
+
+def test_divergences_of_two_outcomes() -> None:
+    """Logits (log odds, 0) of p = 3/4 and q = 1/2, and of q against itself."""
+    p, q = torch.tensor([[math.log(3), 0.0]]), torch.tensor([[0.0, 0.0]])
+    forward = 3 / 4 * math.log(3 / 2) + 1 / 4 * math.log(1 / 2)
+    backward = 1 / 2 * math.log(2 / 3) + 1 / 2 * math.log(2)
+    assert losses.forward_kl(q, p).item() == pytest.approx(forward)
+    assert losses.reverse_kl(q, p).item() == pytest.approx(backward)
+    assert losses.mean_squared_error(q, p).item() == pytest.approx(math.log(3) ** 2 / 2)
+    for divergence in losses.DIVERGENCES.values():
+        assert divergence(q, q).item() == 0
+    assert losses.cross_entropy(p, torch.tensor([0])).item() == pytest.approx(-math.log(3 / 4))
+    assert losses.cross_entropy(p, torch.tensor([BLANK])).item() == pytest.approx(-(math.log(3 / 4) + math.log(1 / 4)) / 2)
+
+
+def test_gradients_by_the_students_logits() -> None:
+    """softmax(s) - softmax(t); for the reverse, q_i (log q_i / p_i - KL); 2 (s - t) / vocab; softmax(s) - onehot."""
+    student, teacher = normal(0, 6, 9).requires_grad_(), normal(1, 6, 9)
+    q, p = student.detach().softmax(-1), teacher.softmax(-1)
+    ratio = (q / p).log()
+    targets = torch.tensor([0, 3, BLANK, 8, 1, 1])
+    onehot = torch.nn.functional.one_hot(targets.clamp(min=0), 9).double()
+    onehot[2] = 1 / 9
+    expected = {
+        "kl": q - p,
+        "reverse_kl": q * (ratio - (q * ratio).sum(-1, keepdim=True)),
+        "mse": 2 * (student.detach() - teacher) / 9,
+    }
+    for name, gradient in expected.items():
+        close(torch.autograd.grad(losses.DIVERGENCES[name](student, teacher).sum(), student)[0], gradient, 1e-12)
+    close(torch.autograd.grad(losses.cross_entropy(student, targets).sum(), student)[0], q - onehot, 1e-12)
+
+
+def test_order_kl_by_hand() -> None:
+    """Two positions share block 3, one is alone in block 0 (where there is nothing to tell): odds of the teacher's token."""
+    teacher, student = torch.tensor([[2.0, 0.0, 1.0], [0.0, 3.0, 0.0], [5.0, 0.0, 0.0]]).double(), normal(2, 3, 3)
+    wide = torch.cat([teacher, torch.full((3, 1), 9.0)], 1)  # id 3 is the mask, the favourite of all
+    student = torch.cat([student, torch.full((3, 1), 9.0)], 1).requires_grad_()
+    odds, of_teacher = losses.favourite_odds(student, wide, 3)
+    for given, logits in ((odds, student), (of_teacher, wide)):
+        for row, token in enumerate((0, 1, 0)):
+            p = logits[row, :3].softmax(-1)[token].item()
+            assert given[row].item() == pytest.approx(math.log(p / (1 - p)))
+    block = torch.tensor([3, 3, 0])
+    shares = [[x.exp().item() for x in pair[:2]] for pair in (of_teacher, odds)]
+    p, q = ([x / sum(pair) for x in pair] for pair in shares)
+    expected = sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
+    loss = order_kl(odds, of_teacher, block, 4)
+    assert loss.item() == pytest.approx(expected)
+    loss.backward()
+    assert student.grad is not None
+    assert student.grad[:2, :3].abs().min() > 1e-3
+    assert student.grad[2].abs().max() < 1e-12
+    assert order_kl(of_teacher, of_teacher, block, 4).item() == pytest.approx(0, abs=1e-12)
+    empty = torch.zeros(0, dtype=torch.float64)
+    assert order_kl(empty, empty, block[:0], 4).item() == 0
+
+
+# ------------------------------------------------------------------------------------------------ chunks
+
+
+def everything(student: Tensor, teacher: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Three values with gradients and a note."""
+    values = [losses.forward_kl(student, teacher), losses.cross_entropy(student, targets), student[:, 2].square()]
+    return torch.stack(values, 1), (student.argmax(-1) == teacher.argmax(-1)).double()[:, None]
+
+
+@pytest.mark.parametrize("at_once", [1, 30, 37 * 5, 37 * 12, 1 << 20])
+@pytest.mark.parametrize("trains", ["hidden", "both", "weight", "neither"])
+def test_chunks_change_neither_values_nor_gradients(at_once: int, trains: str) -> None:
+    """12 tokens, 37 words: from one token a chunk to all in one; a frozen vocabulary and one that trains."""
+    targets = torch.randint(0, 37, (12,), generator=torch.Generator().manual_seed(5))
+    upstream = normal(6, 12, 3)
+    results = []
+    for chunked in (True, False):
+        hidden = normal(3, 12, 8).requires_grad_(trains in ("hidden", "both"))
+        weight = normal(4, 37, 8).requires_grad_(trains in ("weight", "both"))
+        teacher = normal(7, 12, 37)
+        if chunked:
+            values, notes = over_vocabulary(everything, hidden, weight, teacher, targets, at_once=at_once)
+        else:
+            values, notes = everything(project(hidden, weight), teacher, targets)
+        assert not notes.requires_grad
+        if trains != "neither":
+            (values * upstream).sum().backward()
+        results.append([values.detach(), notes, hidden.grad, weight.grad])
+    for a, b in zip(*results, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            close(a, b, 1e-11)
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_no_tokens_leave_a_graph(frozen: bool) -> None:
+    hidden, weight = torch.zeros(0, 8, requires_grad=True), torch.randn(37, 8).requires_grad_(not frozen)
+    loss = weighted_cross_entropy(hidden, weight, torch.zeros(0, dtype=torch.long), torch.zeros(0), torch.tensor(0))
+    assert loss.item() == 0
+    loss.backward()
+    assert hidden.grad is not None
+    assert frozen or not weight.grad.any()
+
+
+def test_bfloat16_hidden_states_give_float32_losses() -> None:
+    """The logits are rounded to bfloat16 (8 bits); the softmax is not."""
+    hidden, weight = normal(8, 5, 16), normal(9, 30, 16)
+    low: list[Any] = [t.bfloat16().requires_grad_(t is hidden) for t in (hidden, weight)]
+    targets = torch.arange(5)
+
+    def loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        assert logits.dtype == torch.float32
+        return losses.cross_entropy(logits, targets)[:, None], logits.new_zeros(len(logits), 0)
+
+    values, _ = over_vocabulary(loss, *low, targets, at_once=60)
+    exact = losses.cross_entropy(hidden @ weight.T, targets)
+    assert values.dtype == torch.float32
+    torch.testing.assert_close(values[:, 0].double(), exact, rtol=0.05, atol=0.05)
+    values.sum().backward()
+    assert low[0].grad.dtype == torch.bfloat16

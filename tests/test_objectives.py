@@ -1,0 +1,343 @@
+"""The objectives against unpacked twins, and the states that a training step reveals."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import make_model
+from helpers import ALPHA, BLOCK, MASK, chi_square_p, collate, sample
+from torch import Tensor, nn
+
+from modeling_mrp import MRPForCausalLM
+from modeling_mrp.diffusion_mrp import PackedBatch
+from modeling_mrp.losses_mrp import BLANK
+from modeling_mrp.sampling_mrp import Picker
+from trainer.objectives import HeadObjective, block_diffusion
+from trainer.reveals import Reveals
+from trainer.samples import Sample
+
+
+def blocks_of(batch: PackedBatch, samples: list[Sample]) -> Iterable[tuple[int, list[int], list[int], int]]:
+    """(row, columns of a noisy block, clean tokens before it, where it starts) for every noisy block of a batch."""
+    for row, item in enumerate(samples):
+        for copy in range(1, int(batch.view.max()) + 1):
+            columns = (batch.view[row] == copy).nonzero()[:, 0]
+            for begin in range(0, len(columns), BLOCK):
+                at = columns[begin : begin + BLOCK].tolist()
+                start = int(batch.position_ids[row, at[0]])
+                yield row, at, item.ids[:start].tolist(), start
+
+
+def run_alone(model: MRPForCausalLM, ids: list[int], hidden: Tensor | None = None) -> Tensor:
+    """[length, hidden] of one unpacked sequence: the backbone, or the head on given hidden states."""
+    position = torch.arange(len(ids))[None]
+    mask = (position[:, None] // BLOCK <= position[:, :, None] // BLOCK)[:, None]
+    tensor = torch.tensor([ids])
+    return (model.backbone(tensor, position, mask) if hidden is None else model.residual(tensor, hidden[None], position, mask))[
+        0
+    ]
+
+
+SAMPLES = [replace(sample(2, 16, 6), length=14), sample(3, 12, 8)]
+
+
+@pytest.mark.usefixtures("exact_norms")
+@pytest.mark.parametrize("inverse_level", [False, True])
+def test_block_diffusion_loss_equals_the_loop_over_blocks(inverse_level: bool) -> None:
+    model = make_model()
+    batch = collate(SAMPLES, inverse_level=inverse_level)
+    loss, _ = block_diffusion(model, batch)
+    total = 0.0
+    for row, at, clean, start in blocks_of(batch, SAMPLES):
+        logits = model.lm_head(run_alone(model, clean + batch.input_ids[row, at].tolist())[start:])
+        for i, column in enumerate(at):
+            if batch.weight[row, column] > 0:
+                target = int(batch.target_ids[row, column])
+                even = torch.full_like(logits[i], 1 / len(logits[i]))  # behind the end
+                wanted = even if target == BLANK else F.one_hot(torch.tensor(target), len(logits[i])).float()
+                total += batch.weight[row, column].item() * F.cross_entropy(logits[i], wanted).item()
+    assert int(batch.supervised.sum()) == 14
+    assert loss.item() == pytest.approx(total, rel=1e-6)  # the weights are float32
+
+
+def confident_model(scale: float, **options: Any) -> MRPForCausalLM:
+    """Sharper logits, so that eager reveals happen: at 6 a quarter of the masked positions is above 0.95."""
+    model = make_model(**options)
+    with torch.no_grad():
+        model.lm_head.weight *= scale
+    return model
+
+
+def naive_kl(model: MRPForCausalLM, student: Tensor, teacher: Tensor) -> Tensor:
+    """KL( softmax(B) || softmax(A + C) ) of one position, from hidden states [hidden]."""
+    b, a = model.lm_head(teacher).log_softmax(-1), model.lm_head(student).log_softmax(-1)
+    return (b.exp() * (b - a)).sum()
+
+
+def naive_order(model: MRPForCausalLM, student: Tensor, teacher: Tensor) -> Tensor:
+    """The divergence of which of a block's positions comes first, from hidden states [positions, hidden]."""
+    shares = []
+    tokens = []
+    for hidden in (teacher, student):
+        odds = []
+        for place, h in enumerate(hidden):
+            logits = model.lm_head(h).index_fill(0, torch.tensor([MASK]), -torch.inf)
+            if hidden is teacher:
+                tokens.append(int(logits.argmax()))
+            p = logits.softmax(-1)[tokens[place]]
+            odds.append(p / (1 - p))
+        shares.append(torch.stack(odds) / sum(odds))
+    return (shares[0] * (shares[0] / shares[1]).log()).sum()
+
+
+class Recorded(Reveals):
+    """Remembers the states it drew."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        vars(self).update(states=[], left_out=[])
+
+    def __call__(self, *arguments: Any) -> tuple[Tensor, Tensor]:
+        self.states.append(super().__call__(*arguments))
+        return self.states[-1]
+
+    def one_per_block(self, *arguments: Any) -> Tensor:
+        self.left_out.append(super().one_per_block(*arguments))
+        return self.left_out[-1]
+
+
+@pytest.mark.parametrize("head_predicts", ["residual", "hidden"])
+@pytest.mark.parametrize("order_weight", [0.0, 0.7])
+def test_mrp_loss_equals_the_loop_over_blocks(order_weight: float, head_predicts: str) -> None:
+    """Value and gradients of two unrolled steps, though the clean half is run once. The states that were drawn are
+    taken as given: acc_0 = h_A, acc_k = acc_{k-1} + Head(embed(x^(k)), acc_{k-1}) block by block, or without the sum where the
+    head predicts hidden states, each step against the backbone at x^(k)."""
+    model = confident_model(6, head_predicts=head_predicts)
+    samples = [*SAMPLES, sample(7, 24, 4), sample(8, 32, 0)]
+    batch = collate(samples)
+    reveals = Recorded("on_policy", 0.6, BLOCK)
+    objective = HeadObjective(reveals, unroll=2, order_weight=order_weight)
+    whole, _ = objective(model, batch)  # with a vocabulary matrix that trains
+    model.requires_grad_(False)
+    model.mrp_head.requires_grad_(True)
+    loss, measured = objective(model, batch)
+    assert loss.item() == pytest.approx(whole.item(), rel=1e-6)
+    loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    model.zero_grad(set_to_none=True)
+    states, left_out = reveals.states[2:], reveals.left_out[1:]
+    assert all(torch.equal(a, b) for x, y in zip(states, reveals.states[:2], strict=True) for a, b in zip(x, y, strict=True))
+    assert (len(states), len(left_out)) == (2, 1)
+    names = ("step 1", "step 2", "order 1", "order 2", "reread", "kl_stale", "reread_kl_stale")
+    sums = {name: torch.zeros((), dtype=torch.float64) for name in names}
+    for row, at, clean, start in blocks_of(batch, samples):
+        h_a = acc = run_alone(model, clean + batch.input_ids[row, at].tolist()).detach()
+        for step, (ids, masked) in enumerate(states):
+            revealed = clean + ids[row, at].tolist()
+            acc = torch.cat([h_a[:start], (acc + run_alone(model, revealed, acc))[start:]])  # its residual, either way
+            h_b = run_alone(model, revealed).detach()
+            shown = [i for i, c in enumerate(at) if masked[row, c] and batch.target_ids[row, c] != BLANK]
+            if shown:
+                places = torch.tensor(shown) + start
+                sums[f"order {step + 1}"] = sums[f"order {step + 1}"] + naive_order(model, acc[places], h_b[places])
+            for i, column in enumerate(at):
+                if masked[row, column]:
+                    sums[f"step {step + 1}"] = sums[f"step {step + 1}"] + naive_kl(model, acc[start + i], h_b[start + i])
+                    sums["kl_stale"] += (step == 0) * naive_kl(model, h_a[start + i], h_b[start + i])
+                if step == 0 and left_out[0][row, column]:
+                    again = list(revealed)
+                    again[start + i] = MASK
+                    teacher = run_alone(model, again)[start + i].detach()
+                    sums["reread"] = sums["reread"] + naive_kl(model, acc[start + i], teacher)
+                    sums["reread_kl_stale"] += naive_kl(model, h_a[start + i], teacher)
+    assert min(value.item() for value in sums.values()) > 1e-4, sums
+    order = order_weight * (sums["order 1"] + sums["order 2"])
+    twin = (sums["step 1"] + sums["reread"] + sums["step 2"] + order) / 2
+    assert loss.item() == pytest.approx(twin.item(), rel=1e-4)
+    twin.backward()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            assert name.startswith("mrp_head.")
+            torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-3, atol=1e-6, msg=name)
+    totals = {name: total.item() for name, (total, _) in measured.items()}
+    expected = {
+        "kl_stale": sums["kl_stale"],
+        "kl_head": sums["step 1"],
+        "reread_kl_stale": sums["reread_kl_stale"],
+        "reread_kl_head": sums["reread"],
+        **({"kl_order": sums["order 1"]} if order_weight else {}),
+    }
+    assert {name: totals[name] for name in expected} == pytest.approx(
+        {name: value.item() for name, value in expected.items()}, rel=1e-4
+    )
+    counts = {name: int(count) for name, (_, count) in measured.items()}
+    assert counts["kl_stale"] == counts["agreement"] == int(states[0][1].sum())
+    assert counts["reread_kl_head"] == int(left_out[0].sum())
+
+
+def test_the_weights_of_the_parts() -> None:
+    """The loss is linear in `order_weight` and in `reread_weight`, and averages the steps."""
+    model, batch = confident_model(6), collate(SAMPLES)
+    reveals = Reveals("on_policy", 0.5, BLOCK)
+
+    def loss(order: float, reread: float, unroll: int = 1) -> float:
+        total, _ = HeadObjective(reveals, unroll=unroll, order_weight=order, reread_weight=reread)(model, batch)
+        return total.item()
+
+    plain = loss(0, 0)
+    assert loss(2.0, 0) - plain == pytest.approx(4 * (loss(0.5, 0) - plain), rel=1e-4)
+    assert loss(0, 2.0) - plain == pytest.approx(4 * (loss(0, 0.5) - plain), rel=1e-4)
+    assert min(loss(0.5, 0), loss(0, 0.5)) - plain > 1e-4
+    assert 2 * loss(0, 1, 2) > loss(0, 1, 1) + 1e-4
+
+
+@pytest.mark.parametrize("name", ["kl", "reverse_kl", "cross_entropy", "mse"])
+def test_head_losses_and_their_temperature(name: Any) -> None:
+    """Recomputed from the estimate at the drawn states, for temperatures 1 and 2: T^2 loss(s / T, t / T)."""
+    model, batch = confident_model(3), collate([sample(i, 24, 4) for i in range(4)])
+    noisy = batch.noisy()
+    for temperature in (1.0, 2.0):
+        reveals = Recorded("random", 0.0, BLOCK)
+        total, _ = HeadObjective(reveals, name, temperature, reread_weight=0.0)(model, batch)
+        ((ids, masked),) = reveals.states
+        with torch.no_grad():
+            length, mask = batch.noisy_length, batch.attention_mask(BLOCK)
+            first = model.backbone(batch.input_ids, batch.position_ids, mask)
+            after = torch.cat([ids, batch.input_ids[:, length:]], 1)
+            second = model.backbone(after, batch.position_ids, mask)
+            head = model.residual(after, first, batch.position_ids, mask)
+            student, teacher = (model.lm_head(h[:, :length][masked]) / temperature for h in (first + head, second))
+            q, p = student.softmax(-1), teacher.softmax(-1)
+            expected = {
+                "kl": (p * (p / q).log()).sum(),
+                "reverse_kl": (q * (q / p).log()).sum(),
+                "cross_entropy": F.cross_entropy(student, noisy.target_ids[masked], reduction="sum"),
+                "mse": (student - teacher).square().mean(-1).sum(),
+            }[name]
+        assert total.item() == pytest.approx(temperature**2 * expected.item(), rel=1e-4)
+
+
+def test_what_a_training_step_reveals() -> None:
+    """The most confident masked position of every block, with the model's own token; eagerly, in about half of the blocks,
+    also every position above a threshold of 0.2 to 0.95; and one of the revealed positions of each block is left out."""
+    model = confident_model(6)
+    samples = [replace(sample(i, 44, 4), length=42) for i in range(30)]  # two positions behind the end
+    batch = collate(samples)
+    with torch.no_grad():
+        hidden = model.backbone(batch.input_ids, batch.position_ids, batch.attention_mask(BLOCK))
+        logits = model.lm_head(hidden)
+    logits[..., MASK] = -torch.inf
+    confidence, favourite = logits.softmax(-1).max(-1)
+    picker, reveals = Picker(model.lm_head.weight, MASK), Reveals("on_policy", 0.5, BLOCK)
+    ids, masked = reveals(batch, batch.input_ids, batch.supervised, hidden, picker, 1)
+    eager_ids, eager_masked = reveals(batch, batch.input_ids, batch.supervised, hidden, picker, 0)
+    left_out = reveals.one_per_block(batch, batch.supervised & ~eager_masked)
+    more = sure = 0
+    for row, at, _, _ in blocks_of(batch, samples):
+        candidates = [c for c in at if batch.supervised[row, c] and batch.target_ids[row, c] != BLANK]
+        assert masked[row, [c for c in at if batch.supervised[row, c] and c not in candidates]].all()
+        revealed = [column for column in candidates if not masked[row, column]]
+        eager = [column for column in candidates if not eager_masked[row, column]]
+        ranked = sorted(candidates, key=lambda column: -confidence[row, column])
+        assert revealed == ranked[:1]
+        assert sorted(eager, key=lambda column: -confidence[row, column]) == ranked[: len(eager)]
+        assert all(confidence[row, column] > 0.2 for column in eager if column not in revealed)
+        assert int(left_out[row, at].sum()) == min(1, len(eager))
+        assert all(column in eager for column in at if left_out[row, column])
+        for column in at:
+            for out, chosen in ((ids, revealed), (eager_ids, eager)):
+                assert out[row, column] == (favourite if column in chosen else batch.input_ids)[row, column]
+        if len(ranked) > 1 and confidence[row, ranked[1]] > 0.95:  # above every threshold
+            sure += 1
+            more += len(eager) > 1
+    clean = batch.view == 0
+    assert torch.equal(eager_ids[clean], batch.target_ids[clean])
+    assert sure > 50
+    assert abs(more - sure / 2) < 4.5 * math.sqrt(sure) / 2  # false-alarm rate 7e-6
+
+
+@pytest.mark.parametrize("kind", ["sure", "tied"])
+def test_a_training_step_reveals_one_position_of_a_block(kind: str) -> None:
+    """Also where every probability rounds to 1, and where all positions say the same: of equals the left one is revealed."""
+    model, samples = confident_model(60), [sample(i, 44, 4) for i in range(10)]
+    if kind == "tied":
+        for layer in model.model.layers:  # tokens do not look at each other, so that all masks are alike
+            nn.init.zeros_(layer.self_attn.o_proj.weight)
+    batch = collate(samples)
+    with torch.no_grad():
+        hidden = model.backbone(batch.input_ids, batch.position_ids, batch.attention_mask(BLOCK))
+    picker = Picker(model.lm_head.weight, MASK)
+    _, masked = Reveals("on_policy", 0.0, BLOCK)(batch, batch.input_ids, batch.supervised, hidden, picker, 0)
+    for row, at, _, _ in blocks_of(batch, samples):
+        candidates = [column for column in at if batch.supervised[row, column]]
+        revealed = [column for column in candidates if not masked[row, column]]
+        assert len(revealed) == min(1, len(candidates))
+        if kind == "tied":
+            assert revealed == candidates[:1]
+
+
+@pytest.mark.parametrize("rule", ["random", "random_count"])
+def test_random_reveals(rule: Any) -> None:
+    """True tokens, at places and in numbers that are uniform: chi-square over blocks of four masked positions."""
+    samples = [sample(i, 44, 0) for i in range(120)]
+    batch = collate(samples, copies=1)
+    batch.input_ids[batch.view == 1] = MASK  # all four of every block are hidden
+    batch.weight[batch.view == 1] = 1
+    reveals, unused = Reveals(rule, 0.5, BLOCK), torch.zeros(*batch.input_ids.shape, 1)
+    picker = Picker(torch.zeros(64, 1), MASK)
+    draws = [reveals(batch, batch.input_ids, batch.supervised, unused, picker, step) for step in (0, 1)]
+    assert not torch.equal(draws[0][1], draws[1][1])  # each step draws anew
+    for ids, masked in draws:
+        revealed = batch.supervised & ~masked
+        assert torch.equal(ids, torch.where(revealed, batch.target_ids, batch.input_ids))
+        per_block = revealed[batch.view == 1].view(-1, BLOCK)
+        places, counts = per_block.sum(0), per_block.sum(1).bincount(minlength=5)[1:]
+        if rule == "random":
+            assert counts.tolist() == [len(per_block), 0, 0, 0]
+            assert chi_square_p(places, torch.full((4,), 0.25)) > ALPHA
+        else:
+            assert chi_square_p(counts, torch.full((4,), 0.25)) > ALPHA
+            single = per_block[per_block.sum(1) == 1].sum(0)
+            assert chi_square_p(single, torch.full((4,), 0.25)) > ALPHA
+
+
+def test_draws_are_a_function_of_seed_sample_and_step() -> None:
+    """Whatever row a sample is in, with whom it shares it, and whatever torch's own generator does."""
+    model = confident_model(6)
+    samples = [sample(i, 24, 4) for i in range(5)]
+    objective = HeadObjective(Reveals("on_policy", 0.5, BLOCK), unroll=2, order_weight=0.5)
+    torch.manual_seed(1)
+    together, _ = objective(model, collate(samples))
+    torch.manual_seed(2)
+    one_row, _ = objective(model, collate([samples]))  # type: ignore[list-item]  # a row of five
+    alone = sum(objective(model, collate([item]))[0] for item in reversed(samples))
+    assert one_row.item() == pytest.approx(together.item(), rel=1e-6)
+    assert alone.item() == pytest.approx(together.item(), rel=1e-6)
+    other, _ = objective(model, collate(samples, seed=1))
+    assert other.item() != pytest.approx(together.item(), rel=1e-3)
+
+
+@pytest.mark.parametrize("objective", ["block_diffusion", "mrp"])
+def test_packing_is_invisible(objective: str) -> None:
+    """Losses and gradients of samples that share rows, and of the same samples alone."""
+    samples = [sample(0, 12, 6), replace(sample(1, 24, 9), length=22), sample(2, 8, 0), sample(3, 16, 5), sample(4, 4, 1)]
+    packings: list[Any] = [[[item] for item in samples], [samples[:2], samples[2:]], [samples[::-1]]]
+    results = []
+    for rows in packings:
+        model = confident_model(6)
+        head = HeadObjective(Reveals("on_policy", 0.5, BLOCK), unroll=2, order_weight=0.5)
+        if objective == "mrp":
+            model.requires_grad_(False)
+            model.mrp_head.requires_grad_(True)
+        total, _ = (head if objective == "mrp" else block_diffusion)(model, collate(rows))
+        total.backward()
+        results.append((total.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}))
+    for total, gradients in results[1:]:
+        assert total == pytest.approx(results[0][0], rel=1e-6)
+        for name, gradient in results[0][1].items():
+            assert gradient.norm() > 0
+            torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=1e-5 * gradient.norm().item())

@@ -1,0 +1,137 @@
+"""Files of prompts with answers: what is read, what is refused, and what counts as right."""
+
+import json
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.normalizers import Replace
+from transformers import PreTrainedTokenizerFast
+
+from trainer.questions import JUDGES, last_number, prompt_ids, read_questions
+
+GOOD = {"prompt": "2 + 3 =", "answer": "5"}
+USER = {"role": "user", "content": "2 + 3?"}
+
+
+def written(folder: Path, *lines: Any) -> Path:
+    path = folder / "asked.jsonl"
+    path.write_bytes(b"".join((line if isinstance(line, bytes) else json.dumps(line).encode()) + b"\n" for line in lines))
+    return path
+
+
+def test_what_is_read(tmp_path: Path) -> None:
+    chat = [{"role": "system", "content": "Be brief."}, USER]
+    path = written(
+        tmp_path, GOOD, b"", {"messages": chat, "answer": 5, "id": 7}, {"prompt": "Go on"}, {"prompt": "x", "answer": None}
+    )
+    first, second, third, fourth = read_questions(path)
+    assert (first.prompt, first.messages, first.answer, first.where) == ("2 + 3 =", None, "5", f"{path}, line 1")
+    assert (second.prompt, second.messages, second.answer, second.where) == (None, chat, "5", f"{path}, line 3")
+    assert (third.answer, fourth.answer) == (None, None)
+    assert [question.shown for question in (first, second)] == ["2 + 3 =", "2 + 3?"]
+    assert read_questions(path, limit=2) == [first, second]
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        (b'{"prompt": "x"', "line 2: not JSON (Expecting ',' delimiter, column 15)"),
+        (b'{"prompt": "\xff"}', "line 2: not UTF-8 (byte 12)"),
+        ([GOOD], "line 2: a list: write a JSON object"),
+        ({"answer": "5"}, "line 2: neither `prompt` nor `messages`"),
+        ({"prompt": "x", "messages": [USER]}, "line 2: both `prompt` and `messages`"),
+        ({"prompt": 3}, "line 2, field prompt: 3"),
+        ({"prompt": " "}, "line 2, field prompt: ' '"),
+        ({"messages": []}, "line 2, field messages: []"),
+        ({"messages": "hello"}, "line 2, field messages: 'hello'"),
+        ({"messages": ["hello"]}, "line 2, field messages[0]: 'hello'"),
+        ({"messages": [USER, {"role": "robot", "content": "x"}]}, "line 2, field messages[1].role: 'robot'"),
+        ({"messages": [{"role": "user"}]}, "line 2, field messages[0].content: None"),
+        (
+            {"messages": [USER, {"role": "assistant", "content": "5"}]},
+            "line 2, field messages: the last one is the assistant's",
+        ),
+        ({"prompt": "x", "answer": ["5"]}, "line 2, field answer: ['5']"),
+        ({"prompt": "x", "answer": True}, "line 2, field answer: True"),
+        ({"prompt": "x", "answer": ""}, "line 2, field answer: ''"),
+    ],
+    ids=str,
+)
+def test_what_is_refused(tmp_path: Path, line: Any, told: str) -> None:
+    """With file, line and field; also behind the limit."""
+    path = written(tmp_path, GOOD, line, GOOD)
+    for limit in (None, 1):
+        with pytest.raises(ValueError) as caught:  # noqa: PT011 - what it says is compared
+            read_questions(path, limit=limit)
+        assert str(caught.value).startswith(f"{path}, {told}")
+
+
+def test_files_that_ask_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"asked\.jsonl: no record"):
+        read_questions(written(tmp_path, b"", b"  "))
+    with pytest.raises(ValueError, match=r"none\.jsonl: cannot be read \(No such file"):
+        read_questions(tmp_path / "none.jsonl")
+    with pytest.raises(ValueError, match="judge is 'kind': choose one of exact, last_number, contains"):
+        read_questions(written(tmp_path, GOOD), judge="kind")
+    with pytest.raises(ValueError, match="line 1, field answer: 'five' holds no number"):
+        read_questions(written(tmp_path, {"prompt": "x", "answer": "five"}), judge="last_number")
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("#### 42", "42"),
+        ("It costs $1,234.50.", "1234.5"),
+        ("so 10-5 is 5", "5"),
+        ("10-5", "5"),
+        ("x = -7", "-7"),
+        ("-$3", "-3"),
+        ("2 of 3, then", "3"),
+        ("1,000, or so", "1000"),
+        ("none", None),
+    ],
+)
+def test_last_numbers(text: str, number: str | None) -> None:
+    assert last_number(text) == (None if number is None else Decimal(number))
+
+
+@pytest.mark.parametrize(
+    ("judge", "answer", "text", "right"),
+    [
+        ("exact", "yes", " yes\n", True),
+        ("exact", "yes", "yes.", False),
+        ("contains", "yes ", "oh yes.", True),
+        ("contains", "yes", "ye s", False),
+        ("last_number", "3 + 4 = 7\n#### 7", "It is 7.0", True),
+        ("last_number", "7", "7 or 8", False),
+        ("last_number", "7", "seven", False),
+    ],
+)
+def test_judges(judge: str, answer: str, text: str, right: bool) -> None:
+    assert JUDGES[judge](answer, text) is right
+
+
+def test_the_chat_template_is_for_chats(tmp_path: Path, word_tokenizer: PreTrainedTokenizerFast) -> None:
+    plain, chat = read_questions(
+        written(tmp_path, {"prompt": "Ana has"}, {"messages": [{"role": "user", "content": "Ana has"}]})
+    )
+
+    def words(question: Any, **options: bool) -> list[str]:
+        return word_tokenizer.convert_ids_to_tokens(prompt_ids(question, word_tokenizer, **options))
+
+    assert words(plain) == ["Ana", "has"]
+    assert words(plain, chat=True) == words(chat) == ["user", ":", "Ana", "has", "assistant", ":"]
+
+
+def test_prompts_that_a_tokenizer_cannot_make(tmp_path: Path, id_tokenizer: PreTrainedTokenizerFast) -> None:
+    chat, empty = read_questions(written(tmp_path, {"messages": [USER]}, {"prompt": "##"}))
+    with pytest.raises(ValueError, match=r"line 1: the tokenizer has no chat template"):
+        prompt_ids(chat, id_tokenizer)
+    backend = Tokenizer(WordLevel({"x": 0}, unk_token="x"))
+    backend.normalizer = Replace("#", "")
+    with pytest.raises(ValueError, match=r"line 2: the prompt has no token"):
+        prompt_ids(empty, PreTrainedTokenizerFast(tokenizer_object=backend))

@@ -1,0 +1,518 @@
+"""Records of users: every malformed one is named, and of each good one exactly what the assistant says is learned."""
+
+import copy
+import io
+import json
+import logging
+import pickle
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.chat import RecordEncoder
+from trainer.records import Chat, RecordError, RecordParser, Text
+from trainer.sources import JsonLines, Places, Rows, Stream, checked, open_source
+
+USER, REPLY = {"role": "user", "content": "1 + 2"}, {"role": "assistant", "content": "3"}
+GOOD = {"messages": [USER, REPLY]}
+MASK, END, PAD = 2, 1, 0  # of the word tokenizer
+# As Qwen's: a system prompt where none is given, and reasoning shown in the last turn only.
+QWEN = (
+    "{% if messages[0].role != 'system' %}{{ 'system : be <end> ' }}{% endif %}"
+    "{% set ns = namespace(last=-1) %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}{{ m.role + ' : ' }}"
+    "{% if m.role == 'assistant' and loop.index0 > ns.last %}{{ '[] ' }}{% endif %}"
+    "{{ m.content + ' <end> ' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant : ' }}{% if enable_thinking is false %}{{ '[] ' }}{% endif %}{% endif %}"
+)
+# The number of messages comes first, so that no rendering begins another; the marks leave the end token out.
+COUNTED = (
+    "{{ messages | length }}{% for m in messages %} {{ m.role + ' :' }}"
+    "{% if m.role == 'assistant' %} {% generation %}{{ m.content }}{% endgeneration %}{% else %} {{ m.content }}{% endif %}"
+    " <end>{% endfor %}{% if add_generation_prompt %} assistant :{% endif %}"
+)
+
+
+def with_template(tokenizer: Any, template: str | None) -> Any:
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def encoder(tokenizer: Any, block_size: int = 4, max_length: int = 64, **options: Any) -> RecordEncoder:
+    return RecordEncoder(tokenizer, block_size, max_length, MASK, **options)
+
+
+def shown(tokenizer: Any, sample: Any) -> str:
+    """The sample's words; what is learned in braces."""
+    words = [
+        f"{{{word}}}" if learned else word
+        for word, learned in zip(tokenizer.convert_ids_to_tokens(sample.ids.tolist()), sample.response, strict=True)
+    ]
+    return " ".join(words).replace("} {", " ")
+
+
+def write(path: Path, *lines: Any) -> str:
+    path.write_bytes(b"".join((x if isinstance(x, bytes) else json.dumps(x).encode()) + b"\n" for x in lines))
+    return str(path)
+
+
+def problems_of(source: Any, check: Any = None) -> RecordError:
+    with pytest.raises(RecordError) as caught:
+        list(checked(source, check or RecordParser("<mask>", ["<end>"]).parse))
+    return caught.value
+
+
+def chat(*messages: Any) -> dict[str, Any]:
+    return {"messages": list(messages)}
+
+
+MALFORMED = {
+    "not JSON": (b'{"messages": [', None, "not JSON, at character 15: Expecting value"),
+    "two objects": (b'{"text": "a"} {"text": "b"}', None, "not JSON, at character 15: Extra data"),
+    "not UTF-8": (b'{"text": "caf\xe9"}', None, "found byte 0xe9 at byte 14 of the line: UTF-8 is needed"),
+    "deep": (b"[" * 100_000, None, "its JSON is nested too deeply"),
+    "a list": ([GOOD], None, "found a list: a record is an object"),
+    "a string": ("hello", None, "found 'hello': a record is an object"),
+    "a number": (5, None, "found 5: a record is an object"),
+    "no fields": ({}, None, "found no fields: needed is 'messages', or 'prompt' and 'completion', or 'text'"),
+    "no layout": ({"question": "a", "answer": "b"}, None, "found the fields ['answer', 'question']: needed is"),
+    "null": ({"messages": None}, "messages", "found null in 'messages': needed is"),
+    "two layouts": ({**GOOD, "text": "a"}, "text", "found 'messages' and 'text': a record has one layout"),
+    "chat and pair": ({**GOOD, "prompt": "a"}, "prompt", "found 'messages' and 'prompt': a record has one layout"),
+    "no completion": ({"prompt": "a"}, "completion", "it is missing beside 'prompt': both are needed"),
+    "null completion": ({"prompt": "a", "completion": None}, "completion", "it is missing beside 'prompt'"),
+    "no prompt": ({"completion": "a"}, "prompt", "it is missing beside 'completion': both are needed"),
+    "prompt type": ({"prompt": 1, "completion": "a"}, "prompt", "found 1: a string or a list of messages is needed"),
+    "completion type": ({"prompt": "a", "completion": {}}, "completion", "found an object: a string or a list of messages"),
+    "mixed pair": (
+        {"prompt": [USER], "completion": "3"},
+        "completion",
+        "found '3' beside a 'prompt' that is a list: both must",
+    ),
+    "empty completion": ({"prompt": "a", "completion": " "}, "completion", "found ' ': there is nothing to learn in it"),
+    "text type": ({"text": ["a"]}, "text", "found a list: a string is needed"),
+    "empty text": ({"text": ""}, "text", "found '': there is nothing to learn in it"),
+    "messages type": ({"messages": "hi"}, "messages", "found 'hi': a list of messages is needed"),
+    "empty messages": (chat(), "messages", "found an empty list: at least one message is needed"),
+    "empty prompt list": ({"prompt": [], "completion": [REPLY]}, "prompt", "found an empty list"),
+    "message type": (chat(USER, "3"), "messages[1]", "found '3': an object with 'role' and 'content' is needed"),
+    "no role": (chat({"content": "a"}), "messages[0].role", "found nothing: one of system, developer, user, assistant, tool"),
+    "unknown role": (chat(USER, {**REPLY, "role": "bot"}), "messages[1].role", "found 'bot': one of system, developer, user"),
+    "role type": (chat({**USER, "role": ["user"]}), "messages[0].role", "found a list: one of system, developer, user"),
+    "no content": (chat({"role": "user"}, REPLY), "messages[0].content", "found nothing: a string is needed"),
+    "null content": (chat(USER, {**REPLY, "content": None}), "messages[1].content", "found nothing: a string is needed"),
+    "content type": (chat({**USER, "content": True}), "messages[0].content", "found true: a string is needed"),
+    "content parts": (chat({**USER, "content": [{"type": "text"}]}), "messages[0].content", "found a list: a string is needed"),
+    "empty turn": (chat(USER, {**REPLY, "content": "\n"}), "messages[1].content", r"found '\n': there is nothing to learn"),
+    "no reply": (chat(USER), "messages", "found no assistant turn: there is nothing to learn"),
+    "no reply in completion": ({"prompt": [USER, REPLY], "completion": [USER]}, "completion", "found no assistant turn"),
+    "two replies": (chat(USER, REPLY, REPLY), "messages[2].role", "found a second assistant turn in a row: join the two"),
+    "two replies in a pair": (
+        {"prompt": [USER, REPLY], "completion": [REPLY]},
+        "completion[0].role",
+        "found a second assistant turn in a row",
+    ),
+    "reply first": (
+        chat(REPLY),
+        "messages[0].role",
+        "found 'assistant' in the first message: a turn that answers it must come",
+    ),
+    "mask in a chat": (chat({**USER, "content": "a <mask>"}, REPLY), "messages[0].content", "found the mask token <mask>"),
+    "mask in a text": ({"text": "a<mask>b"}, "text", "found the mask token <mask>: clean text must not hold it"),
+    "mask in a prompt": ({"prompt": "<mask>", "completion": "a"}, "prompt", "found the mask token <mask>"),
+    "end in a turn": (
+        chat(USER, {**REPLY, "content": "3<end>"}),
+        "messages[1].content",
+        "found <end>, which ends a turn: remove",
+    ),
+    "half a pair": (
+        b'{"text": "ab\\ud83d"}',
+        "text",
+        r"found half a surrogate pair, '\ud83d', at character 2: text that UTF-8",
+    ),
+    "tools": ({**GOOD, "tools": "[]"}, "tools", "found '[]': a list of objects is needed"),
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_a_malformed_record_is_named_with_file_line_and_field(tmp_path: Path, name: str) -> None:
+    record, field, message = MALFORMED[name]
+    path = write(tmp_path / "chats.jsonl", GOOD, b"", record, GOOD)
+    error = problems_of(JsonLines([path]))
+    (problem,) = error.problems
+    assert (problem.path, problem.line, problem.field_name) == (path, 3, field)
+    assert message in problem.message
+    assert str(error) == f"{path}, line 3{f', field {field}' if field else ''}: {problem.message}"
+
+
+@pytest.mark.parametrize("name", [name for name, (record, *_) in MALFORMED.items() if isinstance(record, dict)])
+def test_rows_are_judged_as_lines_are(name: str) -> None:
+    record, field, message = MALFORMED[name]
+    (problem,) = problems_of(Rows([GOOD, record], "folder")).problems
+    assert (problem.path, problem.line, problem.field_name) == ("folder", 2, field)
+    assert message in problem.message
+
+
+def test_entries_behind_a_bad_one_are_checked_and_not_given() -> None:
+    seen, given = [], []
+
+    def check(row: Any) -> None:
+        seen.append(row["text"])
+        RecordParser().parse(row)
+
+    with pytest.raises(RecordError, match="rows, line 2"):
+        given += [row["text"] for _, row in checked(Rows([{"text": text} for text in ("a", "", "b")], "rows"), check)]
+    entries = checked(Rows([{"text": text} for text in ("a", "", "b")], "rows"), RecordParser().parse)
+    assert next(entries)[1] == {"text": "a"}
+    with pytest.raises(RecordError, match="rows, line 2"):
+        next(entries)
+    assert (seen, given) == (["a", "", "b"], [])
+
+
+def test_twenty_problems_are_collected_before_they_are_raised(tmp_path: Path) -> None:
+    first = write(tmp_path / "a.jsonl", *[{"text": ""}] * 15)
+    for count, head in (
+        (2, "17 malformed records:"),
+        (5, "20 malformed records:"),
+        (6, "the first 20 malformed records (there"),
+    ):
+        second = write(tmp_path / "b.jsonl", GOOD, *[5] * count)
+        error = problems_of(JsonLines([first, second]))
+        assert str(error).startswith(head)
+        assert [(p.path, p.line) for p in error.problems] == [
+            *[(first, i + 1) for i in range(15)],
+            *[(second, i + 2) for i in range(min(count, 5))],
+        ]
+        assert all(str(problem) in str(error) for problem in error.problems)
+        again = pickle.loads(pickle.dumps(error))  # as from a worker
+        assert (str(again), again.problems) == (str(error), error.problems)
+
+
+@pytest.mark.parametrize("content", [b"", b"\n \n"])
+def test_an_empty_file_is_an_error_beside_a_full_one(tmp_path: Path, content: bytes) -> None:
+    full = write(tmp_path / "full.jsonl", GOOD)
+    empty = tmp_path / "empty.jsonl"
+    empty.write_bytes(content)
+    error = problems_of(JsonLines([full, str(empty)]))
+    assert str(error) == f"{empty}: found no records: at least one is needed"
+
+
+@pytest.mark.parametrize("name", ["no.jsonl", "no_folder", "org/name"])
+def test_a_missing_path_is_an_error(tmp_path: Path, name: str) -> None:
+    path = str(tmp_path / name)
+    with pytest.raises(RecordError, match=f"^{re.escape(path)}: there is no such file or folder$"):
+        open_source([path])
+    with pytest.raises(RecordError, match=r"there is no such file$"):
+        JsonLines([path])
+
+
+def test_paths_that_do_not_go_together(tmp_path: Path) -> None:
+    lines, other = write(tmp_path / "a.jsonl", GOOD), write(tmp_path / "a.txt", GOOD)
+    with pytest.raises(ValueError, match=r"several paths must all be \.jsonl or \.ndjson files"):
+        open_source([lines, str(tmp_path)])
+    with pytest.raises(RecordError, match=r"found the ending '\.txt': one of \.jsonl, \.ndjson, \.json, \.parquet"):
+        open_source([other])
+    with pytest.raises(ValueError, match="no data: give at least one"):
+        open_source([])
+
+
+def test_lines_are_found_again_by_their_bytes(tmp_path: Path) -> None:
+    """A byte order mark, blank lines, Windows' line ends, letters of several bytes, no newline at the end."""
+    texts = ["naïve", "日本", "three"]
+    first = tmp_path / "first.jsonl"
+    lines = [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
+    first.write_bytes(("\ufeff" + lines[0] + "\r\n\n" + lines[1] + "\n" + lines[2]).encode())
+    source = open_source([str(first), write(tmp_path / "second.ndjson", {"text": "four"})])
+    places = Places()
+    for place, _ in checked(source, RecordParser().parse):
+        places.append(place)
+    assert [places[i].line for i in range(len(places))] == [1, 3, 4, 1]
+    parsed = [RecordParser().parse(source.at(places[i])) for i in (3, 2, 1, 0)]
+    assert parsed == [Text("", "four"), Text("", "three"), Text("", "日本"), Text("", "naïve")]
+
+
+def test_what_is_allowed() -> None:
+    parse = RecordParser("<mask>", ["<end>"]).parse
+    call = {"role": "assistant", "tool_calls": [{"name": "f"}], "content": None}
+    tool = {"role": "tool", "content": ""}
+    assert parse({"text": "a", "messages": None, "other": 1}) == Text("", "a")
+    assert parse({"prompt": "", "completion": "a<end>"}) == Text("", "a<end>")  # a text may end itself
+    assert parse({"prompt": [USER, REPLY, USER], "completion": [REPLY]}) == Chat([USER, REPLY, USER, REPLY], 3, "completion")
+    told = parse({"messages": [USER, call, tool, REPLY, USER], "tools": [{"name": "f"}]})  # nothing is learned of the last
+    assert told == Chat(
+        [USER, {"role": "assistant", "tool_calls": [{"name": "f"}]}, tool, REPLY], 0, "messages", [{"name": "f"}]
+    )
+
+
+# Folders and files of `datasets`
+
+
+@pytest.fixture
+def datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    package = pytest.importorskip("datasets")
+    monkeypatch.setattr(package.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    return package
+
+
+ROWS = [{**GOOD, "text": None}, {"messages": None, "text": "plain"}]
+
+
+def parsed_rows(source: Any) -> list[Any]:
+    parse = RecordParser().parse
+    return [parse(raw) for _, raw in checked(source, parse)]
+
+
+def test_a_saved_folder_is_read(tmp_path: Path, datasets: Any) -> None:
+    table = datasets.Dataset.from_list(ROWS)
+    table.save_to_disk(str(tmp_path / "one"))
+    datasets.DatasetDict({"train": table, "held_out": table.select([1])}).save_to_disk(str(tmp_path / "split"))
+    expected = [Chat([USER, REPLY]), Text("", "plain")]
+    assert parsed_rows(open_source([str(tmp_path / "one")])) == expected
+    assert parsed_rows(open_source([str(tmp_path / "split")])) == expected
+    assert parsed_rows(open_source([str(tmp_path / "split")], split="held_out")) == expected[1:]
+    with pytest.raises(RecordError, match="datasets cannot read split 'test' of it: KeyError"):
+        open_source([str(tmp_path / "split")], split="test")
+
+
+def test_files_that_datasets_loads_are_read(tmp_path: Path, datasets: Any) -> None:
+    (tmp_path / "folder").mkdir()
+    datasets.Dataset.from_list(ROWS).to_parquet(str(tmp_path / "folder" / "train.parquet"))
+    (tmp_path / "rows.json").write_text(json.dumps(ROWS))
+    expected = [Chat([USER, REPLY]), Text("", "plain")]
+    for path in ("folder", "folder/train.parquet", "rows.json"):
+        for streaming in (False, True):
+            source = open_source([str(tmp_path / path)], streaming=streaming)
+            assert isinstance(source, Stream) == streaming
+            assert parsed_rows(source) == expected
+            assert parsed_rows(source) == expected
+    (tmp_path / "bad.json").write_text('{"messages": ')
+    with pytest.raises(RecordError, match=r"bad\.json: datasets cannot read split 'train' of it"):
+        open_source([str(tmp_path / "bad.json")])
+    with pytest.raises(RecordError, match=r"bad\.json: datasets cannot read it"):
+        parsed_rows(open_source([str(tmp_path / "bad.json")], streaming=True))
+    (tmp_path / "nothing").mkdir()
+    with pytest.raises(RecordError, match="nothing: datasets cannot read split 'train' of it"):
+        open_source([str(tmp_path / "nothing")])
+
+
+def test_without_datasets_a_folder_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ImportError, match=r"pip install modeling-mrp\[train\], or give \.jsonl files"):
+        open_source([str(tmp_path)])
+    assert open_source([write(tmp_path / "a.jsonl", GOOD)]).names == [str(tmp_path / "a.jsonl")]
+
+
+def test_standard_input_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = io.TextIOWrapper(io.BytesIO(b'{"text": "a"}\n\n{"text": 5}\n'))
+    monkeypatch.setattr(sys, "stdin", lines)
+    source = open_source(["-"])
+    (problem,) = problems_of(source).problems
+    assert str(problem) == "standard input, line 3, field text: found 5: a string is needed"
+    with pytest.raises(RuntimeError, match="standard input can be read once: write it to a file"):
+        list(source.entries())
+
+
+# Which tokens are learned
+
+
+def test_every_assistant_turn_of_a_chat_is_learned(word_tokenizer: Any) -> None:
+    """The template writes no end token: only the last turn has one."""
+    sample = encoder(word_tokenizer).sample(
+        chat(USER, REPLY, {"role": "user", "content": "the sum"}, {"role": "assistant", "content": "of two"}), 5
+    )
+    assert shown(word_tokenizer, sample) == (
+        "user : 1 + 2 assistant : {3} user : the sum assistant : {of two <end> <pad> <pad> <pad>}"
+    )
+    assert (sample.index, sample.length, len(sample.ids)) == (5, 17, 20)
+
+
+def test_a_template_with_end_tokens_and_a_system_prompt(word_tokenizer: Any) -> None:
+    """As Qwen's: turn 1 loses its reasoning once turn 2 follows, and is still told apart by its end token."""
+    tokenizer = with_template(word_tokenizer, QWEN)
+    more = [{"role": "user", "content": "sum"}, {"role": "assistant", "content": "4"}]
+    sample = encoder(tokenizer).sample(chat(USER, REPLY, *more), 0)
+    assert shown(tokenizer, sample) == (
+        "<unk> : be <end> user : 1 + 2 <end> assistant : {3 <end>} user : sum <end> assistant : {[] 4 <end> <pad>}"
+    )
+    # Completions alone; a system prompt of one's own.
+    system = {"role": "system", "content": "add"}
+    sample = encoder(tokenizer).sample({"prompt": [system, USER, REPLY, more[0]], "completion": [more[1]]}, 0)
+    assert shown(tokenizer, sample) == (
+        "<unk> : add <end> user : 1 + 2 <end> assistant : 3 <end> user : sum <end> assistant : {[] 4 <end> <pad>}"
+    )
+    # Without reasoning the prompt of turn 1 is not how turn 1 is rendered later: told, not guessed.
+    plain = encoder(tokenizer, template_options={"enable_thinking": False})
+    assert shown(tokenizer, plain.sample(GOOD, 0)).endswith("assistant : [] {3 <end> <pad>}")
+    path = [chat(USER, REPLY), chat(USER, REPLY, *more)]
+    (problem,) = problems_of(Rows(path, "rows"), plain.check).problems
+    assert (problem.line, problem.field_name) == (2, "messages")
+    assert "the chat template renders what precedes message 2 otherwise once later messages follow" in problem.message
+
+
+def test_marks_in_the_template_serve_where_prefixes_change(word_tokenizer: Any) -> None:
+    tokenizer = with_template(word_tokenizer, COUNTED)
+    more = [{"role": "user", "content": "sum"}, {"role": "assistant", "content": "4 5"}]
+    encode = encoder(tokenizer)
+    encode.check(chat(USER, REPLY, *more))
+    assert shown(tokenizer, encode.sample(chat(USER, REPLY, *more), 0)) == (
+        "4 user : 1 + 2 <end> assistant : {3 <end>} user : sum <end> assistant : {4 5 <end>}"
+    )
+    assert shown(tokenizer, encode.sample({"prompt": [USER, REPLY, more[0]], "completion": [more[1]]}, 0)) == (
+        "4 user : 1 + 2 <end> assistant : 3 <end> user : sum <end> assistant : {4 5 <end>}"
+    )
+    # Without its marks it is refused.
+    unmarked = encoder(with_template(word_tokenizer, re.sub(r"{% (end)?generation %}", "", COUNTED)))
+    (problem,) = problems_of(Rows([GOOD], "rows"), unmarked.check).problems
+    assert "mark the assistant's in the template with {% generation %}" in problem.message
+    # Marks around all of it mark one turn of two.
+    everything = "{% generation %}" + re.sub(r"{% (end)?generation %}", "", COUNTED) + "{% endgeneration %}"
+    with pytest.raises(ValueError, match="the chat template marks 1 assistant turns of 2"):
+        encoder(with_template(word_tokenizer, everything)).sample(chat(USER, REPLY, *more), 0)
+
+
+def test_the_first_end_token_ends_a_turn(word_tokenizer: Any) -> None:
+    """This template puts another one behind the chat, as some do."""
+    tokenizer = with_template(word_tokenizer, QWEN.replace("{{ m.content + ' <end> ' }}", "{{ m.content + ' <end> <pad> ' }}"))
+    sample = encoder(tokenizer, end_token_ids=[END, PAD]).sample(chat(USER, REPLY, USER, REPLY), 0)
+    assert shown(tokenizer, sample) == (
+        "<unk> : be <end> user : 1 + 2 <end> <pad> assistant : {3 <end>} <pad>"
+        " user : 1 + 2 <end> <pad> assistant : {[] 3 <end>}"
+    )
+
+
+def test_end_tokens_that_stand_between_turns_only(word_tokenizer: Any) -> None:
+    between = "{% for m in messages %}{{ m.role + ' : ' + m.content }}{% if not loop.last %}<end>{% endif %}{% endfor %}"
+    tokenizer = with_template(word_tokenizer, between + "{% if add_generation_prompt %}{{ '<end>assistant :' }}{% endif %}")
+    sample = encoder(tokenizer).sample(chat(USER, REPLY, USER, REPLY), 0)
+    assert shown(tokenizer, sample) == ("user : 1 + 2 <end> assistant : {3 <end>} user : 1 + 2 <end> assistant : {3 <end>}")
+
+
+LAST_EXCHANGE = "{% for m in messages[-2:] %}{{ m.role + ' : ' + m.content + ' ' }}{% endfor %}"
+NO_END_AND_REASONING = QWEN.replace(" <end>", "")
+
+
+@pytest.mark.parametrize("template", [LAST_EXCHANGE, NO_END_AND_REASONING])
+def test_templates_whose_turns_cannot_be_told_apart(word_tokenizer: Any, template: str) -> None:
+    """The first shows the last exchange alone (which here looks like the one before); nothing ends the second's turns."""
+    encode = encoder(with_template(word_tokenizer, template))
+    encode.check(GOOD)
+    (problem,) = problems_of(Rows([chat(USER, REPLY, USER, REPLY)], "rows"), encode.check).problems
+    assert "its turns cannot be told apart" in problem.message
+
+
+def test_the_template_is_given_the_tools(word_tokenizer: Any) -> None:
+    tokenizer = with_template(
+        word_tokenizer, "{% if tools %}{{ tools[0].name + ' ' }}{% endif %}" + word_tokenizer.chat_template
+    )
+    sample = encoder(tokenizer).sample({**GOOD, "tools": [{"name": "count"}]}, 0)
+    assert shown(tokenizer, sample) == "count user : 1 + 2 assistant : {3 <end> <pad> <pad>}"
+
+
+def test_templates_that_refuse(word_tokenizer: Any) -> None:
+    strict = "{% if messages | length > 2 %}{{ raise_exception('one turn only') }}{% endif %}" + word_tokenizer.chat_template
+    error = problems_of(
+        Rows([GOOD, chat(USER, REPLY, USER, REPLY)], "rows"), encoder(with_template(word_tokenizer, strict)).check
+    )
+    assert str(error) == "rows, line 2, field messages: the chat template refuses it: one turn only"
+    with pytest.raises(ValueError, match=r"the tokenizer has no chat template: set tokenizer\.chat_template, or give 'prompt'"):
+        encoder(with_template(word_tokenizer, None)).check(GOOD)
+
+
+def test_plain_texts(word_tokenizer: Any) -> None:
+    encode = encoder(word_tokenizer)
+    sample = encode.sample({"prompt": "1 + 2 =", "completion": " 3"}, 0)
+    assert shown(word_tokenizer, sample) == "1 + 2 = {3 <end> <pad> <pad>}"
+    assert shown(word_tokenizer, encode.sample({"text": "the sum of two"}, 0)) == "{the sum of two <end> <pad> <pad> <pad>}"
+    assert shown(word_tokenizer, encode.sample({"text": "the sum of <end>"}, 0)) == "{the sum of <end>}"
+    begins = copy.deepcopy(word_tokenizer)
+    begins.bos_token = "<unk>"  # a tokenizer that puts it before every text is asked for it; this one does not
+    assert shown(begins, encoder(begins).sample({"text": "the sum of"}, 0)) == "{the sum of <end>}"
+
+
+def test_what_a_tokenizer_begins_texts_with_is_given(tiny_tokenizer: Any) -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    begins = copy.deepcopy(tiny_tokenizer)
+    begins.bos_token = "<|im_start|>"
+    begins.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", begins.bos_token_id)]
+    )
+    sample = RecordEncoder(begins, 4, 64, begins.mask_token_id).sample({"prompt": "1", "completion": "2"}, 0)
+    assert shown(begins, sample) == "<|im_start|> 1 {2 <|im_end|>}"
+
+
+def test_a_text_is_cut_to_whole_blocks_and_has_no_end(word_tokenizer: Any) -> None:
+    record = {"prompt": "1 2 3 4", "completion": "5 6 7 8 9 10"}  # 11 tokens with the end
+    whole = encoder(word_tokenizer, max_length=12).sample(record, 0)
+    assert (shown(word_tokenizer, whole), whole.length) == ("1 2 3 4 {5 6 7 8 9 10 <end> <pad>}", 11)
+    exact = encoder(word_tokenizer, max_length=8).sample({"prompt": "1 2 3 4", "completion": "5 6 7"}, 0)
+    assert (shown(word_tokenizer, exact), exact.length) == ("1 2 3 4 {5 6 7 <end>}", 8)
+    cut = encoder(word_tokenizer, max_length=11).sample(record, 3)
+    assert (shown(word_tokenizer, cut), cut.length, cut.index) == ("1 2 3 4 {5 6 7 8}", None, 3)
+    assert encoder(word_tokenizer, max_length=7).sample(record, 0) is None
+    # Behind the last learned token nothing is kept: the next turn's prompt alone teaches nothing.
+    long = chat(USER, REPLY, {"role": "user", "content": "the sum of two numbers"}, REPLY)
+    cut = encoder(word_tokenizer, max_length=16).sample(long, 0)
+    assert (shown(word_tokenizer, cut), cut.length) == ("user : 1 + 2 assistant : {3}", None)
+
+
+def test_chats_of_the_embedded_tokenizer(tiny_tokenizer: Any) -> None:
+    """Its ids are those of the whole text, and of a prompt alone what a decoder is given."""
+    messages = [{"role": "system", "content": "Add."}, USER, REPLY, {"role": "user", "content": "4?"}, REPLY]
+    sample = RecordEncoder(tiny_tokenizer, 4, 128, tiny_tokenizer.mask_token_id, (2, 0)).sample({"messages": messages}, 0)
+    whole = tiny_tokenizer.apply_chat_template(messages, tokenize=False)
+    assert tiny_tokenizer.decode(sample.ids[: sample.length]) == whole.removesuffix("\n")
+    assert sample.ids[: sample.length].tolist() == tiny_tokenizer.encode(whole.removesuffix("\n"), add_special_tokens=False)
+    learned = sample.response[: sample.length]
+    assert tiny_tokenizer.decode(sample.ids[: sample.length][learned]) == "3<|im_end|>3<|im_end|>"
+    assert sample.response[sample.length :].all()
+    # An answer that begins with a line break does not melt into the prompt's.
+    sample = RecordEncoder(tiny_tokenizer, 4, 64, 3).sample(chat(USER, {"role": "assistant", "content": "\n3"}), 0)
+    prompt = tiny_tokenizer.apply_chat_template([USER], add_generation_prompt=True, return_dict=False)
+    assert sample.ids[: len(prompt)].tolist() == prompt
+    assert sample.response.tolist() == [False] * len(prompt) + [True] * (len(sample.ids) - len(prompt))
+
+
+def test_a_template_that_writes_the_mask_is_refused(word_tokenizer: Any) -> None:
+    masked = with_template(word_tokenizer, "<mask> " + word_tokenizer.chat_template)
+    with pytest.raises(ValueError, match="its text holds the mask token, id 2: remove it"):
+        encoder(masked).sample(GOOD, 0)
+
+
+def test_ordinary_words_as_mask_and_end(word_tokenizer: Any) -> None:
+    """They are told from other words by their ids alone: "3" is the mask, "30" is none; nothing in the text ends a turn."""
+    three, item = word_tokenizer.convert_tokens_to_ids(["3", "item"])
+    encode = RecordEncoder(word_tokenizer, 4, 64, three, [item])
+    assert shown(word_tokenizer, encode.sample({"text": "30 of item"}, 0)) == "{30 of item <pad>}"
+    assert shown(word_tokenizer, encode.sample({"text": "30 items"}, 0)) == "{30 <unk> item <pad>}"
+    with pytest.raises(ValueError, match=f"its text holds the mask token, id {three}: remove it"):
+        encode.sample({"text": "of 3"}, 0)
+
+
+def test_long_texts_are_cut_without_a_word(
+    tiny_tokenizer: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokenizer would warn, once, of texts that are longer than its model takes."""
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    encode = RecordEncoder(copy.deepcopy(tiny_tokenizer), 4, 64, tiny_tokenizer.mask_token_id)
+    sample = encode.sample({"prompt": "1", "completion": "2 " * 2000}, 0)
+    assert (len(sample.ids), sample.length) == (64, None)
+    assert not caplog.records
+
+
+def test_rejected_encoders(word_tokenizer: Any) -> None:
+    with pytest.raises(ValueError, match="max_length is 3: at least one block of 4 tokens must fit"):
+        encoder(word_tokenizer, max_length=3)
+    for name, message in (
+        ("pad_token", "no pad token: set"),
+        ("eos_token", "no eos token: set tokenizer.eos_token or give end"),
+    ):
+        lacking = copy.deepcopy(word_tokenizer)
+        setattr(lacking, name, None)
+        with pytest.raises(ValueError, match=message):
+            encoder(lacking)

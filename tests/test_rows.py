@@ -1,0 +1,309 @@
+"""Datasets of users' records: every record once an epoch, in an order that (seed, epoch) decides, in rows that never mix."""
+
+import io
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from accelerate.data_loader import IterableDatasetShard
+from torch.utils.data import DataLoader
+
+from trainer.chat import RecordEncoder
+from trainer.records import RecordError
+from trainer.rows import ChatDataset, ChatStream, PackedDataset, open_rows, pack
+from trainer.samples import Sample
+from trainer.sources import JsonLines, Rows, Stream
+
+MASK = 2  # of the word tokenizer
+COUNT = 60
+
+
+def text(number: int) -> str:
+    """3 to 14 words, its number first: with the end token 1 to 4 blocks of 4."""
+    return " ".join([str(number % 30), *["the sum of two numbers"] * 3][: 1 + number % 4]) + " x" * (2 - number % 3)
+
+
+@pytest.fixture
+def records() -> list[dict[str, str]]:
+    return [{"prompt": f"{i // 10} {i % 10}", "completion": text(i)} for i in range(COUNT)]
+
+
+@pytest.fixture
+def path(tmp_path: Path, records: list[dict[str, str]]) -> str:
+    file = tmp_path / "records.jsonl"
+    file.write_text("\n".join(map(json.dumps, records)))
+    return str(file)
+
+
+@pytest.fixture
+def encoder(word_tokenizer: Any) -> RecordEncoder:
+    return RecordEncoder(word_tokenizer, 4, 32, MASK)
+
+
+def same(left: Sample, right: Sample) -> bool:
+    return (
+        (left.index, left.length) == (right.index, right.length)
+        and left.ids.tolist() == right.ids.tolist()
+        and left.response.tolist() == right.response.tolist()
+    )
+
+
+def numbers(samples: Iterable[Sample], encoder: RecordEncoder) -> list[int]:
+    """The records' numbers, which their prompts spell."""
+    words = (encoder.tokenizer.convert_ids_to_tokens(sample.ids[:2].tolist()) for sample in samples)
+    return [10 * int(tens) + int(ones) for tens, ones in words]
+
+
+def flat(rows: Iterable[Any]) -> Iterator[Sample]:
+    return (sample for row in rows for sample in row)
+
+
+# Packing
+
+
+def test_rows_are_filled_as_derived_by_hand() -> None:
+    """12 opens row 0, the eights row 1, the first four joins the twelve, the second opens row 2."""
+    rows = pack(np.asarray([4, 8, 12, 4, 8]), 16)
+    assert [row.tolist() for row in rows] == [[0, 2], [1, 4], [3]]
+    assert pack(np.asarray([], dtype=np.int64), 16) == []
+    with pytest.raises(ValueError, match="a sample of 20 tokens does not fit a row of 16"):
+        pack(np.asarray([4, 20]), 16)
+
+
+def test_no_row_overflows_and_no_sample_is_lost_or_split() -> None:
+    random = np.random.default_rng(0)
+    for _ in range(200):
+        lengths = 4 * random.integers(1, 17, random.integers(1, 60))
+        rows = pack(lengths, 64)
+        assert sorted(np.concatenate(rows).tolist()) == list(range(len(lengths)))
+        assert max(lengths[row].sum() for row in rows) <= 64
+        # Two rows of at most half could have been one: the second's samples had room in the first.
+        assert sum(lengths[row].sum() <= 32 for row in rows) <= 1
+
+
+# By number
+
+
+def test_an_epoch_holds_every_record_once_in_an_order_of_its_own(path: str, encoder: RecordEncoder) -> None:
+    dataset = ChatDataset(JsonLines([path]), encoder, seed=3)
+    epochs = [[dataset[epoch * COUNT + i] for i in range(COUNT)] for epoch in range(3)]
+    orders = [numbers(epoch, encoder) for epoch in epochs]
+    assert all(sorted(order) == list(range(COUNT)) for order in orders)
+    assert len({tuple(order) for order in [*orders, list(range(COUNT))]}) == 4
+    assert [sample.index for epoch in epochs for sample in epoch] == list(range(3 * COUNT))
+    # Two records' orders do not depend on what was asked before; another seed's are others.
+    again = ChatDataset(JsonLines([path]), encoder, seed=3, cache_size=1)
+    assert all(same(again[visit], epochs[visit // COUNT][visit % COUNT]) for visit in (170, 2, 61, 2))
+    assert numbers(ChatDataset(JsonLines([path]), encoder, seed=4), encoder) != orders[0]
+    assert all(map(same, dataset, epochs[0]))
+
+
+def test_without_shuffling_the_order_is_the_files(path: str, records: Any, encoder: RecordEncoder) -> None:
+    dataset = ChatDataset(JsonLines([path]), encoder, shuffle=False)
+    assert all(same(dataset[i], encoder.sample(record, i)) for i, record in enumerate(records))
+    assert all(same(dataset[COUNT + i], encoder.sample(record, COUNT + i)) for i, record in enumerate(records))
+    assert dataset.lengths.tolist() == [len(encoder.sample(record, 0).ids) for record in records]
+
+
+def test_workers_see_what_one_process_sees(path: str, encoder: RecordEncoder) -> None:
+    dataset = PackedDataset(ChatDataset(JsonLines([path]), encoder))
+    visits = range(len(dataset), 2 * len(dataset))
+    loader = DataLoader(dataset, sampler=visits, batch_size=2, collate_fn=list, num_workers=2)
+    seen = list(flat(flat(loader)))
+    assert len(seen) == COUNT
+    assert all(map(same, seen, flat(dataset[visit] for visit in visits)))
+
+
+def test_malformed_records_are_found_before_anything_is_encoded(tmp_path: Path, encoder: RecordEncoder) -> None:
+    file = tmp_path / "bad.jsonl"
+    file.write_text('{"text": "a"}\n' * 9 + '{"text": 1}\n')
+    for read in (ChatDataset, ChatStream):
+        with pytest.raises(RecordError, match=r"bad\.jsonl, line 10, field text: found 1: a string is needed"):
+            read(JsonLines([str(file)]), encoder)
+
+
+def test_records_whose_prompts_fill_max_length_are_left_out_and_counted(
+    word_tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    encoder = RecordEncoder(word_tokenizer, 4, 8, MASK)
+    long = {"prompt": "0 1 2 3 4 5 6 7", "completion": "8"}
+    rows = [long, {"prompt": "0 1", "completion": "the sum"}, long, {"prompt": "0 2", "completion": "of " * 9}]
+    dataset = ChatDataset(Rows(rows, "rows of left out"), encoder, shuffle=False)
+    assert (len(dataset), dataset.dropped, numbers(dataset, encoder)) == (2, 2, [1, 2])
+    assert [sample.length for sample in dataset] == [5, None]
+    assert "rows of left out: 2 of 4 records are left out: nothing that is learned lies within max_length 8" in caplog.messages
+    message = "rows: of all 1 records nothing that is learned lies within max_length 8: raise it or shorten the prompts"
+    with pytest.raises(ValueError, match=message):
+        ChatDataset(Rows([long], "rows"), encoder)
+    stream = ChatStream(Rows([long], "rows"), encoder)
+    with pytest.raises(ValueError, match=message):
+        list(stream)
+
+
+def test_a_file_that_changes_under_training_is_noticed(tmp_path: Path, word_tokenizer: Any) -> None:
+    encoder = RecordEncoder(word_tokenizer, 4, 8, MASK)
+    file = tmp_path / "records.jsonl"
+    file.write_text(json.dumps({"prompt": "0", "completion": "1"}))
+    dataset = ChatDataset(JsonLines([str(file)]), encoder)
+    file.write_text(json.dumps({"prompt": "0 1 2 3 4 5 6 7 8", "completion": "1"}))
+    with pytest.raises(RuntimeError, match=r"records\.jsonl changed while it was trained on: start again"):
+        dataset[0]
+    file.write_text("{")
+    with pytest.raises(RecordError, match=r"records\.jsonl, line 1: not JSON"):
+        dataset[0]
+
+
+def test_rejected_visits_and_seeds(path: str, encoder: RecordEncoder) -> None:
+    dataset = ChatDataset(JsonLines([path]), encoder)
+    for rows in (dataset, PackedDataset(dataset)):
+        with pytest.raises(IndexError, match="visit -1: visits count from 0"):
+            rows[-1]
+    for read in (ChatDataset, ChatStream):
+        with pytest.raises(ValueError, match="seed is -1: 0 or more is needed"):
+            read(JsonLines([path]), encoder, seed=-1)
+    with pytest.raises(ValueError, match="a sample of 24 tokens does not fit a row of 4: cut"):
+        PackedDataset(dataset, max_length=4)
+
+
+# Packed, by number
+
+
+def test_packed_rows_hold_every_sample_once_and_as_it_is_alone(path: str, records: Any, encoder: RecordEncoder) -> None:
+    dataset = ChatDataset(JsonLines([path]), encoder, seed=1)
+    rows = PackedDataset(dataset, window=16)
+    epochs = [[rows[epoch * len(rows) + i] for i in range(len(rows))] for epoch in range(3)]
+    for epoch, packed in enumerate(epochs):
+        samples = list(flat(packed))
+        assert sorted(sample.index for sample in samples) == list(range(epoch * COUNT, (epoch + 1) * COUNT))
+        assert all(same(sample, encoder.sample(records[sample.index % COUNT], sample.index)) for sample in samples)
+        assert max(sum(len(sample.ids) for sample in row) for row in packed) <= 32
+    tokens = sum(len(sample.ids) for sample in flat(epochs[0]))
+    assert rows.fill == pytest.approx(tokens / (32 * len(rows)))
+    assert rows.fill > 0.9
+    # Another epoch has other rows, in another order.
+    first, second = ({frozenset(sample.index % COUNT for sample in row) for row in epoch} for epoch in epochs[:2])
+    assert len(first & second) < len(first) / 2
+    shapes = [[tuple(sorted(len(sample.ids) for sample in row)) for row in epoch] for epoch in epochs]
+    assert sorted(shapes[0]) == sorted(shapes[1]) == sorted(shapes[2])
+    assert shapes[0] != shapes[1]
+    again = PackedDataset(ChatDataset(JsonLines([path]), encoder, seed=1), window=16)
+    assert all(
+        map(same, flat(again[visit] for visit in (40, 3, 40)), flat(epochs[v // len(rows)][v % len(rows)] for v in (40, 3, 40)))
+    )
+
+
+def test_packed_without_shuffling_is_the_same_in_every_epoch(path: str, encoder: RecordEncoder) -> None:
+    rows = PackedDataset(ChatDataset(JsonLines([path]), encoder, shuffle=False), max_length=48)
+    first = [numbers(row, encoder) for row in rows]
+    assert [numbers(rows[len(rows) + i], encoder) for i in range(len(rows))] == first
+    assert [row[0] for row in first] == sorted(row[0] for row in first)
+    assert max(sum(len(sample.ids) for sample in row) for row in rows) == 48
+
+
+# Streaming
+
+
+def test_a_stream_is_a_function_of_seed_and_epoch(path: str, records: Any, encoder: RecordEncoder) -> None:
+    stream = ChatStream(JsonLines([path]), encoder, seed=2, buffer=16, packed=False)
+    first, again = list(stream), list(stream)
+    assert all(map(same, first, again))
+    assert sorted(numbers(first, encoder)) == list(range(COUNT))
+    assert numbers(first, encoder) != list(range(COUNT))
+    assert all(same(sample, encoder.sample(records[sample.index], sample.index)) for sample in first)
+    stream.set_epoch(1)
+    second = list(stream)
+    assert sorted(numbers(second, encoder)) == list(range(COUNT))
+    assert numbers(second, encoder) != numbers(first, encoder)
+    assert not {sample.index for sample in first} & {sample.index for sample in second}
+    other = ChatStream(JsonLines([path]), encoder, seed=3, buffer=16, packed=False)
+    assert numbers(other, encoder) != numbers(first, encoder)
+    assert numbers(ChatStream(JsonLines([path]), encoder, buffer=0, packed=False), encoder) == list(range(COUNT))
+    endless = ChatStream(JsonLines([path]), encoder, seed=2, buffer=16, packed=False, repeat=True)
+    assert all(map(same, islice(endless, 2 * COUNT), first + second))
+
+
+def test_a_packed_stream_mixes_nothing_and_says_how_full_it_is(path: str, records: Any, encoder: RecordEncoder) -> None:
+    stream = ChatStream(JsonLines([path]), encoder, window=20)
+    rows = list(stream)
+    assert sorted(sample.index for sample in flat(rows)) == list(range(COUNT))
+    assert all(same(sample, encoder.sample(records[sample.index], sample.index)) for sample in flat(rows))
+    used = [sum(len(sample.ids) for sample in row) for row in rows]
+    assert max(used) <= 32
+    assert stream.fill == pytest.approx(sum(used) / (32 * len(rows)))
+    assert stream.fill > 0.85
+    in_order = [row[0].index for row in ChatStream(JsonLines([path]), encoder, buffer=0)]
+    assert in_order == sorted(in_order)
+    # Rows hold what came together, 20 at a time.
+    arrival = {sample.index: i for i, sample in enumerate(ChatStream(JsonLines([path]), encoder, packed=False))}
+    assert all(len({arrival[sample.index] // 20 for sample in row}) == 1 for row in rows)
+
+
+def test_a_stream_is_split_over_ranks_and_resumed_by_skipping(path: str, encoder: RecordEncoder) -> None:
+    """As accelerate does with `dispatch_batches=False`: batches of 2 rows go to the ranks in turn."""
+    whole = list(ChatStream(JsonLines([path]), encoder, seed=5))
+    shards = [
+        list(
+            IterableDatasetShard(
+                ChatStream(JsonLines([path]), encoder, seed=5), 2, drop_last=True, num_processes=2, process_index=r
+            )
+        )
+        for r in range(2)
+    ]
+    batches = [row for i in range(0, len(shards[0]), 2) for shard in shards for row in shard[i : i + 2]]
+    assert len(batches) == len(whole) // 4 * 4
+    assert all(map(same, flat(batches), flat(whole)))
+    resumed = list(islice(ChatStream(JsonLines([path]), encoder, seed=5), 3, None))
+    assert len(resumed) == len(whole) - 3
+    assert all(map(same, flat(resumed), flat(whole[3:])))
+
+
+def test_a_stream_has_one_worker(path: str, encoder: RecordEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = ChatStream(JsonLines([path]), encoder)
+    with_one = flat(flat(DataLoader(stream, batch_size=2, collate_fn=list, num_workers=1)))
+    assert all(map(same, with_one, flat(stream)))
+    # In place of a second worker, as torch takes 10 seconds to end workers that failed.
+    monkeypatch.setattr("trainer.rows.get_worker_info", lambda: SimpleNamespace(num_workers=2))
+    with pytest.raises(
+        ValueError, match="dataloader_num_workers is 2: each worker would yield the whole stream, set it to 0 or 1"
+    ):
+        next(iter(stream))
+
+
+def test_what_is_piped_in_is_checked_as_it_comes(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, encoder: RecordEncoder
+) -> None:
+    lines = b'{"text": "1 2 3"}\n{"text": "4 5 6"}\n{"text": ""}\n'
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines)))
+    stream = iter(open_rows(["-"], encoder, packed=False, streaming=True, shuffle=False))
+    assert [encoder.tokenizer.decode(next(stream).ids) for _ in range(2)] == ["1 2 3 <end>", "4 5 6 <end>"]
+    with pytest.raises(RecordError, match="standard input, line 3, field text: found '': there is nothing to learn in it"):
+        next(stream)
+    # A Trainer that asks for a second epoch is given nothing, and stops.
+    pipe = ChatStream(Stream(lambda: [b'{"text": "1"}'], "pipe", once=True), encoder, repeat=True)
+    assert len(list(pipe)) == 1
+    assert list(pipe) == []
+    assert "pipe has come to its end, there is no further epoch of it" in caplog.messages
+    with pytest.raises(RecordError, match="pipe: found no records: at least one is needed"):
+        list(ChatStream(Stream(lambda: [], "pipe", once=True), encoder))
+    with pytest.raises(
+        ValueError, match=r"standard input comes in order only: turn streaming on, or write it to a \.jsonl file"
+    ):
+        open_rows(["-"], encoder)
+
+
+def test_what_users_open(path: str, encoder: RecordEncoder) -> None:
+    packed, alone = open_rows([path], encoder, seed=7), open_rows([path], encoder, packed=False, seed=7, show_progress=False)
+    stream = open_rows([path], encoder, streaming=True, seed=7)
+    assert isinstance(packed, PackedDataset)
+    assert isinstance(alone, ChatDataset)
+    assert isinstance(stream, ChatStream)
+    expected = sorted(sample.ids.tolist() for sample in alone)
+    assert sorted(sample.ids.tolist() for sample in flat(packed)) == expected
+    endless = islice(flat(stream), 2 * COUNT)
+    assert sorted(sample.ids.tolist() for sample in endless) == sorted(2 * expected)

@@ -1,0 +1,81 @@
+"""Intervals of what is measured on a list of problems.
+
+Two kinds, used throughout. A share of problems (accuracy, identical texts) has Wilson's score interval, which is no point where
+all or none are. Everything that counts inside problems (tokens over forwards, accepted over offered drafts, ...) is a ratio of
+sums over problems and has the percentile interval of a bootstrap that draws whole problems with replacement.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import numpy as np
+
+RESAMPLES = 10_000
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A measured value and the interval that holds it with the level asked for."""
+
+    value: float
+    low: float
+    high: float
+
+    def rounded(self, digits: int = 3) -> list[float]:
+        """[low, high]."""
+        return [round(self.low, digits), round(self.high, digits)]
+
+
+def wilson(right: int, count: int, level: float = 0.95) -> Interval:
+    """The share `right` / `count` with Wilson's score interval.
+
+    Raises:
+        ValueError: if there is nothing to count, or more right than there are.
+    """
+    if not 0 <= right <= count or count == 0:
+        raise ValueError(f"{right} of {count}: a share needs at least one problem, and no more right than there are")
+    z = NormalDist().inv_cdf((1 + level) / 2)
+    share = right / count
+    middle = (share + z * z / (2 * count)) / (1 + z * z / count)
+    half = z / (1 + z * z / count) * np.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+    return Interval(share, max(0.0, float(middle - half)), min(1.0, float(middle + half)))
+
+
+def resampled_sums(columns: np.ndarray, resamples: int, seed: int) -> np.ndarray:
+    """Sums of per-problem counts over problems drawn with replacement.
+
+    Args:
+        columns: [problems, counts].
+        resamples: How often as many problems as there are get drawn.
+        seed: Of the draws; the same seed draws the same problems for as many problems.
+
+    Returns:
+        [resamples, counts].
+    """
+    problems = len(columns)
+    times = np.random.default_rng(seed).multinomial(problems, np.full(problems, 1 / problems), size=resamples)
+    return times @ columns
+
+
+def percentiles(value: float, resampled: np.ndarray, level: float = 0.95) -> Interval:
+    """A value and the percentile interval that its resamples give."""
+    low, high = np.quantile(resampled, [(1 - level) / 2, (1 + level) / 2])
+    return Interval(value, float(low), float(high))
+
+
+def ratio_of_sums(
+    over: Sequence[float], under: Sequence[float], level: float = 0.95, resamples: int = RESAMPLES, seed: int = 0
+) -> Interval | None:
+    """The sum of `over` divided by the sum of `under`, both counted by problem; None where `under` is 0 everywhere.
+
+    Resamples in which nothing is left to divide by do not count.
+    """
+    if sum(under) == 0:
+        return None
+    sums = resampled_sums(np.stack([over, under], 1), resamples, seed)
+    sums = sums[sums[:, 1] != 0]
+    return percentiles(sum(over) / sum(under), sums[:, 0] / sums[:, 1], level)
+
+
+__all__ = ["RESAMPLES", "Interval", "percentiles", "ratio_of_sums", "resampled_sums", "wilson"]

@@ -1,0 +1,32 @@
+"""What a training run measures on the way."""
+
+from collections.abc import Mapping
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+
+class Measures:
+    """For each name a running sum and how many it is of, kept on the device until they are asked for."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+
+    def add(self, measured: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+        """Adds sums and counts (scalars) by name."""
+        for name, (total, count) in measured.items():
+            both = torch.stack([total.detach().double(), count.to(total.device).double()])
+            self._sums[name] = self._sums[name] + both if name in self._sums else both
+
+    def take(self, accelerator: Accelerator) -> dict[str, tuple[float, float]]:
+        """Sums and counts over all processes since the last call. Every process has to call it, with the same names."""
+        if not self._sums:
+            return {}
+        names = sorted(self._sums)
+        totals = torch.stack([self._sums[name] for name in names])
+        self._sums = {}
+        if totals.device.type == "mps":
+            totals = totals.float()
+        reduced = accelerator.reduce(totals, reduction="sum").tolist()
+        return {name: (total, count) for name, (total, count) in zip(names, reduced, strict=True)}

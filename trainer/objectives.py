@@ -1,0 +1,162 @@
+"""The two objectives as functions of a model and a packed batch: sums over tokens, which the Trainer normalises."""
+
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from modeling_mrp.diffusion_mrp import PackedBatch
+from modeling_mrp.losses_mrp import (
+    BLANK,
+    DIVERGENCES,
+    cross_entropy,
+    favourite_odds,
+    forward_kl,
+    order_kl,
+    over_vocabulary,
+    project,
+    weighted_cross_entropy,
+)
+from modeling_mrp.modeling_mrp import MRPForCausalLM
+from modeling_mrp.sampling_mrp import Picker
+
+from .packing import CleanCache
+from .reveals import Reveals, block_numbers
+
+HeadLoss = Literal["kl", "reverse_kl", "cross_entropy", "mse"]
+HEAD_LOSSES: tuple[str, ...] = get_args(HeadLoss)
+
+# By name, a sum and how many it is of.
+Measured = dict[str, tuple[Tensor, Tensor]]
+
+
+def block_diffusion(model: MRPForCausalLM, batch: PackedBatch) -> tuple[Tensor, Measured]:
+    """The backbone's loss, summed over the masked positions (SDAR, equation 3)."""
+    mask = batch.attention_mask(model.config.block_size)
+    hidden = model.backbone(batch.input_ids, batch.position_ids, mask)
+    chosen = batch.supervised
+    one = torch.ones((), device=hidden.device)
+    loss = weighted_cross_entropy(hidden[chosen], model.lm_head.weight, batch.target_ids[chosen], batch.weight[chosen], one)
+    return loss, {}
+
+
+@dataclass(frozen=True)
+class HeadObjective:
+    """The head's loss: how far A + C is from the backbone's own B, after each of K reveals (MRP, section 4).
+
+    Attributes:
+        reveals: Which states.
+        loss: `kl` (published), `reverse_kl`, `mse` of the logits, or the `cross_entropy` of the true tokens, which needs no
+            teacher but has one measured all the same.
+        temperature: Divides the logits of both; the loss is multiplied by its square, so that gradients keep their size.
+        unroll: K; the losses are averaged.
+        order_weight: Weight of `order_kl`.
+        reread_weight: Weight of the leave-one-out loss: what the head should say at a token that it was shown is what the
+            backbone would, had this one token been left masked. Each block teaches one, behind the first reveal.
+    """
+
+    reveals: Reveals
+    loss: HeadLoss = "kl"
+    temperature: float = 1.0
+    unroll: int = 1
+    order_weight: float = 0.0
+    reread_weight: float = 1.0
+
+    def __call__(self, model: MRPForCausalLM, batch: PackedBatch) -> tuple[Tensor, Measured]:
+        """Pass 1 gives h_A, a reveal and pass 2 give h_B; K times, from the accumulated estimate."""
+        passes = _Passes(model, batch)
+        noisy, picker = passes.noisy, Picker(model.lm_head.weight, model.config.mask_token_id, entropy=False)
+        ids, masked, estimate = noisy.input_ids, noisy.supervised, passes.h_a
+        losses, measured = [], {}
+        for step in range(self.unroll):
+            before = masked
+            ids, masked = self.reveals(noisy, ids, masked, estimate.detach(), picker, step)
+            estimate = estimate + passes.head(ids, estimate)
+            loss, notes = self._divergence(passes, masked, passes.backbone(ids), estimate, self.order_weight)
+            losses.append(loss)
+            if step == 0:
+                measured.update(notes)
+            if step == 0 and self.reread_weight:
+                left_out = self.reveals.one_per_block(noisy, before & ~masked)
+                again = ids.masked_fill(left_out, model.config.mask_token_id)
+                loss, notes = self._divergence(passes, left_out, passes.backbone(again), estimate)
+                losses.append(self.reread_weight * loss)
+                measured.update({f"reread_{name}": note for name, note in notes.items()})
+        return torch.stack(losses).sum() / self.unroll, measured
+
+    def _divergence(
+        self, passes: "_Passes", where: Tensor, teacher: Tensor, estimate: Tensor, order_weight: float = 0.0
+    ) -> tuple[Tensor, Measured]:
+        """The loss at some positions [batch, length] bool; with KL(B||A), KL(B||A+C) and how often A+C names B's token."""
+        weight, config = passes.model.lm_head.weight, passes.model.config
+
+        def token_loss(student: Tensor, teacher: Tensor, stale: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+            with torch.no_grad():
+                wanted = project(teacher, weight)
+                notes = [forward_kl(student.detach(), wanted), forward_kl(project(stale, weight), wanted)]
+                notes.append((student.argmax(-1) == wanted.argmax(-1)).to(student.dtype))
+            values = [self._of_logits(student, wanted, targets)]
+            if order_weight:
+                odds, of_teacher = favourite_odds(student, wanted, config.mask_token_id)
+                values.append(odds)
+                notes.append(of_teacher)
+            return torch.stack(values, 1), torch.stack(notes, 1)
+
+        batch = passes.noisy
+        values, notes = over_vocabulary(
+            token_loss, estimate[where], weight, teacher[where], passes.h_a[where], batch.target_ids[where]
+        )
+        loss = (values[:, 0] * batch.weight[where]).sum()
+        count = where.sum()
+        names = ("kl_head", "kl_stale", "agreement")
+        measured = {name: (notes[:, column].sum(), count) for column, name in enumerate(names)}
+        if order_weight:
+            shown = batch.target_ids[where] != BLANK
+            blocks = block_numbers(batch, config.block_size)[where][shown]
+            order = order_kl(values[shown, 1], notes[shown, 3], blocks, where.numel())
+            # A number of blocks is only counted, never waited for: each block's first position stands for it.
+            firsts = torch.zeros(where.numel(), device=where.device).index_fill(0, blocks, 1.0).sum()
+            measured["kl_order"] = (order, firsts)
+            loss = loss + order_weight * order
+        return loss, measured
+
+    def _of_logits(self, student: Tensor, teacher: Tensor, targets: Tensor) -> Tensor:
+        t = self.temperature
+        if self.loss == "cross_entropy":
+            return cross_entropy(student / t, targets) * t**2
+        return DIVERGENCES[self.loss](student / t, teacher / t) * t**2
+
+
+@dataclass
+class _Passes:
+    """Passes over one batch. The clean half is only looked at: all passes but each network's first hold the noisy copies
+    alone."""
+
+    model: MRPForCausalLM
+    batch: PackedBatch
+    noisy: PackedBatch = field(init=False)
+    h_a: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._length = self.batch.noisy_length
+        self._mask = self.batch.attention_mask(self.model.config.block_size)
+        self._of_backbone, self._of_head = CleanCache(self._length), CleanCache(self._length)
+        with torch.no_grad():
+            whole = self.model.backbone(self.batch.input_ids, self.batch.position_ids, self._mask, self._of_backbone)
+        self.noisy = self.batch.noisy()
+        self.h_a, self._clean_hidden = whole[:, : self._length], whole[:, self._length :]
+
+    @torch.no_grad()
+    def backbone(self, ids: Tensor) -> Tensor:
+        """[batch, noisy length, hidden_size] h_B at other contents of the noisy copies."""
+        return self.model.backbone(ids, self.noisy.position_ids, self._mask[:, :, : self._length], self._of_backbone)
+
+    def head(self, ids: Tensor, hidden: Tensor) -> Tensor:
+        """[batch, noisy length, hidden_size] h_C, with gradients."""
+        if self._of_head.filled:
+            mask = self._mask[:, :, : self._length]
+            return self.model.residual(ids, hidden, self.noisy.position_ids, mask, self._of_head)
+        ids = torch.cat([ids, self.batch.input_ids[:, self._length :]], 1)
+        hidden = torch.cat([hidden, self._clean_hidden], 1)
+        return self.model.residual(ids, hidden, self.batch.position_ids, self._mask, self._of_head)[:, : self._length]
