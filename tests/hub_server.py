@@ -254,6 +254,6 @@ def run_python(code: str, folder: Path, environment: dict[str, str]) -> str:
     script = folder / f"fresh_{threading.get_ident()}.py"
     script.write_text(textwrap.dedent(code))
     command = [sys.executable, str(script)]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-5000:]
     return done.stdout
