@@ -224,32 +224,52 @@ def render_card(
     config = _json(folder / ("adapter_config.json" if kind == "adapter" else "config.json"))
     defaults = MRPGenerationConfig(**_json(folder / "generation_config.json"))
     defaults.check(config.get("block_size", 16), True)
-    given = {key: value for key, value in about.metadata.items() if key not in _OURS}
-    metadata: dict[str, Any] = {
-        "library_name": "peft" if kind == "adapter" else "transformers",
-        "pipeline_tag": "text-generation",
-        "license": "other" if "license_name" in given else "unknown",
-        "base_model": (base := config.get("base_model_name_or_path")),
-        "base_model_relation": None if base is None else "finetune" if kind == "full" else "adapter",
-        **given,
-        "tags": [*TAGS, *given.get("tags", ()), *extra_tags],
-    }
     title = name.rstrip("/").split("/")[-1]
+    metadata = _metadata(kind, config.get("base_model_name_or_path"), about, extra_tags)
     if results:
         metadata["model_name"] = title
         metadata["eval_results"] = eval_results(results, defaults, about.metadata.get("families", {}))
-    if metadata["base_model"] is not None and metadata["base_model_relation"] is None:
-        metadata["base_model_relation"] = "finetune"
+    text_of = "backbone" if kind == "full" and not config.get("num_nextn_predict_layers") else kind
+    use = USE[text_of].format(
+        name=name,
+        base=metadata["base_model"] or "org/backbone",
+        decoding="self_spec" if text_of == "backbone" else "mrp_spec",
+    )
+    card = ModelCard.from_template(
+        ModelCardData(**metadata),
+        template_str=TEMPLATE,
+        name=name,
+        title=title,
+        summary=about.summary or SUMMARIES[text_of],
+        facts=_facts(folder, kind, config),
+        sections={"Use": use, "Decoding modes": MODES.format(default=defaults.decoding), **_told(about, results)},
+    )
+    check_card(str(card))
+    return card
+
+
+def _metadata(kind: str, base_model: str | None, about: About, extra_tags: Sequence[str]) -> dict[str, Any]:
+    """A card's metadata but for the results: what is known of its kind, and before that what the person says."""
+    given = {key: value for key, value in about.metadata.items() if key not in _OURS}
+    tags = given.get("tags") or []
+    metadata = {
+        "library_name": "peft" if kind == "adapter" else "transformers",
+        "pipeline_tag": "text-generation",
+        "license": "other" if "license_name" in given else "unknown",
+        "base_model": base_model,
+        **given,
+        "tags": [*TAGS, *([tags] if isinstance(tags, str) else tags), *extra_tags],
+    }
+    if metadata["base_model"]:
+        metadata.setdefault("base_model_relation", "finetune" if kind == "full" else "adapter")
+    return metadata
+
+
+def _told(about: About, results: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """The card's sections from `Numbers` on."""
     versions = {"transformers": version("transformers"), "torch": version("torch"), "modeling-mrp": PACKAGE_VERSION}
     versions |= about.metadata.get("versions", {})
-    text_of = "backbone" if kind == "full" and not config.get("num_nextn_predict_layers") else kind
     sections = {
-        "Use": USE[text_of].format(
-            name=name,
-            base=metadata["base_model"] or "org/backbone",
-            decoding="self_spec" if text_of == "backbone" else "mrp_spec",
-        ),
-        "Decoding modes": MODES.format(default=defaults.decoding),
         "Numbers": "Not measured yet.",
         "Training": "The recipe was not recorded.",
         "Limits": "Those of the backbone: the lossless modes repeat its text, the others change it.",
@@ -259,17 +279,7 @@ def render_card(
     }
     if results:
         sections["Numbers"] = (about.sections.get("Numbers", "") + "\n\n" + results_table(results)).strip()
-    card = ModelCard.from_template(
-        ModelCardData(**metadata),
-        template_str=TEMPLATE,
-        name=name,
-        title=title,
-        summary=about.summary or SUMMARIES[text_of],
-        facts=_facts(folder, kind, config),
-        sections=sections,
-    )
-    check_card(str(card))
-    return card
+    return sections
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -40,8 +40,8 @@ class MRPConfig(Qwen3Config):
         ValueError: if `block_size` or a size of the backbone is not positive, `mask_token_id` lies outside the vocabulary, the
             number of heads is not 1, `head_predicts` is unknown, the draft vocabulary is as large as the vocabulary or comes
             without a head, the kinds of layers are not as many as the layers, a layer uses sliding-window attention (the
-            block-causal mask has no window), the attention is another repository's, or the backbone's name or revision is not
-            a text; when read from a file or dict, also for the config of another kind of model.
+            block-causal mask has no window), the attention is another repository's, or the backbone's name or revision is not a
+            text; when read from a file or dict, also for the config of another kind of model.
     """
 
     model_type = "sdar_mrp"

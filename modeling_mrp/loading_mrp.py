@@ -16,7 +16,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.generation import GenerationConfig
 from transformers.modeling_utils import PreTrainedModel
-from transformers.utils import SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils import SAFE_WEIGHTS_NAME, cached_file, find_adapter_config_file
 
 from .configuration_mrp import MRPConfig
 from .heads_mrp import (
@@ -343,7 +343,10 @@ class MRPPreTrainedModel(StockMixin, PreTrainedModel):
         repository."""
         path = cached_file(source, "config.json", **hub_options(kwargs))
         if path is None and config is None:
-            raise ValueError(f"{source} has no config.json: check the path, or that the repository holds a model")
+            raise ValueError(
+                f"{source} has no config.json: check the path, or that the repository holds a model (an adapter is loaded with "
+                "model.load_adapter, on its base)"
+            )
         if path is not None and not os.path.isdir(source) and (commit := commit_of(Path(path))):
             kwargs = {**kwargs, "revision": commit}
         if not isinstance(config, PreTrainedConfig):
@@ -384,9 +387,14 @@ class MRPPreTrainedModel(StockMixin, PreTrainedModel):
         config = kwargs["config"]
         if (elsewhere := getattr(config, "transformers_weights", None)) is not None:
             raise ValueError(f"the config of {source} points to weights in {elsewhere!r}: only model*.safetensors are read")
+        hub, adapter = hub_options(kwargs), kwargs.get("adapter_kwargs") or {}
+        if not os.path.isdir(source) and "_adapter_model_path" not in adapter and find_adapter_config_file(source, **hub):
+            raise ValueError(  # transformers would load the base that adapter_config.json names, whatever that is
+                f"{source} holds an adapter beside its model: load the adapter from a repository of its own with load_adapter"
+            )
         if getattr(config, "quantization_config", None) is not None:
             return  # a quantized checkpoint has the tensors that its quantizer makes
-        found = stored_tensors(weight_files(source, kwargs.get("variant"), **hub_options(kwargs)))
+        found = stored_tensors(weight_files(source, kwargs.get("variant"), **hub))
         check_depth(found, config.num_hidden_layers + config.num_nextn_predict_layers)
         check_fit(found, cls.tensor_shapes(config), {"lm_head.weight"} if config.tie_word_embeddings else ())
 

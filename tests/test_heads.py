@@ -206,6 +206,18 @@ def test_a_downloaded_config_that_climbs_out(folders: dict[str, Path], tmp_path:
         MRPForCausalLM.from_pretrained(tmp_path / "head")
 
 
+def test_an_adapter_in_a_downloaded_repository_redirects_nothing(folders: dict[str, Path], tmp_path: Path) -> None:
+    """transformers takes the base that `adapter_config.json` names for the model to load."""
+    poisoned = Path(shutil.copytree(folders["full"], tmp_path / "poisoned"))
+    (poisoned / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(folders["other"])}))
+    in_hub_cache(poisoned, tmp_path, "org/poisoned")
+    with pytest.raises(ValueError, match=r"org/poisoned holds an adapter beside its model"):
+        MRPForCausalLM.from_pretrained("org/poisoned", cache_dir=tmp_path)
+    (poisoned / "config.json").unlink()
+    with pytest.raises(ValueError, match=r"has no config\.json.*model\.load_adapter"):
+        MRPForCausalLM.from_pretrained(poisoned)
+
+
 def test_a_head_repository_is_no_backbone(folders: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"is a head repository and has no backbone"):
         MRPForCausalLM.from_backbone(folders["head"])
