@@ -21,9 +21,10 @@ from .generation_mrp import MRPGenerationMixin
 from .heads_mrp import MRPHead
 from .loading_mrp import MRPPreTrainedModel
 from .losses_mrp import weighted_cross_entropy
+from .publishing_mrp import MRPHubMixin
 
 
-class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
+class MRPForCausalLM(MRPHubMixin, MRPPreTrainedModel, MRPGenerationMixin):
     """An SDAR block-diffusion language model with an optional MRP head.
 
     The backbone is transformers' `Qwen3Model`, unchanged, under a block-causal mask: a token sees every token of

@@ -70,10 +70,11 @@ def test_what_a_head_repository_holds(folders: dict[str, Path]) -> None:
     whole = json.loads((folders["full"] / "config.json").read_text())
     assert config == whole | {"base_model_name_or_path": str(folders["backbone"])}  # of a folder there is no revision
     code = {path.name for path in folders["full"].glob("*_mrp.py")}
-    assert {path.name for path in folders["head"].iterdir()} == code | {
+    assert {path.name for path in folders["head"].rglob("*") if path.is_file()} == code | {
         "config.json",
         "generation_config.json",
         "model.safetensors",
+        "generate.py",
     }
 
 
@@ -490,13 +491,13 @@ def test_names_that_a_config_does_not_take(fields: dict[str, Any]) -> None:
 def test_a_save_that_fails_leaves_what_was_there(head_only: bool, folders: dict[str, Path], tmp_path: Path) -> None:
     """The generation config, which is written after the weights or the config, is refused by transformers."""
     folder = Path(shutil.copytree(folders["other"], tmp_path / "mine"))
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     model = MRPForCausalLM.from_pretrained(folders["full"])
     model.generation_config.do_sample, model.generation_config.temperature = False, 0.5
     for target in (folder, tmp_path / "new"):
         with pytest.raises(ValueError, match="temperature"):
             model.save_pretrained(target, head_only=head_only)
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
     assert not (tmp_path / "new").exists()
 
 
