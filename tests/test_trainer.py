@@ -135,7 +135,7 @@ def test_log_lines_average_what_was_measured_since_the_last(word_tokenizer: PreT
 
 
 def test_evaluation_measures_held_out_samples(word_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    """The loss per response token, as the mean over batches, and the same measures as in training; the model is left as it
+    """The loss per response token over all batches, and the same measures as in training; the model is left as it
     was."""
     model = small_model(word_tokenizer)
     held_out = TaskDataset(word_tokenizer, 6, {"math": 1.0}, "tune", block_size=8)
@@ -147,8 +147,10 @@ def test_evaluation_measures_held_out_samples(word_tokenizer: PreTrainedTokenize
         batch = PackedBatch(**trainer.data_collator([held_out[i] for i in range(begin, begin + 3)]))
         with torch.no_grad():
             total, _ = trainer._head_objective(model, batch)
-        losses.append(total.item() / int(batch.response_tokens))
-    assert metrics["eval_loss"] == pytest.approx(sum(losses) / 2, rel=1e-5)
+        losses.append((total.item(), int(batch.response_tokens)))
+    assert losses[0][1] != losses[1][1]  # a mean of the batches' would be another
+    total, tokens = (sum(column) for column in zip(*losses, strict=True))
+    assert metrics["eval_loss"] == pytest.approx(total / tokens, rel=1e-5)
     assert metrics["eval_kl_head"] == pytest.approx(metrics["eval_kl_stale"], rel=1e-6)  # a new head adds nothing
     assert metrics["eval_gap_closed"] == pytest.approx(0, abs=1e-6)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
