@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from helpers import close
+from packaging import version
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor
@@ -109,6 +111,10 @@ def resumed_at(run: Run, step: int, folder: Path) -> Run:
     return replace(run, folder=folder, resume=True, seed=3)
 
 
+@pytest.mark.skipif(
+    version.parse(transformers.__version__) < version.parse("5.23"),
+    reason="transformers 5.17 cannot load an optimizer's state to the device cpu:0 of a process",
+)
 def test_two_processes_resume(head_runs: dict[tuple[int, int, int], Run], tmp_path: Path) -> None:
     """In the middle of the second epoch, bit for bit."""
     run = head_runs[2, 2, 1]
