@@ -83,7 +83,8 @@ def test_a_checkpoint_cut_off_anywhere_leaves_the_one_before(uninterrupted: dict
     """Of the files of the newest, in the order in which they were written, some are whole, one is half there, and the others
     are missing."""
     folder = uninterrupted["mrp"].folder
-    written = sorted((folder / "checkpoint-7").iterdir(), key=lambda path: path.stat().st_mtime_ns)
+    files = [path for path in (folder / "checkpoint-7").rglob("*") if path.is_file()]
+    written = sorted(files, key=lambda path: path.stat().st_mtime_ns)
     names = [path.name for path in written]
     assert names[-1] == "trainer_state.json"
     assert {"config.json", "model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth"} < set(names)
@@ -92,13 +93,14 @@ def test_a_checkpoint_cut_off_anywhere_leaves_the_one_before(uninterrupted: dict
     cut = tmp_path / "checkpoint-7"
     cut.mkdir()
     for path in written:
-        whole = path.read_bytes()
-        (cut / path.name).write_bytes(b"")
+        whole, place = path.read_bytes(), cut / path.relative_to(folder / "checkpoint-7")
+        place.parent.mkdir(exist_ok=True)
+        place.write_bytes(b"")
         assert last_whole_checkpoint(tmp_path) == tmp_path / "checkpoint-6"
-        (cut / path.name).write_bytes(whole[: len(whole) // 2])
+        place.write_bytes(whole[: len(whole) // 2])
         assert last_whole_checkpoint(tmp_path) == tmp_path / "checkpoint-6"
         if path != written[-1]:
-            (cut / path.name).write_bytes(whole)
+            place.write_bytes(whole)
     run = replace(uninterrupted["mrp"], folder=tmp_path)
     assert_equal(take_up(run, save_total_limit=1), result(uninterrupted["mrp"]))
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-7"]

@@ -212,11 +212,14 @@ def export(work: Path, name: str, target: Path) -> None:
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-        for written in sorted(Path(folder).iterdir()):
-            if target.parent == ROOT / "hub_configs" and written.name.endswith("_mrp.py"):
+        for written in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
+            place = target / written.relative_to(folder)
+            place.parent.mkdir(exist_ok=True)
+            if target.parent == ROOT / "hub_configs" and written.suffix == ".py":
+                source = "custom_generate_mrp.py" if written.parent.name == "custom_generate" else written.name
                 written.unlink()
-                written.symlink_to(Path("../../modeling_mrp") / written.name)
-            os.replace(written, target / written.name)
+                written.symlink_to(os.path.relpath(ROOT / "modeling_mrp" / source, place.parent))
+            os.replace(written, place)
 
 
 def main(arguments: list[str] | None = None) -> None:
