@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import PreTrainedTokenizerFast, set_seed
+from transformers import PreTrainedTokenizerFast, PrinterCallback, set_seed
 
 from modeling_mrp.modeling_mrp import MRPForCausalLM
 from trainer.acceptance import acceptance_by_depth
@@ -65,6 +65,7 @@ def specialise(folder: Path, family: Family, options: argparse.Namespace) -> Pat
         disable_tqdm=True,
     )
     trainer = MRPTrainer(model=adapted, args=arguments, train_dataset=dataset)
+    trainer.remove_callback(PrinterCallback)  # the standard output is for measurements
     trainer.train(resume_from_checkpoint=True)
     target = folder / f"{family}-{options.seed}" / "adapter"
     adapted.save_pretrained(target)

@@ -3,7 +3,8 @@
 ``python -m benchmarks.tables TABLE`` reads `benchmarks/results` (or `--results FOLDER`): `heldout` the decoding modes on 500
 problems a family, from `tiny_heldout_{math,code}.jsonl`; `yardstick` and `ratios` the comparison with the published algorithm,
 from `tiny_yardstick.jsonl`; `sweep` from `tiny_sweep.jsonl`; `cost` from `cost_model.jsonl`; `wallclock` from all of
-`wallclock_*.jsonl`; `remask` the rules of `mrp_remask` at equal tokens per forward, from `tiny_remask.jsonl`.
+`wallclock_*.jsonl`; `remask` the rules of `mrp_remask` at equal tokens per forward, from `tiny_remask.jsonl`; `load_memory`,
+`loss_memory` and `head_prefix` from the files of these names.
 """
 
 import argparse
@@ -157,6 +158,34 @@ def remask(folder: Path = RESULTS) -> str:
     return _markdown(["family", "tokens / forward", f"{lines[0]['rule']} %", *(f"{other} %" for other in others)], rows)
 
 
+def load_memory(folder: Path = RESULTS) -> str:
+    """Peak memory of loading over the checkpoint's size."""
+    names = ("peak_ratio", "anonymous_ratio", "whole_process_ratio")
+    rows = [[line["layout"], *(f"{line[name]:.3f}" for name in names)] for line in read_lines(folder / "load_memory.jsonl")]
+    return _markdown(["layout", "resident, mapped pages included", "anonymous", "the process with its imports"], rows)
+
+
+def loss_memory(folder: Path = RESULTS) -> str:
+    """Peak memory of the head's loss."""
+    lines = [line for line in read_lines(folder / "loss_memory.jsonl") if "way" in line]
+    return _markdown(["way", "peak, GB"], [[line["way"], f"{line['peak_bytes'] / 1e9:.2f}"] for line in lines])
+
+
+def head_prefix(folder: Path = RESULTS) -> str:
+    """Tokens per forward with and without the head's own prefix."""
+    rows = [
+        [
+            line["family"],
+            str(line["states"]),
+            f"{line['tokens_per_forward']:.2f}",
+            f"{line['block_only']:.2f}",
+            "{:.2f} ({:.2f}-{:.2f})".format(line["ratio"], *line["ratio_95"]),
+        ]
+        for line in read_lines(folder / "tiny_head_prefix.jsonl")
+    ]
+    return _markdown(["family", "K", "with prefix", "block alone", "ratio"], rows)
+
+
 TABLES: dict[str, Callable[[Path], str]] = {
     "heldout": heldout,
     "yardstick": yardstick,
@@ -165,6 +194,9 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "cost": cost,
     "wallclock": wallclock,
     "remask": remask,
+    "load_memory": load_memory,
+    "loss_memory": loss_memory,
+    "head_prefix": head_prefix,
 }
 
 

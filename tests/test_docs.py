@@ -29,6 +29,9 @@ ROOT = Path(__file__).parent.parent
         ("benchmarks/README.md", tables.sweep),
         ("benchmarks/README.md", tables.cost),
         ("README.md", tables.remask),
+        ("benchmarks/README.md", tables.load_memory),
+        ("benchmarks/README.md", tables.loss_memory),
+        ("benchmarks/README.md", tables.head_prefix),
     ],
 )
 def test_a_quoted_table_is_what_the_command_prints(document: str, table: Any) -> None:
@@ -125,3 +128,15 @@ def test_bookkeeping_is_a_small_part_of_a_round_at_a_published_shape() -> None:
     assert {line["layers"] for line in lines} == {28}
     assert {line["mode"] for line in lines} >= {"static", "self_spec K=4", "mrp_spec K=4"}
     assert all(line["share"]["bookkeeping"] <= 10 for line in lines)
+
+
+def test_what_loading_and_the_loss_take() -> None:
+    """Loading stays under 1.15 of the checkpoint's size; the chunked loss takes at most a fifth of the naive one's memory."""
+    loading = read_lines(tables.RESULTS / "load_memory.jsonl")
+    assert {(line["shape"], line["layout"]) for line in loading} >= {("1.7b", "mrp"), ("1.7b", "heavyball"), ("1.7b", "head")}
+    assert all(line["peak_ratio"] <= 1.15 and line["whole_process_ratio"] <= 1.15 for line in loading)
+    *ways, ratio = read_lines(tables.RESULTS / "loss_memory.jsonl")
+    assert all((line["tokens"], line["vocab"]) == (2048, 151936) for line in ways)
+    assert ratio["chunked_over_naive"] <= 0.2
+    assert ways[0]["loss"] == pytest.approx(ways[1]["loss"], rel=1e-6)
+    assert ways[0]["gradient"] == pytest.approx(ways[1]["gradient"], rel=1e-6)
