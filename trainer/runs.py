@@ -138,9 +138,10 @@ def _make_trainer(
     held_out = None
     if options.eval_data:
         held_out = open_rows(options.eval_data, encoder, options.packed, split=options.eval_split, shuffle=False)
+    prompts = _prompts(held_out, arguments.eval_prompts) if arguments.eval_prompts else []
     trainer = MRPTrainer(model=model, args=arguments, train_dataset=rows, eval_dataset=held_out)
-    if arguments.eval_prompts:
-        trainer.add_callback(_DecodesHeldOut(trainer, tokenizer, _prompts(held_out, arguments.eval_prompts)))
+    if prompts:
+        trainer.add_callback(_DecodesHeldOut(trainer, tokenizer, prompts))
     return trainer
 
 

@@ -138,15 +138,18 @@ def read_settings(
     if config is not None:
         path = _config_path(config)
         for name, value in _read_yaml(path).items():
-            found[_known(str(name), known, str(path))] = _checked(str(name), value, str(path))
+            found[_known(str(name), known, str(path))] = value
+        found = {name: _checked(name, value, str(path)) for name, value in found.items()}
     for assignment in assignments:
         name, equals, text = assignment.partition("=")
         if not equals:
             raise ValueError(f"--set {assignment}: write it as name=value")
-        found[_known(name.strip(), known, "--set")] = _checked(name.strip(), _parsed(text, assignment), "--set", text)
+        name = _known(name.strip(), known, "--set")
+        found[name] = _checked(name, _parsed(text, assignment), "--set", text)
     for name, value in (flags or {}).items():
         if value is not None and value != []:
-            found[_known(name, known, "a flag")] = _checked(name, value, "a flag")
+            _known(name, known, "a flag")
+            found[name] = _checked(name, value, "a flag")
     if found.pop("objective", objective) != objective:
         raise ValueError(f"{config} is for another objective than {objective!r}: use the other command of mrp train")
     names = _option_names(objective)
