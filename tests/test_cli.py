@@ -6,7 +6,7 @@ import sys
 from argparse import Namespace
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
@@ -51,9 +51,11 @@ def command(*path: str) -> Any:
     return found
 
 
-def choices(path: tuple[str, ...], name: str) -> set[str]:
-    (parameter,) = [one for one in command(*path).params if one.name == name]
-    return {str(choice) for choice in parameter.type.choices}
+def choices(function: Any, name: str) -> set[str]:
+    """What a parameter's literal allows, None left out."""
+    hint = get_type_hints(function)[name]
+    literal = next((one for one in get_args(hint) if get_args(one)), hint)
+    return set(get_args(literal))
 
 
 def test_help_waits_for_nothing_heavy() -> None:
@@ -84,7 +86,17 @@ def test_flags_are_settings_and_show_their_defaults(name: str) -> None:
     flags = {p.name: p for p in command("train", name).params if p.name not in (*cli_train._OF_THE_COMMAND, "help")}
     assert flags.keys() <= set(known_names(objective))
     shown = {n: p.show_default for n, p in flags.items() if isinstance(p.show_default, str)}
-    in_words = {"tokenizer", "head", "lora_alpha", "max_steps", "muon_learning_rate", "packed", "streaming", "bf16", "block_size"}
+    in_words = {
+        "tokenizer",
+        "head",
+        "lora_alpha",
+        "max_steps",
+        "muon_learning_rate",
+        "packed",
+        "streaming",
+        "bf16",
+        "block_size",
+    }
     for flag, text in shown.items():
         if flag not in in_words:
             assert text in (str(defaults[flag]), f"{defaults[flag]:g}" if isinstance(defaults[flag], float) else None), flag
@@ -93,12 +105,12 @@ def test_flags_are_settings_and_show_their_defaults(name: str) -> None:
 
 
 def test_choices_are_those_of_the_modules() -> None:
-    assert choices(("train", "head"), "head_init") == set(NEW_HEADS)
-    assert choices(("train", "head"), "head_loss") == set(HEAD_LOSSES)
-    assert choices(("train", "head"), "reveal_rule") == set(REVEAL_RULES)
-    assert choices(("evaluate",), "judge") == set(JUDGES)
-    assert choices(("evaluate",), "dtype") == set(evaluate.DTYPES)
-    assert choices(("convert",), "layout") == set(LAYOUTS)
+    assert choices(cli_train.train_head, "head_init") == set(NEW_HEADS)
+    assert choices(cli_train.train_head, "head_loss") == set(HEAD_LOSSES)
+    assert choices(cli_train.train_head, "reveal_rule") == set(REVEAL_RULES)
+    assert choices(cli.evaluate, "judge") == set(JUDGES)
+    assert choices(cli.evaluate, "dtype") == set(evaluate.DTYPES)
+    assert choices(cli.convert, "layout") == set(LAYOUTS)
     assert {one.value for one in cli.Decoding} == set(DECODINGS)
     assert {one.value for one in cli.Family} == set(FAMILIES)
     assert set(get_args(cli.Splits)) == set(SPLITS)
@@ -127,8 +139,7 @@ def test_from_tasks_to_a_head_that_decodes(tmp_path: Path, word_tokenizer: PreTr
     tokenizer = AutoTokenizer.from_pretrained(head, trust_remote_code=False, config=trained.config)
     prompt = tokenizer("user : Ana has 3 pens . assistant :", return_tensors="pt")
     spec, static = (
-        trained.generate(**prompt, max_new_tokens=8, decoding=mode, return_dict_in_generate=True)
-        for mode in (None, "static")
+        trained.generate(**prompt, max_new_tokens=8, decoding=mode, return_dict_in_generate=True) for mode in (None, "static")
     )
     assert torch.equal(spec.sequences, static.sequences)
     assert int(spec.stats.drafted.sum()) > 0
@@ -197,7 +208,7 @@ def test_convert(tmp_path: Path) -> None:
         (["train", "backbone", "--config", "sdar-4b-mrp", "--output-dir", "o"], "nothing is called 'head_layers' here"),
         (["train", "head", "--model", "org/none", "--output-dir", "o", "--dry-run"], "a dry run connects to nothing"),
         (["evaluate", "--model", str(TINY), "--prompts", "nowhere.jsonl"], "nowhere.jsonl"),
-        (["tasks", "--family", "code", "--split", "heldout", "--count", "400"], "ask for fewer"),
+        (["tasks", "--family", "math", "--count", "1", "--output", "."], "Is a directory"),
         (["convert", str(TINY), "unused"], "is in the layout 'mrp' already"),
     ],
 )

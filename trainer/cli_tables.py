@@ -20,12 +20,15 @@ def print_dry_run(plan: DryRun, console: Console | None = None) -> None:
     for name in ("weights", "gradients", "optimizer"):
         size = getattr(memory, name)
         copies = 2 if name == "gradients" else 1  # DDP's buckets
-        table.add_row(
-            name, *(_gib(size if n == 1 else size // n if sharded else size * copies) for n, sharded in shown)
-        )
+        table.add_row(name, *(_gib(size if n == 1 else size // n if sharded else size * copies) for n, sharded in shown))
     if count > 1:
         table.add_row("gathered", *(_gib(memory.largest_unit if sharded else 0) for _, sharded in shown))
-    for name, label in (("kept", "kept by passes"), ("activations", "activations"), ("working", "working memory"), ("loss", "chunk of logits")):
+    for name, label in (
+        ("kept", "kept by passes"),
+        ("activations", "activations"),
+        ("working", "working memory"),
+        ("loss", "chunk of logits"),
+    ):
         table.add_row(label, *(_gib(getattr(memory, name)) for _ in shown))
     table.add_section()
     table.add_row("total", *(_gib(memory.total(processes, sharded)) for processes, sharded in shown))

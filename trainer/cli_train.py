@@ -97,7 +97,9 @@ BatchSize = Annotated[
 Accumulate = Annotated[
     int | None, typer.Option("--accumulate", rich_help_panel=_OPTIMIZER, show_default="1", help="Passes per step.")
 ]
-LearningRate = Annotated[float | None, typer.Option(rich_help_panel=_OPTIMIZER, help="AdamW's. [default: 1e-3 head, else 1e-4]")]
+LearningRate = Annotated[
+    float | None, typer.Option(rich_help_panel=_OPTIMIZER, help="AdamW's. [default: 1e-3 head, else 1e-4]")
+]
 MuonLearningRate = Annotated[
     float | None, typer.Option(rich_help_panel=_OPTIMIZER, show_default="no Muon", help="Trains layer matrices with Muon.")
 ]

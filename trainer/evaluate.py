@@ -252,6 +252,7 @@ def evaluate(options: argparse.Namespace) -> None:
         asked.check_room(model.config.max_position_embeddings)
     report(model, tokenizer, options, sets, results)
 
+
 def problem_sets(options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> list[ProblemSet]:
     """What the command line asks.
 

@@ -190,4 +190,3 @@ def _largest_unit(model: MRPForCausalLM, load: Load) -> int:
     sizes = [sum(p.numel() for p in unit.parameters()) for unit in units]
     outside = sum(p.numel() for p in model.parameters()) - sum(sizes)
     return (max(sizes) + outside) * load.element
-
