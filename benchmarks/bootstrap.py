@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from trainer.decoded import Decoded
 from trainer.intervals import RESAMPLES, Interval, percentiles, resampled_sums
 
 
@@ -25,6 +26,11 @@ class Cost:
     tokens: Sequence[int]
     forwards: Sequence[int]
     head_forwards: Sequence[int]
+
+    @classmethod
+    def of(cls, decoded: Decoded) -> "Cost":
+        """What decoding a list of problems cost."""
+        return cls(decoded.tokens, decoded.row_forwards, decoded.row_head_forwards)
 
     @property
     def tokens_per_forward(self) -> float:

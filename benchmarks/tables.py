@@ -11,45 +11,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from modeling_mrp.card_mrp import markdown_table as _markdown
+from modeling_mrp.card_mrp import results_table
+
 from .common import RESULTS, read_lines
 
 Line = dict[str, Any]
 
 
-def _markdown(head: list[str], rows: list[list[str]]) -> str:
-    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
-
-
 def heldout(folder: Path = RESULTS) -> str:
     """Accuracy and cost of every mode."""
-    modes: dict[str, dict[str, Line]] = {}
-    for family in ("math", "code"):
-        for line in read_lines(folder / f"tiny_heldout_{family}.jsonl"):
-            name = line["decoding"]
-            name += f" K={line['num_draft_states']}" if "num_draft_states" in line else ""
-            name += f" tau={line['confidence_threshold']}" if "confidence_threshold" in line else ""
-            modes.setdefault(name, {})[family] = line
-    rows = []
-    for name, by in modes.items():
-        pair = [by["math"], by["code"]]
-        rows.append(
-            [
-                name,
-                *(f"{line['accuracy']:.1f}" for line in pair),
-                ", ".join(f"{line['tokens_per_forward']:.2f}" for line in pair),
-                ", ".join(f"{line['head_per_token']:.2f}" for line in pair),
-                ", ".join(f"{line['identical_to_first']:.1f}" for line in pair),
-            ]
-        )
-    head = [
-        "mode",
-        "math %",
-        "code %",
-        "tokens / forward (math, code)",
-        "head forwards / token",
-        "same as static % (math, code)",
-    ]
-    return _markdown(head, rows)
+    return results_table([line for family in ("math", "code") for line in read_lines(folder / f"tiny_heldout_{family}.jsonl")])
 
 
 def yardstick(folder: Path = RESULTS) -> str:

@@ -8,6 +8,16 @@ from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
 from .layouts_mrp import our_fields
 
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+)
+
 
 class MRPConfig(Qwen3Config):
     """A `Qwen3Config` plus what block diffusion and the MRP head need (SDAR, arXiv 2510.06303; MRP, arXiv 2605.18817).
@@ -27,9 +37,10 @@ class MRPConfig(Qwen3Config):
         base_model_revision: The backbone's commit, branch or tag.
 
     Raises:
-        ValueError: if `block_size` is not positive, `mask_token_id` lies outside the vocabulary, the number of heads is not 1,
-            `head_predicts` is unknown, the draft vocabulary is as large as the vocabulary or comes without a head, a layer
-            uses sliding-window attention (the block-causal mask has no window), or the backbone's name or revision is not a
+        ValueError: if `block_size` or a size of the backbone is not positive, `mask_token_id` lies outside the vocabulary, the
+            number of heads is not 1, `head_predicts` is unknown, the draft vocabulary is as large as the vocabulary or comes
+            without a head, the kinds of layers are not as many as the layers, a layer uses sliding-window attention (the
+            block-causal mask has no window), the attention is another repository's, or the backbone's name or revision is not a
             text; when read from a file or dict, also for the config of another kind of model.
     """
 
@@ -53,6 +64,7 @@ class MRPConfig(Qwen3Config):
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
+        self._check_backbone()
         if not isinstance(self.block_size, int) or self.block_size < 1:
             raise ValueError(
                 f"block_size is {self.block_size!r}: it must be an int of at least 1 (published checkpoints use 4 to 64)"
@@ -77,9 +89,6 @@ class MRPConfig(Qwen3Config):
             )
         if self.draft_vocab_size and not self.num_nextn_predict_layers:
             raise ValueError(f"draft_vocab_size is {self.draft_vocab_size}, but there is no head to draft with: use 0")
-        if any(kind != "full_attention" for kind in self.layer_types or ()):
-            raise ValueError(f"layer_types is {self.layer_types}: block diffusion needs 'full_attention' in every layer")
-
         if self.base_model_name_or_path is not None and not (
             isinstance(self.base_model_name_or_path, str) and self.base_model_name_or_path
         ):
@@ -92,6 +101,24 @@ class MRPConfig(Qwen3Config):
             raise ValueError(
                 f"base_model_revision is {self.base_model_revision!r} and base_model_name_or_path "
                 f"{self.base_model_name_or_path!r}: a revision is a commit, branch or tag of the backbone that is named"
+            )
+
+    def _check_backbone(self) -> None:
+        """What Qwen3's own config lets pass."""
+        for name in _SIZES:
+            if not isinstance(size := getattr(self, name), int) or size < 1:
+                raise ValueError(f"{name} is {size!r}: it must be an int of at least 1")
+        if any(kind != "full_attention" for kind in self.layer_types or ()):
+            raise ValueError(f"layer_types is {self.layer_types}: block diffusion needs 'full_attention' in every layer")
+        if self.layer_types is not None and len(self.layer_types) != self.num_hidden_layers:
+            raise ValueError(
+                f"layer_types names {len(self.layer_types)} layers and num_hidden_layers is {self.num_hidden_layers}: make "
+                "them agree, or leave layer_types out"
+            )
+        if "/" in str(self._attn_implementation):
+            raise ValueError(
+                f"attn_implementation is {self._attn_implementation!r}, code of another repository, which is not run (and "
+                "knows no block-causal mask): use 'sdpa' or 'eager'"
             )
 
     @classmethod

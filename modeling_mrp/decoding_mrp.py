@@ -25,7 +25,7 @@ from .diffusion_mrp import block_causal_mask
 from .drafting_mrp import Budget, Lattice, growth, reachable
 from .rows_mrp import Counts, Outlook, Rows
 from .sampling_mrp import Picker, noise_keys
-from .states_mrp import Memory, Proposal, Reveal, Scored, States, follow
+from .states_mrp import Memory, Proposal, Reveal, Scored, States, follow, whole_text
 from .stopping_mrp import Stopping
 from .strategies_mrp import Static, top_by
 
@@ -369,9 +369,8 @@ class Decoder:
 
     def _done(self, states: States) -> Tensor:
         """[n] bool: everything before the eos, or before the limit, is revealed or given."""
-        end = torch.minimum(self.eos_column(states) + 1, self.rows.open_end[states.row] - states.start)
-        hidden = (states.ids == self.mask_id) & (self.offsets < end[:, None])
-        return (end <= self.block) & ~hidden.any(-1)
+        limit = self.rows.open_end[states.row] - states.start
+        return whole_text(states.ids, self.eos_column(states), limit, self.mask_id)
 
     def next_block(self, states: States) -> States:
         """The first state of the block that follows: masks, and given tokens if there are any."""

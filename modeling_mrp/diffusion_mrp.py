@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from .losses_mrp import BLANK
 from .sampling_mrp import mix32, noise_keys
@@ -33,28 +34,44 @@ def block_causal_mask(query_positions: Tensor, key_positions: Tensor, key_valid:
     return (not_later & key_valid[:, None, :])[:, None]
 
 
-def packed_mask(view: Tensor, block: Tensor, sample: Tensor) -> Tensor:
-    """The mask of a pass that holds noisy copies and the clean sequence: [x_t | x_0] (SDAR, section 3; MRP, section 4).
+@dataclass(frozen=True)
+class PackedRule:
+    """Who sees whom in a pass that holds noisy copies and the clean sequence: [x_t | x_0] (SDAR, section 3; MRP, section 4).
 
     A noisy token sees its own noisy block and the clean tokens of earlier blocks; a clean token sees the clean tokens
     of its own and earlier blocks; nothing crosses from one sample to another. Padding (view -1) sees only itself.
 
-    Args:
+    Attributes:
         view: [batch, length] long: 0 clean, 1, 2, ... the noisy copy, -1 padding.
         block: [batch, length] long: the token's block index.
         sample: [batch, length] long: the sample a token belongs to, when several share a row.
-
-    Returns:
-        [batch, 1, length, length] bool.
     """
-    query_view, key_view = view[:, :, None], view[:, None, :]
-    query_block, key_block = block[:, :, None], block[:, None, :]
-    clean_key = (key_block < query_block) | ((query_view == CLEAN_VIEW) & (key_block == query_block))
-    noisy_key = (key_view == query_view) & (key_block == query_block)
-    sees = torch.where(key_view == CLEAN_VIEW, clean_key, noisy_key)
-    sees &= (sample[:, :, None] == sample[:, None, :]) & (key_view != NO_VIEW) & (query_view != NO_VIEW)
-    itself = torch.eye(view.shape[1], dtype=torch.bool, device=view.device)
-    return (sees | itself)[:, None]
+
+    view: Tensor
+    block: Tensor
+    sample: Tensor
+
+    def __call__(self, row: Tensor, head: Tensor | None, query: Tensor, key: Tensor) -> Tensor:
+        """Bool, for indices that broadcast: flex attention's `mask_mod`. All heads see the same."""
+        query_view, key_view = self.view[row, query], self.view[row, key]
+        query_block, key_block = self.block[row, query], self.block[row, key]
+        clean = (key_view == CLEAN_VIEW) & (
+            (key_block < query_block) | ((query_view == CLEAN_VIEW) & (key_block == query_block))
+        )
+        noisy = (key_view != CLEAN_VIEW) & (key_view == query_view) & (key_block == query_block)
+        same = (self.sample[row, query] == self.sample[row, key]) & (key_view != NO_VIEW)
+        return ((clean | noisy) & same & (query_view != NO_VIEW)) | (query == key)
+
+    def dense(self) -> Tensor:
+        """[batch, 1, length, length] bool."""
+        rows, length = self.view.shape
+        row, column = (torch.arange(n, device=self.view.device) for n in (rows, length))
+        return self(row[:, None, None], None, column[None, :, None], column[None, None, :])[:, None]
+
+    def sparse(self, queries: int) -> BlockMask:
+        """The rows of the first `queries` columns for flex attention, which never holds a [length, length] mask."""
+        rows, length = self.view.shape
+        return create_block_mask(self, rows, None, queries, length, device=self.view.device)
 
 
 @dataclass
@@ -81,9 +98,13 @@ class PackedBatch:
     response_tokens: Tensor
     noise_key: Tensor | None = None
 
+    def rule(self, block_size: int) -> PackedRule:
+        """Who sees whom."""
+        return PackedRule(self.view, self.position_ids // block_size, self.sample)
+
     def attention_mask(self, block_size: int) -> Tensor:
-        """[batch, 1, length, length] bool: see `packed_mask`."""
-        return packed_mask(self.view, self.position_ids // block_size, self.sample)
+        """[batch, 1, length, length] bool: see `PackedRule`."""
+        return self.rule(block_size).dense()
 
     @property
     def supervised(self) -> Tensor:
@@ -151,7 +172,7 @@ __all__ = [
     "IGNORE_INDEX",
     "NO_VIEW",
     "PackedBatch",
+    "PackedRule",
     "block_causal_mask",
     "pack_noisy",
-    "packed_mask",
 ]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .states_mrp import Proposal, States
+from .states_mrp import Proposal, States, whole_text
 
 if TYPE_CHECKING:
     from .decoding_mrp import Decoder
@@ -255,9 +255,8 @@ class Lattice:
     def _done(self, made: Tensor) -> Tensor:
         """[rows, n] bool: nothing is left to reveal before the end of the text."""
         block, rows = self.decoder.block, self.decoder.rows
-        end = torch.minimum(made[..., self.end] + 1, rows.open_end[:, None] - made[..., self.start])
-        hidden = (made[..., :block] == self.decoder.mask_id) & (self.decoder.offsets < end[..., None])
-        return (end <= block) & ~hidden.any(-1)
+        limit = rows.open_end[:, None] - made[..., self.start]
+        return whole_text(made[..., :block], made[..., self.end], limit, self.decoder.mask_id)
 
     def re_read(self) -> None:
         """One head pass over the states grown so far: an estimate of its own for each, from which it is looked up later."""

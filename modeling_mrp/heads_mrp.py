@@ -122,7 +122,8 @@ def start_head(head: MRPHead, backbone_layers: nn.ModuleList, how: str) -> None:
             matrices from a normal distribution with std 0.2, norms one; such a head disturbs until it is trained.
 
     Raises:
-        ValueError: if `how` is none of these, or `backbone` and the head is deeper than the backbone.
+        ValueError: if `how` is none of these, or `backbone` and the head is deeper than the backbone, or the layers to copy are
+            offloaded.
     """
     if how not in NEW_HEADS:
         raise ValueError(f"head_init is {how!r}: choose one of {', '.join(NEW_HEADS)}")
@@ -142,10 +143,15 @@ def start_head(head: MRPHead, backbone_layers: nn.ModuleList, how: str) -> None:
                 f"head_init is 'backbone', but the head has {depth} layers and the backbone {len(backbone_layers)}: "
                 "use fewer head_layers"
             )
+        sources = list(backbone_layers)[-depth:]
+        if any(parameter.is_meta for source in sources for parameter in source.parameters()):
+            raise ValueError(
+                "head_init is 'backbone', but its last layers are offloaded: load them into memory, or use 'identity'"
+            )
         hidden = head.eh_proj.out_features
         head.eh_proj.weight.zero_()
         head.eh_proj.weight[:, hidden:].fill_diagonal_(1.0)
-        for layer, source in zip(head.layers, list(backbone_layers)[-depth:], strict=True):
+        for layer, source in zip(head.layers, sources, strict=True):
             layer.load_state_dict(source.state_dict())
 
 

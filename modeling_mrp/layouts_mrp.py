@@ -90,7 +90,7 @@ def weight_files(source: str, variant: str | None = None, prefixes: tuple[str, .
 
     Raises:
         ValueError: if there are none, or if the index names a file outside the checkpoint.
-        OSError: if the Hub does not answer, or refuses.
+        OSError: if the Hub does not answer, or refuses, or sends a file cut short.
     """
     single = SAFE_WEIGHTS_NAME if variant is None else SAFE_WEIGHTS_NAME.replace("model", f"model.{variant}", 1)
     index_name = SAFE_WEIGHTS_INDEX_NAME
@@ -104,7 +104,7 @@ def weight_files(source: str, variant: str | None = None, prefixes: tuple[str, .
         index_file = Path(cached_file(source, index_name, **hub))
     except OSError as error:
         for reason in (no_single, error):
-            if reason.__cause__ is not None:  # not that there is no such file, but that the Hub could not be asked
+            if not _is_absence(reason):
                 raise reason from None
         raise ValueError(
             f"no {single} and no {index_name} in {source}: only safetensors are read, never pickled weights (.bin, .pt). "
@@ -124,9 +124,14 @@ def weight_files(source: str, variant: str | None = None, prefixes: tuple[str, .
     try:
         return [Path(cached_file(source, shard, **hub)) for shard in shards]
     except OSError as error:
-        if error.__cause__ is not None:
+        if not _is_absence(error):
             raise
         raise ValueError(f"a shard that {index_file} names is missing: download the checkpoint again ({error})") from error
+
+
+def _is_absence(error: OSError) -> bool:
+    """Whether a file is not there, rather than could not be fetched. transformers tells these apart in words only."""
+    return "does not appear to have" in str(error)
 
 
 def stored_tensors(files: Iterable[Path]) -> dict[str, StoredTensor]:
@@ -147,6 +152,19 @@ def stored_tensors(files: Iterable[Path]) -> dict[str, StoredTensor]:
         except SafetensorError as error:
             raise ValueError(f"{file} is not a whole safetensors file: download it again ({error})") from error
     return found
+
+
+def check_depth(found: Mapping[str, StoredTensor], layers: int) -> None:
+    """Asked before as many layers are made as a config says, which costs time even without memory.
+
+    Raises:
+        ValueError: if a config calls for more layers than the checkpoint has tensors.
+    """
+    if layers > len(found):
+        raise ValueError(
+            f"the config calls for {layers} layers (num_hidden_layers, num_nextn_predict_layers), and the checkpoint holds "
+            f"only {len(found)} tensors: correct config.json, or download the checkpoint again"
+        )
 
 
 def check_fit(
@@ -223,6 +241,7 @@ __all__ = [
     "Layout",
     "StoredTensor",
     "backbone_location",
+    "check_depth",
     "check_fit",
     "commit_of",
     "hub_options",

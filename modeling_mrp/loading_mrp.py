@@ -16,7 +16,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.generation import GenerationConfig
 from transformers.modeling_utils import PreTrainedModel
-from transformers.utils import SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils import SAFE_WEIGHTS_NAME, cached_file, find_adapter_config_file
 
 from .configuration_mrp import MRPConfig
 from .heads_mrp import (
@@ -36,6 +36,7 @@ from .layouts_mrp import (
     PUBLISHED_HEAD,
     StoredTensor,
     backbone_location,
+    check_depth,
     check_fit,
     commit_of,
     hub_options,
@@ -44,6 +45,7 @@ from .layouts_mrp import (
     weight_files,
 )
 from .saving_mrp import AUTO_MAP, BackboneSource, head_to_save, written_beside
+from .stock_mrp import StockMixin, write_custom_generate
 
 try:
     from accelerate.hooks import AlignDevicesHook, add_hook_to_module
@@ -56,7 +58,7 @@ QWEN3_VOCABULARY = 151936  # the one in which MRPConfig's default mask id is fre
 _OF_THE_HUB = ("repo_id", "commit_message", "commit_description", "private", "token", "create_pr", "revision", "tags")
 
 
-class MRPPreTrainedModel(PreTrainedModel):
+class MRPPreTrainedModel(StockMixin, PreTrainedModel):
     """Loading, saving and initialisation shared by MRP models.
 
     Attributes:
@@ -72,7 +74,7 @@ class MRPPreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
     _supports_attention_backend = True
     _supports_flash_attn = False  # flash attention takes no block-causal mask
-    _supports_flex_attn = False
+    _supports_flex_attn = True  # for the packed pass of training; decoding is faster with SDPA
     backbone_source: BackboneSource | None = None
 
     @classmethod
@@ -163,9 +165,16 @@ class MRPPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def tensor_shapes(cls, config: MRPConfig) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of the tensors in a full checkpoint with this config; nothing is allocated."""
-        with torch.device("meta"):
-            return {name: tuple(value.shape) for name, value in cls(copy.deepcopy(config)).state_dict().items()}
+        """Names and shapes of the tensors in a full checkpoint with this config; nothing is allocated.
+
+        Raises:
+            ValueError: if no tensor can have such a shape.
+        """
+        try:
+            with torch.device("meta"):
+                return {name: tuple(value.shape) for name, value in cls(copy.deepcopy(config)).state_dict().items()}
+        except RuntimeError as error:
+            raise ValueError(f"the sizes in the config are those of no model: correct config.json ({error})") from error
 
     def new_head(self, head_layers: int = 3, head_init: str = "identity") -> MRPHead:
         """A head for this model's backbone, on its device and in its type; torch's generator draws the random part.
@@ -234,17 +243,18 @@ class MRPPreTrainedModel(PreTrainedModel):
         """Loads a peft adapter as transformers does, but only from safetensors.
 
         Raises:
-            ValueError: if the adapter has none.
+            ValueError: if the adapter has none, or they are damaged; the model is then as before.
         """
         if peft_model_id is not None:
             hub = hub_options({**(kwargs.get("adapter_kwargs") or {}), **kwargs})
             try:
-                cached_file(peft_model_id, "adapter_model.safetensors", **hub)
+                weights = Path(cached_file(peft_model_id, "adapter_model.safetensors", **hub))
             except OSError as error:
                 raise ValueError(
                     f"no adapter_model.safetensors in {peft_model_id}: only safetensors are read, never pickled weights. Save "
                     f"the adapter with safetensors ({error})"
                 ) from error
+            stored_tensors([weights])  # a damaged file would be found only when the model has been changed for it
         return super().load_adapter(peft_model_id, *args, **kwargs)
 
     def save_pretrained(
@@ -291,6 +301,7 @@ class MRPPreTrainedModel(PreTrainedModel):
                     custom_object_save(self, beside)
                     config.save_pretrained(beside)
                     self.generation_config.save_pretrained(beside)
+                    write_custom_generate(beside)
         elif base_model_name_or_path is not None or base_model_revision is not None:
             raise ValueError(
                 f"base_model_name_or_path={base_model_name_or_path!r}, base_model_revision={base_model_revision!r}: a full "
@@ -306,9 +317,15 @@ class MRPPreTrainedModel(PreTrainedModel):
             else:
                 with written_beside(folder) as beside:
                     super().save_pretrained(beside, **kwargs)
+                    if (beside / "config.json").is_file():  # an adapter has none
+                        write_custom_generate(beside)
         if push_to_hub and is_main_process:
             if head_only:
-                hub["head_only"] = True
+                hub |= {
+                    "head_only": True,
+                    "base_model_name_or_path": base_model_name_or_path,
+                    "base_model_revision": base_model_revision,
+                }
             self.push_to_hub(hub.pop("repo_id", folder.name), **hub)
 
     @torch.no_grad()
@@ -326,7 +343,10 @@ class MRPPreTrainedModel(PreTrainedModel):
         repository."""
         path = cached_file(source, "config.json", **hub_options(kwargs))
         if path is None and config is None:
-            raise ValueError(f"{source} has no config.json: check the path, or that the repository holds a model")
+            raise ValueError(
+                f"{source} has no config.json: check the path, or that the repository holds a model (an adapter is loaded with "
+                "model.load_adapter, on its base)"
+            )
         if path is not None and not os.path.isdir(source) and (commit := commit_of(Path(path))):
             kwargs = {**kwargs, "revision": commit}
         if not isinstance(config, PreTrainedConfig):
@@ -367,9 +387,15 @@ class MRPPreTrainedModel(PreTrainedModel):
         config = kwargs["config"]
         if (elsewhere := getattr(config, "transformers_weights", None)) is not None:
             raise ValueError(f"the config of {source} points to weights in {elsewhere!r}: only model*.safetensors are read")
+        hub, adapter = hub_options(kwargs), kwargs.get("adapter_kwargs") or {}
+        if not os.path.isdir(source) and "_adapter_model_path" not in adapter and find_adapter_config_file(source, **hub):
+            raise ValueError(  # transformers would load the base that adapter_config.json names, whatever that is
+                f"{source} holds an adapter beside its model: load the adapter from a repository of its own with load_adapter"
+            )
         if getattr(config, "quantization_config", None) is not None:
             return  # a quantized checkpoint has the tensors that its quantizer makes
-        found = stored_tensors(weight_files(source, kwargs.get("variant"), **hub_options(kwargs)))
+        found = stored_tensors(weight_files(source, kwargs.get("variant"), **hub))
+        check_depth(found, config.num_hidden_layers + config.num_nextn_predict_layers)
         check_fit(found, cls.tensor_shapes(config), {"lm_head.weight"} if config.tie_word_embeddings else ())
 
     @classmethod
@@ -429,6 +455,7 @@ class MRPPreTrainedModel(PreTrainedModel):
         found = stored_tensors(weight_files(source, prefixes=(HEAD, PUBLISHED_HEAD), **hub))
         if config.base_model_name_or_path is None:  # it holds the backbone too
             found = {name: tensor for name, tensor in found.items() if name.startswith(HEAD)}
+        check_depth(found, config.num_nextn_predict_layers)
         check_fit(found, shapes_of_head(config))
         with torch.device("meta"):
             head = MRPHead(config)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Model
@@ -20,9 +21,10 @@ from .generation_mrp import MRPGenerationMixin
 from .heads_mrp import MRPHead
 from .loading_mrp import MRPPreTrainedModel
 from .losses_mrp import weighted_cross_entropy
+from .publishing_mrp import MRPHubMixin
 
 
-class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
+class MRPForCausalLM(MRPHubMixin, MRPPreTrainedModel, MRPGenerationMixin):
     """An SDAR block-diffusion language model with an optional MRP head.
 
     The backbone is transformers' `Qwen3Model`, unchanged, under a block-causal mask: a token sees every token of
@@ -38,13 +40,15 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
         self.mrp_head = MRPHead(config) if config.has_head else None
         self.post_init()
 
-    def backbone(self, input_ids: Tensor, position_ids: Tensor, mask: Tensor, past_key_values: Cache | None = None) -> Tensor:
+    def backbone(
+        self, input_ids: Tensor, position_ids: Tensor, mask: Tensor | BlockMask, past_key_values: Cache | None = None
+    ) -> Tensor:
         """The backbone's final-norm hidden states h_A under a boolean mask.
 
         Args:
             input_ids: [batch, length] long.
             position_ids: [batch, length] long, absolute.
-            mask: [batch, 1, length, keys] bool, True where a query sees a key.
+            mask: [batch, 1, length, keys] bool, True where a query sees a key; or a `BlockMask` under flex attention.
             past_key_values: A cache that the layers update, or None.
 
         Returns:
@@ -59,7 +63,12 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
         ).last_hidden_state
 
     def residual(
-        self, input_ids: Tensor, hidden_states: Tensor, position_ids: Tensor, mask: Tensor, past_key_values: Cache | None = None
+        self,
+        input_ids: Tensor,
+        hidden_states: Tensor,
+        position_ids: Tensor,
+        mask: Tensor | BlockMask,
+        past_key_values: Cache | None = None,
     ) -> Tensor:
         """The head's residual h_C = Head(embed(x'), h_A); `lm_head(h_A + h_C)` estimates the logits at x'.
 
@@ -67,7 +76,7 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
             input_ids: [batch, length] long, x'.
             hidden_states: [batch, length, hidden_size], h_A or an accumulated estimate.
             position_ids: [batch, length] long, absolute.
-            mask: [batch, 1, length, keys] bool.
+            mask: As for `backbone`.
             past_key_values: A cache with room for the head's layers, or None.
 
         Returns:
@@ -195,9 +204,10 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
         mask |= torch.eye(length, past + length, dtype=torch.bool, device=given.device).roll(past, -1)  # padding sees itself
         return self._attention_bias(mask), position_ids
 
-    def _attention_bias(self, mask: Tensor) -> Tensor:
-        """SDPA takes a boolean mask as it is; eager attention adds it to the scores."""
-        if self.config._attn_implementation != "eager":
+    def _attention_bias(self, mask: Any) -> Any:
+        """SDPA takes a boolean mask as it is, flex attention a `BlockMask`; eager and flex attention add others to the
+        scores."""
+        if isinstance(mask, BlockMask) or self.config._attn_implementation not in ("eager", "flex_attention"):
             return mask
         return torch.zeros(mask.shape, dtype=self.dtype, device=mask.device).masked_fill_(~mask, torch.finfo(self.dtype).min)
 

@@ -71,9 +71,12 @@ def written_beside(folder: Path) -> Iterator[Path]:
     try:
         with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder) as beside:
             yield Path(beside)
-            written = sorted(Path(beside).iterdir(), key=lambda path: path.suffix == ".json")
+            files = (path for path in Path(beside).rglob("*") if path.is_file())
+            written = sorted(files, key=lambda path: path.suffix == ".json")
             for path in written:
-                os.replace(path, folder / path.name)
+                target = folder / path.relative_to(beside)
+                target.parent.mkdir(exist_ok=True)
+                os.replace(path, target)
         names = {path.name for path in written}
         if any(_WEIGHTS.fullmatch(name) for name in names):
             for path in folder.iterdir():

@@ -159,6 +159,21 @@ class Scored:
         return (agrees & self.states.valid & (self.parent < 0)).any(-1) & last.valid
 
 
+def whole_text(ids: Tensor, eos_column: Tensor, limit: Tensor, mask_id: int) -> Tensor:
+    """[...] bool: nothing is left to reveal before the end of the text, and that end lies in the block.
+
+    Args:
+        ids: [..., block] long.
+        eos_column: [...] long, the first column that ends the text, the block's size or more if none does.
+        limit: [...] long, the column at which the text ends at the latest.
+        mask_id: The mask's id.
+    """
+    block = ids.shape[-1]
+    end = torch.minimum(eos_column + 1, limit)
+    hidden = (ids == mask_id) & (torch.arange(block, device=ids.device) < end[..., None])
+    return (end <= block) & ~hidden.any(-1)
+
+
 def follow(onward: Tensor) -> Tensor:
     """[rows, n] the places that the links `onward` [rows, n] lead through from place 0; the last is repeated."""
     here = torch.arange(onward.shape[1], device=onward.device)
@@ -202,4 +217,4 @@ class Memory:
         return Memory(scored, scored.states, torch.full_like(scored.parent, -1))
 
 
-__all__ = ["Memory", "Proposal", "Reveal", "Scored", "States", "follow"]
+__all__ = ["Memory", "Proposal", "Reveal", "Scored", "States", "follow", "whole_text"]

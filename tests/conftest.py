@@ -1,6 +1,7 @@
 """Random-weight models small enough for a laptop, the embedded checkpoint, and tokenizers of whole words."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 from helpers import VOCAB, naive_norm
+from hub_server import HubServer
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -47,6 +49,15 @@ def make_model(seed: int = 0, **overrides: Any) -> MRPForCausalLM:
     model = model.double().eval()
     model.generation_config.pad_token_id = 0
     return model
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[HubServer]:
+    """A Hub on loopback. Alice (token hf_alice) writes to alice/ and org/, Bob (hf_bob) to bob/."""
+    with HubServer(tmp_path / "hub") as server:
+        server.add_user("alice", token="hf_alice", organizations=["org"])
+        server.add_user("bob", token="hf_bob")
+        yield server
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,8 @@
 """What several test files share: prompts, ways to call `generate`, comparisons, a chi-square test and training samples."""
 
+import hashlib
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -110,3 +112,8 @@ def python_function(source: str) -> Callable[[Any], Any]:
     namespace: dict[str, Any] = {}
     exec(source, namespace)
     return next(value for name, value in namespace.items() if name != "__builtins__")
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    """SHA-256 of every file under a folder, by path."""
+    return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in folder.rglob("*") if p.is_file()}

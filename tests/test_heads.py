@@ -70,10 +70,11 @@ def test_what_a_head_repository_holds(folders: dict[str, Path]) -> None:
     whole = json.loads((folders["full"] / "config.json").read_text())
     assert config == whole | {"base_model_name_or_path": str(folders["backbone"])}  # of a folder there is no revision
     code = {path.name for path in folders["full"].glob("*_mrp.py")}
-    assert {path.name for path in folders["head"].iterdir()} == code | {
+    assert {path.name for path in folders["head"].rglob("*") if path.is_file()} == code | {
         "config.json",
         "generation_config.json",
         "model.safetensors",
+        "generate.py",
     }
 
 
@@ -100,6 +101,24 @@ def test_dtype_and_attention_reach_the_backbone(folders: dict[str, Path]) -> Non
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert model.config._attn_implementation == "eager"
     assert all(layer.self_attn.config is model.config for layer in model.mrp_head.layers)
+
+
+@torch.no_grad()
+def test_a_head_on_a_backbone_that_is_spread_over_devices(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Half of it on the disk: accelerate's hooks move what passes between its parts."""
+    parts = {f"model.{name}": "cpu" for name in ("embed_tokens", "layers.0", "norm", "rotary_emb")} | {"lm_head": "cpu"}
+    parts["model.layers.1"] = "disk"
+    spread = MRPForCausalLM.from_pretrained(folders["head"], device_map=parts, offload_folder=tmp_path / "offloaded")
+    assert spread.model.layers[1].mlp.up_proj.weight.is_meta
+    full = MRPForCausalLM.from_pretrained(folders["full"])
+    arguments = (PROMPT, torch.ones(1, 6, 32), torch.arange(6)[None], torch.ones(1, 1, 6, 6, dtype=torch.bool))
+    assert torch.equal(spread(PROMPT).logits, full(PROMPT).logits)
+    assert torch.equal(spread.residual(*arguments), full.residual(*arguments))
+    assert spread.hf_device_map["mrp_head"] == spread.mrp_head._hf_hook.execution_device
+    with pytest.raises(ValueError, match=r"its last layers are offloaded: load them into memory"):
+        spread.new_head(1, "backbone")
+    spread.save_pretrained(tmp_path / "head", head_only=True)
+    assert same_tensors(MRPForCausalLM.from_pretrained(tmp_path / "head"), full)
 
 
 def test_head_repository_from_the_hubs_cache(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -185,6 +204,18 @@ def test_a_downloaded_config_that_climbs_out(folders: dict[str, Path], tmp_path:
     path.write_text(json.dumps({**json.loads(path.read_text()), "base_model_name_or_path": "inner"}))
     with pytest.raises(ValueError, match="is not followed"):
         MRPForCausalLM.from_pretrained(tmp_path / "head")
+
+
+def test_an_adapter_in_a_downloaded_repository_redirects_nothing(folders: dict[str, Path], tmp_path: Path) -> None:
+    """transformers takes the base that `adapter_config.json` names for the model to load."""
+    poisoned = Path(shutil.copytree(folders["full"], tmp_path / "poisoned"))
+    (poisoned / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(folders["other"])}))
+    in_hub_cache(poisoned, tmp_path, "org/poisoned")
+    with pytest.raises(ValueError, match=r"org/poisoned holds an adapter beside its model"):
+        MRPForCausalLM.from_pretrained("org/poisoned", cache_dir=tmp_path)
+    (poisoned / "config.json").unlink()
+    with pytest.raises(ValueError, match=r"has no config\.json.*model\.load_adapter"):
+        MRPForCausalLM.from_pretrained(poisoned)
 
 
 def test_a_head_repository_is_no_backbone(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -460,13 +491,13 @@ def test_names_that_a_config_does_not_take(fields: dict[str, Any]) -> None:
 def test_a_save_that_fails_leaves_what_was_there(head_only: bool, folders: dict[str, Path], tmp_path: Path) -> None:
     """The generation config, which is written after the weights or the config, is refused by transformers."""
     folder = Path(shutil.copytree(folders["other"], tmp_path / "mine"))
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     model = MRPForCausalLM.from_pretrained(folders["full"])
     model.generation_config.do_sample, model.generation_config.temperature = False, 0.5
     for target in (folder, tmp_path / "new"):
         with pytest.raises(ValueError, match="temperature"):
             model.save_pretrained(target, head_only=head_only)
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
     assert not (tmp_path / "new").exists()
 
 

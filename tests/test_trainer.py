@@ -13,13 +13,14 @@ from transformers import PreTrainedTokenizerFast, set_seed
 from modeling_mrp import MRPConfig, MRPForCausalLM
 from modeling_mrp.diffusion_mrp import PackedBatch
 from modeling_mrp.losses_mrp import BLANK
+from trainer.acceptance import measure_acceptance
 from trainer.arguments import MRPTrainingArguments
 from trainer.data import TaskDataset
 from trainer.trainer import MRPTrainer
 
 
 def new_trainer(model: MRPForCausalLM, folder: Path, dataset: Any = None, **options: Any) -> MRPTrainer:
-    rest = {name: options.pop(name) for name in ("eval_dataset", "callbacks") if name in options}
+    rest = {name: options.pop(name) for name in ("eval_dataset", "callbacks", "processing_class") if name in options}
     arguments = MRPTrainingArguments(
         output_dir=str(folder),
         use_cpu=True,
@@ -134,7 +135,7 @@ def test_log_lines_average_what_was_measured_since_the_last(word_tokenizer: PreT
 
 
 def test_evaluation_measures_held_out_samples(word_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    """The loss per response token, as the mean over batches, and the same measures as in training; the model is left as it
+    """The loss per response token over all batches, and the same measures as in training; the model is left as it
     was."""
     model = small_model(word_tokenizer)
     held_out = TaskDataset(word_tokenizer, 6, {"math": 1.0}, "tune", block_size=8)
@@ -146,11 +147,49 @@ def test_evaluation_measures_held_out_samples(word_tokenizer: PreTrainedTokenize
         batch = PackedBatch(**trainer.data_collator([held_out[i] for i in range(begin, begin + 3)]))
         with torch.no_grad():
             total, _ = trainer._head_objective(model, batch)
-        losses.append(total.item() / int(batch.response_tokens))
-    assert metrics["eval_loss"] == pytest.approx(sum(losses) / 2, rel=1e-5)
+        losses.append((total.item(), int(batch.response_tokens)))
+    assert losses[0][1] != losses[1][1]  # a mean of the batches' would be another
+    total, tokens = (sum(column) for column in zip(*losses, strict=True))
+    assert metrics["eval_loss"] == pytest.approx(total / tokens, rel=1e-5)
     assert metrics["eval_kl_head"] == pytest.approx(metrics["eval_kl_stale"], rel=1e-6)  # a new head adds nothing
     assert metrics["eval_gap_closed"] == pytest.approx(0, abs=1e-6)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_evaluation_decodes_held_out_prompts(word_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    """Every evaluation while training reports what `mrp_spec` does with the prompts of the first samples, and training goes
+    on."""
+    model = small_model(word_tokenizer)
+    held_out = TaskDataset(word_tokenizer, 6, {"math": 1.0}, "tune", block_size=8)
+    trainer = new_trainer(
+        model,
+        tmp_path,
+        math_problems(word_tokenizer, 16),
+        objective="mrp",
+        eval_dataset=held_out,
+        processing_class=word_tokenizer,
+        max_steps=2,
+        eval_strategy="steps",
+        eval_steps=1,
+        eval_prompts=3,
+        eval_new_tokens=12,
+        per_device_train_batch_size=2,
+        packed_attention="eager",
+    )
+    seen = set()
+    head = model.get_submodule("mrp_head")
+    head.register_forward_pre_hook(
+        lambda module, inputs: seen.add(model.config._attn_implementation) if module.training else None
+    )
+    trainer.train()
+    lines = [line for line in trainer.state.log_history if "eval_loss" in line]
+    assert len(lines) == 2
+    prompts = [held_out[i].ids[: int(held_out[i].response.argmax())].tolist() for i in range(3)]
+    expected = measure_acceptance(model, word_tokenizer, prompts, 12)
+    assert {name: lines[-1][f"eval_{name}"] for name in expected} == pytest.approx(expected)
+    assert seen == {"eager"}  # while it trained
+    assert model.config._attn_implementation == "sdpa"
+    assert lines[-1]["eval_tokens_per_forward"] > 0
 
 
 @pytest.mark.parametrize("objective", ["block_diffusion", "mrp"])
@@ -195,6 +234,7 @@ def test_a_resumed_run_ends_with_the_same_weights(
         ({"objective": "mpr"}, 1, "objective is 'mpr': choose 'block_diffusion' or 'mrp'"),
         ({"head_loss": "mae"}, 1, "head_loss is 'mae': choose 'kl', 'reverse_kl', 'cross_entropy' or 'mse'"),
         ({"reveal_rule": "best"}, 1, "reveal_rule is 'best': choose 'on_policy', 'random' or 'random_count'"),
+        ({"packed_attention": "flash"}, 1, "packed_attention is 'flash': choose 'auto', 'flex_attention', 'sdpa' or 'eager'"),
         ({"noise_per": "token"}, 1, "noise_per is 'token': choose 'block' or 'sample'"),
         ({"noisy_copies": 3}, 1, "noisy_copies is 3: 1, or 2"),
         ({"unroll": 0}, 1, "unroll is 0: it must be 1 or more"),
@@ -204,6 +244,7 @@ def test_a_resumed_run_ends_with_the_same_weights(
         ({"loss_temperature": 0.0}, 1, "loss_temperature is 0.0: it must be above 0"),
         ({"eval_prompts": -1}, 1, "eval_prompts is -1: it must be 0 or more"),
         ({"eval_new_tokens": 0}, 1, "eval_new_tokens is 0: it must be 1 or more"),
+        ({"eval_prompts": 2}, 1, "eval_prompts is 2: give eval_dataset and processing_class"),
         ({"eval_prompts": 2}, 0, "eval_prompts is 2, but there is no head to decode them with"),
         ({"gradient_checkpointing": True, "objective": "mrp"}, 1, "gradient_checkpointing drops the keys"),
         ({"objective": "mrp"}, 0, "needs a model with a head: set num_nextn_predict_layers"),

@@ -119,16 +119,17 @@ def random_lengths(count: int) -> Lengths:
     return Lengths((16 * int(rng.integers(2, 9)), int(rng.integers(1, 32))) for _ in range(count))
 
 
-@pytest.mark.parametrize("size", [0, 1, 3, 47, 48, 49, 200])
+@pytest.mark.parametrize("size", [1, 3, 47, 48, 49, 200])
 def test_the_sampler_visits_each_index_once(size: int) -> None:
-    """With batches of 3 a window is 48 samples."""
+    """With batches of 3 a window is 48 samples, and an epoch takes from the next what is missing to whole batches."""
     sampler = random_lengths(size).sampler(3)
+    whole = -(-size // 3) * 3
     order = list(sampler)
-    assert sorted(order) == list(range(size))
-    assert len(sampler) == size
+    assert sorted(order) == list(range(whole))
+    assert len(sampler) == whole
     assert list(sampler) == order  # a resumed run sees the same batches
     sampler.set_epoch(2)
-    assert sorted(sampler) == list(range(2 * size, 3 * size))
+    assert sorted(sampler) == list(range(2 * whole, 3 * whole))
     if size == 200:
         assert order != sorted(order)
         for begin in range(0, 192, 48):

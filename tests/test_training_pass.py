@@ -1,17 +1,22 @@
 """Loss and gradients of a forward with labels, and the packed pass, against one sequence and one block at a time."""
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import make_model
-from helpers import BLOCK, MASK, close, random_ids
+from helpers import BLOCK, MASK, close, collate, random_ids, sample
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_mask, flex_attention
 from transformers import Trainer, TrainingArguments
 
 import modeling_mrp.modeling_mrp as modeling
 from modeling_mrp import MRPForCausalLM
-from modeling_mrp.diffusion_mrp import PackedBatch, packed_mask
+from modeling_mrp.diffusion_mrp import PackedBatch, PackedRule
+from trainer.objectives import HeadObjective
+from trainer.reveals import Reveals
 
 
 def naive_loss(model: MRPForCausalLM, ids: Tensor, labels: Tensor, lengths: list[int], level: Tensor, noise: Tensor) -> Tensor:
@@ -160,10 +165,10 @@ def test_gradient_accumulation_in_transformers_trainer(tmp_path: Any) -> None:
 def test_packed_mask_by_its_rule() -> None:
     """Two samples in a row, two noisy copies each, blocks of 2, and padding in the middle and at the end."""
     tokens: list[tuple[int, int, int]] = []  # (sample, view, position)
-    for sample, (first, length) in enumerate(((2, 6), (0, 4))):
-        tokens += [(sample, copy, position) for copy in (1, 2) for position in range(first, length)]
-        tokens += [(sample, 0, position) for position in range(length)]
-        tokens += [(sample, -1, 5)] * 2
+    for item, (first, length) in enumerate(((2, 6), (0, 4))):
+        tokens += [(item, copy, position) for copy in (1, 2) for position in range(first, length)]
+        tokens += [(item, 0, position) for position in range(length)]
+        tokens += [(item, -1, 5)] * 2
     expected = torch.zeros(len(tokens), len(tokens), dtype=torch.bool)
     for q, (q_sample, q_view, q_position) in enumerate(tokens):
         for k, (k_sample, k_view, k_position) in enumerate(tokens):
@@ -178,8 +183,8 @@ def test_packed_mask_by_its_rule() -> None:
                 expected[q, k] = k_block < q_block
             else:
                 expected[q, k] = k_view == 0 and k_block <= q_block
-    sample, view, position = (torch.tensor(column)[None] for column in zip(*tokens, strict=True))
-    assert torch.equal(packed_mask(view, position // 2, sample), expected[None, None])
+    samples, view, position = (torch.tensor(column)[None] for column in zip(*tokens, strict=True))
+    assert torch.equal(PackedRule(view, position // 2, samples).dense(), expected[None, None])
 
 
 def two_samples_in_a_row() -> PackedBatch:
@@ -208,13 +213,13 @@ def packed_pass(model: MRPForCausalLM, batch: PackedBatch, ids: Tensor) -> tuple
 def test_nothing_crosses_samples_or_copies(random_model: MRPForCausalLM) -> None:
     batch = two_samples_in_a_row()
     hidden, residual = packed_pass(random_model, batch, batch.input_ids)
-    for sample in (0, 1):
+    for item in (0, 1):
         for view in (0, 1, 2):
-            changed = (batch.sample == sample) & (batch.view == view)
+            changed = (batch.sample == item) & (batch.view == view)
             ids = batch.input_ids.where(~changed, 55)
             after, residual_after = packed_pass(random_model, batch, ids)
             # Noisy copies are seen by nobody else; the clean one by the later blocks of its own sample's copies.
-            reached = changed | ((batch.sample == sample) & (batch.position_ids >= BLOCK) & (view == 0))
+            reached = changed | ((batch.sample == item) & (batch.position_ids >= BLOCK) & (view == 0))
             assert torch.equal(after[~reached], hidden[~reached])
             assert torch.equal(residual_after[~reached], residual[~reached])
             assert (after - hidden)[reached].abs().amax(-1).min() > 1e-6
@@ -226,8 +231,8 @@ def test_nothing_crosses_samples_or_copies(random_model: MRPForCausalLM) -> None
 def test_a_packed_pass_equals_each_block_alone(random_model: MRPForCausalLM) -> None:
     batch = two_samples_in_a_row()
     hidden, residual = (packed[0] for packed in packed_pass(random_model, batch, batch.input_ids))
-    for sample in (0, 1):
-        of_sample = batch.sample[0] == sample
+    for item in (0, 1):
+        of_sample = batch.sample[0] == item
         clean = batch.input_ids[0, of_sample & (batch.view[0] == 0)]
         for view in (0, 1, 2):
             at = of_sample & (batch.view[0] == view)
@@ -239,3 +244,39 @@ def test_a_packed_pass_equals_each_block_alone(random_model: MRPForCausalLM) -> 
                 close(hidden[at][start : start + BLOCK], alone[0, start:])
                 head = random_model.residual(ids, alone, positions, mask)
                 close(residual[at][start : start + BLOCK], head[0, start:])
+
+
+def flex_twin(model: MRPForCausalLM) -> MRPForCausalLM:
+    twin = deepcopy(model)
+    twin.set_attn_implementation("flex_attention")
+    return twin
+
+
+@torch.no_grad()
+def test_flex_attention_sees_what_the_dense_mask_shows() -> None:
+    """For all columns as queries and for the noisy ones alone: the mask itself, and attention of 4 heads under it."""
+    batch = two_samples_in_a_row()
+    rule, length = batch.rule(BLOCK), batch.input_ids.shape[1]
+    random = torch.Generator().manual_seed(3)
+    query, key, value = (torch.randn(1, 4, length, 16, generator=random) for _ in range(3))
+    for queries in (length, 8):
+        dense = batch.attention_mask(BLOCK)[:, :, :queries]
+        assert torch.equal(create_mask(rule, 1, 1, queries, length, device="cpu"), dense)
+        expected = F.scaled_dot_product_attention(query[:, :, :queries], key, value, attn_mask=dense)
+        close(flex_attention(query[:, :, :queries], key, value, block_mask=rule.sparse(queries)), expected, 1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="flex attention has gradients on CUDA only")
+def test_flex_attention_gives_the_same_gradients() -> None:
+    """The head's loss in float32, compiled, against SDPA with a dense mask."""
+    batch = PackedBatch(**{name: value.cuda() for name, value in vars(collate([sample(i, 64, 8) for i in range(4)])).items()})
+    plain = make_model().float().cuda()
+    results = []
+    for model in (plain, flex_twin(plain)):
+        loss, _ = HeadObjective(Reveals("random", 0.0, BLOCK), unroll=2)(model, batch)
+        loss.backward()
+        results.append((loss.item(), [p.grad for p in model.get_submodule("mrp_head").parameters()]))
+    assert results[1][0] == pytest.approx(results[0][0], rel=1e-4)
+    for actual, expected in zip(results[1][1], results[0][1], strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-4)

@@ -9,6 +9,9 @@ from .objectives import HEAD_LOSSES, HeadObjective
 from .reveals import REVEAL_RULES, Reveals
 
 OBJECTIVES = ("block_diffusion", "mrp")
+ATTENTIONS = ("auto", "flex_attention", "sdpa", "eager")
+NO_CHECKPOINTING = "gradient_checkpointing drops the keys that the head's passes share: leave it off for objective 'mrp'"
+NO_MUON = "muon_learning_rate is set, but Muon needs whole matrices, which FSDP and DeepSpeed shard: leave it unset"
 
 
 @dataclass
@@ -29,6 +32,9 @@ class MRPTrainingArguments(TrainingArguments):
         eager_share: The share of blocks in which `on_policy` reveals, at first, all that is above a random threshold.
         order_weight: Weight of the divergence of which position comes next.
         reread_weight: Weight of the leave-one-out loss.
+        packed_attention: How the packed pass attends while training: `flex_attention`, `sdpa` or `eager`; `auto` is flex
+            attention on CUDA, which never holds a mask of [length, length], and what the model has elsewhere. Decoding is not
+            touched.
         muon_learning_rate: Trains layer matrices with Muon at this rate, and all else with AdamW at `learning_rate`; None
             leaves everything to `optim`.
         eval_prompts: How many prompts of the evaluation dataset every evaluation decodes with `mrp_spec`, to report accepted
@@ -50,6 +56,7 @@ class MRPTrainingArguments(TrainingArguments):
     eager_share: float = 0.5
     order_weight: float = 0.0
     reread_weight: float = 1.0
+    packed_attention: str = field(default="auto", metadata={"choices": ATTENTIONS})
     muon_learning_rate: float | None = None
     eval_prompts: int = 0
     eval_new_tokens: int = 64
@@ -67,6 +74,7 @@ class MRPTrainingArguments(TrainingArguments):
             ("noise_per", ("block", "sample")),
             ("head_loss", HEAD_LOSSES),
             ("reveal_rule", REVEAL_RULES),
+            ("packed_attention", ATTENTIONS),
         ):
             value = getattr(self, name)
             if value not in choices:
@@ -81,10 +89,12 @@ class MRPTrainingArguments(TrainingArguments):
             raise ValueError(f"eager_share is {self.eager_share}: it must be between 0 and 1")
         if not self.loss_temperature > 0:
             raise ValueError(f"loss_temperature is {self.loss_temperature}: it must be above 0")
-        if self.gradient_checkpointing and self.objective == "mrp":
-            raise ValueError(
-                "gradient_checkpointing drops the keys that the head's passes share: leave it off for objective 'mrp'"
-            )
+        if self.muon_learning_rate is not None and (self.fsdp or self.deepspeed):
+            raise ValueError(NO_MUON)
+        # transformers 5.23 has renamed it
+        checkpointing = self.gradient_checkpointing or getattr(self, "activation_checkpointing", None)
+        if checkpointing and self.objective == "mrp":
+            raise ValueError(NO_CHECKPOINTING)
 
     def head_objective(self, block_size: int) -> HeadObjective:
         """The head's loss that these options describe."""

@@ -61,7 +61,8 @@ class DiffusionCollator:
         packed = [[self._noisy_and_clean(sample) for sample in samples_of(row)] for row in rows]
         noisy = [[part for parts, _ in row for part in parts] for row in packed]
         clean = [[part for _, part in row] for row in packed]
-        width = max(sum(len(part["input_ids"]) for part in row) for row in noisy)
+        # One block at least, of padding if there is nothing to learn: layers take no tensors without columns.
+        width = max(self.block_size, *(sum(len(part["input_ids"]) for part in row) for row in noisy))
         length = width + max(sum(len(part["input_ids"]) for part in row) for row in clean)
         columns = {name: np.full((len(rows), length), value, dtype) for name, (value, dtype) in self._empty().items()}
         for index in range(len(rows)):

@@ -1,7 +1,7 @@
 """The two objectives as functions of a model and a packed batch: sums over tokens, which the Trainer normalises."""
 
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -31,10 +31,18 @@ HEAD_LOSSES: tuple[str, ...] = get_args(HeadLoss)
 Measured = dict[str, tuple[Tensor, Tensor]]
 
 
+def packed_masks(model: MRPForCausalLM, batch: PackedBatch) -> tuple[Any, Any]:
+    """Masks for all columns, and for the noisy ones as queries over all: `BlockMask`s if the model runs flex attention."""
+    rule = batch.rule(model.config.block_size)
+    if model.config._attn_implementation == "flex_attention":
+        return rule.sparse(batch.input_ids.shape[1]), rule.sparse(batch.noisy_length)
+    whole = rule.dense()
+    return whole, whole[:, :, : batch.noisy_length]
+
+
 def block_diffusion(model: MRPForCausalLM, batch: PackedBatch) -> tuple[Tensor, Measured]:
     """The backbone's loss, summed over the masked positions (SDAR, equation 3)."""
-    mask = batch.attention_mask(model.config.block_size)
-    hidden = model.backbone(batch.input_ids, batch.position_ids, mask)
+    hidden = model.backbone(batch.input_ids, batch.position_ids, packed_masks(model, batch)[0])
     chosen = batch.supervised
     one = torch.ones((), device=hidden.device)
     loss = weighted_cross_entropy(hidden[chosen], model.lm_head.weight, batch.target_ids[chosen], batch.weight[chosen], one)
@@ -140,7 +148,7 @@ class _Passes:
 
     def __post_init__(self) -> None:
         self._length = self.batch.noisy_length
-        self._mask = self.batch.attention_mask(self.model.config.block_size)
+        self._mask, self._noisy_mask = packed_masks(self.model, self.batch)
         self._of_backbone, self._of_head = CleanCache(self._length), CleanCache(self._length)
         with torch.no_grad():
             whole = self.model.backbone(self.batch.input_ids, self.batch.position_ids, self._mask, self._of_backbone)
@@ -150,13 +158,12 @@ class _Passes:
     @torch.no_grad()
     def backbone(self, ids: Tensor) -> Tensor:
         """[batch, noisy length, hidden_size] h_B at other contents of the noisy copies."""
-        return self.model.backbone(ids, self.noisy.position_ids, self._mask[:, :, : self._length], self._of_backbone)
+        return self.model.backbone(ids, self.noisy.position_ids, self._noisy_mask, self._of_backbone)
 
     def head(self, ids: Tensor, hidden: Tensor) -> Tensor:
         """[batch, noisy length, hidden_size] h_C, with gradients."""
         if self._of_head.filled:
-            mask = self._mask[:, :, : self._length]
-            return self.model.residual(ids, hidden, self.noisy.position_ids, mask, self._of_head)
+            return self.model.residual(ids, hidden, self.noisy.position_ids, self._noisy_mask, self._of_head)
         ids = torch.cat([ids, self.batch.input_ids[:, self._length :]], 1)
         hidden = torch.cat([hidden, self._clean_hidden], 1)
         return self.model.residual(ids, hidden, self.batch.position_ids, self._mask, self._of_head)[:, : self._length]

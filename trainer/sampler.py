@@ -11,9 +11,10 @@ from .samples import Samples, samples_of
 class LengthBucketSampler(Sampler[int]):
     """Visits the dataset in windows of 16 batches; inside a window rows of like length meet in one batch.
 
-    Yields numbers that go on over the epochs (see `Samples`). The order is a function of the window's number alone, so a
-    resumed run sees the same batches; and of the batch over all processes and accumulation steps, so that it does not matter
-    how a step is divided among them.
+    Yields numbers that go on over the epochs (see `Samples`). An epoch is rounded up to whole steps, which take the first rows
+    of the next round: a short step would be filled up by accelerate, with other rows for another number of processes. The order
+    is a function of the window's number alone, so a resumed run sees the same batches; and of the batch over all processes and
+    accumulation steps, so that it does not matter how a step is divided among them.
 
     Args:
         dataset: What is visited.
@@ -26,7 +27,7 @@ class LengthBucketSampler(Sampler[int]):
         self.epoch = 0
 
     def __len__(self) -> int:
-        return len(self.dataset)
+        return -(-len(self.dataset) // self.batch_size) * self.batch_size
 
     def set_epoch(self, epoch: int) -> None:
         """Which epoch the next iteration is."""
@@ -34,13 +35,11 @@ class LengthBucketSampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         window = 16 * self.batch_size
-        end = (self.epoch + 1) * len(self.dataset)
-        for begin in range(self.epoch * len(self.dataset), end, window):
+        end = (self.epoch + 1) * len(self)
+        for begin in range(self.epoch * len(self), end, window):
             order = sorted(range(begin, min(begin + window, end)), key=self._cost)
-            whole = len(order) // self.batch_size * self.batch_size
-            batches = [order[i : i + self.batch_size] for i in range(0, whole, self.batch_size)]
+            batches = [order[i : i + self.batch_size] for i in range(0, len(order), self.batch_size)]
             random.Random(begin).shuffle(batches)
-            batches.append(order[whole:])  # the short one comes last, or all behind it would be cut elsewhere
             for batch in batches:
                 yield from batch
 

@@ -53,7 +53,8 @@ def make_sample(
 class Samples(Protocol):
     """A dataset of rows by number: a sample, or several that share a row.
 
-    Numbers go on over the epochs: in epoch e row i is asked for as e * len + i, and carries that number as its `Sample.index`.
+    Numbers go on when all rows have been visited: row i is asked for as i, len + i, 2 * len + i and so on, and carries that
+    number as its `Sample.index`.
     """
 
     def __len__(self) -> int:

@@ -1,25 +1,34 @@
 """An HF Trainer for the two objectives: the backbone's block diffusion and the head's residual prediction."""
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import Sampler
 from transformers import Trainer
 
 from modeling_mrp.diffusion_mrp import PackedBatch
 from modeling_mrp.modeling_mrp import MRPForCausalLM
 
-from .arguments import MRPTrainingArguments
-from .checkpoints import last_whole_checkpoint
+from .acceptance import measure_acceptance
+from .arguments import NO_CHECKPOINTING, NO_MUON, MRPTrainingArguments
+from .callbacks import LogAtSaves, SetEpoch
+from .checkpoints import last_whole_checkpoint, make_room
 from .collator import DiffusionCollator
 from .measures import Measures
 from .objectives import Measured, block_diffusion
 from .optimizer import MuonAdamW
 from .sampler import LengthBucketSampler
+from .samples import samples_of
+
+# In nats: what rounding makes of two equal distributions. A token left out right behind the reveal that showed it leaves none.
+_NO_GAP = 1e-6
 
 
 class MRPTrainer(Trainer):
@@ -29,15 +38,17 @@ class MRPTrainer(Trainer):
     so that it does not matter how a step is divided. All noise is a function of (seed, sample, visit).
 
     Args:
-        model: The model; under objective `mrp` all but its head is frozen, unless it is a peft model, which says itself what
-            trains.
+        model: The model; under objective `mrp` all but its head is frozen, under `block_diffusion` its head, unless it is a
+            peft model, which says itself what trains.
         args: The options.
         train_dataset: Rows of samples, by number or as a stream.
         eval_dataset: The same, held out.
         data_collator: By default the `DiffusionCollator` that the options describe.
 
     Raises:
-        ValueError: if the objective is `mrp` and the model has no head, or `eval_prompts` are asked for without it.
+        ValueError: if the objective is `mrp` and the model has no head, or `eval_prompts` are asked for without a head, a
+            held-out dataset and the tokenizer (`processing_class`); if FSDP or DeepSpeed shards the model and Muon is asked
+            for, or activation checkpointing for objective `mrp`.
     """
 
     args: MRPTrainingArguments
@@ -57,9 +68,13 @@ class MRPTrainer(Trainer):
             raise ValueError("objective 'mrp' needs a model with a head: set num_nextn_predict_layers in its config")
         if args.eval_prompts and bare.mrp_head is None:
             raise ValueError(f"eval_prompts is {args.eval_prompts}, but there is no head to decode them with: use 0")
+        if args.eval_prompts and (eval_dataset is None or kwargs.get("processing_class") is None):
+            raise ValueError(f"eval_prompts is {args.eval_prompts}: give eval_dataset and processing_class, the tokenizer, too")
         if args.objective == "mrp" and bare is model:
             model.requires_grad_(False)
             bare.get_submodule("mrp_head").requires_grad_(True)
+        elif bare is model and bare.mrp_head is not None:
+            bare.get_submodule("mrp_head").requires_grad_(False)  # DDP waits for gradients of all that trains
         if data_collator is None:
             data_collator = DiffusionCollator(
                 bare.config.block_size,
@@ -78,9 +93,15 @@ class MRPTrainer(Trainer):
             eval_dataset=eval_dataset,
             **kwargs,
         )
+        if args.muon_learning_rate is not None and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
+            raise ValueError(NO_MUON)
+        if args.objective == "mrp" and self.is_fsdp_enabled and self.accelerator.state.fsdp_plugin.activation_checkpointing:
+            raise ValueError(NO_CHECKPOINTING)
+        self.add_callback(LogAtSaves())
         self.model_accepts_loss_kwargs = True  # the loss is divided by num_items_in_batch, not by the accumulation steps
         self._head_objective = args.head_objective(bare.config.block_size)
         self._trained, self._evaluated = Measures(), Measures()
+        self._decoding_attention: str | None = None
         self._since = time.perf_counter()
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
@@ -90,15 +111,15 @@ class MRPTrainer(Trainer):
             newest = last_whole_checkpoint(Path(self.args.output_dir))
             resume_from_checkpoint = None if newest is None else str(newest)
         self._since = time.perf_counter()
-        return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+        attention = self.args.packed_attention
+        if attention == "auto" and self.args.device.type == "cuda":
+            attention = "flex_attention"
+        with attending(_bare(self.model), None if attention == "auto" else attention) as self._decoding_attention:
+            return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Muon and AdamW in one, if a rate for Muon is given."""
         if self.optimizer is None and self.args.muon_learning_rate is not None:
-            if self.is_fsdp_enabled or self.is_deepspeed_enabled:
-                raise ValueError(
-                    "muon_learning_rate is set, but Muon needs whole matrices and here they are sharded: leave it unset"
-                )
             self.optimizer = MuonAdamW(
                 self.model,
                 self.args.learning_rate,
@@ -111,7 +132,10 @@ class MRPTrainer(Trainer):
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
         step = self.args.train_batch_size * self.args.world_size * self.args.gradient_accumulation_steps
-        return LengthBucketSampler(train_dataset if train_dataset is not None else self.train_dataset, step)
+        sampler = LengthBucketSampler(train_dataset if train_dataset is not None else self.train_dataset, step)
+        self.remove_callback(SetEpoch)  # of an earlier call of train
+        self.add_callback(SetEpoch(sampler))
+        return sampler
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[dict[str, Any]], num_batches: int, device: torch.device
@@ -131,40 +155,51 @@ class MRPTrainer(Trainer):
         """
         batch = PackedBatch(**inputs)
         objective = block_diffusion if self.args.objective == "block_diffusion" else self._head_objective
-        total, measured = self._inside(model, objective, batch)
-        (self._trained if model.training else self._evaluated).add(
-            {**measured, "response_tokens": (batch.response_tokens, torch.ones(()))}
-        )
-        if num_items_in_batch is None:
-            loss = total / batch.response_tokens.clamp(min=1)
+        items = batch.response_tokens
+        processes = 1
+        if num_items_in_batch is not None:
+            items, processes = torch.as_tensor(num_items_in_batch, device=items.device), self.accelerator.num_processes
+        loss, measured = self._inside(model, objective, batch, processes / items.clamp(min=1))
+        if model.training:
+            self._trained.add({**measured, "response_tokens": (batch.response_tokens, torch.ones(()))})
         else:
-            loss = (
-                total * self.accelerator.num_processes / torch.as_tensor(num_items_in_batch, device=total.device).clamp(min=1)
-            )
+            self._evaluated.add({**measured, "loss": (loss * items, items)})
         return (loss, {}) if return_outputs else loss
 
     def _inside(
-        self, model: nn.Module, objective: Callable[[Any, PackedBatch], tuple[Tensor, Measured]], batch: PackedBatch
+        self,
+        model: nn.Module,
+        objective: Callable[[Any, PackedBatch], tuple[Tensor, Measured]],
+        batch: PackedBatch,
+        scale: Tensor,
     ) -> tuple[Tensor, Measured]:
-        """Runs the objective in place of the bare model's forward, inside those of its wrappers.
+        """Runs the objective in place of the bare model's forward, inside those of its wrappers; the loss is multiplied by
+        `scale`.
 
-        The wrappers of DDP, FSDP and peft synchronise gradients, gather shards and choose adapters in their own forward.
+        The wrappers of DDP, FSDP and peft synchronise gradients, gather shards and choose adapters in their own forward. What
+        they make of its arguments is ignored: peft names them, and FSDP rounds them to bfloat16, as it does the outputs. So the
+        batch goes around them, and of what comes back only the graph is used.
         """
         bare = _bare(self.accelerator.unwrap_model(model))
         own = vars(bare).get("forward")
+        computed: list[tuple[Tensor, Measured]] = []
 
-        def forward(batch: PackedBatch) -> tuple[Tensor, Measured]:
+        def forward(*args: Any, **kwargs: Any) -> Tensor:
             with self.accelerator.autocast():
-                return objective(bare, batch)
+                total, measured = objective(bare, batch)
+            computed.append((total * scale, measured))
+            return computed[0][0]
 
         bare.forward = forward
         try:
-            return model(batch)
+            returned = model(batch.input_ids)
         finally:
             if own is None:
                 del bare.forward
             else:
                 bare.forward = own
+        loss, measured = computed[0]
+        return loss.detach() + (returned - returned.detach()), measured
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
@@ -172,6 +207,38 @@ class MRPTrainer(Trainer):
         """The loss of a held-out batch."""
         with torch.no_grad():
             return self.compute_loss(model, self._prepare_inputs(inputs)).detach(), None, None
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As `Trainer.save_model`, which would silently save nothing where FSDP's state dict is sharded."""
+        if _internal_call or not self.is_fsdp_enabled:
+            super().save_model(output_dir, _internal_call)
+        else:
+            self._save(output_dir or self.args.output_dir, self.accelerator.get_state_dict(self.model))
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
+        """As `Trainer._save`, under the model's own class: FSDP2 puts another in its place, by whose file and name the remote
+        code would be saved."""
+        bare = _bare(self.model)
+        sharded = type(bare)
+        own: Any = next(kind for kind in sharded.__mro__ if not issubclass(kind, FSDPModule))
+        bare.__class__ = own
+        try:
+            super()._save(output_dir, state_dict)
+        finally:
+            bare.__class__ = sharded
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """As `Trainer._save_checkpoint`, in a place where nothing was left lying."""
+        if self.args.should_save:
+            make_room(Path(self._get_output_dir(trial)), self.state.global_step)
+        self.accelerator.wait_for_everyone()
+        super()._save_checkpoint(model, trial)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """As `Trainer._save_rng_state`, for all processes: the next file, `trainer_state.json`, says that all others are
+        there."""
+        super()._save_rng_state(output_dir)
+        self.accelerator.wait_for_everyone()
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Adds to a line of training what was measured since the last: KL(B||A), KL(B||A+C) in nats, the share of the gap
@@ -184,13 +251,51 @@ class MRPTrainer(Trainer):
         super().log(logs, *args, **kwargs)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """As `Trainer.evaluation_loop`, with what was measured on the way."""
+        """As `Trainer.evaluation_loop`, with what was measured on the way, and how far drafts carry when prompts are
+        decoded. The loss is over all response tokens, not a mean of the batches'."""
         output = super().evaluation_loop(*args, **kwargs)
         measured = self._evaluated.take(self.accelerator)
-        measured.pop("response_tokens", None)
+        summary = _summary(measured)
+        if self.args.eval_prompts:
+            with gathered(self.model), attending(_bare(self.model), self._decoding_attention):
+                summary |= measure_acceptance(
+                    self.model, self.processing_class, self._held_out_prompts(), self.args.eval_new_tokens
+                )
         prefix = kwargs.get("metric_key_prefix", "eval")
-        output.metrics.update({f"{prefix}_{name}": value for name, value in _summary(measured).items()})
+        output.metrics.update({f"{prefix}_{name}": value for name, value in summary.items()})
         return output
+
+    def _held_out_prompts(self) -> list[list[int]]:
+        """What stands before the first response in the first evaluation samples."""
+        rows = itertools.chain.from_iterable(samples_of(row) for row in self.eval_dataset)
+        begun = (sample.ids[: int(sample.response.argmax())].tolist() for sample in rows)
+        return list(itertools.islice((prompt for prompt in begun if prompt), self.args.eval_prompts))
+
+
+@contextmanager
+def attending(model: MRPForCausalLM, implementation: str | None) -> Iterator[str]:
+    """Runs a model with another implementation of attention, if one is given; yields the one it had."""
+    before = model.config._attn_implementation
+    if implementation is not None and implementation != before:
+        model.set_attn_implementation(implementation)
+    try:
+        yield before
+    finally:
+        if model.config._attn_implementation != before:
+            model.set_attn_implementation(before)
+
+
+@contextmanager
+def gathered(model: nn.Module) -> Iterator[None]:
+    """Has the whole weights of a model that FSDP2 has sharded, for calls that do not begin at its forward."""
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in sharded:
+        module.unshard()
+    try:
+        yield
+    finally:
+        for module in sharded:
+            module.reshard()
 
 
 def _bare(model: Any) -> MRPForCausalLM:
@@ -199,11 +304,11 @@ def _bare(model: Any) -> MRPForCausalLM:
 
 
 def _summary(measured: dict[str, tuple[float, float]]) -> dict[str, float]:
-    """Means, and the share of each gap between KL(B||A) and 0 that KL(B||A+C) has closed."""
-    means = {name: total / max(count, 1) for name, (total, count) in measured.items()}
-    closed = {
-        name.replace("kl_head", "gap_closed"): 1 - value / max(means[name.replace("head", "stale")], 1e-12)
-        for name, value in means.items()
-        if name.endswith("kl_head")
-    }
+    """Means, and the share of each gap between KL(B||A) and 0 that KL(B||A+C) has closed, where there is one."""
+    means = {name: total / count for name, (total, count) in measured.items() if count}
+    closed = {}
+    for name, value in means.items():
+        stale = means.get(name.replace("head", "stale"), 0.0)
+        if name.endswith("kl_head") and stale > _NO_GAP:
+            closed[name.replace("kl_head", "gap_closed")] = 1 - value / stale
     return {**means, **closed}

@@ -1,0 +1,1 @@
+../../modeling_mrp/cardtext_mrp.py

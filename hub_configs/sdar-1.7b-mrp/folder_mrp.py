@@ -1,0 +1,1 @@
+../../modeling_mrp/folder_mrp.py

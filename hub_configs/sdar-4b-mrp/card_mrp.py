@@ -1,0 +1,1 @@
+../../modeling_mrp/card_mrp.py

@@ -1,0 +1,1 @@
+../../../modeling_mrp/custom_generate_mrp.py

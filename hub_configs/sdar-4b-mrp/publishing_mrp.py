@@ -1,0 +1,1 @@
+../../modeling_mrp/publishing_mrp.py

@@ -1,0 +1,1 @@
+../../modeling_mrp/stock_mrp.py

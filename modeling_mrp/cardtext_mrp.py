@@ -1,0 +1,108 @@
+"""What every model card says, and the words that the Hub's metadata rules know."""
+
+TEMPLATE = """---
+{{ card_data }}
+---
+
+<!-- Rendered from a template for {{ name }}; without this line, pushing keeps the card as it is. -->
+
+# {{ title }}
+
+{{ summary }}
+
+{{ facts }}
+{% for heading, text in sections.items() %}
+## {{ heading }}
+
+{{ text }}
+{% endfor %}"""
+
+_GENERATE = """chat = [
+    {{"role": "user", "content": "Ana has 3 pens. Bo gives Ana 4 more. Ana loses 2. How many pens does Ana have?"}},
+]
+inputs = tok.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+out = model.generate(**inputs, decoding="{decoding}", max_new_tokens=64, return_dict_in_generate=True)
+print(tok.decode(out.sequences[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+print(out.tokens_per_forward)
+```"""
+
+_STOCK = """An SDAR model that is loaded already decodes with this repository as it is, on its own weights:
+
+```python
+repository = "{name}"
+sdar.generate(**inputs, custom_generate=repository, trust_remote_code=True, decoding="mrp_spec", max_new_tokens=64)
+```"""
+
+SUMMARIES = {
+    "full": "An SDAR block-diffusion language model with an MRP head.",
+    "backbone": "An SDAR block-diffusion language model without an MRP head.",
+    "head": "An MRP head for an SDAR block-diffusion language model.",
+    "adapter": "A peft adapter of an SDAR block-diffusion language model with an MRP head.",
+}
+
+USE = {
+    "full": f"""```python
+from transformers import AutoModel, AutoTokenizer
+
+model = AutoModel.from_pretrained("{{name}}", trust_remote_code=True)
+tok = AutoTokenizer.from_pretrained("{{name}}", trust_remote_code=True)
+{_GENERATE}
+
+{_STOCK}""",
+    "backbone": f"""```python
+from transformers import AutoModel, AutoTokenizer
+
+model = AutoModel.from_pretrained("{{name}}", trust_remote_code=True)
+tok = AutoTokenizer.from_pretrained("{{name}}", trust_remote_code=True)
+{_GENERATE}""",
+    "head": f"""This repository holds the head alone. Loading it loads its backbone, `{{base}}`,
+by name and revision, and attaches the head:
+
+```python
+from transformers import AutoModel, AutoTokenizer
+
+model = AutoModel.from_pretrained("{{name}}", trust_remote_code=True)
+tok = AutoTokenizer.from_pretrained("{{base}}", trust_remote_code=True)
+{_GENERATE}
+
+{_STOCK}""",
+    "adapter": f"""This repository holds a peft adapter of `{{base}}`:
+
+```python
+from transformers import AutoModel, AutoTokenizer
+
+model = AutoModel.from_pretrained("{{base}}", trust_remote_code=True)
+model.load_adapter("{{name}}")
+tok = AutoTokenizer.from_pretrained("{{base}}", trust_remote_code=True)
+{_GENERATE}""",
+}
+
+MODES = """`generate` takes `decoding=...`; `generation_config.json` asks for `{default}`.
+
+| `decoding` | what it does | text |
+| --- | --- | --- |
+| `static` | reveals the most confident positions, `block_size / denoising_steps` a step | the reference |
+| `dynamic` | reveals everything above `confidence_threshold` | differs: fewer forwards, less accurate |
+| `sequential`, `entropy_bound` | reveals from the left; or in order of entropy up to `entropy_threshold` | differs |
+| `self_spec` | drafts from the backbone's own stale logits and verifies; needs no head | that of `static` |
+| `mrp_spec` | the head drafts `num_draft_states` states a round; one backbone forward verifies them | that of `static` |
+| `mrp_direct` | after each backbone step the head reveals `mrp_steps` more positions, unverified | differs |
+| `mrp_remask` | reveals like `dynamic`; the head takes reveals back that it no longer believes | differs |"""
+
+SOURCES = """- MRP, Multi-token Residual Prediction: [arXiv 2605.18817](https://arxiv.org/abs/2605.18817)
+- SDAR: [arXiv 2510.06303](https://arxiv.org/abs/2510.06303)"""
+
+RELATIONS = ("adapter", "merge", "quantized", "finetune")
+
+# The identifiers that the Hub takes for `license`.
+_LICENSES = """
+afl-3.0 agpl-3.0 apache-2.0 apple-amlr apple-ascl artistic-2.0 bigcode-openrail-m bigscience-bloom-rail-1.0
+bigscience-openrail-m bsd bsd-2-clause bsd-3-clause bsd-3-clause-clear bsl-1.0 c-uda cc cc-by-2.0 cc-by-2.5 cc-by-3.0
+cc-by-4.0 cc-by-nc-2.0 cc-by-nc-3.0 cc-by-nc-4.0 cc-by-nc-nd-3.0 cc-by-nc-nd-4.0 cc-by-nc-sa-2.0 cc-by-nc-sa-3.0
+cc-by-nc-sa-4.0 cc-by-nd-4.0 cc-by-sa-3.0 cc-by-sa-4.0 cc0-1.0 cdla-permissive-1.0 cdla-permissive-2.0 cdla-sharing-1.0
+creativeml-openrail-m deepfloyd-if-license ecl-2.0 epl-1.0 epl-2.0 etalab-2.0 eupl-1.1 eupl-1.2
+fair-noncommercial-research-license gemma gfdl gpl gpl-2.0 gpl-3.0 grok2-community h-research intel-research isc lgpl
+lgpl-2.1 lgpl-3.0 lgpl-lr llama2 llama3 llama3.1 llama3.2 llama3.3 llama4 lppl-1.3c mit mpl-2.0 ms-pl ncsa odbl odc-by
+ofl-1.1 open-mdw openmdw-1.0 openrail openrail++ osl-3.0 other pddl postgresql unknown unlicense wtfpl zlib
+"""
+LICENSES = frozenset(_LICENSES.split())

@@ -1,0 +1,286 @@
+"""The model card: what it says of a checkpoint, that the command prints it, and that what the Hub would refuse is found."""
+
+import json
+import re
+import shutil
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from conftest import ROOT, TINY, make_model
+from hub_cards import validate_card
+from huggingface_hub import ModelCard
+from safetensors.torch import save_file
+
+from benchmarks import tables
+from modeling_mrp.card_mrp import About, check_card, is_own_card, read_results, renamed, render_card, results_table
+from trainer.publish import main
+
+RESULTS = [f"benchmarks/results/tiny_heldout_{family}.jsonl" for family in ("math", "code")]
+ABOUT = "benchmarks/results/tiny_card.md"
+# Of make_model: attention, q- and k-norm, mlp and two norms a layer; eh_proj and three norms more in the head.
+TWO_LAYERS = 2 * (2 * 32 * 32 + 2 * 16 * 32 + 2 * 8 + 3 * 32 * 48 + 2 * 32)
+HEAD = 2 * 32 * 32 + 3 * 32 + TWO_LAYERS
+LINES: list[dict[str, Any]] = [
+    {"family": "sums", "decoding": "static", "accuracy": 50.0, "tokens_per_forward": 1.0, "head_per_token": 0.0},
+    {"family": "sums", "decoding": "dynamic", "confidence_threshold": 0.5, "accuracy": 25.0, "tokens_per_forward": 4.0},
+    {"family": "sums", "decoding": "dynamic", "confidence_threshold": 0.9, "accuracy": 37.5, "tokens_per_forward": 3.0},
+    {"family": "sums", "decoding": "mrp_remask", "confidence_threshold": 0.5, "accuracy": 40.0, "tokens_per_forward": 2.0},
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("card") / "model"
+    make_model().float().save_pretrained(path)
+    return path
+
+
+def metadata(card: ModelCard) -> dict[str, Any]:
+    """The card's metadata as the Hub reads it."""
+    return yaml.safe_load(str(card).split("---")[1])
+
+
+def test_the_embedded_card_is_what_the_command_prints(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    main(["card", "hub_configs/sdar-tiny-mrp", "--results", *RESULTS, "--about", ABOUT])
+    assert capsys.readouterr().out == (TINY / "README.md").read_text()
+
+
+def test_the_embedded_card_is_valid_and_complete() -> None:
+    text = (TINY / "README.md").read_text()
+    check_card(text)
+    assert validate_card(text) == ([], [])
+    headings = re.findall(r"^## (.*)$", text, re.MULTILINE)
+    assert headings == ["Use", "Decoding modes", "Numbers", "Training", "Limits", "Versions", "Sources"]
+    data = yaml.safe_load(text.split("---")[1])
+    assert (data["library_name"], data["pipeline_tag"], data["license"]) == ("transformers", "text-generation", "apache-2.0")
+    assert "| parameters | 1,017,216 of the backbone, 550,208 of the head |" in text
+    (index,) = data["model-index"]
+    assert index["name"] == "sdar-tiny-mrp"
+    measured = {
+        (result["dataset"]["type"], metric["name"]): metric["value"]
+        for result in index["results"]
+        for metric in result["metrics"]
+    }
+    for path in RESULTS:
+        lines = [json.loads(line) for line in (ROOT / path).read_text().splitlines()]
+        spec = next(line for line in lines if line["decoding"] == "mrp_spec" and line["num_draft_states"] == 4)
+        assert measured[spec["family"], "accuracy %, mrp_spec K=4"] == spec["accuracy"]
+        assert measured[spec["family"], "tokens per backbone forward, mrp_spec K=4"] == spec["tokens_per_forward"]
+    assert len(measured) == 2 * 2 * 6
+    assert f"\n{tables.heldout()}\n" in text
+
+
+def test_the_embedded_cards_code_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(ROOT)
+    code = re.findall(r"```python\n(.*?)```", (TINY / "README.md").read_text(), re.DOTALL)[0]
+    names: dict[str, Any] = {}
+    exec(code, names)
+    assert "#### 5" in capsys.readouterr().out
+    assert float(names["out"].tokens_per_forward[0]) > 1
+
+
+def test_the_package_version_is_the_projects() -> None:
+    assert 'version = "0.1.0"' in (ROOT / "pyproject.toml").read_text()
+    assert "modeling-mrp 0.1.0" in (TINY / "README.md").read_text()
+
+
+def test_a_card_without_a_word_from_a_person_claims_nothing(folder: Path) -> None:
+    card = render_card(folder, "full", "org/some-model")
+    text = str(card)
+    assert metadata(card) == {
+        "library_name": "transformers",
+        "license": "unknown",
+        "pipeline_tag": "text-generation",
+        "tags": ["diffusion-lm", "block-diffusion", "speculative-decoding", "sdar", "mrp"],
+    }
+    assert "# some-model\n" in text
+    assert "backbone | 2 layers, hidden 32, vocabulary 64, blocks of 4 tokens |" in text
+    backbone = 2 * 64 * 32 + 32 + TWO_LAYERS
+    assert f"| parameters | {backbone:,} of the backbone, {HEAD:,} of the head |" in text
+    assert "safetensors, F32, 0.2 MB" in text
+    assert "`generation_config.json` asks for `static`" in text
+    assert "## Numbers\n\nNot measured yet.\n" in text
+    assert "## Training\n\nThe recipe was not recorded.\n" in text
+    assert f"Saved with transformers {version('transformers')}, torch {version('torch')}, modeling-mrp 0.1.0." in text
+    assert text.count('"org/some-model"') == 3
+    assert text.endswith("\n")
+    assert "\n\n\n" not in text
+
+
+def test_a_person_tells_of_the_checkpoint(folder: Path, tmp_path: Path) -> None:
+    """Metadata is added, the summary opens, sections replace the template's or follow them, `{{` is no template."""
+    about = tmp_path / "about.md"
+    about.write_text(
+        "---\nlicense: mit\ntags: [sums, mrp]\nbase_model: org/backbone\n"
+        "versions: {torch: '9.9'}\nfamilies: {sums: Sums}\n---\n"
+        "It adds {{ well }}.\n\n## Training\nFour steps.\n\n### Details\nNone.\n\n## Numbers\n100 sums.\n\n## Thanks\nTo all.\n"
+    )
+    card = render_card(folder, "full", "org/m", LINES, About.load(about), ["extra"])
+    data, text = metadata(card), str(card)
+    assert data["license"] == "mit"
+    assert data["tags"][-2:] == ["sums", "extra"]
+    assert data["tags"].count("mrp") == 1
+    assert (data["base_model"], data["base_model_relation"]) == ("org/backbone", "finetune")
+    assert not {"versions", "families"} & set(data)
+    assert "# m\n\nIt adds {{ well }}.\n\n" in text
+    assert "## Training\n\nFour steps.\n\n### Details\nNone.\n\n" in text
+    assert "## Thanks\n\nTo all.\n" in text
+    assert f"## Numbers\n\n100 sums.\n\n{results_table(LINES)}\n" in text
+    assert f"Saved with transformers {version('transformers')}, torch 9.9, modeling-mrp 0.1.0." in text
+    assert data["model-index"][0]["results"][0]["dataset"] == {"name": "Sums", "type": "sums"}
+
+
+def test_the_index_holds_what_a_user_gets_by_default(folder: Path) -> None:
+    """tau = 0.9 where that was measured, everything of a decoding where it was not."""
+    data = metadata(render_card(folder, "full", "org/m", LINES))
+    (result,) = data["model-index"][0]["results"]
+    assert [(metric["name"], metric["value"]) for metric in result["metrics"]] == [
+        ("accuracy %, static", 50.0),
+        ("tokens per backbone forward, static", 1.0),
+        ("accuracy %, dynamic tau=0.9", 37.5),
+        ("tokens per backbone forward, dynamic tau=0.9", 3.0),
+        ("accuracy %, mrp_remask tau=0.5", 40.0),
+        ("tokens per backbone forward, mrp_remask tau=0.5", 2.0),
+    ]
+
+
+def test_prompts_without_answers_have_no_accuracy(folder: Path) -> None:
+    text = str(render_card(folder, "full", "org/m", [{**LINES[0], "accuracy": None}]))
+    assert [metric["name"] for metric in yaml.safe_load(text.split("---")[1])["model-index"][0]["results"][0]["metrics"]] == [
+        "tokens per backbone forward, static"
+    ]
+    assert "| static | - | 1.00 | 0.00 | - |" in text
+
+
+def test_a_table_of_uneven_results() -> None:
+    lines = [*LINES[:2], {"family": "words", "decoding": "static", "accuracy": 99.95, "tokens_per_forward": 0.994}]
+    assert results_table(lines) == (
+        "| mode | sums % | words % | tokens / forward (sums, words) | head forwards / token "
+        "| same as static % (sums, words) |\n"
+        "| --- | --- | --- | --- | --- | --- |\n"
+        "| static | 50.0 | 100.0 | 1.00, 0.99 | 0.00, - | -, - |\n"
+        "| dynamic tau=0.5 | 25.0 | - | 4.00, - | -, - | -, - |"
+    )
+
+
+@pytest.mark.parametrize("kind", ["head", "adapter"])
+def test_cards_of_heads_and_adapters_name_their_base(tmp_path: Path, kind: str) -> None:
+    make_model().save_pretrained(tmp_path, head_only=True, base_model_name_or_path="org/base", base_model_revision="v1")
+    if kind == "adapter":
+        (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "org/base"}))
+        (tmp_path / "model.safetensors").unlink()
+        save_file({"base_model.model.mrp_head.eh_proj.lora_A.weight": torch.ones(2, 8)}, tmp_path / "adapter_model.safetensors")
+    card = render_card(tmp_path, kind, "org/mine")
+    data, text = metadata(card), str(card)
+    assert (data["base_model"], data["base_model_relation"]) == ("org/base", "adapter")
+    assert data["library_name"] == {"head": "transformers", "adapter": "peft"}[kind]
+    assert {"head": "holds the head alone", "adapter": 'model.load_adapter("org/mine")'}[kind] in text
+    assert 'AutoTokenizer.from_pretrained("org/base"' in text
+    assert ("| of the backbone | `org/base` at `v1` |" in text) == (kind == "head")
+    assert f"| parameters here | {16 if kind == 'adapter' else f'{HEAD:,}'} |" in text
+    assert validate_card(text) == ([], [])
+
+
+def test_a_backbones_card_asks_for_no_head(tmp_path: Path) -> None:
+    make_model(num_nextn_predict_layers=0).save_pretrained(tmp_path)
+    text = str(render_card(tmp_path, "full", "org/backbone"))
+    assert "without an MRP head" in text
+    assert 'decoding="self_spec"' in text
+    assert "custom_generate" not in text
+    assert "| head | none |" in text
+
+
+CARD = "---\nlicense: mit\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n\n# Mine\n"
+INDEX = {"name": "m", "results": [{"task": {"type": "t"}, "dataset": {"type": "d", "name": "d"}, "metrics": [{}]}]}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"license": "my-own"}, "license is 'my-own': use an identifier of the Hub's list"),
+        ({"license": None}, "license is None"),
+        ({"license": "other"}, "license 'other' needs a license_name"),
+        ({"license": "other", "license_name": "My License"}, "license 'other' needs a license_name"),
+        ({"pipeline_tag": "chat"}, "pipeline_tag is 'chat': these models are for 'text-generation'"),
+        ({"library_name": "mrp"}, "library_name is 'mrp'"),
+        ({"tags": "mrp, sdar"}, "tags are 'mrp, sdar': use a list"),
+        ({"tags": [1]}, r"tags are \[1\]"),
+        ({"language": "English"}, "language is 'English': use a code of two or three letters"),
+        ({"base_model": "/home/me/model"}, "base_model is '/home/me/model': it must be the id of a model on the Hub"),
+        ({"base_model": ["org/a", "../b"]}, "base_model is '../b'"),
+        ({"base_model": "org/a", "base_model_relation": "head"}, "base_model_relation is 'head': use one of adapter, merge"),
+        ({"base_model_relation": "adapter"}, "base_model_relation comes without a base_model"),
+        ({"model-index": [INDEX]}, "model-index is none: use a list"),
+        (
+            {"model-index": [json.loads(json.dumps(INDEX).replace("{}", '{"type": "a", "value": "high"}'))]},
+            "model-index has the value 'high' for None: use a number",
+        ),
+    ],
+)
+def test_metadata_that_the_hub_would_refuse(wrong: dict[str, Any], message: str) -> None:
+    check_card(CARD)
+    data = yaml.safe_load(CARD.split("---")[1]) | wrong
+    with pytest.raises(ValueError, match=message):
+        check_card(f"---\n{yaml.dump(data)}---\n\n# Mine\n")
+
+
+def test_every_broken_rule_is_listed() -> None:
+    with pytest.raises(ValueError, match=r"(?s)license is 'x'.*tags are 3"):
+        check_card(CARD.replace("mit", "x\ntags: 3"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("# Mine\n", "the card has no metadata"),
+        ("---\na: [\n---\n", "metadata cannot be read"),
+        ("---\n- a\n---\n", "metadata cannot be read: .*should be a dict"),
+    ],
+)
+def test_a_card_without_metadata(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_card(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nonsense", "line 1 is no measurement with family, decoding"),
+        ('{"family": "math", "decoding": "static"}', "line 1 is no measurement"),
+        ("[1]", "line 1 is no measurement"),
+        (json.dumps(LINES[0]) + "\n{}", "line 2 is no measurement"),
+    ],
+)
+def test_results_that_are_none(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "results.jsonl").write_text(text)
+    with pytest.raises(ValueError, match=rf"results\.jsonl, {message}"):
+        read_results([tmp_path / "results.jsonl"])
+
+
+def test_a_benchmarks_first_line_is_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "results.jsonl").write_text('{"benchmark": "x"}\n' + json.dumps(LINES[0]))
+    assert read_results([tmp_path / "results.jsonl"]) == LINES[:1]
+
+
+def test_who_wrote_a_card(folder: Path) -> None:
+    ours = str(render_card(folder, "full", "org/m"))
+    assert is_own_card(CARD)
+    assert not is_own_card(ours)
+    assert is_own_card(re.sub("<!--.*-->\n", "", ours)), "without its line it is a person's"
+    assert not is_own_card("# Model Card for Model ID\n[More Information Needed]")
+    assert renamed(CARD, "org/other") is None
+    other = renamed(ours, "org/other")
+    assert other == str(render_card(folder, "full", "org/other")).replace("# other\n", "# m\n")
+
+
+def test_the_command_writes_a_file(folder: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(folder, tmp_path / "model")
+    main(["card", str(copy), "--name", "org/m", "--output", str(copy / "README.md")])
+    assert (copy / "README.md").read_text() == str(render_card(folder, "full", "org/m"))

@@ -1,0 +1,236 @@
+"""Several processes (gloo, on CPUs), gradient accumulation and sharding against one process; reduced precision; wrappers."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import close
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from torch import Tensor
+from training_runs import OPTIONS, Result, Rows, Run, prepare, result, small_model, start
+from transformers import AutoModelForCausalLM
+
+from modeling_mrp import MRPForCausalLM
+from trainer.arguments import MRPTrainingArguments
+from trainer.trainer import MRPTrainer
+
+# By processes, rows a process takes at once, and how many times a step.
+LAYOUTS = [(1, 4, 1), (1, 2, 2), (1, 1, 4), (2, 2, 1), (2, 1, 2), (4, 1, 1)]
+WHOLE = LAYOUTS[0]
+# Ten rows, so that the third step goes on with those of the next round, and the fourth is in the second epoch. The rows
+# without anything to learn are the cheapest and meet in one batch, where they are all that some processes have.
+ROWS = {"rows": 10, "without_response": (3, 7), "eval_rows": 4}
+ONE_STEP = {"max_steps": 1, "warmup_steps": 0}
+HEAD = {"objective": "mrp", "unroll": 2, "max_steps": 5, "eval_strategy": "steps", "eval_steps": 5}
+
+
+def options_of(layout: tuple[int, int, int], **options: Any) -> dict[str, Any]:
+    _, at_once, times = layout
+    return {
+        **options,
+        "per_device_train_batch_size": at_once,
+        "per_device_eval_batch_size": at_once,
+        "gradient_accumulation_steps": times,
+    }
+
+
+@pytest.fixture(scope="module")
+def head_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int, int], Run]:
+    """The head's training in every layout, in float64."""
+    runs = {}
+    for layout in LAYOUTS:
+        options = options_of(layout, **HEAD)
+        if layout == (2, 2, 1):
+            options |= {"save_strategy": "steps", "save_steps": 4}
+        runs[layout] = Run(tmp_path_factory.mktemp("run"), options, double=True, **ROWS)
+        assert start(runs[layout], layout[0]) == [0] * layout[0]
+    return runs
+
+
+def assert_same(left: Result, expected: Result, atol: float) -> None:
+    """First gradients, last weights, and all that was logged."""
+    assert left.gradients.keys() == expected.gradients.keys()
+    for name, value in expected.gradients.items():
+        close(left.gradients[name], value, atol)
+    for name, value in expected.weights.items():
+        close(left.weights[name], value, atol)
+    assert len(left.lines) == len(expected.lines)
+    assert len(left.evaluations) == len(expected.evaluations)
+    for line, other in zip(left.lines + left.evaluations, expected.lines + expected.evaluations, strict=True):
+        assert line == pytest.approx(other, rel=1e-6, abs=max(atol, 1e-9))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[1:])
+def test_a_step_does_not_depend_on_how_it_is_divided(
+    layout: tuple[int, int, int], head_runs: dict[tuple[int, int, int], Run]
+) -> None:
+    """Also where a process has nothing to learn in its part; all processes end with the same weights."""
+    expected = result(head_runs[WHOLE])
+    assert len(expected.lines) == 5
+    assert len(expected.evaluations) == 1
+    assert {"eval_loss", "eval_kl_head", "eval_gap_closed"} < expected.evaluations[0].keys()
+    assert {"loss", "kl_head", "kl_stale", "gap_closed", "agreement"} < expected.lines[0].keys()
+    assert all(name.startswith("mrp_head.") for name in expected.gradients)
+    assert min(value.abs().max().item() for value in expected.gradients.values()) > 1e-6
+    for rank in range(layout[0]):
+        assert_same(result(head_runs[layout], rank), expected, 1e-10)
+
+
+def test_some_process_has_nothing_to_learn() -> None:
+    """In some step of these runs; else the test above would not show what it says."""
+    dataset = Rows(10, (3, 7))
+    trainer = MRPTrainer(small_model(), MRPTrainingArguments("unused", **{**OPTIONS, **options_of((2, 2, 1))}), dataset)
+    order = [visit % 10 for visit in trainer._get_train_sampler()]
+    steps = [order[at : at + 4] for at in range(0, len(order), 4)]
+    parts = [step[at : at + 2] for step in steps for at in (0, 2)]
+    assert any(not any(dataset[row].response.any() for row in part) for part in parts)
+    assert all(any(dataset[row].response.any() for row in step) for step in steps)
+
+
+def test_the_backbone_on_two_processes(tmp_path: Path) -> None:
+    """With a head in the model, which does not train, and activation checkpointing, under which DDP takes no parameters that
+    get no gradient."""
+    options = {"objective": "block_diffusion", "inverse_level": True}
+    one = Run(tmp_path / "one", options, double=True, **ROWS)
+    two = replace(one, folder=tmp_path / "two", options=options_of((2, 2, 1), **options, gradient_checkpointing=True))
+    assert start(one) == [0]
+    assert start(two, 2) == [0, 0]
+    assert_same(result(two, 1), result(one), 1e-10)
+    assert not any(name.startswith("mrp_head.") for name in result(one).gradients)
+
+
+def resumed_at(run: Run, step: int, folder: Path) -> Run:
+    """A run that goes on from a checkpoint of another."""
+    shutil.copytree(run.folder / f"checkpoint-{step}", folder / f"checkpoint-{step}")
+    return replace(run, folder=folder, resume=True, seed=3)
+
+
+def test_two_processes_resume(head_runs: dict[tuple[int, int, int], Run], tmp_path: Path) -> None:
+    """In the middle of the second epoch, bit for bit."""
+    run = head_runs[2, 2, 1]
+    resumed = resumed_at(run, 4, tmp_path)
+    assert start(resumed, 2) == [0, 0]
+    expected = result(run)
+    assert result(resumed).lines == expected.lines
+    for name, value in expected.weights.items():
+        assert torch.equal(result(resumed, 1).weights[name], value), name
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """FSDP2 on two processes, through accelerate (see `training_runs`)."""
+    options = options_of((2, 2, 1), objective="mrp", unroll=2, max_steps=4, save_strategy="steps", save_steps=2)
+    run = Run(tmp_path_factory.mktemp("sharded"), {**options, "fsdp": True, "fsdp_config": {"version": 2}}, sharded=True)
+    assert start(run, 2) == [0, 0]
+    return run
+
+
+def test_sharded_training_equals_one_process(sharded: Run, tmp_path: Path) -> None:
+    """In float32. Each process holds half of the model, the frozen backbone included."""
+    one = Run(tmp_path, {"objective": "mrp", "unroll": 2, "max_steps": 4})
+    assert start(one) == [0]
+    for rank in (0, 1):
+        assert_same(result(sharded, rank), result(one), 1e-5)
+        assert 0.45 < result(sharded, rank).share < 0.55
+    before = small_model().state_dict()
+    for name, value in result(sharded).weights.items():
+        assert torch.equal(value, before[name]) != name.startswith("mrp_head."), name
+
+
+@pytest.mark.parametrize("folder", ["checkpoint-4", "final"])
+def test_a_sharded_head_loads_in_one_process(folder: str, sharded: Run) -> None:
+    """As a model of this package, and as remote code with the files that were saved beside it."""
+    trained = result(sharded).weights
+    own = MRPForCausalLM.from_pretrained(sharded.folder / folder)
+    remote = AutoModelForCausalLM.from_pretrained(sharded.folder / folder, trust_remote_code=True)
+    assert type(remote).__module__.startswith("transformers_modules")
+    for model in (own, remote):
+        state = model.state_dict()
+        assert state.keys() == trained.keys()
+        assert all(torch.equal(value, trained[name]) for name, value in state.items())
+
+
+@pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
+def test_a_sharded_run_resumes(kind: str, sharded: Run, tmp_path: Path) -> None:
+    """Bit for bit; and the model is saved whole at the end, whatever its checkpoints hold."""
+    run = sharded
+    if kind == "SHARDED_STATE_DICT":
+        config = {"version": 2, "state_dict_type": kind}
+        run = replace(sharded, folder=tmp_path / "shards", options={**sharded.options, "fsdp_config": config})
+        assert start(run, 2) == [0, 0]
+        assert not (run.folder / "checkpoint-2" / "model.safetensors").exists()
+    resumed = resumed_at(run, 2, tmp_path / "resumed")
+    assert start(resumed, 2) == [0, 0]
+    saved = load_file(resumed.folder / "final" / "model.safetensors")
+    assert result(resumed).lines == result(sharded).lines
+    for name, value in result(sharded).weights.items():
+        assert torch.equal(result(resumed, 1).weights[name], value), name
+        assert torch.equal(saved[name], value), name
+
+
+@pytest.mark.parametrize("shards", [{"fsdp": True}, {"deepspeed": {"zero_optimization": {"stage": 2}}}])
+def test_muon_is_refused_where_matrices_are_sharded(shards: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="muon_learning_rate is set, but Muon needs whole matrices, which FSDP and DeepSpeed"):
+        MRPTrainingArguments("unused", muon_learning_rate=1e-3, **shards)
+
+
+def test_a_deepspeed_config_is_accepted() -> None:
+    """As far as transformers itself, which asks for the package."""
+    config = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": "auto"}
+    try:
+        import deepspeed  # noqa: F401
+    except ImportError:
+        with pytest.raises(ImportError, match=r"(?i)deepspeed"):
+            MRPTrainingArguments("unused", objective="mrp", use_cpu=True, deepspeed=config)
+    else:
+        assert MRPTrainingArguments("unused", objective="mrp", use_cpu=True, deepspeed=config).deepspeed_plugin is not None
+
+
+@pytest.mark.parametrize("objective", ["block_diffusion", "mrp"])
+def test_bfloat16_computes_in_it_and_keeps_float32_weights(objective: str, tmp_path: Path) -> None:
+    trainer = prepare(Run(tmp_path, {**ONE_STEP, "objective": objective, "bf16": True}, eval_rows=4))
+    seen: dict[str, set[torch.dtype]] = {}
+
+    def note(name: str) -> Any:
+        return lambda module, inputs, output: seen.setdefault(name, set()).add(output.dtype)
+
+    layers = {"backbone": trainer.model.model.layers[0].mlp.gate_proj, "head": trainer.model.mrp_head.layers[0].mlp.gate_proj}
+    for name, layer in layers.items():
+        layer.register_forward_hook(note(name))
+    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    trainer.train()
+    trainer.evaluate()
+    assert seen == {name: {torch.bfloat16} for name in (layers if objective == "mrp" else ["backbone"])}
+    assert {value.dtype for value in trainer.model.state_dict().values()} == {torch.float32}
+    assert {value.dtype for state in trainer.optimizer.state.values() for value in state.values()} == {torch.float32}
+    changed = {name for name, value in trainer.model.state_dict().items() if not torch.equal(value, before[name])}
+    assert {name.startswith("mrp_head.") for name in changed} == {objective == "mrp"}
+    full = result_of_one_step(objective, tmp_path / "full")
+    reduced = trainer.state.log_history[0]["loss"]
+    assert reduced != full
+    assert reduced == pytest.approx(full, rel=0.02)
+
+
+def result_of_one_step(objective: str, folder: Path) -> float:
+    """The loss of the same step in float32."""
+    trainer = prepare(Run(folder, {**ONE_STEP, "objective": objective}))
+    trainer.train()
+    return trainer.state.log_history[0]["loss"]
+
+
+def test_a_peft_model_that_names_the_arguments_of_its_forward(tmp_path: Path) -> None:
+    """Of task type CAUSAL_LM. Adapters that do nothing yet leave the loss as it is, and only they train."""
+    model = small_model()
+    adapters = LoraConfig(r=2, target_modules=r"mrp_head\.layers\.\d+\..*(q_proj|up_proj)", task_type="CAUSAL_LM")
+    options = MRPTrainingArguments(str(tmp_path), **{**OPTIONS, **ONE_STEP, "objective": "mrp"})
+    trainer = MRPTrainer(get_peft_model(model, adapters), options, Rows(12))
+    before: dict[str, Tensor] = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    trainer.train()
+    changed = [name for name, value in trainer.model.state_dict().items() if not torch.equal(value, before[name])]
+    assert len(changed) == 2  # the first step of the two adapters moves B alone
+    assert all("lora_B" in name for name in changed)
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(result_of_one_step("mrp", tmp_path / "bare"), rel=1e-5)

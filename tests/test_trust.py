@@ -1,0 +1,338 @@
+"""What a repository of somebody else cannot do: damaged files, configs that lie or climb, code that nobody asked for.
+
+What a pushed repository holds, and that loading one speaks to the Hub alone, is in `test_hub_round_trip`.
+"""
+
+import json
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import ROOT, make_model
+from hub_server import HubServer, run_python
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+
+from modeling_mrp import MRPForCausalLM
+from modeling_mrp.folder_mrp import read_folder
+
+IDS = torch.tensor([[1, 2, 3, 4, 5]])
+
+
+class Trap:
+    """Unpickled, it leaves a mark."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.mark,)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders of a small model: "full", "sharded", its "head" (of the backbone "full") and an "adapter" on it."""
+    folder = tmp_path_factory.mktemp("saved")
+    model = make_model().float()
+    model.save_pretrained(folder / "full")
+    model.save_pretrained(folder / "sharded", max_shard_size="20KB")
+    model.save_pretrained(folder / "head", head_only=True, base_model_name_or_path=str(folder / "full"))
+    get_peft_model(model, LoraConfig(target_modules=["eh_proj"])).save_pretrained(folder / "adapter")
+    return folder
+
+
+@pytest.fixture
+def copy(saved: Path, tmp_path: Path) -> Callable[[str], Path]:
+    """A copy of a saved folder, two folders deep, to be spoilt."""
+    return lambda name: Path(shutil.copytree(saved / name, tmp_path / "a" / "b" / name))
+
+
+def change_json(path: Path, **values: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def header_of(content: bytes) -> dict[str, Any]:
+    return json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+
+
+def with_header(content: bytes, change: Callable[[dict[str, Any]], Any]) -> bytes:
+    """A safetensors file whose header says something else of the same numbers."""
+    header, data = header_of(content), content[8 + int.from_bytes(content[:8], "little") :]
+    change(header)
+    encoded = json.dumps(header).encode()
+    return len(encoded).to_bytes(8, "little") + encoded + data
+
+
+def last_tensor(header: dict[str, Any]) -> dict[str, Any]:
+    return max((of for name, of in header.items() if name != "__metadata__"), key=lambda of: of["data_offsets"][1])
+
+
+def reaching_beyond(header: dict[str, Any]) -> None:
+    last = last_tensor(header)
+    last["data_offsets"][1] += 64
+    last["shape"] = [(last["data_offsets"][1] - last["data_offsets"][0]) // 4]
+
+
+def overlapping(header: dict[str, Any]) -> None:
+    last = last_tensor(header)
+    last["data_offsets"] = [offset - 4 for offset in last["data_offsets"]]
+
+
+def another_shape(header: dict[str, Any]) -> None:
+    last_tensor(header)["shape"] += [2]
+
+
+DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda content: b"",
+    "cut in its header": lambda content: content[:50],
+    "cut in its numbers": lambda content: content[:-1],
+    "longer than it says": lambda content: content + b"\0" * 4,
+    "a header of 2^63 bytes": lambda content: (2**63).to_bytes(8, "little") + content[8:],
+    "a header that is no JSON": lambda content: content[:8] + b"[" + content[9:],
+    "tensors beyond its end": lambda content: with_header(content, reaching_beyond),
+    "tensors that overlap": lambda content: with_header(content, overlapping),
+    "a shape of other size": lambda content: with_header(content, another_shape),
+    "a pickle": lambda content: pickle.dumps({"model.norm.weight": 1}),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("kind", ["full", "sharded", "head"])
+def test_damaged_weights_are_refused_and_nothing_is_read_instead(
+    copy: Callable[[str], Path], kind: str, damage: str, tmp_path: Path
+) -> None:
+    """Neither a pickle that lies beside them: it would leave a mark."""
+    folder = copy(kind)
+    for name in ("pytorch_model.bin", "model.pt"):
+        (folder / name).write_bytes(pickle.dumps(Trap(tmp_path / "mark")))
+    weights = max(folder.glob("*.safetensors"))
+    weights.write_bytes(DAMAGE[damage](weights.read_bytes()))
+    with pytest.raises(ValueError, match=rf"{weights.name} is not a whole safetensors file: download it again"):
+        MRPForCausalLM.from_pretrained(folder)
+    assert not (tmp_path / "mark").exists()
+
+
+@pytest.mark.parametrize("damage", ["cut in its numbers", "a pickle"])
+def test_a_damaged_adapter_leaves_the_model_as_it_was(
+    saved: Path, copy: Callable[[str], Path], damage: str, tmp_path: Path
+) -> None:
+    folder = copy("adapter")
+    (folder / "adapter_model.bin").write_bytes(pickle.dumps(Trap(tmp_path / "mark")))
+    weights = folder / "adapter_model.safetensors"
+    weights.write_bytes(DAMAGE[damage](weights.read_bytes()))
+    model = MRPForCausalLM.from_pretrained(saved / "full").eval()
+    before, names = model(IDS).logits, set(model.state_dict())
+    with pytest.raises(ValueError, match=r"adapter_model\.safetensors is not a whole safetensors file"):
+        model.load_adapter(str(folder))
+    assert set(model.state_dict()) == names
+    assert torch.equal(model(IDS).logits, before)
+    assert not (tmp_path / "mark").exists()
+
+
+LIES: list[tuple[dict[str, Any], str]] = [
+    ({"hidden_size": 16}, "wrong shape: model.embed_tokens.weight is [64, 32], needs [64, 16]"),
+    ({"hidden_size": 10**12}, "the sizes in the config are those of no model"),
+    ({"vocab_size": 65}, "wrong shape: lm_head.weight is [64, 32], needs [65, 32]"),
+    ({"intermediate_size": 49}, "mlp.up_proj.weight is [48, 32], needs [49, 32]"),
+    ({"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}, "k_norm.weight is [8], needs [16]"),
+    ({"num_key_value_heads": 4}, "k_proj.weight is [16, 32], needs [32, 32]"),
+    ({"num_hidden_layers": 1, "layer_types": None}, "unexpected: model.layers.1.mlp.up_proj.weight"),
+    ({"num_hidden_layers": 3, "layer_types": None}, "missing: model.layers.2.mlp.up_proj.weight"),
+    ({"num_hidden_layers": 3}, "layer_types names 2 layers and num_hidden_layers is 3"),
+    ({"num_hidden_layers": 20000, "layer_types": None}, "calls for 20002 layers"),
+    ({"num_nextn_predict_layers": 10**9}, "calls for 1000000002 layers"),
+    ({"num_nextn_predict_layers": 0}, "unexpected: mrp_head.eh_proj.weight"),
+    ({"num_nextn_predict_layers": 3}, "missing: mrp_head.layers.2.mlp.up_proj.weight"),
+    ({"draft_vocab_size": 32}, "missing: mrp_head.draft_token_ids"),
+    *(
+        ({name: 0}, f"{name} is 0: it must be an int of at least 1")
+        for name in ("hidden_size", "num_hidden_layers", "head_dim")
+    ),
+    *(({f"num_{which}_heads": -4}, f"num_{which}_heads is -4: it must be") for which in ("attention", "key_value")),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), LIES, ids=str)
+def test_a_config_that_lies_about_shapes(copy: Callable[[str], Path], fields: dict[str, Any], message: str) -> None:
+    """Before anything is allocated, also where it would be more than there is."""
+    folder = copy("full")
+    change_json(folder / "config.json", **fields)
+    with pytest.raises(ValueError) as refused:  # noqa: PT011  the message is compared below
+        MRPForCausalLM.from_pretrained(folder)
+    assert message in str(refused.value)
+
+
+@pytest.mark.parametrize("layers", [0, 1, 3, 10**9])
+def test_a_heads_config_that_lies(copy: Callable[[str], Path], layers: int) -> None:
+    folder = copy("head")
+    change_json(folder / "config.json", num_nextn_predict_layers=layers)
+    with pytest.raises(ValueError, match=r"has no MRP head|does not fit its config|calls for 1000000000 layers"):
+        MRPForCausalLM.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("name", ["../../secret", "../full", "{root}/nowhere", "~/secret", "org/../../secret", "secret"])
+def test_the_name_of_a_backbone_that_climbs_out(
+    saved: Path, copy: Callable[[str], Path], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen from the head, from the folder of work and from home there is a model by that name."""
+    folder = copy("head")
+    for place in (tmp_path / "a", tmp_path / "a" / "b" / "org"):
+        shutil.copytree(saved / "full", place / "secret")
+    shutil.copytree(saved / "full", tmp_path / "a" / "b" / "full")
+    monkeypatch.setenv("HOME", str(tmp_path / "a"))
+    (tmp_path / "a" / "b" / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "a" / "b" / "work")
+    change_json(folder / "config.json", base_model_name_or_path=name.format(root=tmp_path))
+    with pytest.raises(ValueError, match=r"names the backbone .*, which is not followed"):
+        MRPForCausalLM.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("shard", ["../../secret.safetensors", "{root}/a/secret.safetensors", "b/../x.safetensors"])
+def test_an_index_that_climbs_out(saved: Path, copy: Callable[[str], Path], shard: str, tmp_path: Path) -> None:
+    """The shard lies where the index says, and fits."""
+    folder = copy("sharded")
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    shutil.copy(saved / "sharded" / index["weight_map"]["lm_head.weight"], tmp_path / "a" / "secret.safetensors")
+    index["weight_map"]["lm_head.weight"] = shard.format(root=tmp_path)
+    change_json(folder / "model.safetensors.index.json", **index)
+    with pytest.raises(ValueError, match=r"a shard is a \.safetensors file beside the index, and nothing else is read"):
+        MRPForCausalLM.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("field", ["attn_implementation", "_attn_implementation"])
+@pytest.mark.parametrize("kind", ["full", "head"])
+def test_attention_of_another_repository(copy: Callable[[str], Path], kind: str, field: str) -> None:
+    """transformers would fetch and run a kernel of that name."""
+    folder = copy(kind)
+    change_json(folder / "config.json", **{field: "kernels-community/flash-attn"})
+    with pytest.raises(ValueError, match="'kernels-community/flash-attn', code of another repository, which is not run"):
+        MRPForCausalLM.from_pretrained(folder)
+
+
+ELSEWHERE = ["org/evil--modeling_mrp.MRPForCausalLM", "../../evil_mrp.MRPForCausalLM", "/evil_mrp.MRPForCausalLM"]
+
+
+@pytest.mark.parametrize("reference", ELSEWHERE)
+def test_code_from_elsewhere_is_not_published(copy: Callable[[str], Path], reference: str) -> None:
+    folder = copy("full")
+    change_json(folder / "config.json", auto_map={"AutoModel": reference})
+    with pytest.raises(ValueError, match="only code in the folder itself is published"):
+        read_folder(folder)
+
+
+@pytest.mark.parametrize("reference", ELSEWHERE)
+def test_code_in_a_folder_does_not_run_when_the_installed_package_loads_it(
+    saved: Path, copy: Callable[[str], Path], reference: str
+) -> None:
+    folder = copy("full")
+    change_json(folder / "config.json", auto_map={"AutoConfig": reference, "AutoModelForCausalLM": reference})
+    for path in (*folder.glob("*.py"), *folder.glob("*/*.py"), folder.parent.parent / "evil_mrp.py"):
+        path.write_text("raise SystemExit('this ran')")
+    model = MRPForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
+    assert torch.equal(model(IDS).logits, MRPForCausalLM.from_pretrained(saved / "full").eval()(IDS).logits)
+
+
+REVISIONS = """
+import json, os, sys
+sys.modules["modeling_mrp"] = sys.modules["trainer"] = None
+import torch
+from transformers import AutoModel
+def load(name, **options):
+    model = AutoModel.from_pretrained(name, trust_remote_code=True, **options).eval()
+    assert not os.path.exists("trap"), (name, options)
+    return model, float(model(torch.tensor([[1, 2, 3, 4, 5]])).logits.detach().double().sum())
+def refused(kind, **options):
+    try:
+        AutoModel.from_pretrained(trust_remote_code=True, **options)
+    except kind as error:
+        assert not os.path.exists("trap"), options
+        return str(error)
+    raise AssertionError(f"{options} was not refused")
+pinned, found = load("org/model", revision=FIRST)
+assert found == LOGITS[0] and FIRST in type(pinned).__module__
+mixed, found = load("org/model", code_revision=FIRST)
+assert found == LOGITS[1] and FIRST in type(mixed).__module__
+headed, found = load("org/head", revision="main")
+assert found == LOGITS[0] and headed.mrp_head is not None and headed.backbone_source.revision == FIRST
+assert "which is not followed" in refused(ValueError, pretrained_model_name_or_path="org/climbing")
+assert "is not a whole safetensors file" in refused(ValueError, pretrained_model_name_or_path="org/damaged")
+refused(ValueError, pretrained_model_name_or_path="local")
+AutoModel.from_pretrained("org/model", trust_remote_code=True)
+assert os.path.exists("trap")
+
+os.remove("trap")
+assert "Consistency check failed" in refused(OSError, pretrained_model_name_or_path="org/short")
+assert "500 Internal Server Error" in refused(OSError, pretrained_model_name_or_path="org/short")
+assert "private repository" in refused(OSError, pretrained_model_name_or_path="org/secret", token=False)
+for name in ("org/short", "org/secret"):
+    assert load(name)[1] == LOGITS[0]
+"""
+
+
+def test_code_and_weights_from_the_hub(hub: HubServer, saved: Path, tmp_path: Path) -> None:
+    """A later commit changes a repository's weights and its code, which then springs a trap when it is imported. What is pinned
+    stays what it was: a revision, the revision of the code alone, and the backbone that a head names. A download that fails
+    says why, and leaves nothing that the next load would take for the file."""
+    files = read_files(saved / "full")
+    first = hub.commit("org/model", files)
+    weights = {name: value * 1.5 for name, value in load_file(saved / "full" / "model.safetensors").items()}
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    trap = b"\nopen('trap', 'w').close()\n"
+    springs = {name: content + trap for name, content in files.items() if name.endswith("configuration_mrp.py")}
+    hub.commit("org/model", {"model.safetensors": (tmp_path / "model.safetensors").read_bytes(), **springs})
+
+    head = read_files(saved / "head")
+    for name, backbone in (("org/head", "org/model"), ("org/climbing", "../../secret")):
+        config = json.loads(head["config.json"]) | {"base_model_name_or_path": backbone, "base_model_revision": first}
+        hub.commit(name, head | {"config.json": json.dumps(config).encode()})
+    hub.commit("org/short", files)
+    hub.fail("GET /org/short/objects/", change=lambda body: body[:-1])
+    hub.fail("GET /org/short/objects/", status=500)
+    hub.commit("org/secret", files, private=True)
+    hub.commit("org/damaged", files | {"model.safetensors": files["model.safetensors"][:-1]})
+    work = tmp_path / "x" / "y" / "work"
+    shutil.copytree(saved / "full", work / "local")
+    shutil.copytree(saved / "full", tmp_path / "x" / "secret")
+    (tmp_path / "x" / "y" / "evil.py").write_bytes(trap)
+    change_json(work / "local" / "config.json", auto_map={"AutoConfig": "../../evil.C", "AutoModel": "../../evil.C"})
+
+    model = MRPForCausalLM.from_pretrained(saved / "full").eval()
+    logits = [model(IDS).logits.double().sum().item()]
+    model.load_state_dict(weights)
+    logits.append(model(IDS).logits.double().sum().item())
+    given = f"FIRST, LOGITS = {first!r}, {logits}\n"
+    run_python(given + REVISIONS, work, hub.environment(tmp_path, "hf_alice", OMP_NUM_THREADS="1"))
+
+
+def read_files(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_imports_connect_nowhere(tmp_path: Path) -> None:
+    """Every module of the package, which starts no thread either, and of the trainer."""
+    run_python(
+        f"""
+        import importlib, pkgutil, sys, threading
+        seen = []
+        def listen(event, arguments):
+            if event in ("socket.connect", "socket.bind", "socket.getaddrinfo", "socket.gethostbyname"):
+                seen.append((event, arguments))
+        sys.path.insert(0, {str(ROOT)!r})
+        import torch, transformers, peft
+        sys.addaudithook(listen)
+        threads = threading.active_count()
+        for name in ("modeling_mrp", "trainer"):
+            package = importlib.import_module(name)
+            for module in pkgutil.iter_modules(package.__path__, name + "."):
+                if not module.name.endswith("__main__"):
+                    importlib.import_module(module.name)
+            assert not seen, seen
+            assert name == "trainer" or threading.active_count() == threads
+        """,
+        tmp_path,
+        {"HOME": str(tmp_path), "PATH": "", "HF_HOME": str(tmp_path)},
+    )
