@@ -159,10 +159,11 @@ def test_evaluate_takes_several_of_each(monkeypatch: pytest.MonkeyPatch) -> None
     """What reaches the evaluation is what its own command line would make of the same words."""
     seen: list[Namespace] = []
     monkeypatch.setattr(evaluate, "evaluate", seen.append)
-    mrp("evaluate", "--model", "m", "--family", "math", "--family", "code", "--decoding", "static", "--decoding", "dynamic",
-        "--tau", "0.5", "--tau", "0.9", "--count", "3", "--limit", "2")  # fmt: skip
-    evaluate.main(["--model", "m", "--family", "math", "code", "--decoding", "static", "dynamic", "--tau", "0.5", "0.9"]
-                  + ["--count", "3", "--limit", "2"])  # fmt: skip
+    shared = ["--model", "m", "--count", "3", "--limit", "2"]
+    one_by_one = ["--family", "math", "--family", "code", "--decoding", "static", "--decoding", "dynamic"]
+    mrp("evaluate", *shared, *one_by_one, "--tau", "0.5", "--tau", "0.9")
+    lists = ["--family", "math", "code", "--decoding", "static", "dynamic", "--tau", "0.5", "0.9"]
+    evaluate.main([*shared, *lists])
     mrp("evaluate", "--model", "m")
     evaluate.main(["--model", "m"])
     assert vars(seen[0]) == vars(seen[1])
@@ -199,6 +200,22 @@ def test_convert(tmp_path: Path) -> None:
     assert "is not empty: name a new folder" in mrp("convert", str(TINY), str(tmp_path / "published"), fails=True)
 
 
+def test_push_lists_what_it_would_send() -> None:
+    shown = mrp("push", str(TINY), "org/sdar-tiny-mrp", "--dry-run")
+    for word in ("org/sdar-tiny-mrp", "model.safetensors", "modeling_mrp.py", "README.md"):
+        assert word in shown
+    refused = mrp("push", str(TINY), "org/sdar-tiny-mrp", "--dry-run", "--head-only", fails=True)
+    assert "does not say where its backbone is on the Hub: give --base-model" in refused
+
+
+def test_card(tmp_path: Path) -> None:
+    card = mrp("card", str(TINY), "--name", "org/sdar-tiny-mrp")
+    assert card.startswith("---\n")
+    assert 'from_pretrained("org/sdar-tiny-mrp"' in card
+    mrp("card", str(TINY), "--name", "org/sdar-tiny-mrp", "--output", str(tmp_path / "card.md"))
+    assert (tmp_path / "card.md").read_text() == card
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -209,6 +226,10 @@ def test_convert(tmp_path: Path) -> None:
         (["train", "head", "--model", "org/none", "--output-dir", "o", "--dry-run"], "a dry run connects to nothing"),
         (["evaluate", "--model", str(TINY), "--prompts", "nowhere.jsonl"], "nowhere.jsonl"),
         (["tasks", "--family", "math", "--count", "1", "--output", "."], "Is a directory"),
+        (["push", "nowhere", "org/name", "--dry-run"], "a dry run downloads nothing"),
+        (["push", str(TINY), "org/name", "--head-only", "--adapter"], "--head-only and --adapter: give one"),
+        (["push", str(TINY), "org/name", "--branch", "b", "--pull-request"], "--branch and --pull-request: give one"),
+        (["card", "nowhere"], "nowhere"),
         (["convert", str(TINY), "unused"], "is in the layout 'mrp' already"),
     ],
 )

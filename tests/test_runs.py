@@ -252,7 +252,7 @@ def test_a_backbone_from_an_autoregressive_one(files: dict[str, str], tmp_path: 
 
 
 def test_what_trains_is_float32_and_what_is_saved_is_not(files: dict[str, str], tmp_path: Path) -> None:
-    run = open_run(settings_of(files, tmp_path, bf16=True, save="full", max_steps=2))
+    run = open_run(settings_of(files, tmp_path, bf16=True, save="full", max_steps=2, eval_data=[files["held"]], eval_prompts=1))
     model = run.trainer.model
     assert {parameter.dtype for parameter in model.mrp_head.parameters()} == {torch.float32}
     assert {parameter.dtype for parameter in model.model.parameters()} == {torch.bfloat16}

@@ -23,6 +23,7 @@ app = typer.Typer(
 app.add_typer(cli_train.app, name="train")
 
 _WHAT, _HOW, _MODEL, _OUTPUT = "What is asked", "How it is decoded", "Model", "Output"
+_KIND, _TARGET, _CARD = "What is pushed", "Where to", "Card"
 Splits = Literal["train", "tune", "heldout"]
 
 
@@ -162,6 +163,94 @@ def convert(
         written = convert_checkpoint(source, target, layout)
     size = sum(path.stat().st_size for path in written.iterdir())
     typer.echo(f"wrote {written} in the layout {layout}: {size:,} bytes")
+
+
+Results = Annotated[
+    list[str] | None,
+    typer.Option(metavar="FILE", rich_help_panel=_CARD, help="Lines of mrp evaluate, for the card. Repeatable."),
+]
+About = Annotated[
+    str | None, typer.Option(metavar="FILE", rich_help_panel=_CARD, help="Markdown that tells of the checkpoint, for the card.")
+]
+
+
+@app.command()
+def push(
+    folder: Annotated[str, typer.Argument(metavar="FOLDER_OR_ID", help="What training saved, or a repository to copy.")],
+    repo_id: Annotated[str, typer.Argument(metavar="REPO", help="org/name.")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list files and sizes; no connection is made.")] = False,
+    head_only: Annotated[
+        bool, typer.Option("--head-only", rich_help_panel=_KIND, help="The head of a full model alone.")
+    ] = False,
+    adapter: Annotated[bool, typer.Option("--adapter", rich_help_panel=_KIND, help="A peft adapter.")] = False,
+    base_model: Annotated[
+        str | None, typer.Option(metavar="ID", rich_help_panel=_KIND, help="With --head-only: the backbone on the Hub.")
+    ] = None,
+    base_revision: Annotated[
+        str | None, typer.Option(rich_help_panel=_KIND, help="The backbone's commit, branch or tag.")
+    ] = None,
+    public: Annotated[bool, typer.Option("--public", rich_help_panel=_TARGET, help="Create it public, not private.")] = False,
+    branch: Annotated[str | None, typer.Option(rich_help_panel=_TARGET, help="Push to this branch.")] = None,
+    pull_request: Annotated[
+        bool, typer.Option("--pull-request", rich_help_panel=_TARGET, help="Open a pull request, leave main alone.")
+    ] = False,
+    message: Annotated[str | None, typer.Option(rich_help_panel=_TARGET, help="The commit's title.")] = None,
+    card: Annotated[
+        Path | None, typer.Option(metavar="FILE", rich_help_panel=_CARD, help="Publish this card, not a rendered one.")
+    ] = None,
+    new_card: Annotated[
+        bool, typer.Option("--new-card", rich_help_panel=_CARD, help="Render it even where a person wrote one.")
+    ] = False,
+    results: Results = None,
+    about: About = None,
+) -> None:
+    """Push a full model, a head or an adapter to the Hub in one commit, private unless told."""
+    with told():
+        for one, other, names in (
+            (head_only, adapter, "--head-only and --adapter"),
+            (branch, pull_request, "--branch and --pull-request"),
+        ):
+            if one and other:
+                raise ValueError(f"{names}: give one of them")
+        from .publish import push as push_checkpoint
+
+        kind = "head" if head_only else "adapter" if adapter else None
+        done = push_checkpoint(
+            folder,
+            repo_id,
+            kind,
+            base_model,
+            base_revision,
+            dry_run,
+            private=not public,
+            revision=branch,
+            create_pr=pull_request,
+            commit_message=message,
+            card=card,
+            new_card=new_card,
+            results=results or [],
+            about=about,
+        )
+    typer.echo(done)
+
+
+@app.command()
+def card(
+    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="A checkpoint.")],
+    name: Annotated[str | None, typer.Option(show_default="the folder", help="Repository that the examples load.")] = None,
+    output: Annotated[Path | None, typer.Option(metavar="FILE", show_default="standard output", help="Written anew.")] = None,
+    results: Results = None,
+    about: About = None,
+) -> None:
+    """Print the model card of a checkpoint, as a push would render it."""
+    with told():
+        from .publish import card as rendered_card
+
+        text = rendered_card(folder, name, results or [], about)
+        if output is not None:
+            output.write_text(text, encoding="utf-8")
+    if output is None:
+        typer.echo(text, nl=False)
 
 
 def main() -> None:

@@ -110,8 +110,8 @@ def estimate(model: nn.Module, load: Load) -> MemoryEstimate:
 
     Objective `mrp`: the backbone's passes run without gradients and leave h_A, h_B and, per layer, the keys and values of the
     first pass (`CleanCache` holds views, so that those of all columns stay). The head's passes keep everything for the backward
-    pass: the first all columns, each further one those of the noisy copies. `block_diffusion` keeps everything of every layer, or
-    with gradient checkpointing each layer's input. Losses hold one chunk of logits (`losses_mrp.over_vocabulary`) and a
+    pass: the first all columns, each further one those of the noisy copies. `block_diffusion` keeps everything of every layer,
+    or with gradient checkpointing each layer's input. Losses hold one chunk of logits (`losses_mrp.over_vocabulary`) and a
     derivative per token.
 
     What the allocator wastes, the CUDA context (some 0.5 GB) and the buffers of libraries are not in it.

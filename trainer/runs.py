@@ -2,7 +2,6 @@
 
 import os
 import shutil
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,12 +9,11 @@ from typing import Any
 import torch
 import yaml
 from peft import LoraConfig, get_peft_model
-from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase, TrainerCallback, set_seed
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase, set_seed
 
 from modeling_mrp.configuration_mrp import MRPConfig
 from modeling_mrp.modeling_mrp import MRPForCausalLM
 
-from .acceptance import measure_acceptance
 from .arguments import MRPTrainingArguments
 from .chat import RecordEncoder
 from .memory import Load, MemoryEstimate, estimate
@@ -53,18 +51,11 @@ class DryRun:
         return None if self.rows is None else max(1, self.rows // self.rows_per_step)
 
 
-class _DecodesHeldOut(TrainerCallback):
-    """At every evaluation really decodes a few held-out prompts with `mrp_spec`, and logs how far the drafts carry."""
-
-    def __init__(self, trainer: MRPTrainer, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[list[int]]) -> None:
-        self.trainer, self.tokenizer, self.prompts = trainer, tokenizer, prompts
-
-    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, float], **kwargs: Any) -> None:
-        with self.trainer.accelerator.autocast():
-            measured = measure_acceptance(self.trainer.model, self.tokenizer, self.prompts, args.eval_new_tokens)
-        named = {f"eval_{name}": value for name, value in measured.items()}
-        metrics.update(named)
-        self.trainer.log(named)
+class _RunTrainer(MRPTrainer):
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        # What is frozen may be bfloat16 and what trains is float32: decoding held-out prompts, too, needs autocast.
+        with self.accelerator.autocast():
+            return super().evaluation_loop(*args, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -138,11 +129,9 @@ def _make_trainer(
     held_out = None
     if options.eval_data:
         held_out = open_rows(options.eval_data, encoder, options.packed, split=options.eval_split, shuffle=False)
-    prompts = _prompts(held_out, arguments.eval_prompts) if arguments.eval_prompts else []
-    trainer = MRPTrainer(model=model, args=arguments, train_dataset=rows, eval_dataset=held_out)
-    if prompts:
-        trainer.add_callback(_DecodesHeldOut(trainer, tokenizer, prompts))
-    return trainer
+    if arguments.eval_prompts and not any(sample.response.argmax() for row in held_out or () for sample in samples_of(row)):
+        raise ValueError(f"eval_prompts is {arguments.eval_prompts}, but no record to evaluate on has a prompt: use 0")
+    return _RunTrainer(model=model, args=arguments, train_dataset=rows, eval_dataset=held_out, processing_class=tokenizer)
 
 
 def load_tokenizer(options: RunOptions, local_files_only: bool = False) -> PreTrainedTokenizerBase:
@@ -156,8 +145,8 @@ def load_tokenizer(options: RunOptions, local_files_only: bool = False) -> PreTr
 def load_model(settings: Settings) -> Any:
     """The model that a run trains.
 
-    What is frozen has the type of the passes, bfloat16 or float32; what trains is always float32: in bfloat16 most updates would
-    be rounded away.
+    What is frozen has the type of the passes, bfloat16 or float32; what trains is always float32: in bfloat16 most updates
+    would be rounded away.
 
     Raises:
         ValueError: if what the settings name does not go together, or an adapter of a head is asked for and there is none.
@@ -252,8 +241,8 @@ def _fields(source: str, revision: str | None) -> dict[str, Any]:
         found, _ = PreTrainedConfig.get_config_dict(source, revision=revision, local_files_only=True)
     except OSError as error:
         raise ValueError(
-            f"{source} is no folder with a config.json, nor in the cache, and a dry run connects to nothing: download its config "
-            f"first (hf download {source} config.json), or name a folder"
+            f"{source} is no folder with a config.json, nor in the cache, and a dry run connects to nothing: download its "
+            f"config first (hf download {source} config.json), or name a folder"
         ) from error
     return dict(found)
 
@@ -270,21 +259,6 @@ def _encoder(model: Any, tokenizer: PreTrainedTokenizerBase, options: RunOptions
     return RecordEncoder(tokenizer, bare.config.block_size, options.max_length, bare.config.mask_token_id, ends)
 
 
-def _prompts(rows: Any, count: int) -> list[list[int]]:
-    """The prompts of the first samples that have one."""
-    found: list[list[int]] = []
-    for row in rows:
-        for sample in samples_of(row):
-            begin = int(sample.response.argmax())
-            if begin and len(found) < count:
-                found.append(sample.ids[:begin].tolist())
-        if len(found) == count:
-            break
-    if not found:
-        raise ValueError(f"eval_prompts is {count}, but no record to evaluate on has a prompt: use 0")
-    return found
-
-
 def _check_folder(folder: Path, settings: Settings) -> None:
     """Raises `ValueError` where a run with other settings would be taken up."""
     checkpoints = sorted(folder.glob("checkpoint-*"))
@@ -295,7 +269,8 @@ def _check_folder(folder: Path, settings: Settings) -> None:
         raise ValueError(f"{folder} holds checkpoints and no {RUN_FILE}: name another folder, or begin again with --restart")
     if different := settings.differences(yaml.safe_load(path.read_text(encoding="utf-8"))):
         raise ValueError(
-            f"{folder} holds a run with other settings: {'; '.join(different)}. Name another folder, or begin again with --restart"
+            f"{folder} holds a run with other settings: {'; '.join(different)}. Name another folder, or begin again with "
+            "--restart"
         )
 
 

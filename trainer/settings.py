@@ -205,8 +205,8 @@ def _check(settings: Settings, given: Mapping[str, Any]) -> None:
     new = sorted({"head", "head_layers", "head_init", "save"} & given.keys())
     if options.lora_rank and new:
         raise ValueError(
-            f"lora_rank is {options.lora_rank}: an adapter belongs to one checkpoint, which has the head that it changes. Give it "
-            f"as model, and leave out {', '.join(new)}"
+            f"lora_rank is {options.lora_rank}: an adapter belongs to one checkpoint, which has the head that it changes. Give "
+            f"that as model, and leave out {', '.join(new)}"
         )
     if options.head is not None and (new := sorted({"head_layers", "head_init"} & given.keys())):
         raise ValueError(f"head is {options.head!r}, and {', '.join(new)} describe a new one: leave out either")
