@@ -1,6 +1,7 @@
 """What a training run needs of a device's memory, estimated from shapes alone."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -102,7 +103,7 @@ class MemoryEstimate:
         return of_model + (self.gradients if processes > 1 else 0) + self.of_batch
 
 
-def estimate(model: nn.Module, load: Load) -> MemoryEstimate:
+def estimate(model: Any, load: Load) -> MemoryEstimate:
     """Estimates a training step's memory.
 
     Trained weights are float32, with gradients of their size and, by default, Adam's two moments; frozen ones have the type of
@@ -121,7 +122,7 @@ def estimate(model: nn.Module, load: Load) -> MemoryEstimate:
             device it takes no memory.
         load: What a step computes.
     """
-    bare: MRPForCausalLM = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[assignment]
+    bare = model.get_base_model() if hasattr(model, "get_base_model") else model
     config = bare.config
     trained = [(name, p.numel()) for name, p in model.named_parameters() if p.requires_grad]
     numbers, of_trained = sum(p.numel() for p in model.parameters()), sum(size for _, size in trained)

@@ -164,7 +164,7 @@ def load_model(settings: Settings) -> Any:
         model = MRPForCausalLM.from_pretrained(options.model, **where)
         _need_head(model.config, options.model)
     else:
-        head = {"head": options.head, "head_layers": options.head_layers, "head_init": options.head_init}
+        head: dict[str, Any] = {"head": options.head, "head_layers": options.head_layers, "head_init": options.head_init}
         model = MRPForCausalLM.from_backbone(options.model, **head, head_revision=options.head_revision, **where)
         model.mrp_head.to(torch.float32)
     return with_adapter(model, settings) if options.lora_rank else model
