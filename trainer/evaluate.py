@@ -231,19 +231,25 @@ def main(arguments: list[str] | None = None) -> None:
         if value is not None and value < 1:
             parser.error(f"--{name.replace('_', '-')} is {value}: at least 1" + (" problem" if name == "count" else ""))
     try:
-        results = ResultsFile(options.output, "asked") if options.output else None
-        tokenizer = AutoTokenizer.from_pretrained(options.tokenizer or options.model, trust_remote_code=True)
-        sets = problem_sets(options, tokenizer)
+        evaluate(options)
     except ValueError as error:
         parser.error(str(error))
+
+
+def evaluate(options: argparse.Namespace) -> None:
+    """Prints one JSON line per problem set and setting, as the command line's options say.
+
+    Raises:
+        ValueError: for a malformed file, or a prompt that leaves no room for an answer.
+    """
+    results = ResultsFile(options.output, "asked") if options.output else None
+    tokenizer = AutoTokenizer.from_pretrained(options.tokenizer or options.model, trust_remote_code=True)
+    sets = problem_sets(options, tokenizer)
     dtype = {} if options.dtype is None else {"dtype": options.dtype}
     model = AutoModelForCausalLM.from_pretrained(options.model, trust_remote_code=True, **dtype).eval()
     model = model.to(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    try:
-        for asked in sets:
-            asked.check_room(model.config.max_position_embeddings)
-    except ValueError as error:
-        parser.error(str(error))
+    for asked in sets:
+        asked.check_room(model.config.max_position_embeddings)
     report(model, tokenizer, options, sets, results)
 
 

@@ -380,9 +380,19 @@ def problem_from_json(line: str) -> Problem:
     return Problem(**record)
 
 
-def _lines(family: Family, split: Split, count: int, seed: int) -> Iterator[str]:
+def problem_lines(family: Family, split: Split, count: int, seed: int = 0) -> Iterator[str]:
+    """Problems as JSON, which `problem_from_json` reads back."""
     for problem in problems(family, split, count, seed):
         yield json.dumps(asdict(problem))
+
+
+def training_lines(family: Family, split: Split, count: int, seed: int = 0) -> Iterator[str]:
+    """Problems as JSON records to train on: chats, or for `source` a prompt and its completion."""
+    for problem in problems(family, split, count, seed):
+        if family == "source":
+            yield json.dumps({"prompt": problem.prompt, "completion": problem.answer})
+        else:
+            yield json.dumps({"messages": [*problem.messages(), {"role": "assistant", "content": problem.answer}]})
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -393,7 +403,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--count", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
-    for line in _lines(options.family, options.split, options.count, options.seed):
+    for line in problem_lines(options.family, options.split, options.count, options.seed):
         sys.stdout.write(line + "\n")
 
 

@@ -1,0 +1,245 @@
+"""The console script, in this process; its help, its errors, and the way from tasks to a head that decodes."""
+
+import json
+import subprocess
+import sys
+from argparse import Namespace
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import pytest
+import torch
+import typer
+from conftest import ROOT, TINY
+from test_trainer import small_model
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+from modeling_mrp import MRPForCausalLM
+from modeling_mrp.heads_mrp import NEW_HEADS
+from modeling_mrp.options_mrp import DECODINGS
+from trainer import cli, cli_train, evaluate
+from trainer.arguments import MRPTrainingArguments
+from trainer.convert import LAYOUTS
+from trainer.objectives import HEAD_LOSSES
+from trainer.questions import JUDGES
+from trainer.reveals import REVEAL_RULES
+from trainer.settings import RunOptions, known_names, read_settings
+from trainer.tasks import FAMILIES, SPLITS, problem_from_json
+
+OBJECTIVES = {"head": "mrp", "backbone": "block_diffusion"}
+# The console's width decides where lines break.
+RUNNER = CliRunner(env={"COLUMNS": "120", "NO_COLOR": "1", "TERM": "dumb"})
+
+
+def mrp(*arguments: str, fails: bool = False) -> str:
+    """What a command prints; of one that fails, on standard error."""
+    result = RUNNER.invoke(cli.app, list(arguments))
+    if fails:
+        assert result.exit_code == 1, result.output
+        assert "Traceback" not in result.output
+        return result.stderr
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def command(*path: str) -> Any:
+    found: Any = typer.main.get_command(cli.app)
+    for name in path:
+        found = found.commands[name]
+    return found
+
+
+def choices(function: Any, name: str) -> set[str]:
+    """What a parameter's literal allows, None left out."""
+    hint = get_type_hints(function)[name]
+    literal = next((one for one in get_args(hint) if get_args(one)), hint)
+    return set(get_args(literal))
+
+
+def test_help_waits_for_nothing_heavy() -> None:
+    code = "import sys, trainer.cli; print(sorted({'torch', 'transformers', 'numpy'} & sys.modules.keys()))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_help_reads_well(name: str) -> None:
+    shown = mrp("train", name, "--help")
+    for panel in ("Run", "Model", "Data", "Objective", "Optimizer", "Watching and saving", "Adapter (LoRA)"):
+        assert f" {panel} ─" in shown
+    assert (" Head ─" in shown) == (name == "head")
+    assert len(shown.splitlines()) < 90
+    for parameter in command("train", name).params:
+        if parameter.name != "help":
+            assert parameter.help, parameter.name
+            assert len(parameter.help) < 70, parameter.name
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_flags_are_settings_and_show_their_defaults(name: str) -> None:
+    objective = OBJECTIVES[name]
+    defaults = {field.name: field.default for field in (*fields(RunOptions), *fields(MRPTrainingArguments))}
+    read = read_settings(objective, None, {"model": "m", "output_dir": "o", "data": ["d"], "eval_data": ["e"]})
+    defaults |= read.training
+    flags = {p.name: p for p in command("train", name).params if p.name not in (*cli_train._OF_THE_COMMAND, "help")}
+    assert flags.keys() <= set(known_names(objective))
+    shown = {n: p.show_default for n, p in flags.items() if isinstance(p.show_default, str)}
+    in_words = {
+        "tokenizer",
+        "head",
+        "lora_alpha",
+        "max_steps",
+        "muon_learning_rate",
+        "packed",
+        "streaming",
+        "bf16",
+        "block_size",
+    }
+    for flag, text in shown.items():
+        if flag not in in_words:
+            assert text in (str(defaults[flag]), f"{defaults[flag]:g}" if isinstance(defaults[flag], float) else None), flag
+    assert (defaults["packed"], defaults["streaming"], defaults["bf16"]) == (True, False, False)
+    assert read.training["learning_rate"] == {"head": 1e-3, "backbone": 1e-4}[name]
+
+
+def test_choices_are_those_of_the_modules() -> None:
+    assert choices(cli_train.train_head, "head_init") == set(NEW_HEADS)
+    assert choices(cli_train.train_head, "head_loss") == set(HEAD_LOSSES)
+    assert choices(cli_train.train_head, "reveal_rule") == set(REVEAL_RULES)
+    assert choices(cli.evaluate, "judge") == set(JUDGES)
+    assert choices(cli.evaluate, "dtype") == set(evaluate.DTYPES)
+    assert choices(cli.convert, "layout") == set(LAYOUTS)
+    assert {one.value for one in cli.Decoding} == set(DECODINGS)
+    assert {one.value for one in cli.Family} == set(FAMILIES)
+    assert set(get_args(cli.Splits)) == set(SPLITS)
+
+
+def test_from_tasks_to_a_head_that_decodes(tmp_path: Path, word_tokenizer: PreTrainedTokenizerFast) -> None:
+    model = small_model(word_tokenizer, head_layers=0)
+    model.generation_config.eos_token_id = word_tokenizer.eos_token_id
+    backbone, head, data = tmp_path / "backbone", tmp_path / "head", {}
+    model.save_pretrained(backbone)
+    word_tokenizer.save_pretrained(backbone)
+    for split, count in (("train", 12), ("tune", 4)):
+        data[split] = str(tmp_path / f"{split}.jsonl")
+        told = mrp("tasks", "--family", "math", "--split", split, "--count", str(count), "--output", data[split])
+        assert told == f"wrote {count} records to {data[split]}\n"
+    arguments = ["train", "head", "--model", str(backbone), "--data", data["train"], "--eval-data", data["tune"]]
+    arguments += ["--output-dir", str(head), "--max-length", "128", "--steps", "3", "--batch-size", "2", "--head-layers", "1"]
+    arguments += ["--eval-steps", "2", "--eval-prompts", "2", "--set", "use_cpu=true", "--set", "eval_new_tokens=8"]
+    printed = mrp(*arguments, "--logging-steps", "1", "--set", "disable_tqdm=true")
+    assert printed.splitlines()[-1] == f"saved to {head}"
+    assert printed.count("'eval_loss'") == 2  # behind step 2, and at the end
+    assert printed.count("'eval_mean_accepted_length'") == 2
+    assert printed.count("'kl_head'") == 3
+    trained = MRPForCausalLM.from_pretrained(head)
+    assert (trained.config.num_nextn_predict_layers, trained.generation_config.decoding) == (1, "mrp_spec")
+    tokenizer = AutoTokenizer.from_pretrained(head, trust_remote_code=False, config=trained.config)
+    prompt = tokenizer("user : Ana has 3 pens . assistant :", return_tensors="pt")
+    spec, static = (
+        trained.generate(**prompt, max_new_tokens=8, decoding=mode, return_dict_in_generate=True) for mode in (None, "static")
+    )
+    assert torch.equal(spec.sequences, static.sequences)
+    assert int(spec.stats.drafted.sum()) > 0
+    line = json.loads(mrp("evaluate", "--model", str(head), "--prompts", questions(tmp_path), "--max-new-tokens", "8"))
+    assert (line["decoding"], line["tokens_per_forward_95"][0] > 0, line["asked"]["problems"]) == ("static", True, 1)
+    refused = mrp(*arguments, "--learning-rate", "0.5", fails=True)
+    assert "learning_rate was 0.001 and is 0.5. Name another folder, or begin again with --restart" in refused
+
+
+def questions(folder: Path) -> str:
+    path = folder / "questions.jsonl"
+    path.write_text('{"prompt": "Ana has 3 pens .", "answer": "3"}\n')
+    return str(path)
+
+
+def test_evaluate_takes_several_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What reaches the evaluation is what its own command line would make of the same words."""
+    seen: list[Namespace] = []
+    monkeypatch.setattr(evaluate, "evaluate", seen.append)
+    shared = ["--model", "m", "--count", "3", "--limit", "2"]
+    one_by_one = ["--family", "math", "--family", "code", "--decoding", "static", "--decoding", "dynamic"]
+    mrp("evaluate", *shared, *one_by_one, "--tau", "0.5", "--tau", "0.9")
+    lists = ["--family", "math", "code", "--decoding", "static", "dynamic", "--tau", "0.5", "0.9"]
+    evaluate.main([*shared, *lists])
+    mrp("evaluate", "--model", "m")
+    evaluate.main(["--model", "m"])
+    assert vars(seen[0]) == vars(seen[1])
+    assert {**vars(seen[3]), "family": []} == vars(seen[2])  # none given
+
+
+def test_a_dry_run_prints_parameters_and_memory(tmp_path: Path) -> None:
+    data = tmp_path / "chats.jsonl"
+    mrp("tasks", "--family", "code", "--count", "8", "--output", str(data))
+    arguments = ["train", "head", "--model", str(TINY), "--data", str(data), "--output-dir", str(tmp_path / "o"), "--dry-run"]
+    shown = mrp(*arguments, "--head-layers", "1", "--processes", "2", "--not-packed", "--batch-size", "2")
+    layer = 2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 320 + 2 * 128 + 2 * 32
+    backbone, head = 2 * 1280 * 128 + 4 * layer + 128, layer + 2 * 128 * 128 + 3 * 128
+    assert f"parameters: {backbone + head:,}, of which {head:,} train" in shown
+    for word in ("1 process", "2, DDP", "2, FSDP", "weights", "gradients", "optimizer", "activations", "total"):
+        assert word in shown
+    assert "rows per step: 4, rows per epoch: 8, steps per epoch: 2" in shown
+    assert not (tmp_path / "o").exists()
+
+
+def test_tasks(tmp_path: Path) -> None:
+    chats = [json.loads(line) for line in mrp("tasks", "--family", "math", "--family", "source", "--count", "2").splitlines()]
+    assert [sorted(record) for record in chats] == [["messages"]] * 2 + [["completion", "prompt"]] * 2
+    assert [message["role"] for message in chats[0]["messages"]] == ["user", "assistant"]
+    raw = mrp("tasks", "--family", "math", "--split", "heldout", "--count", "1", "--seed", "3", "--problems")
+    problem = problem_from_json(raw)
+    assert problem.answer.endswith(f"#### {problem.number}")
+
+
+def test_convert(tmp_path: Path) -> None:
+    told = mrp("convert", str(TINY), str(tmp_path / "published"), "--layout", "heavyball")
+    assert told.startswith(f"wrote {tmp_path / 'published'} in the layout heavyball: ")
+    assert json.loads((tmp_path / "published" / "config.json").read_text())["model_type"] == "sdar"
+    assert "is not empty: name a new folder" in mrp("convert", str(TINY), str(tmp_path / "published"), fails=True)
+
+
+def test_push_lists_what_it_would_send() -> None:
+    shown = mrp("push", str(TINY), "org/sdar-tiny-mrp", "--dry-run")
+    for word in ("org/sdar-tiny-mrp", "model.safetensors", "modeling_mrp.py", "README.md"):
+        assert word in shown
+    refused = mrp("push", str(TINY), "org/sdar-tiny-mrp", "--dry-run", "--head-only", fails=True)
+    assert "does not say where its backbone is on the Hub: give --base-model" in refused
+
+
+def test_card(tmp_path: Path) -> None:
+    card = mrp("card", str(TINY), "--name", "org/sdar-tiny-mrp")
+    assert card.startswith("---\n")
+    assert 'from_pretrained("org/sdar-tiny-mrp"' in card
+    mrp("card", str(TINY), "--name", "org/sdar-tiny-mrp", "--output", str(tmp_path / "card.md"))
+    assert (tmp_path / "card.md").read_text() == card
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "head", "--output-dir", "o"], "Error: no model: give --model"),
+        (["train", "head", "--model", "m", "--output-dir", "o"], "Error: no data: give --data"),
+        (["train", "head", "--model", "m", "--output-dir", "o", "--set", "wieght_decay=1"], "did you mean weight_decay"),
+        (["train", "backbone", "--config", "sdar-4b-mrp", "--output-dir", "o"], "nothing is called 'head_layers' here"),
+        (["train", "head", "--model", "org/none", "--output-dir", "o", "--dry-run"], "a dry run connects to nothing"),
+        (["evaluate", "--model", str(TINY), "--prompts", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["tasks", "--family", "math", "--count", "1", "--output", "."], "Is a directory"),
+        (["push", "nowhere", "org/name", "--dry-run"], "a dry run downloads nothing"),
+        (["push", str(TINY), "org/name", "--head-only", "--adapter"], "--head-only and --adapter: give one"),
+        (["push", str(TINY), "org/name", "--branch", "b", "--pull-request"], "--branch and --pull-request: give one"),
+        (["card", "nowhere"], "nowhere"),
+        (["convert", str(TINY), "unused"], "is in the layout 'mrp' already"),
+    ],
+)
+def test_errors_in_a_line(arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert message in mrp(*arguments, fails=True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_wrong_choice_shows_the_right_ones() -> None:
+    result = RUNNER.invoke(cli.app, ["train", "head", "--head-loss", "mae"])
+    assert result.exit_code == 2
+    assert "reverse_kl" in result.stderr

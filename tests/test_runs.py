@@ -1,0 +1,307 @@
+"""Training runs: settings and their errors, the folder, resuming, adapters."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from conftest import TINY
+from peft import PeftModel
+from test_trainer import small_model
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from modeling_mrp import MRPForCausalLM
+from trainer.runs import dry_run, load_tokenizer, open_run
+from trainer.settings import Settings, read_settings
+from trainer.tasks import training_lines
+
+RUN = {"max_steps": 4, "save_steps": 2, "per_device_train_batch_size": 2, "max_length": 128}
+QUICK = ["use_cpu=true", "disable_tqdm=true", "logging_strategy=no", "dataloader_pin_memory=false"]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory, word_tokenizer: PreTrainedTokenizerFast) -> dict[str, str]:
+    """A checkpoint with a head, its backbone alone, an autoregressive one, and chats."""
+    root = tmp_path_factory.mktemp("runs")
+    model = small_model(word_tokenizer)
+    torch.nn.init.normal_(model.mrp_head.norm.weight, std=0.3)
+    model.generation_config.eos_token_id = word_tokenizer.eos_token_id
+    model.save_pretrained(root / "full")
+    model.detach_head()
+    model.save_pretrained(root / "backbone")
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16}
+    torch.manual_seed(0)
+    qwen = Qwen3Config(
+        vocab_size=len(word_tokenizer), num_key_value_heads=1, eos_token_id=word_tokenizer.eos_token_id, pad_token_id=0, **shape
+    )
+    Qwen3ForCausalLM(qwen).save_pretrained(root / "qwen3")
+    for name in ("full", "backbone", "qwen3"):
+        word_tokenizer.save_pretrained(root / name)
+    lines = list(training_lines("math", "train", 24))
+    (root / "train.jsonl").write_text("\n".join(lines[:16]))
+    (root / "held.jsonl").write_text("\n".join(lines[16:]))
+    return {path.stem: str(path) for path in root.iterdir()}
+
+
+def settings_of(
+    files: dict[str, str], folder: Path, objective: str = "mrp", config: str | None = None, **flags: Any
+) -> Settings:
+    given = {"model": files["backbone"], "data": [files["train"]], "output_dir": str(folder), **RUN, **flags}
+    return read_settings(objective, config, given, QUICK)
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in MRPForCausalLM.from_pretrained(folder).state_dict().items()}
+
+
+def test_flags_win_over_yaml_and_that_over_defaults(tmp_path: Path) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text("model: from_yaml\nlearning_rate: 1e-2\nmax_length: 64\nreport_to: tensorboard\ndata: [a, b]\n")
+    read = read_settings("mrp", str(config), {"max_length": 32, "output_dir": "out"}, ["weight_decay=0.5", "run_name=7"])
+    assert (read.options.model, read.options.max_length, read.options.data) == ("from_yaml", 32, ["a", "b"])
+    assert read.options.head_layers == 3
+    assert read.training["learning_rate"] == 0.01  # a text in YAML 1.1, which has a point in its floats
+    assert (read.training["report_to"], read.training["weight_decay"], read.training["run_name"]) == ("tensorboard", 0.5, "7")
+    assert read.training["lr_scheduler_kwargs"] == {"min_lr_rate": 0.1}
+    other = read_settings("mrp", str(config), {"output_dir": "out"}, ["lr_scheduler_type=linear"])
+    assert "lr_scheduler_kwargs" not in other.training
+    config.write_text(yaml.safe_dump(read.as_dict()))
+    assert read_settings("mrp", str(config)) == read  # what is written is read again
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("learning_rat: 1", r"bad\.yaml: nothing is called 'learning_rat' here: did you mean learning_rate"),
+        ("zzzzzz: 1", "nothing is called 'zzzzzz' here: see the fields of MRPTrainingArguments"),
+        ("mask_token_id: 3", "nothing is called 'mask_token_id'"),
+        ("unroll: two", r"bad\.yaml: unroll is 'two', and must be int"),
+        ("unroll: true", "unroll is True, and must be int"),
+        ("bf16: 1", "bf16 is 1, and must be bool"),
+        ("learning_rate: fast", "learning_rate is 'fast', and must be float"),
+        ("learning_rate: true", "learning_rate is True, and must be float"),
+        ("data: chats.jsonl", r"data is 'chats.jsonl', and must be list\[str\]"),
+        ("data: [1]", r"data is \[1\], and must be list\[str\]"),
+        ("lr_scheduler_kwargs: 3", "lr_scheduler_kwargs is 3, and must be dict"),
+        ("model: 3", "model is 3, and must be str"),
+        ("resume_from_checkpoint: a", "nothing is called 'resume_from_checkpoint'"),
+        ("objective: block_diffusion", "is for another objective than 'mrp': use the other command"),
+        ("- a", r"bad\.yaml holds list: needed are lines of 'name: value'"),
+        ("a: [", r"bad\.yaml is not YAML"),
+    ],
+)
+def test_bad_yaml(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "bad.yaml").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read_settings("mrp", str(tmp_path / "bad.yaml"), {"output_dir": "out"})
+
+
+@pytest.mark.parametrize(
+    ("flags", "assignments", "message"),
+    [
+        ({}, ["unrol=1"], "--set: nothing is called 'unrol' here: did you mean unroll"),
+        ({}, ["unroll"], "--set unroll: write it as name=value"),
+        ({}, ["unroll=[1"], r"--set unroll=\[1: the value is not YAML"),
+        ({}, ["weight_decay=much"], "--set: weight_decay is 'much', and must be float"),
+        ({"model": None}, [], "no model: give --model"),
+        ({"output_dir": None}, [], "no output folder: give --output-dir"),
+        ({"max_length": 0}, [], "max_length is 0: it must be 1 or more"),
+        ({"head_layers": 0}, [], "head_layers is 0: it must be 1 or more"),
+        ({"lora_rank": -1}, [], "lora_rank is -1: it must be 0 or more"),
+        ({"head_init": "zeros"}, [], "head_init is 'zeros': choose one of identity"),
+        ({"save": "all"}, [], "save is 'all': choose 'head' or 'full'"),
+        ({"streaming": True}, [], "streaming data have no length: give --steps"),
+        ({"eval_prompts": 2}, [], "eval_prompts: there is nothing to evaluate on: give --eval-data"),
+        ({"eval_steps": 2.0}, [], "eval_steps: there is nothing to evaluate on"),
+        ({"lora_rank": 2, "head": "h"}, [], "an adapter belongs to one checkpoint.*leave out head"),
+        ({"lora_alpha": 2}, [], "lora_alpha is 2, and there is no lora_rank"),
+        ({"head": "h", "head_layers": 2}, [], "head is 'h', and head_layers describe a new one"),
+        ({"head_loss": "mae"}, [], "head_loss is 'mae': choose 'kl'"),
+    ],
+)
+def test_bad_flags(flags: dict[str, Any], assignments: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_settings("mrp", None, {"model": "m", "output_dir": "o", **flags}, assignments).arguments(use_cpu=True)
+
+
+def test_a_config_that_is_not_there() -> None:
+    with pytest.raises(ValueError, match=r"nowhere\.yaml is neither a file nor one of the recipes sdar-1\.7b-mrp, "):
+        read_settings("mrp", "nowhere.yaml")
+
+
+def test_an_interrupted_run_goes_on(files: dict[str, str], tmp_path: Path) -> None:
+    """From the checkpoint in the middle; the result is that of the whole run, bit for bit."""
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert open_run(settings_of(files, whole)).train() == whole
+    cut.mkdir()
+    shutil.copytree(whole / "checkpoint-2", cut / "checkpoint-2")
+    shutil.copy(whole / "run.yaml", cut / "run.yaml")
+    run = open_run(settings_of(files, cut, save_total_limit=1))  # what is kept may change
+    run.train()
+    assert sorted(path.name for path in cut.glob("checkpoint-*")) == ["checkpoint-4"]
+    found, expected = weights(cut), weights(whole)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    backbone = MRPForCausalLM.from_pretrained(files["backbone"]).state_dict()
+    assert all(torch.equal(expected[name], value) for name, value in backbone.items())
+    assert expected["mrp_head.norm.weight"].abs().max() > 0  # a new one is zero
+    config = json.loads((whole / "config.json").read_text())
+    assert config["base_model_name_or_path"] == files["backbone"]
+    assert json.loads((whole / "generation_config.json").read_text())["decoding"] == "mrp_spec"
+
+
+def test_a_run_with_other_settings_is_not_taken_up(files: dict[str, str], tmp_path: Path) -> None:
+    first = settings_of(files, tmp_path, max_steps=2)
+    open_run(first).train()
+    other = settings_of(files, tmp_path, max_steps=2, learning_rate=0.5, head_init="published", eval_data=[files["held"]])
+    message = r"head_init was 'identity' and is 'published'; learning_rate was 0\.001 and is 0\.5\. Name another folder"
+    with pytest.raises(ValueError, match=message):
+        open_run(other)
+    weight_decay = read_settings("mrp", str(tmp_path / "run.yaml"), None, ["weight_decay=0.5"])
+    with pytest.raises(ValueError, match=r"other settings: weight_decay was 0\.0 and is 0\.5\. "):
+        open_run(weight_decay)
+    assert yaml.safe_load((tmp_path / "run.yaml").read_text()) == first.as_dict()
+    assert (tmp_path / "checkpoint-2").is_dir()
+    bad = settings_of({**files, "train": "nowhere.jsonl"}, tmp_path, max_steps=2)
+    with pytest.raises(ValueError, match=r"nowhere\.jsonl"):
+        open_run(bad, restart=True)
+    assert (tmp_path / "checkpoint-2").is_dir()  # nothing is removed before all is known to be there
+    open_run(other, restart=True)
+    assert not (tmp_path / "checkpoint-2").exists()
+    assert yaml.safe_load((tmp_path / "run.yaml").read_text())["learning_rate"] == 0.5
+    (tmp_path / "run.yaml").unlink()
+    (tmp_path / "checkpoint-1").mkdir()
+    with pytest.raises(ValueError, match=r"holds checkpoints and no run\.yaml: name another folder, or begin again"):
+        open_run(first)
+
+
+def residual(model: Any) -> torch.Tensor:
+    hidden = torch.randn(1, 8, 32, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        return model.residual(torch.arange(8)[None], hidden, torch.arange(8)[None], torch.ones(1, 1, 8, 8, dtype=torch.bool))
+
+
+def test_an_adapter_of_the_head(files: dict[str, str], tmp_path: Path) -> None:
+    """Only its factors train; the folder loads through peft and `load_adapter`; a cut run goes on to the same factors."""
+    flags = {"model": files["full"], "lora_rank": 2, "learning_rate": 0.05}
+    run = open_run(settings_of(files, tmp_path / "whole", **flags))
+    trained = [name for name, parameter in run.trainer.model.named_parameters() if parameter.requires_grad]
+    assert len(trained) == 2 * (1 + 7)  # two factors of eh_proj and of seven matrices in one layer
+    assert all(".mrp_head." in name and "lora_" in name for name in trained)
+    run.train()
+    tuned = run.trainer.model
+    full = MRPForCausalLM.from_pretrained(files["full"])
+    kept = {name.replace(".base_layer", ""): value for name, value in tuned.get_base_model().state_dict().items()}
+    assert all(torch.equal(kept[name], value) for name, value in full.state_dict().items())
+    before, after = residual(full), residual(tuned.get_base_model())
+    assert (before - after).abs().max() > 1e-3
+    assert torch.equal(residual(PeftModel.from_pretrained(full, tmp_path / "whole").get_base_model()), after)
+    again = MRPForCausalLM.from_pretrained(files["full"])
+    again.load_adapter(str(tmp_path / "whole"))
+    assert torch.equal(residual(again), after)
+    saved = json.loads((tmp_path / "whole" / "adapter_config.json").read_text())
+    assert (saved["base_model_name_or_path"], saved["r"], saved["lora_alpha"]) == (files["full"], 2, 4)
+    assert (tmp_path / "whole" / "adapter_model.safetensors").stat().st_size < 20_000
+    (tmp_path / "cut").mkdir()
+    shutil.copytree(tmp_path / "whole" / "checkpoint-2", tmp_path / "cut" / "checkpoint-2")
+    shutil.copy(tmp_path / "whole" / "run.yaml", tmp_path / "cut" / "run.yaml")
+    resumed = open_run(settings_of(files, tmp_path / "cut", **flags))
+    resumed.train()
+    assert torch.equal(residual(resumed.trainer.model.get_base_model()), after)
+    assert dry_run(settings_of(files, tmp_path, **flags)).memory.trained == sum(
+        parameter.numel() for parameter in tuned.parameters() if parameter.requires_grad
+    )
+
+
+def test_an_adapter_needs_a_head(files: dict[str, str], tmp_path: Path) -> None:
+    for call in (open_run, dry_run):
+        with pytest.raises(ValueError, match=r"backbone has no MRP head: name a checkpoint that has one"):
+            call(settings_of(files, tmp_path, lora_rank=2))
+
+
+def test_an_adapter_of_the_backbone(files: dict[str, str], tmp_path: Path) -> None:
+    run = open_run(settings_of(files, tmp_path, "block_diffusion", model=files["full"], lora_rank=2, learning_rate=0.05))
+    run.train()
+    trained = [name for name, parameter in run.trainer.model.named_parameters() if parameter.requires_grad]
+    assert len(trained) == 2 * 7
+    backbone = MRPForCausalLM.from_pretrained(files["backbone"]).eval()
+    prompt = torch.arange(8)[None]
+    before = backbone(prompt).logits
+    after = PeftModel.from_pretrained(backbone, tmp_path).eval()(prompt).logits
+    assert (before - after).abs().max() > 1e-3
+    run.trainer.model.eval()
+    assert torch.equal(run.trainer.model(prompt).logits, after)
+
+
+def test_a_backbone_from_an_autoregressive_one(files: dict[str, str], tmp_path: Path) -> None:
+    """Everything trains, and the folder holds a block-diffusion model."""
+    flags = {"model": files["qwen3"], "block_size": 8, "mask_token_id": 2, "learning_rate": 0.01}
+    run = open_run(settings_of(files, tmp_path, "block_diffusion", **flags))
+    assert all(parameter.requires_grad for parameter in run.trainer.model.parameters())
+    run.train()
+    model = MRPForCausalLM.from_pretrained(tmp_path)
+    assert (model.config.block_size, model.config.mask_token_id, model.mrp_head) == (8, 2, None)
+    start = Qwen3ForCausalLM.from_pretrained(files["qwen3"]).state_dict()
+    assert all(not torch.equal(value, start[name]) for name, value in model.state_dict().items())
+    assert dry_run(settings_of(files, tmp_path, "block_diffusion", **flags)).memory.trained == sum(
+        parameter.numel() for parameter in model.parameters()
+    )
+
+
+def test_what_trains_is_float32_and_what_is_saved_is_not(files: dict[str, str], tmp_path: Path) -> None:
+    run = open_run(settings_of(files, tmp_path, bf16=True, save="full", max_steps=2, eval_data=[files["held"]], eval_prompts=1))
+    model = run.trainer.model
+    assert {parameter.dtype for parameter in model.mrp_head.parameters()} == {torch.float32}
+    assert {parameter.dtype for parameter in model.model.parameters()} == {torch.bfloat16}
+    run.train()
+    saved = MRPForCausalLM.from_pretrained(tmp_path, dtype="auto")
+    assert {parameter.dtype for parameter in saved.parameters()} == {torch.bfloat16}
+    assert saved.mrp_head.norm.weight.abs().max() > 0
+    assert json.loads((tmp_path / "config.json").read_text()).get("base_model_name_or_path") is None
+
+
+def test_a_head_to_go_on_from(files: dict[str, str], tmp_path: Path) -> None:
+    run = open_run(settings_of(files, tmp_path, head=files["full"]))
+    head = MRPForCausalLM.from_pretrained(files["full"]).mrp_head.state_dict()
+    assert all(torch.equal(value, head[name]) for name, value in run.trainer.model.mrp_head.state_dict().items())
+    assert dry_run(settings_of(files, tmp_path, head=files["full"])).memory.trained == sum(v.numel() for v in head.values())
+
+
+def test_streams_and_rows_of_one_sample(files: dict[str, str], tmp_path: Path) -> None:
+    stream = open_run(settings_of(files, tmp_path / "stream", streaming=True, max_steps=2))
+    stream.train()
+    assert stream.trainer.state.global_step == 2
+    alone = open_run(settings_of(files, tmp_path / "alone", packed=False, head=files["full"]))
+    assert len(alone.trainer.train_dataset) == 16
+
+
+def test_steps_per_epoch(files: dict[str, str], tmp_path: Path) -> None:
+    """16 rows, 2 x 3 a step on each of 2 devices."""
+    flags = {"packed": False, "gradient_accumulation_steps": 3}
+    plan = dry_run(settings_of(files, tmp_path / "none", **flags), processes=2)
+    assert (plan.rows, plan.rows_per_step, plan.steps_per_epoch) == (16, 12, 1)
+    assert dry_run(settings_of(files, tmp_path / "none", streaming=True)).steps_per_epoch is None
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_dry_run_connects_to_nothing(files: dict[str, str], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"org/none is no folder .* a dry run connects to nothing: download its config first"):
+        dry_run(settings_of(files, tmp_path, model="org/none"))
+
+
+def test_no_data_and_no_prompts(files: dict[str, str], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no data: give --data"):
+        open_run(read_settings("mrp", None, {"model": files["backbone"], "output_dir": str(tmp_path / "o")}))
+    (tmp_path / "texts.jsonl").write_text('{"text": "Ana has 3 pens ."}\n')
+    with pytest.raises(ValueError, match="eval_prompts is 1, but no record to evaluate on has a prompt"):
+        open_run(settings_of(files, tmp_path / "o", eval_data=[str(tmp_path / "texts.jsonl")], eval_prompts=1))
+    assert not (tmp_path / "o").exists()
+
+
+def test_tokenizers_of_repositories_with_code(tmp_path: Path) -> None:
+    """The embedded checkpoint carries code, which its tokenizer does not need; nothing asks whether to run it."""
+    read = read_settings("mrp", None, {"model": str(TINY), "output_dir": str(tmp_path)})
+    assert load_tokenizer(read.options).mask_token_id == 3
