@@ -75,7 +75,7 @@ def test_the_parts_of_an_estimate_by_hand() -> None:
     assert found.weights == 2 * backbone + (4 + 2) * head
     assert (found.gradients, found.optimizer) == (4 * head, 8 * head)
     assert found.loss == 8 * 4 * 8 * 64  # eight matrices of float32 logits, all 8 tokens in one chunk
-    keys = 2 * 16 * 2 * 16 * 2  # keys and values of width 16 in bfloat16, of 16 columns, in 2 layers
+    keys = 2 * 16 * 2 * 8 * 2  # keys and values of width 16 in bfloat16, of the 8 clean columns, in 2 layers
     states = 16 * 32 * 2 + 8 * 32 * 2 * 2  # h_A of all columns, h_B twice of the noisy ones
     slopes = 2 * 8 * 32 * 4
     assert found.kept == keys + states + slopes + 16 * 16

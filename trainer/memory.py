@@ -110,7 +110,7 @@ def estimate(model: Any, load: Load) -> MemoryEstimate:
     the passes. Every token of `max_length` is taken for a response, which no batch exceeds.
 
     Objective `mrp`: the backbone's passes run without gradients and leave h_A, h_B and, per layer, the keys and values of the
-    first pass (`CleanCache` holds views, so that those of all columns stay). The head's passes keep everything for the backward
+    first pass's clean columns (`CleanCache`). The head's passes keep everything for the backward
     pass: the first all columns, each further one those of the noisy copies. `block_diffusion` keeps everything of every layer,
     or with gradient checkpointing each layer's input. Losses hold one chunk of logits (`losses_mrp.over_vocabulary`) and a
     derivative per token.
@@ -132,7 +132,8 @@ def estimate(model: Any, load: Load) -> MemoryEstimate:
     if load.objective == "mrp":
         depth = config.num_nextn_predict_layers
         passed = load.columns + (load.unroll - 1) * load.noisy
-        kept = 2 * config.num_key_value_heads * config.head_dim * load.element * load.columns * config.num_hidden_layers
+        clean = load.columns - load.noisy
+        kept = 2 * config.num_key_value_heads * config.head_dim * load.element * clean * config.num_hidden_layers
         kept += load.columns * hidden + load.noisy * hidden * (load.unroll + load.reread)
         activations = passed * (depth * of_layer + _projection_bytes(config.hidden_size, load))
         # the keys and values of the first pass are put beside those of each further one, once per query head

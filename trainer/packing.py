@@ -32,7 +32,9 @@ class CleanCache(Cache):
         if layer_idx in self.kept:
             keys, values = self.kept[layer_idx]
             return cat([key_states, keys], 2), cat([value_states, values], 2)
-        self.kept[layer_idx] = key_states[:, :, self.noisy_length :], value_states[:, :, self.noisy_length :]
+        keys, values = (states[:, :, self.noisy_length :] for states in (key_states, value_states))
+        # Copies let go of the noisy columns; where there are gradients these are held for the backward pass all the same.
+        self.kept[layer_idx] = (keys, values) if keys.requires_grad else (keys.contiguous(), values.contiguous())
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

@@ -51,13 +51,6 @@ class DryRun:
         return None if self.rows is None else max(1, self.rows // self.rows_per_step)
 
 
-class _RunTrainer(MRPTrainer):
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        # What is frozen may be bfloat16 and what trains is float32: decoding held-out prompts, too, needs autocast.
-        with self.accelerator.autocast():
-            return super().evaluation_loop(*args, **kwargs)
-
-
 @dataclass(frozen=True)
 class OpenRun:
     """A run whose model and data are loaded and checked.
@@ -131,7 +124,7 @@ def _make_trainer(
         held_out = open_rows(options.eval_data, encoder, options.packed, split=options.eval_split, shuffle=False)
     if arguments.eval_prompts and not any(sample.response.argmax() for row in held_out or () for sample in samples_of(row)):
         raise ValueError(f"eval_prompts is {arguments.eval_prompts}, but no record to evaluate on has a prompt: use 0")
-    return _RunTrainer(model=model, args=arguments, train_dataset=rows, eval_dataset=held_out, processing_class=tokenizer)
+    return MRPTrainer(model=model, args=arguments, train_dataset=rows, eval_dataset=held_out, processing_class=tokenizer)
 
 
 def load_tokenizer(options: RunOptions, local_files_only: bool = False) -> PreTrainedTokenizerBase:

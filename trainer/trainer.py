@@ -257,7 +257,8 @@ class MRPTrainer(Trainer):
         measured = self._evaluated.take(self.accelerator)
         summary = _summary(measured)
         if self.args.eval_prompts:
-            with gathered(self.model), attending(_bare(self.model), self._decoding_attention):
+            inner = _bare(self.model)  # what is frozen may be bfloat16 beside float32 weights that train: hence autocast
+            with gathered(self.model), attending(inner, self._decoding_attention), self.accelerator.autocast():
                 summary |= measure_acceptance(
                     self.model, self.processing_class, self._held_out_prompts(), self.args.eval_new_tokens
                 )
