@@ -17,7 +17,6 @@ from safetensors.torch import load as load_safetensors
 KINDS = ("full", "head", "adapter", "load_adapter")
 CODE = {path.name: path.read_bytes() for path in (ROOT / "modeling_mrp").glob("*_mrp.py")}
 CODE["custom_generate/generate.py"] = CODE["custom_generate_mrp.py"]
-CODE["custom_generate/generate.py"] = CODE["custom_generate_mrp.py"]
 CONFIGS = {"config.json", "generation_config.json"}
 TOKENIZER = {"tokenizer.json", "tokenizer_config.json"}
 # What a pushed repository holds, beside what the Hub and the card add, and how its tensors' names begin.
