@@ -18,12 +18,12 @@ from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from huggingface_hub.utils import validate_repo_id
 
 from .cardtext_mrp import LICENSES, MODES, RELATIONS, SOURCES, SUMMARIES, TEMPLATE, USE
-from .folder_mrp import tensors_in
-from .layouts_mrp import HEAD
+from .folder_mrp import CONFIGS, tensors_in
+from .layouts_mrp import HEAD, is_hub_id
 from .options_mrp import MRPGenerationConfig
 
 PACKAGE_VERSION = "0.1.0"
-_RENDERED = re.compile(r"<!-- Rendered from a template for (\S+); without this line, pushing keeps the card as it is\. -->")
+_RENDERED = re.compile(r"<!-- Rendered from a template for (.+); without this line, pushing keeps the card as it is\. -->")
 TAGS = ["diffusion-lm", "block-diffusion", "speculative-decoding", "sdar", "mrp"]
 _OURS = ("families", "versions")  # of an about file's metadata: for the rendering, not for the card
 _PEFT_BOILERPLATE = "[More Information Needed]"
@@ -223,18 +223,19 @@ def render_card(
         ValueError: if the metadata would break a rule of the Hub; all are listed.
     """
     folder, about = Path(folder), about or About()
-    config = _json(folder / ("adapter_config.json" if kind == "adapter" else "config.json"))
+    config = _json(folder / CONFIGS[kind])
     defaults = MRPGenerationConfig(**_json(folder / "generation_config.json"))
     defaults.check(config.get("block_size", 16), True)
-    title = name.rstrip("/").split("/")[-1]
-    metadata = _metadata(kind, config.get("base_model_name_or_path"), about, extra_tags)
+    title = _title(name)
+    base = config.get("base_model_name_or_path")
+    metadata = _metadata(kind, base, about, extra_tags)
     if results:
         metadata["model_name"] = title
         metadata["eval_results"] = eval_results(results, defaults, about.metadata.get("families", {}))
     text_of = "backbone" if kind == "full" and not config.get("num_nextn_predict_layers") else kind
     use = USE[text_of].format(
         name=name,
-        base=metadata["base_model"] or "org/backbone",
+        base=base or metadata["base_model"] or "org/backbone",
         decoding="self_spec" if text_of == "backbone" else "mrp_spec",
     )
     card = ModelCard.from_template(
@@ -258,7 +259,7 @@ def _metadata(kind: str, base_model: str | None, about: About, extra_tags: Seque
         "library_name": "peft" if kind == "adapter" else "transformers",
         "pipeline_tag": "text-generation",
         "license": "other" if "license_name" in given else "unknown",
-        "base_model": base_model,
+        "base_model": base_model if base_model is None or is_hub_id(base_model) else None,
         **given,
         "tags": [*TAGS, *([tags] if isinstance(tags, str) else tags), *extra_tags],
     }
@@ -288,17 +289,38 @@ def _json(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
+def write_card(written: Path, folder: Path) -> None:
+    """Puts the card of a head that was written into `written` beside it, unless a person wrote the one in `folder`."""
+    there = folder / "README.md"
+    if not there.is_file() or not is_own_card(there.read_text(encoding="utf-8")):
+        (written / "README.md").write_text(str(render_card(written, "head", str(folder))), encoding="utf-8")
+
+
 def is_own_card(text: str) -> bool:
     """Whether a person wrote or edited this card: neither one of ours as rendered, nor a form that was never filled in."""
     return _RENDERED.search(text) is None and _PEFT_BOILERPLATE not in text
 
 
-def renamed(text: str, name: str) -> str | None:
-    """A rendered card with its examples loading another repository or folder; None of a card that was not rendered."""
+def renamed(text: str, name: str, base: str | None = None) -> str | None:
+    """A rendered card under another name: its title, and what its examples load.
+
+    Args:
+        text: The card.
+        name: The repository id, or the folder as a user writes it.
+        base: The base model that its config names.
+
+    Returns:
+        The card; None if it was not rendered, or is about another base model.
+    """
     found = _RENDERED.search(text)
-    if found is None:
+    if found is None or (base is not None and RepoCard(text).data.to_dict().get("base_model") != base):
         return None
-    return text.replace(found[0], found[0].replace(found[1], name)).replace(f'"{found[1]}"', f'"{name}"')
+    text = text.replace(found[0], found[0].replace(found[1], name)).replace(f'"{found[1]}"', f'"{name}"')
+    return text.replace(f"\n# {_title(found[1])}\n", f"\n# {_title(name)}\n", 1)
+
+
+def _title(name: str) -> str:
+    return name.rstrip("/").split("/")[-1]
 
 
 def check_card(text: str) -> None:
@@ -381,4 +403,5 @@ __all__ = [
     "render_card",
     "renamed",
     "results_table",
+    "write_card",
 ]

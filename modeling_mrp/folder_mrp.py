@@ -12,6 +12,7 @@ from transformers.dynamic_module_utils import get_relative_import_files
 from .layouts_mrp import HEAD, StoredTensor, stored_tensors
 
 KINDS = {"full": "a full model", "head": "an MRP head", "adapter": "an adapter"}
+CONFIGS = {"full": "config.json", "head": "config.json", "adapter": "adapter_config.json"}
 
 _WEIGHTS = re.compile(r"(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 _NAMES = """
@@ -64,12 +65,14 @@ class Folder:
     Attributes:
         path: The folder.
         kind: "full", "head" or "adapter".
+        base: The model that a head or an adapter says it belongs to.
         files: What is to be published, by path in the repository.
         left_out: What else lies there.
     """
 
     path: Path
     kind: str
+    base: str | None
     files: dict[str, Path]
     left_out: list[str]
 
@@ -103,7 +106,8 @@ def read_folder(path: Path | str) -> Folder:
     else:
         chosen |= _code(path) | ({CUSTOM_GENERATE} & names)
     _check_weights(path, kind, chosen)
-    return Folder(path, kind, {name: path / name for name in sorted(chosen)}, sorted(names - chosen))
+    base = _json(path / CONFIGS[kind]).get("base_model_name_or_path")
+    return Folder(path, kind, base, {name: path / name for name in sorted(chosen)}, sorted(names - chosen))
 
 
 def _code(path: Path) -> set[str]:
@@ -164,4 +168,4 @@ def _json(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
-__all__ = ["CUSTOM_GENERATE", "KINDS", "Folder", "is_ours", "kind_of", "read_folder", "tensors_in"]
+__all__ = ["CONFIGS", "CUSTOM_GENERATE", "KINDS", "Folder", "is_ours", "kind_of", "read_folder", "tensors_in"]

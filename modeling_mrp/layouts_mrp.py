@@ -85,6 +85,27 @@ def commit_of(path: Path) -> str | None:
     return found[1] if found else None
 
 
+def config_file(source: str, needed: bool = True, **hub: Any) -> Path | None:
+    """A checkpoint's `config.json`, fetched if it has to be; None if there is none and it is not needed.
+
+    Raises:
+        ValueError: if there is none and it is needed.
+        OSError: if there is no such folder, or the repository cannot be read.
+    """
+    if not os.path.isdir(source) and (os.path.exists(source) or not re.fullmatch(r"\w[\w.\-]*(/\w[\w.\-]*)?", source)):
+        raise NotADirectoryError(f"{source!r} is neither a folder nor the id of a repository ('org/name'): check the path")
+    try:
+        path = cached_file(source, "config.json", **hub)
+    except OSError as error:
+        raise OSError(f"{source!r} is no folder here, and as a repository it could not be read: {error}") from error
+    if path is None and needed:
+        raise ValueError(
+            f"{source} has no config.json: check the path, or that the repository holds a model (an adapter is loaded with "
+            "model.load_adapter, on its base)"
+        )
+    return None if path is None else Path(path)
+
+
 def weight_files(source: str, variant: str | None = None, prefixes: tuple[str, ...] = ("",), **hub: Any) -> list[Path]:
     """A checkpoint's safetensors files, fetched if they have to be: all, or those with tensors of these prefixes.
 
@@ -244,6 +265,7 @@ __all__ = [
     "check_depth",
     "check_fit",
     "commit_of",
+    "config_file",
     "hub_options",
     "is_hub_id",
     "our_fields",

@@ -1,4 +1,4 @@
-"""Loading and saving of MRP models: the layouts that are read, heads on their own, and heads put on backbones."""
+"""Loading and saving of MRP models: the layouts that are read, backbones with heads from elsewhere, heads on their own."""
 
 import copy
 import logging
@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import initialization as init
@@ -18,27 +17,17 @@ from transformers.generation import GenerationConfig
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_NAME, cached_file, find_adapter_config_file
 
+from .attaching_mrp import HeadMixin
+from .card_mrp import write_card
 from .configuration_mrp import MRPConfig
-from .heads_mrp import (
-    MRPHead,
-    ResidualNorm,
-    check_draft_tokens,
-    check_same_backbone,
-    first_tokens,
-    shapes_of_head,
-    start_head,
-    tensors_of,
-)
+from .heads_mrp import MRPHead, ResidualNorm, check_draft_tokens, first_tokens
 from .layouts_mrp import (
-    HEAD,
-    HUB_OPTIONS,
     KEY_MAPPING,
-    PUBLISHED_HEAD,
-    StoredTensor,
     backbone_location,
     check_depth,
     check_fit,
     commit_of,
+    config_file,
     hub_options,
     raise_misfits,
     stored_tensors,
@@ -47,18 +36,13 @@ from .layouts_mrp import (
 from .saving_mrp import AUTO_MAP, BackboneSource, head_to_save, written_beside
 from .stock_mrp import StockMixin, write_custom_generate
 
-try:
-    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
-except ImportError:  # then no model is spread over devices
-    AlignDevicesHook = add_hook_to_module = None
-
 logger = logging.getLogger(__name__)
 
 QWEN3_VOCABULARY = 151936  # the one in which MRPConfig's default mask id is free
 _OF_THE_HUB = ("repo_id", "commit_message", "commit_description", "private", "token", "create_pr", "revision", "tags")
 
 
-class MRPPreTrainedModel(StockMixin, PreTrainedModel):
+class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
     """Loading, saving and initialisation shared by MRP models.
 
     Attributes:
@@ -176,69 +160,6 @@ class MRPPreTrainedModel(StockMixin, PreTrainedModel):
         except RuntimeError as error:
             raise ValueError(f"the sizes in the config are those of no model: correct config.json ({error})") from error
 
-    def new_head(self, head_layers: int = 3, head_init: str = "identity") -> MRPHead:
-        """A head for this model's backbone, on its device and in its type; torch's generator draws the random part.
-
-        Raises:
-            ValueError: if `head_layers` is not a positive int, or `start_head` refuses.
-        """
-        if not isinstance(head_layers, int) or isinstance(head_layers, bool) or head_layers < 1:
-            raise ValueError(f"head_layers is {head_layers!r}: a head has 1 layer or more (3 are published)")
-        weight = self.lm_head.weight
-        with torch.device(weight.device):
-            head = MRPHead(self._config_with(head_layers, 0)).to(weight.dtype)
-        for module in head.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=self.config.initializer_range)
-        start_head(head, self.model.layers, head_init)
-        return head
-
-    def attach_head(self, head: Any, **hub: Any) -> None:
-        """Gives the model a head, in place of its own if it has one. The backbone stays as it is.
-
-        Args:
-            head: A folder or id of a head repository, of a full checkpoint, or in the published layout: its head is read, and
-                nothing else. Or an `MRPHead`, which becomes part of this model.
-            hub: `revision`, `token`, `cache_dir`, `local_files_only`, ... for an id.
-
-        Raises:
-            ValueError: if the head was made for another backbone (with both values of all that differs), or its tensors do not
-                fit, or there is none; the model is then as before.
-        """
-        if unknown := sorted(hub.keys() - set(HUB_OPTIONS)):
-            raise ValueError(f"{', '.join(unknown)}: attach_head takes {', '.join(HUB_OPTIONS)}. Check the spelling")
-        if isinstance(head, str | os.PathLike):
-            head = self._read_head(os.fspath(head), hub_options(hub))
-        elif not isinstance(head, nn.Module) or type(head).__name__ != MRPHead.__name__:
-            raise ValueError(f"head is {head!r}: pass an MRPHead, or the folder or id of a checkpoint that has one")
-        draft = 0 if head.draft_token_ids is None else len(head.draft_token_ids)
-        config = self._config_with(len(head.layers), draft)
-        check_fit(tensors_of(head), shapes_of_head(config))
-        _place(head, self)
-        for index, layer in enumerate(head.layers):
-            layer.self_attn.layer_idx = self.config.num_hidden_layers + index
-            layer.self_attn.config = self.config
-        self.mrp_head = head.train(self.training)
-        self.config.num_nextn_predict_layers, self.config.draft_vocab_size = len(head.layers), draft
-        self.config.head_predicts = head.predicts
-
-    def detach_head(self) -> MRPHead:
-        """Takes the head off; if `generate` would decode with it by default, it goes back to `static`.
-
-        Returns:
-            The head, which can be attached to another model.
-
-        Raises:
-            ValueError: if the model has none.
-        """
-        if self.mrp_head is None:
-            raise ValueError("the model has no MRP head to detach: attach one with attach_head, or load one with from_backbone")
-        head, self.mrp_head = self.mrp_head, None
-        self.config.num_nextn_predict_layers = self.config.draft_vocab_size = 0
-        if str(getattr(self.generation_config, "decoding", None)).startswith("mrp_"):
-            self.generation_config.decoding = None
-        return head
-
     def load_adapter(self, peft_model_id: str | None = None, *args: Any, **kwargs: Any) -> Any:
         """Loads a peft adapter as transformers does, but only from safetensors.
 
@@ -279,7 +200,8 @@ class MRPPreTrainedModel(StockMixin, PreTrainedModel):
             is_main_process: As in transformers.
             state_dict: As in transformers.
             push_to_hub: As in transformers; pushes with `push_to_hub` once the folder is written.
-            head_only: Whether to write the head alone. The folder names the backbone, and loads it when it is loaded.
+            head_only: Whether to write the head alone, with a card unless a person wrote one. The folder names the backbone,
+                and loads it when it is loaded.
             base_model_name_or_path: With `head_only`, the backbone's name (an id or an absolute path) instead of what the model
                 was loaded from (`backbone_source`). Needed if the backbone was changed since, or made from a config.
             base_model_revision: With it, the backbone's commit, branch or tag.
@@ -302,6 +224,7 @@ class MRPPreTrainedModel(StockMixin, PreTrainedModel):
                     config.save_pretrained(beside)
                     self.generation_config.save_pretrained(beside)
                     write_custom_generate(beside)
+                    write_card(beside, folder)
         elif base_model_name_or_path is not None or base_model_revision is not None:
             raise ValueError(
                 f"base_model_name_or_path={base_model_name_or_path!r}, base_model_revision={base_model_revision!r}: a full "
@@ -341,13 +264,8 @@ class MRPPreTrainedModel(StockMixin, PreTrainedModel):
     def _pinned(cls, source: str, config: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """The config, and the arguments with the commit as their revision: all files then come from one state of the
         repository."""
-        path = cached_file(source, "config.json", **hub_options(kwargs))
-        if path is None and config is None:
-            raise ValueError(
-                f"{source} has no config.json: check the path, or that the repository holds a model (an adapter is loaded with "
-                "model.load_adapter, on its base)"
-            )
-        if path is not None and not os.path.isdir(source) and (commit := commit_of(Path(path))):
+        path = config_file(source, config is None, **hub_options(kwargs))
+        if path is not None and not os.path.isdir(source) and (commit := commit_of(path)):
             kwargs = {**kwargs, "revision": commit}
         if not isinstance(config, PreTrainedConfig):
             names = {field.name for field in fields(MRPConfig)} - {"dtype"}
@@ -429,7 +347,7 @@ class MRPPreTrainedModel(StockMixin, PreTrainedModel):
     @classmethod
     def _open_backbone(cls, source: str, kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """A model to put a head on, and transformers' account of its loading."""
-        found, _ = PreTrainedConfig.get_config_dict(source, **hub_options(kwargs))
+        found, _ = PreTrainedConfig.get_config_dict(config_file(source, **hub_options(kwargs)))
         if (other := found.get("base_model_name_or_path")) is not None:
             raise ValueError(f"{source} is a head repository and has no backbone; its own is {other!r}: use that")
         return cls.from_pretrained(source, **{**kwargs, "output_loading_info": True})
@@ -441,28 +359,6 @@ class MRPPreTrainedModel(StockMixin, PreTrainedModel):
         except OSError:
             logger.info("%s has no generation_config.json: the backbone's options stay", source)
 
-    def _config_with(self, head_layers: int, draft_vocab_size: int) -> MRPConfig:
-        config = copy.deepcopy(self.config)
-        config.num_nextn_predict_layers, config.draft_vocab_size = head_layers, draft_vocab_size
-        return config
-
-    def _read_head(self, source: str, hub: dict[str, Any]) -> MRPHead:
-        """The head of a checkpoint, its files as they lie on the disk."""
-        config, hub = type(self)._pinned(source, None, hub)
-        if not config.has_head:
-            raise ValueError(f"{source} has no MRP head (num_nextn_predict_layers is 0): name a checkpoint that has one")
-        check_same_backbone(config, self.config, source)
-        found = stored_tensors(weight_files(source, prefixes=(HEAD, PUBLISHED_HEAD), **hub))
-        if config.base_model_name_or_path is None:  # it holds the backbone too
-            found = {name: tensor for name, tensor in found.items() if name.startswith(HEAD)}
-        check_depth(found, config.num_nextn_predict_layers)
-        check_fit(found, shapes_of_head(config))
-        with torch.device("meta"):
-            head = MRPHead(config)
-        head.load_state_dict({name.removeprefix(HEAD): _read(tensor) for name, tensor in found.items()}, assign=True)
-        check_draft_tokens(head, config, source)
-        return head
-
 
 def _shared_hub_options(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in hub_options(kwargs).items() if name not in ("revision", "subfolder")}
@@ -470,7 +366,7 @@ def _shared_hub_options(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 def _as_block_diffusion(source: str, kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments with a config for an autoregressive Qwen3 checkpoint; those for any other one as they are."""
-    found, _ = PreTrainedConfig.get_config_dict(source, **hub_options(kwargs))
+    found, _ = PreTrainedConfig.get_config_dict(config_file(source, **hub_options(kwargs)))
     if found.get("model_type") != "qwen3" or kwargs.get("config") is not None:
         return kwargs
     kwargs = dict(kwargs)
@@ -489,22 +385,6 @@ def _as_block_diffusion(source: str, kwargs: dict[str, Any]) -> dict[str, Any]:
         config.mask_token_id,
     )
     return {**kwargs, "config": config}
-
-
-def _read(tensor: StoredTensor) -> Tensor:
-    with safe_open(tensor.file, framework="pt") as tensors:
-        return tensors.get_tensor(tensor.name)
-
-
-def _place(head: nn.Module, model: Any) -> None:
-    """Puts a head where the model's logits are made, in their type, also if the model is spread over devices."""
-    hook = getattr(model.lm_head, "_hf_hook", None)
-    device = getattr(hook, "execution_device", None)
-    weight = model.lm_head.weight
-    head.to(weight.device if device is None else device, weight.dtype)
-    if device is not None:
-        add_hook_to_module(head, AlignDevicesHook(device))
-        model.hf_device_map["mrp_head"] = device
 
 
 __all__ = ["MRPPreTrainedModel"]

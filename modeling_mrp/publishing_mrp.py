@@ -15,12 +15,13 @@ from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard
-from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, RepositoryNotFoundError, RevisionNotFoundError
 from huggingface_hub.utils import validate_repo_id
 from huggingface_hub.utils.sha import git_hash
 
 from .card_mrp import About, check_card, is_own_card, read_results, renamed, render_card
 from .folder_mrp import KINDS, Folder, is_ours, kind_of, read_folder
+from .layouts_mrp import is_hub_id
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -135,6 +136,11 @@ def publish(
     if repo_id.count("/") != 1:
         raise ValueError(f"repo_id is {repo_id!r}: name the owner too, 'org/name'")
     found = read_folder(folder)
+    if found.base is not None and not is_hub_id(found.base):
+        raise ValueError(
+            f"base_model is {found.base!r}: it must be the id of a model on the Hub, 'org/name', where others find it. Name it "
+            "when saving (base_model_name_or_path), or with --base-model of the command"
+        )
     text, is_rendered = _card(found, repo_id, card, new_card, read_results(results), about, tags)
     additions = {name: CommitOperationAdd(name, path) for name, path in found.files.items() if name != "README.md"}
     additions["README.md"] = CommitOperationAdd("README.md", text.encode())
@@ -178,7 +184,7 @@ def _card(
                 "nothing: leave them out, or pass new_card=True to replace it"
             )
         text, is_rendered = there, False
-    elif there is not None and not new_card and not told and (again := renamed(there, repo_id)) is not None:
+    elif there is not None and not new_card and not told and (again := renamed(there, repo_id, folder.base)) is not None:
         text, is_rendered = again, True
     else:
         person = None if about is None else About.load(about)
@@ -368,6 +374,8 @@ def _retry_after(error: BaseException) -> float | None:
 
 def _is_connection(error: BaseException) -> bool:
     """Whether a connection failed. The HTTP library of huggingface_hub is httpx or httpx2, so its class goes by its name."""
+    if isinstance(error, OfflineModeIsEnabled):  # it stays so, and says what to do
+        return False
     return any(
         isinstance(cause, ConnectionError | TimeoutError)
         or any(base.__name__ == "TransportError" for base in type(cause).__mro__)

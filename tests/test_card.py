@@ -276,8 +276,11 @@ def test_who_wrote_a_card(folder: Path) -> None:
     assert is_own_card(re.sub("<!--.*-->\n", "", ours)), "without its line it is a person's"
     assert not is_own_card("# Model Card for Model ID\n[More Information Needed]")
     assert renamed(CARD, "org/other") is None
-    other = renamed(ours, "org/other")
-    assert other == str(render_card(folder, "full", "org/other")).replace("# other\n", "# m\n")
+    assert renamed(ours, "org/other") == str(render_card(folder, "full", "org/other"))
+    with_base = str(render_card(folder, "full", "a b/m", about=About({"base_model": "org/base"})))
+    assert not is_own_card(with_base)
+    assert renamed(with_base, "org/other", "org/base") is not None
+    assert renamed(with_base, "org/other", "org/another") is None, "it tells of another base"
 
 
 def test_the_command_writes_a_file(folder: Path, tmp_path: Path) -> None:

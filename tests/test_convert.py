@@ -165,6 +165,21 @@ def test_nothing_is_overwritten_and_nothing_half_written(tmp_path: Path) -> None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["broken", "lies", "target", "theirs", "unreadable"]
 
 
+@pytest.mark.parametrize(
+    ("source", "message"), [("./nowhere", "check the path"), ("org/misspelt", "could not be read"), (".", "has no config")]
+)
+def test_a_source_that_is_none(
+    source: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match="1"):
+        main([source, str(tmp_path / "new")])
+    said = capsys.readouterr().err
+    assert source in said
+    assert message in said
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path / "theirs", published_config(), heavyball_tensors())
     (tmp_path / "new").mkdir()  # an empty folder will do

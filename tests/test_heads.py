@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from modeling_mrp import MRPForCausalLM, MRPHead
+from modeling_mrp.card_mrp import check_card
 from modeling_mrp.layouts_mrp import backbone_location
 from modeling_mrp.saving_mrp import written_beside
 
@@ -75,7 +76,20 @@ def test_what_a_head_repository_holds(folders: dict[str, Path]) -> None:
         "generation_config.json",
         "model.safetensors",
         "generate.py",
+        "README.md",
     }
+    card = (folders["head"] / "README.md").read_text()
+    assert f'AutoModel.from_pretrained("{folders["head"]}", trust_remote_code=True)' in card
+    assert f"| of the backbone | `{folders['backbone']}` |" in card
+    check_card(card)
+
+
+def test_a_persons_card_of_a_head_is_kept(folders: dict[str, Path], tmp_path: Path) -> None:
+    model = MRPForCausalLM.from_pretrained(folders["head"])
+    (tmp_path / "README.md").write_text("mine")
+    model.save_pretrained(tmp_path, head_only=True)
+    assert (tmp_path / "README.md").read_text() == "mine"
+    assert "README.md" not in {path.name for path in folders["full"].iterdir()}
 
 
 def test_a_head_repository_loads_its_backbone(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -320,8 +334,17 @@ def test_a_head_of_another_backbone(change: dict[str, Any], numbers: str, folder
 def test_heads_that_do_not_fit(folders: dict[str, Path], tmp_path: Path) -> None:
     model = MRPForCausalLM.from_pretrained(folders["full"])
     before = model.mrp_head
-    with pytest.raises(ValueError, match=r"wrong shape: mrp_head\.eh_proj\.weight is \[40, 80\], needs \[32, 64\]"):
-        model.attach_head(make_model(hidden_size=40).mrp_head)
+    for change, numbers in (
+        ({"hidden_size": 40}, r"hidden_size is 40, the backbone's 32"),
+        ({"vocab_size": 70}, r"vocab_size is 70, the backbone's 64"),
+        ({"block_size": 8}, r"block_size is 8, the backbone's 4"),
+    ):
+        with pytest.raises(ValueError, match=rf"head of another model does not belong to this backbone: its {numbers}"):
+            model.attach_head(make_model(**change).detach_head())
+    cut = make_model().detach_head()
+    cut.eh_proj = torch.nn.Linear(64, 30, bias=False)
+    with pytest.raises(ValueError, match=r"wrong shape: mrp_head\.eh_proj\.weight is \[30, 64\], needs \[32, 64\]"):
+        model.attach_head(cut)
     with pytest.raises(ValueError, match=r"head is 3: pass an MRPHead"):
         model.attach_head(3)
     with pytest.raises(ValueError, match=r"revison: attach_head takes .*revision.*spelling"):

@@ -17,7 +17,6 @@ from safetensors.torch import load as load_safetensors
 KINDS = ("full", "head", "adapter", "load_adapter")
 CODE = {path.name: path.read_bytes() for path in (ROOT / "modeling_mrp").glob("*_mrp.py")}
 CODE["custom_generate/generate.py"] = CODE["custom_generate_mrp.py"]
-CODE["custom_generate/generate.py"] = CODE["custom_generate_mrp.py"]
 CONFIGS = {"config.json", "generation_config.json"}
 TOKENIZER = {"tokenizer.json", "tokenizer_config.json"}
 # What a pushed repository holds, beside what the Hub and the card add, and how its tensors' names begin.
@@ -46,6 +45,7 @@ def outputs(model):
     return found
 """
 
+# A head is also attached by its id, and a repository converted by its id.
 PUSH = """
 from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer
@@ -53,6 +53,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 from modeling_mrp import MRPConfig, MRPForCausalLM
+from trainer.convert import convert
 torch.manual_seed(0)
 config = MRPConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, head_dim=8, block_size=4, mask_token_id=60, num_nextn_predict_layers=1,
@@ -75,6 +76,10 @@ expected["head"] = outputs(lively(headed))
 headed.push_to_hub("org/head", head_only=True, tokenizer=tokenizer)
 torch.nn.init.normal_(backbone.lm_head.weight)
 backbone.push_to_hub("org/backbone")  # later than the head: not what the head was trained on
+both = MRPForCausalLM.from_backbone("org/backbone", revision=headed.backbone_source.revision, head="org/head")
+assert outputs(both) == expected["head"]
+convert("org/full", "published", "heavyball")
+assert outputs(MRPForCausalLM.from_pretrained("published")) == expected["full"]
 
 full = MRPForCausalLM.from_pretrained("org/full")
 lora = get_peft_model(full, LoraConfig(r=2, target_modules=r"mrp_head\\..*(q_proj|v_proj|eh_proj)"))

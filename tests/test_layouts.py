@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import make_model
 from helpers import close
 from published import (
     BLOCK,
@@ -301,6 +302,30 @@ def test_another_kind_of_model(kind: str, remedy: str, tmp_path: Path) -> None:
 def test_a_folder_without_a_config(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"has no config\.json"):
         MRPForCausalLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("source", ["/no/such/folder", "./folder", "a/b/c", "~/model", ""])
+def test_a_path_that_is_no_folder(source: str) -> None:
+    for load in (MRPForCausalLM.from_pretrained, MRPForCausalLM.from_backbone, make_model().attach_head):
+        with pytest.raises(
+            NotADirectoryError, match=rf"^'{source}' is neither a folder nor the id of a repository.*check the path"
+        ):
+            load(source)
+
+
+def test_a_file_is_no_folder(heavyball: Path) -> None:
+    with pytest.raises(NotADirectoryError, match=r"config\.json' is neither a folder"):
+        MRPForCausalLM.from_pretrained(heavyball / "config.json")
+
+
+@pytest.mark.parametrize("source", ["folder", "org/misspelt"])
+def test_a_name_that_is_not_found(source: str) -> None:
+    """The tests are offline."""
+    for load in (MRPForCausalLM.from_pretrained, MRPForCausalLM.from_backbone, make_model().attach_head):
+        with pytest.raises(
+            OSError, match=rf"^'{source}' is no folder here, and as a repository it could not be read: .*connect"
+        ):
+            load(source)
 
 
 def test_the_code_of_a_published_repository_does_not_run(heavyball: Path, tmp_path: Path) -> None:

@@ -308,7 +308,33 @@ def test_a_card_that_the_hub_would_refuse_stays_here(
     head = shutil.copytree(folders["head"], tmp_path / "head")
     (head / "config.json").write_text(json.dumps(config))
     assert "base_model is '/home/me/backbone': it must be the id of a model on the Hub" in str(push(head, repo).error)
+    (head / "README.md").write_text(WRITTEN)
+    assert "base_model is '/home/me/backbone'" in str(push(head, repo).error), "also under a card that does not say so"
     assert hub.requests == []
+
+
+@pytest.mark.parametrize("kind", ["head", "adapter"])
+def test_the_command_names_another_base(
+    hub: HubServer, client: HubClient, folders: dict[str, Path], tmp_path: Path, repo: str, kind: str
+) -> None:
+    """Of what was trained on a local folder. A card that was rendered tells of the new base, a person's is kept."""
+    folder = shutil.copytree(folders[kind], tmp_path / kind)
+    config = folder / {"head": "config.json", "adapter": "adapter_config.json"}[kind]
+    fields = json.loads(config.read_text()) | {"base_model_name_or_path": "/home/me/backbone"}
+    config.write_text(json.dumps(fields))
+    before = hashes(folder)
+    arguments = ["push", str(folder), repo, "--base-model", "org/b", "--base-revision", "v1"]
+    assert client.run(f"from trainer.publish import main; main({arguments!r})").error is None
+    assert hashes(folder) == before
+    files = hub.files(repo)
+    revision = {"head": "base_model_revision", "adapter": "revision"}[kind]
+    assert json.loads(files[config.name]) == fields | {"base_model_name_or_path": "org/b", revision: "v1"}
+    weights = {"head": "model.safetensors", "adapter": "adapter_model.safetensors"}[kind]
+    assert files[weights] == (folder / weights).read_bytes()
+    assert "base_model: org/b\n" in files["README.md"].decode()
+    (folder / "README.md").write_text(WRITTEN)
+    assert client.run(f"from trainer.publish import main; main({arguments!r})").error is None
+    assert hub.files(repo)["README.md"].decode() == WRITTEN
 
 
 # What is refused
@@ -537,6 +563,9 @@ def test_the_command_says_what_is_wrong(folders: dict[str, Path], capsys: pytest
         (["push", full, "org/name", "--head-only"], "does not say where its backbone is on the Hub: give --base-model"),
         (["push", full, "org/name", "--base-model", "org/b"], "the backbone is to be org/b, but .* holds a full model"),
         (["push", "org/elsewhere", "org/name", "--dry-run"], "is not in the cache: a dry run downloads nothing"),
+        (["push", "org/elsewhere", "org/name"], "^push: org/elsewhere is no folder, .* not in the cache: .*HF_HUB_OFFLINE"),
+        (["push", "./elsewhere", "org/name"], "^push: './elsewhere' is neither a folder nor the id of a repository"),
+        (["push", full, "org/name"], "^push: Cannot reach .*offline mode is enabled.*HF_HUB_OFFLINE"),
         (["card", full, "--results", "missing.jsonl"], "missing.jsonl is not a file"),
     ):
         with pytest.raises(SystemExit, match=message):

@@ -19,7 +19,16 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 import modeling_mrp
 from modeling_mrp.configuration_mrp import MRPConfig
-from modeling_mrp.layouts_mrp import DRAFT_TOKENS, Layout, check_fit, our_name, published_name, stored_tensors, weight_files
+from modeling_mrp.layouts_mrp import (
+    DRAFT_TOKENS,
+    Layout,
+    check_fit,
+    config_file,
+    our_name,
+    published_name,
+    stored_tensors,
+    weight_files,
+)
 from modeling_mrp.modeling_mrp import MRPForCausalLM
 from modeling_mrp.options_mrp import MRPGenerationConfig
 from modeling_mrp.saving_mrp import AUTO_MAP
@@ -85,13 +94,15 @@ def convert(source: str | os.PathLike[str], target: str | os.PathLike[str], layo
 
     Raises:
         ValueError: if the target holds files, the layout is unknown, is the source's own, or cannot hold what the source holds,
-            or the source's tensors do not fit its config.
+            or the source has no config or tensors that do not fit it.
+        OSError: if the source is no folder, and cannot be read as a repository.
     """
     target = Path(target)
     if layout not in LAYOUTS:
         raise ValueError(f"layout is {layout!r}: choose one of {', '.join(LAYOUTS)}")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"{target} is not empty: name a new folder")
+    config_file(os.fspath(source))  # or says what is wrong with the source
     folder = Path(source)
     if not folder.is_dir():
         folder = Path(snapshot_download(os.fspath(source), allow_patterns=["*.safetensors", *(f"*{end}" for end in _COPIED)]))

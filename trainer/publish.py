@@ -5,6 +5,7 @@
 """
 
 import argparse
+import json
 import logging
 import sys
 from collections.abc import Iterator
@@ -14,11 +15,11 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
 from modeling_mrp import MRPForCausalLM
-from modeling_mrp.card_mrp import About, read_results, render_card
-from modeling_mrp.folder_mrp import KINDS, read_folder
+from modeling_mrp.card_mrp import About, is_own_card, read_results, render_card
+from modeling_mrp.folder_mrp import CONFIGS, KINDS, Folder, read_folder
 from modeling_mrp.publishing_mrp import Publication, publish
 
 _DOWNLOADED = [
@@ -37,30 +38,38 @@ def _folder_of(folder_or_id: str, dry_run: bool) -> Path:
     """A checkpoint's folder, downloaded if it is the id of a repository; a dry run takes it from the cache.
 
     Raises:
-        ValueError: if a dry run would have to download it.
+        ValueError: if it is neither, or a dry run would have to download it.
+        OSError: if the repository cannot be read.
     """
     if Path(folder_or_id).is_dir():
         return Path(folder_or_id)
     try:
         return Path(snapshot_download(folder_or_id, allow_patterns=_DOWNLOADED, local_files_only=dry_run))
+    except HFValidationError as error:
+        raise ValueError(f"{folder_or_id!r} is neither a folder nor the id of a repository ('org/name')") from error
     except LocalEntryNotFoundError as error:
-        raise ValueError(
-            f"{folder_or_id} is no folder, and as a repository it is not in the cache: a dry run downloads nothing"
-        ) from error
+        why = "a dry run downloads nothing" if dry_run else str(error)
+        raise ValueError(f"{folder_or_id} is no folder, and as a repository it is not in the cache: {why}") from error
 
 
 @contextmanager
 def _as_kind(folder: Path, kind: str | None, base: str | None, revision: str | None) -> Iterator[Path]:
-    """A folder of the asked kind: itself, or of a full model the head alone in a temporary one.
+    """A folder of the asked kind: itself, or a temporary one: of a full model the head alone, or with another base.
 
     Raises:
         ValueError: if it is of another kind, or the head's backbone has no name.
     """
-    found = read_folder(folder).kind
+    checkpoint = read_folder(folder)
+    found = checkpoint.kind
     if kind in (None, found):
-        if base is not None:
-            raise ValueError(f"the backbone is to be {base}, but {folder} holds {KINDS[found]}, which says so itself or has it")
-        yield folder
+        if base is None:
+            yield folder
+        elif found == "full":
+            raise ValueError(f"the backbone is to be {base}, but {folder} holds {KINDS[found]}, which has its own")
+        else:
+            with TemporaryDirectory() as linked:
+                _link_with_base(checkpoint, Path(linked), base, revision)
+                yield Path(linked)
     elif kind == "head" and found == "full":
         if base is None:
             raise ValueError(f"{folder} does not say where its backbone is on the Hub: give --base-model org/name")
@@ -71,6 +80,20 @@ def _as_kind(folder: Path, kind: str | None, base: str | None, revision: str | N
             yield Path(head)
     else:
         raise ValueError(f"{folder} holds {KINDS[found]}, not {KINDS[str(kind)]}: leave out the option, or give another folder")
+
+
+def _link_with_base(checkpoint: Folder, target: Path, base: str, revision: str | None) -> None:
+    """Links to the files of a head or an adapter, beside a config that names another base. A rendered card is left out: it
+    tells of the old one."""
+    config_name = CONFIGS[checkpoint.kind]
+    for name, file in checkpoint.files.items():
+        if name == config_name or (name == "README.md" and not is_own_card(file.read_text(encoding="utf-8"))):
+            continue
+        (target / name).parent.mkdir(exist_ok=True)
+        (target / name).symlink_to(file.resolve())
+    fields = json.loads(checkpoint.files[config_name].read_text(encoding="utf-8"))
+    named = {"base_model_name_or_path": base, "revision" if checkpoint.kind == "adapter" else "base_model_revision": revision}
+    (target / config_name).write_text(json.dumps(fields | named, indent=2), encoding="utf-8")
 
 
 def push(
@@ -88,8 +111,8 @@ def push(
         folder_or_id: The folder, or the id of a repository.
         repo_id: Where to, "org/name".
         kind: "head" to publish the head of a full model alone; "adapter" or "full" to make sure of what it is.
-        base_model: For the head of a full model: the repository of its backbone. By default, if the full model came from one,
-            that one.
+        base_model: For the head of a full model, or a head or an adapter that names another: the repository of its base. By
+            default, if the full model came from one, that one.
         base_revision: The backbone's commit, branch or tag.
         dry_run: Only says what would be sent, without any connection.
         options: As `modeling_mrp.publishing_mrp.publish` takes them.
@@ -123,7 +146,7 @@ def _parser() -> argparse.ArgumentParser:
     kind = pushing.add_mutually_exclusive_group()
     kind.add_argument("--head-only", dest="kind", action="store_const", const="head", help="push the head alone")
     kind.add_argument("--adapter", dest="kind", action="store_const", const="adapter", help="push a peft adapter")
-    pushing.add_argument("--base-model", metavar="ID", help="with --head-only of a full model: its backbone on the Hub")
+    pushing.add_argument("--base-model", metavar="ID", help="the backbone of a head, or the base of an adapter, on the Hub")
     pushing.add_argument("--base-revision", metavar="REVISION", help="the backbone's commit, branch or tag")
     pushing.add_argument("--public", action="store_true", help="create the repository public instead of private")
     target = pushing.add_mutually_exclusive_group()
@@ -149,7 +172,7 @@ def main(arguments: list[str] | None = None) -> None:
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     try:
         told = _carried_out(options)
-    except (ValueError, PermissionError, ConnectionError) as error:
+    except (ValueError, OSError) as error:
         sys.exit(f"{options.command}: {error}")
     sys.stdout.write(told)
 

@@ -1,0 +1,1 @@
+../../modeling_mrp/attaching_mrp.py
