@@ -79,6 +79,8 @@ def read_results(paths: Iterable[Path | str]) -> list[dict[str, Any]]:
             needed = ("family", "decoding", "accuracy", "tokens_per_forward")
             if isinstance(line, dict) and "benchmark" in line:
                 continue
+            if isinstance(line, dict) and "file" in line:  # prompts of a file instead of a family of tasks
+                line = {"family": Path(str(line["file"])).stem, **line}
             if not isinstance(line, dict) or any(name not in line for name in needed):
                 raise ValueError(
                     f"{path}, line {number} is no measurement with {', '.join(needed)}: give trainer.evaluate's lines"

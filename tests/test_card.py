@@ -287,3 +287,11 @@ def test_the_command_writes_a_file(folder: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(folder, tmp_path / "model")
     main(["card", str(copy), "--name", "org/m", "--output", str(copy / "README.md")])
     assert (copy / "README.md").read_text() == str(render_card(folder, "full", "org/m"))
+
+
+def test_a_file_of_prompts_is_named_by_its_stem(tmp_path: Path) -> None:
+    line = {name: value for name, value in LINES[0].items() if name != "family"} | {"file": "data/my_questions.jsonl"}
+    (tmp_path / "results.jsonl").write_text(json.dumps(line))
+    (found,) = read_results([tmp_path / "results.jsonl"])
+    assert found["family"] == "my_questions"
+    assert "| my_questions % |" in results_table([found])
