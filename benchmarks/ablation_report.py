@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from modeling_mrp.card_mrp import markdown_table
-from trainer.intervals import RESAMPLES, Interval, percentiles
+from trainer.intervals import Interval, percentiles
 
 from .common import RESULTS, read_lines
 
@@ -27,6 +27,7 @@ REVEALS = ("on_policy", "random", "random_count", "on_policy on random masks", "
 DEPTHS = ("1 layer", "2 layers", "on_policy", "4 layers")
 UNROLLS = ("K=1", "on_policy", "K=3")
 PARTS = ("on_policy", "without order", "without rereading", "plain", "reverse KL", "from nothing")
+_RESAMPLES = 2000
 NAMES = {"on_policy": "on_policy (3 layers, K = 2)"}
 
 
@@ -72,14 +73,14 @@ def mean(by_seed: Sequence[np.ndarray]) -> float:
     return float(np.mean([counts[:, 0].sum() / counts[:, 1].sum() for counts in by_seed]))
 
 
-def interval(by_seed: dict[int, np.ndarray], scale: float = 1.0, resamples: int = RESAMPLES) -> Interval:
+def interval(by_seed: dict[int, np.ndarray], scale: float = 1.0, resamples: int = _RESAMPLES) -> Interval:
     """A cell's value."""
     values = list(by_seed.values())
     return percentiles(scale * mean(values), scale * resampled(values, resamples))
 
 
 def difference(
-    cell: dict[int, np.ndarray], other: dict[int, np.ndarray], scale: float = 1.0, resamples: int = RESAMPLES
+    cell: dict[int, np.ndarray], other: dict[int, np.ndarray], scale: float = 1.0, resamples: int = _RESAMPLES
 ) -> Interval:
     """A cell minus another, over the seeds that both have."""
     shared = sorted(cell.keys() & other.keys())
@@ -157,6 +158,7 @@ def direct_figure(cells: Cells, names: dict[str, str]) -> Figure:
 
 def acceptance_figure(cells: Cells, groups: Mapping[str, Sequence[str]]) -> Figure:
     """Tokens per forward of `mrp_spec` with 8 states, a panel a question, a point a cell."""
+    groups = {title: names for title, names in groups.items() if sum(bool(cells.seeds(name)) for name in names) > 1}
     figure = Figure(figsize=(4.4 * len(groups), 3.8), layout="constrained")
     for place, (title, names) in enumerate(groups.items(), 1):
         axes = figure.add_subplot(1, len(groups), place)
@@ -214,16 +216,22 @@ PAIRS = (("K = 1", "K=1", "hidden K=1"), ("K = 2", "on_policy", "hidden"))
 GROUPS = {"what is revealed in training": REVEALS, "depth of the head": DEPTHS, "steps unrolled": UNROLLS, "parts": PARTS}
 
 
+def report(cells: Cells) -> str:
+    """All tables, as `benchmarks/README.md` quotes them."""
+    parts = ["### Residual against direct prediction", direct_table(cells, DIRECT), residual_table(cells, PAIRS)]
+    for title, names in GROUPS.items():
+        if sum(bool(cells.seeds(name)) for name in names) > 1:
+            parts += [f"### Tokens per forward: {title}", acceptance_table(cells, names)]
+    return "\n\n".join(parts)
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Command line: prints the tables, and writes the figures for the results that are there."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.ablation_report", description=__doc__)
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
     cells = Cells(read_lines(options.results / "tiny_ablations.jsonl"))
-    print("Residual against direct prediction\n")
-    print(direct_table(cells, DIRECT), residual_table(cells, PAIRS), sep="\n\n")
-    for title, names in GROUPS.items():
-        print(f"\nTokens per forward: {title}\n\n{acceptance_table(cells, names)}")
+    print(report(cells))
     figures = {"ablation_direct": direct_figure(cells, DIRECT), "ablation_acceptance": acceptance_figure(cells, GROUPS)}
     if (path := options.results / "tiny_remask.jsonl").exists():
         lines = [line for line in read_lines(path) if "tau" in line]

@@ -186,6 +186,23 @@ def head_prefix(folder: Path = RESULTS) -> str:
     return _markdown(["family", "K", "with prefix", "block alone", "ratio"], rows)
 
 
+def specialise(folder: Path = RESULTS) -> str:
+    """A general head against one with an adapter for a family."""
+    rows = [
+        [
+            line["family"],
+            str(line["states"]),
+            f"{line['general']:.2f}",
+            f"{line['special']:.2f}",
+            "{:.3f} ({:.3f}-{:.3f})".format(line["ratio"], *line["ratio_95"]),
+            " -> ".join(f"{100 * rate:.1f}" for rate in line["first_draft_accepted"]),
+        ]
+        for line in read_lines(folder / "tiny_specialise.jsonl")
+        if "family" in line
+    ]
+    return _markdown(["family", "K", "general", "specialist", "ratio", "first draft accepted, %"], rows)
+
+
 TABLES: dict[str, Callable[[Path], str]] = {
     "heldout": heldout,
     "yardstick": yardstick,
@@ -197,6 +214,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "load_memory": load_memory,
     "loss_memory": loss_memory,
     "head_prefix": head_prefix,
+    "specialise": specialise,
 }
 
 

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import tables
+from benchmarks import ablation_report, tables
 from benchmarks.common import read_lines
 from modeling_mrp import MRPForCausalLM
 from modeling_mrp.configuration_mrp import MRPConfig
 from modeling_mrp.generation_mrp import MRPGenerationConfig
+from trainer.arguments import MRPTrainingArguments
 
 ROOT = Path(__file__).parent.parent
 
@@ -32,10 +33,35 @@ ROOT = Path(__file__).parent.parent
         ("benchmarks/README.md", tables.load_memory),
         ("benchmarks/README.md", tables.loss_memory),
         ("benchmarks/README.md", tables.head_prefix),
+        ("benchmarks/README.md", tables.specialise),
     ],
 )
 def test_a_quoted_table_is_what_the_command_prints(document: str, table: Any) -> None:
     assert f"\n{table()}\n" in (ROOT / document).read_text()
+
+
+def test_the_report_of_the_ablations_is_what_the_command_prints() -> None:
+    cells = ablation_report.Cells(read_lines(tables.RESULTS / "tiny_ablations.jsonl"))
+    assert ablation_report.report(cells) in (ROOT / "benchmarks" / "README.md").read_text()
+
+
+def test_the_default_reveals_are_those_that_decode_fastest() -> None:
+    """Over all seeds there are, in both families: 95 % intervals of the paired differences."""
+    cells = ablation_report.Cells(read_lines(tables.RESULTS / "tiny_ablations.jsonl"))
+    default = MRPTrainingArguments.__dataclass_fields__["reveal_rule"].default
+    assert default == "on_policy"
+    for other in ("random", "random_count"):
+        for family in ("math", "code"):
+            found = (cells.of(name, family, "mrp_spec", 8) for name in (default, other))
+            assert ablation_report.difference(*found).low > 0
+
+
+def test_an_adapter_helps_where_it_was_trained() -> None:
+    """Beyond its 95 % interval, on held-out problems."""
+    lines = [line for line in read_lines(tables.RESULTS / "tiny_specialise.jsonl") if "family" in line]
+    own = [line for line in lines if line["family"] == line["trained_on"]]
+    assert len(own) == 2
+    assert all(line["ratio_95"][0] > 1 for line in own)
 
 
 def test_the_readmes_code_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
