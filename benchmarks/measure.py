@@ -66,7 +66,7 @@ def measure(
         decoded = decode_problems(model, tokenizer, asked, batch_size, **options)
     return Measured(
         decoded.ids,
-        Cost(decoded.tokens, decoded.row_forwards, decoded.row_head_forwards),
+        Cost.of(decoded),
         meter.per_round(),
         decoded.forwards["drafted"],
         decoded.forwards["accepted"],

@@ -19,14 +19,13 @@ from trainer.acceptance import acceptance_by_depth
 from trainer.arguments import MRPTrainingArguments
 from trainer.data import TaskDataset
 from trainer.decoded import Decoded, decode_problems
+from trainer.runs import LORA_TARGETS
 from trainer.tasks import FAMILIES, Family, problems
 from trainer.trainer import MRPTrainer
 from trainer.trajectories import TrajectoryDataset, record_trajectories
 
 from .bootstrap import Cost, ratio
 from .common import TINY, emit, header
-
-TARGETS = r"mrp_head\..*(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj|eh_proj)"
 
 
 def specialise(folder: Path, family: Family, options: argparse.Namespace) -> Path:
@@ -45,7 +44,7 @@ def specialise(folder: Path, family: Family, options: argparse.Namespace) -> Pat
         tokenizer.pad_token_id,
         options.seed,
     )
-    adapted = get_peft_model(model, LoraConfig(r=options.rank, lora_alpha=2 * options.rank, target_modules=TARGETS))
+    adapted = get_peft_model(model, LoraConfig(r=options.rank, lora_alpha=2 * options.rank, target_modules=LORA_TARGETS["mrp"]))
     arguments = MRPTrainingArguments(
         output_dir=str(folder / f"{family}-{options.seed}"),
         seed=options.seed,

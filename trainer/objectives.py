@@ -76,15 +76,17 @@ class HeadObjective:
         passes = _Passes(model, batch)
         noisy, picker = passes.noisy, Picker(model.lm_head.weight, model.config.mask_token_id, entropy=False)
         ids, masked, estimate = noisy.input_ids, noisy.supervised, passes.h_a
-        losses, measured = [], {}
+        losses: list[Tensor] = []
+        measured: Measured = {}
         for step in range(self.unroll):
             before = masked
             ids, masked = self.reveals(noisy, ids, masked, estimate.detach(), picker, step)
             estimate = estimate + passes.head(ids, estimate)
-            loss, notes = self._divergence(passes, masked, passes.backbone(ids), estimate, self.order_weight)
+            loss, notes = self._divergence(
+                passes, masked, passes.backbone(ids), estimate, self.order_weight, measured=step == 0
+            )
             losses.append(loss)
-            if step == 0:
-                measured.update(notes)
+            measured.update(notes)
             if step == 0 and self.reread_weight:
                 left_out = self.reveals.one_per_block(noisy, before & ~masked)
                 again = ids.masked_fill(left_out, model.config.mask_token_id)
@@ -94,40 +96,50 @@ class HeadObjective:
         return torch.stack(losses).sum() / self.unroll, measured
 
     def _divergence(
-        self, passes: "_Passes", where: Tensor, teacher: Tensor, estimate: Tensor, order_weight: float = 0.0
+        self,
+        passes: "_Passes",
+        where: Tensor,
+        teacher: Tensor,
+        estimate: Tensor,
+        order_weight: float = 0.0,
+        measured: bool = True,
     ) -> tuple[Tensor, Measured]:
-        """The loss at some positions [batch, length] bool; with KL(B||A), KL(B||A+C) and how often A+C names B's token."""
+        """The loss at some positions [batch, length] bool; if it is to be `measured`, with KL(B||A), KL(B||A+C), how often A+C
+        names B's token, and the order's divergence."""
         weight, config = passes.model.lm_head.weight, passes.model.config
 
         def token_loss(student: Tensor, teacher: Tensor, stale: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
             with torch.no_grad():
                 wanted = project(teacher, weight)
-                notes = [forward_kl(student.detach(), wanted), forward_kl(project(stale, weight), wanted)]
-                notes.append((student.argmax(-1) == wanted.argmax(-1)).to(student.dtype))
-            values = [self._of_logits(student, wanted, targets)]
+            values, notes = [self._of_logits(student, wanted, targets)], []
             if order_weight:
                 odds, of_teacher = favourite_odds(student, wanted, config.mask_token_id)
                 values.append(odds)
                 notes.append(of_teacher)
-            return torch.stack(values, 1), torch.stack(notes, 1)
+            if measured:
+                with torch.no_grad():
+                    plain = self.loss == "kl" and self.temperature == 1.0
+                    notes.append(values[0].detach() if plain else forward_kl(student, wanted))
+                    notes.append(forward_kl(project(stale, weight), wanted))
+                    notes.append((student.argmax(-1) == wanted.argmax(-1)).to(student.dtype))
+            return torch.stack(values, 1), torch.stack(notes, 1) if notes else student.new_zeros(len(student), 0)
 
         batch = passes.noisy
         values, notes = over_vocabulary(
             token_loss, estimate[where], weight, teacher[where], passes.h_a[where], batch.target_ids[where]
         )
-        loss = (values[:, 0] * batch.weight[where]).sum()
-        count = where.sum()
-        names = ("kl_head", "kl_stale", "agreement")
-        measured = {name: (notes[:, column].sum(), count) for column, name in enumerate(names)}
+        loss, found = (values[:, 0] * batch.weight[where]).sum(), {}
         if order_weight:
             shown = batch.target_ids[where] != BLANK
             blocks = block_numbers(batch, config.block_size)[where][shown]
-            order = order_kl(values[shown, 1], notes[shown, 3], blocks, where.numel())
-            # A number of blocks is only counted, never waited for: each block's first position stands for it.
-            firsts = torch.zeros(where.numel(), device=where.device).index_fill(0, blocks, 1.0).sum()
-            measured["kl_order"] = (order, firsts)
+            order = order_kl(values[shown, 1], notes[shown, 0], blocks, where.numel())
             loss = loss + order_weight * order
-        return loss, measured
+            # Blocks are counted on the device: each marks its own number.
+            found["kl_order"] = order, torch.zeros(where.numel(), device=where.device).index_fill(0, blocks, 1.0).sum()
+        if not measured:
+            return loss, {}
+        sums, count = notes[:, -3:].sum(0), where.sum()
+        return loss, found | {name: (sums[i], count) for i, name in enumerate(("kl_head", "kl_stale", "agreement"))}
 
     def _of_logits(self, student: Tensor, teacher: Tensor, targets: Tensor) -> Tensor:
         t = self.temperature

@@ -146,11 +146,9 @@ def head_on_backbone(folder: Path, layers: int, init: str = "backbone", head_pre
     """A head on the backbone of a checkpoint: a new one (see `start_head`), or that of another model's folder."""
     model = MRPForCausalLM.from_pretrained(folder)
     if init not in NEW_HEADS:
-        model.attach_head(init)
-        return model
+        return MRPForCausalLM.from_backbone(model, head=init)
     model.config.head_predicts = head_predicts
-    model.attach_head(model.new_head(layers, init))
-    return model
+    return MRPForCausalLM.from_backbone(model, head_layers=layers, head_init=init)
 
 
 def trajectories(work: Path, tokenizer: PreTrainedTokenizerFast, size: int, seed: int = 0) -> TrajectoryDataset:
