@@ -1,6 +1,8 @@
 """The recipe of the embedded checkpoint, up to `hub_configs/sdar-tiny-mrp`, with fixed seeds.
 
-``python -m trainer.train_tiny --stage all`` runs it (backbone, trajectories, head), or one stage at a time. It keeps the
+``python -m trainer.train_tiny --stage all`` runs it (backbone, trajectories, head), or one stage at a time; the head alone is
+trained on the embedded backbone. Under ``torchrun --nproc-per-node 2 -m trainer.train_tiny`` two processes share every step,
+which two cores do faster than two threads of one process (give each its own: ``OMP_NUM_THREADS=1``). It keeps the
 embedded tokenizer, unless the stage ``tokenizer`` has made another in ``--work``, and stops short of ``export``, which
 replaces the checkpoint. A stage that was interrupted resumes from its last checkpoint in ``--work``, so a run with other
 settings wants another folder; every training stage logs to the console and to ``log.jsonl`` in its folder.
@@ -14,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerFast, TrainerCallback, set_seed
 
@@ -46,6 +49,8 @@ class _JsonLog(TrainerCallback):
         self.path = path
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
+        if not state.is_world_process_zero:
+            return
         with self.path.open("a") as file:
             file.write(json.dumps({"step": state.global_step, **(logs or {})}) + "\n")
 
@@ -88,27 +93,42 @@ def _train(
     dataset: Dataset[Sample],
     folder: Path,
     seed: int,
+    batch_size: int,
     **options: Any,
 ) -> None:
+    """Trains a model, whose folder then has it as `final`; the processes share each batch."""
+    processes = _processes().num_processes
+    if batch_size % processes:
+        raise ValueError(f"the batch size is {batch_size}, and {processes} processes share it: use a multiple of {processes}")
     folder.mkdir(parents=True, exist_ok=True)
     arguments = MRPTrainingArguments(
         output_dir=str(folder),
         seed=seed,
+        per_device_train_batch_size=batch_size // processes,
         report_to=[],
         logging_steps=25,
         save_steps=500,
         save_total_limit=2,
         adam_beta2=0.98,
+        ddp_find_unused_parameters=False,  # every weight that trains is used in every step
         use_cpu=not torch.cuda.is_available(),
         **options,
     )
     log = folder / "log.jsonl"
     trainer = MRPTrainer(model=model, args=arguments, train_dataset=dataset, callbacks=[_JsonLog(log)])
     checkpoint = last_whole_checkpoint(folder)
-    if log.exists():  # a run that goes on writes again what came behind its checkpoint
+    if log.exists() and arguments.process_index == 0:  # a run that goes on writes again what came behind its checkpoint
         step = int(checkpoint.name.rpartition("-")[2]) if checkpoint else 0
         log.write_text("".join(f"{line}\n" for line in log.read_text().splitlines() if json.loads(line)["step"] <= step))
     trainer.train(resume_from_checkpoint=True)
+    if arguments.process_index == 0:
+        model.save_pretrained(folder / "final")
+    _processes().wait_for_everyone()
+
+
+def _processes() -> PartialState:
+    """Those that torchrun has started, or this one alone."""
+    return PartialState(cpu=not torch.cuda.is_available())
 
 
 def train_backbone(work: Path, steps: int, batch_size: int, learning_rate: float) -> None:
@@ -116,30 +136,32 @@ def train_backbone(work: Path, steps: int, batch_size: int, learning_rate: float
     set_seed(0)
     tokenizer = _tokenizer(work)
     model = MRPForCausalLM(tiny_config(tokenizer))
-    folder = work / "backbone"
     _train(
         model,
         TaskDataset(tokenizer, steps * batch_size, FAMILIES, "train", BLOCK_SIZE),
-        folder,
+        work / "backbone",
         seed=0,
+        batch_size=batch_size,
         max_steps=steps,
-        per_device_train_batch_size=batch_size,
         learning_rate=learning_rate,
         muon_learning_rate=learning_rate / 2,
         lr_scheduler_type="linear",
         warmup_steps=100,
         weight_decay=0.01,
     )
-    model.save_pretrained(folder / "final")
 
 
 def record(work: Path, count: int) -> None:
-    """Decodes training problems drawn with another seed than the backbone's (most code prompts recur: there are few)."""
+    """Decodes training problems drawn with another seed than the backbone's (most code prompts recur: there are few), unless
+    it has been done."""
+    if (work / TRAJECTORIES).exists():
+        return
     tokenizer = _tokenizer(work)
     model = MRPForCausalLM.from_pretrained(_backbone(work)).eval()
-    if torch.cuda.is_available():
-        model = model.to("cuda")
-    record_trajectories(model, TaskDataset(tokenizer, count, FAMILIES, "train", BLOCK_SIZE, seed=1), work / TRAJECTORIES)
+    processes = _processes()
+    problems = TaskDataset(tokenizer, count, FAMILIES, "train", BLOCK_SIZE, seed=1)
+    work.mkdir(parents=True, exist_ok=True)
+    record_trajectories(model.to(processes.device), problems, work / TRAJECTORIES, state=processes)
 
 
 def head_on_backbone(folder: Path, layers: int, init: str = "backbone", head_predicts: str = "residual") -> MRPForCausalLM:
@@ -151,10 +173,11 @@ def head_on_backbone(folder: Path, layers: int, init: str = "backbone", head_pre
     return MRPForCausalLM.from_backbone(model, head_layers=layers, head_init=init)
 
 
-def trajectories(work: Path, tokenizer: PreTrainedTokenizerFast, size: int, seed: int = 0) -> TrajectoryDataset:
-    """The recorded decodings as a dataset; recorded now, with the recipe's number of problems, if they are not there."""
-    if not (work / TRAJECTORIES).exists():
-        record(work, RECORDED)
+def trajectories(
+    work: Path, tokenizer: PreTrainedTokenizerFast, size: int, seed: int = 0, count: int = RECORDED
+) -> TrajectoryDataset:
+    """The recorded decodings as a dataset of a size; if they are not there, so many problems are recorded now."""
+    record(work, count)
     eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
     return TrajectoryDataset(work / TRAJECTORIES, size, BLOCK_SIZE, eos, pad, seed)
 
@@ -169,27 +192,29 @@ def train_head(
     order_weight: float,
     init: str,
     name: str = "head",
+    recorded: int = RECORDED,
 ) -> None:
     """Residual KL on the frozen backbone, at the states that decoding met."""
     set_seed(1)
     model = head_on_backbone(_backbone(work), layers, init)
-    folder = work / name
     _train(
         model,
-        trajectories(work, _tokenizer(work), steps * batch_size),
-        folder,
+        trajectories(work, _tokenizer(work), steps * batch_size, count=recorded),
+        work / name,
         seed=1,
+        batch_size=batch_size,
         objective="mrp",
         unroll=unroll,
         order_weight=order_weight,
         max_steps=steps,
-        per_device_train_batch_size=batch_size,
         learning_rate=learning_rate,
         muon_learning_rate=learning_rate / 2,
         lr_scheduler_type="linear",
         warmup_steps=50,
+        bf16=True,
+        # The CPU's fused attention would lose by bfloat16 what the matrix products win.
+        packed_attention="auto" if torch.cuda.is_available() else "eager",
     )
-    model.save_pretrained(folder / "final")
 
 
 def export(work: Path, name: str, target: Path) -> None:
@@ -231,7 +256,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--batch-size", type=int, default=24)
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--trajectories", type=int, default=RECORDED, help="problems decoded to train the head on")
-    parser.add_argument("--head-steps", type=int, default=7000)
+    parser.add_argument("--head-steps", type=int, default=6000)
     parser.add_argument("--head-batch-size", type=int, default=16)
     parser.add_argument("--head-layers", type=int, default=3)
     parser.add_argument("--head-learning-rate", type=float, default=4e-3)
@@ -260,6 +285,7 @@ def main(arguments: list[str] | None = None) -> None:
             options.order_weight,
             options.head_init,
             options.head_name,
+            options.trajectories,
         )
     if options.stage == "export":
         export(options.work, options.head_name, options.target)

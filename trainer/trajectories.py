@@ -9,11 +9,13 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from accelerate import PartialState
 from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 
@@ -22,28 +24,30 @@ from .evaluate import NEW_TOKENS, pad_left
 from .samples import Sample, make_sample
 
 
-def record_trajectories(model: Any, problems: TaskDataset, path: Path, batch_size: int = 64) -> None:
+def record_trajectories(
+    model: Any, problems: TaskDataset, path: Path, batch_size: int = 64, state: PartialState | None = None
+) -> None:
     """Decodes the problems with `static` and writes ids and the step that revealed each, a JSON line a problem.
 
-    Until it is complete it is called `.part`; a call that finds one goes on behind it. A complete file is left alone.
+    Until it is complete it is called `.part`; a call that finds one goes on behind it. A complete file is left alone. Several
+    processes each decode a share, in parts of their own, and make the same file of them.
 
     Args:
         model: An `MRPForCausalLM`.
         problems: What to decode.
-        path: A `.jsonl` file.
+        path: A `.jsonl` file, which all processes see.
         batch_size: Problems per `generate`.
+        state: The processes that share the work; None for this one alone.
     """
     if path.exists():
         return
+    process, processes = (state.process_index, state.num_processes) if state is not None else (0, 1)
     window = 8 * batch_size
-    part_file = path.with_suffix(".part")
-    part_file.touch()
-    whole = part_file.read_bytes().splitlines(keepends=True)
-    done = sum(line.endswith(b"\n") for line in whole) // window * window
-    with part_file.open("r+b") as held:
-        held.truncate(sum(map(len, whole[:done])))
-    with part_file.open("a") as file, tqdm(total=len(problems), initial=done, desc="decoding") as progress:
-        for begin in range(done, len(problems), window):
+    parts = [path.with_suffix(f".{i}of{processes}.part" if processes > 1 else ".part") for i in range(processes)]
+    begins = range(process * window, len(problems), processes * window)
+    done = _whole_windows(parts[process], window)
+    with parts[process].open("a") as file, tqdm(total=len(begins) * window, initial=done * window, desc="decoding") as progress:
+        for begin in begins[done:]:
             asked = [problems.problem(i) for i in range(begin, min(begin + window, len(problems)))]
             asked.sort(key=lambda problem: (problem.family, len(problem.answer)))  # rows that end together share a batch
             for first in range(0, len(asked), batch_size):
@@ -64,7 +68,37 @@ def record_trajectories(model: Any, problems: TaskDataset, path: Path, batch_siz
                     file.write(json.dumps(line) + "\n")
                 progress.update(len(part))
             file.flush()
-    os.replace(part_file, path)
+    if state is not None:
+        state.wait_for_everyone()
+    if process == 0:
+        _put_together(parts, path, window)
+    if state is not None:
+        state.wait_for_everyone()
+
+
+def _whole_windows(part: Path, window: int) -> int:
+    """How many whole windows a part holds; what was begun behind them is cut off."""
+    part.touch()
+    lines = part.read_bytes().splitlines(keepends=True)
+    done = sum(line.endswith(b"\n") for line in lines) // window
+    with part.open("r+b") as held:
+        held.truncate(sum(map(len, lines[: done * window])))
+    return done
+
+
+def _put_together(parts: list[Path], path: Path, window: int) -> None:
+    """One file of the processes' parts, whose windows take turns."""
+    if len(parts) > 1:
+        shares = [part.read_text().splitlines(keepends=True) for part in parts]
+        longest = max(map(len, shares))
+        turns = (share[begin : begin + window] for begin in range(0, longest, window) for share in shares)
+        whole = path.with_suffix(".part")
+        whole.write_text("".join(chain.from_iterable(turns)))
+        os.replace(whole, path)
+        for part in parts:
+            part.unlink()
+    else:
+        os.replace(parts[0], path)
 
 
 class TrajectoryDataset(Dataset[Sample]):
