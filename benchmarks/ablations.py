@@ -47,6 +47,9 @@ CELLS: dict[str, dict[str, Any]] = {
     "without rereading": {"reread_weight": 0.0, "eager_share": 0.0},
     "plain": {"reread_weight": 0.0, "eager_share": 0.0, "order_weight": 0.0},
     "from nothing": {"init": "identity"},
+    "hidden from nothing": {"init": "identity", "head_predicts": "hidden"},
+    "K=1 from nothing": {"init": "identity", "unroll": 1},
+    "hidden K=1 from nothing": {"init": "identity", "head_predicts": "hidden", "unroll": 1},
 }
 DEFAULTS = {"layers": 3, "unroll": 2, "order_weight": 0.5, "init": "backbone", "head_predicts": "residual"}
 # Seeds of the cells that a difference is claimed of; the others have the first alone.

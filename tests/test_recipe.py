@@ -1,6 +1,9 @@
 """The recipe of the embedded checkpoint at toy length: every stage, a resumed run, and an export that loads anywhere."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -37,6 +40,32 @@ def test_a_head_is_trained_on_its_backbone(work: Path) -> None:
     assert trained.mrp_head.norm.weight.abs().max() > 0  # it began at zero
     assert len((work / "trajectories.jsonl").read_text().splitlines()) == 6
     assert [json.loads(line)["step"] for line in (work / "ours" / "log.jsonl").read_text().splitlines()] == [3, 3]
+
+
+def test_two_processes_share_the_steps(work: Path, tmp_path: Path) -> None:
+    """The same losses as in one process, to the rounding of bfloat16; on the embedded backbone, recorded on the way."""
+    settings = ["--trajectories", "6", "--head-steps", "3", "--head-batch-size", "2"]
+    run(tmp_path / "one", "head", *settings)
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--standalone",
+        "-m",
+        "trainer.train_tiny",
+    ]
+    command = [*torchrun, "--stage", "head", "--work", str(tmp_path / "two"), *settings]
+    subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, check=True)
+    one, two = ((tmp_path / name / "head" / "log.jsonl").read_text().splitlines() for name in ("one", "two"))
+    assert len(one) == len(two) == 2
+    assert json.loads(two[0])["kl_head"] == pytest.approx(json.loads(one[0])["kl_head"], rel=2e-2)
+    assert MRPForCausalLM.from_pretrained(tmp_path / "two" / "head" / "final").mrp_head.norm.weight.abs().max() > 0
+    with pytest.raises(subprocess.CalledProcessError) as refused:
+        odd = [*command[:-1], "3"]
+        subprocess.run(odd, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, check=True)
+    assert b"the batch size is 3, and 2 processes share it" in refused.value.stderr
 
 
 def test_an_export_loads_with_plain_transformers(work: Path, tmp_path: Path) -> None:

@@ -3,8 +3,11 @@
 import json
 import math
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from threading import Barrier
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -311,7 +314,8 @@ def test_copies_are_one_or_two(copies: int) -> None:
 
 
 def test_trajectories_are_what_static_did(tiny_model: MRPForCausalLM, tiny_tokenizer: Any, tmp_path: Path) -> None:
-    """40 problems in windows of 16: recorded at once, and by a call that finds the file broken off in the second window."""
+    """40 problems in windows of 16: recorded at once, by a call that finds the file broken off in the second window, and by two
+    processes (threads here), of which one finds a part broken off."""
     asked = TaskDataset(tiny_tokenizer, 40, {"math": 1.0, "code": 1.0, "source": 0.2}, "tune")
     whole, broken = tmp_path / "whole.jsonl", tmp_path / "broken.jsonl"
     record_trajectories(tiny_model, asked, whole, batch_size=2)
@@ -321,6 +325,14 @@ def test_trajectories_are_what_static_did(tiny_model: MRPForCausalLM, tiny_token
     record_trajectories(tiny_model, asked, broken, batch_size=2)
     assert broken.read_text() == whole.read_text()
     record_trajectories(None, asked, broken)  # complete: nothing is decoded
+    shared = tmp_path / "shared.jsonl"
+    shared.with_suffix(".1of2.part").write_text("".join(f"{line}\n" for line in lines[16:20]))  # its window is not whole
+    together = Barrier(2)
+    states: list[Any] = [SimpleNamespace(process_index=i, num_processes=2, wait_for_everyone=together.wait) for i in range(2)]
+    with ThreadPoolExecutor(2) as processes:
+        list(processes.map(lambda state: record_trajectories(tiny_model, asked, shared, 2, state), states))
+    assert shared.read_text() == whole.read_text()
+    assert sorted(tmp_path.iterdir()) == [broken, shared, whole]
     prompts = sorted(encode(asked.problem(i), tiny_tokenizer)[0] for i in range(40))
     records = [json.loads(line) for line in lines]
     assert sorted(record["ids"][: record["response_start"]] for record in records) == prompts

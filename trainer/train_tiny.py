@@ -256,7 +256,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--batch-size", type=int, default=24)
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--trajectories", type=int, default=RECORDED, help="problems decoded to train the head on")
-    parser.add_argument("--head-steps", type=int, default=6000)
+    parser.add_argument("--head-steps", type=int, default=5400)
     parser.add_argument("--head-batch-size", type=int, default=16)
     parser.add_argument("--head-layers", type=int, default=3)
     parser.add_argument("--head-learning-rate", type=float, default=4e-3)
