@@ -139,17 +139,20 @@ def residual_table(cells: Cells, pairs: Sequence[tuple[str, str, str]]) -> str:
 # ------------------------------------------------------------------------------------------------ figures
 
 
-def direct_figure(cells: Cells, names: dict[str, str]) -> Figure:
-    """Accuracy against unverified reveals a step: ours, a panel a family, and the paper's."""
-    figure = Figure(figsize=(11.5, 3.6), layout="constrained")
-    for place, family in enumerate(("math", "code"), 1):
-        axes = figure.add_subplot(1, 3, place)
-        for index, (name, title) in enumerate(names.items()):
-            found = [cells.of(name, family, "mrp_direct", k) for k in (1, 2, 3, 4)]
-            if all(found):
-                _points(axes, (1, 2, 3, 4), [interval(at, 100) for at in found], title, f"C{index}")
-        _finish(axes, f"{family}, embedded checkpoint", "reveals a step, K", "accuracy, %")
-    axes = figure.add_subplot(1, 3, 3)
+def direct_figure(cells: Cells, starts: Mapping[str, dict[str, str]]) -> Figure:
+    """Accuracy against unverified reveals a step: ours, a row a start of the head and a panel a family, and the paper's."""
+    starts = {start: names for start, names in starts.items() if any(cells.seeds(name) for name in names)}
+    figure = Figure(figsize=(11.5, 3.4 * len(starts)), layout="constrained")
+    grid = figure.add_gridspec(len(starts), 3)
+    for row, (start, names) in enumerate(starts.items()):
+        for column, family in enumerate(("math", "code")):
+            axes = figure.add_subplot(grid[row, column])
+            for index, (name, title) in enumerate(names.items()):
+                found = [cells.of(name, family, "mrp_direct", k) for k in (1, 2, 3, 4)]
+                if all(found):
+                    _points(axes, (1, 2, 3, 4), [interval(at, 100) for at in found], title, f"C{index}")
+            _finish(axes, f"{family}, {start}", "reveals a step, K", "accuracy, %")
+    axes = figure.add_subplot(grid[0, 2])
     for index, (name, numbers) in enumerate(PAPER.items()):
         axes.plot((1, 2, 3, 4), numbers, "o-", ms=4, label=name, color=f"C{index}")
     _finish(axes, "the paper: GSM8K, SDAR-4B", "reveals a step, K", "accuracy, %")
@@ -212,13 +215,26 @@ DIRECT = {
     "K=1": "residual, trained with K = 1",
     "hidden K=1": "direct prediction, trained with K = 1",
 }
-PAIRS = (("K = 1", "K=1", "hidden K=1"), ("K = 2", "on_policy", "hidden"))
+DIRECT_FROM_NOTHING = {
+    "from nothing": DIRECT["on_policy"],
+    "hidden from nothing": DIRECT["hidden"],
+    "K=1 from nothing": DIRECT["K=1"],
+    "hidden K=1 from nothing": DIRECT["hidden K=1"],
+}
+STARTS = {"from the backbone's layers": DIRECT, "from random layers": DIRECT_FROM_NOTHING}
+PAIRS = (
+    ("K = 1", "K=1", "hidden K=1"),
+    ("K = 2", "on_policy", "hidden"),
+    ("K = 1, from random layers", "K=1 from nothing", "hidden K=1 from nothing"),
+    ("K = 2, from random layers", "from nothing", "hidden from nothing"),
+)
 GROUPS = {"what is revealed in training": REVEALS, "depth of the head": DEPTHS, "steps unrolled": UNROLLS, "parts": PARTS}
 
 
 def report(cells: Cells) -> str:
     """All tables, as `benchmarks/README.md` quotes them."""
-    parts = ["### Residual against direct prediction", direct_table(cells, DIRECT), residual_table(cells, PAIRS)]
+    titles = DIRECT | {name: f"{title}, from random layers" for name, title in DIRECT_FROM_NOTHING.items()}
+    parts = ["### Residual against direct prediction", direct_table(cells, titles), residual_table(cells, PAIRS)]
     for title, names in GROUPS.items():
         if sum(bool(cells.seeds(name)) for name in names) > 1:
             parts += [f"### Tokens per forward: {title}", acceptance_table(cells, names)]
@@ -232,7 +248,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     cells = Cells(read_lines(options.results / "tiny_ablations.jsonl"))
     print(report(cells))
-    figures = {"ablation_direct": direct_figure(cells, DIRECT), "ablation_acceptance": acceptance_figure(cells, GROUPS)}
+    figures = {"ablation_direct": direct_figure(cells, STARTS), "ablation_acceptance": acceptance_figure(cells, GROUPS)}
     if (path := options.results / "tiny_remask.jsonl").exists():
         lines = [line for line in read_lines(path) if "tau" in line]
         for family in ("math", "code"):
