@@ -4,7 +4,7 @@
 problems a family, from `tiny_heldout_{math,code}.jsonl`; `yardstick` and `ratios` the comparison with the published algorithm,
 from `tiny_yardstick.jsonl`; `sweep` from `tiny_sweep.jsonl`; `cost` from `cost_model.jsonl`; `wallclock` from all of
 `wallclock_*.jsonl`; `remask` the rules of `mrp_remask` at equal tokens per forward, from `tiny_remask.jsonl`; `load_memory`,
-`loss_memory` and `head_prefix` from the files of these names.
+`loss_memory`, and `head_prefix`, `specialise` and `retrained` from the files of these names behind `tiny_`.
 """
 
 import argparse
@@ -203,6 +203,20 @@ def specialise(folder: Path = RESULTS) -> str:
     return _markdown(["family", "K", "general", "specialist", "ratio", "first draft accepted, %"], rows)
 
 
+def retrained(folder: Path = RESULTS) -> str:
+    """The embedded head against the one before it."""
+    rows = []
+    for line in read_lines(folder / "tiny_retrained.jsonl"):
+        if line["decoding"] == "mrp_spec":
+            what, digits, change = f"tokens a forward, K = {line['num_draft_states']}", 2, "{:.3f}x ({:.3f}-{:.3f})"
+            now, over = line["tokens_per_forward"], change.format(line["ratio"], *line["ratio_95"])
+        else:
+            what, digits, change = "`mrp_direct`, %", 1, "{:+.1f} ({:+.1f} to {:+.1f})"
+            now, over = line["accuracy"], change.format(line["difference"], *line["difference_95"])
+        rows.append([line["family"], what, f"{line['before']:.{digits}f}", f"{now:.{digits}f}", over])
+    return _markdown(["family", "", "before", "now", "change"], rows)
+
+
 TABLES: dict[str, Callable[[Path], str]] = {
     "heldout": heldout,
     "yardstick": yardstick,
@@ -215,6 +229,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "loss_memory": loss_memory,
     "head_prefix": head_prefix,
     "specialise": specialise,
+    "retrained": retrained,
 }
 
 
