@@ -62,10 +62,9 @@ def test_two_processes_share_the_steps(work: Path, tmp_path: Path) -> None:
     assert len(one) == len(two) == 2
     assert json.loads(two[0])["kl_head"] == pytest.approx(json.loads(one[0])["kl_head"], rel=2e-2)
     assert MRPForCausalLM.from_pretrained(tmp_path / "two" / "head" / "final").mrp_head.norm.weight.abs().max() > 0
-    with pytest.raises(subprocess.CalledProcessError) as refused:
-        odd = [*command[:-1], "3"]
-        subprocess.run(odd, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, check=True)
-    assert b"the batch size is 3, and 2 processes share it" in refused.value.stderr
+    odd = [*command[:-1], "3"]
+    refused = subprocess.run(odd, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, check=False)
+    assert b"the batch size is 3, and 2 processes share it" in refused.stderr
 
 
 def test_an_export_loads_with_plain_transformers(work: Path, tmp_path: Path) -> None:
