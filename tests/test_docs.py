@@ -34,6 +34,7 @@ ROOT = Path(__file__).parent.parent
         ("benchmarks/README.md", tables.loss_memory),
         ("benchmarks/README.md", tables.head_prefix),
         ("benchmarks/README.md", tables.specialise),
+        ("README.md", tables.retrained),
     ],
 )
 def test_a_quoted_table_is_what_the_command_prints(document: str, table: Any) -> None:
@@ -54,6 +55,14 @@ def test_the_default_reveals_are_those_that_decode_fastest() -> None:
         for family in ("math", "code"):
             found = (cells.of(name, family, "mrp_spec", 8) for name in (default, other))
             assert ablation_report.difference(*found).low > 0
+
+
+def test_the_embedded_head_was_trained_in_half_an_hour_and_is_as_good_as_the_one_before() -> None:
+    """25 minutes of steps leave 5 for the decodings; no 95 % interval lies below the head before."""
+    runtime = read_lines(tables.RESULTS / "tiny_head_log.jsonl")[-1]["train_runtime"]
+    assert runtime < 25 * 60
+    for line in read_lines(tables.RESULTS / "tiny_retrained.jsonl"):
+        assert line["ratio_95"][1] > 1 if "ratio_95" in line else line["difference_95"][1] > 0
 
 
 def test_an_adapter_helps_where_it_was_trained() -> None:
