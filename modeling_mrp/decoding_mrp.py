@@ -23,6 +23,8 @@ from torch import Tensor
 from .cache_mrp import BlockCache
 from .diffusion_mrp import block_causal_mask
 from .drafting_mrp import Budget, Lattice, growth, reachable
+from .kernels_mrp import Dispatch
+from .round_attention_mrp import RoundMask, takes_round_masks, under_round_masks
 from .rows_mrp import Counts, Outlook, Rows
 from .sampling_mrp import Picker, noise_keys
 from .states_mrp import Memory, Proposal, Reveal, Scored, States, follow, whole_text
@@ -56,6 +58,10 @@ class Decoder:
         infill: [rows, n] long, what continues each prompt: given tokens, and masks where one is to be generated; or None.
         past_key_values: A cache of an earlier decode of the same model, with as many rows or a divisor of it; or None. It is
             taken over if it has the room.
+        dispatch: Whether rounds attend through the kernel; None: automatically.
+
+    Raises:
+        ValueError: if kernels are forced and the model has another attention than SDPA.
     """
 
     def __init__(
@@ -73,9 +79,12 @@ class Decoder:
         on_round: Callable[[Rows], None] | None = None,
         infill: Tensor | None = None,
         past_key_values: BlockCache | None = None,
+        dispatch: Dispatch | None = None,
     ) -> None:
         config = model.config
         self.model, self.strategy = model, strategy
+        self.dispatch = Dispatch() if dispatch is None else dispatch
+        self.with_round_masks = takes_round_masks(model, self.dispatch)
         self.picker = self.drafter = replace(picker, entropy=strategy.uses_entropy)
         head = model.mrp_head
         if strategy.passes and head is not None and head.draft_token_ids is not None and picker.processors is None:
@@ -502,7 +511,7 @@ class Decoder:
         return residual
 
     def _head_packed(self, states: States, hidden: Tensor, parent: Tensor | None) -> Tensor:
-        def forward(ids: Tensor, positions: Tensor, mask: Tensor, cache: BlockCache) -> Tensor:
+        def forward(ids: Tensor, positions: Tensor, mask: Tensor | RoundMask, cache: BlockCache) -> Tensor:
             return self.model.residual(ids, hidden.flatten(1, 2), positions, mask, cache)
 
         return self._packed_forward(states, parent, self.head_committed, self.outlook.head_used, forward)
@@ -517,24 +526,23 @@ class Decoder:
         parent: Tensor | None,
         committed: Tensor,
         used: int,
-        forward: Callable[[Tensor, Tensor, Tensor, BlockCache], Tensor],
+        forward: Callable[[Tensor, Tensor, Tensor | RoundMask, BlockCache], Tensor],
     ) -> Tensor:
         """Scores [rows, width] states side by side: each sees its prefix, itself and the state in slot `parent`, if any.
 
         `used` is the longest prefix, `committed` [rows] each row's own.
         """
-        rows, width = states.start.shape
+        width = states.start.shape[1]
         used = min(-(-used // READ_BUCKET) * READ_BUCKET, self.cache.capacity)
         self.cache.target_scratch(width * self.block, used)
-        sees = torch.eye(width, dtype=torch.bool, device=self.device).repeat(rows, 1, 1)
-        if parent is not None:
-            sees |= (parent[..., None] == torch.arange(width, device=self.device)) & (parent >= 0)[..., None]
-        scratch = sees.repeat_interleave(self.block, 1).repeat_interleave(self.block, 2)
-        prefix = torch.arange(used, device=self.device) < committed[:, None]
-        mask = torch.cat([scratch, prefix[:, None].expand(-1, width * self.block, -1)], -1)[:, None]
-        positions = (states.start[..., None] + self.offsets).flatten(1)
-        hidden = forward(states.ids.flatten(1), positions, mask, self.cache).to(self.device)
-        return hidden.unflatten(1, (width, self.block))
+        mask = RoundMask(committed, parent, width, self.block, self.dispatch)
+        ids, positions = states.ids.flatten(1), (states.start[..., None] + self.offsets).flatten(1)
+        if self.with_round_masks:
+            with under_round_masks(self.model):
+                hidden = forward(ids, positions, mask, self.cache)
+        else:
+            hidden = forward(ids, positions, mask.dense(used), self.cache)
+        return hidden.to(self.device).unflatten(1, (width, self.block))
 
 
 __all__ = ["Decoder"]

@@ -22,6 +22,7 @@ from .heads_mrp import MRPHead
 from .loading_mrp import MRPPreTrainedModel
 from .losses_mrp import weighted_cross_entropy
 from .publishing_mrp import MRPHubMixin
+from .round_attention_mrp import RoundMask
 
 
 class MRPForCausalLM(MRPHubMixin, MRPPreTrainedModel, MRPGenerationMixin):
@@ -41,14 +42,19 @@ class MRPForCausalLM(MRPHubMixin, MRPPreTrainedModel, MRPGenerationMixin):
         self.post_init()
 
     def backbone(
-        self, input_ids: Tensor, position_ids: Tensor, mask: Tensor | BlockMask, past_key_values: Cache | None = None
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        mask: Tensor | BlockMask | RoundMask,
+        past_key_values: Cache | None = None,
     ) -> Tensor:
         """The backbone's final-norm hidden states h_A under a boolean mask.
 
         Args:
             input_ids: [batch, length] long.
             position_ids: [batch, length] long, absolute.
-            mask: [batch, 1, length, keys] bool, True where a query sees a key; or a `BlockMask` under flex attention.
+            mask: [batch, 1, length, keys] bool, True where a query sees a key; a `BlockMask` under flex
+                attention; or a `RoundMask` inside `under_round_masks`.
             past_key_values: A cache that the layers update, or None.
 
         Returns:
@@ -67,7 +73,7 @@ class MRPForCausalLM(MRPHubMixin, MRPPreTrainedModel, MRPGenerationMixin):
         input_ids: Tensor,
         hidden_states: Tensor,
         position_ids: Tensor,
-        mask: Tensor | BlockMask,
+        mask: Tensor | BlockMask | RoundMask,
         past_key_values: Cache | None = None,
     ) -> Tensor:
         """The head's residual h_C = Head(embed(x'), h_A); `lm_head(h_A + h_C)` estimates the logits at x'.
@@ -205,9 +211,9 @@ class MRPForCausalLM(MRPHubMixin, MRPPreTrainedModel, MRPGenerationMixin):
         return self._attention_bias(mask), position_ids
 
     def _attention_bias(self, mask: Any) -> Any:
-        """SDPA takes a boolean mask as it is, flex attention a `BlockMask`; eager and flex attention add others to the
-        scores."""
-        if isinstance(mask, BlockMask) or self.config._attn_implementation not in ("eager", "flex_attention"):
+        """SDPA takes a boolean mask as it is, flex attention a `BlockMask`, the attention of rounds a `RoundMask`; eager and
+        flex attention add others to the scores."""
+        if isinstance(mask, BlockMask | RoundMask) or self.config._attn_implementation not in ("eager", "flex_attention"):
             return mask
         return torch.zeros(mask.shape, dtype=self.dtype, device=mask.device).masked_fill_(~mask, torch.finfo(self.dtype).min)
 
