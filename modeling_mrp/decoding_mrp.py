@@ -23,6 +23,7 @@ from torch import Tensor
 from .cache_mrp import BlockCache
 from .diffusion_mrp import block_causal_mask
 from .drafting_mrp import Budget, Lattice, growth, reachable
+from .pick_mrp import residual_magnitude
 from .rows_mrp import Counts, Outlook, Rows
 from .sampling_mrp import Picker, noise_keys
 from .states_mrp import Memory, Proposal, Reveal, Scored, States, follow, whole_text
@@ -182,7 +183,7 @@ class Decoder:
             self.counts.forwards["prefill"] += 1
             self.counts.row_forwards += takes_part
             if self.head_layers:
-                self.model.residual(ids, hidden, here, mask, self.cache)
+                self.model.residual(ids, hidden, here, mask, self.cache, self.picker.dispatch)
                 self._count_head(takes_part)
             inside = (first >= begin) & (first < end)
             at = (first - begin).clamp(0, end - begin - self.block)[:, None] + self.offsets
@@ -418,6 +419,7 @@ class Decoder:
             noise_keys(self.rows.seed[row], position, masked.sum(-1)[state]) if picker.sample else position,
             lambda part: self._contexts(states, state[part], behind),
             self._no_eos(row, position),
+            candidates.flatten()[at],
         )
         token = self._spread(picks.token, at, candidates, 0)
         logprob, confidence = (self._spread(t, at, candidates, -torch.inf) for t in (picks.logprob, picks.confidence))
@@ -449,6 +451,7 @@ class Decoder:
             token.flatten()[at],
             lambda part: self._contexts(states, state[part], None),
             self._no_eos(states.row[state], states.start[state] + at % self.block),
+            where.flatten()[at],
         )
         return self._spread(odds, at, where, -torch.inf)
 
@@ -459,8 +462,9 @@ class Decoder:
     def residual_magnitude(self, hidden: Tensor, token: Tensor, where: Tensor) -> Tensor:
         """[n, block] |C| of given tokens: one dot product each; 0 outside `where`."""
         at = self._chosen(where)
-        weight = self.picker.lm_head_weight[token.flatten()[at]]
-        return self._spread((hidden.flatten(0, 1)[at] * weight).sum(-1).abs(), at, where, 0.0)
+        weight, dispatch = self.picker.lm_head_weight, self.picker.dispatch
+        moved = residual_magnitude(weight, hidden.flatten(0, 1)[at], token.flatten()[at], dispatch)
+        return self._spread(moved, at, where, 0.0)
 
     def _contexts(self, states: States, state: Tensor, behind: Tensor | None) -> list[tuple[Tensor, Tensor]]:
         """For logits processors: which of the positions belong to which committed ids."""
@@ -503,7 +507,7 @@ class Decoder:
 
     def _head_packed(self, states: States, hidden: Tensor, parent: Tensor | None) -> Tensor:
         def forward(ids: Tensor, positions: Tensor, mask: Tensor, cache: BlockCache) -> Tensor:
-            return self.model.residual(ids, hidden.flatten(1, 2), positions, mask, cache)
+            return self.model.residual(ids, hidden.flatten(1, 2), positions, mask, cache, self.picker.dispatch)
 
         return self._packed_forward(states, parent, self.head_committed, self.outlook.head_used, forward)
 

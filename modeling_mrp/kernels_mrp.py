@@ -77,6 +77,7 @@ class Dispatch:
 
 
 AUTOMATIC = Dispatch()
+PYTORCH = Dispatch(False)
 
 
 def with_fallback(name: str, device: torch.device, kernel: Callable[[], T], twin: Callable[[], T]) -> T:

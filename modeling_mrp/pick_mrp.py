@@ -177,8 +177,9 @@ class Plan:
     def of(rows: int, vocab_size: int, element_size: int, processors: int) -> "Plan":
         """The plan for `rows` hidden states and weights of `element_size` bytes on a GPU with so many multiprocessors.
 
-        Two programs fit on a Hopper multiprocessor, each with about 96 KB of tiles, so that one computes while the other loads.
-        Weights are read once for up to 128 rows. float32 is for exactness, not speed: its products use no matrix units.
+        The one place to tune. Up to 64 rows two programs fit on a Hopper multiprocessor, each with about 96 KB of tiles, so
+        that one computes while the other loads. Weights are read once for up to 128 rows, and the tiles of more rows run side
+        by side, for the L2 cache. float32 is for exactness, not speed: its products use no matrix units.
         """
         tile = min(128, max(16, power_of_two(rows)))
         if element_size > 2:
@@ -231,7 +232,7 @@ def _pick_kernel(
     given: Tensor | None,
     no_eos: Tensor | None,
     active: Tensor | None,
-    processors: int | None = None,
+    plan: Plan | None = None,
 ) -> Picked:
     """Floor: vocab * hidden_size * element size bytes (778 MB for 151,936 x 2,560 in bfloat16: 0.18 ms at 4.3 TB/s), and
     2 * rows * vocab * hidden_size operations (50 GFLOP for 64 rows: 0.06 ms at 790 TFLOP/s)."""
@@ -243,7 +244,7 @@ def _pick_kernel(
     )
     if not rows:
         return picked
-    plan = Plan.of(rows, vocab, hidden.element_size(), _processors(device) if processors is None else processors)
+    plan = plan or Plan.of(rows, vocab, hidden.element_size(), _processors(device))
     hidden = hidden.contiguous()
     keys, given = (t if t is None else t.contiguous() for t in (keys, given))
     no_eos = None if no_eos is None or not readout.eos_token_ids else _bytes(no_eos)
@@ -261,6 +262,7 @@ def _pick_kernel(
         TILE_ROWS=plan.rows,
         TILE_VOCAB=plan.vocab,
         TILE_HIDDEN=plan.hidden,
+        INTERPRETED=triton.knobs.runtime.interpret,
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,
     )
@@ -317,6 +319,7 @@ if triton is not None:
         TILE_ROWS: tl.constexpr,
         TILE_VOCAB: tl.constexpr,
         TILE_HIDDEN: tl.constexpr,
+        INTERPRETED: tl.constexpr,
     ):  # type: ignore[no-untyped-def]
         """[TILE_VOCAB, TILE_ROWS] float32: the vocabulary is the long side, since it fills the matrix units with few rows."""
         column = tl.arange(0, TILE_HIDDEN)
@@ -327,6 +330,8 @@ if triton is not None:
             inside = (begin + column < size)[None, :]
             w = tl.load(weights + begin, mask=in_slice[:, None] & inside, other=0.0)
             h = tl.load(states + begin, mask=in_rows[:, None] & inside, other=0.0)
+            if INTERPRETED:  # where a bfloat16 is an integer to tl.dot
+                w, h = w.to(tl.float32), h.to(tl.float32)
             logits = tl.dot(w, tl.trans(h), logits, input_precision="ieee")
         return logits
 
@@ -356,6 +361,7 @@ if triton is not None:
         TILE_ROWS: tl.constexpr,
         TILE_VOCAB: tl.constexpr,
         TILE_HIDDEN: tl.constexpr,
+        INTERPRETED: tl.constexpr,
     ):  # type: ignore[no-untyped-def]
         """Of one slice of the vocabulary, for each row of a tile: the best score and its place, that token's logit (`own`), and
         the log-sum-exp of all other logits. With a `given` token, that one in place of the best."""
@@ -379,7 +385,7 @@ if triton is not None:
             token = first + tl.arange(0, TILE_VOCAB)
             in_slice = token < end
             logits = _tile_logits(
-                hidden, weight, row, in_rows, token, in_slice, size, stride, TILE_ROWS, TILE_VOCAB, TILE_HIDDEN
+                hidden, weight, row, in_rows, token, in_slice, size, stride, TILE_ROWS, TILE_VOCAB, TILE_HIDDEN, INTERPRETED
             )
             ids = token
             if token_ids is not None:
@@ -392,7 +398,7 @@ if triton is not None:
                 early = tl.load(no_eos + row, mask=in_rows, other=0) != 0
                 raw = tl.where((hit != 0)[:, None] & early[None, :], float("-inf"), raw)
             if given is not None:
-                chosen = token[:, None] == wanted[None, :]
+                chosen = in_slice[:, None] & (token[:, None] == wanted[None, :])
                 own += tl.sum(tl.where(chosen, raw, 0.0), 0)
                 others = _log_add(others, _log_sum(tl.where(chosen, float("-inf"), raw), 0))
             else:
