@@ -23,7 +23,7 @@ from torch import Tensor
 from .cache_mrp import BlockCache
 from .diffusion_mrp import block_causal_mask
 from .drafting_mrp import Budget, Lattice, growth, reachable
-from .kernels_mrp import Dispatch
+from .pick_mrp import residual_magnitude
 from .round_attention_mrp import RoundMask, takes_round_masks, under_round_masks
 from .rows_mrp import Counts, Outlook, Rows
 from .sampling_mrp import Picker, noise_keys
@@ -58,7 +58,6 @@ class Decoder:
         infill: [rows, n] long, what continues each prompt: given tokens, and masks where one is to be generated; or None.
         past_key_values: A cache of an earlier decode of the same model, with as many rows or a divisor of it; or None. It is
             taken over if it has the room.
-        dispatch: Whether rounds attend through the kernel; None: automatically.
 
     Raises:
         ValueError: if kernels are forced and the model has another attention than SDPA.
@@ -79,12 +78,10 @@ class Decoder:
         on_round: Callable[[Rows], None] | None = None,
         infill: Tensor | None = None,
         past_key_values: BlockCache | None = None,
-        dispatch: Dispatch | None = None,
     ) -> None:
         config = model.config
         self.model, self.strategy = model, strategy
-        self.dispatch = Dispatch() if dispatch is None else dispatch
-        self.with_round_masks = takes_round_masks(model, self.dispatch)
+        self.with_round_masks = takes_round_masks(model, picker.dispatch)
         self.picker = self.drafter = replace(picker, entropy=strategy.uses_entropy)
         head = model.mrp_head
         if strategy.passes and head is not None and head.draft_token_ids is not None and picker.processors is None:
@@ -191,7 +188,7 @@ class Decoder:
             self.counts.forwards["prefill"] += 1
             self.counts.row_forwards += takes_part
             if self.head_layers:
-                self.model.residual(ids, hidden, here, mask, self.cache)
+                self.model.residual(ids, hidden, here, mask, self.cache, self.picker.dispatch)
                 self._count_head(takes_part)
             inside = (first >= begin) & (first < end)
             at = (first - begin).clamp(0, end - begin - self.block)[:, None] + self.offsets
@@ -427,6 +424,7 @@ class Decoder:
             noise_keys(self.rows.seed[row], position, masked.sum(-1)[state]) if picker.sample else position,
             lambda part: self._contexts(states, state[part], behind),
             self._no_eos(row, position),
+            candidates.flatten()[at],
         )
         token = self._spread(picks.token, at, candidates, 0)
         logprob, confidence = (self._spread(t, at, candidates, -torch.inf) for t in (picks.logprob, picks.confidence))
@@ -458,6 +456,7 @@ class Decoder:
             token.flatten()[at],
             lambda part: self._contexts(states, state[part], None),
             self._no_eos(states.row[state], states.start[state] + at % self.block),
+            where.flatten()[at],
         )
         return self._spread(odds, at, where, -torch.inf)
 
@@ -468,8 +467,9 @@ class Decoder:
     def residual_magnitude(self, hidden: Tensor, token: Tensor, where: Tensor) -> Tensor:
         """[n, block] |C| of given tokens: one dot product each; 0 outside `where`."""
         at = self._chosen(where)
-        weight = self.picker.lm_head_weight[token.flatten()[at]]
-        return self._spread((hidden.flatten(0, 1)[at] * weight).sum(-1).abs(), at, where, 0.0)
+        weight, dispatch = self.picker.lm_head_weight, self.picker.dispatch
+        moved = residual_magnitude(weight, hidden.flatten(0, 1)[at], token.flatten()[at], dispatch)
+        return self._spread(moved, at, where, 0.0)
 
     def _contexts(self, states: States, state: Tensor, behind: Tensor | None) -> list[tuple[Tensor, Tensor]]:
         """For logits processors: which of the positions belong to which committed ids."""
@@ -512,7 +512,7 @@ class Decoder:
 
     def _head_packed(self, states: States, hidden: Tensor, parent: Tensor | None) -> Tensor:
         def forward(ids: Tensor, positions: Tensor, mask: Tensor | RoundMask, cache: BlockCache) -> Tensor:
-            return self.model.residual(ids, hidden.flatten(1, 2), positions, mask, cache)
+            return self.model.residual(ids, hidden.flatten(1, 2), positions, mask, cache, self.picker.dispatch)
 
         return self._packed_forward(states, parent, self.head_committed, self.outlook.head_used, forward)
 
@@ -535,7 +535,7 @@ class Decoder:
         width = states.start.shape[1]
         used = min(-(-used // READ_BUCKET) * READ_BUCKET, self.cache.capacity)
         self.cache.target_scratch(width * self.block, used)
-        mask = RoundMask(committed, parent, width, self.block, self.dispatch)
+        mask = RoundMask(committed, parent, width, self.block, self.picker.dispatch)
         ids, positions = states.ids.flatten(1), (states.start[..., None] + self.offsets).flatten(1)
         if self.with_round_masks:
             with under_round_masks(self.model):

@@ -37,7 +37,9 @@ class Dispatch:
 
     forced: bool | None = None
 
-    def run(self, name: str, kernel: Callable[[], T], twin: Callable[[], T], *tensors: Tensor) -> T:
+    def run(
+        self, name: str, kernel: Callable[[], T], twin: Callable[[], T], *tensors: Tensor, obstacle: str | None = None
+    ) -> T:
         """The result of one of both.
 
         A kernel that does not compile or launch is reported in one warning per device and not tried again. Where gradients
@@ -48,6 +50,7 @@ class Dispatch:
             kernel: Launches it.
             twin: Computes the same with PyTorch.
             *tensors: What goes in; their devices and floating dtypes decide.
+            obstacle: What else keeps this kernel from them, a shape for instance, and the remedy; None: nothing.
 
         Raises:
             ValueError: if kernels are forced and cannot be used here.
@@ -56,7 +59,7 @@ class Dispatch:
         if self.forced is False:
             return twin()
         device = tensors[0].device
-        obstacle = _obstacle(tensors, interpreted=bool(self.forced))
+        obstacle = obstacle or _obstacle(tensors, interpreted=bool(self.forced))
         if self.forced:
             if obstacle is not None:
                 raise ValueError(
@@ -71,6 +74,10 @@ class Dispatch:
                     "falls back to PyTorch, or kernels=False"
                 ) from error
         return twin() if obstacle is not None else with_fallback(name, device, kernel, twin)
+
+
+AUTOMATIC = Dispatch()
+PYTORCH = Dispatch(False)
 
 
 def with_fallback(name: str, device: torch.device, kernel: Callable[[], T], twin: Callable[[], T]) -> T:

@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .kernels_mrp import Dispatch, ceil_div, kernels_usable, power_of_two, tl, triton
+from .kernels_mrp import AUTOMATIC, Dispatch, ceil_div, kernels_usable, power_of_two, tl, triton
 
 if TYPE_CHECKING:
     from .modeling_mrp import MRPForCausalLM
@@ -48,7 +48,7 @@ class RoundMask:
     parent: Tensor | None
     width: int
     block_size: int
-    dispatch: Dispatch = field(default_factory=Dispatch)
+    dispatch: Dispatch = AUTOMATIC
 
     def to(self, *args: Any, **kwargs: Any) -> "RoundMask":
         """On another device: accelerate moves what a layer is given to where the layer is."""

@@ -7,14 +7,12 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_model
-from helpers import MASK, PROMPTS, close
+from helpers import PROMPTS, close, texts
 from torch import Tensor
 
 from benchmarks.round_attention import Round
 from modeling_mrp import MRPForCausalLM
-from modeling_mrp.decoding_mrp import Decoder
 from modeling_mrp.kernels_mrp import Dispatch, triton
-from modeling_mrp.options_mrp import MRPGenerationConfig
 from modeling_mrp.round_attention_mrp import (
     ROUND_ATTENTION,
     RoundMask,
@@ -23,7 +21,6 @@ from modeling_mrp.round_attention_mrp import (
     takes_round_masks,
     under_round_masks,
 )
-from modeling_mrp.sampling_mrp import Picker
 
 interpreted = pytest.mark.skipif(
     triton is None or torch.cuda.is_available(), reason="kernels on CPU tensors need triton and its interpreter"
@@ -154,31 +151,17 @@ def test_mask_by_hand() -> None:
 # ------------------------------------------------------------------ from the decoder to the kernel
 
 
-def decoded(model: MRPForCausalLM, decoding: str, forced: bool | None) -> tuple[list[list[int]], set[str]]:
-    """Tokens of ragged prompts, and what the first layer was given as masks."""
-    options = MRPGenerationConfig(decoding=decoding)
-    options.check(model.config.block_size, has_head=True)
+def decoded(model: MRPForCausalLM, decoding: str, kernels: bool | None) -> tuple[list[list[int]], set[str]]:
+    """Texts of ragged prompts, and what the first layer was given as masks."""
     seen: set[str] = set()
     layer: Any = model.model.layers[0].self_attn
     handle = layer.register_forward_pre_hook(
         lambda module, args, kwargs: seen.add(type(kwargs["attention_mask"]).__name__), with_kwargs=True
     )
     try:
-        with torch.inference_mode():
-            rows, _ = Decoder(
-                model,
-                options.strategy(),
-                Picker(model.lm_head.weight, MASK),
-                [torch.tensor(prompt) for prompt in PROMPTS],
-                9,
-                options.schedule(model.config.block_size),
-                [],
-                torch.zeros(len(PROMPTS), dtype=torch.long),
-                dispatch=Dispatch(forced),
-            ).run()
+        return texts(model, PROMPTS, decoding=decoding, max_new_tokens=9, kernels=kernels), seen
     finally:
         handle.remove()
-    return [row[:stop].tolist() for row, stop in zip(rows.tokens, rows.stop, strict=True)], seen
 
 
 @interpreted
