@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from modeling_mrp.kernels_mrp import PYTORCH, Dispatch
 from modeling_mrp.modeling_mrp import MRPForCausalLM
 from trainer.decoded import decode_problems
 from trainer.tasks import problems
@@ -30,12 +31,13 @@ class BlockOnly(MRPForCausalLM):
         position_ids: Tensor,
         mask: Any,
         past_key_values: Cache | None = None,
+        dispatch: Dispatch = PYTORCH,
     ) -> Tensor:
         """As the model's, under a mask without the prefix: neither what is stored nor a clean block in the same pass."""
         block = position_ids // self.config.block_size
         own = torch.zeros_like(mask)
         own[..., -input_ids.shape[1] :] = (block[:, :, None] == block[:, None, :])[:, None]
-        return super().residual(input_ids, hidden_states, position_ids, mask & own, past_key_values)
+        return super().residual(input_ids, hidden_states, position_ids, mask & own, past_key_values, dispatch)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -18,9 +18,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from modeling_mrp.cache_mrp import BlockCache
 from modeling_mrp.decoding_mrp import Counts, Decoder, Rows
 from modeling_mrp.generation_mrp import MRPGenerationConfig
 from modeling_mrp.modeling_mrp import MRPForCausalLM
+from modeling_mrp.round_attention_mrp import RoundMask
 from modeling_mrp.sampling_mrp import Picker
 from modeling_mrp.states_mrp import States
 from modeling_mrp.strategies_mrp import Spec
@@ -101,7 +103,7 @@ class PublishedDecoder(Decoder):
     def _head(self, states: States, hidden: Tensor) -> Tensor:
         """The head without the prefix's KV."""
 
-        def forward(ids: Tensor, positions: Tensor, mask: Tensor, cache: object) -> Tensor:
+        def forward(ids: Tensor, positions: Tensor, mask: Tensor | RoundMask, cache: BlockCache) -> Tensor:
             return self.model.residual(ids, hidden, positions, mask, cache)
 
         self._count_head(states.valid)

@@ -23,6 +23,8 @@ from torch import Tensor
 from .cache_mrp import BlockCache
 from .diffusion_mrp import block_causal_mask
 from .drafting_mrp import Budget, Lattice, growth, reachable
+from .pick_mrp import residual_magnitude
+from .round_attention_mrp import RoundMask, takes_round_masks, under_round_masks
 from .rows_mrp import Counts, Outlook, Rows
 from .sampling_mrp import Picker, noise_keys
 from .states_mrp import Memory, Proposal, Reveal, Scored, States, follow, whole_text
@@ -56,6 +58,9 @@ class Decoder:
         infill: [rows, n] long, what continues each prompt: given tokens, and masks where one is to be generated; or None.
         past_key_values: A cache of an earlier decode of the same model, with as many rows or a divisor of it; or None. It is
             taken over if it has the room.
+
+    Raises:
+        ValueError: if kernels are forced and the model has another attention than SDPA.
     """
 
     def __init__(
@@ -76,6 +81,7 @@ class Decoder:
     ) -> None:
         config = model.config
         self.model, self.strategy = model, strategy
+        self.with_round_masks = takes_round_masks(model, picker.dispatch)
         self.picker = self.drafter = replace(picker, entropy=strategy.uses_entropy)
         head = model.mrp_head
         if strategy.passes and head is not None and head.draft_token_ids is not None and picker.processors is None:
@@ -182,7 +188,7 @@ class Decoder:
             self.counts.forwards["prefill"] += 1
             self.counts.row_forwards += takes_part
             if self.head_layers:
-                self.model.residual(ids, hidden, here, mask, self.cache)
+                self.model.residual(ids, hidden, here, mask, self.cache, self.picker.dispatch)
                 self._count_head(takes_part)
             inside = (first >= begin) & (first < end)
             at = (first - begin).clamp(0, end - begin - self.block)[:, None] + self.offsets
@@ -418,6 +424,7 @@ class Decoder:
             noise_keys(self.rows.seed[row], position, masked.sum(-1)[state]) if picker.sample else position,
             lambda part: self._contexts(states, state[part], behind),
             self._no_eos(row, position),
+            candidates.flatten()[at],
         )
         token = self._spread(picks.token, at, candidates, 0)
         logprob, confidence = (self._spread(t, at, candidates, -torch.inf) for t in (picks.logprob, picks.confidence))
@@ -449,6 +456,7 @@ class Decoder:
             token.flatten()[at],
             lambda part: self._contexts(states, state[part], None),
             self._no_eos(states.row[state], states.start[state] + at % self.block),
+            where.flatten()[at],
         )
         return self._spread(odds, at, where, -torch.inf)
 
@@ -459,8 +467,9 @@ class Decoder:
     def residual_magnitude(self, hidden: Tensor, token: Tensor, where: Tensor) -> Tensor:
         """[n, block] |C| of given tokens: one dot product each; 0 outside `where`."""
         at = self._chosen(where)
-        weight = self.picker.lm_head_weight[token.flatten()[at]]
-        return self._spread((hidden.flatten(0, 1)[at] * weight).sum(-1).abs(), at, where, 0.0)
+        weight, dispatch = self.picker.lm_head_weight, self.picker.dispatch
+        moved = residual_magnitude(weight, hidden.flatten(0, 1)[at], token.flatten()[at], dispatch)
+        return self._spread(moved, at, where, 0.0)
 
     def _contexts(self, states: States, state: Tensor, behind: Tensor | None) -> list[tuple[Tensor, Tensor]]:
         """For logits processors: which of the positions belong to which committed ids."""
@@ -502,8 +511,8 @@ class Decoder:
         return residual
 
     def _head_packed(self, states: States, hidden: Tensor, parent: Tensor | None) -> Tensor:
-        def forward(ids: Tensor, positions: Tensor, mask: Tensor, cache: BlockCache) -> Tensor:
-            return self.model.residual(ids, hidden.flatten(1, 2), positions, mask, cache)
+        def forward(ids: Tensor, positions: Tensor, mask: Tensor | RoundMask, cache: BlockCache) -> Tensor:
+            return self.model.residual(ids, hidden.flatten(1, 2), positions, mask, cache, self.picker.dispatch)
 
         return self._packed_forward(states, parent, self.head_committed, self.outlook.head_used, forward)
 
@@ -517,24 +526,23 @@ class Decoder:
         parent: Tensor | None,
         committed: Tensor,
         used: int,
-        forward: Callable[[Tensor, Tensor, Tensor, BlockCache], Tensor],
+        forward: Callable[[Tensor, Tensor, Tensor | RoundMask, BlockCache], Tensor],
     ) -> Tensor:
         """Scores [rows, width] states side by side: each sees its prefix, itself and the state in slot `parent`, if any.
 
         `used` is the longest prefix, `committed` [rows] each row's own.
         """
-        rows, width = states.start.shape
+        width = states.start.shape[1]
         used = min(-(-used // READ_BUCKET) * READ_BUCKET, self.cache.capacity)
         self.cache.target_scratch(width * self.block, used)
-        sees = torch.eye(width, dtype=torch.bool, device=self.device).repeat(rows, 1, 1)
-        if parent is not None:
-            sees |= (parent[..., None] == torch.arange(width, device=self.device)) & (parent >= 0)[..., None]
-        scratch = sees.repeat_interleave(self.block, 1).repeat_interleave(self.block, 2)
-        prefix = torch.arange(used, device=self.device) < committed[:, None]
-        mask = torch.cat([scratch, prefix[:, None].expand(-1, width * self.block, -1)], -1)[:, None]
-        positions = (states.start[..., None] + self.offsets).flatten(1)
-        hidden = forward(states.ids.flatten(1), positions, mask, self.cache).to(self.device)
-        return hidden.unflatten(1, (width, self.block))
+        mask = RoundMask(committed, parent, width, self.block, self.picker.dispatch)
+        ids, positions = states.ids.flatten(1), (states.start[..., None] + self.offsets).flatten(1)
+        if self.with_round_masks:
+            with under_round_masks(self.model):
+                hidden = forward(ids, positions, mask, self.cache)
+        else:
+            hidden = forward(ids, positions, mask.dense(used), self.cache)
+        return hidden.to(self.device).unflatten(1, (width, self.block))
 
 
 __all__ = ["Decoder"]

@@ -37,6 +37,7 @@ from transformers.utils import ModelOutput
 
 from .cache_mrp import BlockCache
 from .decoding_mrp import Decoder
+from .kernels_mrp import Dispatch
 from .options_mrp import DECODINGS, REMASK_RULES, MRPGenerationConfig
 from .rows_mrp import Counts, Rows
 from .sampling_mrp import Picker
@@ -421,6 +422,7 @@ def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationCo
         before or None,
         after or None,
         tuple(config.eos_ids()),
+        dispatch=Dispatch(config.kernels),
     )
 
 

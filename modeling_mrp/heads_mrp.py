@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm
 
 from .configuration_mrp import MRPConfig
+from .head_input_mrp import normed_pair_ref
 from .layouts_mrp import DRAFT_TOKENS, HEAD, StoredTensor
 
 NEW_HEADS = ("identity", "backbone", "published")
@@ -80,25 +81,31 @@ class MRPHead(nn.Module):
 
     def forward(
         self,
-        inputs_embeds: Tensor,
+        inputs_embeds: Tensor | None,
         hidden_states: Tensor,
         attention_mask: Tensor | None,
         position_embeddings: tuple[Tensor, Tensor],
         past_key_values: Cache | None = None,
+        normed: Tensor | None = None,
     ) -> Tensor:
         """One residual.
 
         Args:
-            inputs_embeds: [batch, length, hidden_size], the embeddings of x' (the state after the reveal).
+            inputs_embeds: [batch, length, hidden_size], the embeddings of x' (the state after the reveal); or None, if
+                `normed` is given.
             hidden_states: [batch, length, hidden_size], h_A or the accumulated estimate of it.
             attention_mask: As `Qwen3DecoderLayer` takes it: [batch, 1, length, keys].
             position_embeddings: cos and sin of the backbone's rotary embedding.
             past_key_values: The cache that the head's layers update.
+            normed: [batch, length, 2 * hidden_size], both under their norms, if that is already computed (`normed_pair`).
 
         Returns:
             [batch, length, hidden_size], h_C.
         """
-        hidden = self.eh_proj(torch.cat([self.enorm(inputs_embeds), self.hnorm(hidden_states)], -1))
+        if normed is None:
+            assert inputs_embeds is not None
+            normed = normed_pair_ref(inputs_embeds, hidden_states, self.enorm, self.hnorm)
+        hidden = self.eh_proj(normed)
         for layer in self.layers:
             hidden = layer(
                 hidden,

@@ -18,10 +18,13 @@ from transformers.utils import can_return_tuple
 from .configuration_mrp import MRPConfig
 from .diffusion_mrp import IGNORE_INDEX, block_causal_mask, pack_noisy
 from .generation_mrp import MRPGenerationMixin
+from .head_input_mrp import normed_pair
 from .heads_mrp import MRPHead
+from .kernels_mrp import PYTORCH, Dispatch
 from .loading_mrp import MRPPreTrainedModel
 from .losses_mrp import weighted_cross_entropy
 from .publishing_mrp import MRPHubMixin
+from .round_attention_mrp import RoundMask
 
 
 class MRPForCausalLM(MRPHubMixin, MRPPreTrainedModel, MRPGenerationMixin):
@@ -41,14 +44,19 @@ class MRPForCausalLM(MRPHubMixin, MRPPreTrainedModel, MRPGenerationMixin):
         self.post_init()
 
     def backbone(
-        self, input_ids: Tensor, position_ids: Tensor, mask: Tensor | BlockMask, past_key_values: Cache | None = None
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        mask: Tensor | BlockMask | RoundMask,
+        past_key_values: Cache | None = None,
     ) -> Tensor:
         """The backbone's final-norm hidden states h_A under a boolean mask.
 
         Args:
             input_ids: [batch, length] long.
             position_ids: [batch, length] long, absolute.
-            mask: [batch, 1, length, keys] bool, True where a query sees a key; or a `BlockMask` under flex attention.
+            mask: [batch, 1, length, keys] bool, True where a query sees a key; a `BlockMask` under flex
+                attention; or a `RoundMask` inside `under_round_masks`.
             past_key_values: A cache that the layers update, or None.
 
         Returns:
@@ -67,8 +75,9 @@ class MRPForCausalLM(MRPHubMixin, MRPPreTrainedModel, MRPGenerationMixin):
         input_ids: Tensor,
         hidden_states: Tensor,
         position_ids: Tensor,
-        mask: Tensor | BlockMask,
+        mask: Tensor | BlockMask | RoundMask,
         past_key_values: Cache | None = None,
+        dispatch: Dispatch = PYTORCH,
     ) -> Tensor:
         """The head's residual h_C = Head(embed(x'), h_A); `lm_head(h_A + h_C)` estimates the logits at x'.
 
@@ -78,6 +87,7 @@ class MRPForCausalLM(MRPHubMixin, MRPPreTrainedModel, MRPGenerationMixin):
             position_ids: [batch, length] long, absolute.
             mask: As for `backbone`.
             past_key_values: A cache with room for the head's layers, or None.
+            dispatch: Kernels or PyTorch, for what the head reads.
 
         Returns:
             [batch, length, hidden_size].
@@ -90,9 +100,11 @@ class MRPForCausalLM(MRPHubMixin, MRPPreTrainedModel, MRPGenerationMixin):
                 "this model has no MRP head (num_nextn_predict_layers is 0): load one with attach_head(head) or "
                 "from_backbone(backbone, head=...), or train a head"
             )
-        embeds = self.model.embed_tokens(input_ids)
-        rotary = self.model.rotary_emb(embeds, position_ids)
-        output = self.mrp_head(embeds, hidden_states, self._attention_bias(mask), rotary, past_key_values)
+        head, embed_tokens = self.mrp_head, self.model.embed_tokens
+        normed = normed_pair(embed_tokens, head.enorm, head.hnorm, input_ids, hidden_states, dispatch)
+        embeds = embed_tokens(input_ids) if normed is None else None
+        rotary = self.model.rotary_emb(hidden_states if embeds is None else embeds, position_ids)
+        output = head(embeds, hidden_states, self._attention_bias(mask), rotary, past_key_values, normed)
         return output if self.config.head_predicts == "residual" else output - hidden_states
 
     def head_share(self) -> float:
@@ -205,9 +217,9 @@ class MRPForCausalLM(MRPHubMixin, MRPPreTrainedModel, MRPGenerationMixin):
         return self._attention_bias(mask), position_ids
 
     def _attention_bias(self, mask: Any) -> Any:
-        """SDPA takes a boolean mask as it is, flex attention a `BlockMask`; eager and flex attention add others to the
-        scores."""
-        if isinstance(mask, BlockMask) or self.config._attn_implementation not in ("eager", "flex_attention"):
+        """SDPA takes a boolean mask as it is, flex attention a `BlockMask`, the attention of rounds a `RoundMask`; eager and
+        flex attention add others to the scores."""
+        if isinstance(mask, BlockMask | RoundMask) or self.config._attn_implementation not in ("eager", "flex_attention"):
             return mask
         return torch.zeros(mask.shape, dtype=self.dtype, device=mask.device).masked_fill_(~mask, torch.finfo(self.dtype).min)
 

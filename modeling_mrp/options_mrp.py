@@ -102,6 +102,9 @@ class MRPGenerationConfig(GenerationConfig):
         remask_rule: Which reveals `mrp_remask` takes back: `reread` (the least believed one at a time, then echoes of the
             others), `threshold` (published) or `residual` (released code) [`reread`].
         residual_delta: Largest residual logit that the `residual` rule lets stand [1.0].
+        kernels: Triton kernels in place of PyTorch. None: where they can be used (an NVIDIA GPU of compute capability 8.0 or
+            more, float16, bfloat16 or float32), with PyTorch where one fails to compile; True: kernels or an error, also
+            interpreted (`TRITON_INTERPRET=1`); False: PyTorch only [None].
         seed: An int s gives row i the seed s + i; a list gives one per row [one per row from torch's generator].
     """
 
@@ -117,6 +120,7 @@ class MRPGenerationConfig(GenerationConfig):
         self.compute_bound_tokens: Any = kwargs.pop("compute_bound_tokens", None)
         self.remask_rule: Any = kwargs.pop("remask_rule", None)
         self.residual_delta: Any = kwargs.pop("residual_delta", None)
+        self.kernels: Any = kwargs.pop("kernels", None)
         self.seed: Any = kwargs.pop("seed", None)
         super().__init__(**kwargs)
 
@@ -148,6 +152,10 @@ class MRPGenerationConfig(GenerationConfig):
         if self.compute_bound_tokens is not None:
             _require(self, "compute_bound_tokens", int, lambda v: v >= 1, "an int of 1 or more tokens, or None")
         _require(self, "residual_delta", float, lambda v: v > 0, "a positive number of logits")
+        if not isinstance(self.kernels, bool | None):
+            raise ValueError(
+                f"kernels is {self.kernels!r}: use None (where they can be used), True (or an error) or False (PyTorch only)"
+            )
         if self.remask_rule not in REMASK_RULES:
             raise ValueError(f"remask_rule is {self.remask_rule!r}: choose one of {', '.join(REMASK_RULES)}")
         if self.temperature is not None:

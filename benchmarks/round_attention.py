@@ -1,0 +1,115 @@
+"""One layer's attention in a decoding round: the kernel, SDPA with a mask, flex attention, and the floor of all three."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from modeling_mrp.decoding_mrp import READ_BUCKET
+from modeling_mrp.kernels_mrp import ceil_div
+from modeling_mrp.round_attention_mrp import RoundMask, round_attention, round_attention_twin
+
+from .roofline import Work
+
+
+@dataclass(frozen=True)
+class Round:
+    """The sizes of a round. Every row has the same prefix; the last of several states looks at the first one.
+
+    Attributes:
+        batch: Rows.
+        states: K, states per row.
+        block_size: Tokens per state.
+        prefix: Committed tokens per row.
+        heads: Query heads.
+        kv_heads: Heads of keys and values.
+        head_dim: Size of a head.
+        dtype: Of queries, keys and values.
+        device: Where they are.
+    """
+
+    batch: int
+    states: int
+    block_size: int
+    prefix: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype = torch.bfloat16
+    device: str = "cuda"
+
+    @property
+    def queries(self) -> int:
+        """Tokens that a row submits."""
+        return self.states * self.block_size
+
+    @property
+    def floor(self) -> Work:
+        """What no implementation avoids: keys, values and queries read once, results written once, seen pairs multiplied."""
+        kept = self.kv_heads * (self.queries + self.prefix) + self.heads * self.queries
+        seen = self.queries * (self.prefix + self.block_size) + self.block_size**2 * (self.states > 1)
+        size = self.batch * self.head_dim
+        return Work(2 * size * kept * self.dtype.itemsize, 4 * size * self.heads * seen)
+
+    def inputs(self, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, RoundMask]:
+        """Random queries [rows, heads, queries, head_dim], keys and values [rows, kv_heads, keys, head_dim], and who sees whom.
+
+        Laid out as in a decode: queries by token, keys and values in one buffer with more room behind.
+        """
+        random = torch.Generator(self.device).manual_seed(seed)
+        used = ceil_div(self.prefix, READ_BUCKET) * READ_BUCKET
+        room = self.queries + used + READ_BUCKET
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=random, device=self.device, dtype=self.dtype)
+
+        query = normal(self.batch, self.queries, self.heads, self.head_dim).transpose(1, 2)
+        key, value = normal(2, self.batch, self.kv_heads, room, self.head_dim)[:, :, :, : self.queries + used]
+        committed = torch.full((self.batch,), self.prefix, device=self.device)
+        parent = torch.full((self.batch, self.states), -1, device=self.device)
+        parent[:, 1:][:, -1:] = 0
+        return query, key, value, RoundMask(committed, parent, self.states, self.block_size)
+
+    def contenders(self, seed: int = 0) -> dict[str, Callable[[], Tensor]]:
+        """Calls that give [rows, queries, heads, head_dim] each, by name: `kernel`, `sdpa_mask` and `flex`.
+
+        A round makes its masks once for all layers, so they are made here and not in the calls. What SDPA needs beside one,
+        keys and values repeated for every query head, is part of its call, as it is of transformers'.
+        """
+        query, key, value, mask = self.inputs(seed)
+        scale = self.head_dim**-0.5
+        dense = mask.dense(key.shape[2] - self.queries)
+        group = self.heads // self.kv_heads
+        sparse = create_block_mask(_rule(mask), self.batch, None, self.queries, key.shape[2], device=self.device)
+        flex = torch.compile(flex_attention, dynamic=False) if query.is_cuda else flex_attention
+
+        def sdpa() -> Tensor:
+            keys, values = (t.repeat_interleave(group, 1) for t in (key, value))
+            return torch.nn.functional.scaled_dot_product_attention(
+                query, keys, values, attn_mask=dense, scale=scale
+            ).transpose(1, 2)
+
+        return {
+            "kernel": lambda: round_attention(query, key, value, mask, scale),
+            "sdpa_mask": sdpa,
+            "flex": lambda: flex(query, key, value, block_mask=sparse, scale=scale, enable_gqa=True).transpose(1, 2),
+        }
+
+    def exact(self, seed: int = 0) -> Tensor:
+        """The same result in float64."""
+        query, key, value, mask = self.inputs(seed)
+        return round_attention_twin(query.double(), key.double(), value.double(), mask, self.head_dim**-0.5)
+
+
+def _rule(mask: RoundMask) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """Who sees whom, as flex attention's `mask_mod`."""
+    assert mask.parent is not None
+    committed, parent, block, tokens = mask.committed, mask.parent, mask.block_size, mask.width * mask.block_size
+
+    def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        state, other = query // block, key // block
+        return torch.where(key < tokens, (other == state) | (other == parent[row, state]), key - tokens < committed[row])
+
+    return sees

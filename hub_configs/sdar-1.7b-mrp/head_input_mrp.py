@@ -1,0 +1,1 @@
+../../modeling_mrp/head_input_mrp.py

@@ -1,0 +1,1 @@
+../../modeling_mrp/kernels_mrp.py

@@ -1,0 +1,1 @@
+../../modeling_mrp/pick_mrp.py

@@ -1,0 +1,1 @@
+../../modeling_mrp/readout_mrp.py

@@ -1,0 +1,1 @@
+../../modeling_mrp/noise_mrp.py

@@ -1,0 +1,1 @@
+../../modeling_mrp/round_attention_mrp.py

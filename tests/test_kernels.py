@@ -1,0 +1,226 @@
+"""Which path a call takes: kernels where they can run, PyTorch with a warning where they fail, errors where forced."""
+
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from modeling_mrp import kernels_mrp
+from modeling_mrp.kernels_mrp import Dispatch, ceil_div, kernels_usable, power_of_two, recent_enough, tl, triton, with_fallback
+
+CPU = torch.device("cpu")
+
+
+class Paths:
+    """A kernel and its twin that note their calls; the kernel fails as often as it is asked to."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+        self.calls: list[str] = []
+
+    def kernel(self) -> str:
+        self.calls.append("kernel")
+        if self.error is not None:
+            raise self.error
+        return "from the kernel"
+
+    def twin(self) -> str:
+        self.calls.append("twin")
+        return "from PyTorch"
+
+
+@pytest.fixture(autouse=True)
+def _nothing_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels_mrp, "_failed", set())
+
+
+def test_off_never_touches_the_kernel() -> None:
+    paths = Paths()
+    assert Dispatch(False).run("k", paths.kernel, paths.twin, torch.ones(2)) == "from PyTorch"
+    assert paths.calls == ["twin"]
+
+
+def test_a_cpu_takes_the_twin_unless_forced() -> None:
+    paths = Paths()
+    assert Dispatch().run("k", paths.kernel, paths.twin, torch.ones(2)) == "from PyTorch"
+    assert Dispatch(True).run("k", paths.kernel, paths.twin, torch.ones(2)) == "from the kernel"  # interpreted
+    assert paths.calls == ["twin", "kernel"]
+
+
+def test_a_failing_kernel_is_reported_once_and_not_tried_again() -> None:
+    paths = Paths(NotImplementedError("at 3:4:\nno such instruction"))
+    with pytest.warns(RuntimeWarning, match=r"'k' failed on cpu.*NotImplementedError: no such instruction") as caught:
+        assert with_fallback("k", CPU, paths.kernel, paths.twin) == "from PyTorch"
+    assert len(caught) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert with_fallback("k", CPU, paths.kernel, paths.twin) == "from PyTorch"
+    assert paths.calls == ["kernel", "twin", "twin"]
+    working = Paths()  # neither another kernel nor another device is given up
+    assert with_fallback("other", CPU, working.kernel, working.twin) == "from the kernel"
+    assert with_fallback("k", torch.device("meta"), working.kernel, working.twin) == "from the kernel"
+
+
+def test_running_out_of_memory_is_no_failure_of_the_kernel() -> None:
+    paths = Paths(torch.OutOfMemoryError("full"))
+    for _ in range(2):
+        with pytest.raises(torch.OutOfMemoryError):
+            with_fallback("k", CPU, paths.kernel, paths.twin)
+    assert paths.calls == ["kernel", "kernel"]
+
+
+def test_a_failing_kernel_that_is_forced_raises() -> None:
+    paths = Paths(ZeroDivisionError("in the kernel"))
+    for _ in range(2):
+        with pytest.raises(
+            RuntimeError, match=r"'k' failed on cpu \(ZeroDivisionError: in the kernel\): use kernels=None"
+        ) as raised:
+            Dispatch(True).run("k", paths.kernel, paths.twin, torch.ones(2))
+        assert raised.value.__cause__ is paths.error
+    assert paths.calls == ["kernel", "kernel"]
+
+
+@pytest.mark.parametrize(
+    ("tensors", "reason"),
+    [
+        ((torch.ones(2).double(),), "no kernels for torch.float64: load the model in bfloat16"),
+        ((torch.ones(2), torch.ones(2).double()), "no kernels for torch.float64"),
+        ((torch.ones(2), torch.ones(2, device="meta")), "lie on cpu and meta: keep them on one device"),
+        ((torch.ones(2, requires_grad=True),), "no gradients: call it under torch.no_grad"),
+    ],
+)
+def test_what_kernels_cannot_take(tensors: tuple[Tensor, ...], reason: str) -> None:
+    paths = Paths()
+    assert Dispatch().run("k", paths.kernel, paths.twin, *tensors) == "from PyTorch"
+    with pytest.raises(ValueError, match=reason + r".*kernels=False"):
+        Dispatch(True).run("k", paths.kernel, paths.twin, *tensors)
+    assert paths.calls == ["twin"]
+
+
+def test_autocast_takes_the_twin() -> None:
+    paths = Paths()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert Dispatch().run("k", paths.kernel, paths.twin, torch.ones(2)) == "from PyTorch"
+        with pytest.raises(ValueError, match="leave autocast"):
+            Dispatch(True).run("k", paths.kernel, paths.twin, torch.ones(2))
+
+
+def test_a_parameter_is_fine_where_no_gradient_is_wanted() -> None:
+    paths = Paths()
+    with torch.no_grad():
+        assert Dispatch(True).run("k", paths.kernel, paths.twin, torch.ones(2, requires_grad=True)) == "from the kernel"
+
+
+@pytest.mark.parametrize(
+    ("capability", "recent"),
+    [((7, 5), False), ((6, 1), False), ((8, 0), True), ((8, 9), True), ((9, 0), True), ((12, 0), True)],
+)
+def test_the_oldest_gpu(capability: tuple[int, int], recent: bool) -> None:
+    assert recent_enough(capability) is recent
+
+
+def test_nothing_is_usable_on_a_cpu() -> None:
+    assert not kernels_usable(CPU, torch.float32)
+    assert not kernels_usable(torch.device("mps"), torch.float16)
+
+
+def test_sizes() -> None:
+    assert [ceil_div(n, 4) for n in (0, 1, 4, 5, 8)] == [0, 1, 1, 2, 2]
+    assert [power_of_two(n) for n in (0, 1, 2, 3, 4, 5, 1000)] == [1, 1, 2, 4, 4, 8, 1024]
+
+
+# ------------------------------------------------------------------------------------------------ in other processes
+
+WITHOUT_TRITON = """
+import sys
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "triton":
+            raise ImportError("triton is hidden")
+
+sys.meta_path.insert(0, Missing())
+import torch
+from modeling_mrp import kernels_mrp
+from modeling_mrp.kernels_mrp import Dispatch, kernels_usable
+
+assert kernels_mrp.triton is None and "triton" not in sys.modules
+assert not kernels_usable(torch.device("cuda", 0), torch.bfloat16)
+assert Dispatch().run("k", lambda: 1 / 0, lambda: "twin", torch.ones(2)) == "twin"
+try:
+    Dispatch(True).run("k", lambda: 1 / 0, lambda: "twin", torch.ones(2))
+except ValueError as error:
+    print(error)
+"""
+NO_GPU = """
+import warnings
+import torch
+from modeling_mrp.kernels_mrp import Dispatch, tl, triton, with_fallback
+
+@triton.jit
+def two(x):
+    tl.store(x, 2.0)
+
+x = torch.ones(16)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    for _ in range(3):
+        assert with_fallback("two", x.device, lambda: two[(1,)](x), lambda: "twin") == "twin"
+assert len(caught) == 1 and "'two' failed on cpu" in str(caught[0].message), caught
+assert Dispatch().run("two", lambda: two[(1,)](x), lambda: "twin", x) == "twin"
+try:
+    Dispatch(True).run("two", lambda: two[(1,)](x), lambda: "twin", x)
+except ValueError as error:
+    print(error)
+"""
+
+
+def in_a_process(tmp_path: Path, script: str, **environment: str) -> str:
+    """What a script prints that runs on its own; from a file, since triton reads the source of what it compiles."""
+    path = tmp_path / "script.py"
+    path.write_text(script)
+    kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    root = str(Path(__file__).parent.parent)
+    done = subprocess.run(
+        [sys.executable, str(path)], env=kept | {"PYTHONPATH": root} | environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_without_triton(tmp_path: Path) -> None:
+    """The package imports, the twin runs, and forcing says what to install."""
+    assert "triton cannot be imported: install it (pip install triton), or use kernels=None" in in_a_process(
+        tmp_path, WITHOUT_TRITON
+    )
+
+
+def test_not_interpreting_and_without_a_gpu(tmp_path: Path) -> None:
+    """Triton finds nothing to compile for: that is a failure like any other, and forcing says what would help."""
+    if triton is None or torch.cuda.is_available():
+        pytest.skip("needs triton, and no GPU")
+    said = in_a_process(tmp_path, NO_GPU)
+    assert "not on an NVIDIA GPU: move the model to one, or set TRITON_INTERPRET=1 before Python starts" in said
+
+
+if triton is not None:
+
+    @triton.jit
+    def broken(x):  # type: ignore[no-untyped-def]
+        tl.store(x, tl.no_such_function(x))
+
+
+@pytest.mark.skipif(triton is None, reason="needs triton")
+def test_a_kernel_that_triton_cannot_compile() -> None:
+    x = torch.ones(16, device="cuda" if torch.cuda.is_available() else "cpu")
+    with pytest.warns(RuntimeWarning, match="'broken' failed on .*no_such_function") as caught:
+        assert [with_fallback("broken", x.device, lambda: broken[(1,)](x), lambda: "twin") for _ in range(3)] == ["twin"] * 3
+    assert len(caught) == 1
+    with pytest.raises(RuntimeError, match=r"kernels is True, but the kernel 'broken' failed .*no_such_function"):
+        Dispatch(True).run("broken", lambda: broken[(1,)](x), lambda: "twin", x)
+    assert torch.equal(x, torch.ones_like(x))

@@ -1,0 +1,250 @@
+"""Attention of a round: the kernel (interpreted) against its twin in float64, and the way from the decoder to it."""
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_model
+from helpers import PROMPTS, close, texts
+from torch import Tensor
+
+from benchmarks.round_attention import Round
+from modeling_mrp import MRPForCausalLM
+from modeling_mrp.kernels_mrp import Dispatch, triton
+from modeling_mrp.round_attention_mrp import (
+    ROUND_ATTENTION,
+    RoundMask,
+    round_attention,
+    round_attention_twin,
+    takes_round_masks,
+    under_round_masks,
+)
+
+interpreted = pytest.mark.skipif(
+    triton is None or torch.cuda.is_available(), reason="kernels on CPU tensors need triton and its interpreter"
+)
+FORCED = Dispatch(True)
+
+
+@pytest.fixture(autouse=True)
+def _new_memory_is_nan() -> Iterator[None]:
+    """What a kernel does not write, of its output or of what it hands to the next, shows."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def random_round(
+    committed: list[int],
+    parent: list[list[int]] | None,
+    width: int,
+    block: int,
+    used: int,
+    heads: tuple[int, int],
+    head_dim: int,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor, Tensor, RoundMask]:
+    """Queries and a buffer of keys and values whose slots are NaN where a row has nothing committed."""
+    random = torch.Generator().manual_seed(head_dim + used)
+    rows, tokens = len(committed), width * block
+    query = torch.randn(rows, tokens, heads[0], head_dim, generator=random).to(dtype).transpose(1, 2)
+    cache = torch.randn(2, rows, heads[1], tokens + used + 3, head_dim, generator=random).to(dtype)
+    for row, length in enumerate(committed):
+        cache[:, row, :, tokens + length :] = torch.nan
+    key, value = cache[:, :, :, : tokens + used]
+    return query, key, value, RoundMask(torch.tensor(committed), None if parent is None else torch.tensor(parent), width, block)
+
+
+def in_float64(query: Tensor, key: Tensor, value: Tensor, mask: RoundMask) -> Tensor:
+    """The twin; it multiplies what is masked by 0, so there the cache must hold numbers."""
+    key, value = (t.double().nan_to_num() for t in (key, value))
+    return round_attention_twin(query.double(), key, value, mask, query.shape[-1] ** -0.5)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("committed", "parent", "width", "block", "used", "heads", "head_dim", "splits"),
+    [
+        ([0], None, 1, 4, 0, (1, 1), 32, None),  # nothing but itself: fewer rows than a tile
+        ([64], [[-1]], 1, 16, 64, (2, 2), 32, None),  # every tile full
+        ([37], [[-1, 0]], 2, 4, 64, (4, 2), 8, 1),
+        ([5, 0, 64], [[-1, 0, -1], [-1, -1, 1], [-1, -1, -1]], 3, 4, 64, (4, 1), 16, 2),  # shares with nothing in them
+        ([129, 3], [[-1, 0], [-1, -1]], 2, 4, 192, (2, 1), 24, 5),  # more shares than tiles
+        ([7], [[-1, 0, -1]], 3, 32, 64, (2, 1), 32, None),  # more rows and scratch than a tile
+        ([10], [[-1, 0]], 2, 16, 64, (1, 1), 128, 2),
+        ([200], [[-1, 0]], 2, 4, 64, (2, 1), 8, 2),  # committed beyond what is read
+    ],
+)
+def test_kernel_equals_its_twin(
+    committed: list[int],
+    parent: list[list[int]] | None,
+    width: int,
+    block: int,
+    used: int,
+    heads: tuple[int, int],
+    head_dim: int,
+    splits: int | None,
+) -> None:
+    query, key, value, mask = random_round(committed, parent, width, block, used, heads, head_dim)
+    got = round_attention(query, key, value, mask, head_dim**-0.5, splits)
+    assert got.dtype == torch.float32
+    close(got.double(), in_float64(query, key, value, mask), atol=2e-6)
+
+
+@interpreted
+@pytest.mark.parametrize(("dtype", "atol"), [(torch.bfloat16, 2e-2), (torch.float16, 2e-3)])
+def test_half_precision(dtype: torch.dtype, atol: float) -> None:
+    query, key, value, mask = random_round([70], [[-1, 0]], 2, 4, 128, (2, 1), 32, dtype)
+    got = round_attention(query, key, value, mask, 32**-0.5, 2)
+    assert got.dtype == dtype
+    close(got.double(), in_float64(query, key, value, mask), atol)
+
+
+@interpreted
+def test_extreme_logits_and_ties() -> None:
+    """Scores of 1e4, 0 and -1e4: the weight is shared by the highest that a query sees, wherever they lie."""
+    mask = RoundMask(torch.tensor([6]), torch.tensor([[-1, -1]]), 2, 4)
+    query = torch.zeros(1, 1, 8, 16)
+    query[..., 0] = 1.0
+    key = torch.zeros(1, 1, 8 + 64, 16)
+    key[0, 0, :, 0] = -1e4
+    key[0, 0, [9, 12], 0] = 1e4  # two committed slots
+    value = torch.arange(72.0)[None, None, :, None].expand(1, 1, 72, 16)
+    for splits in (1, 2):
+        close(round_attention(query, key, value, mask, 1.0, splits), torch.full((1, 8, 1, 16), (9 + 12) / 2))
+    key[0, 0, 5, 0] = 1e4  # and one of the second state's own
+    got = round_attention(query, key, value, mask, 1.0)[0, :, 0, 0]
+    close(got, torch.tensor([10.5] * 4 + [(9 + 12 + 5) / 3] * 4), atol=2e-6)
+    key[..., 0] = -1e4  # all alike
+    own = torch.tensor([[0, 1, 2, 3]] * 4 + [[4, 5, 6, 7]] * 4).sum(1)
+    close(round_attention(query, key, value, mask, 1.0)[0, :, 0, 0], (own + sum(range(8, 14))) / 10, atol=2e-6)
+
+
+@interpreted
+def test_strides_of_the_last_dimension() -> None:
+    query, key, value, mask = random_round([9], None, 1, 4, 64, (2, 1), 32)
+    thin = [t[..., ::2] for t in (query, key, value)]
+    assert not any(t.stride(-1) == 1 for t in thin)
+    close(round_attention(*thin, mask, 0.25).double(), in_float64(*thin, mask), atol=2e-6)
+
+
+def test_shapes_that_do_not_fit_are_named() -> None:
+    query, key, value, mask = random_round([9], None, 1, 4, 64, (2, 1), 8)
+    with pytest.raises(ValueError, match=r"query \[1, 2, 3, 8\].*do not fit 1 rows of 1 states of 4 tokens"):
+        round_attention(query[:, :, :3], key, value, mask, 1.0)
+    with pytest.raises(ValueError, match=r"key \[1, 1, 2, 8\]"):
+        round_attention(query, key[:, :, :2], value, mask, 1.0)
+
+
+def test_mask_by_hand() -> None:
+    """Two states of one token, the second behind the first, over two slots of which one is committed."""
+    sees = RoundMask(torch.tensor([1]), torch.tensor([[-1, 0]]), 2, 1).dense(2)
+    assert sees.tolist() == [[[[True, False, True, False], [True, True, True, False]]]]
+    alone = RoundMask(torch.tensor([1]), None, 2, 1)
+    assert alone.dense(2).tolist() == [[[[True, False, True, False], [False, True, True, False]]]]
+    assert (alone.to("meta").committed.is_meta, alone.to("meta").parent) == (True, None)
+
+
+# ------------------------------------------------------------------ from the decoder to the kernel
+
+
+def decoded(model: MRPForCausalLM, decoding: str, kernels: bool | None) -> tuple[list[list[int]], set[str]]:
+    """Texts of ragged prompts, and what the first layer was given as masks."""
+    seen: set[str] = set()
+    layer: Any = model.model.layers[0].self_attn
+    handle = layer.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.add(type(kwargs["attention_mask"]).__name__), with_kwargs=True
+    )
+    try:
+        return texts(model, PROMPTS, decoding=decoding, max_new_tokens=9, kernels=kernels), seen
+    finally:
+        handle.remove()
+
+
+@interpreted
+@pytest.mark.parametrize("decoding", ["static", "mrp_spec"])
+def test_a_decode_gives_the_same_tokens(decoding: str) -> None:
+    model = make_model().float()
+    expected, seen = decoded(model, decoding, None)
+    assert seen == {"Tensor"}
+    assert decoded(model, decoding, True) == (expected, {"Tensor", "RoundMask"})  # prefill keeps its tensors
+    assert model.config._attn_implementation == "sdpa"
+
+
+def a_round(model: MRPForCausalLM, forced: bool | None) -> tuple[Any, ...]:
+    """Arguments of a forward of two states behind a prefix of 4, without its mask, the mask and its tensor."""
+    cache = model.block_cache(1, 8, 8, with_head=False)
+    first = torch.arange(4)[None]
+    cache.target_slots(0, 4)
+    model.backbone(first + 1, first, torch.ones(1, 1, 4, 4, dtype=torch.bool), cache)
+    cache.target_scratch(8, 8)
+    mask = RoundMask(torch.tensor([4]), torch.tensor([[-1, 0]]), 2, 4, Dispatch(forced))
+    return torch.arange(8)[None] + 9, torch.arange(4, 12)[None], cache, mask
+
+
+@torch.inference_mode()
+def test_the_twin_is_what_runs_without_kernels() -> None:
+    model = make_model()
+    ids, positions, cache, mask = a_round(model, False)
+    expected = model.backbone(ids, positions, mask.dense(8), cache)
+    with under_round_masks(model):
+        assert torch.equal(model.backbone(ids, positions, mask, cache), expected)
+        assert torch.equal(model.backbone(ids, positions, mask.dense(8), cache), expected)  # of another thread, or prefill
+    assert torch.equal(model.backbone(ids, positions, mask.dense(8), cache), expected)
+
+
+@torch.inference_mode()
+def test_forced_kernels_refuse_float64_and_leave_the_model_as_it_was() -> None:
+    model = make_model()
+    ids, positions, cache, mask = a_round(model, True)
+    with pytest.raises(ValueError, match="kernels is True"), under_round_masks(model):
+        model.backbone(ids, positions, mask, cache)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_the_last_to_leave_puts_the_name_back() -> None:
+    model, other = make_model(), make_model(1)
+    inside, leave = threading.Event(), threading.Event()
+
+    def run() -> None:
+        with under_round_masks(model):
+            inside.set()
+            leave.wait(30)
+
+    thread = threading.Thread(target=run)
+    with under_round_masks(model):
+        thread.start()
+        assert inside.wait(30)
+        assert (model.config._attn_implementation, other.config._attn_implementation) == (ROUND_ATTENTION, "sdpa")
+    assert model.config._attn_implementation == ROUND_ATTENTION
+    leave.set()
+    thread.join()
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_another_attention_stays() -> None:
+    model = make_model(attn_implementation="eager").float()
+    assert not takes_round_masks(model, Dispatch())
+    assert not takes_round_masks(model, Dispatch(False))
+    with pytest.raises(ValueError, match=r"attends by 'eager'.*use attn_implementation='sdpa'"):
+        takes_round_masks(model, FORCED)
+    model.set_attn_implementation("sdpa")
+    assert takes_round_masks(model, FORCED)
+    assert not takes_round_masks(model, Dispatch())  # on a CPU
+
+
+# ------------------------------------------------------------------ the benchmark's inputs
+
+
+@interpreted
+def test_contenders_agree_and_the_floor_counts_what_is_seen() -> None:
+    sizes = Round(2, 3, 4, 70, 2, 1, 16, torch.float32, "cpu")
+    exact = sizes.exact()
+    for name, call in sizes.contenders().items():
+        assert (call().double() - exact).abs().max() < 1e-5, name
+    query, key, _, mask = sizes.inputs()
+    assert sizes.floor.flops == 4 * 2 * 16 * int(mask.dense(key.shape[2] - 12).sum())
+    assert sizes.floor.bytes == 4 * (2 * query.numel() + 2 * key[:, :, : 12 + 70].numel())
