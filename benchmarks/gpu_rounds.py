@@ -101,6 +101,8 @@ class Conversation:
         seconds = now(self.model.device) - began
         assert isinstance(out, MRPGenerateOutput)
         assert isinstance(out.past_key_values, BlockCache)
+        assert out.stats is not None
+        assert out.stats.forwards is not None
         self.cache = out.past_key_values  # a bigger one, if graphs asked for more room
         return seconds, out.stats.forwards["denoise"] + out.stats.forwards["verify"]
 

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,9 +31,7 @@ def in_turns(
     overlap with work as they do in a program that does not wait; on a CPU it is called once and a host clock is read.
     """
     often = {name: _often(call, device, seconds) for name, call in calls.items()}
-    return taking_turns(
-        {name: lambda name=name, call=call: _seconds(call, device, often[name]) for name, call in calls.items()}, repeats
-    )
+    return taking_turns({name: partial(_seconds, call, device, often[name]) for name, call in calls.items()}, repeats)
 
 
 def taking_turns(clocks: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, Time]:

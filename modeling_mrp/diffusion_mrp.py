@@ -69,7 +69,10 @@ class PackedRule:
         return self(row[:, None, None], None, column[None, :, None], column[None, None, :])[:, None]
 
     def sparse(self, queries: int) -> BlockMask:
-        """The rows of the first `queries` columns for flex attention, which never holds a [length, length] mask."""
+        """The rows of the first `queries` columns for flex attention: who sees whom by tile, the same for all heads.
+
+        To find the tiles a [queries, length] bool is made once a batch row and dropped; attention itself holds none.
+        """
         rows, length = self.view.shape
         return create_block_mask(self, rows, None, queries, length, device=self.view.device)
 
