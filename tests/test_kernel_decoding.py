@@ -9,6 +9,7 @@ from helpers import every_mode
 from torch import Tensor, nn
 
 from modeling_mrp import MRPForCausalLM
+from modeling_mrp.decoding_mrp import Decoder
 from modeling_mrp.head_input_mrp import normed_pair, normed_pair_ref
 from modeling_mrp.kernels_mrp import PYTORCH, Dispatch, triton
 from modeling_mrp.options_mrp import DECODINGS, REMASK_RULES
@@ -98,6 +99,15 @@ def test_forced_kernels_run(mode: str, model: MRPForCausalLM, monkeypatch: pytes
     used |= {"head_input"} if mode.startswith("mrp_") else set()
     used |= {"residual_magnitude"} if mode == "mrp_remask" else set()
     assert set(asked) == used
+
+
+@pytest.mark.parametrize("mode", ["mrp_spec", "mrp_remask"])
+def test_positions_that_need_no_pick(mode: str, model: MRPForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device every position goes in, and which of them are wanted is a mask."""
+    options: dict[str, Any] = {"decoding": mode, "max_new_tokens": 4, "eos_token_id": None, "confidence_threshold": 0.05}
+    usual = model.generate(PROMPTS[:2], kernels=False, **options, **SAMPLINGS["sampled"])
+    monkeypatch.setattr(Decoder, "_chosen", lambda _, where: torch.arange(where.numel(), device=where.device))
+    assert torch.equal(model.generate(PROMPTS[:2], kernels=True, **options, **SAMPLINGS["sampled"]), usual)
 
 
 def test_processors_and_truncation_need_logits(model: MRPForCausalLM) -> None:
