@@ -15,7 +15,7 @@ def normed_pair_ref(embeds: Tensor, hidden: Tensor, enorm: nn.Module, hnorm: nn.
 
 
 def normed_pair(
-    embed_tokens: nn.Module, enorm: nn.Module, hnorm: nn.Module, input_ids: Tensor, hidden: Tensor, dispatch: Dispatch
+    embed_tokens: nn.Embedding, enorm: Qwen3RMSNorm, hnorm: Qwen3RMSNorm, input_ids: Tensor, hidden: Tensor, dispatch: Dispatch
 ) -> Tensor | None:
     """The same from ids, in one kernel; None where that does not run and the modules are to be called.
 
@@ -69,7 +69,7 @@ def _layout(hidden: Tensor, embeddings: Tensor, *scales: Tensor) -> str | None:
 
 
 def _normed_pair_kernel(
-    embed_tokens: nn.Module, enorm: nn.Module, hnorm: nn.Module, input_ids: Tensor, hidden: Tensor
+    embed_tokens: nn.Embedding, enorm: Qwen3RMSNorm, hnorm: Qwen3RMSNorm, input_ids: Tensor, hidden: Tensor
 ) -> Tensor | None:
     """Floor: 4 * rows * hidden_size numbers read and written: microseconds, less than its launch."""
     size, rows = hidden.shape[-1], input_ids.numel()
@@ -97,9 +97,9 @@ if triton is not None:
         tl.store(target + column, scaled.to(kind), mask=inside)
 
     @triton.jit
-    def _normed_pairs(
+    def _normed_pairs(  # type: ignore[no-untyped-def]
         input_ids, embeddings, hidden, enorm, hnorm, pair, size, stride, e_epsilon, h_epsilon, TILE: tl.constexpr
-    ):  # type: ignore[no-untyped-def]
+    ):
         row = tl.program_id(0).to(tl.int64)
         token = tl.load(input_ids + row).to(tl.int64)
         _normed(embeddings + token * stride, enorm, pair + row * 2 * size, size, e_epsilon, TILE)

@@ -307,7 +307,7 @@ if triton is not None:
         return most + tl.log(tl.sum(tl.exp(x - tl.expand_dims(most, axis)), axis))
 
     @triton.jit
-    def _tile_logits(
+    def _tile_logits(  # type: ignore[no-untyped-def]
         hidden,
         weight,
         row,
@@ -320,7 +320,7 @@ if triton is not None:
         TILE_VOCAB: tl.constexpr,
         TILE_HIDDEN: tl.constexpr,
         INTERPRETED: tl.constexpr,
-    ):  # type: ignore[no-untyped-def]
+    ):
         """[TILE_VOCAB, TILE_ROWS] float32: the vocabulary is the long side, since it fills the matrix units with few rows."""
         column = tl.arange(0, TILE_HIDDEN)
         weights = weight + token.to(tl.int64)[:, None] * stride + column[None, :]
@@ -335,8 +335,9 @@ if triton is not None:
             logits = tl.dot(w, tl.trans(h), logits, input_precision="ieee")
         return logits
 
-    @triton.jit
-    def _score_slices(
+    # Sizes that change from call to call are not compiled for; `size`, `stride` and `slice_length` tell of aligned rows.
+    @triton.jit(do_not_specialize=["rows", "vocab", "slices", "mask_token_id", "barred_count"])
+    def _score_slices(  # type: ignore[no-untyped-def]
         hidden,
         weight,
         keys,
@@ -362,7 +363,7 @@ if triton is not None:
         TILE_VOCAB: tl.constexpr,
         TILE_HIDDEN: tl.constexpr,
         INTERPRETED: tl.constexpr,
-    ):  # type: ignore[no-untyped-def]
+    ):
         """Of one slice of the vocabulary, for each row of a tile: the best score and its place, that token's logit (`own`), and
         the log-sum-exp of all other logits. With a `given` token, that one in place of the best."""
         row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
@@ -421,8 +422,8 @@ if triton is not None:
         tl.store(own_out + out, own, mask=live)
         tl.store(others_out + out, others, mask=live)
 
-    @triton.jit
-    def _merge_slices(
+    @triton.jit(do_not_specialize=["rows", "slices"])
+    def _merge_slices(  # type: ignore[no-untyped-def]
         best_in,
         place_in,
         own_in,
@@ -437,7 +438,7 @@ if triton is not None:
         slices,
         TILE_ROWS: tl.constexpr,
         TILE_SLICES: tl.constexpr,
-    ):  # type: ignore[no-untyped-def]
+    ):
         """The results of a tile of rows from those of their slices: the losers' own logits join the others."""
         row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
         in_rows = row < rows

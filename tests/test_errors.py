@@ -105,6 +105,7 @@ OUT_OF_RANGE: dict[str, tuple[list[Any], str]] = {
     "entropy_threshold": ([-1, -1e-9, NAN, "x"], r"a number of nats, 0 or more"),
     "mrp_steps": ([0, -1, True], r"an int of 1 or more"),
     "residual_delta": ([0, -1.0, NAN, "x"], r"a positive number of logits"),
+    "kernels": (["auto", 1, 0], r"None \(where they can be used\), True \(or an error\) or False \(PyTorch only\)"),
     "remask_rule": (["x", "Threshold"], "choose one of " + ", ".join(REMASK_RULES)),
     "temperature": ([0, 0.0, -1, NAN, INF, "x"], r"a positive number"),
     "seed": ([-1, "x", 1.5, True, 1 << 62, (0,), [-1], ["x"], [True]], r"None, an int from 0 to 2\*\*62, or a list"),

@@ -87,6 +87,7 @@ def test_a_config_survives_saving(tmp_path: Path) -> None:
         "num_draft_states": 7,
         "remask_rule": "residual",
         "residual_delta": 0.25,
+        "kernels": True,
         "seed": [4, 5, 6],
         "max_new_tokens": 9,
         "do_sample": True,

@@ -17,8 +17,10 @@ from helpers import ALPHA, chi_square_p
 from torch import Tensor
 from transformers.generation import LogitsProcessor, LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
 
-import modeling_mrp.sampling_mrp as sampling
+import modeling_mrp.noise_mrp as noise_module
+import modeling_mrp.readout_mrp as readout
 from modeling_mrp import MRPForCausalLM
+from modeling_mrp.readout_mrp import Readout
 from modeling_mrp.sampling_mrp import Picker, Picks, gumbel_noise, mix32, noise_keys
 
 FIELDS = ("token", "logprob", "confidence", "entropy")
@@ -144,7 +146,7 @@ def test_gumbel_noise_has_one_value_in_both_precisions() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_gumbel_noise_at_the_extreme_bits(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the hash switched off, the bits of token 0 are the key."""
-    monkeypatch.setattr(sampling, "mix32", lambda x: x)
+    monkeypatch.setattr(noise_module, "mix32", lambda x: x)
     half, most = 1 << 31, (1 << 32) - 1
     bits = [0, 1, 2, 1000, half - 1000, half - 1, half, half + 1000, most - 1000, most - 2, most - 1, most]
     noise = gumbel_noise(torch.tensor(bits), 1, dtype)[:, 0]
@@ -400,25 +402,25 @@ def test_chunks_change_nothing(options: dict[str, Any], monkeypatch: pytest.Monk
     picker, hidden = random_picker(eos_token_ids=(3, 30), **options)
     early = torch.arange(10) > 4
     shapes: list[int] = []
-    logits = Picker.logits
+    logits = Readout.logits
 
-    def counted(picker: Picker, hidden: Tensor) -> Tensor:
+    def counted(readout: Readout, hidden: Tensor) -> Tensor:
         shapes.append(len(hidden))
-        return logits(picker, hidden)
+        return logits(readout, hidden)
 
-    monkeypatch.setattr(Picker, "logits", counted)
+    monkeypatch.setattr(Readout, "logits", counted)
     whole, token = picker(hidden, some_keys(10), committed_at, early), torch.arange(10)
     whole_odds = picker.token_log_odds(hidden, token, committed_at)
     assert shapes == [10, 10]
     shapes.clear()
-    monkeypatch.setattr(sampling, "_LOGITS_AT_ONCE", 3 * 31 + 30)
+    monkeypatch.setattr(readout, "_LOGITS_AT_ONCE", 3 * 31 + 30)
     parts = picker(hidden, some_keys(10), committed_at, early)
     assert shapes == [3, 3, 3, 1]
     assert torch.equal(parts.token, whole.token)
     for field in FIELDS[1:]:
         torch.testing.assert_close(getattr(parts, field), getattr(whole, field), rtol=0, atol=1e-12)
     torch.testing.assert_close(picker.token_log_odds(hidden, token, committed_at), whole_odds, rtol=0, atol=1e-12)
-    monkeypatch.setattr(sampling, "_LOGITS_AT_ONCE", 1)  # less than one position: still one at a time
+    monkeypatch.setattr(readout, "_LOGITS_AT_ONCE", 1)  # less than one position: still one at a time
     assert torch.equal(picker(hidden, some_keys(10), committed_at, early).token, whole.token)
 
 

@@ -1,0 +1,183 @@
+"""`generate` with kernels forced on and off: the same tokens, but where a difference starts at a near-tie."""
+
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_model
+from helpers import every_mode
+from torch import Tensor, nn
+
+from modeling_mrp import MRPForCausalLM
+from modeling_mrp.decoding_mrp import Decoder
+from modeling_mrp.head_input_mrp import normed_pair, normed_pair_ref
+from modeling_mrp.kernels_mrp import PYTORCH, Dispatch, triton
+from modeling_mrp.options_mrp import DECODINGS, REMASK_RULES
+from modeling_mrp.readout_mrp import Readout
+
+pytestmark = [
+    pytest.mark.skipif(triton is None, reason="needs triton"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),  # numpy's, of infinities, where a kernel is interpreted
+]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PROMPTS = torch.tensor([[1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11, 12], [0, 0, 13, 14, 15, 16]], device=DEVICE)
+NEAR = 1e-3  # scores this close are a tie to float32 sums in another order
+FORCED = Dispatch(True)
+
+
+@pytest.fixture(scope="module")
+def model() -> MRPForCausalLM:
+    return make_model(3, vocab_size=99, draft_vocab_size=60).float().to(DEVICE)
+
+
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "sampled": {"do_sample": True, "temperature": 0.7, "top_k": 0, "seed": 5},
+}
+CASES = [(mode, rule) for mode in DECODINGS for rule in (REMASK_RULES if mode == "mrp_remask" else ("reread",))]
+
+
+class Margins:
+    """Watches the twins' choices: the least distance between the two best scores, of everything that was picked."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.least = float("inf")
+        shown = Readout.shown
+
+        def noted(readout: Readout, scores: Tensor, keys: Tensor | None) -> Tensor:
+            result = shown(readout, scores, keys)
+            if len(result):
+                best = result.topk(2).values
+                self.least = min(self.least, (best[:, 0] - best[:, 1]).min().item())
+            return result
+
+        patch.setattr(Readout, "shown", noted)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_the_same_tokens_in_every_mode(
+    sampling: str, model: MRPForCausalLM, monkeypatch: pytest.MonkeyPatch, record_property: Any
+) -> None:
+    """Ten modes; a row may differ only if two scores of that decode were within `NEAR` of each other. Reports the
+    rate; seeds are fixed."""
+    rows = differing = 0
+    for mode, rule in CASES:
+        options: dict[str, Any] = {"decoding": mode, "remask_rule": rule, "confidence_threshold": 0.05, "eos_token_id": [2]}
+        options |= {"num_draft_states": 3, "max_new_tokens": 4, "min_new_tokens": 3, "return_dict_in_generate": True}
+        inputs = {"input_ids": PROMPTS, "attention_mask": (PROMPTS > 0).long()} | options | SAMPLINGS[sampling]
+        on = model.generate(**inputs, kernels=True)
+        with monkeypatch.context() as patch:
+            margins = Margins(patch)
+            off = model.generate(**inputs, kernels=False)
+        same = [torch.equal(a, b) for a, b in zip(on.sequences, off.sequences, strict=True)]
+        rows, differing = rows + len(same), differing + same.count(False)
+        assert all(same) or margins.least < NEAR, (mode, rule)
+        if all(same):
+            torch.testing.assert_close(on.token_logprobs, off.token_logprobs, rtol=1e-4, atol=1e-4)
+            assert torch.equal(on.stats.row_forwards, off.stats.row_forwards)
+    record_property("rows", rows)
+    record_property("rows that differ at a near-tie", differing)
+    print(f"{sampling}: {differing} of {rows} rows differ, each from a near-tie on")
+    assert differing <= rows // 20
+
+
+@every_mode
+def test_forced_kernels_run(mode: str, model: MRPForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The twins are not called in a mode that needs no logits, and what a head reads comes from its kernel."""
+    asked: list[str] = []
+    run = Dispatch.run
+
+    def noted(dispatch: Dispatch, name: str, *others: Any, **more: Any) -> Any:
+        asked.append(name)
+        assert dispatch == FORCED
+        return run(dispatch, name, *others, **more)
+
+    monkeypatch.setattr(Dispatch, "run", noted)
+    options: dict[str, Any] = {"decoding": mode, "max_new_tokens": 2, "remask_rule": "residual", "confidence_threshold": 0.05}
+    model.generate(PROMPTS[:1], kernels=True, eos_token_id=None, **options)
+    used = {"pick"} if mode != "entropy_bound" else set()
+    used |= {"head_input"} if mode.startswith("mrp_") else set()
+    used |= {"residual_magnitude"} if mode == "mrp_remask" else set()
+    assert set(asked) == used
+
+
+@pytest.mark.parametrize("mode", ["mrp_spec", "mrp_remask"])
+def test_positions_that_need_no_pick(mode: str, model: MRPForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device every position goes in, and which of them are wanted is a mask."""
+    options: dict[str, Any] = {"decoding": mode, "max_new_tokens": 4, "eos_token_id": None, "confidence_threshold": 0.05}
+    usual = model.generate(PROMPTS[:2], kernels=False, **options, **SAMPLINGS["sampled"])
+    monkeypatch.setattr(Decoder, "_chosen", lambda _, where: torch.arange(where.numel(), device=where.device))
+    assert torch.equal(model.generate(PROMPTS[:2], kernels=True, **options, **SAMPLINGS["sampled"]), usual)
+
+
+def test_processors_and_truncation_need_logits(model: MRPForCausalLM) -> None:
+    """They run in PyTorch, also under `kernels=True`: no kernel exists for what they do."""
+    options: dict[str, Any] = {"do_sample": True, "top_k": 5, "seed": 1, "max_new_tokens": 4, "eos_token_id": None}
+    on, off = (model.generate(PROMPTS[:2], kernels=kernels, **options) for kernels in (True, False))
+    assert torch.equal(on, off)
+
+
+def test_float64_is_left_to_pytorch() -> None:
+    model = make_model(3)
+    with pytest.raises(ValueError, match=r"no kernels for torch.float64: load the model in bfloat16.*or kernels=False"):
+        model.generate(PROMPTS[:1].cpu(), kernels=True, max_new_tokens=2)
+    usual = model.generate(PROMPTS[:1].cpu(), max_new_tokens=2)
+    assert torch.equal(model.generate(PROMPTS[:1].cpu(), kernels=False, max_new_tokens=2), usual)
+
+
+# ------------------------------------------------------------------------------------------------ the head's input
+
+
+def norms(model: MRPForCausalLM, size: int, dtype: torch.dtype) -> tuple[nn.Module, nn.Module, nn.Module]:
+    kind = type(model.mrp_head.enorm)  # type: ignore[union-attr]
+    torch.manual_seed(0)
+    modules = nn.Embedding(50, size), kind(size, eps=1e-6), kind(size, eps=1e-5)
+    for module in modules:
+        nn.init.normal_(module.weight)
+    return tuple(module.to(DEVICE, dtype).requires_grad_(False) for module in modules)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("rows", "size"), [(1, 32), (3, 40), (2, 127)])
+def test_the_heads_input(rows: int, size: int, dtype: torch.dtype, model: MRPForCausalLM) -> None:
+    """At and off a power of two; 16 bits as `Qwen3RMSNorm` rounds them, up to a last bit where its sum rounds otherwise."""
+    embeddings, enorm, hnorm = norms(model, size, dtype)
+    ids = torch.arange(2 * rows, device=DEVICE).view(2, rows) * 7 % 50
+    hidden = torch.randn(2, rows, size, device=DEVICE).to(dtype) * 30
+    hidden[0, 0] = 0
+    got = normed_pair(embeddings, enorm, hnorm, ids, hidden, FORCED)
+    wanted = normed_pair_ref(embeddings(ids), hidden, enorm, hnorm)
+    assert got is not None
+    assert got.dtype == dtype
+    # The interpreter cuts the last bits of a bfloat16 off, twice here, where a GPU rounds.
+    cut = dtype == torch.bfloat16 and DEVICE == "cpu"
+    tolerance = 2**-6 if cut else {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}[dtype]
+    torch.testing.assert_close(got, wanted, rtol=tolerance, atol=1e-6)
+    assert (got == wanted).float().mean() > 0.98 or dtype == torch.float32 or cut
+    apart = normed_pair(
+        embeddings, enorm, hnorm, ids.T.contiguous().T, hidden.transpose(0, 1).contiguous().transpose(0, 1), FORCED
+    )
+    assert apart is not None
+    assert torch.equal(apart, got)
+
+
+def test_the_heads_input_is_pytorchs_where_it_must_be(model: MRPForCausalLM) -> None:
+    """With gradients, hooks, mixed dtypes and other classes; forced, these are errors that say what to do."""
+    embeddings, enorm, hnorm = norms(model, 32, torch.float32)
+    ids, hidden = torch.ones(1, 2, dtype=torch.long, device=DEVICE), torch.ones(1, 2, 32, device=DEVICE)
+    assert normed_pair(embeddings, enorm, hnorm, ids, hidden, PYTORCH) is None
+    refused: list[tuple[str, Any]] = [
+        ("no gradients", (embeddings, enorm, hnorm, ids, hidden.clone().requires_grad_())),
+        ("differ in dtype", (embeddings, enorm, hnorm, ids, hidden.half())),
+        ("another class", (nn.Sequential(embeddings), enorm, hnorm, ids, hidden)),
+        ("strides", (nn.Embedding(8, 32, _weight=torch.ones(32, 8, device=DEVICE).T), enorm, hnorm, ids, hidden)),
+    ]
+    for reason, arguments in refused:
+        assert normed_pair(*arguments, Dispatch()) is None
+        with torch.set_grad_enabled("gradients" in reason), pytest.raises(ValueError, match=reason + ".*kernels=False"):
+            normed_pair(*arguments, FORCED)
+    hook = enorm.register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="hooked"):
+        normed_pair(embeddings, enorm, hnorm, ids, hidden, FORCED)
+    hook.remove()
+    assert normed_pair(embeddings, enorm, hnorm, ids, hidden, FORCED) is not None
