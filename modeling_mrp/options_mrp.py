@@ -102,6 +102,8 @@ class MRPGenerationConfig(GenerationConfig):
         remask_rule: Which reveals `mrp_remask` takes back: `reread` (the least believed one at a time, then echoes of the
             others), `threshold` (published) or `residual` (released code) [`reread`].
         residual_delta: Largest residual logit that the `residual` rule lets stand [1.0].
+        graphs: Whether rounds are recorded as CUDA graphs and replayed: True, or an error where that is impossible; False, or
+            None: on CUDA where it is possible [None].
         seed: An int s gives row i the seed s + i; a list gives one per row [one per row from torch's generator].
     """
 
@@ -117,6 +119,7 @@ class MRPGenerationConfig(GenerationConfig):
         self.compute_bound_tokens: Any = kwargs.pop("compute_bound_tokens", None)
         self.remask_rule: Any = kwargs.pop("remask_rule", None)
         self.residual_delta: Any = kwargs.pop("residual_delta", None)
+        self.graphs: Any = kwargs.pop("graphs", None)
         self.seed: Any = kwargs.pop("seed", None)
         super().__init__(**kwargs)
 
@@ -150,6 +153,8 @@ class MRPGenerationConfig(GenerationConfig):
         _require(self, "residual_delta", float, lambda v: v > 0, "a positive number of logits")
         if self.remask_rule not in REMASK_RULES:
             raise ValueError(f"remask_rule is {self.remask_rule!r}: choose one of {', '.join(REMASK_RULES)}")
+        if self.graphs is not None and not isinstance(self.graphs, bool):
+            raise ValueError(f"graphs is {self.graphs!r}: use True, False, or None for CUDA graphs where they are possible")
         if self.temperature is not None:
             _require(
                 self,
