@@ -605,7 +605,7 @@ class Decoder:
         scratch = sees.repeat_interleave(self.block, 1).repeat_interleave(self.block, 2)
         prefix = torch.arange(used, device=self.device) < committed[:, None]
         mask = torch.cat([scratch, prefix[:, None].expand(-1, width * self.block, -1)], -1)[:, None]
-        positions = (states.start[..., None] + self.offsets).flatten(1)
+        positions = (states.start[..., None] + torch.arange(self.block, device=self.device)).flatten(1)
         hidden = forward(states.ids.flatten(1), positions, mask, self.cache).to(self.device)
         return hidden.unflatten(1, (width, self.block))
 
