@@ -28,9 +28,10 @@ from .graphs_mrp import Recorder
 from .replay_mrp import Replay, replayable
 from .rows_mrp import Counts, Outlook, Rows
 from .sampling_mrp import Picker, noise_keys
-from .states_mrp import Memory, Proposal, Reveal, Scored, States, follow, whole_text
+from .states_mrp import Memory, Proposal, Reveal, Scored, States, follow
 from .stopping_mrp import Stopping
 from .strategies_mrp import Static, top_by
+from .texts_mrp import Texts
 from .workplaces_mrp import Workplace, bucket, workplace_for
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ PREFILL_CHUNK = 2048
 READ_BUCKET = 64
 
 
-class Decoder:
+class Decoder(Texts):
     """Runs one `generate` call; nothing of it stays on the model.
 
     Args:
@@ -121,8 +122,8 @@ class Decoder:
             self.head_layers = range(depth, depth + config.num_nextn_predict_layers)
         with_head = strategy.uses_head
         self.workplace: Workplace | None = None
-        self.replaying = False  # whole rounds are recorded, not forwards
         self.cache = self._cache(past_key_values, recorder)
+        self.replays = self.workplace is not None and replayable(self)  # whole rounds are recorded, not forwards
         self.reused = self.cache.reusable(self.rows.tokens, self.rows.start, self.block, with_head)
         # From here on the slots behind are overwritten, also by a call that does not come to its end.
         self.cache.hold(self.rows.tokens, self.reused, self.reused.minimum(self.cache.head_held.to(self.device)))
@@ -140,8 +141,7 @@ class Decoder:
         # The last accepted state, from which drafts start; `has_seed` is False right after a clean block whose
         # successor has not been scored.
         nothing = replace(self.current(), valid=torch.zeros_like(self.rows.active))
-        no_odds = nothing.ids.to(torch.promote_types(model.dtype, torch.float32))
-        no_reveal = Reveal(nothing.ids.bool(), nothing.ids, no_odds, no_odds)
+        no_reveal = Reveal(nothing.ids.bool(), nothing.ids, nothing.ids.float(), nothing.ids.float())
         self.seed = Scored(nothing, nothing.start, no_reveal, self.pending_hidden)
         self.has_seed = torch.zeros_like(self.rows.active)
         self.memory = Memory.empty(self.seed)
@@ -166,8 +166,7 @@ class Decoder:
     def run(self) -> tuple[Rows, Counts]:
         """Decodes every row to its end."""
         self.prefill()
-        replay = Replay(self, self.workplace) if self.workplace is not None and replayable(self) else None
-        self.replaying = replay is not None
+        replay = Replay(self, self.workplace) if self.workplace is not None and self.replays else None
         while self.outlook.active:
             self._keep_taken_back()
             before: Outlook = self.outlook
@@ -344,11 +343,6 @@ class Decoder:
 
     # ------------------------------------------------------------------ parts of a round
 
-    def current(self) -> States:
-        """Each row's next state [rows], as its tokens show it."""
-        ids = self.rows.tokens.gather(1, (self.rows.start[:, None] + self.offsets).clamp(max=self.rows.capacity))
-        return States(ids, self.rows.start, self.rows.step, self.all_rows, self.rows.active)
-
     def _advance(self, last: Scored, moved: Tensor) -> None:
         """From the last accepted states [rows]: reveal, refine, write, and stand at the next state."""
         clean = self._clean(last.states)
@@ -372,15 +366,6 @@ class Decoder:
         self.rows.step = torch.where(moved, following.step, self.rows.step)
         self._stop_finished()
 
-    def _record(self, states: States, reveal: Reveal, which: Tensor, tick: Tensor) -> None:
-        """Writes what states [rows, n] revealed: text, log-confidence and step, `tick` steps after the row's clock."""
-        written = reveal.where & which[..., None]
-        position = torch.where(written, states.start[..., None] + self.offsets, self.rows.capacity).flatten(1)
-        step = (self.rows.clock[:, None] + tick)[..., None].expand_as(written)
-        self.rows.tokens.scatter_(1, position, reveal.token.flatten(1))
-        self.rows.logprob.scatter_(1, position, reveal.logprob.float().flatten(1))
-        self.rows.reveal_step.scatter_(1, position, step.flatten(1))
-
     def _commit_clean(self, states: States, hidden: Tensor, which: Tensor) -> None:
         """Keeps the KV that the round just computed for accepted clean states, and leaves the head's share pending.
 
@@ -396,55 +381,6 @@ class Decoder:
             self.pending_ids = torch.where(row[:, None], states.ids[self.all_rows, slot], self.pending_ids)
             self.pending_hidden = torch.where(row[:, None, None], hidden[self.all_rows, slot], self.pending_hidden)
             self.outlook.pending |= self.outlook.clean > 0  # where nothing is drafted; else the next look ahead tells
-
-    def _stop_finished(self) -> None:
-        """Rows whose text is complete leave; a stopping criterion is asked at every newly final token."""
-        states = self.current()
-        eos = self.eos_column(states)
-        end = torch.where(eos < self.block, states.start + eos + 1, self.rows.limit).minimum(self.rows.limit)
-        done = self._done(states)
-        if self.stopping is not None:
-            self.stopping.ask(self.rows, end, done)
-        self.rows.stop = torch.where(self.rows.active & done, end, self.rows.stop)
-        self.rows.active = self.rows.active & ~done
-
-    # ------------------------------------------------------------------ states
-
-    def _clean(self, states: States) -> Tensor:
-        return ~(states.ids == self.mask_id).any(-1)
-
-    def eos_column(self, states: States) -> Tensor:
-        """[n] the first column of an eos that ends the text, `block_size` if the block has none."""
-        ends = states.start[:, None] + self.offsets >= self.rows.given_end[states.row, None]
-        return torch.where(self.is_eos(states.ids) & ends, self.offsets, self.block).amin(-1)
-
-    def is_eos(self, ids: Tensor) -> Tensor:
-        """[...] bool of ids [...]."""
-        return (ids[..., None] == self.eos).any(-1)
-
-    def _done(self, states: States) -> Tensor:
-        """[n] bool: everything before the eos, or before the limit, is revealed or given."""
-        limit = self.rows.open_end[states.row] - states.start
-        return whole_text(states.ids, self.eos_column(states), limit, self.mask_id)
-
-    def next_block(self, states: States) -> States:
-        """The first state of the block that follows: masks, and given tokens if there are any."""
-        start = states.start + self.block
-        at = (start[..., None] + self.offsets).clamp(max=self.rows.capacity)
-        return replace(states, ids=self.rows.tokens[states.row[..., None], at], start=start, step=torch.zeros_like(states.step))
-
-    @staticmethod
-    def _stepped(states: States, reveal: Reveal) -> States:
-        return replace(reveal.applied_to(states), step=states.step + 1)
-
-    @staticmethod
-    def _where(condition: Tensor, a: States, b: States) -> States:
-        return replace(
-            b,
-            ids=torch.where(condition[..., None], a.ids, b.ids),
-            start=torch.where(condition, a.start, b.start),
-            step=torch.where(condition, a.step, b.step),
-        )
 
     # ------------------------------------------------------------------ picks
 
@@ -571,7 +507,7 @@ class Decoder:
             return self._packed_forward(replace(states, ids=ids, start=start), behind, committed, used, network)
 
         inputs = [states.ids, states.start, committed, *(t for t in (parent, hidden) if t is not None)]
-        if self.workplace is None or self.replaying:
+        if self.workplace is None or self.replays:
             return forward(*inputs)
         scored = self.workplace.parts.call((hidden is None, parent is None, used), forward, *inputs)
         self.cache.target_scratch(states.start.shape[1] * self.block, used)  # what is committed next, also from a replay

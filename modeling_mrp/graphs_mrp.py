@@ -32,7 +32,13 @@ class RecordingFailedError(Exception):
 
 
 class Recorder(Protocol):
-    """Runs and records steps on one device."""
+    """Runs and records steps on one device.
+
+    Attributes:
+        failed: Whether a step could not be recorded; none is tried any more.
+    """
+
+    failed: bool
 
     def first(self, step: Callable[[], None]) -> None:
         """Runs a step so that it can be recorded later."""
@@ -51,7 +57,7 @@ class CudaRecorder:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self.device, self.failed = device, False
         self.stream = torch.cuda.Stream(device)
         self.graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
 
@@ -150,14 +156,13 @@ class Graphs:
     def __init__(self, recorder: Recorder, limit: int = RECORDINGS) -> None:
         self.recorder, self.limit = recorder, limit
         self.kept: OrderedDict[Hashable, _Kept] = OrderedDict()
-        self.failed = False
 
     def run(self, key: Hashable, step: Callable[[], None]) -> None:
         """Has a step's effect, once.
 
         Where recording fails there is one warning, and steps run as they are from then on.
         """
-        if self.failed:
+        if self.recorder.failed:
             return step()
         if key not in self.kept:
             self.recorder.first(step)
@@ -168,7 +173,7 @@ class Graphs:
             try:
                 self.kept[key].replay = self.recorder.record(step)
             except RecordingFailedError as error:
-                self.failed = True
+                self.recorder.failed = True
                 self.kept.clear()
                 warnings.warn(
                     f"a round of decoding could not be recorded as a CUDA graph ({error.__cause__}): decoding goes on without "
@@ -183,7 +188,7 @@ class Graphs:
     def call(self, key: Hashable, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         """`function(*inputs)`, which depends on nothing else but what the key and fixed buffers tell. The result is the
         caller's: a copy of what the next call with this key overwrites."""
-        if self.failed:
+        if self.recorder.failed:
             return function(*inputs)
         key = key, described(inputs)
         known = self.kept.get(key) or _Kept(None, [fixed_copy(tensor) for tensor in inputs])

@@ -27,6 +27,7 @@ from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsW
 
 from .graphs_mrp import described, fixed_copy, leaves, refilled
 from .rows_mrp import Outlook
+from .states_mrp import Memory
 from .workplaces_mrp import Workplace
 
 if TYPE_CHECKING:
@@ -79,8 +80,12 @@ class Replay:
         self.names = (*_CHANGES, *_READS, *(["drafter"] if drafts_from_copy else []))
         plain = (replace(picker, lm_head_weight=picker.lm_head_weight[:0]) for picker in (decoder.picker, decoder.drafter))
         made_with = (decoder.strategy, *plain, decoder.one_at_a_time, decoder.bars_eos, decoder.width, decoder.block)
-        self.template = self._parts()
-        self.registers = workplace.registers_for(described(made_with), self.template)
+        if decoder.strategy.drafts:  # the prefill remembers nothing; what is to be remembered has the seed's dtypes
+            nothing = replace(decoder.seed.states, valid=torch.zeros_like(decoder.seed.states.valid))
+            decoder.memory = Memory.empty(replace(decoder.seed, states=nothing))
+        decoder.pending_hidden = decoder.pending_hidden.to(decoder.seed.hidden.dtype)
+        self.registers = workplace.registers_for(described(made_with), self._parts())
+        self.template = self.registers.read(self._parts())
         if self.registers.numbers is None:
             self.registers.numbers = fixed_copy(torch.zeros(8 + decoder.width, dtype=torch.long, device=decoder.device))
         self._load()

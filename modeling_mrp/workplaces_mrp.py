@@ -63,7 +63,7 @@ class Workplace:
 
     def registers_for(self, key: Hashable, parts: Sequence[Any]) -> Registers:
         """Those of an earlier call of the same kind, or new ones, filled with the tensors of `parts`."""
-        key = key, described([tuple(leaf.shape) for leaf in leaves(tuple(parts))])
+        key = key, described(leaves(tuple(parts)))
         if key in self.registers:
             self.registers[key].write(parts)
         else:

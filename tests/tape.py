@@ -105,7 +105,7 @@ class TapeRecorder:
     replays = 0
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self.device, self.failed = device, False
 
     def first(self, step: Callable[[], None]) -> None:
         step()

