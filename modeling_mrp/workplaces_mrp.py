@@ -30,6 +30,8 @@ CAPACITY_STEP = 512
 # A recording reads at least so many committed slots.
 FIRST_BUCKET = 256
 
+_PLAIN = frozenset({bool, int, float, str, type(None)})
+
 
 class Workplace:
     """A KV cache that stays where it is, and what was recorded on it.
@@ -89,26 +91,23 @@ def release_graphs(model: nn.Module | None = None) -> None:
 
 def fingerprint(model: nn.Module) -> Hashable:
     """Where a model's weights lie, how its modules are set and hooked, and which attention it uses."""
-    places = tuple(
-        (tensor.data_ptr(), tensor.dtype, tensor.shape)
-        for tensor in (*model.parameters(), *model.buffers())
-        if not tensor.is_meta
-    )
-    plain = (bool, int, float, str, type(None))
+    tensors = (*model.parameters(), *model.buffers())
+    places = tuple((tensor.data_ptr(), tensor.dtype, tensor.shape) for tensor in tensors if not tensor.is_meta)
     settings = tuple(
-        (type(module), len(module._forward_hooks), len(module._forward_pre_hooks), _simple(module, plain))
+        (type(module), len(module._forward_hooks), len(module._forward_pre_hooks), _settings(module))
         for module in model.modules()
     )
     return places, settings, getattr(getattr(model, "config", None), "_attn_implementation", None)
 
 
-def _simple(module: nn.Module, plain: tuple[type, ...]) -> Hashable:
-    """A module's settings: adapters are switched by such."""
-    found = []
+def _settings(module: nn.Module) -> Hashable:
+    """Plain attributes, and lists of such: adapters are switched by them."""
+    found: list[tuple[str, Any]] = []
     for name, value in vars(module).items():
-        if isinstance(value, plain):
+        kind = type(value)
+        if kind in _PLAIN:
             found.append((name, value))
-        elif isinstance(value, list | tuple) or (isinstance(value, dict) and not name.startswith("_")):
+        elif kind is list or kind is tuple or (kind is dict and name[0] != "_"):
             found.append((name, repr(value)))
     return tuple(found)
 
@@ -188,8 +187,9 @@ def workplace_for(
                 (place for place in kept if place.free and _fits(place.cache, rows, capacity, scratch, with_head)), None
             )
             if found is None:
-                # A smaller one for as many rows makes room for the new one.
-                kept = [place for place in kept if not (place.free and place.cache.rows == rows)]
+                # A smaller one for as many rows makes room for the new one, before that takes its own.
+                kept = [place for place in kept if not (place.free and place.cache.rows == rows)][: WORKPLACES - 1]
+                _WORKPLACES[model] = kept
                 with torch.inference_mode(False), torch.no_grad():
                     cache = model.block_cache(rows, roomy, scratch, with_head=with_head)
             else:
