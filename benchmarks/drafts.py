@@ -44,7 +44,7 @@ class WatchedDecoder(Decoder):
             self.expected.append((told, token, odds.where(candidates, -torch.inf)))
         return lattice
 
-    def walk(self, proposal: Proposal, hidden: Tensor) -> None:
+    def walk(self, proposal: Proposal, hidden: Tensor) -> Tensor:
         """Compares it with the backbone's reveal; a drafting step's place in the round is its state's slot."""
         for slot, (valid, token, odds) in enumerate(self.expected):
             states = proposal.states.map(lambda t, slot=slot: t[:, slot])  # type: ignore[misc]
@@ -58,7 +58,7 @@ class WatchedDecoder(Decoder):
             self.counted["only the order wrong"] += int((right & (place > 0)).sum())
             for n in range(3):
                 self.counted[f"position expected in place {n + 1}"] += int((place == n).sum())
-        super().walk(proposal, hidden)
+        return super().walk(proposal, hidden)
 
 
 def main(arguments: list[str] | None = None) -> None:

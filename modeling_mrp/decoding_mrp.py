@@ -15,6 +15,7 @@ A strategy that drafts nothing submits one state a round (two where a block ends
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,13 +24,17 @@ from torch import Tensor
 from .cache_mrp import BlockCache
 from .diffusion_mrp import block_causal_mask
 from .drafting_mrp import Budget, Lattice, growth, reachable
+from .graphs_mrp import Recorder
 from .pick_mrp import residual_magnitude
+from .replay_mrp import Replay, replayable
 from .round_attention_mrp import RoundMask, takes_round_masks, under_round_masks
 from .rows_mrp import Counts, Outlook, Rows
 from .sampling_mrp import Picker, noise_keys
-from .states_mrp import Memory, Proposal, Reveal, Scored, States, follow, whole_text
+from .states_mrp import Memory, Proposal, Reveal, Scored, States, follow
 from .stopping_mrp import Stopping
 from .strategies_mrp import Static, top_by
+from .texts_mrp import Texts
+from .workplaces_mrp import Workplace, bucket, workplace_for
 
 if TYPE_CHECKING:
     from .modeling_mrp import MRPForCausalLM
@@ -40,7 +45,7 @@ PREFILL_CHUNK = 2048
 READ_BUCKET = 64
 
 
-class Decoder:
+class Decoder(Texts):
     """Runs one `generate` call; nothing of it stays on the model.
 
     Args:
@@ -58,6 +63,7 @@ class Decoder:
         infill: [rows, n] long, what continues each prompt: given tokens, and masks where one is to be generated; or None.
         past_key_values: A cache of an earlier decode of the same model, with as many rows or a divisor of it; or None. It is
             taken over if it has the room.
+        recorder: Makes what records rounds, to be replayed; or None: every round runs as it is.
 
     Raises:
         ValueError: if kernels are forced and the model has another attention than SDPA.
@@ -78,6 +84,7 @@ class Decoder:
         on_round: Callable[[Rows], None] | None = None,
         infill: Tensor | None = None,
         past_key_values: BlockCache | None = None,
+        recorder: Callable[[], Recorder] | None = None,
     ) -> None:
         config = model.config
         self.model, self.strategy = model, strategy
@@ -93,7 +100,7 @@ class Decoder:
         self.eos = torch.tensor(eos_token_ids, dtype=torch.long, device=self.device)
         rows = len(prompts)
         self.rows = Rows.laid_out(prompts, infill, max_new_tokens, self.block, self.mask_id, seeds)
-        lengths, capacity = self.rows.prompt_length, self.rows.capacity
+        lengths = self.rows.prompt_length
         # Given tokens are kept, so that no text ends before the last of them.
         self.no_eos_before = torch.maximum(lengths + min_new_tokens, self.rows.given_end)
         self.bars_eos = bool((self.no_eos_before > lengths).any())
@@ -111,7 +118,7 @@ class Decoder:
             accepted_at_depth=zeros.new_zeros(rows, 2 * self.width - 1 if strategy.drafts else 0),
             revocations=zeros.new_zeros(0, 3),
         )
-        self.taken_back: list[tuple[Tensor, Tensor, Tensor]] = []  # start, which positions, tokens; by step of the rows
+        self.taken_back: list[tuple[Tensor, Tensor, Tensor]] = []  # by step of the rows: see `latest`
         self.verified = torch.zeros((), dtype=torch.long, device=self.device)  # forwards that scored drafts
         self.offsets = torch.arange(self.block, device=self.device)
         self.all_rows = torch.arange(rows, device=self.device)
@@ -119,14 +126,15 @@ class Decoder:
         self.backbone_layers, self.head_layers = range(depth), range(depth, depth)
         if strategy.uses_head:
             self.head_layers = range(depth, depth + config.num_nextn_predict_layers)
-        scratch, with_head = self.width * self.block, strategy.uses_head
-        if past_key_values is None or (with_head and not past_key_values.head_layers):
-            past_key_values = model.block_cache(rows, capacity, scratch, with_head=with_head)
-        self.cache = past_key_values.with_room(rows, capacity, scratch)
+        with_head = strategy.uses_head
+        self.workplace: Workplace | None = None
+        self.cache = self._cache(past_key_values, recorder)
+        self.replays = self.workplace is not None and replayable(self)  # whole rounds are recorded, not forwards
         self.reused = self.cache.reusable(self.rows.tokens, self.rows.start, self.block, with_head)
         # From here on the slots behind are overwritten, also by a call that does not come to its end.
         self.cache.hold(self.rows.tokens, self.reused, self.reused.minimum(self.cache.head_held.to(self.device)))
         head_cost = strategy.passes * model.head_share() if strategy.passes else 0.0
+        self.outlook: Outlook
         self.offered = 1  # states that a row may submit this round, guesses included
         self.budget = Budget(strategy.width, rows * self.block, strategy.compute_bound_tokens, head_cost)
         self.committed = self.rows.start.clone()
@@ -143,17 +151,39 @@ class Decoder:
         self.seed = Scored(nothing, nothing.start, no_reveal, self.pending_hidden)
         self.has_seed = torch.zeros_like(self.rows.active)
         self.memory = Memory.empty(self.seed)
+        # What the last step took back: start [rows], which positions [rows, block], tokens [rows, block].
+        self.latest = (nothing.start, nothing.ids.bool(), nothing.ids)
+
+    def _cache(self, past: BlockCache | None, recorder: Callable[[], Recorder] | None) -> BlockCache:
+        """Where keys and values go; what is recorded is found again by the cache that it writes to."""
+        rows, capacity = len(self.rows.start), self.rows.capacity
+        scratch, with_head = self.width * self.block, self.strategy.uses_head
+        if past is not None and with_head and not past.head_layers:
+            past = None
+        if recorder is None:
+            past = self.model.block_cache(rows, capacity, scratch, with_head=with_head) if past is None else past
+            return past.with_room(rows, capacity, scratch)
+        self.workplace, cache = workplace_for(self.model, recorder, past, rows, capacity, scratch, with_head)
+        self.rows = self.rows.with_room(cache.capacity)
+        return cache
 
     # ------------------------------------------------------------------ the outline
 
     def run(self) -> tuple[Rows, Counts]:
         """Decodes every row to its end."""
         self.prefill()
+        replay = Replay(self, self.workplace) if self.workplace is not None and self.replays else None
         while self.outlook.active:
-            proposal = self.propose()
-            self.walk(proposal, self.score(proposal))
+            self._keep_taken_back()
+            before: Outlook = self.outlook
+            self.offered = min(self.slots())
+            self.outlook = self.look_ahead(self.round()) if replay is None else self.heard(replay.round())
+            self.budget.learn(self.outlook.passed, before.active - before.clean)
             if self.on_round is not None:
                 self.on_round(self.rows)
+        self._keep_taken_back()
+        if replay is not None:
+            replay.end()
         verify = int(self.verified)
         head_held = self.head_committed if self.head_layers else self.cache.head_held
         self.cache.hold(self.rows.tokens, self.committed, head_held)
@@ -198,11 +228,17 @@ class Decoder:
         self._advance(Scored(states, torch.full_like(states.start, -1), self.reveal_from(states, seed), seed), states.valid)
         self.outlook = self.look_ahead(states.start[:0])
 
-    def look_ahead(self, passed: Tensor) -> Outlook:
-        """Settles whose head KV is late, and reads what the host has to know: the one time in a round that it waits.
+    def _keep_taken_back(self) -> None:
+        if self.strategy.revokes:
+            start, where, token = self.latest
+            self.taken_back.append((start.clone(), where.clone(), token.clone()))
 
-        `passed` [n] is for the outlook.
-        """
+    def look_ahead(self, passed: Tensor) -> Outlook:
+        """Reads what the host has to know, `passed` [n] too: the one time in a round that it waits."""
+        return self.heard(self.look(passed).tolist())
+
+    def look(self, passed: Tensor) -> Tensor:
+        """Settles whose head KV is late, and stacks what the host has to know."""
         current = self.current()
         active = self.rows.active
         masks = (current.ids == self.mask_id).sum(-1) * active
@@ -220,9 +256,29 @@ class Decoder:
                 self.blocked.sum(),
             ]
         )
-        numbers = torch.cat([seen, passed]).tolist()
+        return torch.cat([seen, passed])
+
+    def heard(self, numbers: list[int]) -> Outlook:
+        """What `look` stacked, on the host."""
         rows, used, head_used, clean, most, drafting, pending, blocked = numbers[:8]
-        return Outlook(rows, used, head_used, clean, most, drafting > 0, pending > 0, blocked > 0, numbers[8:])
+        if self.workplace is not None:
+            used, head_used = (bucket(n, self.cache.capacity) for n in (used, head_used))
+        passed = numbers[8 : 8 + self.offered]
+        return Outlook(rows, used, head_used, clean, most, drafting > 0, pending > 0, blocked > 0, passed)
+
+    def round(self) -> Tensor:
+        """A round without the look ahead; returns how many rows came by each of its states, [width] long."""
+        proposal = self.propose()
+        return self.walk(proposal, self.score(proposal))
+
+    def slots(self) -> tuple[int, int]:
+        """How many states a row may submit this round, and how many the round has room for.
+
+        What a row drafts must not depend on its neighbours: slots that none of them can fill are left out, no others.
+        """
+        width = self.budget.width() if self.strategy.drafts and self.outlook.drafting else 1
+        filled = reachable(self.outlook.masks, self.strategy.branches, width)
+        return width, max(filled, 2 if self.outlook.clean else 1)
 
     def propose(self) -> Proposal:
         """The states of the round: each row's next one, the likeliest to follow it, and the next block's behind a clean one."""
@@ -230,11 +286,8 @@ class Decoder:
 
     def draft(self) -> Lattice:
         """The lattice of the round, fully grown."""
-        width = self.budget.width() if self.strategy.drafts and self.outlook.drafting else 1
-        # What a row drafts must not depend on its neighbours: slots that none of them can fill are left out, no others.
-        filled = reachable(self.outlook.masks, self.strategy.branches, width)
-        lattice = Lattice(self, max(filled, 2 if self.outlook.clean else 1), drafting=width > 1)
-        self.offered = min(width, lattice.width)
+        width, slots = self.slots()
+        lattice = Lattice(self, slots, drafting=width > 1)
         sizes = growth(width, self.strategy.passes)
         for size in sizes if self.outlook.masks > 1 else sizes[:1]:  # behind a single mask nothing is read twice
             lattice.grow(min(size, lattice.width))
@@ -247,15 +300,18 @@ class Decoder:
 
     def score(self, proposal: Proposal) -> Tensor:
         """The backbone's hidden states [rows, width, block, hidden] of all states, in one forward."""
-        hidden = self._packed_forward(proposal.states, proposal.parent, self.committed, self.outlook.used, self.model.backbone)
+        hidden = self._network(proposal.states, proposal.parent, self.committed, self.outlook.used)
         self.counts.forwards["denoise"] += 1
         self.verified += proposal.drafted.any()
         self.counts.row_forwards += self.rows.active
         self.counts.drafted += proposal.drafted.sum(1)
         return hidden
 
-    def walk(self, proposal: Proposal, hidden: Tensor) -> None:
-        """Goes from state to state where the backbone's reveals lead, and takes each row's next state from the last one."""
+    def walk(self, proposal: Proposal, hidden: Tensor) -> Tensor:
+        """Goes from state to state where the backbone's reveals lead, and takes each row's next state from the last one.
+
+        Returns how many rows came by each of the states, [width] long, of those that had masks left.
+        """
         count, width = proposal.parent.shape
         behind = proposal.behind().flatten(0, 1)
         reveals = self.reveal_from(proposal.states.map(lambda t: t.flatten(0, 1)), hidden.flatten(0, 1), behind=behind)
@@ -282,9 +338,7 @@ class Decoder:
             kept = scored.kept(~clean[:, :width])
             self.memory = Memory(kept, stepped.map(lambda t: t[:, :width]), onward[:, :width])
         self._advance(last, active)
-        rows = self.outlook.active - self.outlook.clean
-        self.outlook = self.look_ahead((passed & ~clean[:, :1])[:, : self.offered].sum(0))
-        self.budget.learn(self.outlook.passed, rows)
+        return (passed & ~clean[:, :1])[:, :width].sum(0)
 
     def _ticks(self, states: States, passed: Tensor) -> Tensor:
         """[rows, n] long: the denoising steps between a row's next state and each state on its way."""
@@ -294,11 +348,6 @@ class Decoder:
         return torch.where(here, steps, in_block + states.step)
 
     # ------------------------------------------------------------------ parts of a round
-
-    def current(self) -> States:
-        """Each row's next state [rows], as its tokens show it."""
-        ids = self.rows.tokens.gather(1, (self.rows.start[:, None] + self.offsets).clamp(max=self.rows.capacity))
-        return States(ids, self.rows.start, self.rows.step, self.all_rows, self.rows.active)
 
     def _advance(self, last: Scored, moved: Tensor) -> None:
         """From the last accepted states [rows]: reveal, refine, write, and stand at the next state."""
@@ -310,7 +359,7 @@ class Decoder:
         if self.strategy.revokes:
             taken_back = last.reveal.where & ~refined.where & at_mask[:, None]
             self.counts.revoked += taken_back.sum(-1)
-            self.taken_back.append((states.start, taken_back, last.reveal.token))
+            self.latest = (states.start, taken_back, last.reveal.token)
         self._record(
             states.map(lambda t: t[:, None]),
             refined.map(lambda t: t[:, None]),
@@ -322,15 +371,6 @@ class Decoder:
         self.rows.start = torch.where(moved, following.start, self.rows.start)
         self.rows.step = torch.where(moved, following.step, self.rows.step)
         self._stop_finished()
-
-    def _record(self, states: States, reveal: Reveal, which: Tensor, tick: Tensor) -> None:
-        """Writes what states [rows, n] revealed: text, log-confidence and step, `tick` steps after the row's clock."""
-        written = reveal.where & which[..., None]
-        position = torch.where(written, states.start[..., None] + self.offsets, self.rows.capacity).flatten(1)
-        step = (self.rows.clock[:, None] + tick)[..., None].expand_as(written)
-        self.rows.tokens.scatter_(1, position, reveal.token.flatten(1))
-        self.rows.logprob.scatter_(1, position, reveal.logprob.float().flatten(1))
-        self.rows.reveal_step.scatter_(1, position, step.flatten(1))
 
     def _commit_clean(self, states: States, hidden: Tensor, which: Tensor) -> None:
         """Keeps the KV that the round just computed for accepted clean states, and leaves the head's share pending.
@@ -347,55 +387,6 @@ class Decoder:
             self.pending_ids = torch.where(row[:, None], states.ids[self.all_rows, slot], self.pending_ids)
             self.pending_hidden = torch.where(row[:, None, None], hidden[self.all_rows, slot], self.pending_hidden)
             self.outlook.pending |= self.outlook.clean > 0  # where nothing is drafted; else the next look ahead tells
-
-    def _stop_finished(self) -> None:
-        """Rows whose text is complete leave; a stopping criterion is asked at every newly final token."""
-        states = self.current()
-        eos = self.eos_column(states)
-        end = torch.where(eos < self.block, states.start + eos + 1, self.rows.limit).minimum(self.rows.limit)
-        done = self._done(states)
-        if self.stopping is not None:
-            self.stopping.ask(self.rows, end, done)
-        self.rows.stop = torch.where(self.rows.active & done, end, self.rows.stop)
-        self.rows.active = self.rows.active & ~done
-
-    # ------------------------------------------------------------------ states
-
-    def _clean(self, states: States) -> Tensor:
-        return ~(states.ids == self.mask_id).any(-1)
-
-    def eos_column(self, states: States) -> Tensor:
-        """[n] the first column of an eos that ends the text, `block_size` if the block has none."""
-        ends = states.start[:, None] + self.offsets >= self.rows.given_end[states.row, None]
-        return torch.where(self.is_eos(states.ids) & ends, self.offsets, self.block).amin(-1)
-
-    def is_eos(self, ids: Tensor) -> Tensor:
-        """[...] bool of ids [...]."""
-        return (ids[..., None] == self.eos).any(-1)
-
-    def _done(self, states: States) -> Tensor:
-        """[n] bool: everything before the eos, or before the limit, is revealed or given."""
-        limit = self.rows.open_end[states.row] - states.start
-        return whole_text(states.ids, self.eos_column(states), limit, self.mask_id)
-
-    def next_block(self, states: States) -> States:
-        """The first state of the block that follows: masks, and given tokens if there are any."""
-        start = states.start + self.block
-        at = (start[..., None] + self.offsets).clamp(max=self.rows.capacity)
-        return replace(states, ids=self.rows.tokens[states.row[..., None], at], start=start, step=torch.zeros_like(states.step))
-
-    @staticmethod
-    def _stepped(states: States, reveal: Reveal) -> States:
-        return replace(reveal.applied_to(states), step=states.step + 1)
-
-    @staticmethod
-    def _where(condition: Tensor, a: States, b: States) -> States:
-        return replace(
-            b,
-            ids=torch.where(condition[..., None], a.ids, b.ids),
-            start=torch.where(condition, a.start, b.start),
-            step=torch.where(condition, a.step, b.step),
-        )
 
     # ------------------------------------------------------------------ picks
 
@@ -438,7 +429,7 @@ class Decoder:
 
     def _chosen(self, where: Tensor) -> Tensor:
         """Flat indices of `where`; of everything on a device that the host would have to wait for, unless it waits anyway."""
-        if self.device.type == "cpu" or self.picker.processors is not None:
+        if self.picker.processors is not None or (self.device.type == "cpu" and self.workplace is None):
             return where.flatten().nonzero()[:, 0]
         return torch.arange(where.numel(), device=self.device)
 
@@ -511,10 +502,29 @@ class Decoder:
         return residual
 
     def _head_packed(self, states: States, hidden: Tensor, parent: Tensor | None) -> Tensor:
-        def forward(ids: Tensor, positions: Tensor, mask: Tensor | RoundMask, cache: BlockCache) -> Tensor:
-            return self.model.residual(ids, hidden.flatten(1, 2), positions, mask, cache, self.picker.dispatch)
+        return self._network(states, parent, self.head_committed, self.outlook.head_used, hidden)
 
-        return self._packed_forward(states, parent, self.head_committed, self.outlook.head_used, forward)
+    def _network(
+        self, states: States, parent: Tensor | None, committed: Tensor, used: int, hidden: Tensor | None = None
+    ) -> Tensor:
+        """`_packed_forward` of the backbone, or with `hidden` of the head; a recording of its own where rounds are none."""
+
+        def forward(ids: Tensor, start: Tensor, committed: Tensor, *more: Tensor) -> Tensor:
+            given = iter(more)
+            behind = None if parent is None else next(given)
+            network = self.model.backbone if hidden is None else partial(self._reading, next(given))
+            return self._packed_forward(replace(states, ids=ids, start=start), behind, committed, used, network)
+
+        inputs = [states.ids, states.start, committed, *(t for t in (parent, hidden) if t is not None)]
+        if self.workplace is None or self.replays:
+            return forward(*inputs)
+        key = hidden is None, parent is None, used, self.picker.dispatch, self.with_round_masks
+        scored = self.workplace.parts.call(key, forward, *inputs)
+        self.cache.target_scratch(states.start.shape[1] * self.block, used)  # what is committed next, also from a replay
+        return scored
+
+    def _reading(self, hidden: Tensor, ids: Tensor, positions: Tensor, mask: Tensor | RoundMask, cache: BlockCache) -> Tensor:
+        return self.model.residual(ids, hidden.flatten(1, 2), positions, mask, cache, self.picker.dispatch)
 
     def _count_head(self, rows: Tensor) -> None:
         self.counts.forwards["head"] += 1
@@ -536,7 +546,10 @@ class Decoder:
         used = min(-(-used // READ_BUCKET) * READ_BUCKET, self.cache.capacity)
         self.cache.target_scratch(width * self.block, used)
         mask = RoundMask(committed, parent, width, self.block, self.picker.dispatch)
-        ids, positions = states.ids.flatten(1), (states.start[..., None] + self.offsets).flatten(1)
+        ids, positions = (
+            states.ids.flatten(1),
+            (states.start[..., None] + torch.arange(self.block, device=self.device)).flatten(1),
+        )
         if self.with_round_masks:
             with under_round_masks(self.model):
                 hidden = forward(ids, positions, mask, self.cache)

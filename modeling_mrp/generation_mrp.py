@@ -42,6 +42,7 @@ from .options_mrp import DECODINGS, REMASK_RULES, MRPGenerationConfig
 from .rows_mrp import Counts, Rows
 from .sampling_mrp import Picker
 from .stopping_mrp import Stopping
+from .workplaces_mrp import recorder_for, release_graphs
 
 # What else `generate` may be given, beside the fields of the generation config.
 _ARGUMENTS = ("input_ids", "attention_mask", "logits_processor", "stopping_criteria", "tokenizer", "synced_gpus")
@@ -248,6 +249,10 @@ class MRPGenerationMixin(GenerationMixin):
         cache.owner = weakref.ref(self)
         return cache
 
+    def release_graphs(self) -> None:
+        """Frees what calls of `generate` on CUDA leave for the next: recorded rounds, and the KV cache they write to."""
+        release_graphs(self)
+
     def _layer_devices(self, with_head: bool) -> tuple[torch.device, ...]:
         layers = list(self.model.layers) + (list(self.mrp_head.layers) if with_head else [])
         return tuple(layer.self_attn.k_proj.weight.device for layer in layers)
@@ -390,6 +395,7 @@ def _decode(
         stream.on_round if stream is not None else None,
         None if infill_ids is None else infill_ids.to(device, torch.long),
         past_key_values,
+        recorder_for(model, config.graphs),
     )
     rows, counts = decoder.run()
     if stream is not None:

@@ -105,6 +105,8 @@ class MRPGenerationConfig(GenerationConfig):
         kernels: Triton kernels in place of PyTorch. None: where they can be used (an NVIDIA GPU of compute capability 8.0 or
             more, float16, bfloat16 or float32), with PyTorch where one fails to compile; True: kernels or an error, also
             interpreted (`TRITON_INTERPRET=1`); False: PyTorch only [None].
+        graphs: Whether rounds are recorded as CUDA graphs and replayed: True, or an error where that is impossible; False, or
+            None: on CUDA where it is possible [None].
         seed: An int s gives row i the seed s + i; a list gives one per row [one per row from torch's generator].
     """
 
@@ -121,6 +123,7 @@ class MRPGenerationConfig(GenerationConfig):
         self.remask_rule: Any = kwargs.pop("remask_rule", None)
         self.residual_delta: Any = kwargs.pop("residual_delta", None)
         self.kernels: Any = kwargs.pop("kernels", None)
+        self.graphs: Any = kwargs.pop("graphs", None)
         self.seed: Any = kwargs.pop("seed", None)
         super().__init__(**kwargs)
 
@@ -158,6 +161,8 @@ class MRPGenerationConfig(GenerationConfig):
             )
         if self.remask_rule not in REMASK_RULES:
             raise ValueError(f"remask_rule is {self.remask_rule!r}: choose one of {', '.join(REMASK_RULES)}")
+        if self.graphs is not None and not isinstance(self.graphs, bool):
+            raise ValueError(f"graphs is {self.graphs!r}: use True, False, or None for CUDA graphs where they are possible")
         if self.temperature is not None:
             _require(
                 self,

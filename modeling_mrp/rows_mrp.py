@@ -1,6 +1,6 @@
 """What a decode knows of its rows, what the host knows of the next round, and what it all cost."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -85,6 +85,14 @@ class Rows:
             active=torch.ones(rows, dtype=torch.bool, device=device),
             seed=seed,
         )
+
+    def with_room(self, capacity: int) -> "Rows":
+        """The same rows with masks up to so many positions."""
+
+        def longer(tensor: Tensor) -> Tensor:  # its last column holds what nothing was written to
+            return torch.cat([tensor, tensor[:, -1:].expand(-1, capacity - self.capacity)], 1)
+
+        return replace(self, tokens=longer(self.tokens), logprob=longer(self.logprob), reveal_step=longer(self.reveal_step))
 
     @property
     def capacity(self) -> int:

@@ -1,8 +1,9 @@
 """States of a block, what is revealed at them, and the sets of states that a round proposes, scores and remembers."""
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -207,6 +208,21 @@ class Memory:
             end = end.gather(1, end)
         self.end = end
         self.exit = follower.map(lambda t: t.gather(1, end if t.dim() == 2 else end[..., None].expand_as(t)))
+
+    def padded(self, width: int) -> "Memory":
+        """The same with [rows, width] states: more of them that are not valid."""
+        more = width - self.end.shape[1]
+
+        def wider(part: Any) -> Any:
+            if not isinstance(part, Tensor):
+                return part.map(wider)
+            return torch.cat([part, part[:, -1:].expand(-1, more, *part.shape[2:])], 1)
+
+        memory = copy.copy(self)
+        memory.scored = Scored(*(wider(part) for part in vars(self.scored).values()))
+        memory.scored.states.valid[:, self.end.shape[1] :] = False
+        memory.end, memory.exit = wider(self.end), wider(self.exit)
+        return memory
 
     @staticmethod
     def empty(like: Scored) -> "Memory":

@@ -65,6 +65,7 @@ class Static:
     compute_bound_tokens: int | None = None  # see `SelfSpec`
     uses_entropy = False
     revokes = False  # whether `refine` may take reveals back
+    looks = False  # whether `refine` asks the device for what to do next
 
     def reveal(self, confidence: Tensor, entropy: Tensor, candidates: Tensor, count: Tensor) -> Tensor:
         """Which candidates a step commits.
@@ -208,6 +209,7 @@ class RereadRemask(Remask):
     `ALONE` * tau goes back as well (`benchmarks/NOTES.md`, Remasking). A row with a single reveal asks the head nothing.
     """
 
+    looks = True
     ALONE = 0.5  # one token says less than all: under it the others need this share of tau
 
     def __init__(self, threshold: float) -> None:

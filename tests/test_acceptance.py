@@ -113,7 +113,7 @@ def recorded(patch: pytest.MonkeyPatch) -> Iterator[list[list[tuple[int, list[tu
     rounds: list[list[tuple[int, list[tuple[tuple[int, ...], int]]]]] = []
     walk = Decoder.walk
 
-    def watched(self: Decoder, proposal: Proposal, hidden: Tensor) -> None:
+    def watched(self: Decoder, proposal: Proposal, hidden: Tensor) -> Tensor:
         rows = []
         for row, active in enumerate(self.rows.active.tolist()):
             submitted = [
@@ -129,7 +129,7 @@ def recorded(patch: pytest.MonkeyPatch) -> Iterator[list[list[tuple[int, list[tu
             ]
             rows.append((int(self.rows.clock[row]), submitted if active else []))
         rounds.append(rows)
-        walk(self, proposal, hidden)
+        return walk(self, proposal, hidden)
 
     with patch.context() as context:
         context.setattr(Decoder, "walk", watched)

@@ -1,0 +1,1 @@
+../../modeling_mrp/graphs_mrp.py

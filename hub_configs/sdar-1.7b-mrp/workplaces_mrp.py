@@ -1,0 +1,1 @@
+../../modeling_mrp/workplaces_mrp.py

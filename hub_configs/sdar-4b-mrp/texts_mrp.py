@@ -1,0 +1,1 @@
+../../modeling_mrp/texts_mrp.py

@@ -1,0 +1,1 @@
+../../modeling_mrp/replay_mrp.py
