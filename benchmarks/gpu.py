@@ -96,11 +96,16 @@ def kernels(options: argparse.Namespace, device: Device, on: torch.device) -> It
 def rounds(options: argparse.Namespace, device: Device, on: torch.device) -> Iterator[dict[str, Any]]:
     """A round of each shape, batch, K and prefix."""
     grid = [Round(b, k, p) for p in options.prefix for b in options.batch for k in options.states]
-    ways = {name: WAYS[name] for name in options.way}
     for shape in options.shape:
         dtype = torch.float32 if on.type == "cpu" else torch.bfloat16
         model = random_model(config_of(shape), dtype, str(on))
         model.generation_config.pad_token_id = 1
+        ways = {name: WAYS[name] for name in options.way}
+        if options.compile:
+            for part in (model.model, model.mrp_head):
+                assert part is not None
+                part.compile(dynamic=False)
+            ways = {f"{name}, compiled": way for name, way in ways.items()}
         yield from gpu_rounds.rounds(model, shape_of(shape), device, grid, ways, max(3, options.repeats // 4))
 
 
@@ -208,6 +213,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--states", nargs="+", type=int, default=[1, 4, 8], help="K; 1 is static")
     parser.add_argument("--prefix", nargs="+", type=int, default=[512, 4096, 16384], help="committed tokens")
     parser.add_argument("--way", nargs="+", choices=list(WAYS), default=["ours", "neither"])
+    parser.add_argument(
+        "--compile", action="store_true", help="rounds with backbone and head under torch.compile, transformers' too"
+    )
     parser.add_argument("--count", type=int, default=16, help="problems for generate")
     parser.add_argument("--repeats", type=int, default=20, help="turns of the kernels; a quarter of them for rounds")
     parser.add_argument("--output", type=Path, help="adds JSON lines to this file")

@@ -92,6 +92,7 @@ class Conversation:
         began = now(self.model.device)
         out = self.model.generate(
             self.ids,
+            attention_mask=torch.ones_like(self.ids),  # a random token may be the one for padding
             past_key_values=self.cache,
             max_new_tokens=tokens,
             return_dict_in_generate=True,

@@ -462,8 +462,12 @@ def _attention(
     """An attention function as transformers' layers call it."""
     if not isinstance(attention_mask, RoundMask):
         return ALL_ATTENTION_FUNCTIONS[_REPLACED](module, query, key, value, attention_mask, **kwargs)
-    mask, scale = attention_mask, kwargs["scaling"]
-    result = mask.dispatch.run(
+    return _of_a_round(query, key, value, attention_mask, kwargs["scaling"]), None
+
+
+@torch.compiler.disable  # a compiled model is cut here, since what `torch.compile` traces it gives no kernel of ours
+def _of_a_round(query: Tensor, key: Tensor, value: Tensor, mask: RoundMask, scale: float) -> Tensor:
+    return mask.dispatch.run(
         "round_attention",
         lambda: round_attention(query, key, value, mask, scale),
         lambda: round_attention_twin(query, key, value, mask, scale),
@@ -472,7 +476,6 @@ def _attention(
         value,
         mask.committed,
     )
-    return result, None
 
 
 __all__ = [

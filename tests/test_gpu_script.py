@@ -41,9 +41,10 @@ def test_every_kernel_is_within_its_bounds(ran: tuple[list[dict[str, Any]], str]
 def test_every_time_has_its_floor_beside_it(ran: tuple[list[dict[str, Any]], str]) -> None:
     timed = [line for line in ran[0] if "us" in line]
     assert {line["way"] for line in timed} >= {"kernel", "torch", "ours", "neither", "transformers"}
-    assert all(
-        line["floor_us"] > 0 and line["over_floor"] == pytest.approx(line["us"] / line["floor_us"], rel=0.1) for line in timed
-    )
+    assert all(line["floor_us"] > 0 for line in timed)
+    whole = [line for line in timed if line["floor_us"] > 0.1]  # others are rounded away
+    assert all(line["over_floor"] == pytest.approx(line["us"] / line["floor_us"], rel=0.1) for line in whole)
+    assert len(whole) > 5
 
 
 def test_the_table_comes_last(ran: tuple[list[dict[str, Any]], str]) -> None:

@@ -11,7 +11,7 @@ from helpers import PROMPTS, close, texts
 from torch import Tensor
 
 from benchmarks.round_attention import Round
-from modeling_mrp import MRPForCausalLM
+from modeling_mrp import MRPForCausalLM, round_attention_mrp
 from modeling_mrp.kernels_mrp import Dispatch, triton
 from modeling_mrp.round_attention_mrp import (
     ROUND_ATTENTION,
@@ -172,6 +172,26 @@ def test_a_decode_gives_the_same_tokens(decoding: str) -> None:
     assert seen == {"Tensor"}
     assert decoded(model, decoding, True) == (expected, {"Tensor", "RoundMask"})  # prefill keeps its tensors
     assert model.config._attn_implementation == "sdpa"
+
+
+@interpreted
+def test_a_compiled_backbone_keeps_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`model.model.compile()` fuses what lies between the kernels, and leaves them in."""
+    model, ran, kernel = make_model().float(), [], round_attention_mrp.round_attention
+    options: dict[str, Any] = {"decoding": "static", "max_new_tokens": 5}
+    expected = texts(model, PROMPTS[:1], kernels=False, **options)
+
+    def noted(*args: Any) -> Tensor:
+        ran.append(torch.compiler.is_compiling())
+        return kernel(*args)
+
+    monkeypatch.setattr(round_attention_mrp, "round_attention", noted)
+    torch.compiler.reset()
+    model.model.compile(backend="eager")
+    assert texts(model, PROMPTS[:1], kernels=True, **options) == expected
+    torch.compiler.reset()
+    assert len(ran) >= 2 * 4, "two layers, a round a token behind the first"
+    assert not any(ran)
 
 
 def a_round(model: MRPForCausalLM, forced: bool | None) -> tuple[Any, ...]:
