@@ -159,7 +159,7 @@ def decoded(model: MRPForCausalLM, decoding: str, kernels: bool | None) -> tuple
         lambda module, args, kwargs: seen.add(type(kwargs["attention_mask"]).__name__), with_kwargs=True
     )
     try:
-        return texts(model, PROMPTS, decoding=decoding, max_new_tokens=9, kernels=kernels), seen
+        return texts(model, PROMPTS, decoding=decoding, max_new_tokens=6, kernels=kernels), seen
     finally:
         handle.remove()
 
