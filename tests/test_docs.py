@@ -65,6 +65,17 @@ def test_the_embedded_head_was_trained_in_half_an_hour_and_is_as_good_as_the_one
         assert line["ratio_95"][1] > 1 if "ratio_95" in line else line["difference_95"][1] > 0
 
 
+@pytest.mark.parametrize("family", ["math", "code"])
+@pytest.mark.parametrize("reveals", [2, 3, 4])
+def test_the_residual_beats_direct_prediction(family: str, reveals: int) -> None:
+    """Heads from random layers, as the paper's: 95 % intervals of the paired differences over training seeds and problems."""
+    cells = ablation_report.Cells(read_lines(tables.RESULTS / "tiny_ablations.jsonl"))
+    names = ("K=1 from nothing", "hidden K=1 from nothing")
+    ours, other = (cells.of(name, family, "mrp_direct", reveals) for name in names)
+    assert len(ours.keys() & other.keys()) >= 2
+    assert ablation_report.difference(ours, other, 100).low > 0
+
+
 def test_an_adapter_helps_where_it_was_trained() -> None:
     """Beyond its 95 % interval, on held-out problems."""
     lines = [line for line in read_lines(tables.RESULTS / "tiny_specialise.jsonl") if "family" in line]
