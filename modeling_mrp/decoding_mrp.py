@@ -15,7 +15,6 @@ A strategy that drafts nothing submits one state a round (two where a block ends
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,28 +23,26 @@ from torch import Tensor
 from .cache_mrp import BlockCache
 from .diffusion_mrp import block_causal_mask
 from .drafting_mrp import Budget, Lattice, growth, reachable
+from .forwards_mrp import READ_BUCKET, Forwards
 from .graphs_mrp import Recorder
 from .pick_mrp import residual_magnitude
 from .replay_mrp import Replay, replayable
-from .round_attention_mrp import RoundMask, takes_round_masks, under_round_masks
+from .round_attention_mrp import takes_round_masks
 from .rows_mrp import Counts, Outlook, Rows
 from .sampling_mrp import Picker, noise_keys
 from .states_mrp import Memory, Proposal, Reveal, Scored, States, follow
 from .stopping_mrp import Stopping
 from .strategies_mrp import Static, top_by
-from .texts_mrp import Texts
-from .workplaces_mrp import Workplace, bucket, workplace_for
+from .workplaces_mrp import bucket
 
 if TYPE_CHECKING:
     from .modeling_mrp import MRPForCausalLM
 
 # Prompt tokens per prefill forward, at most, in whole blocks.
 PREFILL_CHUNK = 2048
-# Attention reads a multiple of so many committed slots, so that a compiled forward meets few shapes.
-READ_BUCKET = 64
 
 
-class Decoder(Texts):
+class Decoder(Forwards):
     """Runs one `generate` call; nothing of it stays on the model.
 
     Args:
@@ -104,70 +101,30 @@ class Decoder(Texts):
         # Given tokens are kept, so that no text ends before the last of them.
         self.no_eos_before = torch.maximum(lengths + min_new_tokens, self.rows.given_end)
         self.bars_eos = bool((self.no_eos_before > lengths).any())
-        self.width = max(2, strategy.width)
-        zeros = torch.zeros_like(lengths)
-        self.counts = Counts(
-            {"prefill": 0, "denoise": 0, "verify": 0, "head": 0},
-            row_forwards=zeros.clone(),
-            row_head_forwards=zeros.clone(),
-            drafted=zeros.clone(),
-            accepted=zeros.clone(),
-            revoked=zeros.clone(),
-            accepted_lengths=zeros.new_zeros(rows, (1 + strategy.drafts) * self.width + 1),
-            offered_at_depth=zeros.new_zeros(rows, 2 * self.width - 1 if strategy.drafts else 0),
-            accepted_at_depth=zeros.new_zeros(rows, 2 * self.width - 1 if strategy.drafts else 0),
-            revocations=zeros.new_zeros(0, 3),
-        )
-        self.taken_back: list[tuple[Tensor, Tensor, Tensor]] = []  # by step of the rows: see `latest`
-        self.verified = torch.zeros((), dtype=torch.long, device=self.device)  # forwards that scored drafts
         self.offsets = torch.arange(self.block, device=self.device)
         self.all_rows = torch.arange(rows, device=self.device)
-        depth = config.num_hidden_layers
-        self.backbone_layers, self.head_layers = range(depth), range(depth, depth)
-        if strategy.uses_head:
-            self.head_layers = range(depth, depth + config.num_nextn_predict_layers)
-        with_head = strategy.uses_head
-        self.workplace: Workplace | None = None
-        self.cache = self._cache(past_key_values, recorder)
-        self.replays = self.workplace is not None and replayable(self)  # whole rounds are recorded, not forwards
-        self.reused = self.cache.reusable(self.rows.tokens, self.rows.start, self.block, with_head)
-        # From here on the slots behind are overwritten, also by a call that does not come to its end.
-        self.cache.hold(self.rows.tokens, self.reused, self.reused.minimum(self.cache.head_held.to(self.device)))
+        self.width = max(2, strategy.width)
+        self.counts = Counts.zeros(rows, self.width, strategy.drafts, self.device)
+        self.verified = torch.zeros((), dtype=torch.long, device=self.device)  # forwards that scored drafts
+        self._start_cache(past_key_values, recorder)
+        self.replays = self.workplace is not None and replayable(self)
         head_cost = strategy.passes * model.head_share() if strategy.passes else 0.0
-        self.outlook: Outlook
-        self.offered = 1  # states that a row may submit this round, guesses included
         self.budget = Budget(strategy.width, rows * self.block, strategy.compute_bound_tokens, head_cost)
-        self.committed = self.rows.start.clone()
-        self.head_committed = self.rows.start.clone()
-        # A clean block whose head KV is still to be computed, and rows that are about to commit another one.
-        self.pending = torch.zeros_like(self.rows.active)
-        self.blocked = torch.zeros_like(self.rows.active)
-        self.pending_ids = torch.zeros(rows, self.block, dtype=torch.long, device=self.device)
-        self.pending_hidden = torch.zeros(rows, self.block, config.hidden_size, dtype=model.dtype, device=self.device)
-        # The last accepted state, from which drafts start; `has_seed` is False right after a clean block whose
-        # successor has not been scored.
+        self.offered = 1  # states that a row may submit this round, guesses included
+        self._remember_nothing()
+        self.taken_back: list[tuple[Tensor, Tensor, Tensor]] = []  # by step of the rows: see `latest`
+
+    def _remember_nothing(self) -> None:
+        """No state has been accepted yet, none is remembered, and no reveal was taken back."""
         nothing = replace(self.current(), valid=torch.zeros_like(self.rows.active))
         no_reveal = Reveal(nothing.ids.bool(), nothing.ids, nothing.ids.float(), nothing.ids.float())
+        # The last accepted state, from which drafts start; `has_seed` is False right after a clean block whose
+        # successor has not been scored.
         self.seed = Scored(nothing, nothing.start, no_reveal, self.pending_hidden)
         self.has_seed = torch.zeros_like(self.rows.active)
         self.memory = Memory.empty(self.seed)
         # What the last step took back: start [rows], which positions [rows, block], tokens [rows, block].
         self.latest = (nothing.start, nothing.ids.bool(), nothing.ids)
-
-    def _cache(self, past: BlockCache | None, recorder: Callable[[], Recorder] | None) -> BlockCache:
-        """Where keys and values go; what is recorded is found again by the cache that it writes to."""
-        rows, capacity = len(self.rows.start), self.rows.capacity
-        scratch, with_head = self.width * self.block, self.strategy.uses_head
-        if past is not None and with_head and not past.head_layers:
-            past = None
-        if recorder is None:
-            past = self.model.block_cache(rows, capacity, scratch, with_head=with_head) if past is None else past
-            return past.with_room(rows, capacity, scratch)
-        self.workplace, cache = workplace_for(self.model, recorder, past, rows, capacity, scratch, with_head)
-        self.rows = self.rows.with_room(cache.capacity)
-        return cache
-
-    # ------------------------------------------------------------------ the outline
 
     def run(self) -> tuple[Rows, Counts]:
         """Decodes every row to its end."""
@@ -184,15 +141,7 @@ class Decoder(Texts):
         self._keep_taken_back()
         if replay is not None:
             replay.end()
-        verify = int(self.verified)
-        head_held = self.head_committed if self.head_layers else self.cache.head_held
-        self.cache.hold(self.rows.tokens, self.committed, head_held)
-        self.counts.forwards |= {"verify": verify, "denoise": self.counts.forwards["denoise"] - verify}
-        if self.taken_back:
-            start, where, token = (torch.stack(parts) for parts in zip(*self.taken_back, strict=True))
-            step, row, column = where.nonzero(as_tuple=True)
-            at = start[step, row] + column - self.rows.prompt_length[row]
-            self.counts.revocations = torch.stack([row, at, token[step, row, column]], 1)
+        self._settle()
         return self.rows, self.counts
 
     def prefill(self) -> None:
@@ -227,6 +176,18 @@ class Decoder(Texts):
         self.outlook = self.look_ahead(states.start[:0])
         self._advance(Scored(states, torch.full_like(states.start, -1), self.reveal_from(states, seed), seed), states.valid)
         self.outlook = self.look_ahead(states.start[:0])
+
+    def _settle(self) -> None:
+        """Tells the cache what it holds, and completes the counts."""
+        verify = int(self.verified)
+        head_held = self.head_committed if self.head_layers else self.cache.head_held
+        self.cache.hold(self.rows.tokens, self.committed, head_held)
+        self.counts.forwards |= {"verify": verify, "denoise": self.counts.forwards["denoise"] - verify}
+        if self.taken_back:
+            start, where, token = (torch.stack(parts) for parts in zip(*self.taken_back, strict=True))
+            step, row, column = where.nonzero(as_tuple=True)
+            at = start[step, row] + column - self.rows.prompt_length[row]
+            self.counts.revocations = torch.stack([row, at, token[step, row, column]], 1)
 
     def _keep_taken_back(self) -> None:
         if self.strategy.revokes:
@@ -347,8 +308,6 @@ class Decoder(Texts):
         in_block = (steps * (here & passed)).amax(1, keepdim=True)  # those of a block that became clean
         return torch.where(here, steps, in_block + states.step)
 
-    # ------------------------------------------------------------------ parts of a round
-
     def _advance(self, last: Scored, moved: Tensor) -> None:
         """From the last accepted states [rows]: reveal, refine, write, and stand at the next state."""
         clean = self._clean(last.states)
@@ -371,24 +330,6 @@ class Decoder(Texts):
         self.rows.start = torch.where(moved, following.start, self.rows.start)
         self.rows.step = torch.where(moved, following.step, self.rows.step)
         self._stop_finished()
-
-    def _commit_clean(self, states: States, hidden: Tensor, which: Tensor) -> None:
-        """Keeps the KV that the round just computed for accepted clean states, and leaves the head's share pending.
-
-        `which` [rows, width] marks at most one state a row.
-        """
-        if not (self.strategy.drafts or self.outlook.clean):
-            return  # no clean state was scored
-        row, slot = which.any(-1), which.int().argmax(-1)
-        self.cache.commit(slot * self.block, self.rows.start, row, self.block, self.backbone_layers)
-        self.committed = torch.where(row, self.rows.start + self.block, self.committed)
-        if self.head_layers:
-            self.pending = self.pending | row
-            self.pending_ids = torch.where(row[:, None], states.ids[self.all_rows, slot], self.pending_ids)
-            self.pending_hidden = torch.where(row[:, None, None], hidden[self.all_rows, slot], self.pending_hidden)
-            self.outlook.pending |= self.outlook.clean > 0  # where nothing is drafted; else the next look ahead tells
-
-    # ------------------------------------------------------------------ picks
 
     def reveal_from(
         self,
@@ -473,89 +414,5 @@ class Decoder(Texts):
             contexts.append(((state == s).nonzero()[:, 0], committed))
         return contexts
 
-    # ------------------------------------------------------------------ forwards
 
-    def head_hidden(self, states: States, hidden: Tensor) -> Tensor:
-        """h_C at [rows] states, given hidden states [rows, block, hidden]."""
-        return self.head_pass(states.map(lambda t: t[:, None]), hidden[:, None])[:, 0]
-
-    def head_pass(self, states: States, hidden: Tensor) -> Tensor:
-        """h_C at [rows, n] states, given hidden states [rows, n, block, hidden].
-
-        Rows that take part and have a clean block behind them whose head KV is not there yet compute it on the way.
-        """
-        takes_part = states.valid.any(1) | self.blocked
-        self._count_head(takes_part)
-        if not self.outlook.pending:
-            return self._head_packed(states, hidden, None)
-        behind = self.pending & takes_part
-        clean = States(self.pending_ids, self.head_committed, torch.zeros_like(self.rows.step), self.all_rows, behind)
-        packed = clean.map(lambda t: t[:, None]).beside(states)
-        parent = torch.where(behind, 0, -1)[:, None].repeat(1, packed.start.shape[1])
-        parent[:, 0] = -1
-        residual = self._head_packed(packed, torch.cat([self.pending_hidden[:, None], hidden], 1), parent)[:, 1:]
-        self.cache.commit(torch.zeros_like(self.committed), self.head_committed, behind, self.block, self.head_layers)
-        self.head_committed = self.head_committed + self.block * behind
-        self.outlook.head_used += self.block
-        self.outlook.pending = False
-        self.pending, self.blocked = self.pending & ~behind, torch.zeros_like(behind)
-        return residual
-
-    def _head_packed(self, states: States, hidden: Tensor, parent: Tensor | None) -> Tensor:
-        return self._network(states, parent, self.head_committed, self.outlook.head_used, hidden)
-
-    def _network(
-        self, states: States, parent: Tensor | None, committed: Tensor, used: int, hidden: Tensor | None = None
-    ) -> Tensor:
-        """`_packed_forward` of the backbone, or with `hidden` of the head; a recording of its own where rounds are none."""
-
-        def forward(ids: Tensor, start: Tensor, committed: Tensor, *more: Tensor) -> Tensor:
-            given = iter(more)
-            behind = None if parent is None else next(given)
-            network = self.model.backbone if hidden is None else partial(self._reading, next(given))
-            return self._packed_forward(replace(states, ids=ids, start=start), behind, committed, used, network)
-
-        inputs = [states.ids, states.start, committed, *(t for t in (parent, hidden) if t is not None)]
-        if self.workplace is None or self.replays:
-            return forward(*inputs)
-        key = hidden is None, parent is None, used, self.picker.dispatch, self.with_round_masks
-        scored = self.workplace.parts.call(key, forward, *inputs)
-        self.cache.target_scratch(states.start.shape[1] * self.block, used)  # what is committed next, also from a replay
-        return scored
-
-    def _reading(self, hidden: Tensor, ids: Tensor, positions: Tensor, mask: Tensor | RoundMask, cache: BlockCache) -> Tensor:
-        return self.model.residual(ids, hidden.flatten(1, 2), positions, mask, cache, self.picker.dispatch)
-
-    def _count_head(self, rows: Tensor) -> None:
-        self.counts.forwards["head"] += 1
-        self.counts.row_head_forwards += rows
-
-    def _packed_forward(
-        self,
-        states: States,
-        parent: Tensor | None,
-        committed: Tensor,
-        used: int,
-        forward: Callable[[Tensor, Tensor, Tensor | RoundMask, BlockCache], Tensor],
-    ) -> Tensor:
-        """Scores [rows, width] states side by side: each sees its prefix, itself and the state in slot `parent`, if any.
-
-        `used` is the longest prefix, `committed` [rows] each row's own.
-        """
-        width = states.start.shape[1]
-        used = min(-(-used // READ_BUCKET) * READ_BUCKET, self.cache.capacity)
-        self.cache.target_scratch(width * self.block, used)
-        mask = RoundMask(committed, parent, width, self.block, self.picker.dispatch)
-        ids, positions = (
-            states.ids.flatten(1),
-            (states.start[..., None] + torch.arange(self.block, device=self.device)).flatten(1),
-        )
-        if self.with_round_masks:
-            with under_round_masks(self.model):
-                hidden = forward(ids, positions, mask, self.cache)
-        else:
-            hidden = forward(ids, positions, mask.dense(used), self.cache)
-        return hidden.to(self.device).unflatten(1, (width, self.block))
-
-
-__all__ = ["Decoder"]
+__all__ = ["READ_BUCKET", "Decoder"]

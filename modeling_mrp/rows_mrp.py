@@ -127,6 +127,24 @@ class Counts:
     accepted_at_depth: Tensor
     revocations: Tensor
 
+    @classmethod
+    def zeros(cls, rows: int, width: int, drafts: bool, device: torch.device) -> "Counts":
+        """Before the first forward of a decode whose rounds submit up to `width` states a row, with drafts or without."""
+        by_row = torch.zeros(rows, dtype=torch.long, device=device)
+        depths = 2 * width - 1 if drafts else 0  # a walk goes on through what the round before scored
+        return cls(
+            {"prefill": 0, "denoise": 0, "verify": 0, "head": 0},
+            row_forwards=by_row.clone(),
+            row_head_forwards=by_row.clone(),
+            drafted=by_row.clone(),
+            accepted=by_row.clone(),
+            revoked=by_row.clone(),
+            accepted_lengths=by_row.new_zeros(rows, (1 + drafts) * width + 1),
+            offered_at_depth=by_row.new_zeros(rows, depths),
+            accepted_at_depth=by_row.new_zeros(rows, depths),
+            revocations=by_row.new_zeros(0, 3),
+        )
+
     def add_walk(self, depth: Tensor, offered: Tensor) -> None:
         """Adds a round of walks: how many drafts each came by [rows], and whether there was one behind the last [rows]."""
         depths = torch.arange(1, 1 + self.accepted_at_depth.shape[1], device=depth.device)

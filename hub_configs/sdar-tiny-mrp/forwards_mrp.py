@@ -1,0 +1,1 @@
+../../modeling_mrp/forwards_mrp.py
