@@ -169,7 +169,7 @@ class Lattice:
             reached, place = chance.max(-1)  # where nothing is left, some state that is not valid
             valid = reached > 0
             state = table[rows, place]
-            chance[rows, place] = 0
+            chance.scatter_(1, place[:, None], 0.0)  # as chance[rows, place] = 0, for whose number the host would wait
             slots.append(state)
             valids.append(valid)
         self.slots, self.valid = torch.stack(slots, 1), torch.stack(valids, 1)

@@ -51,7 +51,9 @@ class Tape(TorchDispatchMode):
             isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
             for index in (args[1] if len(args) > 1 and isinstance(args[1], list | tuple) else [])
         )
-        if by_mask or name.startswith(WAITS):
+        # A number written to places that a tensor names is a tensor on the host: its copy to a device waits.
+        by_number = name.startswith("index_put") and args[2].dim() == 0 and id(args[2]) not in self.places
+        if by_mask or by_number or name.startswith(WAITS):
             raise RuntimeError(f"{name} makes the host wait: it cannot be recorded")
         arguments = tree_map(self._named, (args, kwargs or {}))
         result = func(*args, **(kwargs or {}))

@@ -372,6 +372,7 @@ def test_a_tape_refuses_what_waits() -> None:
         lambda: x.nonzero(),
         lambda: x[x > 1],
         lambda: torch.tensor([1, 2]),
+        lambda: x.__setitem__(torch.zeros(1, dtype=torch.long), 5),
     ]
     for way in ways:
         with pytest.raises(RuntimeError, match="recorded"):
