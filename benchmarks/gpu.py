@@ -10,7 +10,9 @@ the errors mean anything.
 import argparse
 import json
 import sys
+import traceback
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ from .cost_model import DEVICES
 from .gpu_kernels import KERNEL, MASK_ID, Case, Vocabulary, attention_case, head_input_case
 from .gpu_rounds import Round
 from .roofline import Device, Shape
-from .timing import ceilings
+from .timing import ceilings, reason
 from .wallclock import make_job, published_config, random_model, take_turns
 
 SECTIONS = ("kernels", "rounds", "generate", "memory")
@@ -87,7 +89,10 @@ def kernels(options: argparse.Namespace, device: Device, on: torch.device) -> It
     """Errors of all, then times in bfloat16."""
     for shape in options.shape:
         for case in cases(shape, options, on):
-            yield {"shape": shape, **case.check()}
+            try:
+                yield {"shape": shape, **case.check()}
+            except Exception as error:
+                yield {"failed": case.name, "shape": shape, **case.fields, "way": "check", "error": reason(error)}
         for case in cases(shape, options, on):
             if case.fields["dtype"] == "bfloat16":
                 yield from ({"shape": shape, **line} for line in case.time(device, on, options.repeats))
@@ -166,6 +171,7 @@ def table(lines: Iterable[dict[str, Any]]) -> str:
     checks = [line for line in lines if "check" in line]
     wrong = [line for line in checks if not line["ok"]]
     parts = [f"{len(checks)} checks against float64, {len(wrong)} out of bounds", *map(json.dumps, wrong)]
+    parts += [json.dumps(line) for line in lines if "failed" in line]
     rows = [
         [line["time"], line["shape"], _sizes(line), line["way"], f"{line['us']:.1f}", f"{line['over_floor']:.2f}"]
         for line in lines
@@ -195,6 +201,15 @@ def table(lines: Iterable[dict[str, Any]]) -> str:
         parts.append(markdown_table(["generate", "way", "speed over static", "forwards"], rows))
     parts += [json.dumps(line) for line in lines if "memory" in line]
     return "\n\n".join(parts)
+
+
+def _all_of(section: str, options: argparse.Namespace, device: Device, on: torch.device) -> Iterator[dict[str, Any]]:
+    """A section's lines; where it fails, what it had, and why. The other sections and the table come all the same."""
+    try:
+        yield from MEASURE[section](options, device, on)
+    except Exception as error:
+        traceback.print_exc()
+        yield {"failed": section, "error": reason(error)}
 
 
 def _sizes(line: dict[str, Any]) -> str:
@@ -227,10 +242,10 @@ def main(arguments: list[str] | None = None) -> None:
     measured = {"bandwidth": float(f"{bandwidth:.3g}"), "matrix_flops": float(f"{product:.3g}")}
     first |= {"triton": triton.__version__, **measured, "datasheet_bandwidth": DEVICES["H200"].bandwidth}
     lines = []
-    with options.output.open("a") if options.output else sys.stderr as file:
+    with options.output.open("a") if options.output else nullcontext(sys.stderr) as file:
         print(json.dumps(first), file=file, flush=True)
         for section in options.section:
-            for line in MEASURE[section](options, device, on):
+            for line in _all_of(section, options, device, on):
                 print(json.dumps(line), file=file, flush=True)
                 lines.append(line)
     print(table(lines))

@@ -24,7 +24,7 @@ from modeling_mrp.readout_mrp import Picked, Readout
 
 from .roofline import Device, Shape, Work
 from .round_attention import Round
-from .timing import in_turns
+from .timing import in_turns, reason
 
 KERNEL = Dispatch(forced=True)
 MASK_ID = 0
@@ -61,10 +61,20 @@ class Case:
         return {"check": self.name, **self.fields, "error": float(f"{error:.3g}"), "ok": error <= self.tolerance}
 
     def time(self, device: Device, on: torch.device, repeats: int) -> Iterator[dict[str, Any]]:
-        """A line for each way, in turns; on CUDA also for the twin compiled."""
+        """A line for each way, in turns; on CUDA also for the twin compiled. A way that fails is told and left out."""
         ways = dict(self.ways)
         if on.type == "cuda":
+            # What was compiled before is forgotten: beyond 8 variants of one function, PyTorch would run it uncompiled.
+            torch.compiler.reset()
             ways["compile"] = torch.compile(self.ways["torch"])
+        for way in list(ways):
+            try:
+                ways[way]()
+            except Exception as error:
+                del ways[way]
+                yield {"failed": self.name, **self.fields, "way": way, "error": reason(error)}
+        if "kernel" not in ways:
+            return
         times, floor = in_turns(ways, on, repeats), device.seconds(self.floor)
         for way, taken in times.items():
             line = {"time": self.name, **self.fields, "way": way, **taken.line(), "floor_us": round(1e6 * floor, 3)}

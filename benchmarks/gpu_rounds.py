@@ -1,6 +1,7 @@
 """A round of decoding on a GPU: ours, the same work in plain transformers, and the least time that bytes and FLOPs allow."""
 
 import math
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -11,13 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
+from modeling_mrp import workplaces_mrp
 from modeling_mrp.cache_mrp import BlockCache
 from modeling_mrp.generation_mrp import MRPGenerateOutput
 from modeling_mrp.modeling_mrp import MRPForCausalLM
 
 from .cost_model import Counts, Setting, round_seconds
 from .roofline import BYTES, Device, Shape
-from .timing import now, taking_turns
+from .timing import now, reason, taking_turns
 
 # Tokens that the shorter and the longer of two calls generate: what they differ by is rounds alone.
 SHORT, LONG = 16, 64
@@ -164,16 +166,31 @@ def rounds(
         variants: Options of `generate` by name.
         repeats: Turns.
     """
-    for timed in grid:
-        yield from _timed(model, shape, device, timed, variants, repeats)
-        if model.device.type == "cuda":
-            torch.cuda.empty_cache()
+    kept = workplaces_mrp.KEPT_BYTES
+    workplaces_mrp.KEPT_BYTES = sys.maxsize  # else calls on a large cache would record anew, and that would be timed
+    try:
+        for timed in grid:
+            torch.compiler.reset()  # beyond 8 variants of one function, PyTorch would run it uncompiled
+            try:
+                lines = _timed(model, shape, device, timed, variants, repeats)
+            except Exception as error:  # the rest of the grid is measured all the same
+                lines = [{"failed": "round", **_place(shape, timed), "error": reason(error)}]
+            yield from lines
+            model.release_graphs()
+            if model.device.type == "cuda":
+                torch.cuda.empty_cache()
+    finally:
+        workplaces_mrp.KEPT_BYTES = kept
+
+
+def _place(shape: Shape, timed: Round) -> dict[str, Any]:
+    return {"shape": shape.name, "batch": timed.batch, "states": timed.states, "prefix": timed.prefix}
 
 
 def _timed(
     model: MRPForCausalLM, shape: Shape, device: Device, timed: Round, variants: dict[str, dict[str, Any]], repeats: int
 ) -> list[dict[str, Any]]:
-    place = {"shape": shape.name, "batch": timed.batch, "states": timed.states, "prefix": timed.prefix}
+    place = _place(shape, timed)
     memory = math.inf
     if model.device.type == "cuda":
         memory = _USABLE * torch.cuda.get_device_properties(model.device).total_memory

@@ -88,6 +88,11 @@ def now(device: torch.device) -> float:
     return time.perf_counter()
 
 
+def reason(error: Exception) -> str:
+    """Its kind and its first line."""
+    return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
+
+
 def _summary(times: list[float]) -> Time:
     low, median, high = torch.tensor(times, dtype=torch.float64).quantile(torch.tensor([0.25, 0.5, 0.75]).double()).tolist()
     return Time(median, low, high)

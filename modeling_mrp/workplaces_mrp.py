@@ -202,8 +202,10 @@ def workplace_for(
 
 
 def _fits(cache: BlockCache, rows: int, capacity: int, scratch: int, with_head: bool) -> bool:
+    # A cache that grew in inference mode cannot be written to outside of it.
+    frozen = not torch.is_inference_mode_enabled() and any(t.is_inference() for t in cache._buffers.values())
     room = cache.rows == rows and cache.capacity >= capacity and cache.scratch >= scratch
-    return room and (bool(cache.head_layers) or not with_head)
+    return room and not frozen and (bool(cache.head_layers) or not with_head)
 
 
 __all__ = [

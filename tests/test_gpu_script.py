@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ import torch
 from conftest import ROOT, make_model
 
 from benchmarks import gpu
+from benchmarks.gpu_kernels import Case
 from benchmarks.gpu_rounds import Conversation, PlainRound, Round, floor_seconds
-from benchmarks.roofline import Device, Shape
+from benchmarks.roofline import Device, Shape, Work
 from benchmarks.timing import Time, in_turns, taking_turns
 
 CPU = torch.device("cpu")
@@ -52,6 +54,25 @@ def test_the_table_comes_last(ran: tuple[list[dict[str, Any]], str]) -> None:
     assert printed.startswith(f"{sum('check' in line for line in lines)} checks against float64, 0 out of bounds\n")
     assert printed.count("\n| mrp_spec K=4 | ") == 2
     assert {"torch", "triton", "date", "bandwidth"} <= lines[0].keys()
+    assert [line for line in lines if "failed" in line] == []
+
+
+def test_what_fails_is_told_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def fails(*_: Any) -> Iterator[dict[str, Any]]:
+        yield {"memory": "pick"}
+        raise ValueError("too small\nby far")
+
+    monkeypatch.setitem(gpu.MEASURE, "generate", fails)
+    gpu.main(["--device", "cpu", "--shape", "toy", "--section", "generate", "memory"])
+    told = json.dumps({"failed": "generate", "error": "ValueError: too small"})
+    assert capsys.readouterr().out.endswith(f"{told}\n\n{json.dumps({'memory': 'pick'})}\n")
+
+
+def test_a_way_that_fails_is_left_out() -> None:
+    case = Case("sum", {}, {"kernel": lambda: 1, "flex": lambda: 1 / 0}, lambda: 0.0, 0.0, Work(1, 1))
+    first, *others = case.time(Device("any", 1.0, 1.0), CPU, 1)
+    assert first == {"failed": "sum", "way": "flex", "error": "ZeroDivisionError: division by zero"}
+    assert [line["way"] for line in others] == ["kernel"]
 
 
 def test_an_error_out_of_bounds_is_shown() -> None:

@@ -261,6 +261,21 @@ def test_inference_mode_and_back() -> None:
 
 
 @pytest.mark.usefixtures("tapes")
+def test_a_cache_that_grew_in_inference_mode() -> None:
+    """It is left alone outside of that mode, where nobody may write to it."""
+    model = dampened(make_model(5), 0.3)
+    prompt = [[5, 6, 7, 8, 9]]
+    with torch.inference_mode():
+        first = generate(model, prompt, graphs=False, max_new_tokens=4)
+        generate(model, first.sequences.tolist(), graphs=True, past_key_values=first.past_key_values, max_new_tokens=8)
+    (place,) = workplaces_mrp._WORKPLACES[model]
+    assert place.free
+    assert any(buffer.is_inference() for buffer in place.cache._buffers.values())
+    options: dict[str, Any] = {"max_new_tokens": 8}
+    same(generate(model, prompt, graphs=True, **options), generate(model, prompt, graphs=False, **options))
+
+
+@pytest.mark.usefixtures("tapes")
 def test_what_is_kept_goes_with_the_model_or_when_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
     model, other = make_model(1), make_model(2)
     for each in (model, other):
