@@ -206,7 +206,7 @@ def _finish(axes: Axes, title: str, x: str, y: str, ticks: bool = True) -> None:
         axes.set_xticks((1, 2, 3, 4))
         axes.set_ylim(0, 100)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8, loc="lower left" if ticks else "best")
+    axes.legend(fontsize=8, loc="best")
 
 
 DIRECT = {
