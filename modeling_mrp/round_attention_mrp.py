@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 # What `attn_implementation` is during a forward under a `RoundMask`. Each copy of this file (remote code of two repositories in
 # one process) has masks of its own class, so also a name of its own.
 ROUND_ATTENTION = f"{__name__}.round_attention"
-_REPLACED = "sdpa"  # the implementation that it stands in for
+REPLACED = "sdpa"  # the implementation that it stands in for
 _KEYS_PER_PROGRAM = 128  # at least: fewer cost more in merging than they win
 _PROCESSORS = 132  # of an H200; what a CPU stands in for
 _LOG2_E = 1.4426950408889634
@@ -424,11 +424,11 @@ def takes_round_masks(model: "MRPForCausalLM", dispatch: Dispatch) -> bool:
     if dispatch.forced is False:
         return False
     chosen = model.config._attn_implementation
-    if chosen not in (_REPLACED, ROUND_ATTENTION):
+    if chosen not in (REPLACED, ROUND_ATTENTION):
         if dispatch.forced:
             raise ValueError(
                 f"kernels is True, but the model attends by {chosen!r}, whose place the kernel does not take: use "
-                f"attn_implementation={_REPLACED!r}, or kernels=None or kernels=False"
+                f"attn_implementation={REPLACED!r}, or kernels=None or kernels=False"
             )
         return False
     return dispatch.forced is True or (model.dtype != torch.float32 and kernels_usable(model.device, model.dtype))
@@ -453,7 +453,7 @@ def under_round_masks(model: "MRPForCausalLM") -> Iterator[None]:
             _inside[model] -= 1
             if not _inside[model]:
                 del _inside[model]
-                model.config._attn_implementation = _REPLACED
+                model.config._attn_implementation = REPLACED
 
 
 def _attention(
@@ -461,7 +461,7 @@ def _attention(
 ) -> tuple[Tensor, Tensor | None]:
     """An attention function as transformers' layers call it."""
     if not isinstance(attention_mask, RoundMask):
-        return ALL_ATTENTION_FUNCTIONS[_REPLACED](module, query, key, value, attention_mask, **kwargs)
+        return ALL_ATTENTION_FUNCTIONS[REPLACED](module, query, key, value, attention_mask, **kwargs)
     return _of_a_round(query, key, value, attention_mask, kwargs["scaling"]), None
 
 
@@ -479,6 +479,7 @@ def _of_a_round(query: Tensor, key: Tensor, value: Tensor, mask: RoundMask, scal
 
 
 __all__ = [
+    "REPLACED",
     "ROUND_ATTENTION",
     "RoundMask",
     "round_attention",

@@ -18,6 +18,7 @@ from torch import nn
 
 from .cache_mrp import BlockCache
 from .graphs_mrp import RECORDERS, Graphs, Recorder, Registers, described, leaves
+from .round_attention_mrp import REPLACED, ROUND_ATTENTION
 
 # Sets of registers of a workplace: one for each way of decoding. Each is a few MB (the hidden states of some blocks per row).
 REGISTERS = 4
@@ -97,7 +98,8 @@ def fingerprint(model: nn.Module) -> Hashable:
         (type(module), len(module._forward_hooks), len(module._forward_pre_hooks), _settings(module))
         for module in model.modules()
     )
-    return places, settings, getattr(getattr(model, "config", None), "_attn_implementation", None)
+    attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    return places, settings, REPLACED if attention == ROUND_ATTENTION else attention  # which another thread may be inside of
 
 
 def _settings(module: nn.Module) -> Hashable:
@@ -114,7 +116,11 @@ def _settings(module: nn.Module) -> Hashable:
 
 def obstacle(model: Any) -> str | None:
     """Why rounds of this model cannot be recorded here, with what to do; None if they can."""
-    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    tensors = (*model.parameters(), *model.buffers())
+    others = {type(tensor).__name__ for tensor in tensors} - {"Tensor", "Parameter", "Buffer"}
+    if others:
+        return f"weights are of the kind {', '.join(sorted(others))}, and where those lie is not known: load plain tensors"
+    devices = {tensor.device for tensor in tensors}
     names = ", ".join(sorted(map(str, devices)))
     if len(devices) > 1:
         return f"the model lies on several devices ({names}): load it on one"

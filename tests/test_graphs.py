@@ -21,6 +21,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 from modeling_mrp import MRPForCausalLM, graphs_mrp, workplaces_mrp
 from modeling_mrp.generation_mrp import MRPGenerateOutput
 from modeling_mrp.graphs_mrp import Graphs, RecordingFailedError, Registers, described, leaves, refilled
+from modeling_mrp.round_attention_mrp import under_round_masks
 from modeling_mrp.workplaces_mrp import bucket, fingerprint, obstacle, release_graphs
 
 __all__ = ["tapes"]  # a fixture
@@ -322,6 +323,21 @@ def test_what_stands_in_the_way() -> None:
         model.generate(torch.tensor([[1, 2]]), graphs=True, max_new_tokens=1)
     model.lm_head.to("meta")
     assert obstacle(model) == "the model lies on several devices (cpu, meta): load it on one"
+
+    class Quantised(torch.nn.Parameter):
+        """A weight that is stored in some way of its own."""
+
+    model.lm_head.weight = Quantised(torch.ones(64, 32))
+    assert obstacle(model) == "weights are of the kind Quantised, and where those lie is not known: load plain tensors"
+
+
+@pytest.mark.usefixtures("tapes")
+def test_a_kernel_that_runs_in_another_thread_changes_nothing() -> None:
+    """While a round attends through its kernel, the model's attention goes by another name."""
+    model = make_model(1)
+    before = fingerprint(model)
+    with under_round_masks(model):
+        assert fingerprint(model) == before
 
 
 # ------------------------------------------------------------------------------------------------ the parts
