@@ -4,7 +4,8 @@
 problems a family, from `tiny_heldout_{math,code}.jsonl`; `yardstick` and `ratios` the comparison with the published algorithm,
 from `tiny_yardstick.jsonl`; `sweep` from `tiny_sweep.jsonl`; `cost` from `cost_model.jsonl`; `wallclock` from all of
 `wallclock_*.jsonl`; `remask` the rules of `mrp_remask` at equal tokens per forward, from `tiny_remask.jsonl`; `load_memory`,
-`loss_memory`, and `head_prefix`, `specialise` and `retrained` from the files of these names behind `tiny_`.
+`loss_memory` and `compiled`, and `head_prefix`, `specialise` and `retrained` from the files of these names behind
+`tiny_`.
 """
 
 import argparse
@@ -217,6 +218,28 @@ def retrained(folder: Path = RESULTS) -> str:
     return _markdown(["family", "", "before", "now", "change"], rows)
 
 
+def compiled(folder: Path = RESULTS) -> str:
+    """What the compiler makes of the kernels."""
+    known = (
+        "dtype",
+        "launch",
+        "kernel",
+        "registers",
+        "stack_bytes",
+        "shared_bytes",
+        "matrix_instructions",
+        "asynchronous_copies",
+    )
+    rows = []
+    for line in read_lines(folder / "compiled.jsonl"):
+        sizes = ", ".join(name if value is True else f"{name} {value}" for name, value in line.items() if name not in known)
+        numbers = (f"{line['shared_bytes'] / 1024:.0f}", *(str(line[name]) for name in known[6:]))
+        named = (line["launch"], sizes, line["dtype"], line["kernel"])
+        rows.append([*named, str(line["registers"]), str(line["stack_bytes"]), *numbers])
+    columns = ["registers", "stack, bytes", "shared, KB", "matrix instructions", "asynchronous copies"]
+    return _markdown(["launch", "sizes", "dtype", "kernel", *columns], rows)
+
+
 TABLES: dict[str, Callable[[Path], str]] = {
     "heldout": heldout,
     "yardstick": yardstick,
@@ -230,6 +253,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "head_prefix": head_prefix,
     "specialise": specialise,
     "retrained": retrained,
+    "compiled": compiled,
 }
 
 

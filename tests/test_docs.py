@@ -35,6 +35,7 @@ ROOT = Path(__file__).parent.parent
         ("benchmarks/README.md", tables.head_prefix),
         ("benchmarks/README.md", tables.specialise),
         ("README.md", tables.retrained),
+        ("benchmarks/README.md", tables.compiled),
     ],
 )
 def test_a_quoted_table_is_what_the_command_prints(document: str, table: Any) -> None:
