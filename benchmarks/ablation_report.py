@@ -162,15 +162,15 @@ def direct_figure(cells: Cells, starts: Mapping[str, dict[str, str]]) -> Figure:
 def acceptance_figure(cells: Cells, groups: Mapping[str, Sequence[str]]) -> Figure:
     """Tokens per forward of `mrp_spec` with 8 states, a panel a question, a point a cell."""
     groups = {title: names for title, names in groups.items() if sum(bool(cells.seeds(name)) for name in names) > 1}
-    figure = Figure(figsize=(4.4 * len(groups), 3.8), layout="constrained")
+    figure = Figure(figsize=(9.2, 3.8 * -(-len(groups) // 2)), layout="constrained")
     for place, (title, names) in enumerate(groups.items(), 1):
-        axes = figure.add_subplot(1, len(groups), place)
+        axes = figure.add_subplot(-(-len(groups) // 2), 2, place)
         there = [name for name in names if cells.seeds(name)]
         for family, color in (("math", "C0"), ("code", "C1")):
             values = [interval(cells.of(name, family, "mrp_spec", 8)) for name in there]
             _points(axes, range(len(there)), values, family, color, line="")
         axes.set_xticks(range(len(there)), [NAMES.get(name, name) for name in there], rotation=30, ha="right")
-        _finish(axes, title, "", "tokens per forward, mrp_spec K=8" if place == 1 else "", ticks=False)
+        _finish(axes, title, "", "tokens per forward, mrp_spec K=8" if place % 2 else "", ticks=False)
     return figure
 
 
