@@ -78,6 +78,7 @@ class Case:
         times, floor = in_turns(ways, on, repeats), device.seconds(self.floor)
         for way, taken in times.items():
             line = {"time": self.name, **self.fields, "way": way, **taken.line(), "floor_us": round(1e6 * floor, 3)}
+            line |= {"floor_bytes": int(self.floor.bytes), "floor_flops": int(self.floor.flops)}
             over_kernel = round(taken.median / times["kernel"].median, 3)
             yield {**line, "over_floor": round(taken.median / floor, 3), "over_kernel": over_kernel}
 

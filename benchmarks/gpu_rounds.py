@@ -17,8 +17,8 @@ from modeling_mrp.cache_mrp import BlockCache
 from modeling_mrp.generation_mrp import MRPGenerateOutput
 from modeling_mrp.modeling_mrp import MRPForCausalLM
 
-from .cost_model import Counts, Setting, round_seconds
-from .roofline import BYTES, Device, Shape
+from .cost_model import Counts, Setting, masks_per_state, round_seconds
+from .roofline import BYTES, Device, Shape, Work, backbone_forward, head_forward, vocabulary_step
 from .timing import now, reason, taking_turns
 
 # Tokens that the shorter and the longer of two calls generate: what they differ by is rounds alone.
@@ -57,6 +57,16 @@ def floor_seconds(shape: Shape, device: Device, timed: Round) -> float:
     drafts = timed.states > 1
     counts = Counts(1.0, timed.states, float(drafts), max(1, timed.states - 1), float(drafts))
     return sum(round_seconds(shape, device, counts, timed.batch, Setting(timed.prefix)).values())
+
+
+def floor_work(shape: Shape, timed: Round) -> Work:
+    """The bytes and FLOPs behind `floor_seconds`, of all its parts together."""
+    masked = timed.batch * masks_per_state(shape.block_size)
+    parts = [*backbone_forward(shape, timed.batch, timed.states, timed.prefix), vocabulary_step(shape, masked * timed.states)]
+    if timed.states > 1:
+        drafts = timed.states - 1
+        parts += [*head_forward(shape, timed.batch, drafts, timed.prefix), vocabulary_step(shape, masked * drafts)]
+    return Work(sum(part.bytes for part in parts), sum(part.flops for part in parts))
 
 
 class Conversation:
@@ -206,9 +216,11 @@ def _timed(
     for clock in clocks.values():
         clock()  # compiles, captures
     times, floor = taking_turns(clocks, repeats), floor_seconds(shape, device, timed)
+    work = floor_work(shape, timed)
     lines = []
     for name, taken in times.items():
         line = {**place, "way": name, **taken.line(), "floor_us": round(1e6 * floor, 2)}
+        line |= {"floor_bytes": int(work.bytes), "floor_flops": int(work.flops)}
         line["over_floor"] = round(taken.median / floor, 3)
         if "transformers" in times:
             line["faster_than_transformers"] = round(times["transformers"].median / taken.median, 3)

@@ -13,7 +13,7 @@ from conftest import ROOT, make_model
 
 from benchmarks import gpu
 from benchmarks.gpu_kernels import Case
-from benchmarks.gpu_rounds import Conversation, PlainRound, Round, floor_seconds
+from benchmarks.gpu_rounds import Conversation, PlainRound, Round, floor_seconds, floor_work
 from benchmarks.roofline import Device, Shape, Work
 from benchmarks.timing import Time, in_turns, taking_turns
 
@@ -43,7 +43,7 @@ def test_every_kernel_is_within_its_bounds(ran: tuple[list[dict[str, Any]], str]
 def test_every_time_has_its_floor_beside_it(ran: tuple[list[dict[str, Any]], str]) -> None:
     timed = [line for line in ran[0] if "us" in line]
     assert {line["way"] for line in timed} >= {"kernel", "torch", "ours", "neither", "transformers"}
-    assert all(line["floor_us"] > 0 for line in timed)
+    assert all(line["floor_us"] > 0 and line["floor_bytes"] > 0 and line["floor_flops"] > 0 for line in timed)
     whole = [line for line in timed if line["floor_us"] > 0.1]  # others are rounded away
     assert all(line["over_floor"] == pytest.approx(line["us"] / line["floor_us"], rel=0.1) for line in whole)
     assert len(whole) > 5
@@ -89,6 +89,10 @@ def test_the_floor_of_a_round_at_batch_1_is_reading_the_weights_once() -> None:
     head = 2 * (3 * 100_930_816 + 2 * 2560**2 + 388_956_160) / 4.3e12
     with_drafts = floor_seconds(shape, Device("H200", 4.3e12, 989e12), Round(1, 4, 512))
     assert weights + head < with_drafts < 1.02 * (weights + head)
+    for states, least in ((1, weights), (4, weights + head)):
+        work = floor_work(shape, Round(1, states, 512))
+        assert least * 4.3e12 < work.bytes < 1.02 * least * 4.3e12
+        assert work.bytes / 4.3e12 > work.flops / 989e12, "bound by bytes at batch 1"
 
 
 def test_a_conversation_begins_behind_its_prefix() -> None:
