@@ -26,6 +26,13 @@ WAITS = (
 )
 
 
+def waits(name: str, args: tuple[Any, ...]) -> bool:
+    """Whether the host waits for the result of an operation of aten, by its name and arguments."""
+    indices = args[1] if len(args) > 1 and isinstance(args[1], list | tuple) else []
+    masks = [index for index in indices if isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)]
+    return name.startswith(WAITS) or (name.startswith("index") and bool(masks))
+
+
 @dataclass(frozen=True)
 class Made:
     """The result of an earlier operation."""
@@ -47,13 +54,9 @@ class Tape(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         name = str(func).removeprefix("aten.")
-        by_mask = name.startswith("index") and any(
-            isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
-            for index in (args[1] if len(args) > 1 and isinstance(args[1], list | tuple) else [])
-        )
         # A number written to places that a tensor names is a tensor on the host: its copy to a device waits.
         by_number = name.startswith("index_put") and args[2].dim() == 0 and id(args[2]) not in self.places
-        if by_mask or by_number or name.startswith(WAITS):
+        if by_number or waits(name, args):
             raise RuntimeError(f"{name} makes the host wait: it cannot be recorded")
         arguments = tree_map(self._named, (args, kwargs or {}))
         result = func(*args, **(kwargs or {}))

@@ -119,7 +119,8 @@ def test_what_the_checkpoint_is_measured_to_do(family: str) -> None:
 @pytest.mark.parametrize("family", ["math", "code"])
 @pytest.mark.parametrize("other", ["threshold", "residual"])
 def test_the_default_remasking_rule_is_the_most_accurate_at_equal_speed(family: str, other: str) -> None:
-    """500 held-out problems: the default is nowhere a point behind, and ahead over all speeds (95 % intervals)."""
+    """500 held-out problems: the default is nowhere half a point behind, nor a point within the 95 % interval, and ahead over
+    all speeds beyond it."""
     lines = [json.loads(line) for line in (tables.RESULTS / "tiny_remask.jsonl").read_text().splitlines()]
     *compared, mean = [line for line in lines if (line["family"], line.get("against")) == (family, other)]
     assert len(compared) >= 4
@@ -128,7 +129,7 @@ def test_the_default_remasking_rule_is_the_most_accurate_at_equal_speed(family: 
     assert {line["rule"] for line in compared} == {options.remask_rule}
     assert mean["tokens_per_forward"] == "mean"
     assert mean["low"] > 0
-    assert all(line["low"] > -1 for line in compared)
+    assert all(line["difference"] > -0.5 and line["low"] > -1 for line in compared)
 
 
 def yardstick_lines() -> list[dict[str, Any]]:

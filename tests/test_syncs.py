@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import make_model
 from helpers import LIVELY, every_mode
+from tape import waits
 from test_decoding import dampened
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,17 +17,6 @@ from modeling_mrp.decoding_mrp import Decoder
 from modeling_mrp.rows_mrp import Outlook
 from modeling_mrp.states_mrp import Proposal
 
-# Their results' sizes or values are needed on the host.
-WAITS = (
-    "_local_scalar_dense",
-    "nonzero",
-    "masked_select",
-    "_unique",
-    "unique",
-    "is_nonzero",
-    "equal",
-    "repeat_interleave.Tensor",
-)
 PROMPTS = torch.tensor([[0, 0, 1, 2, 3], [4, 5, 6, 7, 8], [0, 9, 10, 11, 12]])
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
@@ -48,12 +38,8 @@ class Waits(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         name = str(func).removeprefix("aten.")
-        by_mask = name.startswith("index") and any(
-            isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
-            for index in (args[1] if len(args) > 1 and isinstance(args[1], list | tuple) else [])
-        )
         moved = name.startswith("_to_copy") and kwargs is not None and kwargs.get("device") not in (None, args[0].device)
-        if by_mask or moved or name.startswith(WAITS):
+        if moved or waits(name, args):
             self.found.append(name)
         return func(*args, **(kwargs or {}))
 
