@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from .common import HUB_CONFIGS, RESULTS, emit, header, read_lines
-from .roofline import Device, Shape, backbone_forward, head_forward, vocabulary_step
+from .roofline import Device, Shape, Work, backbone_forward, head_forward, vocabulary_step
 
 # Bandwidth of the H200 as measured with a large copy, the others and all peaks (dense bf16) as their makers give them.
 DEVICES = {
@@ -72,22 +72,26 @@ def static_counts(block_size: int) -> Counts:
     return Counts(1.0, 1 + 1 / block_size)
 
 
-def round_seconds(shape: Shape, device: Device, counts: Counts, batch: int, setting: Setting) -> dict[str, float]:
-    """Seconds of a round by part: `backbone`, `vocabulary`, `head`, `draft_vocabulary`."""
+def round_work(shape: Shape, counts: Counts, batch: int, setting: Setting) -> dict[str, tuple[float, list[Work]]]:
+    """The kernel groups of a round by part, and how often each part is done: `backbone`, `vocabulary`, `head`,
+    `draft_vocabulary`."""
     masks = batch * masks_per_state(shape.block_size)
-
-    def total(works: list[Any], layers: int) -> float:
-        return sum(map(device.seconds, works)) + layers * device.layer_overhead
-
-    forward = backbone_forward(shape, batch, counts.states_per_forward, setting.prefix)
-    head = head_forward(shape, batch, counts.states_per_head_pass, setting.prefix)
     picks = vocabulary_step(shape, masks * counts.states_per_forward, None, setting.logit_passes)
     drafts = vocabulary_step(shape, masks * counts.states_per_head_pass, setting.draft_vocabulary, setting.logit_passes)
     return {
-        "backbone": total(forward, shape.num_hidden_layers),
-        "vocabulary": device.seconds(picks),
-        "head": counts.head_passes * total(head, shape.head_layers),
-        "draft_vocabulary": counts.draft_picks * device.seconds(drafts),
+        "backbone": (1, backbone_forward(shape, batch, counts.states_per_forward, setting.prefix)),
+        "vocabulary": (1, [picks]),
+        "head": (counts.head_passes, head_forward(shape, batch, counts.states_per_head_pass, setting.prefix)),
+        "draft_vocabulary": (counts.draft_picks, [drafts]),
+    }
+
+
+def round_seconds(shape: Shape, device: Device, counts: Counts, batch: int, setting: Setting) -> dict[str, float]:
+    """Seconds of a round by part: see `round_work`."""
+    layers = {"backbone": shape.num_hidden_layers, "head": shape.head_layers}
+    return {
+        part: times * (sum(map(device.seconds, works)) + layers.get(part, 0) * device.layer_overhead)
+        for part, (times, works) in round_work(shape, counts, batch, setting).items()
     }
 
 

@@ -17,8 +17,8 @@ from modeling_mrp.cache_mrp import BlockCache
 from modeling_mrp.generation_mrp import MRPGenerateOutput
 from modeling_mrp.modeling_mrp import MRPForCausalLM
 
-from .cost_model import Counts, Setting, masks_per_state, round_seconds
-from .roofline import BYTES, Device, Shape, Work, backbone_forward, head_forward, vocabulary_step
+from .cost_model import Counts, Setting, round_seconds, round_work
+from .roofline import BYTES, Device, Shape, Work
 from .timing import now, reason, taking_turns
 
 # Tokens that the shorter and the longer of two calls generate: what they differ by is rounds alone.
@@ -51,22 +51,25 @@ class Round:
         return self.batch * self.prefix * shape.num_hidden_layers * shape.kv_size * BYTES
 
 
-def floor_seconds(shape: Shape, device: Device, timed: Round) -> float:
-    """The least time of a round: one backbone forward over K states, and with drafts one pass of the head over K - 1 of them,
-    each with picks at the half of the positions that are masked on average."""
+def _least(timed: Round) -> tuple[Counts, Setting]:
+    """What a round cannot do without: one backbone forward over K states, and with drafts one pass of the head over K - 1 of
+    them, each with picks at the half of the positions that are masked on average."""
     drafts = timed.states > 1
-    counts = Counts(1.0, timed.states, float(drafts), max(1, timed.states - 1), float(drafts))
-    return sum(round_seconds(shape, device, counts, timed.batch, Setting(timed.prefix)).values())
+    return Counts(1.0, timed.states, float(drafts), max(1, timed.states - 1), float(drafts)), Setting(timed.prefix)
+
+
+def floor_seconds(shape: Shape, device: Device, timed: Round) -> float:
+    """The least time of a round."""
+    counts, setting = _least(timed)
+    return sum(round_seconds(shape, device, counts, timed.batch, setting).values())
 
 
 def floor_work(shape: Shape, timed: Round) -> Work:
     """The bytes and FLOPs behind `floor_seconds`, of all its parts together."""
-    masked = timed.batch * masks_per_state(shape.block_size)
-    parts = [*backbone_forward(shape, timed.batch, timed.states, timed.prefix), vocabulary_step(shape, masked * timed.states)]
-    if timed.states > 1:
-        drafts = timed.states - 1
-        parts += [*head_forward(shape, timed.batch, drafts, timed.prefix), vocabulary_step(shape, masked * drafts)]
-    return Work(sum(part.bytes for part in parts), sum(part.flops for part in parts))
+    counts, setting = _least(timed)
+    parts = round_work(shape, counts, timed.batch, setting).values()
+    done = [(times, work) for times, works in parts for work in works]
+    return Work(sum(times * work.bytes for times, work in done), sum(times * work.flops for times, work in done))
 
 
 class Conversation:
