@@ -33,6 +33,7 @@ class BlockCache(Cache):
         held: [rows] long, so many first tokens of it have their keys and values in all layers of the backbone.
         head_held: [rows] long, the same for the layers of the head.
         owner: A weak reference to the model whose keys and values these are.
+        deferred: Whether attention calls `store` itself, as in rounds under a `RoundMask`.
     """
 
     def __init__(
@@ -52,8 +53,8 @@ class BlockCache(Cache):
         self.scratch = scratch
         self.capacity = capacity
         self.owner: weakref.ref[torch.nn.Module] | None = None
-        nothing = torch.zeros(batch_size, dtype=torch.long)
-        self.hold(nothing[:, None][:, :0], nothing, nothing)
+        self.deferred = False
+        self._hold_nothing()
         self._device_of = list(layer_devices)
         devices = list(dict.fromkeys(layer_devices))
         # Zeros, since a masked slot still enters the product with its weight of 0, which NaN would survive.
@@ -83,6 +84,11 @@ class BlockCache(Cache):
         """Bytes held, fixed at construction."""
         return sum(buffer.numel() * buffer.element_size() for buffer in self._buffers.values())
 
+    @property
+    def writable(self) -> bool:
+        """False outside of inference mode for a cache that was made in it."""
+        return torch.is_inference_mode_enabled() or not any(buffer.is_inference() for buffer in self._buffers.values())
+
     def target_scratch(self, width: int, used: int) -> None:
         """The next forward writes `width` scratch tokens and reads them before the first `used` committed slots."""
         self._write = slice(self.scratch - width, self.scratch)
@@ -96,8 +102,13 @@ class BlockCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Writes new keys and values ([batch, heads, new, head_dim]) to the target and returns what attention reads."""
-        keys, values = self._buffers[self._device_of[layer_idx]][:, self._index[layer_idx]]
+        """Writes new keys and values ([batch, heads, new, head_dim]) to the target and returns what attention reads; while
+        `deferred`, leaves both to `store`."""
+        return (key_states, value_states) if self.deferred else self.store(key_states, value_states, layer_idx)
+
+    def store(self, key_states: Tensor, value_states: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """As `update`, at once."""
+        keys, values = self._buffers[self._device_of[layer]][:, self._index[layer]]
         keys[:, :, self._write] = key_states
         values[:, :, self._write] = value_states
         return keys[:, :, self._read], values[:, :, self._read]
@@ -119,13 +130,27 @@ class BlockCache(Cache):
         for device, buffer in self._buffers.items():
             held = [self._index[layer] for layer in layers if self._device_of[layer] == device]
             if held:
-                part = buffer[:, held[0] : held[-1] + 1]
+                # A number of a narrow type costs as much to index as a wide one.
+                wide = buffer.shape[-1] * buffer.element_size() % 8 == 0
+                part = (buffer.view(torch.int64) if wide else buffer)[:, held[0] : held[-1] + 1]
                 row, to, of = rows.to(device), slots.to(device), source.to(device)
                 part[:, :, row, :, to] = part[:, :, row, :, of]
 
     def hold(self, ids: Tensor, held: Tensor, head_held: Tensor) -> None:
-        """Notes what the committed slots hold: see the attributes."""
+        """Notes what the committed slots hold: `ids` [rows, length], `held` and `head_held` [rows], all long (see the
+        attributes)."""
         self.ids, self.held, self.head_held = ids, held, head_held
+
+    def empty(self) -> None:
+        """Holds nothing, with zeros in every slot: what was there may be infinite, and a masked slot still enters attention
+        with a weight of 0."""
+        for buffer in self._buffers.values():
+            buffer.zero_()
+        self._hold_nothing()
+
+    def _hold_nothing(self) -> None:
+        nothing = torch.zeros(self.rows, dtype=torch.long)
+        self.hold(nothing[:, None][:, :0], nothing, nothing)
 
     def reusable(self, ids: Tensor, upto: Tensor, block_size: int, with_head: bool) -> Tensor:
         """How many first tokens of each row's text need no prefill: the longest common prefix, in whole blocks.
@@ -148,9 +173,7 @@ class BlockCache(Cache):
             rows: A multiple of this one's: each is then held so many times, one after the other.
             capacity, scratch: At least so many slots, and tokens that can be scored at once.
         """
-        # Tensors made in inference mode cannot be written to outside of it.
-        frozen = not torch.is_inference_mode_enabled() and any(t.is_inference() for t in self._buffers.values())
-        if rows == self.rows and capacity <= self.capacity and scratch <= self.scratch and not frozen:
+        if rows == self.rows and capacity <= self.capacity and scratch <= self.scratch and self.writable:
             return self
         capacity, scratch = max(capacity, self.capacity), max(scratch, self.scratch)
         heads, width, devices = self.num_key_value_heads, self.head_dim, self._device_of

@@ -18,7 +18,7 @@ from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from huggingface_hub.utils import validate_repo_id
 
 from .cardtext_mrp import LICENSES, MODES, RELATIONS, SOURCES, SUMMARIES, TEMPLATE, USE
-from .folder_mrp import CONFIGS, tensors_in
+from .folder_mrp import CONFIGS, json_of, tensors_in
 from .layouts_mrp import HEAD, is_hub_id
 from .options_mrp import MRPGenerationConfig
 
@@ -90,10 +90,11 @@ def read_results(paths: Iterable[Path | str]) -> list[dict[str, Any]]:
 
 
 def mode_name(line: Mapping[str, Any]) -> str:
-    """A result line's decoding with the setting that varies: "mrp_spec K=4", "dynamic tau=0.9"."""
+    """A result line's decoding with the settings that vary: "mrp_spec K=4", "dynamic tau=0.9 temperature=0.7"."""
     name = str(line["decoding"])
     name += f" K={line['num_draft_states']}" if "num_draft_states" in line else ""
-    return name + (f" tau={line['confidence_threshold']}" if "confidence_threshold" in line else "")
+    name += f" tau={line['confidence_threshold']}" if "confidence_threshold" in line else ""
+    return name + "".join(f" {option}={value}" for option, value in line.get("set", {}).items())
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -148,7 +149,8 @@ def eval_results(
 
     def is_default(line: Mapping[str, Any]) -> bool:
         settings = ("num_draft_states", "draft_branches", "confidence_threshold")
-        return all(line[name] == getattr(defaults, name) for name in settings if name in line)
+        given = {name: line[name] for name in settings if name in line} | line.get("set", {})
+        return all(getattr(defaults, name, None) == value for name, value in given.items())
 
     at_default = {line["decoding"] for line in lines if is_default(line)}
     results = []
@@ -225,8 +227,8 @@ def render_card(
         ValueError: if the metadata would break a rule of the Hub; all are listed.
     """
     folder, about = Path(folder), about or About()
-    config = _json(folder / CONFIGS[kind])
-    defaults = MRPGenerationConfig(**_json(folder / "generation_config.json"))
+    config = json_of(folder / CONFIGS[kind])
+    defaults = MRPGenerationConfig(**json_of(folder / "generation_config.json"))
     defaults.check(config.get("block_size", 16), True)
     title = _title(name)
     base = config.get("base_model_name_or_path")
@@ -285,10 +287,6 @@ def _told(about: About, results: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     if results:
         sections["Numbers"] = (about.sections.get("Numbers", "") + "\n\n" + results_table(results)).strip()
     return sections
-
-
-def _json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
 def write_card(written: Path, folder: Path) -> None:

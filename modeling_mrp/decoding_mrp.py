@@ -25,19 +25,22 @@ from .diffusion_mrp import block_causal_mask
 from .drafting_mrp import Budget, Lattice, growth, reachable
 from .forwards_mrp import READ_BUCKET, Forwards
 from .graphs_mrp import Recorder
+from .noise_mrp import noise_keys
 from .pick_mrp import residual_magnitude
+from .recorded_caches_mrp import bucket
 from .replay_mrp import Replay, replayable
-from .round_attention_mrp import takes_round_masks
-from .rows_mrp import Counts, Outlook, Rows
-from .sampling_mrp import Picker, noise_keys
+from .round_layers_mrp import takes_round_masks
+from .rows_mrp import Counts, Outlook, Rows, Slots
+from .sampling_mrp import Picker
 from .states_mrp import Memory, Proposal, Reveal, Scored, States, follow
 from .stopping_mrp import Stopping
 from .strategies_mrp import Static, top_by
-from .workplaces_mrp import bucket
 
 if TYPE_CHECKING:
     from .modeling_mrp import MRPForCausalLM
 
+# Positions that a kernel takes at once, so that there is nothing to win by their order.
+ONE_TILE = 64
 # Prompt tokens per prefill forward, at most, in whole blocks.
 PREFILL_CHUNK = 2048
 
@@ -107,10 +110,10 @@ class Decoder(Forwards):
         self.counts = Counts.zeros(rows, self.width, strategy.drafts, self.device)
         self.verified = torch.zeros((), dtype=torch.long, device=self.device)  # forwards that scored drafts
         self._start_cache(past_key_values, recorder)
-        self.replays = self.workplace is not None and replayable(self)
+        self.replays = self.recorded is not None and replayable(self)
         head_cost = strategy.passes * model.head_share() if strategy.passes else 0.0
         self.budget = Budget(strategy.width, rows * self.block, strategy.compute_bound_tokens, head_cost)
-        self.offered = 1  # states that a row may submit this round, guesses included
+        self.submitted = 1  # states that a row may submit this round, guesses included
         self._remember_nothing()
         self.taken_back: list[tuple[Tensor, Tensor, Tensor]] = []  # by step of the rows: see `latest`
 
@@ -129,12 +132,12 @@ class Decoder(Forwards):
     def run(self) -> tuple[Rows, Counts]:
         """Decodes every row to its end."""
         self.prefill()
-        replay = Replay(self, self.workplace) if self.workplace is not None and self.replays else None
+        replay = Replay(self, self.recorded) if self.recorded is not None and self.replays else None
         while self.outlook.active:
             self._keep_taken_back()
             before: Outlook = self.outlook
-            self.offered = min(self.slots())
-            self.outlook = self.look_ahead(self.round()) if replay is None else self.heard(replay.round())
+            self.submitted = min(self.slots())
+            self.outlook = self.look_ahead(self.round()) if replay is None else self.outlook_from(replay.round())
             self.budget.learn(self.outlook.passed, before.active - before.clean)
             if self.on_round is not None:
                 self.on_round(self.rows)
@@ -148,7 +151,7 @@ class Decoder(Forwards):
         """One pass over the whole blocks before each row's first mask and, in the same forward, the row's first state.
 
         It starts where the first row's reused keys and values end. So, behind a cache and beyond one chunk, a row's forwards
-        here may depend on its neighbours; its text does not.
+        here may depend on its neighbours; its text does not. Nothing is compiled: each call would have another length.
         """
         first = self.rows.start
         length = int(first.max()) + self.block
@@ -162,20 +165,20 @@ class Decoder(Forwards):
             ids = self.rows.tokens[:, begin:end]
             mask = block_causal_mask(here, positions[:, :end], valid[:, :end], self.block)
             self.cache.target_slots(begin, end - begin)
-            hidden = self.model.backbone(ids, here, mask, self.cache).to(self.device)
+            hidden = self.model.backbone(ids, here, mask, self.cache, compiled=False).to(self.device)
             takes_part = (first >= begin) & (self.reused < end)
             self.counts.forwards["prefill"] += 1
             self.counts.row_forwards += takes_part
             if self.head_layers:
-                self.model.residual(ids, hidden, here, mask, self.cache, self.picker.dispatch)
+                self.model.residual(ids, hidden, here, mask, self.cache, self.picker.dispatch, compiled=False)
                 self._count_head(takes_part)
             inside = (first >= begin) & (first < end)
             at = (first - begin).clamp(0, end - begin - self.block)[:, None] + self.offsets
             seed = torch.where(inside[:, None, None], hidden.gather(1, at[..., None].expand(-1, -1, hidden.shape[-1])), seed)
         states = self.current()
-        self.outlook = self.look_ahead(states.start[:0])
+        self.outlook = self.look_ahead()
         self._advance(Scored(states, torch.full_like(states.start, -1), self.reveal_from(states, seed), seed), states.valid)
-        self.outlook = self.look_ahead(states.start[:0])
+        self.outlook = self.look_ahead()
 
     def _settle(self) -> None:
         """Tells the cache what it holds, and completes the counts."""
@@ -194,18 +197,18 @@ class Decoder(Forwards):
             start, where, token = self.latest
             self.taken_back.append((start.clone(), where.clone(), token.clone()))
 
-    def look_ahead(self, passed: Tensor) -> Outlook:
-        """Reads what the host has to know, `passed` [n] too: the one time in a round that it waits."""
-        return self.heard(self.look(passed).tolist())
+    def look_ahead(self, passed: Tensor | None = None) -> Outlook:
+        """What the host has to know of the next round, `passed` [n] of this one too: the one time in a round that it waits."""
+        return self.outlook_from(self.summary(passed).tolist())
 
-    def look(self, passed: Tensor) -> Tensor:
-        """Settles whose head KV is late, and stacks what the host has to know."""
+    def summary(self, passed: Tensor | None = None) -> Tensor:
+        """[SUMMARY + n] long: the numbers of an `Outlook`, on the device. Settles whose head KV is late."""
         current = self.current()
         active = self.rows.active
         masks = (current.ids == self.mask_id).sum(-1) * active
         self.pending = self.pending & active
         self.blocked = self.pending & (masks == 0)
-        seen = torch.stack(
+        numbers = torch.stack(
             [
                 active.sum(),
                 (self.committed * active).max(),
@@ -217,29 +220,29 @@ class Decoder(Forwards):
                 self.blocked.sum(),
             ]
         )
-        return torch.cat([seen, passed])
+        return numbers if passed is None else torch.cat([numbers, passed])
 
-    def heard(self, numbers: list[int]) -> Outlook:
-        """What `look` stacked, on the host."""
-        rows, used, head_used, clean, most, drafting, pending, blocked = numbers[:8]
-        if self.workplace is not None:
-            used, head_used = (bucket(n, self.cache.capacity) for n in (used, head_used))
-        passed = numbers[8 : 8 + self.offered]
-        return Outlook(rows, used, head_used, clean, most, drafting > 0, pending > 0, blocked > 0, passed)
+    def outlook_from(self, numbers: list[int]) -> Outlook:
+        """What `summary` stacked; where rounds are recorded, the lengths that are read come in steps."""
+        outlook = Outlook.of(numbers, self.submitted)
+        if self.recorded is None:
+            return outlook
+        used, head_used = (bucket(length, self.cache.capacity) for length in (outlook.used, outlook.head_used))
+        return replace(outlook, used=used, head_used=head_used)
 
     def round(self) -> Tensor:
         """A round without the look ahead; returns how many rows came by each of its states, [width] long."""
         proposal = self.propose()
         return self.walk(proposal, self.score(proposal))
 
-    def slots(self) -> tuple[int, int]:
-        """How many states a row may submit this round, and how many the round has room for.
+    def slots(self) -> Slots:
+        """How many states the round has.
 
-        What a row drafts must not depend on its neighbours: slots that none of them can fill are left out, no others.
+        What a row drafts must not depend on its neighbours: room that none of them can fill is left out, no other.
         """
-        width = self.budget.width() if self.strategy.drafts and self.outlook.drafting else 1
-        filled = reachable(self.outlook.masks, self.strategy.branches, width)
-        return width, max(filled, 2 if self.outlook.clean else 1)
+        per_row = self.budget.width() if self.strategy.drafts and self.outlook.drafting else 1
+        filled = reachable(self.outlook.masks, self.strategy.branches, per_row)
+        return Slots(per_row, max(filled, 2 if self.outlook.clean else 1))
 
     def propose(self) -> Proposal:
         """The states of the round: each row's next one, the likeliest to follow it, and the next block's behind a clean one."""
@@ -247,9 +250,9 @@ class Decoder(Forwards):
 
     def draft(self) -> Lattice:
         """The lattice of the round, fully grown."""
-        width, slots = self.slots()
-        lattice = Lattice(self, slots, drafting=width > 1)
-        sizes = growth(width, self.strategy.passes)
+        slots = self.slots()
+        lattice = Lattice(self, slots.room, drafting=slots.per_row > 1)
+        sizes = growth(slots.per_row, self.strategy.passes)
         for size in sizes if self.outlook.masks > 1 else sizes[:1]:  # behind a single mask nothing is read twice
             lattice.grow(min(size, lattice.width))
             lattice.re_read()
@@ -285,21 +288,24 @@ class Decoder(Forwards):
         path = follow(onward)
         passed = torch.zeros_like(clean).scatter_(1, path, True) & active[:, None]
         place = path[:, -1]
-        spoke = passed & ~clean
-        spoke.scatter_(1, place[:, None], False)
-        self._record(known.states, known.reveal, spoke, self._ticks(known.states, passed))
-        self.rows.clock += spoke.sum(-1)
+        self._record_walk(known, passed & ~clean, place, passed)
         self._commit_clean(proposal.states, hidden, (passed & clean)[:, :width])
         depth = (passed[:, :width] & proposal.drafted).sum(-1) + passed[:, width:].sum(-1)
+        last = known.at(self.all_rows, place)
         self.counts.accepted += depth
         self.counts.accepted_lengths[self.all_rows, passed.sum(-1)] += active
-        last = known.at(self.all_rows, place)
         if self.strategy.drafts:
             self.counts.add_walk(depth, known.offers_behind(last.states, self.mask_id))
             kept = scored.kept(~clean[:, :width])
             self.memory = Memory(kept, stepped.map(lambda t: t[:, :width]), onward[:, :width])
         self._advance(last, active)
         return (passed & ~clean[:, :1])[:, :width].sum(0)
+
+    def _record_walk(self, known: Scored, revealing: Tensor, last: Tensor, passed: Tensor) -> None:
+        """Writes what the states on the way revealed; the last one's reveal is refined first (`_advance`)."""
+        before_last = revealing.scatter(1, last[:, None], False)
+        self._record(known.states, known.reveal, before_last, self._ticks(known.states, passed))
+        self.rows.clock += before_last.sum(-1)
 
     def _ticks(self, states: States, passed: Tensor) -> Tensor:
         """[rows, n] long: the denoising steps between a row's next state and each state on its way."""
@@ -369,10 +375,13 @@ class Decoder(Forwards):
         return Reveal(self.strategy.reveal(confidence, entropy, candidates, count), token, logprob, confidence)
 
     def _chosen(self, where: Tensor) -> Tensor:
-        """Flat indices of `where`; of everything on a device that the host would have to wait for, unless it waits anyway."""
-        if self.picker.processors is not None or (self.device.type == "cpu" and self.workplace is None):
+        """Flat indices of `where`. On a device that the host would have to wait for, of everything, those of `where` first:
+        kernels pass over tiles that hold none."""
+        if self.picker.processors is not None or (self.device.type == "cpu" and self.recorded is None):
             return where.flatten().nonzero()[:, 0]
-        return torch.arange(where.numel(), device=self.device)
+        if where.numel() <= ONE_TILE:
+            return torch.arange(where.numel(), device=self.device)
+        return (~where).flatten().to(torch.int8).sort(stable=True).indices
 
     @staticmethod
     def _spread(values: Tensor, at: Tensor, where: Tensor, other: float) -> Tensor:

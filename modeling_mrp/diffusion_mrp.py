@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from .losses_mrp import BLANK
-from .sampling_mrp import mix32, noise_keys
+from .noise_mrp import mix32, noise_keys
 
 IGNORE_INDEX = -100
 CLEAN_VIEW = 0  # views above 0 are noisy copies

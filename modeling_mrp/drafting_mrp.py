@@ -14,17 +14,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .states_mrp import Proposal, States, whole_text
+from .grow_mrp import INHERITED, MORE, MOST_ODDS, ORDER_SHARPNESS, Ground
+from .states_mrp import Memory, Proposal, States, whole_text
 
 if TYPE_CHECKING:
     from .decoding_mrp import Decoder
-
-# The power of a token's odds that orders drafts. Reveals follow the first power or a little more; the fourth drafts best, as a
-# state passed over is remembered, so that going deeper is worth more than its chance (`benchmarks/NOTES.md`, Drafting).
-ORDER_SHARPNESS = 4.0
-
-# For `base`: what the state's parent has.
-INHERITED = -2
 
 
 def growth(width: int, passes: int) -> list[int]:
@@ -103,31 +97,35 @@ class Lattice:
     """
 
     def __init__(self, decoder: "Decoder", width: int, drafting: bool) -> None:
-        self.decoder, self.width = decoder, width
+        self.decoder, self.width, self.drafting = decoder, width, drafting
         self.branches = min(decoder.strategy.branches, decoder.block)
         block = decoder.block
-        self.start, self.parent, self.step, self.end, self.base, self.source = range(block, block + 6)
-        memory, seed = decoder.memory, decoder.seed
-        self.hidden = torch.cat([seed.hidden[:, None], memory.scored.hidden], 1)
-        self.token = torch.cat([seed.reveal.token[:, None], memory.scored.reveal.token], 1)
-        self.odds = torch.cat([seed.reveal.confidence[:, None], memory.scored.reveal.confidence], 1)
-        current = decoder.current()
+        self.start, self.parent, self.step, self.end, self.base, self.source = range(block, block + MORE)
+        seed, current = decoder.seed, decoder.current()
+        self.hidden, self.token, self.odds = (t[:, None] for t in (seed.hidden, seed.reveal.token, seed.reveal.confidence))
         self.valid = current.valid[:, None]
         none = torch.full_like(current.start, -1)
-        first_source = torch.where(decoder.has_seed & drafting, 0, none)
+        first_source = torch.where(decoder.has_seed, 0, none) if drafting else none
         self.slots = self._packed(current, none, decoder.eos_column(current), first_source)[:, None]
-        after = decoder.next_block(current)
-        self.rider = self._packed(after, none, decoder.eos_column(after), none)
-        self.rides = (after.ids == decoder.mask_id).any(-1).to(self.odds.dtype)
+        if width > 1:
+            after = decoder.next_block(current)
+            self.rider = self._packed(after, none, decoder.eos_column(after), none)
+            self.rides = (after.ids == decoder.mask_id).any(-1)
+        if drafting:
+            self._remember(decoder.memory)
+
+    def _remember(self, memory: Memory) -> None:
+        """Takes in the states of earlier rounds: as sources, and to look up where they lead."""
+        scored, exits = memory.scored, memory.exit
+        self.hidden = torch.cat([self.hidden, scored.hidden], 1)
+        self.token = torch.cat([self.token, scored.reveal.token], 1)
+        self.odds = torch.cat([self.odds, scored.reveal.confidence], 1)
         self.has_read = False
         # States whose estimate, or whose way ahead, is known: what is looked up by ids and start, and what it leads to.
-        scored = memory.scored.states
-        leads = torch.arange(1, 1 + scored.start.shape[1], device=none.device)
-        self.known = torch.cat([scored.ids, scored.start[..., None]], -1)
-        self.known_valid = scored.valid
-        exits = memory.exit
-        ends = decoder.eos_column(exits.map(lambda t: t.flatten(0, 1))).view_as(exits.start)
-        self.ahead = self._packed(exits, torch.full_like(exits.start, -1), ends, leads[memory.end])
+        self.known = torch.cat([scored.states.ids, scored.states.start[..., None]], -1)
+        self.known_valid = scored.states.valid
+        ends = self.decoder.eos_column(exits.map(lambda t: t.flatten(0, 1))).view_as(exits.start)
+        self.ahead = self._packed(exits, torch.full_like(exits.start, -1), ends, 1 + memory.end)
 
     def _packed(self, states: States, parent: Tensor, end: Tensor, source: Tensor) -> Tensor:
         rest = torch.stack([states.start, parent, states.step, end, source, source], -1)
@@ -145,6 +143,38 @@ class Lattice:
 
     def grow(self, size: int) -> None:
         """Grows the lattice from its first state to `size` of them, best first."""
+        decoder = self.decoder
+        if size == 1:
+            self.slots, self.valid = self.slots[:, :1], self.valid[:, :1]
+        elif not self.drafting:
+            self._ride()
+        elif decoder.drafter.sample or not decoder.one_at_a_time or not (ground := self._ground()).fits(size):
+            self.slots, self.valid = self._grown_ref(size)
+        else:
+            self.slots, self.valid = decoder.picker.dispatch.run(
+                "grow",
+                lambda: ground.grown(size, decoder.width),
+                lambda: self._grown_ref(size),
+                *(self.slots, self.token, self.odds, self.known, self.ahead, self.rider),
+            )
+
+    def _ride(self) -> None:
+        """Without drafts: the next block's state behind a clean first one, and no other."""
+        first, valid = self.slots[:, 0], self.valid[:, 0]
+        follows = valid & self.rides & ~(first[:, : self.start] == self.decoder.mask_id).any(-1)
+        self.rider[:, self.parent] = 0
+        self.slots = torch.stack([first, torch.where(follows[:, None], self.rider, first)], 1)
+        self.valid = torch.stack([valid, follows], 1)
+
+    def _ground(self) -> Ground:
+        decoder = self.decoder
+        return Ground(
+            *(self.slots, self.valid, self.token, self.odds, self.known, self.known_valid, self.ahead),
+            *(self.rider, self.rides, decoder.rows.open_end, decoder.eos, decoder.mask_id, self.branches),
+        )
+
+    def _grown_ref(self, size: int) -> tuple[Tensor, Tensor]:
+        """The twin of `Ground.grown`, for everything that may be drafted."""
         rows, branches = self.decoder.all_rows, self.branches
         state, valid = self.slots[:, 0], self.valid[:, 0]
         slots, valids, reached = [state], [valid], torch.ones_like(state[:, 0], dtype=self.odds.dtype)
@@ -172,7 +202,7 @@ class Lattice:
             chance.scatter_(1, place[:, None], 0.0)  # as chance[rows, place] = 0, for whose number the host would wait
             slots.append(state)
             valids.append(valid)
-        self.slots, self.valid = torch.stack(slots, 1), torch.stack(valids, 1)
+        return torch.stack(slots, 1), torch.stack(valids, 1)
 
     def _followers(self, state: Tensor, valid: Tensor, slot: int) -> tuple[Tensor, Tensor]:
         """[rows, branches] followers of the states in a slot [rows], and the chance of each there; 0 for none."""
@@ -183,7 +213,7 @@ class Lattice:
         candidates = masked & (decoder.offsets < end[:, None]) & ((source >= 0) & valid)[:, None]
         ranked, order = odds.where(candidates, -torch.inf).sort(dim=-1, descending=True, stable=True)
         if decoder.one_at_a_time:
-            chance = (ORDER_SHARPNESS * ranked.clamp(max=1e4)).softmax(-1)[:, : self.branches].nan_to_num(0.0)
+            chance = (ORDER_SHARPNESS * ranked.clamp(max=MOST_ODDS)).softmax(-1)[:, : self.branches].nan_to_num(0.0)
             last = order[:, : self.branches]
             made = state[:, None].repeat(1, self.branches, 1)
         else:
@@ -214,7 +244,7 @@ class Lattice:
         decoder, block = self.decoder, self.decoder.block
         sure = (decoder.schedule[state[:, self.step].clamp(max=block - 1)] - 1).clamp(min=0)[:, None]
         at = sure + decoder.offsets[: self.branches]
-        choice = (ORDER_SHARPNESS * ranked.clamp(max=1e4).masked_fill(decoder.offsets < sure, -torch.inf)).softmax(-1)
+        choice = (ORDER_SHARPNESS * ranked.clamp(max=MOST_ODDS).masked_fill(decoder.offsets < sure, -torch.inf)).softmax(-1)
         chance = choice.gather(1, at.clamp(max=block - 1)).where(at < block, 0.0).nan_to_num(0.0)
         # Where a step reveals more than is left, all of it goes.
         count = candidates.sum(-1, keepdim=True)

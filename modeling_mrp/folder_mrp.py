@@ -106,7 +106,7 @@ def read_folder(path: Path | str) -> Folder:
     else:
         chosen |= _code(path) | ({CUSTOM_GENERATE} & names)
     _check_weights(path, kind, chosen)
-    base = _json(path / CONFIGS[kind]).get("base_model_name_or_path")
+    base = json_of(path / CONFIGS[kind]).get("base_model_name_or_path")
     return Folder(path, kind, base, {name: path / name for name in sorted(chosen)}, sorted(names - chosen))
 
 
@@ -117,7 +117,7 @@ def _code(path: Path) -> set[str]:
         ValueError: if it names code outside the folder or of another repository, or a file is missing.
     """
     found: set[str] = set()
-    for reference in _json(path / "config.json").get("auto_map", {}).values():
+    for reference in json_of(path / "config.json").get("auto_map", {}).values():
         if not re.fullmatch(r"[a-z_]+_mrp\.\w+", str(reference)):
             raise ValueError(
                 f"{path}/config.json takes its code from {reference!r}, and only code in the folder itself is published: save "
@@ -149,7 +149,7 @@ def tensors_in(path: Path) -> dict[str, StoredTensor]:
 def _check_weights(path: Path, kind: str, names: set[str]) -> None:
     prefix = "adapter_model" if kind == "adapter" else "model"
     index = path / f"{prefix}.safetensors.index.json"
-    shards = set(_json(index).get("weight_map", {}).values()) or {f"{prefix}.safetensors"}
+    shards = set(json_of(index).get("weight_map", {}).values()) or {f"{prefix}.safetensors"}
     if missing := sorted(shards - names):
         raise ValueError(f"{path} lacks {', '.join(missing)}: save the weights again, as safetensors")
     if stale := sorted(name for name in names - shards if _WEIGHTS.fullmatch(name) and name != index.name):
@@ -164,8 +164,9 @@ def _check_weights(path: Path, kind: str, names: set[str]) -> None:
         raise ValueError(f"{path} holds no backbone, and config.json names none: save the whole model, or with head_only=True")
 
 
-def _json(path: Path) -> dict[str, Any]:
+def json_of(path: Path) -> dict[str, Any]:
+    """What a JSON file holds, nothing if there is none."""
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
-__all__ = ["CONFIGS", "CUSTOM_GENERATE", "KINDS", "Folder", "is_ours", "kind_of", "read_folder", "tensors_in"]
+__all__ = ["CONFIGS", "CUSTOM_GENERATE", "KINDS", "Folder", "is_ours", "json_of", "kind_of", "read_folder", "tensors_in"]

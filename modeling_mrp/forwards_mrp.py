@@ -10,13 +10,14 @@ from torch import Tensor
 
 from .cache_mrp import BlockCache
 from .graphs_mrp import Recorder
-from .round_attention_mrp import RoundMask, under_round_masks
+from .recorded_caches_mrp import RecordedCache, recorded_cache_for
+from .round_attention_mrp import RoundMask
+from .round_layers_mrp import under_round_masks
 from .rows_mrp import Counts, Outlook
 from .sampling_mrp import Picker
 from .states_mrp import States
 from .strategies_mrp import Static
 from .texts_mrp import Texts
-from .workplaces_mrp import Workplace, workplace_for
 
 if TYPE_CHECKING:
     from .modeling_mrp import MRPForCausalLM
@@ -38,7 +39,7 @@ class Forwards(Texts):
         counts: What it all costs.
         outlook: What the host knows of the round.
         cache: Keys and values of backbone and head.
-        workplace: Where forwards or rounds are recorded; None: nowhere.
+        recorded: Where forwards or rounds are recorded; None: nowhere.
         replays: Whole rounds are recorded, not forwards.
         reused: [rows] long, so many leading tokens have their keys and values from an earlier call.
         backbone_layers, head_layers: Which layers of the cache are whose.
@@ -58,7 +59,7 @@ class Forwards(Texts):
     counts: Counts
     outlook: Outlook
     cache: BlockCache
-    workplace: Workplace | None
+    recorded: RecordedCache | None
     replays: bool
     reused: Tensor
     backbone_layers: range
@@ -76,7 +77,7 @@ class Forwards(Texts):
         depth = config.num_hidden_layers
         head_depth = config.num_nextn_predict_layers if self.strategy.uses_head else 0
         self.backbone_layers, self.head_layers = range(depth), range(depth, depth + head_depth)
-        self.workplace = None
+        self.recorded = None
         self.cache = self._cache(past, recorder)
         self.reused = self.cache.reusable(self.rows.tokens, self.rows.start, self.block, self.strategy.uses_head)
         # From here on the slots behind are overwritten, also by a call that does not come to its end.
@@ -98,7 +99,7 @@ class Forwards(Texts):
         if recorder is None:
             past = self.model.block_cache(rows, capacity, scratch, with_head=with_head) if past is None else past
             return past.with_room(rows, capacity, scratch)
-        self.workplace, cache = workplace_for(self.model, recorder, past, rows, capacity, scratch, with_head)
+        self.recorded, cache = recorded_cache_for(self.model, recorder, past, rows, capacity, scratch, with_head)
         self.rows = self.rows.with_room(cache.capacity)
         return cache
 
@@ -143,10 +144,10 @@ class Forwards(Texts):
             return self._packed_forward(replace(states, ids=ids, start=start), behind, committed, used, network)
 
         inputs = [states.ids, states.start, committed, *(t for t in (parent, hidden) if t is not None)]
-        if self.workplace is None or self.replays:
+        if self.recorded is None or self.replays:
             return forward(*inputs)
         key = hidden is None, parent is None, used, self.picker.dispatch, self.with_round_masks
-        scored = self.workplace.parts.call(key, forward, *inputs)
+        scored = self.recorded.parts.call(key, forward, *inputs)
         self.cache.target_scratch(states.start.shape[1] * self.block, used)  # what is committed next, also from a replay
         return scored
 
@@ -176,7 +177,7 @@ class Forwards(Texts):
         ids = states.ids.flatten(1)
         positions = (states.start[..., None] + torch.arange(self.block, device=self.device)).flatten(1)
         if self.with_round_masks:
-            with under_round_masks(self.model):
+            with under_round_masks(self.model, self.cache):
                 hidden = forward(ids, positions, mask, self.cache)
         else:
             hidden = forward(ids, positions, mask.dense(used), self.cache)

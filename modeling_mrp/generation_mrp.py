@@ -34,15 +34,19 @@ from transformers.generation.logits_process import (
 )
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import ModelOutput
+from transformers.utils import logging as transformers_logging
 
 from .cache_mrp import BlockCache
 from .decoding_mrp import Decoder
 from .kernels_mrp import Dispatch
-from .options_mrp import DECODINGS, REMASK_RULES, MRPGenerationConfig
+from .options_mrp import DECODINGS, OPTION_NAMES, REMASK_RULES, MRPGenerationConfig, did_you_mean
+from .prompts_mrp import check_infill, check_prompt, check_rows
+from .recorded_caches_mrp import recorder_for, release_graphs
 from .rows_mrp import Counts, Rows
 from .sampling_mrp import Picker
 from .stopping_mrp import Stopping
-from .workplaces_mrp import recorder_for, release_graphs
+
+logger = transformers_logging.get_logger(__name__)
 
 # What else `generate` may be given, beside the fields of the generation config.
 _ARGUMENTS = ("input_ids", "attention_mask", "logits_processor", "stopping_criteria", "tokenizer", "synced_gpus")
@@ -62,7 +66,8 @@ class MRPGenerateStats(ModelOutput):
     """What a `generate` call cost.
 
     Attributes:
-        forwards: Forwards of the whole batch by role: `prefill`, `denoise`, `verify` (backbone) and `head`.
+        forwards: Forwards of the whole batch by role: of the backbone `prefill` (prompts), `verify` (rounds that scored drafts)
+            and `denoise` (rounds without), and those of the `head`.
         row_forwards: [rows] long, backbone forwards in which each row took part.
         row_head_forwards: [rows] long, the same for the head.
         drafted: [rows] long, drafted states that were submitted.
@@ -174,7 +179,7 @@ class MRPGenerationMixin(GenerationMixin):
             raise ValueError("negative_prompt_ids are not supported: leave them unset")
         config, model_kwargs = self._resolved(generation_config, kwargs)
         prompt: Any = inputs if inputs is not None else model_kwargs.get("input_ids")
-        self._check_prompt(prompt, model_kwargs.get("attention_mask"), config)
+        check_prompt(prompt, model_kwargs.get("attention_mask"), self.config.mask_token_id, self.config.vocab_size)
         copies = 1 if config.num_return_sequences is None else config.num_return_sequences
         if not isinstance(copies, int) or isinstance(copies, bool) or copies < 1:
             raise ValueError(f"num_return_sequences is {copies!r}: it must be an int of 1 or more")
@@ -184,7 +189,7 @@ class MRPGenerationMixin(GenerationMixin):
         if past_key_values is not None:
             self._check_past(past_key_values, len(prompt))
         if infill_ids is not None:
-            self._check_infill(infill_ids, len(prompt))
+            check_infill(infill_ids, len(prompt), self.config.vocab_size)
             infill_ids = infill_ids.repeat_interleave(copies, 0)
             if config.max_new_tokens is None and config.max_length is None:
                 config.max_new_tokens = infill_ids.shape[1]
@@ -212,17 +217,25 @@ class MRPGenerationMixin(GenerationMixin):
         """The options of one call, checked, and the other keyword arguments."""
         config = MRPGenerationConfig()
         if generation_config is not None:
-            if unknown := sorted(k for k in vars(generation_config) if not k.startswith("_") and not hasattr(config, k)):
-                raise ValueError(f"generation_config has unknown fields {unknown}: check their spelling, or leave them unset")
+            if unknown := _unknown(generation_config):
+                raise ValueError(f"generation_config has unknown fields: {unknown}. Check their spelling, or leave them unset")
             config.update(**generation_config.to_dict())
+        if unknown := _unknown(self.generation_config):
+            logger.warning_once(
+                f"fields of the model's generation_config that generate does not know have no effect: {unknown}"
+            )
         model_kwargs = config.update(**kwargs)
         config.update(**self.generation_config.to_dict(), defaults_only=True)
         if "eos_token_id" in kwargs and kwargs["eos_token_id"] is None:
             config.eos_token_id = []  # None as an argument means no eos; left as None, the model's own would come back
         config.check(self.config.block_size, self.config.has_head)
+        if model_kwargs.get("inputs_embeds") is not None:
+            raise ValueError(
+                "inputs_embeds are not supported: pass a [rows, length] tensor of ids as input_ids. Leave it unset"
+            )
         if unused := sorted(name for name, value in model_kwargs.items() if value is not None and name not in _ARGUMENTS):
             raise ValueError(
-                f"{', '.join(unused)}: not used or not supported by generate here. Check the spelling, or leave it unset"
+                f"{_listed(unused)}: not used or not supported by generate here. Check the spelling, or leave it unset"
             )
         if config.stop_strings is not None:  # transformers would lose the tokenizer on the way to a custom loop
             if (tokenizer := model_kwargs.pop("tokenizer", None)) is None:
@@ -231,6 +244,9 @@ class MRPGenerationMixin(GenerationMixin):
             criteria.append(StopStringCriteria(tokenizer, config.stop_strings))
             model_kwargs["stopping_criteria"] = criteria
             config.stop_strings = None
+        new = config.max_new_tokens
+        if new is not None and (not isinstance(new, int) or isinstance(new, bool) or new < 1):
+            raise ValueError(f"max_new_tokens is {new!r}: it must be an int of 1 or more")
         if (mask_id := self.config.mask_token_id) in config.eos_ids():
             raise ValueError(f"eos_token_id holds the mask id {mask_id}, which is never picked: leave it out")
         return config, model_kwargs
@@ -239,8 +255,15 @@ class MRPGenerationMixin(GenerationMixin):
         """An empty cache for `batch_size` rows of `capacity` tokens, with room for `scratch` tokens being scored.
 
         Raises:
-            ValueError: if it is to hold a head's layers and the model has no head.
+            ValueError: for a size below 1, a `capacity` that is no multiple of the block size, or if it is to hold a head's
+                layers and the model has no head.
         """
+        block_size = self.config.block_size
+        for name, size in (("batch_size", batch_size), ("capacity", capacity), ("scratch", scratch)):
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise ValueError(f"{name} is {size!r}: it must be an int of 1 or more")
+        if capacity % block_size:
+            raise ValueError(f"capacity is {capacity}: it must be a multiple of the block size, {block_size}")
         if with_head and self.mrp_head is None:
             raise ValueError("with_head=True, but this checkpoint has no MRP head: pass with_head=False")
         heads, width, devices = self.config.num_key_value_heads, self.config.head_dim, self._layer_devices(with_head)
@@ -256,29 +279,6 @@ class MRPGenerationMixin(GenerationMixin):
     def _layer_devices(self, with_head: bool) -> tuple[torch.device, ...]:
         layers = list(self.model.layers) + (list(self.mrp_head.layers) if with_head else [])
         return tuple(layer.self_attn.k_proj.weight.device for layer in layers)
-
-    def _check_prompt(self, prompt: Tensor | None, attention_mask: Tensor | None, config: MRPGenerationConfig) -> None:
-        if prompt is None:
-            raise ValueError("generate needs input_ids (inputs_embeds are not supported): pass a [rows, length] tensor of ids")
-        if prompt.dim() != 2 or prompt.shape[0] == 0 or prompt.shape[1] == 0:
-            raise ValueError(f"input_ids have shape {list(prompt.shape)}: pass at least one row with at least one token")
-        real = torch.ones_like(prompt, dtype=torch.bool)
-        if attention_mask is not None:
-            if attention_mask.dim() != 2 or attention_mask.shape != prompt.shape:
-                raise ValueError(
-                    f"attention_mask has shape {list(attention_mask.shape)} for input_ids of {list(prompt.shape)}: "
-                    "generate takes a 2-D mask of the same shape (a 4-D mask works with forward only)"
-                )
-            real = attention_mask.bool()
-        if bool(((prompt == self.config.mask_token_id) & real).any()):
-            raise ValueError(
-                f"the prompt holds the mask id {self.config.mask_token_id}: pass what stands before the first mask as "
-                "input_ids, and the rest, masks and given tokens, as infill_ids"
-            )
-        _check_ids("the prompt holds", prompt[real], self.config.vocab_size)
-        new = config.max_new_tokens
-        if new is not None and (not isinstance(new, int) or isinstance(new, bool) or new < 1):
-            raise ValueError(f"max_new_tokens is {new!r}: it must be an int of 1 or more")
 
     def _check_past(self, past_key_values: BlockCache, rows: int) -> None:
         if not isinstance(past_key_values, BlockCache):
@@ -300,46 +300,18 @@ class MRPGenerationMixin(GenerationMixin):
                 f"{self.dtype} on {_names(devices)}: leave them unset"
             )
 
-    def _check_infill(self, infill_ids: Tensor, rows: int) -> None:
-        if not isinstance(infill_ids, Tensor) or infill_ids.dtype not in (torch.long, torch.int):
-            kind = infill_ids.dtype if isinstance(infill_ids, Tensor) else type(infill_ids).__name__
-            raise ValueError(f"infill_ids are {kind}: pass a [rows, n] tensor of ids, torch.long")
-        if infill_ids.dim() != 2 or len(infill_ids) != rows or infill_ids.shape[1] == 0:
-            raise ValueError(
-                f"infill_ids have shape {list(infill_ids.shape)} for {rows} prompts: pass [{rows}, n], with n of 1 or more"
-            )
-        _check_ids("infill_ids hold", infill_ids, self.config.vocab_size)
-
 
 def _names(devices: tuple[torch.device, ...]) -> str:
     return ", ".join(map(str, dict.fromkeys(devices)))
 
 
-def _check_ids(what: str, ids: Tensor, vocab_size: int) -> None:
-    outside = (ids < 0) | (ids >= vocab_size)
-    if bool(outside.any()):
-        raise ValueError(
-            f"{what} the id {int(ids[outside][0])}, outside the vocabulary of {vocab_size}: use this model's tokenizer"
-        )
+def _unknown(config: GenerationConfig) -> str:
+    """The fields of a config that are no options, in words; "" if there are none."""
+    return _listed(sorted(name for name in vars(config) if not name.startswith("_") and name not in OPTION_NAMES))
 
 
-def _check_rows(real: Tensor, new_tokens: int, max_positions: int) -> None:
-    """Checks the attention mask that transformers was given or inferred, [rows, length] bool, and the room for the text."""
-    empty = ~real.any(-1)
-    if bool(empty.any()):
-        raise ValueError(f"row {int(empty.nonzero()[0])} has no token (its attention_mask is all zeros): drop the row")
-    holes = (real[:, 1:] & ~real[:, :-1]).sum(-1) + real[:, 0] > 1
-    if bool(holes.any()):
-        raise ValueError(
-            f"attention_mask of row {int(holes.nonzero()[0])} has holes: a row's tokens must be contiguous, with padding on "
-            "one side or both"
-        )
-    longest = int(real.sum(-1).max())
-    if longest + new_tokens > max_positions:
-        raise ValueError(
-            f"a prompt of {longest} tokens and {new_tokens} new ones make {longest + new_tokens}, which exceeds "
-            f"max_position_embeddings={max_positions}: shorten the prompt or lower max_new_tokens (or max_length)"
-        )
+def _listed(names: list[str]) -> str:
+    return ", ".join(f"{name}{did_you_mean(name)}" for name in names)
 
 
 @contextmanager
@@ -373,7 +345,7 @@ def _decode(
     input_ids = input_ids.to(device)
     real = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.to(device).bool()
     new = config.max_length - input_ids.shape[1]
-    _check_rows(real, new, model.config.max_position_embeddings)
+    check_rows(real, new, model.config.max_position_embeddings)
     if infill_ids is not None and infill_ids.shape[1] > new:
         raise ValueError(
             f"infill_ids hold {infill_ids.shape[1]} tokens a row, and max_new_tokens (or max_length) leaves room for {new}: "

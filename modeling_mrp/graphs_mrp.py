@@ -2,14 +2,17 @@
 
 What is recorded is a *step*: code that takes nothing and gives nothing, but reads buffers that stay where they are (weights,
 the KV cache, registers) and writes such buffers. So no tensor of a graph's own memory is seen outside of it, and all graphs of
-a workplace share that memory: what one leaves there, the next may overwrite.
+a recorded cache share that memory: what one leaves there, the next may overwrite.
 
 A key names everything but the buffers' contents that a step depends on. Its first run is an ordinary one, on the side
 stream that will record: it does the work, and warms up what a recording must not meet for the first time (libraries,
-compilers). The second run records and replays; a key that is met once costs no recording.
+compilers). The second run records and replays; a key that is met once costs no recording. Libraries keep a handle for each
+thread, so a thread that ran none of the steps so far begins with an ordinary run too, unless there is something to replay.
 """
 
 import copy
+import sys
+import threading
 import warnings
 import weakref
 from collections import OrderedDict
@@ -25,6 +28,9 @@ T = TypeVar("T")
 # Recordings of one set of registers; beyond, the one that was not used for longest goes. The driver keeps some 10 MB for a
 # round of a few thousand kernels.
 RECORDINGS = 24
+
+# PyTorch allows one capture at a time in a process, and begins it with a wait that is illegal while another one goes on.
+_RECORDING = threading.Lock()
 
 
 class RecordingFailedError(Exception):
@@ -45,7 +51,11 @@ class Recorder(Protocol):
         ...
 
     def record(self, step: Callable[[], None]) -> Callable[[], None]:
-        """Runs a step once more and returns what repeats it. Raises `RecordingFailedError` if it cannot be recorded."""
+        """Runs a step once more and returns what repeats it.
+
+        Raises:
+            RecordingFailedError: if it cannot be recorded. Its cause is the error that came first.
+        """
         ...
 
 
@@ -70,10 +80,16 @@ class CudaRecorder:
         main.wait_stream(self.stream)
 
     def record(self, step: Callable[[], None]) -> Callable[[], None]:
-        """See `Recorder.record`."""
+        """See `Recorder.record`. Other threads that record wait; what they replay goes on."""
+        with _RECORDING:
+            graph = self._recorded(step)
+            graph.replay()
+        return graph.replay
+
+    def _recorded(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
         if not self.graphs:  # a pool cannot be used again when the last graph in it is gone
             self.pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
+        graph, handled = torch.cuda.CUDAGraph(), sys.exception()
         try:
             # The outer context leads back to the caller's stream also where the inner one fails to end its recording.
             with (
@@ -82,14 +98,25 @@ class CudaRecorder:
             ):
                 step()
         except Exception as error:
-            raise RecordingFailedError from error
+            raise RecordingFailedError from first_of(error, handled)
         self.graphs.add(graph)
-        graph.replay()
-        return graph.replay
+        return graph
 
 
 # What records on which kind of device.
 RECORDERS: dict[str, Callable[[torch.device], Recorder]] = {"cuda": CudaRecorder}
+
+
+def first_of(error: BaseException, handled: BaseException | None = None) -> BaseException:
+    """What an error began with: where ending a failed capture fails too, that hides the error of the step.
+
+    Args:
+        error: The last one.
+        handled: What was being handled before, which did not lead to it.
+    """
+    while (before := error.__cause__ or (None if error.__suppress_context__ else error.__context__)) not in (None, handled):
+        error = before
+    return error
 
 
 def leaves(thing: Any) -> list[Tensor]:
@@ -156,6 +183,7 @@ class Graphs:
     def __init__(self, recorder: Recorder, limit: int = RECORDINGS) -> None:
         self.recorder, self.limit = recorder, limit
         self.kept: OrderedDict[Hashable, _Kept] = OrderedDict()
+        self.thread = threading.local()  # whether the current one ran a step as it is
 
     def run(self, key: Hashable, step: Callable[[], None]) -> None:
         """Has a step's effect, once.
@@ -164,20 +192,23 @@ class Graphs:
         """
         if self.recorder.failed:
             return step()
-        if key not in self.kept:
+        known = self.kept.get(key)
+        if known is not None and known.replay is not None:
+            known.replay()
+        elif known is None or not hasattr(self.thread, "warm"):
             self.recorder.first(step)
-            self.kept[key] = _Kept()
-        elif (replay := self.kept[key].replay) is not None:
-            replay()
+            self.thread.warm = True
+            self.kept.setdefault(key, _Kept())
         else:
             try:
-                self.kept[key].replay = self.recorder.record(step)
+                known.replay = self.recorder.record(step)
             except RecordingFailedError as error:
                 self.recorder.failed = True
                 self.kept.clear()
                 warnings.warn(
                     f"a round of decoding could not be recorded as a CUDA graph ({error.__cause__}): decoding goes on without "
-                    "graphs. Pass graphs=False to generate to do without from the start",
+                    "graphs. What a failed recording leaves behind may disturb other work of this process: restart it, and "
+                    "pass graphs=False to generate to do without from the start",
                     stacklevel=2,
                 )
                 return step()
@@ -252,6 +283,7 @@ __all__ = [
     "RecordingFailedError",
     "Registers",
     "described",
+    "first_of",
     "fixed_copy",
     "leaves",
     "refilled",

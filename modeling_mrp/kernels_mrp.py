@@ -26,6 +26,11 @@ _OLDEST = (8, 0)  # compute capability with bfloat16 in the matrix units and asy
 _failed: set[tuple[str, torch.device]] = set()
 
 
+def processors(device: torch.device, otherwise: int) -> int:
+    """Multiprocessors of a GPU; `otherwise` for a device that only stands in for one."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else otherwise
+
+
 @dataclass(frozen=True)
 class Dispatch:
     """Decides between a kernel and its PyTorch twin.
@@ -82,7 +87,7 @@ PYTORCH = Dispatch(False)
 
 def with_fallback(name: str, device: torch.device, kernel: Callable[[], T], twin: Callable[[], T]) -> T:
     """The kernel's result; its twin's if it fails on this device now, which is reported, or has failed there before."""
-    if (name, device) in _failed:
+    if failed_before(name, device):
         return twin()
     try:
         with _on(device):
@@ -98,6 +103,11 @@ def with_fallback(name: str, device: torch.device, kernel: Callable[[], T], twin
             stacklevel=2,
         )
     return twin()
+
+
+def failed_before(name: str, device: torch.device) -> bool:
+    """Whether a kernel has been given up on a device."""
+    return (name, device) in _failed
 
 
 def kernels_usable(device: torch.device, dtype: torch.dtype) -> bool:
@@ -168,8 +178,10 @@ __all__ = [
     "KERNEL_DTYPES",
     "Dispatch",
     "ceil_div",
+    "failed_before",
     "kernels_usable",
     "power_of_two",
+    "processors",
     "recent_enough",
     "tl",
     "triton",

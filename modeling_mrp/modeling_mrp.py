@@ -5,6 +5,7 @@ A = lm_head(h_A) its logits, x' the state after a reveal, h_C the head's output 
 the head's estimate of the backbone's logits at x'.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Model
 from transformers.utils import can_return_tuple
 
+from .cache_mrp import BlockCache
 from .configuration_mrp import MRPConfig
 from .diffusion_mrp import IGNORE_INDEX, block_causal_mask, pack_noisy
 from .generation_mrp import MRPGenerationMixin
@@ -25,6 +27,9 @@ from .loading_mrp import MRPPreTrainedModel
 from .losses_mrp import weighted_cross_entropy
 from .publishing_mrp import MRPHubMixin
 from .round_attention_mrp import RoundMask
+
+# What callers of transformers' models may pass beside the arguments that all of these have (`return_dict` is one).
+_PASSED_ON = ("output_hidden_states", "output_attentions", "cache_position")
 
 
 class MRPForCausalLM(MRPHubMixin, MRPPreTrainedModel, MRPGenerationMixin):
@@ -49,6 +54,7 @@ class MRPForCausalLM(MRPHubMixin, MRPPreTrainedModel, MRPGenerationMixin):
         position_ids: Tensor,
         mask: Tensor | BlockMask | RoundMask,
         past_key_values: Cache | None = None,
+        compiled: bool = True,
     ) -> Tensor:
         """The backbone's final-norm hidden states h_A under a boolean mask.
 
@@ -58,11 +64,12 @@ class MRPForCausalLM(MRPHubMixin, MRPPreTrainedModel, MRPGenerationMixin):
             mask: [batch, 1, length, keys] bool, True where a query sees a key; a `BlockMask` under flex
                 attention; or a `RoundMask` inside `under_round_masks`.
             past_key_values: A cache that the layers update, or None.
+            compiled: Whether a backbone under `nn.Module.compile` runs as compiled.
 
         Returns:
             [batch, length, hidden_size].
         """
-        return self.model(
+        return _called(self.model, compiled)(
             input_ids=input_ids,
             attention_mask={"full_attention": self._attention_bias(mask)},
             position_ids=position_ids,
@@ -78,6 +85,7 @@ class MRPForCausalLM(MRPHubMixin, MRPPreTrainedModel, MRPGenerationMixin):
         mask: Tensor | BlockMask | RoundMask,
         past_key_values: Cache | None = None,
         dispatch: Dispatch = PYTORCH,
+        compiled: bool = True,
     ) -> Tensor:
         """The head's residual h_C = Head(embed(x'), h_A); `lm_head(h_A + h_C)` estimates the logits at x'.
 
@@ -88,6 +96,7 @@ class MRPForCausalLM(MRPHubMixin, MRPPreTrainedModel, MRPGenerationMixin):
             mask: As for `backbone`.
             past_key_values: A cache with room for the head's layers, or None.
             dispatch: Kernels or PyTorch, for what the head reads.
+            compiled: As for `backbone`.
 
         Returns:
             [batch, length, hidden_size].
@@ -104,7 +113,8 @@ class MRPForCausalLM(MRPHubMixin, MRPPreTrainedModel, MRPGenerationMixin):
         normed = normed_pair(embed_tokens, head.enorm, head.hnorm, input_ids, hidden_states, dispatch)
         embeds = embed_tokens(input_ids) if normed is None else None
         rotary = self.model.rotary_emb(hidden_states if embeds is None else embeds, position_ids)
-        output = head(embeds, hidden_states, self._attention_bias(mask), rotary, past_key_values, normed)
+        run = _called(head, compiled)
+        output = run(embeds, hidden_states, self._attention_bias(mask), rotary, past_key_values, normed)
         return output if self.config.head_predicts == "residual" else output - hidden_states
 
     def head_share(self) -> float:
@@ -149,28 +159,47 @@ class MRPForCausalLM(MRPHubMixin, MRPPreTrainedModel, MRPGenerationMixin):
                 the number of learned tokens (SDAR, equation 3). The logits returned are those of the noisy copy.
             use_cache: Whether to return keys and values.
             logits_to_keep: As in transformers: the last n positions, or an index tensor. 0 keeps all.
-            noise_level: [batch], t of each sequence, instead of drawing it.
-            noise_mask: [batch, length] bool, the positions to mask, instead of drawing them.
-            num_items_in_batch: What the loss is divided by instead of this batch's learned tokens: transformers' Trainer passes
-                the count over all accumulation steps.
+            noise_level: With `labels`, [batch], t of each sequence, in (0, 1], instead of drawing it.
+            noise_mask: With `labels`, [batch, length] bool, the positions to mask, instead of drawing them.
+            num_items_in_batch: With `labels`, what the loss is divided by instead of this batch's learned tokens: transformers'
+                Trainer passes the count over all accumulation steps.
+            kwargs: `output_hidden_states`, `output_attentions`, `cache_position` and `return_dict`, as in transformers.
 
         Returns:
             `CausalLMOutputWithPast` with float logits [batch, kept, vocab], and with `output_hidden_states=True`
             the hidden states, of which the last are h_A.
 
         Raises:
-            ValueError: if `labels` come with a cache, embeddings or a 4-D mask, or a mask does not fit the tokens.
+            ValueError: for an argument that would have no effect, with `labels` or without; a mask, labels or noise that do not
+                fit the tokens; or the `BlockCache` of a `generate`.
         """
+        if unknown := sorted(name for name, value in kwargs.items() if value is not None and name not in _PASSED_ON):
+            raise ValueError(f"forward has no argument {', '.join(unknown)}: check the spelling, or leave it out")
         if labels is not None:
             if past_key_values is not None or input_ids is None or (attention_mask is not None and attention_mask.dim() != 2):
                 raise ValueError(
                     "labels need input_ids with a 2-D attention_mask and no past_key_values: the pass packs its own mask"
                 )
+            given: dict[str, Any] = {"position_ids": position_ids, "inputs_embeds": inputs_embeds, **kwargs}
+            unused = [name for name, value in given.items() if value is not None and value is not False]
+            unused += ["use_cache"] if use_cache else []
+            unused += ["logits_to_keep"] if isinstance(logits_to_keep, Tensor) or logits_to_keep else []
+            if unused:
+                raise ValueError(
+                    f"{', '.join(unused)}: no effect with labels, whose pass packs [x_t | x_0] with positions of its own and "
+                    "returns the loss and all logits. Leave out either"
+                )
             return self._training_pass(input_ids, labels, attention_mask, noise_level, noise_mask, num_items_in_batch)
-        given = input_ids if input_ids is not None else inputs_embeds
-        if given is None:
+        if unused := [name for name, value in (("noise_level", noise_level), ("noise_mask", noise_mask)) if value is not None]:
+            raise ValueError(f"{', '.join(unused)}: no effect without labels. Pass labels too, or leave them out")
+        if isinstance(past_key_values, BlockCache):
+            raise ValueError(
+                "past_key_values are a BlockCache, which only generate goes on from: pass them there, or here a DynamicCache"
+            )
+        tokens = input_ids if input_ids is not None else inputs_embeds
+        if tokens is None:
             raise ValueError("forward got neither input_ids nor inputs_embeds: pass one of them")
-        mask, position_ids = self._block_causal(given, attention_mask, position_ids, past_key_values)
+        mask, position_ids = self._block_causal(tokens, attention_mask, position_ids, past_key_values)
         outputs = self.model(
             input_ids=input_ids,
             inputs_embeds=inputs_embeds,
@@ -239,6 +268,7 @@ class MRPForCausalLM(MRPHubMixin, MRPPreTrainedModel, MRPGenerationMixin):
         valid = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
         if (valid[:, 1:] & ~valid[:, :-1]).any():
             raise ValueError("labels need right padding: a 0 stands before a 1 in attention_mask")
+        _check_noise(noise_level, noise_mask, batch, length)
         if noise_level is None:
             noise_level = 1 - torch.rand(batch, device=input_ids.device)
         if noise_mask is None:
@@ -256,6 +286,24 @@ class MRPForCausalLM(MRPHubMixin, MRPPreTrainedModel, MRPGenerationMixin):
             hidden[chosen], self.lm_head.weight, packed.target_ids[chosen], packed.weight[chosen], items
         )
         return CausalLMOutputWithPast(loss=loss, logits=self.lm_head(hidden[:, :length]))
+
+
+def _called(module: nn.Module, compiled: bool) -> Callable[..., Any]:
+    """A module with its hooks, as compiled or as it was before."""
+    return module if compiled else module._call_impl
+
+
+def _check_noise(level: Tensor | None, mask: Tensor | None, batch: int, length: int) -> None:
+    if level is not None:
+        if not isinstance(level, Tensor) or level.shape != (batch,):
+            found = f"of shape {list(level.shape)}" if isinstance(level, Tensor) else f"a {type(level).__name__}"
+            raise ValueError(f"noise_level is {found}: pass a tensor of shape [{batch}], one level for each sequence")
+        inside = (level > 0) & (level <= 1)
+        if not bool(inside.all()):
+            raise ValueError(f"noise_level holds {level[~inside][0].item():g}: levels are above 0 and at most 1")
+    if mask is not None and (not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != (batch, length)):
+        found = f"{mask.dtype} of shape {list(mask.shape)}" if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
+        raise ValueError(f"noise_mask is {found}: pass a bool tensor of shape [{batch}, {length}], True where to mask")
 
 
 __all__ = ["MRPForCausalLM", "MRPHead", "MRPPreTrainedModel"]

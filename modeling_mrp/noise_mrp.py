@@ -9,7 +9,7 @@ _UINT32 = 0xFFFFFFFF
 
 
 def mix32(x: Tensor) -> Tensor:
-    """A 32-bit integer hash (two multiply-xorshift rounds) of int64 tensors that hold unsigned 32-bit values."""
+    """A 32-bit integer hash (two multiply-xorshift rounds) of every number of an int64 tensor, each from 0 to 2**32 - 1."""
     x = x ^ (x >> 16)
     x = (x * 0x7FEB352D) & _UINT32
     x = x ^ (x >> 15)

@@ -1,5 +1,7 @@
 """The options of `generate` for MRP models: `MRPGenerationConfig`, its defaults and checks."""
 
+import difflib
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +22,8 @@ from .strategies_mrp import (
     Static,
 )
 
-_STRATEGIES: dict[str, Callable[["MRPGenerationConfig"], Static]] = {
+# Of options that were checked: none is None.
+_STRATEGIES: dict[str, Callable[[Any], Static]] = {
     "static": lambda options: Static(),
     "dynamic": lambda options: Dynamic(options.confidence_threshold),
     "sequential": lambda options: Sequential(),
@@ -32,7 +35,7 @@ _STRATEGIES: dict[str, Callable[["MRPGenerationConfig"], Static]] = {
     ),
     "mrp_remask": lambda options: _REMASKS[options.remask_rule](options),
 }
-_REMASKS: dict[str, Callable[["MRPGenerationConfig"], Remask]] = {
+_REMASKS: dict[str, Callable[[Any], Remask]] = {
     "reread": lambda options: RereadRemask(options.confidence_threshold),
     "threshold": lambda options: Remask(options.confidence_threshold),
     "residual": lambda options: ResidualRemask(options.confidence_threshold, options.residual_delta),
@@ -65,6 +68,15 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "forced_bos_token_id": (None,),
     "forced_eos_token_id": (None,),
     "prefill_chunk_size": (None,),
+}
+_ONE_HYPOTHESIS = "block-diffusion decoding follows one hypothesis per row through its own rounds"
+_LOGPROBS = "with return_dict_in_generate=True the output has token_logprobs, the log-probability of every token"
+_FORWARD = "the forward of the model returns them, for any text"
+_INSTEAD = {
+    "output_scores": _LOGPROBS,
+    "output_logits": _LOGPROBS,
+    "output_attentions": _FORWARD,
+    "output_hidden_states": _FORWARD,
 }
 # Values of our own options that are left open everywhere.
 _DEFAULTS: dict[str, Any] = {
@@ -111,20 +123,20 @@ class MRPGenerationConfig(GenerationConfig):
     """
 
     def __init__(self, **kwargs: Any) -> None:
-        self.decoding: Any = kwargs.pop("decoding", None)
-        self.denoising_steps: Any = kwargs.pop("denoising_steps", None)
-        self.confidence_threshold: Any = kwargs.pop("confidence_threshold", None)
-        self.entropy_threshold: Any = kwargs.pop("entropy_threshold", None)
-        self.mrp_steps: Any = kwargs.pop("mrp_steps", None)
-        self.num_draft_states: Any = kwargs.pop("num_draft_states", None)
-        self.draft_branches: Any = kwargs.pop("draft_branches", None)
-        self.draft_passes: Any = kwargs.pop("draft_passes", None)
-        self.compute_bound_tokens: Any = kwargs.pop("compute_bound_tokens", None)
-        self.remask_rule: Any = kwargs.pop("remask_rule", None)
-        self.residual_delta: Any = kwargs.pop("residual_delta", None)
-        self.kernels: Any = kwargs.pop("kernels", None)
-        self.graphs: Any = kwargs.pop("graphs", None)
-        self.seed: Any = kwargs.pop("seed", None)
+        self.decoding: str | None = kwargs.pop("decoding", None)
+        self.denoising_steps: int | None = kwargs.pop("denoising_steps", None)
+        self.confidence_threshold: float | None = kwargs.pop("confidence_threshold", None)
+        self.entropy_threshold: float | None = kwargs.pop("entropy_threshold", None)
+        self.mrp_steps: int | None = kwargs.pop("mrp_steps", None)
+        self.num_draft_states: int | None = kwargs.pop("num_draft_states", None)
+        self.draft_branches: int | None = kwargs.pop("draft_branches", None)
+        self.draft_passes: int | None = kwargs.pop("draft_passes", None)
+        self.compute_bound_tokens: int | None = kwargs.pop("compute_bound_tokens", None)
+        self.remask_rule: str | None = kwargs.pop("remask_rule", None)
+        self.residual_delta: float | None = kwargs.pop("residual_delta", None)
+        self.kernels: bool | None = kwargs.pop("kernels", None)
+        self.graphs: bool | None = kwargs.pop("graphs", None)
+        self.seed: int | list[int] | None = kwargs.pop("seed", None)
         super().__init__(**kwargs)
 
     def to_diff_dict(self) -> dict[str, Any]:
@@ -146,15 +158,15 @@ class MRPGenerationConfig(GenerationConfig):
             _require(
                 self, "denoising_steps", int, lambda v: 1 <= v <= block_size, f"an int from 1 to block_size ({block_size})"
             )
-        _require(self, "confidence_threshold", float, lambda v: 0 <= v <= 1, "a probability from 0 to 1")
-        _require(self, "entropy_threshold", float, lambda v: v >= 0, "a number of nats, 0 or more")
+        _require(self, "confidence_threshold", float, lambda v: 0 <= v <= 1, "a probability, a float from 0 to 1")
+        _require(self, "entropy_threshold", float, lambda v: v >= 0, "a number of nats, a float of 0 or more")
         _require(self, "mrp_steps", int, lambda v: v >= 1, "an int of 1 or more")
         _require(self, "num_draft_states", int, lambda v: v >= 1, "an int of 1 or more")
         _require(self, "draft_branches", int, lambda v: v >= 1, "an int of 1 or more")
         _require(self, "draft_passes", int, lambda v: v >= 1, "an int of 1 or more")
         if self.compute_bound_tokens is not None:
             _require(self, "compute_bound_tokens", int, lambda v: v >= 1, "an int of 1 or more tokens, or None")
-        _require(self, "residual_delta", float, lambda v: v > 0, "a positive number of logits")
+        _require(self, "residual_delta", float, lambda v: v > 0, "a positive number of logits, a float")
         if not isinstance(self.kernels, bool | None):
             raise ValueError(
                 f"kernels is {self.kernels!r}: use None (where they can be used), True (or an error) or False (PyTorch only)"
@@ -171,24 +183,31 @@ class MRPGenerationConfig(GenerationConfig):
                 lambda v: 0 < v < float("inf"),
                 "a positive number (greedy decoding is do_sample=False)",
             )
+        for name, ids in (("eos_token_id", self.eos_ids()), ("pad_token_id", [self.pad_token_id])):
+            if any(not (one is None and name == "pad_token_id") and not _is_id(one) for one in ids):
+                value, several = getattr(self, name), " or a list of them" if name == "eos_token_id" else ""
+                raise ValueError(f"{name} is {value!r}: it must be an id, an int,{several} or None")
         seeds = self.seed if isinstance(self.seed, list) else [self.seed]
         if any(not (s is None or (isinstance(s, int) and not isinstance(s, bool) and 0 <= s < 1 << 62)) for s in seeds):
-            raise ValueError(f"seed is {self.seed!r}: use None, an int from 0 to 2**62, or a list of one such int per row")
+            raise ValueError(
+                f"seed is {self.seed!r}: use None, an int of 0 or more and below 2**62, or a list of one such int per row"
+            )
         for name, off in _UNSUPPORTED.items():
-            if getattr(self, name, None) not in off:
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} is not supported: block-diffusion decoding follows one hypothesis per row "
-                    f"through its own rounds. Leave {name} unset"
-                )
+            if (value := getattr(self, name, None)) not in off:
+                why = _INSTEAD.get(name, _ONE_HYPOTHESIS)
+                raise ValueError(f"{name}={value!r} is not supported: {why}. Leave {name} unset")
 
     def strategy(self) -> Static:
         """What the mode reveals, refines and drafts."""
+        assert self.decoding is not None, "check fills in defaults"
         return _STRATEGIES[self.decoding](self)
 
     def eos_ids(self) -> list[int]:
         """The ids that end a row."""
-        eos = self.eos_token_id
-        return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+        eos: Any = self.eos_token_id
+        if isinstance(eos, Tensor):
+            return list(eos.flatten().tolist())
+        return [] if eos is None else list(eos) if isinstance(eos, list | tuple) else [eos]
 
     def seeds(self, rows: int) -> Tensor:
         """[rows] long: the seed of every row.
@@ -215,11 +234,30 @@ class MRPGenerationConfig(GenerationConfig):
         return counts
 
 
+OPTION_NAMES = frozenset(name for name in vars(MRPGenerationConfig()) if not name.startswith("_"))
+
+
+def did_you_mean(name: str) -> str:
+    """ ": did you mean ...?" for a name that is like one or several options, and "" for others."""
+    near = difflib.get_close_matches(name, sorted(OPTION_NAMES), n=1, cutoff=0.75)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
+def _is_id(value: Any) -> bool:
+    try:
+        operator.index(value)
+    except TypeError:
+        return False
+    return not isinstance(value, bool)
+
+
 def _require(config: MRPGenerationConfig, name: str, kind: type, holds: Callable[[Any], bool], wanted: str) -> None:
     value = getattr(config, name)
     allowed = (int, float) if kind is float else (int,)
-    if not isinstance(value, allowed) or isinstance(value, bool) or not holds(value):
+    if not isinstance(value, allowed) or isinstance(value, bool):
+        raise ValueError(f"{name} is {value!r}, of type {type(value).__name__}: it must be {wanted}")
+    if not holds(value):
         raise ValueError(f"{name} is {value!r}: it must be {wanted}")
 
 
-__all__ = ["DECODINGS", "REMASK_RULES", "MRPGenerationConfig"]
+__all__ = ["DECODINGS", "OPTION_NAMES", "REMASK_RULES", "MRPGenerationConfig", "did_you_mean"]

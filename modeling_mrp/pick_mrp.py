@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .kernels_mrp import AUTOMATIC, Dispatch, ceil_div, power_of_two, tl, triton
+from .kernels_mrp import AUTOMATIC, Dispatch, ceil_div, power_of_two, processors, tl, triton
 from .readout_mrp import Picked, Readout, log_odds
 
 if triton is not None:
@@ -108,9 +108,6 @@ def residual_magnitude(weight: Tensor, hidden: Tensor, token: Tensor, dispatch: 
     )
 
 
-# ------------------------------------------------------------------ twins
-
-
 def pick_ref(
     readout: Readout,
     hidden: Tensor,
@@ -148,9 +145,6 @@ def residual_magnitude_ref(weight: Tensor, hidden: Tensor, token: Tensor) -> Ten
     return (hidden.to(wide) * weight[token].to(wide)).sum(-1).abs()
 
 
-# ------------------------------------------------------------------ kernels
-
-
 @dataclass(frozen=True)
 class Plan:
     """How the kernel of `pick` cuts its work. Each program reads a slice of the vocabulary for a tile of rows.
@@ -177,22 +171,16 @@ class Plan:
     def of(rows: int, vocab_size: int, element_size: int, processors: int) -> "Plan":
         """The plan for `rows` hidden states and weights of `element_size` bytes on a GPU with so many multiprocessors.
 
-        The one place to tune. Up to 64 rows two programs fit on a Hopper multiprocessor, each with about 96 KB of tiles, so
-        that one computes while the other loads. Weights are read once for up to 128 rows, and the tiles of more rows run side
-        by side, for the L2 cache. float32 is for exactness, not speed: its products use no matrix units.
+        The one place to tune. Two programs fit on a Hopper multiprocessor, each with about 96 KB of tiles, so that one
+        computes while the other loads; a tile of 128 rows would spill, and leave room for one. Tiles of more rows run side by
+        side, so that all but the first find the weights in the L2 cache. float32 is for exactness, not speed: its products
+        use no matrix units.
         """
-        tile = min(128, max(16, power_of_two(rows)))
-        if element_size > 2:
-            tile, vocab, hidden, warps, stages = min(tile, 64), 64, 32, 4, 3
-        else:
-            vocab, hidden, warps, stages = 128, 64, (8 if tile == 128 else 4), {16: 5, 32: 5, 64: 4, 128: 3}[tile]
+        tile, warps = min(64, max(16, power_of_two(rows))), 4
+        vocab, hidden, stages = (64, 32, 3) if element_size > 2 else (128, 64, 4 if tile == 64 else 5)
         wanted = max(1, 2 * processors // ceil_div(rows, tile))
         length = ceil_div(ceil_div(vocab_size, wanted), 16) * 16
         return Plan(tile, vocab, hidden, ceil_div(vocab_size, length), length, warps, stages)
-
-    def partial_bytes(self, rows: int) -> int:
-        """What the slices' results take: the only memory beside the result, and independent of the vocabulary."""
-        return 16 * rows * self.slices
 
 
 def _check(weight: Tensor, hidden: Tensor, **per_row: Tensor | None) -> None:
@@ -210,10 +198,6 @@ def _layout(weight: Tensor) -> str | None:
     if weight.stride(1) == 1 and len(weight):
         return None
     return f"weight has shape {list(weight.shape)} and strides {weight.stride()}: pass rows that are contiguous"
-
-
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else _NO_GPU
 
 
 def _bytes(flags: Tensor) -> Tensor:
@@ -244,7 +228,7 @@ def _pick_kernel(
     )
     if not rows:
         return picked
-    plan = plan or Plan.of(rows, vocab, hidden.element_size(), _processors(device))
+    plan = plan or Plan.of(rows, vocab, hidden.element_size(), processors(device, _NO_GPU))
     hidden = hidden.contiguous()
     keys, given = (t if t is None else t.contiguous() for t in (keys, given))
     no_eos = None if no_eos is None or not readout.eos_token_ids else _bytes(no_eos)

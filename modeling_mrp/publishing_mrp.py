@@ -3,6 +3,8 @@
 `publish` pushes a folder, `MRPHubMixin.push_to_hub` a loaded model.
 """
 
+import difflib
+import inspect
 import logging
 import os
 import time
@@ -130,11 +132,7 @@ def publish(
         PermissionError: if the token may not write there.
         ConnectionError: if the Hub could not be reached, or was changed meanwhile. The folder and the branch are as they were.
     """
-    if revision is not None and create_pr:
-        raise ValueError(f"revision={revision!r} and create_pr=True: push to a branch, or open a pull request")
-    validate_repo_id(repo_id)
-    if repo_id.count("/") != 1:
-        raise ValueError(f"repo_id is {repo_id!r}: name the owner too, 'org/name'")
+    _check_target(repo_id, revision, create_pr)
     found = read_folder(folder)
     if found.base is not None and not is_hub_id(found.base):
         raise ValueError(
@@ -159,6 +157,14 @@ def publish(
         title = commit_message or f"Upload {KINDS[found.kind]}"
         commit = push.send(remote, list(additions.values()), deleted, title, commit_description)
     return replace(publication, deleted=deleted, commit=commit)
+
+
+def _check_target(repo_id: str, revision: str | None = None, create_pr: bool = False) -> None:
+    if revision is not None and create_pr:
+        raise ValueError(f"revision={revision!r} and create_pr=True: push to a branch, or open a pull request")
+    validate_repo_id(repo_id)
+    if repo_id.count("/") != 1:
+        raise ValueError(f"repo_id is {repo_id!r}: name the owner too, 'org/name'")
 
 
 def _card(
@@ -436,8 +442,19 @@ class MRPHubMixin:
             What was sent, with the commit.
 
         Raises:
+            TypeError: for another option, before anything is written.
             ValueError, PermissionError, ConnectionError: as `publish` says.
         """
+        known = [name for name, one in inspect.signature(publish).parameters.items() if one.kind is one.KEYWORD_ONLY]
+        for name in options:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = f"did you mean {near[0]}?" if near else f"it takes {', '.join(known)}"
+                raise TypeError(f"push_to_hub has no option {name}: {hint}")
+        _check_target(repo_id, options.get("revision"), options.get("create_pr", False))
+        read_results(options.get("results", ()))
+        if options.get("about") is not None:
+            About.load(options["about"])
         with TemporaryDirectory() as folder, _without_look_ups() if dry_run else nullcontext():
             self.save_pretrained(  # type: ignore[attr-defined]  # the model's
                 folder,

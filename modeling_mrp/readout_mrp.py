@@ -75,7 +75,7 @@ class Readout:
 
 
 def log_odds(scores: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
-    """log p and log p - log (1 - p) of one token per row, where 1 - p is summed over the other tokens."""
+    """log p and log p - log (1 - p), both [n], of tokens [n] under scores [n, vocab]; 1 - p is summed over the other tokens."""
     own = scores.gather(1, token[:, None])
     others = scores.scatter(1, token[:, None], -torch.inf).logsumexp(-1, keepdim=True)
     odds = own - others

@@ -4,7 +4,7 @@ A round is a function of tensors (what is known of the rows, what was scored las
 `Outlook`, what the strategy and the picker were made with, and shapes. The tensors lie in `Registers`; a *whole* round, from
 drafting to the numbers that the host reads, is one recording for each set of numbers. They are made fewer:
 
-- how many committed slots are read comes in steps (`workplaces_mrp.bucket`), for backbone and head the same ones;
+- how many committed slots are read comes in steps (`recorded_caches_mrp.bucket`), for backbone and head the same ones;
 - a round that drafts always has room for all of its states, though few masks may not let them be filled: what nobody fills is
   not valid. Below the compute-bound limit a forward takes no longer for it;
 - a head pass of such a round always has room for a clean block whose keys and values are late.
@@ -26,9 +26,9 @@ import torch
 from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from .graphs_mrp import described, fixed_copy, leaves, refilled
-from .rows_mrp import Outlook
+from .recorded_caches_mrp import RecordedCache
+from .rows_mrp import SUMMARY, Outlook
 from .states_mrp import Memory
-from .workplaces_mrp import Workplace
 
 if TYPE_CHECKING:
     from .decoding_mrp import Decoder
@@ -70,10 +70,10 @@ class Replay:
 
     Args:
         decoder: Whose attributes are put into registers, until `end`.
-        workplace: Where its cache is.
+        recorded: Where its cache is.
     """
 
-    def __init__(self, decoder: "Decoder", workplace: Workplace) -> None:
+    def __init__(self, decoder: "Decoder", recorded: RecordedCache) -> None:
         self.decoder = decoder
         # The draft vocabulary's rows of lm_head are copied anew for each call.
         drafts_from_copy = decoder.drafter.lm_head_weight is not decoder.picker.lm_head_weight
@@ -84,10 +84,10 @@ class Replay:
             nothing = replace(decoder.seed.states, valid=torch.zeros_like(decoder.seed.states.valid))
             decoder.memory = Memory.empty(replace(decoder.seed, states=nothing))
         decoder.pending_hidden = decoder.pending_hidden.to(decoder.seed.hidden.dtype)
-        self.registers = workplace.registers_for(described(made_with), self._parts())
+        self.registers = recorded.registers_for(described(made_with), self._parts())
         self.template = self.registers.read(self._parts())
         if self.registers.numbers is None:
-            self.registers.numbers = fixed_copy(torch.zeros(8 + decoder.width, dtype=torch.long, device=decoder.device))
+            self.registers.numbers = fixed_copy(torch.zeros(SUMMARY + decoder.width, dtype=torch.long, device=decoder.device))
         self._load()
 
     def _parts(self) -> list[Any]:
@@ -101,9 +101,9 @@ class Replay:
             setattr(self.decoder, name, part)
 
     def round(self) -> list[int]:
-        """One round; returns what `Decoder.look` stacked, and possibly more."""
+        """One round; returns what `Decoder.summary` stacked, and possibly more."""
         decoder, registers = self.decoder, self.registers
-        outlook, width = self._coarse(), decoder.slots()[0]
+        outlook, per_row = self._coarse(), decoder.slots().per_row
         forwards = decoder.counts.forwards
         before = dict(forwards)
         assert registers.numbers is not None
@@ -112,12 +112,12 @@ class Replay:
         def step() -> None:
             decoder.outlook = replace(outlook)
             self._load()
-            seen = decoder.look(decoder.round())
+            seen = decoder.summary(decoder.round())
             numbers[: len(seen)] = seen
             registers.write(self._parts())
             self._load()
 
-        key = described(outlook), width
+        key = described(outlook), per_row
         registers.graphs.run(key, step)
         ran = registers.host.setdefault(key, {name: count - before[name] for name, count in forwards.items()})
         forwards |= {name: count + ran[name] for name, count in before.items()}
@@ -126,7 +126,7 @@ class Replay:
     def _coarse(self) -> Outlook:
         """The outlook as far as a recording depends on it."""
         decoder, outlook = self.decoder, self.decoder.outlook
-        drafting = decoder.slots()[0] > 1
+        drafting = decoder.slots().per_row > 1
         one_pass = drafting and decoder.strategy.passes > 1 and outlook.masks <= 1
         return Outlook(
             active=1,

@@ -1,32 +1,19 @@
-"""Attention of a decoding round: a Triton kernel, its PyTorch twin, and how the layers come to use it.
+"""Attention of a decoding round: a Triton kernel and its PyTorch twin. How layers come to use it: `round_layers_mrp`.
 
 In a round every row submits some states of one block each. A query sees the committed prefix of its row, the keys of its own
 state and, where its state has a parent, those of the parent. Keys and values are read where `BlockCache` holds them: the
 scratch of all states first, then the committed slots.
 """
 
-import threading
-import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from transformers import AttentionInterface
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from torch import Tensor
 
-from .kernels_mrp import AUTOMATIC, Dispatch, ceil_div, kernels_usable, power_of_two, tl, triton
+from .kernels_mrp import AUTOMATIC, Dispatch, ceil_div, power_of_two, processors, tl, triton
 
-if TYPE_CHECKING:
-    from .modeling_mrp import MRPForCausalLM
-
-# What `attn_implementation` is during a forward under a `RoundMask`. Each copy of this file (remote code of two repositories in
-# one process) has masks of its own class, so also a name of its own.
-ROUND_ATTENTION = f"{__name__}.round_attention"
-REPLACED = "sdpa"  # the implementation that it stands in for
 _KEYS_PER_PROGRAM = 128  # at least: fewer cost more in merging than they win
 _PROCESSORS = 132  # of an H200; what a CPU stands in for
 _LOG2_E = 1.4426950408889634
@@ -68,7 +55,7 @@ class RoundMask:
 
 
 def round_attention_twin(query: Tensor, key: Tensor, value: Tensor, mask: RoundMask, scale: float) -> Tensor:
-    """What `round_attention` computes, through SDPA with a boolean mask and repeated keys and values."""
+    """What `round_attention` computes of the same arguments, through SDPA with a boolean mask and repeated keys and values."""
     seen = mask.dense(key.shape[2] - query.shape[2])
     key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
     return F.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=scale).transpose(1, 2).contiguous()
@@ -172,9 +159,7 @@ def _tiles(rows: int, head_dim: int, dtype: torch.dtype) -> tuple[int, int, int]
 
 def _splits(programs: int, used: int, device: torch.device) -> int:
     """Into how many shares a prefix is cut, so that one wave of programs fills the device."""
-    cuda = device.type == "cuda"
-    processors = torch.cuda.get_device_properties(device).multi_processor_count if cuda else _PROCESSORS
-    return max(1, min(processors // programs, ceil_div(used, _KEYS_PER_PROGRAM)))
+    return max(1, min(processors(device, _PROCESSORS) // programs, ceil_div(used, _KEYS_PER_PROGRAM)))
 
 
 if triton is not None:
@@ -215,7 +200,7 @@ if triton is not None:
         sums = tl.dot(weights.to(values.dtype), values, sums * fade[:, None], input_precision=PRECISION)
         return sums, total, higher
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["tokens", "used", "width", "splits"])
     def _attend(  # type: ignore[no-untyped-def]
         query,
         key,
@@ -360,7 +345,7 @@ if triton is not None:
                 mask=real[:, None] & inside[None, :],
             )
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["tokens", "splits"])
     def _merge(  # type: ignore[no-untyped-def]
         partial,
         peaks,
@@ -406,84 +391,4 @@ if triton is not None:
         )
 
 
-# ------------------------------------------------------------------ the way into transformers' layers
-
-_inside: "weakref.WeakKeyDictionary[nn.Module, int]" = weakref.WeakKeyDictionary()
-_inside_lock = threading.Lock()
-
-
-def takes_round_masks(model: "MRPForCausalLM", dispatch: Dispatch) -> bool:
-    """Whether the layers of a model are to be given a `RoundMask` in rounds.
-
-    Automatically so in half precision, on a GPU that has the kernel; in float32 SDPA computes as fast. An attention that was
-    chosen in place of SDPA stays.
-
-    Raises:
-        ValueError: if kernels are forced, and another attention was chosen.
-    """
-    if dispatch.forced is False:
-        return False
-    chosen = model.config._attn_implementation
-    if chosen not in (REPLACED, ROUND_ATTENTION):
-        if dispatch.forced:
-            raise ValueError(
-                f"kernels is True, but the model attends by {chosen!r}, whose place the kernel does not take: use "
-                f"attn_implementation={REPLACED!r}, or kernels=None or kernels=False"
-            )
-        return False
-    return dispatch.forced is True or (model.dtype != torch.float32 and kernels_usable(model.device, model.dtype))
-
-
-@contextmanager
-def under_round_masks(model: "MRPForCausalLM") -> Iterator[None]:
-    """Lets the layers of a model know what a `RoundMask` is.
-
-    Layers look their attention up by the name in the config that they all share, so there is no way around a name of
-    our own there. What it names computes SDPA as before for everything but a `RoundMask`, so that other threads that
-    use the model meanwhile, also without kernels, notice nothing; the last one to leave puts the name back.
-    """
-    with _inside_lock:
-        AttentionInterface.register(ROUND_ATTENTION, _attention)
-        _inside[model] = _inside.get(model, 0) + 1
-        model.config._attn_implementation = ROUND_ATTENTION
-    try:
-        yield
-    finally:
-        with _inside_lock:
-            _inside[model] -= 1
-            if not _inside[model]:
-                del _inside[model]
-                model.config._attn_implementation = REPLACED
-
-
-def _attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
-) -> tuple[Tensor, Tensor | None]:
-    """An attention function as transformers' layers call it."""
-    if not isinstance(attention_mask, RoundMask):
-        return ALL_ATTENTION_FUNCTIONS[REPLACED](module, query, key, value, attention_mask, **kwargs)
-    return _of_a_round(query, key, value, attention_mask, kwargs["scaling"]), None
-
-
-@torch.compiler.disable  # a compiled model is cut here, since what `torch.compile` traces it gives no kernel of ours
-def _of_a_round(query: Tensor, key: Tensor, value: Tensor, mask: RoundMask, scale: float) -> Tensor:
-    return mask.dispatch.run(
-        "round_attention",
-        lambda: round_attention(query, key, value, mask, scale),
-        lambda: round_attention_twin(query, key, value, mask, scale),
-        query,
-        key,
-        value,
-        mask.committed,
-    )
-
-
-__all__ = [
-    "REPLACED",
-    "ROUND_ATTENTION",
-    "RoundMask",
-    "round_attention",
-    "round_attention_twin",
-    "takes_round_masks",
-    "under_round_masks",
-]
+__all__ = ["RoundMask", "round_attention", "round_attention_twin"]

@@ -1,9 +1,13 @@
 """What a decode knows of its rows, what the host knows of the next round, and what it all cost."""
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+# Numbers of an `Outlook` before `passed`.
+SUMMARY = 8
 
 
 @dataclass
@@ -180,5 +184,24 @@ class Outlook:
     blocked: bool
     passed: list[int]
 
+    @classmethod
+    def of(cls, numbers: list[int], submitted: int) -> "Outlook":
+        """From what `Decoder.summary` stacked, behind a round in which a row may have submitted so many states."""
+        active, used, head_used, clean, masks, drafting, pending, blocked = numbers[:SUMMARY]
+        passed = numbers[SUMMARY : SUMMARY + submitted]
+        return cls(active, used, head_used, clean, masks, drafting > 0, pending > 0, blocked > 0, passed)
 
-__all__ = ["Counts", "Outlook", "Rows"]
+
+class Slots(NamedTuple):
+    """States of a round.
+
+    Attributes:
+        per_row: How many a row may submit.
+        room: How many places the forward has for them: no more than any row can fill.
+    """
+
+    per_row: int
+    room: int
+
+
+__all__ = ["SUMMARY", "Counts", "Outlook", "Rows", "Slots"]

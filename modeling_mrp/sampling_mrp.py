@@ -12,7 +12,6 @@ from torch import Tensor
 from transformers.generation import LogitsProcessorList
 
 from .kernels_mrp import AUTOMATIC, Dispatch
-from .noise_mrp import gumbel_noise, mix32, noise_keys
 from .pick_mrp import pick, token_log_odds
 from .readout_mrp import Readout, log_odds
 
@@ -137,4 +136,4 @@ class Picker:
         return Picks(token if self.token_ids is None else self.token_ids[token], logprob, confidence, entropy)
 
 
-__all__ = ["Picker", "Picks", "gumbel_noise", "log_odds", "mix32", "noise_keys"]
+__all__ = ["Picker", "Picks"]

@@ -66,7 +66,7 @@ class Reveal(_Fields):
         return replace(states, ids=torch.where(self.where, self.token, states.ids))
 
     def only(self, where: Tensor) -> "Reveal":
-        """The part of the reveal that stays."""
+        """The same at fewer positions, `where` [..., block] bool."""
         return replace(self, where=where)
 
     def and_then(self, later: "Reveal") -> "Reveal":
@@ -128,7 +128,7 @@ class Scored:
         )
 
     def at(self, rows: Tensor, place: Tensor) -> "Scored":
-        """One of them per row."""
+        """One of them per row: that at `place` [rows] long."""
         return Scored(
             self.states.map(lambda t: t[rows, place]),
             self.parent[rows, place],
@@ -137,7 +137,8 @@ class Scored:
         )
 
     def kept(self, which: Tensor) -> "Scored":
-        """For later rounds: those marked, without states that looked at a clean one, which may turn out not to be text."""
+        """For later rounds: those marked in `which` [rows, n], without states that looked at a clean one, which may turn out
+        not to be text."""
         return replace(self, states=replace(self.states, valid=self.states.valid & which & (self.parent < 0)))
 
     def edges(self, follower: States, clean: Tensor) -> Tensor:

@@ -19,11 +19,12 @@ class HeadSteps(Protocol):
     """What a strategy may ask of the decoder: head passes and picks on one state per row."""
 
     def head_hidden(self, states: States, hidden: Tensor) -> Tensor:
-        """h_C at the states, given hidden states h_A (or their estimate) [rows, block, hidden]."""
+        """h_C [rows, block, hidden] at states [rows], given hidden states h_A, or their estimate, of the same shape."""
         ...
 
     def reveal_from(self, states: States, hidden: Tensor, count: Tensor | None = None) -> Reveal:
-        """Picks from hidden states at the states, and what the strategy reveals of them."""
+        """Picks at states [rows] from hidden states [rows, block, hidden], and what is revealed of them: the `count` [rows]
+        most confident, or what the strategy says."""
         ...
 
     def token_confidence(self, states: States, hidden: Tensor, token: Tensor, where: Tensor) -> Tensor:
@@ -47,7 +48,7 @@ def top_by(score: Tensor, candidates: Tensor, count: Tensor) -> Tensor:
     return candidates & (ranks(score, candidates) < count[:, None])
 
 
-def log_odds(probability: float) -> float:
+def logit(probability: float) -> float:
     """log p - log (1 - p), infinite at 0 and 1."""
     if probability <= 0:
         return -math.inf
@@ -82,7 +83,7 @@ class Static:
         return top_by(confidence, candidates, count)
 
     def refine(self, steps: HeadSteps, states: States, hidden: Tensor, reveal: Reveal) -> Reveal:
-        """Changes a reveal before it counts; by default it stands."""
+        """Changes what is revealed at states [rows], whose hidden states are [rows, block, hidden]; by default it stands."""
         return reveal
 
 
@@ -98,7 +99,7 @@ class Dynamic(Static):
     """Reveal every position whose confidence exceeds tau; at least the most confident one."""
 
     def __init__(self, threshold: float) -> None:
-        self.threshold = log_odds(threshold)
+        self.threshold = logit(threshold)
 
     def reveal(self, confidence: Tensor, entropy: Tensor, candidates: Tensor, count: Tensor) -> Tensor:
         """See `Static.reveal`."""
@@ -117,7 +118,8 @@ class EntropyBound(Static):
         """See `Static.reveal`."""
         entropy = entropy.masked_fill(~candidates, torch.inf)
         ordered, order = entropy.sort(dim=-1, descending=False, stable=True)
-        under = (ordered.cumsum(-1) < self.bound).scatter(1, order, ordered.cumsum(-1) < self.bound)
+        below = ordered.cumsum(-1) < self.bound
+        under = torch.empty_like(below).scatter_(1, order, below)
         return (candidates & under) | top_by(-entropy, candidates, torch.ones_like(count))
 
 
@@ -214,7 +216,7 @@ class RereadRemask(Remask):
 
     def __init__(self, threshold: float) -> None:
         super().__init__(threshold)
-        self.alone = log_odds(self.ALONE * threshold)
+        self.alone = logit(self.ALONE * threshold)
 
     def refine(self, steps: HeadSteps, states: States, hidden: Tensor, reveal: Reveal) -> Reveal:
         """See `Static.refine`."""
@@ -281,7 +283,7 @@ __all__ = [
     "Sequential",
     "Spec",
     "Static",
-    "log_odds",
+    "logit",
     "ranks",
     "top_by",
 ]

@@ -151,6 +151,19 @@ def test_the_index_holds_what_a_user_gets_by_default(folder: Path) -> None:
     ]
 
 
+def test_other_options_are_part_of_a_modes_name(folder: Path) -> None:
+    """A measurement with an option that is not the default's is shown and stays out of the index."""
+    sampled = {**LINES[0], "set": {"do_sample": True, "temperature": 0.7}, "accuracy": 12.5}
+    same = {**LINES[0], "decoding": "mrp_remask", "confidence_threshold": 0.9, "set": {"remask_rule": "reread"}}
+    text = str(render_card(folder, "full", "org/m", [LINES[0], sampled, same]))
+    assert "| static do_sample=True temperature=0.7 | 12.5 |" in text
+    names = [metric["name"] for metric in yaml.safe_load(text.split("---")[1])["model-index"][0]["results"][0]["metrics"]]
+    assert [name for name in names if name.startswith("accuracy")] == [
+        "accuracy %, static",
+        "accuracy %, mrp_remask tau=0.9 remask_rule=reread",
+    ]
+
+
 def test_prompts_without_answers_have_no_accuracy(folder: Path) -> None:
     text = str(render_card(folder, "full", "org/m", [{**LINES[0], "accuracy": None}]))
     assert [metric["name"] for metric in yaml.safe_load(text.split("---")[1])["model-index"][0]["results"][0]["metrics"]] == [

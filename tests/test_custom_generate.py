@@ -208,7 +208,7 @@ def test_options_are_checked_as_always(saved: tuple[MRPForCausalLM, str]) -> Non
     options: dict[str, Any] = {"custom_generate": folder, "trust_remote_code": True, "max_new_tokens": 3}
     with pytest.raises(ValueError, match="decoding is 'fast': choose one of"):
         stock.generate(random_ids(1, 1, 4), **options, decoding="fast")
-    with pytest.raises(ValueError, match="num_drafts: not used or not supported"):
+    with pytest.raises(ValueError, match=r"num_drafts \(did you mean num_draft_states\?\): not used or not supported"):
         stock.generate(random_ids(1, 1, 4), **options, num_drafts=3)
     with pytest.raises(ValueError, match="trust_remote_code=True"):
         stock.generate(random_ids(1, 1, 4), custom_generate=folder, trust_remote_code=False)

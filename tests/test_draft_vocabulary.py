@@ -14,7 +14,8 @@ from transformers.generation import LogitsProcessor, LogitsProcessorList, TopKLo
 
 from modeling_mrp import MRPConfig, MRPForCausalLM
 from modeling_mrp.decoding_mrp import Decoder
-from modeling_mrp.sampling_mrp import Picker, gumbel_noise, noise_keys
+from modeling_mrp.noise_mrp import gumbel_noise, noise_keys
+from modeling_mrp.sampling_mrp import Picker
 from modeling_mrp.states_mrp import Reveal
 
 N = 200

@@ -376,7 +376,7 @@ def test_length_of_the_models_own_config() -> None:
         (torch.tensor([[7], [8]]), {}, r"shape \[2, 1\] for 1 prompts", r"pass \[1, n\]"),
         (torch.zeros(1, 0, dtype=torch.long), {}, r"shape \[1, 0\]", r"n of 1 or more"),
         (torch.tensor([[7.0]]), {}, r"infill_ids are torch.float32", r"torch\.long"),
-        ([[7]], {}, r"infill_ids are list", r"\[rows, n\] tensor"),
+        ([[7]], {}, r"infill_ids are a list", r"\[rows, n\] tensor"),
         (torch.full((1, 6), MASK), {"max_new_tokens": 5}, r"hold 6 tokens a row, and .* leaves room for 5", r"raise it"),
         (torch.full((1, 6), MASK), {"max_length": 8}, r"hold 6 tokens a row, and .* leaves room for 5", r"raise it"),
         (torch.full((1, 600), MASK), {}, r"make 603, which exceeds max_position_embeddings=512", r"shorten"),

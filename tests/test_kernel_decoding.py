@@ -100,6 +100,7 @@ def test_forced_kernels_run(mode: str, model: MRPForCausalLM, monkeypatch: pytes
     used |= {"round_attention"} if rounds else set()  # the prefill's own reveals may be all
     used |= {"head_input"} if mode.startswith("mrp_") else set()
     used |= {"residual_magnitude"} if mode == "mrp_remask" else set()
+    used |= {"grow"} if mode.endswith("_spec") else set()
     assert set(asked) == used
 
 

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -382,6 +383,28 @@ def test_a_repository_of_another_kind_is_not_overwritten(
 def test_a_wrong_argument_is_refused(folders: dict[str, Path], repo_id: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         publish(folders["full"], repo_id, **options)
+
+
+@pytest.mark.parametrize(
+    ("repo_id", "options", "kind", "message"),
+    [
+        ("org/name", {"privat": True}, TypeError, "push_to_hub has no option privat: did you mean private"),
+        ("org/name", {"folder": "x"}, TypeError, "push_to_hub has no option folder: it takes private, revision, "),
+        ("x", {}, ValueError, "repo_id is 'x': name the owner too"),
+        ("org/name", {"revision": "b", "create_pr": True}, ValueError, "push to a branch, or open a pull request"),
+        ("org/name", {"results": ["missing.jsonl"]}, ValueError, "missing.jsonl is not a file"),
+        ("org/name", {"about": "missing.md"}, ValueError, "missing.md is not a file"),
+    ],
+)
+def test_a_loaded_model_is_not_written_for_a_wrong_argument(
+    repo_id: str, options: dict[str, Any], kind: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no folder for temporary files, which would be another error."""
+    monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
+    with pytest.raises(FileNotFoundError):
+        make_model().push_to_hub("org/name")
+    with pytest.raises(kind, match=message):
+        make_model().push_to_hub(repo_id, **options)
 
 
 def test_saving_and_pushing_needs_an_owner(tmp_path: Path) -> None:

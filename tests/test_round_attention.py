@@ -1,7 +1,9 @@
 """Attention of a round: the kernel (interpreted) against its twin in float64, and the way from the decoder to it."""
 
 import threading
+from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,29 +11,26 @@ import torch
 from conftest import make_model
 from helpers import PROMPTS, close, texts
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 
 from benchmarks.round_attention import Round
-from modeling_mrp import MRPForCausalLM, round_attention_mrp
+from modeling_mrp import MRPForCausalLM, kernels_mrp, round_layers_mrp
 from modeling_mrp.kernels_mrp import Dispatch, triton
-from modeling_mrp.round_attention_mrp import (
-    ROUND_ATTENTION,
-    RoundMask,
-    round_attention,
-    round_attention_twin,
-    takes_round_masks,
-    under_round_masks,
-)
+from modeling_mrp.round_attention_mrp import RoundMask, round_attention, round_attention_twin
+from modeling_mrp.round_layers_mrp import ROUND_ATTENTION, takes_round_masks, under_round_masks
 
 interpreted = pytest.mark.skipif(
     triton is None or torch.cuda.is_available(), reason="kernels on CPU tensors need triton and its interpreter"
 )
+with_triton = pytest.mark.skipif(triton is None, reason="needs triton")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FORCED = Dispatch(True)
 
 
 @pytest.fixture(autouse=True)
 def _new_memory_is_nan() -> Iterator[None]:
     """What a kernel does not write, of its output or of what it hands to the next, shows."""
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(True, warn_only=DEVICE == "cuda")  # cuBLAS has some only where it is told to
     assert torch.empty(3).isnan().all()
     yield
     torch.use_deterministic_algorithms(False)
@@ -50,12 +49,13 @@ def random_round(
     """Queries and a buffer of keys and values whose slots are NaN where a row has nothing committed."""
     random = torch.Generator().manual_seed(head_dim + used)
     rows, tokens = len(committed), width * block
-    query = torch.randn(rows, tokens, heads[0], head_dim, generator=random).to(dtype).transpose(1, 2)
-    cache = torch.randn(2, rows, heads[1], tokens + used + 3, head_dim, generator=random).to(dtype)
+    query = torch.randn(rows, tokens, heads[0], head_dim, generator=random).to(DEVICE, dtype).transpose(1, 2)
+    cache = torch.randn(2, rows, heads[1], tokens + used + 3, head_dim, generator=random).to(DEVICE, dtype)
     for row, length in enumerate(committed):
         cache[:, row, :, tokens + length :] = torch.nan
     key, value = cache[:, :, :, : tokens + used]
-    return query, key, value, RoundMask(torch.tensor(committed), None if parent is None else torch.tensor(parent), width, block)
+    mask = RoundMask(torch.tensor(committed), None if parent is None else torch.tensor(parent), width, block)
+    return query, key, value, mask.to(torch.device(DEVICE))
 
 
 def in_float64(query: Tensor, key: Tensor, value: Tensor, mask: RoundMask) -> Tensor:
@@ -64,7 +64,7 @@ def in_float64(query: Tensor, key: Tensor, value: Tensor, mask: RoundMask) -> Te
     return round_attention_twin(query.double(), key, value, mask, query.shape[-1] ** -0.5)
 
 
-@interpreted
+@with_triton
 @pytest.mark.parametrize(
     ("committed", "parent", "width", "block", "used", "heads", "head_dim", "splits"),
     [
@@ -94,7 +94,7 @@ def test_kernel_equals_its_twin(
     close(got.double(), in_float64(query, key, value, mask), atol=2e-6)
 
 
-@interpreted
+@with_triton
 @pytest.mark.parametrize(("dtype", "atol"), [(torch.bfloat16, 2e-2), (torch.float16, 2e-3)])
 def test_half_precision(dtype: torch.dtype, atol: float) -> None:
     query, key, value, mask = random_round([70], [[-1, 0]], 2, 4, 128, (2, 1), 32, dtype)
@@ -103,27 +103,27 @@ def test_half_precision(dtype: torch.dtype, atol: float) -> None:
     close(got.double(), in_float64(query, key, value, mask), atol)
 
 
-@interpreted
+@with_triton
 def test_extreme_logits_and_ties() -> None:
     """Scores of 1e4, 0 and -1e4: the weight is shared by the highest that a query sees, wherever they lie."""
-    mask = RoundMask(torch.tensor([6]), torch.tensor([[-1, -1]]), 2, 4)
-    query = torch.zeros(1, 1, 8, 16)
+    mask = RoundMask(torch.tensor([6]), torch.tensor([[-1, -1]]), 2, 4).to(torch.device(DEVICE))
+    query = torch.zeros(1, 1, 8, 16, device=DEVICE)
     query[..., 0] = 1.0
-    key = torch.zeros(1, 1, 8 + 64, 16)
+    key = torch.zeros(1, 1, 8 + 64, 16, device=DEVICE)
     key[0, 0, :, 0] = -1e4
     key[0, 0, [9, 12], 0] = 1e4  # two committed slots
-    value = torch.arange(72.0)[None, None, :, None].expand(1, 1, 72, 16)
+    value = torch.arange(72.0, device=DEVICE)[None, None, :, None].expand(1, 1, 72, 16)
     for splits in (1, 2):
-        close(round_attention(query, key, value, mask, 1.0, splits), torch.full((1, 8, 1, 16), (9 + 12) / 2))
+        close(round_attention(query, key, value, mask, 1.0, splits).cpu(), torch.full((1, 8, 1, 16), (9 + 12) / 2))
     key[0, 0, 5, 0] = 1e4  # and one of the second state's own
-    got = round_attention(query, key, value, mask, 1.0)[0, :, 0, 0]
+    got = round_attention(query, key, value, mask, 1.0)[0, :, 0, 0].cpu()
     close(got, torch.tensor([10.5] * 4 + [(9 + 12 + 5) / 3] * 4), atol=2e-6)
     key[..., 0] = -1e4  # all alike
     own = torch.tensor([[0, 1, 2, 3]] * 4 + [[4, 5, 6, 7]] * 4).sum(1)
-    close(round_attention(query, key, value, mask, 1.0)[0, :, 0, 0], (own + sum(range(8, 14))) / 10, atol=2e-6)
+    close(round_attention(query, key, value, mask, 1.0)[0, :, 0, 0].cpu(), (own + sum(range(8, 14))) / 10, atol=2e-6)
 
 
-@interpreted
+@with_triton
 def test_strides_of_the_last_dimension() -> None:
     query, key, value, mask = random_round([9], None, 1, 4, 64, (2, 1), 32)
     thin = [t[..., ::2] for t in (query, key, value)]
@@ -177,7 +177,7 @@ def test_a_decode_gives_the_same_tokens(decoding: str) -> None:
 @interpreted
 def test_a_compiled_backbone_keeps_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """`model.model.compile()` fuses what lies between the kernels, and leaves them in."""
-    model, ran, kernel = make_model().float(), [], round_attention_mrp.round_attention
+    model, ran, kernel = make_model().float(), [], round_layers_mrp.round_attention
     options: dict[str, Any] = {"decoding": "static", "max_new_tokens": 5}
     expected = texts(model, PROMPTS[:1], kernels=False, **options)
 
@@ -185,13 +185,41 @@ def test_a_compiled_backbone_keeps_the_kernel(monkeypatch: pytest.MonkeyPatch) -
         ran.append(torch.compiler.is_compiling())
         return kernel(*args)
 
-    monkeypatch.setattr(round_attention_mrp, "round_attention", noted)
+    monkeypatch.setattr(round_layers_mrp, "round_attention", noted)
     torch.compiler.reset()
     model.model.compile(backend="eager")
     assert texts(model, PROMPTS[:1], kernels=True, **options) == expected
     torch.compiler.reset()
     assert len(ran) >= 2 * 4, "two layers, a round a token behind the first"
     assert not any(ran)
+
+
+@interpreted
+@pytest.mark.parametrize("decoding", ["static", "mrp_spec"])
+def test_a_compiled_model_is_one_graph_for_each_width(decoding: str) -> None:
+    """Whatever its depth, the prompts' lengths and the committed slots; the cache is in none of the graphs, which could only
+    hold copies of it. Prefill, whose length is another in each call, is not compiled."""
+    model, graphs = make_model(num_hidden_layers=10).float(), []
+
+    def counted(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    options: dict[str, Any] = {"decoding": decoding, "max_new_tokens": 6, "num_draft_states": 2}
+    prompts = [list(range(1, 1 + length)) for length in (3, 9, 19)]
+    expected = [texts(model, [prompt], kernels=False, **options) for prompt in prompts]
+    torch.compiler.reset()
+    backend = partial(aot_autograd, fw_compiler=counted)()
+    model.model.compile(dynamic=False, backend=backend)
+    model.mrp_head.compile(dynamic=False, backend=backend)
+    found = [texts(model, [prompt], kernels=True, **options) for prompt in prompts]
+    torch.compiler.reset()
+    assert found == expected
+    called = [[str(node.target) for node in graph.graph.nodes if node.op == "call_function"] for graph in graphs]
+    assert not [target for targets in called for target in targets if "scatter" in target or "copy_." in target]
+    layers = Counter(sum("attend" in target for target in targets) for targets in called)
+    assert layers.keys() == ({10} if decoding == "static" else {2, 10})  # the backbone's, the head's: each all in one
+    assert max(layers.values()) <= 2
 
 
 def a_round(model: MRPForCausalLM, forced: bool | None) -> tuple[Any, ...]:
@@ -210,9 +238,10 @@ def test_the_twin_is_what_runs_without_kernels() -> None:
     model = make_model()
     ids, positions, cache, mask = a_round(model, False)
     expected = model.backbone(ids, positions, mask.dense(8), cache)
-    with under_round_masks(model):
+    *_, others, _ = a_round(model, False)
+    with under_round_masks(model, cache):
         assert torch.equal(model.backbone(ids, positions, mask, cache), expected)
-        assert torch.equal(model.backbone(ids, positions, mask.dense(8), cache), expected)  # of another thread, or prefill
+        assert torch.equal(model.backbone(ids, positions, mask.dense(8), others), expected)  # of another thread
     assert torch.equal(model.backbone(ids, positions, mask.dense(8), cache), expected)
 
 
@@ -220,22 +249,23 @@ def test_the_twin_is_what_runs_without_kernels() -> None:
 def test_forced_kernels_refuse_float64_and_leave_the_model_as_it_was() -> None:
     model = make_model()
     ids, positions, cache, mask = a_round(model, True)
-    with pytest.raises(ValueError, match="kernels is True"), under_round_masks(model):
+    with pytest.raises(ValueError, match="kernels is True"), under_round_masks(model, cache):
         model.backbone(ids, positions, mask, cache)
     assert model.config._attn_implementation == "sdpa"
 
 
 def test_the_last_to_leave_puts_the_name_back() -> None:
     model, other = make_model(), make_model(1)
+    caches = [model.block_cache(1, 8, 8, with_head=False) for _ in range(2)]
     inside, leave = threading.Event(), threading.Event()
 
     def run() -> None:
-        with under_round_masks(model):
+        with under_round_masks(model, caches[0]):
             inside.set()
             leave.wait(30)
 
     thread = threading.Thread(target=run)
-    with under_round_masks(model):
+    with under_round_masks(model, caches[1]):
         thread.start()
         assert inside.wait(30)
         assert (model.config._attn_implementation, other.config._attn_implementation) == (ROUND_ATTENTION, "sdpa")
@@ -243,6 +273,7 @@ def test_the_last_to_leave_puts_the_name_back() -> None:
     leave.set()
     thread.join()
     assert model.config._attn_implementation == "sdpa"
+    assert not any(cache.deferred for cache in caches)
 
 
 def test_another_attention_stays() -> None:
@@ -256,15 +287,25 @@ def test_another_attention_stays() -> None:
     assert not takes_round_masks(model, Dispatch())  # on a CPU
 
 
+def test_a_kernel_that_has_failed_gets_no_more_round_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU that has kernels: the twin would make a mask of its own in every layer."""
+    model = make_model().bfloat16()
+    monkeypatch.setattr(round_layers_mrp, "kernels_usable", lambda *_: True)
+    assert takes_round_masks(model, Dispatch())
+    monkeypatch.setattr(kernels_mrp, "_failed", {("round_attention", torch.device("cpu"))})
+    assert not takes_round_masks(model, Dispatch())
+
+
 # ------------------------------------------------------------------ the benchmark's inputs
 
 
 @interpreted
 def test_contenders_agree_and_the_floor_counts_what_is_seen() -> None:
     sizes = Round(2, 3, 4, 70, 2, 1, 16, torch.float32, "cpu")
-    exact = sizes.exact()
+    (query, key, value), mask = sizes.inputs(), sizes.mask()
+    exact = sizes.exact(query, key, value)
     for name, call in sizes.contenders().items():
-        assert (call().double() - exact).abs().max() < 1e-5, name
-    query, key, _, mask = sizes.inputs()
+        assert (call(query, key, value).double() - exact).abs().max() < 1e-5, name
+    assert not torch.equal(sizes.inputs(1)[1], key)
     assert sizes.floor.flops == 4 * 2 * 16 * int(mask.dense(key.shape[2] - 12).sum())
     assert sizes.floor.bytes == 4 * (2 * query.numel() + 2 * key[:, :, : 12 + 70].numel())

@@ -20,8 +20,9 @@ from transformers.generation import LogitsProcessor, LogitsProcessorList, TopKLo
 import modeling_mrp.noise_mrp as noise_module
 import modeling_mrp.readout_mrp as readout
 from modeling_mrp import MRPForCausalLM
+from modeling_mrp.noise_mrp import gumbel_noise, mix32, noise_keys
 from modeling_mrp.readout_mrp import Readout
-from modeling_mrp.sampling_mrp import Picker, Picks, gumbel_noise, mix32, noise_keys
+from modeling_mrp.sampling_mrp import Picker, Picks
 
 FIELDS = ("token", "logprob", "confidence", "entropy")
 

@@ -18,15 +18,16 @@ from torch import nn
 
 from .cache_mrp import BlockCache
 from .graphs_mrp import RECORDERS, Graphs, Recorder, Registers, described, leaves
-from .round_attention_mrp import REPLACED, ROUND_ATTENTION
+from .round_layers_mrp import REPLACED, ROUND_ATTENTION
 
-# Sets of registers of a workplace: one for each way of decoding. Each is a few MB (the hidden states of some blocks per row).
+# Sets of registers of a recorded cache: one for each way of decoding. Each is a few MB (hidden states of some blocks per row).
 REGISTERS = 4
-# Workplaces of a model that are kept between calls: batch sizes, or caches that users hold on to.
-WORKPLACES = 2
-# A bigger cache is given back when its call is over, and what was recorded on it goes too.
-KEPT_BYTES = 4 << 30
-# Capacities are multiples of so many tokens, so that prompts of about the same length find the same workplace.
+# Recorded caches of a model that are kept between calls: batch sizes, or caches that users hold on to.
+KEPT_CACHES = 2
+# A bigger cache is given back when its call is over, and what was recorded on it goes too: a share of the device's memory.
+KEPT_SHARE = 1 / 8
+_NO_GPU = 32 << 30  # bytes of memory that are assumed of a device that only stands in for one
+# Capacities are multiples of so many tokens, so that prompts of about the same length find the same one.
 CAPACITY_STEP = 512
 # A recording reads at least so many committed slots.
 FIRST_BUCKET = 256
@@ -34,7 +35,7 @@ FIRST_BUCKET = 256
 _PLAIN = frozenset({bool, int, float, str, type(None)})
 
 
-class Workplace:
+class RecordedCache:
     """A KV cache that stays where it is, and what was recorded on it.
 
     Args:
@@ -55,12 +56,9 @@ class Workplace:
         return self.lent is None or self.lent() is None
 
     def lend(self) -> BlockCache:
-        """The cache, emptied. The workplace is free again when this object is gone."""
-        for buffer in self.cache._buffers.values():
-            buffer.zero_()  # what an earlier call left may be infinite, and a masked slot still enters with weight 0
+        """The cache, emptied. It is free again when this object is gone."""
         cache = copy.copy(self.cache)
-        nothing = torch.zeros(cache.rows, dtype=torch.long)
-        cache.hold(nothing[:, None][:, :0], nothing, nothing)
+        cache.empty()
         self.lent = weakref.ref(cache)
         return cache
 
@@ -77,7 +75,7 @@ class Workplace:
         return self.registers[key]
 
 
-_WORKPLACES: "weakref.WeakKeyDictionary[nn.Module, list[Workplace]]" = weakref.WeakKeyDictionary()
+_KEPT: "weakref.WeakKeyDictionary[nn.Module, list[RecordedCache]]" = weakref.WeakKeyDictionary()
 _LOCK = threading.Lock()
 
 
@@ -85,9 +83,9 @@ def release_graphs(model: nn.Module | None = None) -> None:
     """Frees what is kept between calls of `generate`, recordings and KV caches, of one model or of all."""
     with _LOCK:
         if model is None:
-            _WORKPLACES.clear()
+            _KEPT.clear()
         else:
-            _WORKPLACES.pop(model, None)
+            _KEPT.pop(model, None)
 
 
 def fingerprint(model: nn.Module) -> Hashable:
@@ -161,7 +159,7 @@ def bucket(used: int, capacity: int) -> int:
     return min(size, capacity)
 
 
-def workplace_for(
+def recorded_cache_for(
     model: Any,
     recorder: Callable[[], Recorder],
     past: BlockCache | None,
@@ -169,12 +167,12 @@ def workplace_for(
     capacity: int,
     scratch: int,
     with_head: bool,
-) -> tuple[Workplace, BlockCache]:
-    """A workplace with room, and the cache to work with: an earlier one that is free, the one of `past`, or a new one.
+) -> tuple[RecordedCache, BlockCache]:
+    """A recorded cache with room, and the cache to work with: an earlier one that is free, the one of `past`, or a new one.
 
     Args:
         model: The model.
-        recorder: Makes one for a new workplace.
+        recorder: Makes one for a new recorded cache.
         past: A cache to go on from, or None.
         rows, capacity, scratch: See `BlockCache`; room is left to go on.
         with_head: Whether the head's layers are needed.
@@ -182,44 +180,45 @@ def workplace_for(
     weights = fingerprint(model)
     roomy = -(-capacity // CAPACITY_STEP) * CAPACITY_STEP
     with _LOCK:
-        kept = [place for place in _WORKPLACES.get(model, []) if place.weights == weights]
+        kept = [one for one in _KEPT.get(model, []) if one.weights == weights]
         if past is not None:
             cache = past.with_room(rows, roomy if capacity > past.capacity else capacity, scratch)
-            found = next((place for place in kept if place.cache._buffers is cache._buffers), None)
+            found = next((one for one in kept if one.cache._buffers is cache._buffers), None)
             if found is not None:
                 found.lent = weakref.ref(cache)
         else:
-            found = next(
-                (place for place in kept if place.free and _fits(place.cache, rows, capacity, scratch, with_head)), None
-            )
+            found = next((one for one in kept if one.free and _fits(one.cache, rows, capacity, scratch, with_head)), None)
             if found is None:
                 # A smaller one for as many rows makes room for the new one, before that takes its own.
-                kept = [place for place in kept if not (place.free and place.cache.rows == rows)][: WORKPLACES - 1]
-                _WORKPLACES[model] = kept
+                kept = [one for one in kept if not (one.free and one.cache.rows == rows)][: KEPT_CACHES - 1]
+                _KEPT[model] = kept
                 with torch.inference_mode(False), torch.no_grad():
                     cache = model.block_cache(rows, roomy, scratch, with_head=with_head)
             else:
                 cache = found.lend()
         if found is None:
-            found = Workplace(cache, recorder(), weights)
-        kept = [found, *(place for place in kept if place is not found)]
-        _WORKPLACES[model] = [place for place in kept if place.cache.nbytes <= KEPT_BYTES][:WORKPLACES]
+            found = RecordedCache(cache, recorder(), weights)
+        kept = [found, *(one for one in kept if one is not found)]
+        most = KEPT_SHARE * _memory(model.lm_head.weight.device)
+        _KEPT[model] = [one for one in kept if one.cache.nbytes <= most][:KEPT_CACHES]
         return found, cache
 
 
+def _memory(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else _NO_GPU
+
+
 def _fits(cache: BlockCache, rows: int, capacity: int, scratch: int, with_head: bool) -> bool:
-    # A cache that grew in inference mode cannot be written to outside of it.
-    frozen = not torch.is_inference_mode_enabled() and any(t.is_inference() for t in cache._buffers.values())
     room = cache.rows == rows and cache.capacity >= capacity and cache.scratch >= scratch
-    return room and not frozen and (bool(cache.head_layers) or not with_head)
+    return room and cache.writable and (bool(cache.head_layers) or not with_head)
 
 
 __all__ = [
-    "Workplace",
+    "RecordedCache",
     "bucket",
     "fingerprint",
     "obstacle",
     "recorder_for",
     "release_graphs",
-    "workplace_for",
+    "recorded_cache_for",
 ]

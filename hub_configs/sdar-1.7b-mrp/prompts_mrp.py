@@ -1,0 +1,1 @@
+../../modeling_mrp/prompts_mrp.py

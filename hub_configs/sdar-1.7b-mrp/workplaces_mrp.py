@@ -1,1 +1,0 @@
-../../modeling_mrp/workplaces_mrp.py

@@ -1,0 +1,1 @@
+../../modeling_mrp/grow_mrp.py

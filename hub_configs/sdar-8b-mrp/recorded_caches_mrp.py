@@ -1,0 +1,1 @@
+../../modeling_mrp/recorded_caches_mrp.py

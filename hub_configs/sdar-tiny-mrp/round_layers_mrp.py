@@ -1,0 +1,1 @@
+../../modeling_mrp/round_layers_mrp.py

@@ -1,0 +1,86 @@
+"""What `generate` is given to go on from, checked: prompts, their mask, and the tokens that stand behind them already."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def check_prompt(prompt: Any, attention_mask: Tensor | None, mask_token_id: int, vocab_size: int) -> None:
+    """Raises `ValueError` unless `prompt` is [rows, length] ids, and `attention_mask` None or as large."""
+    if prompt is None:
+        raise ValueError("generate needs input_ids: pass a [rows, length] tensor of ids")
+    _check_type("input_ids", prompt, "[rows, length]")
+    if prompt.dim() == 1:
+        raise ValueError(
+            f"input_ids have shape {list(prompt.shape)}, without a dimension of rows: pass input_ids[None] for one row"
+        )
+    if prompt.dim() != 2 or prompt.shape[0] == 0 or prompt.shape[1] == 0:
+        raise ValueError(
+            f"input_ids have shape {list(prompt.shape)}: pass [rows, length], at least one row with at least one token"
+        )
+    real = torch.ones_like(prompt, dtype=torch.bool)
+    if attention_mask is not None:
+        if attention_mask.dim() != 2 or attention_mask.shape != prompt.shape:
+            raise ValueError(
+                f"attention_mask has shape {list(attention_mask.shape)} for input_ids of {list(prompt.shape)}: "
+                "generate takes a 2-D mask of the same shape (a 4-D mask works with forward only)"
+            )
+        real = attention_mask.bool()
+    if bool(((prompt == mask_token_id) & real).any()):
+        raise ValueError(
+            f"the prompt holds the mask id {mask_token_id}: pass what stands before the first mask as input_ids, and the rest, "
+            "masks and given tokens, as infill_ids"
+        )
+    _check_range("the prompt holds", prompt[real], vocab_size)
+
+
+def check_infill(infill_ids: Any, rows: int, vocab_size: int) -> None:
+    """Raises `ValueError` unless `infill_ids` are [rows, n] ids."""
+    _check_type("infill_ids", infill_ids, "[rows, n]")
+    if infill_ids.dim() != 2 or len(infill_ids) != rows or infill_ids.shape[1] == 0:
+        raise ValueError(
+            f"infill_ids have shape {list(infill_ids.shape)} for {rows} prompts: pass [{rows}, n], with n of 1 or more"
+        )
+    _check_range("infill_ids hold", infill_ids, vocab_size)
+
+
+def check_rows(real: Tensor, new_tokens: int, max_positions: int) -> None:
+    """Checks the attention mask that transformers was given or inferred, [rows, length] bool, and the room for the text.
+
+    Raises:
+        ValueError: for a row without a token or with holes, and for more tokens than positions.
+    """
+    empty = ~real.any(-1)
+    if bool(empty.any()):
+        raise ValueError(f"row {int(empty.nonzero()[0])} has no token (its attention_mask is all zeros): drop the row")
+    holes = (real[:, 1:] & ~real[:, :-1]).sum(-1) + real[:, 0] > 1
+    if bool(holes.any()):
+        raise ValueError(
+            f"attention_mask of row {int(holes.nonzero()[0])} has holes: a row's tokens must be contiguous, with padding on "
+            "one side or both"
+        )
+    longest = int(real.sum(-1).max())
+    if longest + new_tokens > max_positions:
+        raise ValueError(
+            f"a prompt of {longest} tokens and {new_tokens} new ones make {longest + new_tokens}, which exceeds "
+            f"max_position_embeddings={max_positions}: shorten the prompt or lower max_new_tokens (or max_length)"
+        )
+
+
+def _check_type(name: str, ids: Any, shape: str) -> None:
+    if not isinstance(ids, Tensor) or ids.dtype not in (torch.long, torch.int):
+        kind = ids.dtype if isinstance(ids, Tensor) else f"a {type(ids).__name__}"
+        hint = ". Of what a tokenizer returns with return_tensors='pt', pass **inputs" if hasattr(ids, "keys") else ""
+        raise ValueError(f"{name} are {kind}: pass a {shape} tensor of ids, torch.long{hint}")
+
+
+def _check_range(what: str, ids: Tensor, vocab_size: int) -> None:
+    outside = (ids < 0) | (ids >= vocab_size)
+    if bool(outside.any()):
+        raise ValueError(
+            f"{what} the id {int(ids[outside][0])}, outside the vocabulary of {vocab_size}: use this model's tokenizer"
+        )
+
+
+__all__ = ["check_infill", "check_prompt", "check_rows"]
