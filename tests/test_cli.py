@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from argparse import Namespace
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -22,12 +21,14 @@ from modeling_mrp.options_mrp import DECODINGS
 from trainer import cli, cli_train, evaluate
 from trainer.arguments import MRPTrainingArguments
 from trainer.convert import LAYOUTS
+from trainer.evaluate_options import EvaluateOptions, help_of, shown_default
 from trainer.objectives import HEAD_LOSSES
 from trainer.questions import JUDGES
 from trainer.reveals import REVEAL_RULES
 from trainer.settings import RunOptions, known_names, read_settings
 from trainer.tasks import FAMILIES, SPLITS, problem_from_json
 
+TRAIN = ["--model", "m", "--output-dir", "o"]
 OBJECTIVES = {"head": "mrp", "backbone": "block_diffusion"}
 # The console's width decides where lines break.
 RUNNER = CliRunner(env={"COLUMNS": "120", "NO_COLOR": "1", "TERM": "dumb"})
@@ -90,6 +91,7 @@ def test_flags_are_settings_and_show_their_defaults(name: str) -> None:
         "tokenizer",
         "head",
         "lora_alpha",
+        "learning_rate",
         "max_steps",
         "muon_learning_rate",
         "packed",
@@ -101,7 +103,10 @@ def test_flags_are_settings_and_show_their_defaults(name: str) -> None:
         if flag not in in_words:
             assert text in (str(defaults[flag]), f"{defaults[flag]:g}" if isinstance(defaults[flag], float) else None), flag
     assert (defaults["packed"], defaults["streaming"], defaults["bf16"]) == (True, False, False)
-    assert read.training["learning_rate"] == {"head": 1e-3, "backbone": 1e-4}[name]
+    rates = {"head": 1e-3, "backbone": 1e-4}
+    assert read.training["learning_rate"] == rates[name]
+    assert {word: float(rate) for rate, word in map(str.split, shown["learning_rate"].split(", "))} == rates
+    assert " [default: (1e-3 head, 1e-4 backbone)]" in " ".join(mrp("train", name, "--help").replace("│", " ").split())
 
 
 def test_choices_are_those_of_the_modules() -> None:
@@ -109,11 +114,31 @@ def test_choices_are_those_of_the_modules() -> None:
     assert choices(cli_train.train_head, "head_loss") == set(HEAD_LOSSES)
     assert choices(cli_train.train_head, "reveal_rule") == set(REVEAL_RULES)
     assert choices(cli.evaluate, "judge") == set(JUDGES)
-    assert choices(cli.evaluate, "dtype") == set(evaluate.DTYPES)
+    assert choices(cli.evaluate, "dtype") == choices(cli.decode, "dtype") == set(evaluate.DTYPES)
     assert choices(cli.convert, "layout") == set(LAYOUTS)
     assert {one.value for one in cli.Decoding} == set(DECODINGS)
     assert {one.value for one in cli.Family} == set(FAMILIES)
     assert set(get_args(cli.Splits)) == set(SPLITS)
+
+
+def test_evaluation_shows_the_same_help_twice(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every option is a flag of both commands, and shows in words what its default is where that is None or a list."""
+    with pytest.raises(SystemExit):
+        evaluate.main(["--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    flags = {flag.name.rstrip("_"): flag for flag in command("evaluate").params if flag.name != "help"}
+    assert set(flags) == {one.name for one in fields(EvaluateOptions)}
+    defaults = EvaluateOptions()
+    for name, flag in flags.items():
+        assert flag.help.removesuffix(" Repeatable.") == help_of(name)
+        assert f"--{name.replace('_', '-')}" in shown
+        assert help_of(name) in shown
+        value = getattr(defaults, name)
+        if isinstance(value, list) and value:
+            assert shown_default(name) == ", ".join(map(str, value))
+        elif not isinstance(value, list) and value is not None and name != "model":
+            assert flag.default == value
+    assert (shown_default("family") or "").split(", ") == defaults.families == ["math", "code"]
 
 
 def test_from_tasks_to_a_head_that_decodes(tmp_path: Path, word_tokenizer: PreTrainedTokenizerFast) -> None:
@@ -157,17 +182,18 @@ def questions(folder: Path) -> str:
 
 def test_evaluate_takes_several_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """What reaches the evaluation is what its own command line would make of the same words."""
-    seen: list[Namespace] = []
+    seen: list[EvaluateOptions] = []
     monkeypatch.setattr(evaluate, "evaluate", seen.append)
     shared = ["--model", "m", "--count", "3", "--limit", "2"]
     one_by_one = ["--family", "math", "--family", "code", "--decoding", "static", "--decoding", "dynamic"]
-    mrp("evaluate", *shared, *one_by_one, "--tau", "0.5", "--tau", "0.9")
-    lists = ["--family", "math", "code", "--decoding", "static", "dynamic", "--tau", "0.5", "0.9"]
+    mrp("evaluate", *shared, *one_by_one, "--tau", "0.5", "--tau", "0.9", "--set", "seed=3", "--set", "top_k=0")
+    lists = ["--family", "math", "code", "--decoding", "static", "dynamic", "--tau", "0.5", "0.9", "--set", "seed=3", "top_k=0"]
     evaluate.main([*shared, *lists])
     mrp("evaluate", "--model", "m")
     evaluate.main(["--model", "m"])
-    assert vars(seen[0]) == vars(seen[1])
-    assert {**vars(seen[3]), "family": []} == vars(seen[2])  # none given
+    assert seen[0] == seen[1]
+    assert seen[0].set == ["seed=3", "top_k=0"]
+    assert seen[2] == seen[3] == EvaluateOptions(model="m")
 
 
 def test_a_dry_run_prints_parameters_and_memory(tmp_path: Path) -> None:
@@ -221,6 +247,12 @@ def test_card(tmp_path: Path) -> None:
     [
         (["train", "head", "--output-dir", "o"], "Error: no model: give --model"),
         (["train", "head", "--model", "m", "--output-dir", "o"], "Error: no data: give --data"),
+        (["train", "head", "--model", "m", "--output-dir", "o", "--data", "no.jsonl"], "no.jsonl: there is no such file"),
+        (["train", "backbone", *TRAIN, "--data", str(ROOT / "LICENSE"), "--eval-data", "no.jsonl"], "no.jsonl: there is no"),
+        (["train", "head", *TRAIN, "--data", "no.jsonl", "--dry-run"], "no.jsonl: there is no such file"),
+        (["evaluate", "--model", "nosuch"], "Error: 'nosuch' is no folder here, and as a repository it could not be read"),
+        (["evaluate", "--model", str(TINY), "--decoding", "dynamic", "--tau", "2"], "confidence_threshold is 2.0"),
+        (["evaluate", "--model", str(TINY), "--set", "sed=1"], "generate has no such option (did you mean seed?)"),
         (["train", "head", "--model", "m", "--output-dir", "o", "--set", "wieght_decay=1"], "did you mean weight_decay"),
         (["train", "backbone", "--config", "sdar-4b-mrp", "--output-dir", "o"], "nothing is called 'head_layers' here"),
         (["train", "head", "--model", "org/none", "--output-dir", "o", "--dry-run"], "a dry run connects to nothing"),

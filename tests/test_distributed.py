@@ -1,9 +1,11 @@
 """Several processes (gloo, on CPUs), gradient accumulation and sharding against one process; reduced precision; wrappers."""
 
+import importlib.util
 import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,19 +15,22 @@ from packaging import version
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
 from training_runs import OPTIONS, Result, Rows, Run, prepare, result, small_model, start
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainingArguments
 
 from modeling_mrp import MRPForCausalLM
 from trainer.arguments import MRPTrainingArguments
+from trainer.runs import _check_sharding
 from trainer.trainer import MRPTrainer
 
 # By processes, rows a process takes at once, and how many times a step.
 LAYOUTS = [(1, 4, 1), (1, 2, 2), (1, 1, 4), (2, 2, 1), (2, 1, 2), (4, 1, 1)]
 WHOLE = LAYOUTS[0]
 # Ten rows, so that the third step goes on with those of the next round, and the fourth is in the second epoch. The rows
-# without anything to learn are the cheapest and meet in one batch, where they are all that some processes have.
-ROWS = {"rows": 10, "without_response": (3, 7), "eval_rows": 4}
+# without anything to learn are the cheapest and meet in one batch, where they are all that some processes have. Of the five
+# held-out rows the processes do not get equally many.
+ROWS = {"rows": 10, "without_response": (3, 7), "eval_rows": 5}
 ONE_STEP = {"max_steps": 1, "warmup_steps": 0}
 HEAD = {"objective": "mrp", "unroll": 2, "max_steps": 5, "eval_strategy": "steps", "eval_steps": 5}
 
@@ -48,7 +53,7 @@ def head_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int, 
         options = options_of(layout, **HEAD)
         if layout == (2, 2, 1):
             options |= {"save_strategy": "steps", "save_steps": 4}
-        runs[layout] = Run(tmp_path_factory.mktemp("run"), options, double=True, **ROWS)
+        runs[layout] = Run(tmp_path_factory.mktemp("run"), options, double=True, eval_stream=layout == (2, 1, 2), **ROWS)
         assert start(runs[layout], layout[0]) == [0] * layout[0]
     return runs
 
@@ -80,6 +85,26 @@ def test_a_step_does_not_depend_on_how_it_is_divided(
     assert min(value.abs().max().item() for value in expected.gradients.values()) > 1e-6
     for rank in range(layout[0]):
         assert_same(result(head_runs[layout], rank), expected, 1e-10)
+        assert not result(head_runs[layout], rank).searched
+
+
+@pytest.mark.parametrize(
+    ("objective", "adapted", "searches"),
+    [
+        ("mrp", "mrp_head", False),
+        ("mrp", ".*q_proj", True),
+        ("block_diffusion", r"model\.layers\..*q_proj", False),
+        ("block_diffusion", ".*q_proj", True),
+    ],
+)
+def test_ddp_looks_for_parameters_without_gradients_where_there_are_any(
+    objective: str, adapted: str, searches: bool, tmp_path: Path
+) -> None:
+    """Adapters of the backbone get none from the head's loss, nor the head's from the backbone's."""
+    target = rf"{adapted}\.layers.*q_proj" if adapted == "mrp_head" else adapted
+    model = get_peft_model(small_model(), LoraConfig(r=2, target_modules=target))
+    arguments = MRPTrainingArguments(str(tmp_path), **OPTIONS, objective=objective)
+    assert MRPTrainer(model, arguments, Rows(4)).args.ddp_find_unused_parameters is searches
 
 
 def test_some_process_has_nothing_to_learn() -> None:
@@ -94,8 +119,7 @@ def test_some_process_has_nothing_to_learn() -> None:
 
 
 def test_the_backbone_on_two_processes(tmp_path: Path) -> None:
-    """With a head in the model, which does not train, and activation checkpointing, under which DDP takes no parameters that
-    get no gradient."""
+    """With a head in the model, which does not train, and activation checkpointing."""
     options = {"objective": "block_diffusion", "inverse_level": True}
     one = Run(tmp_path / "one", options, double=True, **ROWS)
     two = replace(one, folder=tmp_path / "two", options=options_of((2, 2, 1), **options, gradient_checkpointing=True))
@@ -147,6 +171,21 @@ def test_sharded_training_equals_one_process(sharded: Run, tmp_path: Path) -> No
         assert torch.equal(value, before[name]) != name.startswith("mrp_head."), name
 
 
+def test_an_adapter_beside_a_sharded_model(tmp_path: Path) -> None:
+    """It alone trains, as in one process. lm_head, whose forward nobody calls, then is a unit of its own."""
+    options = options_of((2, 2, 1), objective="mrp", unroll=2, max_steps=3)
+    one = Run(tmp_path / "one", {"objective": "mrp", "unroll": 2, "max_steps": 3}, adapter=True)
+    two = Run(tmp_path / "two", {**options, "fsdp": True, "fsdp_config": {"version": 2}}, sharded=True, adapter=True)
+    assert start(one) == [0]
+    assert start(two, 2) == [0, 0]
+    assert_same(result(two), result(one), 1e-5)
+    assert all(".lora_" in name for name in result(one).gradients)
+    saved, expected = (load_file(run.folder / "final" / "adapter_model.safetensors") for run in (two, one))
+    assert saved.keys() == expected.keys()
+    for name, value in expected.items():
+        close(saved[name], value, 1e-5)
+
+
 @pytest.mark.parametrize("folder", ["checkpoint-4", "final"])
 def test_a_sharded_head_loads_in_one_process(folder: str, sharded: Run) -> None:
     """As a model of this package, and as remote code with the files that were saved beside it."""
@@ -196,6 +235,41 @@ def test_a_deepspeed_config_is_accepted() -> None:
         assert MRPTrainingArguments("unused", objective="mrp", use_cpu=True, deepspeed=config).deepspeed_plugin is not None
 
 
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
+@pytest.mark.parametrize("stage", [2, 3])
+def test_deepspeed_equals_one_process(stage: int, tmp_path: Path) -> None:
+    """In float32, and after a resume. ZeRO-3 divides every weight."""
+    one = Run(tmp_path / "one", {"objective": "mrp", "unroll": 2, "max_steps": 4})
+    assert start(one) == [0]
+    zero = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True, "stage3_param_persistence_threshold": 0}
+    auto = dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"), "auto")
+    options = {**one.options, "deepspeed": {"zero_optimization": zero, **auto}, "save_strategy": "steps", "save_steps": 2}
+    run = Run(tmp_path / "zero", options_of((2, 1, 2), **options))
+    assert start(run, 2) == [0, 0]
+    assert result(run).share == (0 if stage == 3 else 1)
+    resumed = resumed_at(run, 2, tmp_path / "resumed")
+    assert start(resumed, 2) == [0, 0]
+    for folder in (run, resumed):
+        saved = load_file(folder.folder / "final" / "model.safetensors")
+        for name, value in result(one).weights.items():
+            close(saved[name], value, 1e-5)
+        for line, expected in zip(result(folder).lines, result(one).lines, strict=True):
+            assert line == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
+def test_what_zero_3_cannot_do() -> None:
+    """Found before anything is loaded."""
+    plugin = mock.Mock(zero_stage=3)
+    plugin.hf_ds_config.is_true = lambda key: False
+    with pytest.raises(ValueError, match=r"stage3_gather_16bit_weights_on_model_save is not true, and what was trained could"):
+        _check_sharding(mock.Mock(deepspeed_plugin=plugin))
+    under_zero_3 = mock.patch.object(
+        TrainingArguments, "__post_init__", lambda arguments: setattr(arguments, "deepspeed_plugin", plugin)
+    )
+    with under_zero_3, pytest.raises(ValueError, match=r"eval_prompts is 2, but decoding needs whole weights, which ZeRO-3"):
+        MRPTrainingArguments("unused", objective="mrp", eval_prompts=2)
+
+
 @pytest.mark.parametrize("objective", ["block_diffusion", "mrp"])
 def test_bfloat16_computes_in_it_and_keeps_float32_weights(objective: str, tmp_path: Path) -> None:
     trainer = prepare(Run(tmp_path, {**ONE_STEP, "objective": objective, "bf16": True}, eval_rows=4))
@@ -219,6 +293,41 @@ def test_bfloat16_computes_in_it_and_keeps_float32_weights(objective: str, tmp_p
     reduced = trainer.state.log_history[0]["loss"]
     assert reduced != full
     assert reduced == pytest.approx(full, rel=0.02)
+
+
+class EnoughSeenError(Exception):
+    """Ends a training step that could not go on: there is no backward pass of flex attention on CPUs."""
+
+
+@pytest.mark.parametrize("objective", ["block_diffusion", "mrp"])
+def test_flex_attention_gets_queries_keys_and_values_of_one_type(objective: str, tmp_path: Path) -> None:
+    """In bfloat16, of a backbone with weights of it or of float32; and the first loss is that of SDPA."""
+    types, losses = [], []
+
+    def uncompiled(query: Tensor, key: Tensor, value: Tensor, training: bool, return_lse: bool = False, **kwargs: Any) -> Any:
+        types.append((query.dtype, key.dtype, value.dtype))
+        return flex_attention(query, key, value, **kwargs)
+
+    class OneLoss(MRPTrainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            with torch.no_grad():
+                losses.append(super().compute_loss(*args, **kwargs).item())
+            raise EnoughSeenError
+
+    for attention in ("flex_attention", "sdpa"):
+        model = small_model()
+        if objective == "mrp":
+            model.model.bfloat16()
+            model.lm_head.bfloat16()
+        options = {**OPTIONS, **ONE_STEP, "objective": objective, "bf16": True, "packed_attention": attention}
+        trainer = OneLoss(model, MRPTrainingArguments(str(tmp_path), **options), Rows(12))
+        compiled = mock.patch("transformers.integrations.flex_attention.compile_friendly_flex_attention", uncompiled)
+        with compiled, pytest.raises(EnoughSeenError):
+            trainer.train()
+        assert model.config._attn_implementation == "sdpa"
+    layers = 2 if objective == "block_diffusion" else 3 * 2 + 1
+    assert types == [(torch.bfloat16,) * 3] * layers
+    assert losses[0] == pytest.approx(losses[1], rel=0.02)
 
 
 def result_of_one_step(objective: str, folder: Path) -> float:

@@ -1,6 +1,7 @@
 """The commands that measure: one line or one row for everything asked, and numbers that agree with the texts."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,46 @@ def test_a_command_goes_on_where_it_was_killed(tmp_path: Path, capsys: pytest.Ca
     assert len(path.read_text().splitlines()) == 6
 
 
+@pytest.fixture(scope="module")
+def without_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All of the embedded checkpoint but its weights."""
+    folder = tmp_path_factory.mktemp("without") / "weights"
+    shutil.copytree(TINY, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    return folder
+
+
+def test_the_refusals_come_before_the_weights(without_weights: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for model, told in (
+        (without_weights, "only safetensors are read"),
+        (without_weights / "none", "is neither a folder nor the id"),
+    ):
+        with pytest.raises(SystemExit):
+            evaluate.main(["--model", str(model), "--count", "1"])
+        assert told in capsys.readouterr().err
+
+
+def test_a_model_that_is_nowhere_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        evaluate.main(["--model", "nosuch"])
+    assert "'nosuch' is no folder here, and as a repository it could not be read" in capsys.readouterr().err
+
+
+def test_other_options_of_generate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They reach `generate` in every mode and the `static` that is compared with, and are part of what a line measures."""
+    path = tmp_path / "out.jsonl"
+    common = f"--family source --count 2 --max-new-tokens 16 --output {path}"
+    plain = lines_of(capsys, common, "--decoding mrp_spec")
+    sampled = lines_of(capsys, common, "--decoding mrp_spec --set do_sample=true seed=3 temperature=8e-1 top_k=0")
+    assert "set" not in plain[0]
+    assert sampled[0]["set"] == {"do_sample": True, "seed": 3, "temperature": 0.8, "top_k": 0}
+    assert plain[0]["identical_to_static"] == sampled[0]["identical_to_static"] == 100, "lossless for the same noise"
+    assert plain[0]["tokens_per_forward"] != sampled[0]["tokens_per_forward"]
+    assert lines_of(capsys, common, "--decoding mrp_spec") == [], "there already"
+    assert lines_of(capsys, common, "--decoding mrp_spec --set do_sample=true seed=4 temperature=8e-1 top_k=0") != []
+    few = lines_of(capsys, "--family source --count 2 --max-new-tokens 16 --decoding static --set denoising_steps=1")
+    assert few[0]["tokens_per_forward"] > 2, "a block a step"
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
@@ -148,14 +189,30 @@ def test_a_command_goes_on_where_it_was_killed(tmp_path: Path, capsys: pytest.Ca
         ("--prompts GOOD --max-new-tokens 9000", "line 1: a prompt of 3 tokens and 9000 new ones exceed the model's"),
         ("--family math --max-new-tokens 9000", "problem 0: a prompt of"),
         ("--output BAD", "bad.jsonl, line 1: no result of this command"),
+        ("--decoding dynamic --tau 2", "confidence_threshold is 2.0: it must be a probability"),
+        ("--decoding mrp_spec --states 0", "num_draft_states is 0: it must be an int of 1 or more"),
+        ("--set draft_pases=2", "--set draft_pases: generate has no such option (did you mean draft_passes?)"),
+        ("--set check=1", "--set check: generate has no such option"),
+        ("--set draft_passes", "--set draft_passes: write it as NAME=VALUE"),
+        ("--set =2", "--set =2: write it as NAME=VALUE"),
+        ("--set draft_passes=", "--set draft_passes=: write it as NAME=VALUE"),
+        ("--set draft_passes=[2", "--set draft_passes=[2: the value is not YAML"),
+        ("--set draft_passes=two", "draft_passes is 'two', of type str: it must be an int"),
+        ("--set denoising_steps=5000", "denoising_steps is 5000: it must be an int from 1 to block_size"),
+        ("--set seed=1 seed=2", "--set seed=2: seed is given twice"),
+        ("--set num_draft_states=2", "--set num_draft_states=2: use --states"),
+        ("--set num_return_sequences=2", "--set num_return_sequences=2: the measurement decides on num_return_sequences"),
     ],
 )
-def test_what_the_command_refuses(arguments: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_the_command_refuses(
+    arguments: str, told: str, without_weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before it reads the weights, of which there are none."""
     bad, good = tmp_path / "bad.jsonl", tmp_path / "good.jsonl"
     bad.write_text('{"prompt": "x"}\n{"prompt": 7}\n')
     good.write_text('{"prompt": "2 + 3"}\n')
     with pytest.raises(SystemExit) as exited:
-        evaluate.main(["--model", str(TINY), *arguments.replace("BAD", str(bad)).replace("GOOD", str(good)).split()])
+        evaluate.main(["--model", str(without_weights), *arguments.replace("BAD", str(bad)).replace("GOOD", str(good)).split()])
     assert exited.value.code == 2
     assert told in capsys.readouterr().err
     assert bad.read_text() == '{"prompt": "x"}\n{"prompt": 7}\n'

@@ -113,6 +113,9 @@ def test_published_recipes(size: str) -> None:
     assert (arguments.noisy_copies, arguments.inverse_level, arguments.noise_per) == (1, True, "sample")
     assert (arguments.learning_rate, arguments.lr_scheduler_type, arguments.num_train_epochs) == (1e-3, "cosine_with_min_lr", 1)
     assert arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps == 16
+    assert [dry_run(settings, processes).rows_per_step for processes in (1, 8)] == [16, 16]
+    with pytest.raises(ValueError, match="rows_per_step is 16: 3 processes with per_device_train_batch_size 1 take 3 rows"):
+        dry_run(settings, processes=3)
     assert arguments.muon_learning_rate is None
     assert settings.training["bf16"] is True
     assert (settings.options.max_length, settings.options.head_init, settings.options.head_layers) == (4096, "published", 3)

@@ -179,6 +179,34 @@ def test_mrp_loss_equals_the_loop_over_blocks(order_weight: float, head_predicts
     assert counts["reread_kl_head"] == int(left_out[0].sum())
 
 
+def test_on_policy_reveals_are_chained_over_the_steps() -> None:
+    """Step k reveals where, and what, the estimate acc_{k-1} is surest of, block by block: not what h_A, of the first state,
+    would have, which chooses otherwise in some block."""
+    model = confident_model(6)
+    samples = [sample(i, 44, 4) for i in range(8)]
+    batch = collate(samples, copies=1)
+    reveals = Recorded("on_policy", 0.0, BLOCK)
+    with torch.no_grad():
+        HeadObjective(reveals, unroll=3, reread_weight=0.0)(model, batch)
+    other = 0
+    for row, at, clean, start in blocks_of(batch, samples):
+        ids, masked = batch.input_ids[row, at], batch.supervised[row, at]
+        h_a = acc = run_alone(model, clean + ids.tolist()).detach()
+        for after, left in reveals.states:
+            scores = [model.lm_head(hidden[start:]).index_fill(1, torch.tensor([MASK]), -torch.inf) for hidden in (acc, h_a)]
+            if masked.any():
+                sure, stale = (each.softmax(-1).amax(-1).masked_fill(~masked, -1).argmax() for each in scores)
+                chosen = masked & ~left[row, at]
+                assert chosen.nonzero().flatten().tolist() == [int(sure)]
+                token = scores[0][sure].argmax()
+                assert after[row, at[int(sure)]] == token
+                other += int(stale != sure or scores[1][sure].argmax() != token)
+            ids, masked = after[row, at], left[row, at]
+            with torch.no_grad():
+                acc = torch.cat([h_a[:start], (acc + run_alone(model, clean + ids.tolist(), acc))[start:]])
+    assert other > 10
+
+
 def test_the_weights_of_the_parts() -> None:
     """The loss is linear in `order_weight` and in `reread_weight`, and averages the steps."""
     model, batch = confident_model(6), collate(SAMPLES)

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from trainer.chat import RecordEncoder
-from trainer.records import Chat, RecordError, RecordParser, Text
+from trainer.records import Chat, FieldError, RecordError, RecordParser, Text
+from trainer.rows import ChatStream
 from trainer.sources import JsonLines, Places, Rows, Stream, checked, open_source
 
 USER, REPLY = {"role": "user", "content": "1 + 2"}, {"role": "assistant", "content": "3"}
@@ -480,8 +481,27 @@ def test_chats_of_the_embedded_tokenizer(tiny_tokenizer: Any) -> None:
 
 def test_a_template_that_writes_the_mask_is_refused(word_tokenizer: Any) -> None:
     masked = with_template(word_tokenizer, "<mask> " + word_tokenizer.chat_template)
-    with pytest.raises(ValueError, match="its text holds the mask token, id 2: remove it"):
-        encoder(masked).sample(GOOD, 0)
+    message = "the chat template renders it with the mask token <mask>, which clean text must not hold: remove it"
+    for make in (encoder(masked).check, lambda raw: encoder(masked).sample(raw, 0)):
+        with pytest.raises(FieldError, match=message) as caught:
+            make(GOOD)
+        assert caught.value.field_name == "messages"
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_a_mask_outside_of_content_is_found_before_a_stream_begins(marked: bool, word_tokenizer: Any, tmp_path: Path) -> None:
+    """Where the template renders it: with the file, the line and the field."""
+    template = "{% for m in messages %}{{ m['reasoning'] or '' }} {{ m['content'] }}{% endfor %}"
+    if marked:
+        template = template.replace("{{ m['content'] }}", "{% generation %}{{ m['content'] }}{% endgeneration %}")
+    turns = [{"role": "user", "content": "Ana has 3"}, {"role": "assistant", "content": "pens", "reasoning": "<mask> ."}]
+    path = tmp_path / "chats.jsonl"
+    path.write_text(
+        "\n".join(json.dumps({"messages": [turns[0], answer]}) for answer in ({**turns[1], "reasoning": ""}, turns[1]))
+    )
+    encode = encoder(with_template(word_tokenizer, template))
+    with pytest.raises(RecordError, match=r"chats\.jsonl, line 2, field messages: the chat template renders it with the mask"):
+        ChatStream(JsonLines([str(path)]), encode)
 
 
 def test_ordinary_words_as_mask_and_end(word_tokenizer: Any) -> None:

@@ -79,6 +79,24 @@ def test_killed_and_resumed(objective: str, kill: tuple[int, str], uninterrupted
         assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-7"]
 
 
+@pytest.mark.parametrize("plan", [{}, {"max_steps": -1, "num_train_epochs": 1.5, "save_steps": 3}])
+def test_killed_behind_the_last_step(plan: dict[str, Any], uninterrupted: dict[str, Run], tmp_path: Path) -> None:
+    """What its checkpoint holds is the result, and a further step is not made: of seven, or of three in an epoch and a half."""
+    run = run_of("mrp", tmp_path)
+    run = replace(run, kill=(3 if plan else 7, "on_save"), options={**run.options, **plan})
+    assert start(run) == [-signal.SIGKILL]
+    last = load_file(tmp_path / f"checkpoint-{3 if plan else 7}" / "model.safetensors")
+    before = {path.name for path in tmp_path.glob("checkpoint-*")}
+    left = result(take_up(run))
+    assert {path.name for path in tmp_path.glob("checkpoint-*")} == before
+    assert left.lines[-1]["step"] == (3 if plan else 7)
+    assert all(torch.equal(left.weights[name], value) for name, value in last.items())
+    saved = load_file(tmp_path / "final" / "model.safetensors")
+    assert all(torch.equal(saved[name], value) for name, value in last.items())
+    if not plan:
+        assert_equal(run, result(uninterrupted["mrp"]))
+
+
 def test_a_checkpoint_cut_off_anywhere_leaves_the_one_before(uninterrupted: dict[str, Run], tmp_path: Path) -> None:
     """Of the files of the newest, in the order in which they were written, some are whole, one is half there, and the others
     are missing."""

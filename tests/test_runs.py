@@ -9,12 +9,14 @@ import pytest
 import torch
 import yaml
 from conftest import TINY
+from helpers import close
 from peft import PeftModel
 from test_trainer import small_model
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from training_runs import start
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from modeling_mrp import MRPForCausalLM
-from trainer.runs import dry_run, load_tokenizer, open_run
+from trainer.runs import dry_run, open_run, run_tokenizer
 from trainer.settings import Settings, read_settings
 from trainer.tasks import training_lines
 
@@ -70,6 +72,11 @@ def test_flags_win_over_yaml_and_that_over_defaults(tmp_path: Path) -> None:
     assert "lr_scheduler_kwargs" not in other.training
     config.write_text(yaml.safe_dump(read.as_dict()))
     assert read_settings("mrp", str(config)) == read  # what is written is read again
+    shards = ["fsdp=true", "fsdp_config={version: 2}"]
+    config.write_text("model: m\noutput_dir: out\nfsdp: true\n")
+    for sharded in (read_settings("mrp", None, {"model": "m", "output_dir": "out"}, shards), read_settings("mrp", str(config))):
+        assert sharded.training["fsdp"] is True
+        assert sharded.arguments(use_cpu=True).fsdp
 
 
 @pytest.mark.parametrize(
@@ -81,6 +88,7 @@ def test_flags_win_over_yaml_and_that_over_defaults(tmp_path: Path) -> None:
         ("unroll: two", r"bad\.yaml: unroll is 'two', and must be int"),
         ("unroll: true", "unroll is True, and must be int"),
         ("bf16: 1", "bf16 is 1, and must be bool"),
+        ("fsdp: 1", r"fsdp is 1, and must be bool \| str \| None"),
         ("learning_rate: fast", "learning_rate is 'fast', and must be float"),
         ("learning_rate: true", "learning_rate is True, and must be float"),
         ("data: chats.jsonl", r"data is 'chats.jsonl', and must be list\[str\]"),
@@ -151,6 +159,32 @@ def test_an_interrupted_run_goes_on(files: dict[str, str], tmp_path: Path) -> No
     config = json.loads((whole / "config.json").read_text())
     assert config["base_model_name_or_path"] == files["backbone"]
     assert json.loads((whole / "generation_config.json").read_text())["decoding"] == "mrp_spec"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"num_train_epochs": 1.5, "max_steps": -1, "packed": False, "gradient_accumulation_steps": 2},
+        {"streaming": True},
+        {"streaming": True, "packed": False},
+        {"lora_rank": 2, "packed": False},
+    ],
+)
+def test_a_run_that_is_done_is_only_saved_again(flags: dict[str, Any], files: dict[str, str], tmp_path: Path) -> None:
+    """16 rows in steps of 4 make 4 an epoch."""
+    steps = 6 if "num_train_epochs" in flags else 4
+    flags = {"learning_rate": 0.05, **flags, **({"model": files["full"]} if "lora_rank" in flags else {})}
+    first = open_run(settings_of(files, tmp_path, **flags))
+    first.train()
+    name = "adapter_model.safetensors" if "lora_rank" in flags else "model.safetensors"
+    saved, trained = (tmp_path / name).read_bytes(), first.trainer.model.state_dict()
+    (tmp_path / name).unlink()
+    again = open_run(settings_of(files, tmp_path, **flags))
+    again.train()
+    assert first.trainer.state.global_step == again.trainer.state.global_step == steps
+    assert max(int(path.name.split("-")[1]) for path in tmp_path.glob("checkpoint-*")) == steps
+    assert (tmp_path / name).read_bytes() == saved
+    assert all(torch.equal(value, trained[name]) for name, value in again.trainer.model.state_dict().items())
 
 
 def test_a_run_with_other_settings_is_not_taken_up(files: dict[str, str], tmp_path: Path) -> None:
@@ -288,8 +322,13 @@ def test_steps_per_epoch(files: dict[str, str], tmp_path: Path) -> None:
 
 
 def test_a_dry_run_connects_to_nothing(files: dict[str, str], tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"org/none is no folder .* a dry run connects to nothing: download its config first"):
+    """What it needs is named with the command that fetches it: the config, and with data the tokenizer."""
+    fetch = r'\(hf download {} --include "\*\.json" --include "\*\.txt" --include "\*\.jinja"\)'
+    with pytest.raises(ValueError, match="org/none is no folder .* connects to nothing: .*" + fetch.format("org/none")):
         dry_run(settings_of(files, tmp_path, model="org/none"))
+    with pytest.raises(ValueError, match="the tokenizer of 'org/none' cannot be loaded: .*" + fetch.format("org/none")):
+        dry_run(settings_of(files, tmp_path, tokenizer="org/none"))
+    assert dry_run(settings_of(files, tmp_path, tokenizer="org/none", data=[])).rows is None
 
 
 def test_no_data_and_no_prompts(files: dict[str, str], tmp_path: Path) -> None:
@@ -304,4 +343,26 @@ def test_no_data_and_no_prompts(files: dict[str, str], tmp_path: Path) -> None:
 def test_tokenizers_of_repositories_with_code(tmp_path: Path) -> None:
     """The embedded checkpoint carries code, which its tokenizer does not need; nothing asks whether to run it."""
     read = read_settings("mrp", None, {"model": str(TINY), "output_dir": str(tmp_path)})
-    assert load_tokenizer(read.options).mask_token_id == 3
+    assert run_tokenizer(read.options).mask_token_id == 3
+
+
+def test_what_two_sharded_processes_train_loads_as_remote_code(files: dict[str, str], tmp_path: Path) -> None:
+    """The folder is that of one process: the same files, config and, to rounding, weights, as its step has as many rows."""
+    flags = {"max_steps": 1, "save_strategy": "no", "rows_per_step": 4}
+    alone = open_run(settings_of(files, tmp_path / "alone", **flags))
+    assert alone.trainer.args.gradient_accumulation_steps == 2
+    alone.train()
+    shards = {"fsdp": True, "fsdp_config": {"version": 2}}
+    assert start(settings_of(files, tmp_path / "sharded", **{**flags, **shards}), 2) == [0, 0]
+    names, configs = [], []
+    for name in ("alone", "sharded"):
+        names.append({path.name for path in (tmp_path / name).iterdir()})
+        configs.append(json.loads((tmp_path / name / "config.json").read_text()))
+    assert names[1] == names[0] > {"modeling_mrp.py", "model.safetensors"}
+    assert configs[1] == configs[0]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "sharded", trust_remote_code=True)
+    assert type(model).__module__.startswith("transformers_modules")
+    found, expected = model.state_dict(), weights(tmp_path / "alone")
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        close(found[name], value, 1e-5)

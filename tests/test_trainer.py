@@ -4,11 +4,12 @@ import math
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerFast, set_seed
+from transformers import PreTrainedTokenizerFast, TrainingArguments, set_seed
 
 from modeling_mrp import MRPConfig, MRPForCausalLM
 from modeling_mrp.diffusion_mrp import PackedBatch
@@ -20,7 +21,9 @@ from trainer.trainer import MRPTrainer
 
 
 def new_trainer(model: MRPForCausalLM, folder: Path, dataset: Any = None, **options: Any) -> MRPTrainer:
-    rest = {name: options.pop(name) for name in ("eval_dataset", "callbacks", "processing_class") if name in options}
+    functions = ("compute_metrics", "compute_loss_func", "preprocess_logits_for_metrics")
+    of_trainer = ("eval_dataset", "callbacks", "processing_class", *functions)
+    rest = {name: options.pop(name) for name in of_trainer if name in options}
     arguments = MRPTrainingArguments(
         output_dir=str(folder),
         use_cpu=True,
@@ -192,6 +195,30 @@ def test_evaluation_decodes_held_out_prompts(word_tokenizer: PreTrainedTokenizer
     assert lines[-1]["eval_tokens_per_forward"] > 0
 
 
+def test_every_evaluation_decodes_prompts_of_its_own_dataset(word_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    """Of each of several, and of one that is given to `evaluate`; none of them is iterated beyond its length."""
+    model = small_model(word_tokenizer)
+    nn.init.normal_(model.get_submodule("mrp_head.norm").weight)
+    sets = {seed: TaskDataset(word_tokenizer, 2, {"math": 1.0}, "tune", block_size=8, seed=seed) for seed in (0, 1, 2)}
+    trainer = new_trainer(
+        model,
+        tmp_path,
+        objective="mrp",
+        eval_dataset={"first": sets[0], "second": sets[1]},
+        processing_class=word_tokenizer,
+        eval_prompts=3,
+        eval_new_tokens=40,
+    )
+    expected = {}
+    for seed, held_out in sets.items():
+        prompts = [held_out[i].ids[: int(held_out[i].response.argmax())].tolist() for i in range(2)]
+        expected[seed] = measure_acceptance(model, word_tokenizer, prompts, 40)
+    assert len({repr(each) for each in expected.values()}) == 3
+    metrics = trainer.evaluate() | trainer.evaluate(sets[2])
+    for seed, prefix in ((0, "eval_first"), (1, "eval_second"), (2, "eval")):
+        assert {name: metrics[f"{prefix}_{name}"] for name in expected[seed]} == pytest.approx(expected[seed])
+
+
 @pytest.mark.parametrize("objective", ["block_diffusion", "mrp"])
 def test_a_resumed_run_ends_with_the_same_weights(
     objective: str, word_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
@@ -247,6 +274,26 @@ def test_a_resumed_run_ends_with_the_same_weights(
         ({"eval_prompts": 2}, 1, "eval_prompts is 2: give eval_dataset and processing_class"),
         ({"eval_prompts": 2}, 0, "eval_prompts is 2, but there is no head to decode them with"),
         ({"gradient_checkpointing": True, "objective": "mrp"}, 1, "gradient_checkpointing drops the keys"),
+        (
+            {"torch_compile": True},
+            1,
+            "torch_compile is True, which does nothing here: the objectives run in place of the forward",
+        ),
+        ({"torch_compile_backend": "eager"}, 1, "torch_compile_backend is 'eager', which does nothing here"),
+        ({"torch_compile_mode": "default"}, 1, "torch_compile_mode is 'default', which does nothing here"),
+        ({"train_sampling_strategy": "sequential"}, 1, "train_sampling_strategy is 'sequential', which does nothing here"),
+        ({"label_smoothing_factor": 0.1}, 1, "label_smoothing_factor is 0.1, which does nothing here: no objective has labels"),
+        ({"dataloader_drop_last": True}, 1, "dataloader_drop_last is True, which does nothing here: epochs are rounded up"),
+        ({"rows_per_step": 12}, 1, "rows_per_step is 12: 1 processes with per_device_train_batch_size 8 take 8 rows at once"),
+        ({"rows_per_step": 0}, 1, "rows_per_step is 0: 1 processes .* so make it a multiple of that"),
+        (
+            {"rows_per_step": 16, "gradient_accumulation_steps": 4},
+            1,
+            "gradient_accumulation_steps is 4, and rows_per_step 16 makes it 2: set rows_per_step to null",
+        ),
+        ({"compute_metrics": len}, 1, "compute_metrics is <built-in function len>, which would never be called"),
+        ({"compute_loss_func": len}, 1, "compute_loss_func is <built-in function len>, which would never be called"),
+        ({"preprocess_logits_for_metrics": len}, 1, "preprocess_logits_for_metrics is .*, which would never be called"),
         ({"objective": "mrp"}, 0, "needs a model with a head: set num_nextn_predict_layers"),
     ],
 )
@@ -255,6 +302,21 @@ def test_rejected_values(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         new_trainer(small_model(word_tokenizer, head_layers=head_layers), tmp_path, **options)
+
+
+def test_a_step_is_not_divided_among_processes_that_are_not_there(tmp_path: Path) -> None:
+    """Another launcher may have set WORLD_SIZE, or left it out."""
+    two = mock.patch.object(TrainingArguments, "world_size", mock.PropertyMock(return_value=2))
+    with two, pytest.raises(ValueError, match=r"rows_per_step is 16, .* WORLD_SIZE says 1, and there are 2\. Start"):
+        MRPTrainingArguments(str(tmp_path), use_cpu=True, rows_per_step=16)
+
+
+def test_one_process_does_not_take_several_gpus(tmp_path: Path) -> None:
+    """transformers would replicate the model, each copy with the forward of the first."""
+    two = mock.patch.object(TrainingArguments, "n_gpu", mock.PropertyMock(return_value=2))
+    message = "one process sees 2 GPUs, .* with accelerate launch --multi_gpu --num_processes 2 -m trainer.cli train"
+    with two, pytest.raises(ValueError, match=message):
+        MRPTrainingArguments(str(tmp_path), use_cpu=True)
 
 
 def test_the_options_reach_the_collator_and_the_objective(word_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:

@@ -277,6 +277,19 @@ def test_each_block_draws_its_own_level() -> None:
     assert chi_square_p((5 * counts[:, 0] + counts[:, 1]).bincount(minlength=25), torch.full((25,), 0.04)) > ALPHA
 
 
+def test_a_sample_draws_one_level_for_all_its_blocks() -> None:
+    """As published, if asked: all masked tokens weigh 1 / t, another t for each of 20 samples; and of 400 tokens a share of t
+    is masked, to 4.5 standard deviations (false-alarm rate 7e-6 each)."""
+    batch = collate([sample(i, 400, 0) for i in range(20)], copies=1, inverse_level=True, noise_per="sample")
+    levels = set()
+    for masked, weight in zip(batch.supervised[:, :400], batch.weight[:, :400], strict=True):
+        assert len(weight[masked].unique()) == 1
+        level = 1 / weight[masked][0].item()
+        levels.add(level)
+        assert masked.double().mean().item() == pytest.approx(level, abs=4.5 * math.sqrt(level * (1 - level) / 400))
+    assert len(levels) == 20
+
+
 def test_a_masked_token_is_masked_with_the_level_of_its_weight() -> None:
     """Given t the first of four tokens is masked with probability t, whatever another shows: by E[1{masked}] = E[t] in two
     halves of t as seen from the weight of a masked neighbour. Density of t given one mask is 2t: E[t | t < 1/2] = 1/3 and

@@ -10,6 +10,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from multiprocessing import forkserver
 from pathlib import Path
@@ -19,14 +20,18 @@ from unittest import mock
 import numpy as np
 import torch
 from helpers import naive_norm
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 from transformers import TrainerCallback
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from modeling_mrp import MRPConfig, MRPForCausalLM
 from trainer.arguments import MRPTrainingArguments
+from trainer.runs import LORA_TARGETS, open_run
 from trainer.samples import Sample
+from trainer.settings import Settings
 from trainer.trainer import MRPTrainer
 
 BLOCK, MASK = 4, 60
@@ -69,6 +74,16 @@ class Rows:
         return Sample(visit, ids, response, len(ids) - 1)
 
 
+class Streamed(IterableDataset[Sample]):
+    """Rows in their order, without a length."""
+
+    def __init__(self, rows: Rows) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[Sample]:
+        return (self.rows[i] for i in range(len(self.rows)))
+
+
 def small_model(double: bool = False, seed: int = 0, **config: Any) -> MRPForCausalLM:
     """Random weights, with a head that says something."""
     sizes = {
@@ -103,8 +118,10 @@ class Run:
             (`(4, "optimizer.pt")`: in the checkpoint of step 4).
         scramble: Whether every step is preceded by another seed of every global generator.
         sharded: Whether FSDP2 shards the model.
+        adapter: Whether only a LoRA adapter of the head trains.
         file_limit: Bytes that a file may have behind the first checkpoint: writing more fails.
         eval_rows: How many rows are held out.
+        eval_stream: Whether these come as a stream.
     """
 
     folder: Path
@@ -117,8 +134,10 @@ class Run:
     kill: tuple[int, str] | None = None
     scramble: bool = False
     sharded: bool = False
+    adapter: bool = False
     file_limit: int | None = None
     eval_rows: int = 0
+    eval_stream: bool = False
 
 
 class _Watch(TrainerCallback):
@@ -143,6 +162,7 @@ class _Watch(TrainerCallback):
                     self.gradients[name] = whole(parameter.grad).clone()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._kill("on_save", state.global_step)
         if self.run.file_limit is not None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (self.run.file_limit, resource.RLIM_INFINITY))
 
@@ -170,11 +190,21 @@ def whole(tensor: Any) -> Tensor:
 
 def prepare(run: Run) -> MRPTrainer:
     """The trainer of a run."""
-    arguments = MRPTrainingArguments(output_dir=str(run.folder), **{**OPTIONS, **run.options})
+    chosen = {**OPTIONS, **run.options}
+    if "deepspeed" in chosen:
+        del chosen["use_cpu"]  # with it, accelerate would leave DeepSpeed out
+        _let_deepspeed_run_on_cpus()
+    arguments = MRPTrainingArguments(output_dir=str(run.folder), **chosen)
     if run.sharded:
         _let_accelerate_shard_on_cpus()
-    model = small_model(run.double, run.seed)
-    held_out = Rows(run.eval_rows) if run.eval_rows else None
+    model: Any = small_model(run.double, run.seed)
+    if run.adapter:
+        torch.manual_seed(run.seed)
+        lora = LoraConfig(r=2, target_modules=LORA_TARGETS["mrp"], init_lora_weights=False)
+        model = get_peft_model(model, lora)
+    held_out: Any = Rows(run.eval_rows) if run.eval_rows else None
+    if run.eval_stream:
+        held_out = Streamed(held_out)
     trainer = MRPTrainer(model, arguments, Rows(run.rows, run.without_response), held_out)
     trainer.add_callback(_Watch(run))
     torch.manual_seed(run.seed)
@@ -190,11 +220,40 @@ def _let_accelerate_shard_on_cpus() -> None:
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 
 
-def _train(run: Run, rank: int, processes: int, port: int) -> None:
+def _let_deepspeed_run_on_cpus() -> None:
+    """accelerate has no way for processes of DeepSpeed to speak to each other but through GPUs: it is told of gloo."""
+    from accelerate import PartialState
+    from accelerate.utils import DistributedType
+
+    PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.NO)  # type: ignore[method-assign]
+
+
+def _join(rank: int, processes: int, port: int) -> None:
+    """Makes this process one of several, as a launcher does."""
+    torch.set_num_threads(1)
     if processes > 1:
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": processes, "RANK": rank, "LOCAL_RANK": rank}
-        os.environ.update({name: str(value) for name, value in address.items()}, ACCELERATE_USE_CPU="true")
-    torch.set_num_threads(1)
+        os.environ.update({name: str(value) for name, value in address.items()})
+
+
+def _train_as_commands_do(settings: Settings, rank: int, processes: int, port: int) -> None:
+    _join(rank, processes, port)
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    made = MRPTrainingArguments.__post_init__
+
+    def make(arguments: MRPTrainingArguments) -> None:
+        made(arguments)
+        if arguments.fsdp:
+            _let_accelerate_shard_on_cpus()
+
+    MRPTrainingArguments.__post_init__ = make  # type: ignore[method-assign]
+    open_run(settings).train()
+
+
+def _train(run: Run, rank: int, processes: int, port: int) -> None:
+    _join(rank, processes, port)
+    if processes > 1:
+        os.environ.update({"DS_ACCELERATOR": "cpu"} if "deepspeed" in run.options else {"ACCELERATE_USE_CPU": "true"})
     if run.double:  # Qwen3's norms would round to float32
         Qwen3RMSNorm.forward = lambda norm, x: naive_norm(norm, x)  # type: ignore[method-assign]
     trainer = prepare(run)
@@ -203,10 +262,13 @@ def _train(run: Run, rank: int, processes: int, port: int) -> None:
     watch = next(callback for callback in trainer.callback_handler.callbacks if isinstance(callback, _Watch))
     weights = {name: whole(value).detach().clone() for name, value in trainer.model.state_dict().items()}
     here = sum(getattr(p, "to_local", lambda p=p: p)().numel() for p in trainer.model.parameters())
-    share = here / sum(p.numel() for p in trainer.model.parameters())
+    share = here / sum(getattr(p, "ds_numel", p.numel()) for p in trainer.model.parameters())
+    searched = getattr(trainer.model_wrapped, "find_unused_parameters", False)
     save_file(weights, run.folder / f"{rank}.weights.safetensors")
     save_file(watch.gradients, run.folder / f"{rank}.gradients.safetensors")
-    (run.folder / f"{rank}.json").write_text(json.dumps({"history": trainer.state.log_history, "share": share}))
+    (run.folder / f"{rank}.json").write_text(
+        json.dumps({"history": trainer.state.log_history, "share": share, "searched": searched})
+    )
 
 
 @dataclass(frozen=True)
@@ -218,7 +280,8 @@ class Result:
         evaluations: The lines with held-out losses, likewise.
         weights: At its end.
         gradients: Of its first step.
-        share: How much of all parameters this process holds.
+        share: How much of all parameters this process holds between steps; nothing under ZeRO-3, which keeps its part apart.
+        searched: Whether DDP looked for parameters without gradients in every step.
     """
 
     lines: list[dict[str, float]]
@@ -226,6 +289,7 @@ class Result:
     weights: dict[str, Tensor]
     gradients: dict[str, Tensor]
     share: float
+    searched: bool
 
 
 def result(run: Run, rank: int = 0) -> Result:
@@ -239,11 +303,13 @@ def result(run: Run, rank: int = 0) -> Result:
         load_file(run.folder / f"{rank}.weights.safetensors"),
         load_file(run.folder / f"{rank}.gradients.safetensors"),
         left["share"],
+        left["searched"],
     )
 
 
-def start(run: Run, processes: int = 1) -> list[int | None]:
-    """Trains, and waits for all processes; their exit codes, None for one that was not done in two minutes (it is ended)."""
+def start(run: Run | Settings, processes: int = 1) -> list[int | None]:
+    """Trains, as the commands do if settings are given, and waits for all processes; their exit codes, None for one that was
+    not done in two minutes (it is ended)."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):  # Python 3.11 does not pass it on
@@ -251,7 +317,8 @@ def start(run: Run, processes: int = 1) -> list[int | None]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    ranks = [context.Process(target=_train, args=(run, rank, processes, port)) for rank in range(processes)]
+    work: Any = _train if isinstance(run, Run) else _train_as_commands_do
+    ranks = [context.Process(target=work, args=(run, rank, processes, port)) for rank in range(processes)]
     for process in ranks:
         process.start()
     end = time.monotonic() + 120

@@ -1,5 +1,6 @@
 """The options of training, checked where they enter."""
 
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +12,31 @@ from .reveals import REVEAL_RULES, Reveals
 OBJECTIVES = ("block_diffusion", "mrp")
 ATTENTIONS = ("auto", "flex_attention", "sdpa", "eager")
 NO_CHECKPOINTING = "gradient_checkpointing drops the keys that the head's passes share: leave it off for objective 'mrp'"
+# Options of `TrainingArguments` that would do nothing: their defaults, and why.
+_LEFT_OUT: dict[str, tuple[Any, str]] = {
+    "torch_compile": (False, "the objectives run in place of the forward that it compiles"),
+    "torch_compile_backend": (None, "the objectives run in place of the forward that it compiles"),
+    "torch_compile_mode": (None, "the objectives run in place of the forward that it compiles"),
+    "train_sampling_strategy": ("random", "rows of like length meet in one batch anyway, in an order that the seed decides"),
+    "label_smoothing_factor": (0.0, "no objective has labels to smooth"),
+    "dataloader_drop_last": (False, "epochs are rounded up to whole steps"),
+}
 NO_MUON = "muon_learning_rate is set, but Muon needs whole matrices, which FSDP and DeepSpeed shard: leave it unset"
+
+
+def passes_of(rows_per_step: int, rows_at_once: int, processes: int) -> int:
+    """How many passes of `rows_at_once` on each process make a step.
+
+    Raises:
+        ValueError: if a whole number of them does not.
+    """
+    passes, left = divmod(rows_per_step, rows_at_once * processes)
+    if left or passes < 1:
+        raise ValueError(
+            f"rows_per_step is {rows_per_step}: {processes} processes with per_device_train_batch_size {rows_at_once} take "
+            f"{rows_at_once * processes} rows at once, so make it a multiple of that"
+        )
+    return passes
 
 
 @dataclass
@@ -40,6 +65,9 @@ class MRPTrainingArguments(TrainingArguments):
         eval_prompts: How many prompts of the evaluation dataset every evaluation decodes with `mrp_spec`, to report accepted
             drafts and tokens per forward; 0 for none.
         eval_new_tokens: How many tokens each of them may get.
+        rows_per_step: Rows of a step over all processes and passes: sets `gradient_accumulation_steps` to as many passes of
+            `per_device_train_batch_size` rows on each process as make them, so that a recipe's step is the same on any number
+            of devices.
 
     Raises:
         ValueError: on values out of range or that do not go together.
@@ -60,15 +88,43 @@ class MRPTrainingArguments(TrainingArguments):
     muon_learning_rate: float | None = None
     eval_prompts: int = 0
     eval_new_tokens: int = 64
+    rows_per_step: int | None = None
     remove_unused_columns: bool = False
 
     def __post_init__(self) -> None:
         self._check()
+        processes = int(os.environ.get("WORLD_SIZE", "1"))  # DeepSpeed's config needs the passes before there are any
+        if self.rows_per_step is not None:
+            passes = passes_of(self.rows_per_step, self.per_device_train_batch_size, processes)
+            given = vars(self)["gradient_accumulation_steps"]
+            if given not in (1, passes):
+                raise ValueError(
+                    f"gradient_accumulation_steps is {given}, and rows_per_step {self.rows_per_step} makes it {passes}: set "
+                    "rows_per_step to null, or leave gradient_accumulation_steps out"
+                )
+            self.gradient_accumulation_steps = passes
         super().__post_init__()
+        if self.rows_per_step is not None and self.world_size != processes:
+            raise ValueError(
+                f"rows_per_step is {self.rows_per_step}, and how many processes share it cannot be told: WORLD_SIZE says "
+                f"{processes}, and there are {self.world_size}. Start them with accelerate launch or torchrun"
+            )
+        if self.n_gpu > 1:
+            raise ValueError(
+                f"one process sees {self.n_gpu} GPUs, and needs one for itself: start one on each, with accelerate launch "
+                f"--multi_gpu --num_processes {self.n_gpu} -m trainer.cli train ..., or show it one with CUDA_VISIBLE_DEVICES=0"
+            )
+        if self.eval_prompts and self.deepspeed_plugin is not None and self.deepspeed_plugin.zero_stage == 3:
+            raise ValueError(
+                f"eval_prompts is {self.eval_prompts}, but decoding needs whole weights, which ZeRO-3 divides: use 0"
+            )
         if self.accelerator_config.dispatch_batches is None:  # a stream's items are samples, which no process can scatter
             self.accelerator_config.dispatch_batches = False
 
     def _check(self) -> None:
+        for name, (needed, reason) in _LEFT_OUT.items():
+            if getattr(self, name) != needed:
+                raise ValueError(f"{name} is {getattr(self, name)!r}, which does nothing here: {reason}. Leave it out")
         for name, choices in (
             ("objective", OBJECTIVES),
             ("noise_per", ("block", "sample")),

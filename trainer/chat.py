@@ -11,8 +11,8 @@ import numpy as np
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from .records import Chat, FieldError, Record, RecordParser
-from .samples import Sample, make_sample
+from .records import Backbone, Chat, FieldError, RecordParser, Text, Trajectory
+from .samples import Sample, decoded_sample, make_sample
 
 Piece = tuple[str, bool]  # a text, and whether it is learned
 
@@ -33,6 +33,9 @@ class RecordEncoder:
         end_token_ids: What ends a turn; the first one is put behind a text that does not end itself. The tokenizer's eos
             token if there are none; give a model's `generation_config.eos_token_id`.
         template_options: Passed to the chat template, such as `enable_thinking`.
+        vocab_size: Ids that decoded texts may have; the tokenizer's if None.
+        digest: Of the backbone that decoded texts are for (see `trainer.trajectories.digest`); None if it is not known.
+        with_decoded: Whether decoded texts may be among the records; not where `inverse_level` weighs random masks.
 
     Raises:
         ValueError: The tokenizer lacks a pad or an end token, or no block fits.
@@ -44,6 +47,9 @@ class RecordEncoder:
     mask_token_id: int
     end_token_ids: Sequence[int] = ()
     template_options: Mapping[str, Any] = field(default_factory=dict)
+    vocab_size: int | None = None
+    digest: str | None = None
+    with_decoded: bool = True
 
     def __post_init__(self) -> None:
         if self.max_length < self.block_size:
@@ -63,7 +69,9 @@ class RecordEncoder:
     @cached_property
     def parser(self) -> RecordParser:
         """Turns lines and rows into records."""
-        return RecordParser(self._text_of(self.mask_token_id), self._end_tokens)
+        vocab_size = len(self.tokenizer) if self.vocab_size is None else self.vocab_size
+        backbone = Backbone(vocab_size, self.block_size, self.mask_token_id, self.digest)
+        return RecordParser(self._text_of(self.mask_token_id), self._end_tokens, backbone)
 
     def check(self, raw: bytes | Mapping[str, Any]) -> None:
         """All of a record that can be checked without encoding it.
@@ -72,7 +80,33 @@ class RecordEncoder:
             FieldError: It is malformed, or the chat template cannot render it so that its turns are found.
             ValueError: It is a chat and the tokenizer has no chat template.
         """
-        self._pieces(self.parser.parse(raw))
+        record = self.parser.parse(raw)
+        if not isinstance(record, Trajectory):
+            self._pieces(record)
+        elif not self.with_decoded:
+            raise FieldError(
+                "reveal_step",
+                "a decoded text has no random masks for inverse_level to weigh: switch that off, or leave decoded texts out",
+            )
+
+    def prompt(self, raw: bytes | Mapping[str, Any]) -> list[int]:
+        """The ids that a decoder is given: of a chat before a last turn of the assistant, or of a `prompt`.
+
+        Raises:
+            FieldError: The record is malformed, asks nothing, or holds the mask token; or the chat template refuses it.
+            ValueError: It is a chat and the tokenizer has no chat template.
+        """
+        record = self.parser.parse_prompt(raw)
+        if isinstance(record, Chat):
+            self._need_template()
+            begin, text = [], self._render(record, len(record.messages), add_generation_prompt=True)
+        else:
+            begin, text = self._begin_ids, record.prompt
+        ids = [*begin, *self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]
+        if len(ids) == len(begin):
+            raise FieldError("prompt", "it has no token: write a longer one")
+        self._check_no_mask(ids)
+        return ids
 
     def sample(self, raw: bytes | Mapping[str, Any], index: int) -> Sample | None:
         """The sample of a record; None if nothing that is learned lies within `max_length`.
@@ -83,9 +117,12 @@ class RecordEncoder:
             FieldError: As `check`; or it holds the mask token.
             ValueError: As `check`.
         """
-        ids, learned = self._encode(self.parser.parse(raw))
-        if self.mask_token_id in ids:
-            raise FieldError(None, f"its text holds the mask token, id {self.mask_token_id}: remove it")
+        record = self.parser.parse(raw)
+        if isinstance(record, Trajectory):
+            start, steps, pad = record.response_start, record.reveal_step, self.tokenizer.pad_token_id
+            return decoded_sample(index, record.ids, start, steps, self.block_size, self.end_token_ids, pad, self.capacity)
+        ids, learned = self._encode(record)
+        self._check_no_mask(ids)
         if len(ids) <= self.capacity:
             return make_sample(index, ids, learned, self.block_size, self.tokenizer.pad_token_id)
         within = np.asarray(learned[: self.capacity])
@@ -110,7 +147,11 @@ class RecordEncoder:
         token = self.tokenizer.added_tokens_decoder.get(token_id)
         return None if token is None else token.content
 
-    def _encode(self, record: Record) -> tuple[list[int], list[bool]]:
+    def _check_no_mask(self, ids: Sequence[int]) -> None:
+        if self.mask_token_id in ids:
+            raise FieldError(None, f"its text holds the mask token, id {self.mask_token_id}: remove it")
+
+    def _encode(self, record: Chat | Text) -> tuple[list[int], list[bool]]:
         pieces = self._pieces(record)
         if pieces is None:
             assert isinstance(record, Chat)
@@ -126,17 +167,26 @@ class RecordEncoder:
     def _ended(self, ids: list[int], learned: list[bool]) -> tuple[list[int], list[bool]]:
         return (ids, learned) if ids and ids[-1] in self.end_token_ids else ([*ids, self.end_token_ids[0]], [*learned, True])
 
-    def _pieces(self, record: Record) -> list[Piece] | None:
-        """A record's text in pieces that are encoded one by one, as a decoder is given the prompt alone; None if only the
-        template's own marks tell which are learned."""
-        if not isinstance(record, Chat):
-            return [(record.prompt, False), (record.completion, True)]
+    def _need_template(self) -> None:
         if self.tokenizer.chat_template is None:
             raise ValueError(
                 "a record is a chat and the tokenizer has no chat template: set tokenizer.chat_template, or give 'prompt' and"
                 " 'completion' as strings"
             )
+
+    def _pieces(self, record: Chat | Text) -> list[Piece] | None:
+        """A record's text in pieces that are encoded one by one, as a decoder is given the prompt alone; None if only the
+        template's own marks tell which are learned."""
+        if not isinstance(record, Chat):
+            return [(record.prompt, False), (record.completion, True)]
+        self._need_template()
         whole = self._render(record, len(record.messages))
+        if (mask := self.parser.mask_token) and mask in whole:
+            raise FieldError(
+                record.field_name,
+                f"the chat template renders it with the mask token {mask}, which clean text must not hold: remove it from what "
+                "the template writes",
+            )
         pieces: list[Piece] = []
         done = 0
         for turn, message in enumerate(record.messages):

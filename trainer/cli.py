@@ -1,17 +1,17 @@
-"""The console script `mrp`: train, evaluate, make tasks, convert, publish. ``python -m trainer.cli`` is the same.
+"""The console script `mrp`: train, decode, evaluate, make tasks, convert, publish. ``python -m trainer.cli`` is the same.
 
 Commands import what they need when they run, so that help comes at once.
 """
 
-from argparse import Namespace
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
 from . import cli_train
 from .cli_errors import told
+from .evaluate_options import EvaluateOptions, help_of, shown_default
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -24,6 +24,7 @@ app.add_typer(cli_train.app, name="train")
 
 _WHAT, _HOW, _MODEL, _OUTPUT = "What is asked", "How it is decoded", "Model", "Output"
 _KIND, _TARGET, _CARD = "What is pushed", "Where to", "Card"
+_DEFAULT = EvaluateOptions()
 Splits = Literal["train", "tune", "heldout"]
 
 
@@ -48,9 +49,70 @@ class Decoding(StrEnum):
     MRP_REMASK = "mrp_remask"
 
 
+def _option(name: str, panel: str, **more: Any) -> Any:
+    """A flag of `mrp evaluate`, with the help and the default that both of its commands show."""
+    return typer.Option(f"--{name.replace('_', '-')}", rich_help_panel=panel, help=help_of(name), **more)
+
+
+def _several(name: str, panel: str, metavar: str | None = None) -> Any:
+    shown = shown_default(name) or False
+    return typer.Option(
+        f"--{name}", rich_help_panel=panel, metavar=metavar, show_default=shown, help=f"{help_of(name)} Repeatable."
+    )
+
+
 @app.command()
 def evaluate(
+    context: typer.Context,
+    model: Annotated[str, _option("model", _MODEL, metavar="PATH")],
+    tokenizer: Annotated[
+        str | None, _option("tokenizer", _MODEL, metavar="PATH", show_default=shown_default("tokenizer"))
+    ] = None,
+    dtype: Annotated[
+        Literal["auto", "float64", "float32", "bfloat16", "float16"] | None,
+        _option("dtype", _MODEL, show_default=shown_default("dtype")),
+    ] = None,
+    device: Annotated[str | None, _option("device", _MODEL, show_default=shown_default("device"))] = None,
+    prompts: Annotated[list[str] | None, _several("prompts", _WHAT, "FILE")] = None,
+    judge: Annotated[Literal["exact", "last_number", "contains"], _option("judge", _WHAT)] = _DEFAULT.judge,  # type: ignore[assignment]
+    chat: Annotated[bool, _option("chat", _WHAT)] = False,
+    family: Annotated[list[Family] | None, _several("family", _WHAT)] = None,
+    split: Annotated[Splits, _option("split", _WHAT)] = _DEFAULT.split,  # type: ignore[assignment]
+    count: Annotated[int, _option("count", _WHAT, min=1)] = _DEFAULT.count,
+    limit: Annotated[int | None, _option("limit", _WHAT, min=1)] = None,
+    decoding: Annotated[list[Decoding] | None, _several("decoding", _HOW)] = None,
+    tau: Annotated[list[float] | None, _several("tau", _HOW)] = None,
+    states: Annotated[list[int] | None, _several("states", _HOW)] = None,
+    branches: Annotated[list[int] | None, _several("branches", _HOW)] = None,
+    set_: Annotated[list[str] | None, _several("set", _HOW, "NAME=VALUE")] = None,
+    max_new_tokens: Annotated[
+        int | None, _option("max_new_tokens", _HOW, min=1, show_default=shown_default("max_new_tokens"))
+    ] = None,
+    batch_size: Annotated[int, _option("batch_size", _HOW, min=1)] = _DEFAULT.batch_size,
+    output: Annotated[str | None, _option("output", _OUTPUT, metavar="FILE")] = None,
+    show: Annotated[int, _option("show", _OUTPUT, min=0)] = _DEFAULT.show,
+) -> None:
+    """Measure accuracy, tokens per forward and acceptance, with 95 % intervals: one JSON line per set and mode."""
+    given = {name.rstrip("_"): value for name, value in context.params.items()}
+    for name in ("prompts", "family", "decoding", "tau", "states", "branches", "set"):
+        given[name] = [getattr(one, "value", one) for one in given[name] or ()] or getattr(_DEFAULT, name)
+    with told():
+        options = EvaluateOptions(**given)
+        from .evaluate import evaluate as evaluate_model
+
+        evaluate_model(options)
+
+
+@app.command()
+def decode(
+    context: typer.Context,
     model: Annotated[str, typer.Option(metavar="PATH", rich_help_panel=_MODEL, help="Checkpoint: folder or Hub id.")],
+    data: Annotated[
+        list[str],
+        typer.Option(metavar="FILE", rich_help_panel=_WHAT, help="JSON lines or a datasets folder, with prompts. Repeatable."),
+    ],
+    output: Annotated[str, typer.Option(metavar="FILE", rich_help_panel=_OUTPUT, help="JSON lines that mrp train reads.")],
+    revision: Annotated[str | None, typer.Option(rich_help_panel=_MODEL, help="The model's commit, branch or tag.")] = None,
     tokenizer: Annotated[
         str | None, typer.Option(metavar="PATH", rich_help_panel=_MODEL, show_default="the model's", help="Another tokenizer.")
     ] = None,
@@ -58,80 +120,39 @@ def evaluate(
         Literal["auto", "float64", "float32", "bfloat16", "float16"] | None,
         typer.Option(rich_help_panel=_MODEL, show_default="the checkpoint's", help="Type of the weights."),
     ] = None,
-    device: Annotated[str | None, typer.Option(rich_help_panel=_MODEL, show_default="first GPU, or cpu", help="Where.")] = None,
-    prompts: Annotated[
-        list[str] | None,
-        typer.Option(metavar="FILE", rich_help_panel=_WHAT, help="JSON lines: prompt or messages, and answer. Repeatable."),
+    device: Annotated[
+        str | None, typer.Option(rich_help_panel=_MODEL, show_default="own GPU, or cpu", help="Device of the model.")
     ] = None,
-    judge: Annotated[
-        Literal["exact", "last_number", "contains"], typer.Option(rich_help_panel=_WHAT, help="Of answers to --prompts.")
-    ] = "exact",
-    chat: Annotated[bool, typer.Option("--chat", rich_help_panel=_WHAT, help="Chat template around every prompt.")] = False,
-    family: Annotated[
-        list[Family] | None,
-        typer.Option(rich_help_panel=_WHAT, show_default="math, code", help="Synthetic problems. Repeatable."),
-    ] = None,
-    split: Annotated[Splits, typer.Option(rich_help_panel=_WHAT, help="Of these.")] = "heldout",
-    count: Annotated[int, typer.Option(min=1, rich_help_panel=_WHAT, help="Problems of a family.")] = 500,
-    limit: Annotated[int | None, typer.Option(min=1, rich_help_panel=_WHAT, help="Only so many of each set.")] = None,
-    decoding: Annotated[
-        list[Decoding] | None, typer.Option(rich_help_panel=_HOW, show_default="static", help="Modes. Repeatable.")
-    ] = None,
-    tau: Annotated[
-        list[float] | None,
-        typer.Option(rich_help_panel=_HOW, show_default="0.9", help="Of dynamic and mrp_remask. Repeatable."),
-    ] = None,
-    states: Annotated[
-        list[int] | None, typer.Option(rich_help_panel=_HOW, show_default="4", help="Drafts of *_spec. Repeatable.")
-    ] = None,
-    branches: Annotated[
-        list[int] | None, typer.Option(rich_help_panel=_HOW, show_default="3", help="Their branches. Repeatable.")
-    ] = None,
-    max_new_tokens: Annotated[
-        int | None, typer.Option(min=1, rich_help_panel=_HOW, show_default="the family's, or 256", help="Per prompt.")
-    ] = None,
+    split: Annotated[str, typer.Option(rich_help_panel=_WHAT, help="Split of a datasets folder.")] = "train",
+    limit: Annotated[int | None, typer.Option(min=1, rich_help_panel=_WHAT, help="Decode only so many records.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, rich_help_panel=_HOW, help="Limit of tokens per prompt.")] = 256,
+    temperature: Annotated[
+        float, typer.Option(min=0, rich_help_panel=_HOW, help="Temperature of sampling; 0 is greedy.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(min=0, rich_help_panel=_HOW, help="Seed of sampling.")] = 0,
     batch_size: Annotated[int, typer.Option(min=1, rich_help_panel=_HOW, help="Prompts per generate.")] = 32,
-    output: Annotated[
-        str | None, typer.Option(metavar="FILE", rich_help_panel=_OUTPUT, help="Append lines; what is there is skipped.")
-    ] = None,
-    show: Annotated[int, typer.Option(min=0, rich_help_panel=_OUTPUT, help="Answers to print.")] = 0,
 ) -> None:
-    """Measure accuracy, tokens per forward and acceptance, with 95 % intervals: one JSON line per set and mode."""
-    options = Namespace(
-        model=model,
-        tokenizer=tokenizer,
-        dtype=dtype,
-        device=device,
-        prompts=prompts,
-        judge=judge,
-        chat=chat,
-        family=[one.value for one in family or []],
-        split=split,
-        count=count,
-        limit=limit,
-        decoding=[one.value for one in decoding or [Decoding.STATIC]],
-        tau=tau or [0.9],
-        states=states or [4],
-        branches=branches or [3],
-        max_new_tokens=max_new_tokens,
-        batch_size=batch_size,
-        output=output,
-        show=show,
-    )
+    """Have a model answer prompts with static decoding: training data for its head. Run again, it goes on."""
     with told():
-        from .evaluate import evaluate as evaluate_model
+        from .decode import DecodeOptions
+        from .decode import decode as decode_prompts
 
-        evaluate_model(options)
+        written = decode_prompts(DecodeOptions(**context.params))
+    if written is not None:
+        cut = f", {written.cut} of them without an end (of these training takes whole blocks)" if written.cut else ""
+        typer.echo(f"wrote {written.texts} texts to {written.path}{cut}")
 
 
 @app.command()
 def tasks(
-    family: Annotated[list[Family], typer.Option(help="Which problems. Repeatable.")],
-    split: Annotated[Splits, typer.Option(help="No prompt is in two of them.")] = "train",
+    family: Annotated[list[Family], typer.Option(help="Synthetic problems. Repeatable.")],
+    split: Annotated[Splits, typer.Option(help="Split; no prompt is in two of them.")] = "train",
     count: Annotated[int, typer.Option(min=1, help="Problems of each family.")] = 1000,
-    seed: Annotated[int, typer.Option(help="Other seeds, other problems.")] = 0,
-    problems: Annotated[bool, typer.Option("--problems", help="With hidden cases and numbers, not as training data.")] = False,
-    output: Annotated[Path | None, typer.Option(metavar="FILE", show_default="standard output", help="Written anew.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the problems.")] = 0,
+    problems: Annotated[
+        bool, typer.Option("--problems", help="Write problems with hidden cases and numbers, not training data.")
+    ] = False,
+    output: Annotated[Path | None, typer.Option(metavar="FILE", show_default="standard output", help="File to write.")] = None,
 ) -> None:
     """Make synthetic problems as JSON lines that mrp train reads (source: text and its continuation)."""
     with told():
@@ -150,10 +171,10 @@ def tasks(
 
 @app.command()
 def convert(
-    source: Annotated[str, typer.Argument(metavar="SOURCE", help="Folder or Hub id.")],
-    target: Annotated[Path, typer.Argument(metavar="TARGET", help="Folder that does not exist or is empty.")],
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="Checkpoint: folder or Hub id.")],
+    target: Annotated[Path, typer.Argument(metavar="TARGET", help="Folder to write: new, or empty.")],
     layout: Annotated[
-        Literal["mrp", "sdar", "heavyball"], typer.Option(help="This package's, the published backbone's, or head's.")
+        Literal["mrp", "sdar", "heavyball"], typer.Option(help="Layout: this package's, the published backbone's, or head's.")
     ] = "mrp",
 ) -> None:
     """Write a checkpoint in another layout, its numbers byte for byte."""
@@ -177,12 +198,12 @@ About = Annotated[
 @app.command()
 def push(
     folder: Annotated[str, typer.Argument(metavar="FOLDER_OR_ID", help="What training saved, or a repository to copy.")],
-    repo_id: Annotated[str, typer.Argument(metavar="REPO", help="org/name.")],
+    repo_id: Annotated[str, typer.Argument(metavar="REPO", help="Repository: org/name.")],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list files and sizes; no connection is made.")] = False,
     head_only: Annotated[
-        bool, typer.Option("--head-only", rich_help_panel=_KIND, help="The head of a full model alone.")
+        bool, typer.Option("--head-only", rich_help_panel=_KIND, help="Push the head of a full model alone.")
     ] = False,
-    adapter: Annotated[bool, typer.Option("--adapter", rich_help_panel=_KIND, help="A peft adapter.")] = False,
+    adapter: Annotated[bool, typer.Option("--adapter", rich_help_panel=_KIND, help="Push a peft adapter.")] = False,
     base_model: Annotated[
         str | None, typer.Option(metavar="ID", rich_help_panel=_KIND, help="With --head-only: the backbone on the Hub.")
     ] = None,
@@ -199,7 +220,7 @@ def push(
         Path | None, typer.Option(metavar="FILE", rich_help_panel=_CARD, help="Publish this card, not a rendered one.")
     ] = None,
     new_card: Annotated[
-        bool, typer.Option("--new-card", rich_help_panel=_CARD, help="Render it even where a person wrote one.")
+        bool, typer.Option("--new-card", rich_help_panel=_CARD, help="Render the card even where a person wrote one.")
     ] = False,
     results: Results = None,
     about: About = None,
@@ -238,7 +259,7 @@ def push(
 def card(
     folder: Annotated[str, typer.Argument(metavar="FOLDER", help="A checkpoint.")],
     name: Annotated[str | None, typer.Option(show_default="the folder", help="Repository that the examples load.")] = None,
-    output: Annotated[Path | None, typer.Option(metavar="FILE", show_default="standard output", help="Written anew.")] = None,
+    output: Annotated[Path | None, typer.Option(metavar="FILE", show_default="standard output", help="File to write.")] = None,
     results: Results = None,
     about: About = None,
 ) -> None:

@@ -20,7 +20,9 @@ Set = Annotated[
         "--set", metavar="NAME=VALUE", rich_help_panel=_RUN, help="Any other field of MRPTrainingArguments. Repeatable."
     ),
 ]
-OutputDir = Annotated[str | None, typer.Option(metavar="FOLDER", rich_help_panel=_RUN, help="Checkpoints, and the result.")]
+OutputDir = Annotated[
+    str | None, typer.Option(metavar="FOLDER", rich_help_panel=_RUN, help="Folder for checkpoints and the result.")
+]
 Restart = Annotated[
     bool, typer.Option("--restart", rich_help_panel=_RUN, help="Begin again, instead of going on from the last checkpoint.")
 ]
@@ -28,15 +30,17 @@ DryRun = Annotated[
     bool, typer.Option("--dry-run", rich_help_panel=_RUN, help="Only print parameters, memory and steps; nothing is loaded.")
 ]
 Processes = Annotated[int, typer.Option(min=1, rich_help_panel=_RUN, help="Devices that --dry-run reckons with.")]
-Seed = Annotated[int | None, typer.Option(rich_help_panel=_RUN, show_default="42", help="Of noise, order and new weights.")]
+Seed = Annotated[
+    int | None, typer.Option(rich_help_panel=_RUN, show_default="42", help="Seed of noise, order and new weights.")
+]
 
 Model = Annotated[str | None, typer.Option(metavar="PATH", rich_help_panel=_MODEL, help="Checkpoint: folder or Hub id.")]
-Revision = Annotated[str | None, typer.Option(rich_help_panel=_MODEL, help="Its commit, branch or tag.")]
+Revision = Annotated[str | None, typer.Option(rich_help_panel=_MODEL, help="Commit, branch or tag of the model.")]
 TokenizerPath = Annotated[
     str | None, typer.Option(metavar="PATH", rich_help_panel=_MODEL, show_default="the model's", help="Another tokenizer.")
 ]
 MaskTokenId = Annotated[
-    int | None, typer.Option(rich_help_panel=_MODEL, help="Mask of a Qwen3 checkpoint of another vocabulary.")
+    int | None, typer.Option(rich_help_panel=_MODEL, help="Mask id, of a Qwen3 checkpoint of another vocabulary.")
 ]
 BlockSize = Annotated[
     int | None, typer.Option(rich_help_panel=_MODEL, show_default="16", help="Tokens per block, of a Qwen3 checkpoint.")
@@ -46,9 +50,13 @@ Data = Annotated[
     list[str] | None,
     typer.Option(metavar="FILE", rich_help_panel=_DATA, help="JSON lines, a datasets folder, or - . Repeatable."),
 ]
-Split = Annotated[str | None, typer.Option(rich_help_panel=_DATA, show_default="train", help="Split of a folder.")]
-EvalData = Annotated[list[str] | None, typer.Option(metavar="FILE", rich_help_panel=_DATA, help="Held out. Repeatable.")]
-EvalSplit = Annotated[str | None, typer.Option(rich_help_panel=_DATA, show_default="test", help="Split of it.")]
+Split = Annotated[str | None, typer.Option(rich_help_panel=_DATA, show_default="train", help="Split of a folder of --data.")]
+EvalData = Annotated[
+    list[str] | None, typer.Option(metavar="FILE", rich_help_panel=_DATA, help="Data to evaluate on. Repeatable.")
+]
+EvalSplit = Annotated[
+    str | None, typer.Option(rich_help_panel=_DATA, show_default="test", help="Split of a folder of --eval-data.")
+]
 MaxLength = Annotated[int | None, typer.Option(rich_help_panel=_DATA, show_default="2048", help="Tokens of a row.")]
 Packed = Annotated[
     bool | None,
@@ -67,7 +75,9 @@ Head = Annotated[
 HeadLayers = Annotated[int | None, typer.Option(rich_help_panel=_HEAD, show_default="3", help="Layers of a new head.")]
 HeadInit = Annotated[
     Literal["identity", "backbone", "published"] | None,
-    typer.Option(rich_help_panel=_HEAD, show_default="identity", help="Its start: A + C = A, the last layers, or random."),
+    typer.Option(
+        rich_help_panel=_HEAD, show_default="identity", help="A new head's start: A + C = A, the last layers, or random."
+    ),
 ]
 Save = Annotated[
     Literal["head", "full"] | None,
@@ -81,48 +91,56 @@ RevealRule = Annotated[
 ]
 HeadLoss = Annotated[
     Literal["kl", "reverse_kl", "cross_entropy", "mse"] | None,
-    typer.Option(rich_help_panel=_LOSS, show_default="kl", help="Between A + C and B."),
+    typer.Option(
+        rich_help_panel=_LOSS, show_default="kl", help="Divergence between the head's logits and the backbone's next ones."
+    ),
 ]
 NoisyCopies = Annotated[
     int | None, typer.Option(min=1, max=2, rich_help_panel=_LOSS, show_default="2", help="Noisy copies of a sample.")
 ]
 
-Epochs = Annotated[float | None, typer.Option("--epochs", rich_help_panel=_OPTIMIZER, show_default="1", help="Over the data.")]
+Epochs = Annotated[
+    float | None, typer.Option("--epochs", rich_help_panel=_OPTIMIZER, show_default="1", help="Passes over the data.")
+]
 Steps = Annotated[
-    int | None, typer.Option("--steps", rich_help_panel=_OPTIMIZER, show_default="by epochs", help="Steps in all.")
+    int | None, typer.Option("--steps", rich_help_panel=_OPTIMIZER, show_default="by epochs", help="Steps of training.")
 ]
 BatchSize = Annotated[
     int | None, typer.Option("--batch-size", rich_help_panel=_OPTIMIZER, show_default="4", help="Rows per device and pass.")
 ]
 Accumulate = Annotated[
-    int | None, typer.Option("--accumulate", rich_help_panel=_OPTIMIZER, show_default="1", help="Passes per step.")
+    int | None,
+    typer.Option("--accumulate", rich_help_panel=_OPTIMIZER, show_default="1", help="Forward and backward passes per step."),
 ]
 LearningRate = Annotated[
-    float | None, typer.Option(rich_help_panel=_OPTIMIZER, help="AdamW's. [default: 1e-3 head, else 1e-4]")
+    float | None,
+    typer.Option(rich_help_panel=_OPTIMIZER, show_default="1e-3 head, 1e-4 backbone", help="Learning rate of AdamW."),
 ]
 MuonLearningRate = Annotated[
     float | None, typer.Option(rich_help_panel=_OPTIMIZER, show_default="no Muon", help="Trains layer matrices with Muon.")
 ]
 Bf16 = Annotated[
     bool | None,
-    typer.Option("--bf16/--no-bf16", rich_help_panel=_OPTIMIZER, show_default="no-bf16", help="Passes and frozen weights."),
+    typer.Option(
+        "--bf16/--no-bf16", rich_help_panel=_OPTIMIZER, show_default="no-bf16", help="bfloat16 for passes and frozen weights."
+    ),
 ]
 
 EvalSteps = Annotated[float | None, typer.Option(rich_help_panel=_WATCH, show_default="500", help="Steps between evaluations.")]
 EvalPrompts = Annotated[
-    int | None, typer.Option(rich_help_panel=_WATCH, show_default="0", help="Held-out prompts that each decodes.")
+    int | None, typer.Option(rich_help_panel=_WATCH, show_default="0", help="Held-out prompts decoded at each evaluation.")
 ]
 SaveSteps = Annotated[float | None, typer.Option(rich_help_panel=_WATCH, show_default="500", help="Steps between checkpoints.")]
 LoggingSteps = Annotated[float | None, typer.Option(rich_help_panel=_WATCH, show_default="10", help="Steps between log lines.")]
 ReportTo = Annotated[
     list[str] | None,
-    typer.Option(rich_help_panel=_WATCH, show_default="none", help="tensorboard, trackio, ... Repeatable."),
+    typer.Option(rich_help_panel=_WATCH, show_default="none", help="Trackers: tensorboard, trackio, ... Repeatable."),
 ]
 
 LoraRank = Annotated[
     int | None, typer.Option(rich_help_panel=_ADAPTER, show_default="0", help="Train only an adapter of this rank.")
 ]
-LoraAlpha = Annotated[int | None, typer.Option(rich_help_panel=_ADAPTER, show_default="2 x rank", help="Its scale.")]
+LoraAlpha = Annotated[int | None, typer.Option(rich_help_panel=_ADAPTER, show_default="2 x rank", help="Scale of the adapter.")]
 
 _OF_THE_COMMAND = ("config", "set_", "restart", "dry_run", "processes")
 
@@ -238,4 +256,6 @@ def _train(objective: str, given: dict[str, Any]) -> None:
             print_dry_run(dry_run(settings, given["processes"]))
             return
         run = open_run(settings, given["restart"])
-    typer.echo(f"saved to {run.train()}")
+    folder = run.train()
+    if run.trainer.args.should_save:
+        typer.echo(f"saved to {folder}")

@@ -16,9 +16,9 @@ from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from .evaluate import Decoded, decode_problems
+from .loading import load_model, load_tokenizer
 from .tasks import Family, Problem, problems
 
 MODEL = Path(__file__).parent.parent / "hub_configs" / "sdar-tiny-mrp"
@@ -151,10 +151,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--batch-size", type=int, default=16)
     options = parser.parse_args(arguments)
     console = Console(width=None if Console().is_terminal else 140)
-    model = AutoModelForCausalLM.from_pretrained(options.model, trust_remote_code=True).eval()
+    model: Any = load_model(options.model)
     if torch.cuda.is_available():
         model = model.to("cuda")
-    tokenizer = AutoTokenizer.from_pretrained(options.model, trust_remote_code=True)
+    tokenizer = load_tokenizer(options.model)
     asked = {family: problems(family, "heldout", options.count) for family in (*JUDGED, "source")}
     columns = (TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as progress:

@@ -11,9 +11,11 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from modeling_mrp.modeling_mrp import MRPForCausalLM
+
+from .loading import load_model, load_tokenizer
 
 
 def count_tokens(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], vocab_size: int) -> Tensor:
@@ -73,8 +75,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--size", type=int, required=True, help="tokens to draft from")
     parser.add_argument("--save", type=Path, required=True, help="folder for the checkpoint with its draft vocabulary")
     options = parser.parse_args(arguments)
-    model = AutoModelForCausalLM.from_pretrained(options.model, trust_remote_code=True, dtype="auto")
-    tokenizer = AutoTokenizer.from_pretrained(options.model, trust_remote_code=True)
+    model = load_model(options.model)
+    tokenizer = load_tokenizer(options.model)
     counts = count_tokens(tokenizer, (path.read_text() for path in options.text), model.config.vocab_size)
     eos = model.generation_config.eos_token_id
     always = eos if isinstance(eos, list) else [] if eos is None else [eos]

@@ -10,25 +10,27 @@ import argparse
 import hashlib
 import json
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, cast, get_args, get_origin, get_type_hints
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from modeling_mrp.options_mrp import DECODINGS
+from modeling_mrp.configuration_mrp import MRPConfig
+from modeling_mrp.options_mrp import DECODINGS, OPTION_NAMES, MRPGenerationConfig, did_you_mean
 
 from .acceptance import acceptance_by_depth, judged_revocations, mean_accepted_length
 from .data import encode
 from .decoded import NEW_TOKENS, Decoded, Judge, decode_problems, decode_prompts, judge_of, pad_left
+from .evaluate_options import FILE_NEW_TOKENS, EvaluateOptions, generate_options, help_of, shown_default
 from .intervals import Interval, ratio_of_sums, wilson
+from .loading import load_config, load_model, load_tokenizer
 from .questions import JUDGES, prompt_ids, read_questions
 from .results import ResultsFile
 from .tasks import FAMILIES, SPLITS, Family, Split, problems
 
 DTYPES = ("auto", "float64", "float32", "bfloat16", "float16")
-FILE_NEW_TOKENS = 256
 
 
 @dataclass
@@ -190,13 +192,19 @@ class Evaluation:
         if key not in self.done:
             asked = self.asked
             self.done[key] = decode_prompts(
-                self.model, self.tokenizer, asked.prompts, asked.judges, asked.max_new_tokens, self.batch_size, **settings
+                self.model,
+                self.tokenizer,
+                asked.prompts,
+                asked.judges,
+                asked.max_new_tokens,
+                self.batch_size,
+                **generate_options(settings),
             )
         return self.done[key]
 
     def line(self, settings: dict[str, Any], every: list[dict[str, Any]]) -> dict[str, Any]:
         """One setting's measurements; `every` are all settings of the command."""
-        static = {"decoding": "static"}
+        static = {"decoding": "static", **{name: value for name, value in settings.items() if name == "set"}}
         compared = None in self.asked.judges or any(one["decoding"] in ("static", "mrp_remask") for one in every)
         first = self.decoded(every[0])
         reference = self.decoded(static) if compared else None
@@ -206,66 +214,76 @@ class Evaluation:
 def main(arguments: list[str] | None = None) -> None:
     """Command line: one JSON line per problem set and setting."""
     parser = argparse.ArgumentParser(prog="python -m trainer.evaluate", description=main.__doc__)
-    parser.add_argument("--model", default="hub_configs/sdar-tiny-mrp")
-    parser.add_argument("--tokenizer", help="the model's own by default")
-    parser.add_argument("--prompts", nargs="+", metavar="FILE", help="JSON lines with `prompt` or `messages`, and `answer`")
-    parser.add_argument("--judge", choices=list(JUDGES), default="exact", help="of answers to --prompts")
-    parser.add_argument("--chat", action="store_true", help="--prompts: put every `prompt` through the chat template")
-    parser.add_argument("--family", nargs="+", choices=FAMILIES, help="synthetic problems (math and code without --prompts)")
-    parser.add_argument("--split", choices=SPLITS, default="heldout")
-    parser.add_argument("--count", type=int, default=500, help="problems of a family")
-    parser.add_argument("--limit", type=int, help="only so many of each set")
-    parser.add_argument("--max-new-tokens", type=int, help=f"that of the family, or {FILE_NEW_TOKENS} for --prompts")
-    parser.add_argument("--batch-size", type=int, default=32)
-    parser.add_argument("--dtype", choices=DTYPES, help="that of the checkpoint by default")
-    parser.add_argument("--device", help="the first GPU, or the CPU, by default")
-    parser.add_argument("--decoding", nargs="+", choices=DECODINGS, default=["static"])
-    parser.add_argument("--tau", nargs="+", type=float, default=[0.9], help="confidence thresholds for dynamic and mrp_remask")
-    parser.add_argument("--states", nargs="+", type=int, default=[4], help="num_draft_states for mrp_spec and self_spec")
-    parser.add_argument("--branches", nargs="+", type=int, default=[3], help="draft_branches for mrp_spec and self_spec")
-    parser.add_argument("--output", metavar="FILE", help="append the lines here; settings that are there already are skipped")
-    parser.add_argument("--show", type=int, default=0, help="answers to print")
-    options = parser.parse_args(arguments)
-    for name in ("count", "limit", "max_new_tokens", "batch_size"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            parser.error(f"--{name.replace('_', '-')} is {value}: at least 1" + (" problem" if name == "count" else ""))
+    choices = {"judge": list(JUDGES), "family": FAMILIES, "split": SPLITS, "dtype": DTYPES, "decoding": DECODINGS}
+    metavars = {"set": "NAME=VALUE", "prompts": "FILE", "output": "FILE"}
+    hints = get_type_hints(EvaluateOptions)
+    for one in fields(EvaluateOptions):
+        flag, text = f"--{one.name.replace('_', '-')}", help_of(one.name)
+        if hints[one.name] is bool:
+            parser.add_argument(flag, action="store_true", help=text)
+            continue
+        shown = shown_default(one.name) or one.default
+        several = get_origin(hints[one.name]) is list
+        parser.add_argument(
+            flag,
+            nargs="+" if several else None,
+            type=next(kind for kind in (*get_args(hints[one.name]), hints[one.name]) if kind in (str, int, float)),
+            choices=choices.get(one.name),
+            metavar=metavars.get(one.name),
+            default=one.default_factory() if one.default_factory is not MISSING else one.default,
+            help=text if shown in (None, MISSING) else f"{text} [default: {shown}]",
+        )
     try:
-        evaluate(options)
-    except ValueError as error:
+        evaluate(EvaluateOptions(**vars(parser.parse_args(arguments))))
+    except (ValueError, OSError) as error:
         parser.error(str(error))
 
 
-def evaluate(options: argparse.Namespace) -> None:
-    """Prints one JSON line per problem set and setting, as the command line's options say.
+def evaluate(options: EvaluateOptions) -> None:
+    """Prints one JSON line per problem set and setting. Everything is checked before the model's weights are read.
 
     Raises:
-        ValueError: for a malformed file, or a prompt that leaves no room for an answer.
+        ValueError: for a malformed file, a prompt that leaves no room for an answer, options that `generate` refuses, or a
+            checkpoint that cannot be loaded.
+        OSError: if there is no such checkpoint.
     """
+    every = options.settings()
+    config = load_config(options.model)
+    for setting in every:
+        check_setting(setting, config)
     results = ResultsFile(options.output, "asked") if options.output else None
-    tokenizer = AutoTokenizer.from_pretrained(options.tokenizer or options.model, trust_remote_code=True)
+    tokenizer = load_tokenizer(options.tokenizer or options.model)
     sets = problem_sets(options, tokenizer)
-    dtype = {} if options.dtype is None else {"dtype": options.dtype}
-    model = AutoModelForCausalLM.from_pretrained(options.model, trust_remote_code=True, **dtype).eval()
-    model = model.to(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     for asked in sets:
-        asked.check_room(model.config.max_position_embeddings)
+        asked.check_room(config.max_position_embeddings)
+    model: Any = load_model(options.model, options.dtype)
+    model = model.to(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     report(model, tokenizer, options, sets, results)
 
 
-def problem_sets(options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> list[ProblemSet]:
-    """What the command line asks.
+def check_setting(setting: Mapping[str, Any], config: MRPConfig) -> None:
+    """Raises `ValueError` for an option that `generate` does not know, or would refuse of a model with this config."""
+    for name in setting.get("set", {}):
+        if name not in OPTION_NAMES:
+            raise ValueError(f"--set {name}: generate has no such option{did_you_mean(name)}")
+    MRPGenerationConfig(**generate_options(setting)).check(config.block_size, config.has_head)
+
+
+def problem_sets(options: EvaluateOptions, tokenizer: PreTrainedTokenizerBase) -> list[ProblemSet]:
+    """What is asked.
 
     Raises:
         ValueError: for a malformed file.
     """
-    families = options.family or ([] if options.prompts else ["math", "code"])
     count = min(options.count, options.limit or options.count)
     return [
-        *(family_set(family, options.split, count, tokenizer, options.max_new_tokens) for family in families),
+        *(
+            family_set(cast(Family, family), cast(Split, options.split), count, tokenizer, options.max_new_tokens)
+            for family in options.families
+        ),
         *(
             file_set(path, tokenizer, options.judge, options.chat, options.limit, options.max_new_tokens)
-            for path in options.prompts or []
+            for path in options.prompts
         ),
     ]
 
@@ -273,42 +291,30 @@ def problem_sets(options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase
 def report(
     model: Any,
     tokenizer: PreTrainedTokenizerBase,
-    options: argparse.Namespace,
+    options: EvaluateOptions,
     sets: Sequence[ProblemSet],
     results: ResultsFile | None = None,
 ) -> None:
-    """Prints the measurements that the command line asks for, and adds them to the file of results."""
-    every = _settings(options.decoding, options.tau, options.states, options.branches)
+    """Prints the measurements that are asked for, and adds them to the file of results."""
+    every = options.settings()
     names = ("model", "tokenizer", "split", "judge", "chat", "batch_size")
     for asked in sets:
         evaluation = Evaluation(model, tokenizer, asked, options.batch_size)
         question = {name: getattr(options, name) for name in names}
         question |= {"dtype": str(model.dtype), "device": str(model.device), "problems": len(asked.prompts)}
         question |= {"max_new_tokens": asked.max_new_tokens, "digest": asked.digest()}
-        for settings in every:
-            identity = {**asked.name, **settings, "asked": question}
+        for setting in every:
+            identity = {**asked.name, **setting, "set": setting.get("set"), "asked": question}
             if results is not None and results.find(**identity, first=every[0]) is not None:
-                print(f"{asked.name} {settings}: in {options.output} already", file=sys.stderr)
+                print(f"{asked.name} {setting}: in {options.output} already", file=sys.stderr)
                 continue
-            line = {**asked.name, **settings, **evaluation.line(settings, every), "first": every[0], "asked": question}
+            line = {**asked.name, **setting, **evaluation.line(setting, every), "first": every[0], "asked": question}
             print(json.dumps(line), flush=True)
             if results is not None:
                 results.add(line)
-            decoded = evaluation.decoded(settings)
+            decoded = evaluation.decoded(setting)
             for shown, text, right in list(zip(asked.shown, decoded.texts, decoded.right, strict=True))[: options.show]:
                 print(f"--- {shown}\n{text}\n[{'not judged' if right is None else 'right' if right else 'wrong'}]")
-
-
-def _settings(decodings: list[str], taus: list[float], states: list[int], branches: list[int]) -> list[dict[str, Any]]:
-    settings: list[dict[str, Any]] = []
-    for decoding in decodings:
-        if decoding in ("dynamic", "mrp_remask"):
-            settings += [{"decoding": decoding, "confidence_threshold": tau} for tau in taus]
-        elif decoding in ("mrp_spec", "self_spec"):
-            settings += [{"decoding": decoding, "num_draft_states": k, "draft_branches": b} for k in states for b in branches]
-        else:
-            settings.append({"decoding": decoding})
-    return settings
 
 
 __all__ = [

@@ -21,6 +21,7 @@ from modeling_mrp.losses_mrp import (
 from modeling_mrp.modeling_mrp import MRPForCausalLM
 from modeling_mrp.sampling_mrp import Picker
 
+from .attention import TRAINING_FLEX
 from .packing import CleanCache
 from .reveals import Reveals, block_numbers
 
@@ -34,7 +35,7 @@ Measured = dict[str, tuple[Tensor, Tensor]]
 def packed_masks(model: MRPForCausalLM, batch: PackedBatch) -> tuple[Any, Any]:
     """Masks for all columns, and for the noisy ones as queries over all: `BlockMask`s if the model runs flex attention."""
     rule = batch.rule(model.config.block_size)
-    if model.config._attn_implementation == "flex_attention":
+    if model.config._attn_implementation in ("flex_attention", TRAINING_FLEX):
         return rule.sparse(batch.input_ids.shape[1]), rule.sparse(batch.noisy_length)
     whole = rule.dense()
     return whole, whole[:, :, : batch.noisy_length]

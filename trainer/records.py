@@ -1,7 +1,14 @@
 """Records that users train on: their layouts, and errors that say what is wrong with them and where.
 
-A record is an object of one of three layouts: `messages`, a chat; `prompt` and `completion`, both texts or both lists of
-messages; `text`, all of which is learned.
+A record is an object of one of four layouts: `messages`, a chat; `prompt` and `completion`, both texts or both lists of
+messages; `text`, all of which is learned; and what `mrp decode` writes, a text that a model wrote itself:
+
+    {"ids": [5, 8, 2, 9, 1], "response_start": 2, "reveal_step": [1, 0, 2], "decoded_by": {"model": "org/name", ...}}
+
+`ids` are those of prompt and response, `response_start` is the length of the prompt, and `reveal_step` has for each token of
+the response the step of decoding that revealed it, from 0 on; later blocks have later steps. `decoded_by` may be missing. Its
+`block_size` and `mask_token_id` must be those of the model that trains; where its `digest` is that of another backbone there
+is a warning, since a head learns from the states of the backbone that it is for.
 """
 
 import json
@@ -10,8 +17,13 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
+
 ROLES = ("system", "developer", "user", "assistant", "tool")
-_LAYOUTS = "needed is 'messages', or 'prompt' and 'completion', or 'text'"
+_LAYOUTS = "needed is 'messages', or 'prompt' and 'completion', or 'text', or what mrp decode writes"
+_LAYOUT_FIELDS = (("messages",), ("prompt", "completion"), ("text",), ("reveal_step",))
 
 
 @dataclass(frozen=True)
@@ -39,7 +51,39 @@ class Text:
     completion: str
 
 
-Record = Chat | Text
+@dataclass(frozen=True)
+class Trajectory:
+    """A text that a model wrote, and in which order.
+
+    Attributes:
+        ids: Of prompt and response.
+        response_start: How many of them are the prompt's.
+        reveal_step: The step that revealed each token of the response.
+    """
+
+    ids: list[int]
+    response_start: int
+    reveal_step: list[int]
+
+
+Record = Chat | Text | Trajectory
+
+
+@dataclass(frozen=True)
+class Backbone:
+    """What decoded texts must agree with.
+
+    Attributes:
+        vocab_size: How many ids there are.
+        block_size: Tokens per block.
+        mask_token_id: The mask's id, which no text has.
+        digest: Of its weights (see `trainer.trajectories.digest`); None if they are not there.
+    """
+
+    vocab_size: int
+    block_size: int
+    mask_token_id: int
+    digest: str | None = None
 
 
 class FieldError(ValueError):
@@ -98,10 +142,12 @@ class RecordParser:
     Args:
         mask_token: The text of the mask token, which no record may hold: clean text would be read as noise.
         end_tokens: The texts of the tokens that end a turn, which no assistant turn may hold.
+        backbone: The one that decoded texts are for.
     """
 
     mask_token: str | None = None
     end_tokens: Sequence[str] = field(default=())
+    backbone: Backbone | None = None
 
     def parse(self, raw: bytes | Mapping[str, Any]) -> Record:
         """The record of a line of JSON in UTF-8, or of a row.
@@ -109,15 +155,13 @@ class RecordParser:
         Raises:
             FieldError: It is malformed.
         """
-        row = _decode(raw) if isinstance(raw, bytes) else raw
-        if not isinstance(row, Mapping):
-            raise FieldError(None, f"found {_found(row)}: a record is an object; {_LAYOUTS}")
+        row = _object(raw)
         given = {name: value for name, value in row.items() if value is not None}
-        layouts = [
-            names for names in (("messages",), ("prompt", "completion"), ("text",)) if any(name in given for name in names)
-        ]
+        layouts = [names for names in _LAYOUT_FIELDS if any(name in given for name in names)]
         if not layouts:
-            nulls = [name for name in ("messages", "prompt", "completion", "text") if name in row]
+            if "ids" in given:
+                raise FieldError("reveal_step", "it is missing beside 'ids': give what mrp decode writes")
+            nulls = [name for names in _LAYOUT_FIELDS for name in names if name in row]
             found = f"null in {nulls[0]!r}" if nulls else f"the fields {sorted(map(str, row))}" if row else "no fields"
             raise FieldError(nulls[0] if nulls else None, f"found {found}: {_LAYOUTS}")
         if len(layouts) > 1:
@@ -127,7 +171,42 @@ class RecordParser:
             return self._chat([("messages", given["messages"])], given.get("tools"))
         if layouts[0] == ("text",):
             return Text("", self._learned("text", given["text"]))
+        if layouts[0] == ("reveal_step",):
+            return self._trajectory(given)
         return self._pair(given)
+
+    def parse_prompt(self, raw: bytes | Mapping[str, Any]) -> Chat | Text:
+        """What a line or a row asks: its `messages` without a last turn of the assistant, or its `prompt`, a text or messages.
+
+        Raises:
+            FieldError: It is malformed, or asks nothing.
+        """
+        given = {name: value for name, value in _object(raw).items() if value is not None}
+        names = [name for name in ("messages", "prompt") if name in given]
+        if len(names) != 1:
+            found = "'messages' and 'prompt'" if names else f"the fields {sorted(map(str, given))}" if given else "no fields"
+            raise FieldError(names[-1] if names else None, f"found {found}: needed is 'messages', or 'prompt'")
+        name, value = names[0], given[names[0]]
+        if name == "prompt" and not isinstance(value, list):
+            return Text(self._string(name, value), "")
+        messages = [message for _, message in self._conversation([(name, value)])]
+        asked = messages[:-1] if messages[-1]["role"] == "assistant" else messages
+        return Chat(asked, 0, name, _tools(given.get("tools")))
+
+    def _trajectory(self, given: Mapping[str, Any]) -> Trajectory:
+        for name in ("ids", "response_start"):
+            if name not in given:
+                raise FieldError(name, "it is missing beside 'reveal_step': give what mrp decode writes")
+        ids, start, steps = _integers("ids", given), given["response_start"], _integers("reveal_step", given)
+        if not _is_integer(start) or not 0 <= start < len(ids):
+            raise FieldError("response_start", f"found {_found(start)}: needed is a place in 'ids', from 0 to {len(ids) - 1}")
+        if len(steps) != len(ids) - start:
+            raise FieldError("reveal_step", f"found {len(steps)} steps: {len(ids) - start} ids of the response need one each")
+        if self.backbone is not None:
+            _check_ids(ids, self.backbone)
+            _check_steps(steps, start, self.backbone.block_size)
+            _check_decoder(given.get("decoded_by"), self.backbone)
+        return Trajectory(ids, start, steps)
 
     def _pair(self, given: Mapping[str, Any]) -> Record:
         for name, other in (("prompt", "completion"), ("completion", "prompt")):
@@ -145,8 +224,16 @@ class RecordParser:
         return Text(self._string("prompt", prompt), self._learned("completion", completion))
 
     def _chat(self, parts: Sequence[tuple[str, Any]], tools: Any) -> Chat:
-        turns = [turn for name, messages in parts for turn in self._turns(name, messages)]
+        turns = self._conversation(parts)
         learned_from = len(parts[0][1]) if len(parts) > 1 else 0
+        replies = [i for i, (_, message) in enumerate(turns) if message["role"] == "assistant" and i >= learned_from]
+        if not replies:
+            raise FieldError(parts[-1][0], "found no assistant turn: there is nothing to learn")
+        return Chat([message for _, message in turns[: replies[-1] + 1]], learned_from, parts[-1][0], _tools(tools))
+
+    def _conversation(self, parts: Sequence[tuple[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
+        """The messages of some fields, each with its place, in an order that a conversation can have."""
+        turns = [turn for name, messages in parts for turn in self._turns(name, messages)]
         for (_, before), (name, message) in pairwise(turns):
             if before["role"] == message["role"] == "assistant":
                 raise FieldError(
@@ -155,12 +242,7 @@ class RecordParser:
         name, first = turns[0]
         if first["role"] == "assistant":
             raise FieldError(f"{name}.role", "found 'assistant' in the first message: a turn that answers it must come before")
-        replies = [i for i, (_, message) in enumerate(turns) if message["role"] == "assistant" and i >= learned_from]
-        if not replies:
-            raise FieldError(parts[-1][0], "found no assistant turn: there is nothing to learn")
-        if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
-            raise FieldError("tools", f"found {_found(tools)}: a list of objects is needed")
-        return Chat([message for _, message in turns[: replies[-1] + 1]], learned_from, parts[-1][0], tools or None)
+        return turns
 
     def _turns(self, name: str, messages: Any) -> Iterator[tuple[str, dict[str, Any]]]:
         if not isinstance(messages, list):
@@ -201,6 +283,77 @@ class RecordParser:
             if token in value:
                 raise FieldError(name, f"found {token}, which ends a turn: remove it, the chat template sets it")
         return value
+
+
+def _tools(tools: Any) -> list[dict[str, Any]] | None:
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
+        raise FieldError("tools", f"found {_found(tools)}: a list of objects is needed")
+    return tools or None
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _integers(name: str, given: Mapping[str, Any]) -> list[int]:
+    values = given[name]
+    if not isinstance(values, list) or not values:
+        found = "an empty list" if isinstance(values, list) else _found(values)
+        raise FieldError(name, f"found {found}: a list of integers is needed")
+    for place, value in enumerate(values):
+        if not _is_integer(value):
+            raise FieldError(f"{name}[{place}]", f"found {_found(value)}: an integer is needed")
+    return values
+
+
+def _check_ids(ids: Sequence[int], backbone: Backbone) -> None:
+    for place, token in enumerate(ids):
+        if not 0 <= token < backbone.vocab_size:
+            raise FieldError(f"ids[{place}]", f"found {token}: the vocabulary has the ids 0 to {backbone.vocab_size - 1}")
+        if token == backbone.mask_token_id:
+            raise FieldError(f"ids[{place}]", f"found the mask token, id {token}: a text that is done has none")
+
+
+def _check_steps(steps: Sequence[int], start: int, block_size: int) -> None:
+    """Steps count from 0, and every block is done before the next one begins."""
+    before = latest = -1  # of the blocks before, and of all so far
+    for place, step in enumerate(steps):
+        if (start + place) % block_size == 0:
+            before = latest
+        if step < 0:
+            raise FieldError(f"reveal_step[{place}]", f"found {step}: steps count from 0")
+        if step <= before:
+            raise FieldError(
+                f"reveal_step[{place}]",
+                f"found {step} behind step {before} of an earlier block: decoding ends a block of {block_size} before the next",
+            )
+        latest = max(latest, step)
+
+
+def _check_decoder(decoder: Any, backbone: Backbone) -> None:
+    """Compares the model that wrote a text with the one that learns from it."""
+    if decoder is None:
+        return
+    if not isinstance(decoder, Mapping):
+        raise FieldError("decoded_by", f"found {_found(decoder)}: an object is needed")
+    for name in ("block_size", "mask_token_id"):
+        found, needed = decoder.get(name), getattr(backbone, name)
+        if found is not None and found != needed:
+            raise FieldError(
+                f"decoded_by.{name}", f"found {_found(found)}, and the model that trains has {needed}: decode with that one"
+            )
+    if backbone.digest is not None and decoder.get("digest") not in (None, backbone.digest):
+        logger.warning_once(
+            f"{decoder.get('model')!r} wrote texts of the data, and another backbone trains: a head learns most from what its "
+            "own backbone wrote, decode the prompts with that one"
+        )
+
+
+def _object(raw: bytes | Mapping[str, Any]) -> Mapping[str, Any]:
+    row = _decode(raw) if isinstance(raw, bytes) else raw
+    if not isinstance(row, Mapping):
+        raise FieldError(None, f"found {_found(row)}: a record is an object; {_LAYOUTS}")
+    return row
 
 
 def _decode(line: bytes) -> Any:

@@ -2,6 +2,8 @@
 
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,18 +11,23 @@ from typing import Any
 import torch
 import yaml
 from peft import LoraConfig, get_peft_model
-from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase, set_seed
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase, set_seed
+from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
 from modeling_mrp.configuration_mrp import MRPConfig
 from modeling_mrp.modeling_mrp import MRPForCausalLM
 
-from .arguments import MRPTrainingArguments
+from .arguments import MRPTrainingArguments, passes_of
 from .chat import RecordEncoder
+from .checkpoints import under_own_class
+from .loading import WITHOUT_WEIGHTS, load_tokenizer
 from .memory import Load, MemoryEstimate, estimate
 from .rows import open_rows
 from .samples import samples_of
 from .settings import RUN_FILE, RunOptions, Settings
-from .trainer import MRPTrainer
+from .sources import check_paths
+from .trainer import MRPTrainer, bare_model
+from .trajectories import digest
 
 _LAYER = r"layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)"
 # The matrices that an adapter changes, by objective.
@@ -80,6 +87,7 @@ class OpenRun:
         _save(self.trainer, self.settings, self.folder)
         if self.trainer.args.should_save:
             self.tokenizer.save_pretrained(self.folder)
+        self.trainer.accelerator.wait_for_everyone()
         return self.folder
 
 
@@ -91,19 +99,24 @@ def open_run(settings: Settings, restart: bool = False) -> OpenRun:
         restart: Whether to begin again, and remove the checkpoints of the folder.
 
     Raises:
-        ValueError: if the folder holds a run with other settings, there is no data, or what the settings name does not go
-            together.
+        ValueError: if the folder holds a run with other settings, there is no data, what the settings name does not go
+            together, or DeepSpeed's config would leave nothing to save.
         OSError: if a checkpoint is not there.
     """
     if not settings.options.data:
         raise ValueError("no data: give --data, or data in the YAML file")
+    for paths in (settings.options.data, settings.options.eval_data):
+        check_paths(paths)
     arguments = settings.arguments()
     folder = Path(settings.training["output_dir"])
     if not restart:
         _check_folder(folder, settings)
+    _check_sharding(arguments)
     set_seed(arguments.seed)
-    tokenizer = load_tokenizer(settings.options)
-    trainer = _make_trainer(settings, arguments, load_model(settings), tokenizer)
+    tokenizer = run_tokenizer(settings.options)
+    with _undivided(arguments):
+        model = load_model(settings)
+    trainer = _make_trainer(settings, arguments, model, tokenizer)
     with arguments.main_process_first(desc="the run's folder"):
         if arguments.process_index == 0:
             if restart:
@@ -117,7 +130,7 @@ def _make_trainer(
 ) -> MRPTrainer:
     """The trainer of a run, its data open."""
     options = settings.options
-    encoder = _encoder(model, tokenizer, options)
+    encoder = encoder_of(model, tokenizer, options, not arguments.inverse_level)
     rows = open_rows(options.data, encoder, options.packed, options.streaming, options.split, arguments.seed)
     held_out = None
     if options.eval_data:
@@ -127,12 +140,10 @@ def _make_trainer(
     return MRPTrainer(model=model, args=arguments, train_dataset=rows, eval_dataset=held_out, processing_class=tokenizer)
 
 
-def load_tokenizer(options: RunOptions, local_files_only: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer of a run; code that its repository may carry is not run."""
-    source, revision = options.tokenizer or options.model, None if options.tokenizer else options.revision
-    where: dict[str, Any] = {"revision": revision, "local_files_only": local_files_only}
-    config = MRPConfig()  # only so that none is read, which may be of a kind that transformers does not know
-    return AutoTokenizer.from_pretrained(source, config=config, trust_remote_code=False, **where)
+def run_tokenizer(options: RunOptions, local_files_only: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer of a run."""
+    revision = None if options.tokenizer else options.revision
+    return load_tokenizer(options.tokenizer or options.model, revision, local_files_only)
 
 
 def load_model(settings: Settings) -> Any:
@@ -177,9 +188,11 @@ def dry_run(settings: Settings, processes: int = 1) -> DryRun:
     """What a run would need, from configs alone: nothing is allocated, downloaded or written.
 
     Raises:
-        ValueError: if a config is neither in a folder nor in the cache, or the settings do not go together.
+        ValueError: if a config, the data, or the tokenizer that they need is neither here nor in the cache, or the settings do
+            not go together.
     """
     arguments = settings.arguments(bf16=False, fp16=False, use_cpu=True)
+    check_paths(settings.options.data)
     config = _config(settings)
     with torch.device("meta"):
         model: Any = MRPForCausalLM(config)
@@ -202,9 +215,13 @@ def dry_run(settings: Settings, processes: int = 1) -> DryRun:
     )
     rows = None
     if settings.options.data and not settings.options.streaming:
-        encoder = _encoder(model, load_tokenizer(settings.options, local_files_only=True), settings.options)
+        tokenizer = run_tokenizer(settings.options, local_files_only=True)
+        encoder = encoder_of(model, tokenizer, settings.options, not arguments.inverse_level)
         rows = len(open_rows(settings.options.data, encoder, settings.options.packed, split=settings.options.split))  # type: ignore[arg-type]  # no stream
-    per_step = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * processes
+    passes, at_once = arguments.gradient_accumulation_steps, arguments.per_device_train_batch_size
+    if arguments.rows_per_step is not None:
+        passes = passes_of(arguments.rows_per_step, at_once, processes)
+    per_step = at_once * passes * processes
     return DryRun(settings, estimate(model, load), processes, per_step, rows)
 
 
@@ -235,7 +252,7 @@ def _fields(source: str, revision: str | None) -> dict[str, Any]:
     except OSError as error:
         raise ValueError(
             f"{source} is no folder with a config.json, nor in the cache, and a dry run connects to nothing: download its "
-            f"config first (hf download {source} config.json), or name a folder"
+            f"files without the weights first (hf download {source} {WITHOUT_WEIGHTS}), or name a folder"
         ) from error
     return dict(found)
 
@@ -245,11 +262,21 @@ def _need_head(config: MRPConfig, source: str) -> None:
         raise ValueError(f"{source} has no MRP head: name a checkpoint that has one, or train one with mrp train head")
 
 
-def _encoder(model: Any, tokenizer: PreTrainedTokenizerBase, options: RunOptions) -> RecordEncoder:
-    bare = model.get_base_model() if hasattr(model, "get_base_model") else model
+def encoder_of(model: Any, tokenizer: PreTrainedTokenizerBase, options: RunOptions, with_decoded: bool = True) -> RecordEncoder:
+    """What makes samples and prompts of records for a model."""
+    bare = bare_model(model)
     ends = bare.generation_config.eos_token_id
     ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
-    return RecordEncoder(tokenizer, bare.config.block_size, options.max_length, bare.config.mask_token_id, ends)
+    return RecordEncoder(
+        tokenizer,
+        bare.config.block_size,
+        options.max_length,
+        bare.config.mask_token_id,
+        ends,
+        vocab_size=bare.config.vocab_size,
+        digest=digest(bare),
+        with_decoded=with_decoded,
+    )
 
 
 def _check_folder(folder: Path, settings: Settings) -> None:
@@ -280,13 +307,36 @@ def _write_run(folder: Path, settings: Settings) -> None:
     written.replace(folder / RUN_FILE)
 
 
+def _check_sharding(arguments: MRPTrainingArguments) -> None:
+    """Raises `ValueError` where ZeRO-3 would leave nobody the whole weights to save."""
+    plugin, key = arguments.deepspeed_plugin, "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+    if plugin is not None and plugin.zero_stage == 3 and not plugin.hf_ds_config.is_true(key):
+        raise ValueError(f"{key} is not true, and what was trained could not be saved: set it in DeepSpeed's config")
+
+
+@contextmanager
+def _undivided(arguments: MRPTrainingArguments) -> Iterator[None]:
+    """Inside, models are loaded whole under ZeRO-3, too: new heads are made from the backbone's layers. Weights are divided
+    when training starts."""
+    if (plugin := arguments.deepspeed_plugin) is None:
+        yield
+        return
+    unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        set_hf_deepspeed_config(plugin.dschf)
+
+
 def _save(trainer: MRPTrainer, settings: Settings, folder: Path) -> None:
     """The adapter, the head alone, or everything, in the type of the passes."""
-    writes = trainer.args.should_save
-    state = trainer.accelerator.get_state_dict(trainer.model_wrapped) if trainer.is_fsdp_enabled else None
+    sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+    state = trainer.accelerator.get_state_dict(trainer.model_wrapped) if sharded else None
+    if not trainer.args.should_save:
+        return
     if settings.options.lora_rank:
         # Embeddings never train here, and to find out peft would ask the Hub.
-        if writes:
+        with under_own_class(bare_model(trainer.model)):
             trainer.model.save_pretrained(folder, state_dict=state, save_embedding_layers=False)
         return
     dtype = torch.bfloat16 if trainer.args.bf16 else torch.float32
@@ -298,4 +348,5 @@ def _save(trainer: MRPTrainer, settings: Settings, folder: Path) -> None:
     if settings.objective == "mrp" and getattr(options, "decoding", None) is None:
         options.decoding = "mrp_spec"  # what the head is for
     only = settings.objective == "mrp" and settings.options.save == "head"
-    trainer.model.save_pretrained(folder, is_main_process=writes, state_dict=state, head_only=only)
+    with under_own_class(trainer.model):
+        trainer.model.save_pretrained(folder, state_dict=state, head_only=only)

@@ -1,6 +1,6 @@
 """What is trained on: token ids of whole blocks, and which of them are learned."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -48,6 +48,44 @@ def make_sample(
         len(ids),
         None if reveal_step is None else np.asarray([*reveal_step, *[-1] * padding]),
     )
+
+
+def decoded_sample(
+    index: int,
+    ids: Sequence[int],
+    response_start: int,
+    reveal_step: Sequence[int],
+    block_size: int,
+    end_token_ids: Collection[int],
+    pad_token_id: int,
+    capacity: int | None = None,
+) -> Sample | None:
+    """A sample of a text that a decoder wrote, with the steps in which it did.
+
+    A text without an end, which ran into its limit, is kept, cut to whole blocks: what would have followed in the last one is
+    not known. So is one that is longer than `capacity`.
+
+    Args:
+        index: The visit's number.
+        ids: [n] of prompt and response.
+        response_start: How many of them are the prompt's.
+        reveal_step: [n - response_start] the step that revealed each token of the response.
+        block_size: Tokens per block.
+        end_token_ids: What ends a text.
+        pad_token_id: Fills the last block of one that ends.
+        capacity: Whole blocks of tokens that a sample may have.
+
+    Returns:
+        The sample; None if nothing of the response is left.
+    """
+    room = len(ids) if capacity is None else min(len(ids), capacity)
+    ended = room == len(ids) and ids[-1] in end_token_ids
+    length = room if ended else room // block_size * block_size
+    if length <= response_start:
+        return None
+    response = [place >= response_start for place in range(length)]
+    steps = [*[-1] * response_start, *reveal_step]
+    return make_sample(index, ids[:length], response, block_size, pad_token_id, steps[:length])
 
 
 class Samples(Protocol):

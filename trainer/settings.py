@@ -250,7 +250,8 @@ def _known(name: str, known: Sequence[str], where: str) -> str:
 
 @cache
 def _hints() -> dict[str, Any]:
-    return {**get_type_hints(MRPTrainingArguments), **get_type_hints(RunOptions)}
+    also = {"fsdp": bool | str | None}  # transformers declares the texts alone, whose names it has deprecated
+    return {**get_type_hints(MRPTrainingArguments), **get_type_hints(RunOptions), **also}
 
 
 @cache

@@ -171,14 +171,20 @@ def open_source(paths: Sequence[str], split: str = "train", streaming: bool = Fa
         raise ValueError("no data: give at least one file or folder")
     if list(paths) == ["-"]:
         return Stream(lambda: sys.stdin.buffer, "standard input", once=True)
-    missing = [Problem(path, None, None, "there is no such file or folder") for path in paths if not os.path.exists(path)]
-    if missing:
-        raise RecordError(missing)
+    check_paths(paths)
     if all(Path(path).suffix in _LINES and os.path.isfile(path) for path in paths):
         return JsonLines(paths)
     if len(paths) > 1:
         raise ValueError(f"found {', '.join(paths)}: several paths must all be {' or '.join(_LINES)} files")
     return _load(Path(paths[0]), split, streaming)
+
+
+def check_paths(paths: Sequence[str]) -> None:
+    """Raises `RecordError` for paths of data that are not there."""
+    if list(paths) != ["-"]:
+        missing = [Problem(path, None, None, "there is no such file or folder") for path in paths if not os.path.exists(path)]
+        if missing:
+            raise RecordError(missing)
 
 
 def checked(

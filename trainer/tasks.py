@@ -60,8 +60,6 @@ class Problem:
         return [{"role": "user", "content": self.prompt}]
 
 
-# ---------------------------------------------------------------------------------------------------- math
-
 _PEOPLE = ("Ana", "Bo", "Carl", "Dina", "Emil", "Fay", "Gus", "Hana", "Ivo", "June", "Kai", "Lena")
 _THINGS = ("apples", "pens", "coins", "shells", "stamps", "cards", "books", "beads", "nuts", "keys")
 _NAME_HEADS = ("x", "n", "total", "count", "value", "item", "left", "rest", "number", "amount")
@@ -143,9 +141,6 @@ def _judge_math(problem: Problem, text: str) -> bool:
         unknowns.add(unknown)
         results.append(int(result))
     return len(unknowns) == 1 and unknowns.pop() in re.findall(r"[a-z_]+", lines[0]) and results[-1] == problem.number
-
-
-# ---------------------------------------------------------------------------------------------------- code
 
 
 @dataclass(frozen=True)
@@ -288,8 +283,6 @@ def _judge_code(problem: Problem, text: str) -> bool:
         return False
 
 
-# -------------------------------------------------------------------------------------------------- source
-
 _SOURCE_PROMPT_CHARS = 160
 _SOURCE_ANSWER_CHARS = 240
 
@@ -312,9 +305,6 @@ def _source(rng: random.Random, split: Split) -> Problem:
     start = text.find("\n", starts) + 1
     middle = start + _SOURCE_PROMPT_CHARS
     return Problem("source", text[start:middle], text[middle : middle + _SOURCE_ANSWER_CHARS])
-
-
-# -------------------------------------------------------------------------------------------------- access
 
 
 def _split_of(text: str) -> Split:

@@ -110,7 +110,6 @@ def _train(
         save_steps=500,
         save_total_limit=2,
         adam_beta2=0.98,
-        ddp_find_unused_parameters=False,  # every weight that trains is used in every step
         use_cpu=not torch.cuda.is_available(),
         **options,
     )

@@ -3,11 +3,12 @@
 import itertools
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.data_loader import IterableDatasetShard
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import Sampler
@@ -18,9 +19,11 @@ from modeling_mrp.modeling_mrp import MRPForCausalLM
 
 from .acceptance import measure_acceptance
 from .arguments import NO_CHECKPOINTING, NO_MUON, MRPTrainingArguments
+from .attention import TRAINING_FLEX, attending
 from .callbacks import LogAtSaves, SetEpoch
-from .checkpoints import last_whole_checkpoint, make_room
+from .checkpoints import last_whole_checkpoint, make_room, saving_head_alone, step_of, under_own_class
 from .collator import DiffusionCollator
+from .held_out import filled_up, rows_of
 from .measures import Measures
 from .objectives import Measured, block_diffusion
 from .optimizer import MuonAdamW
@@ -63,7 +66,13 @@ class MRPTrainer(Trainer):
         data_collator: Any = None,
         **kwargs: Any,
     ) -> None:
-        bare = _bare(model)
+        for name in ("compute_metrics", "compute_loss_func", "preprocess_logits_for_metrics"):
+            if kwargs.get(name) is not None:
+                raise ValueError(
+                    f"{name} is {kwargs[name]!r}, which would never be called, as no logits are kept: leave it out. "
+                    "Evaluations measure what is listed at MRPTrainer.log, and with eval_prompts how far drafts carry"
+                )
+        bare = bare_model(model)
         if args.objective == "mrp" and bare.mrp_head is None:
             raise ValueError("objective 'mrp' needs a model with a head: set num_nextn_predict_layers in its config")
         if args.eval_prompts and bare.mrp_head is None:
@@ -75,6 +84,8 @@ class MRPTrainer(Trainer):
             bare.get_submodule("mrp_head").requires_grad_(True)
         elif bare is model and bare.mrp_head is not None:
             bare.get_submodule("mrp_head").requires_grad_(False)  # DDP waits for gradients of all that trains
+        if args.ddp_find_unused_parameters is None:
+            args.ddp_find_unused_parameters = _trains_what_is_not_used(model, args.objective)
         if data_collator is None:
             data_collator = DiffusionCollator(
                 bare.config.block_size,
@@ -102,20 +113,34 @@ class MRPTrainer(Trainer):
         self._head_objective = args.head_objective(bare.config.block_size)
         self._trained, self._evaluated = Measures(), Measures()
         self._decoding_attention: str | None = None
+        self._steps_done = 0
         self._since = time.perf_counter()
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
         """As `Trainer.train`; `resume_from_checkpoint=True` takes up the newest checkpoint that was written to its end, if
-        any."""
+        any. One of the last step is loaded, and no further step made."""
         if resume_from_checkpoint is True:
             newest = last_whole_checkpoint(Path(self.args.output_dir))
             resume_from_checkpoint = None if newest is None else str(newest)
+        self._steps_done = (step_of(Path(resume_from_checkpoint)) or 0) if isinstance(resume_from_checkpoint, str) else 0
         self._since = time.perf_counter()
-        attention = self.args.packed_attention
-        if attention == "auto" and self.args.device.type == "cuda":
-            attention = "flex_attention"
-        with attending(_bare(self.model), None if attention == "auto" else attention) as self._decoding_attention:
+        bare, attention = bare_model(self.model), self.args.packed_attention
+        if attention == "auto":
+            attention = "flex_attention" if self.args.device.type == "cuda" else bare.config._attn_implementation
+        if attention == "flex_attention":
+            attention = TRAINING_FLEX
+        if self.args.objective == "block_diffusion":
+            bare.backbone_source = None  # it is no longer the one that was loaded
+        with attending(bare, attention) as self._decoding_attention:
             return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+
+    def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
+        """As `Trainer.set_initial_training_values`, with no epoch left where the checkpoint that is taken up has all steps:
+        the Trainer looks whether it is done only behind a step."""
+        epochs, steps_per_epoch, *rest, max_steps = super().set_initial_training_values(args, dataloader)
+        if self._steps_done >= max_steps:
+            epochs = self._steps_done // steps_per_epoch
+        return epochs, steps_per_epoch, *rest, max_steps
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Muon and AdamW in one, if a rate for Muon is given."""
@@ -136,6 +161,12 @@ class MRPTrainer(Trainer):
         self.remove_callback(SetEpoch)  # of an earlier call of train
         self.add_callback(SetEpoch(sampler))
         return sampler
+
+    def _get_dataloader(self, dataset: Any, description: str, batch_size: int, *args: Any, **kwargs: Any) -> Any:
+        """As `Trainer._get_dataloader`; no row is evaluated twice."""
+        if self.args.world_size > 1 and description != "Training":
+            dataset = filled_up(dataset, batch_size * self.args.world_size)
+        return super()._get_dataloader(dataset, description, batch_size, *args, **kwargs)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[dict[str, Any]], num_batches: int, device: torch.device
@@ -180,11 +211,13 @@ class MRPTrainer(Trainer):
         they make of its arguments is ignored: peft names them, and FSDP rounds them to bfloat16, as it does the outputs. So the
         batch goes around them, and of what comes back only the graph is used.
         """
-        bare = _bare(self.accelerator.unwrap_model(model))
+        bare = bare_model(self.accelerator.unwrap_model(model))
         own = vars(bare).get("forward")
         computed: list[tuple[Tensor, Measured]] = []
 
         def forward(*args: Any, **kwargs: Any) -> Tensor:
+            if isinstance(bare.lm_head, FSDPModule) and not bare.lm_head.weight.requires_grad:
+                bare.lm_head.unshard()  # its weight is read, and its forward, which would do that, not called
             with self.accelerator.autocast():
                 total, measured = objective(bare, batch)
             computed.append((total * scale, measured))
@@ -216,23 +249,32 @@ class MRPTrainer(Trainer):
             self._save(output_dir or self.args.output_dir, self.accelerator.get_state_dict(self.model))
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
-        """As `Trainer._save`, under the model's own class: FSDP2 puts another in its place, by whose file and name the remote
-        code would be saved."""
-        bare = _bare(self.model)
-        sharded = type(bare)
-        own: Any = next(kind for kind in sharded.__mro__ if not issubclass(kind, FSDPModule))
-        bare.__class__ = own
-        try:
+        """As `Trainer._save`, with the code of the model's own class."""
+        with under_own_class(bare_model(self.model)):
             super()._save(output_dir, state_dict)
-        finally:
-            bare.__class__ = sharded
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """As `Trainer._save_checkpoint`, in a place where nothing was left lying."""
+        """As `Trainer._save_checkpoint`, in a place where nothing was left lying. A frozen backbone is named, not saved, where
+        it has a name, unless the model is sharded or checkpoints are pushed, which have to be whole."""
         if self.args.should_save:
             make_room(Path(self._get_output_dir(trial)), self.state.global_step)
         self.accelerator.wait_for_everyone()
-        super()._save_checkpoint(model, trial)
+        bare, whole = bare_model(self.model), self.is_fsdp_enabled or self.is_deepspeed_enabled or self.args.push_to_hub
+        alone = self.args.objective == "mrp" and bare is self.model and bare.backbone_source is not None and not whole
+        with saving_head_alone(bare) if alone else nullcontext():
+            super()._save_checkpoint(model, trial)
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """As `Trainer._issue_warnings_after_load`, of a checkpoint that need not hold what is frozen.
+
+        Raises:
+            ValueError: if it lacks something that trains.
+        """
+        frozen = {name for name, parameter in self.model.named_parameters() if not parameter.requires_grad}
+        missing = [name for name in load_result.missing_keys if name not in frozen]
+        if missing:
+            raise ValueError(f"the checkpoint lacks {missing[0]} and {len(missing) - 1} more: resume from another one")
+        super()._issue_warnings_after_load(load_result._replace(missing_keys=[]))
 
     def _save_rng_state(self, output_dir: str) -> None:
         """As `Trainer._save_rng_state`, for all processes: the next file, `trainer_state.json`, says that all others are
@@ -250,40 +292,28 @@ class MRPTrainer(Trainer):
             self._since = now
         super().log(logs, *args, **kwargs)
 
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         """As `Trainer.evaluation_loop`, with what was measured on the way, and how far drafts carry when prompts are
         decoded. The loss is over all response tokens, not a mean of the batches'."""
-        output = super().evaluation_loop(*args, **kwargs)
+        output = super().evaluation_loop(dataloader, *args, **kwargs)
         measured = self._evaluated.take(self.accelerator)
         summary = _summary(measured)
         if self.args.eval_prompts:
-            inner = _bare(self.model)  # what is frozen may be bfloat16 beside float32 weights that train: hence autocast
+            inner = bare_model(self.model)  # what is frozen may be bfloat16 beside float32 weights that train: hence autocast
             with gathered(self.model), attending(inner, self._decoding_attention), self.accelerator.autocast():
-                summary |= measure_acceptance(
-                    self.model, self.processing_class, self._held_out_prompts(), self.args.eval_new_tokens
-                )
+                prompts = self._held_out_prompts(dataloader.dataset)
+                summary |= measure_acceptance(self.model, self.processing_class, prompts, self.args.eval_new_tokens)
         prefix = kwargs.get("metric_key_prefix", "eval")
         output.metrics.update({f"{prefix}_{name}": value for name, value in summary.items()})
         return output
 
-    def _held_out_prompts(self) -> list[list[int]]:
-        """What stands before the first response in the first evaluation samples."""
-        rows = itertools.chain.from_iterable(samples_of(row) for row in self.eval_dataset)
-        begun = (sample.ids[: int(sample.response.argmax())].tolist() for sample in rows)
+    def _held_out_prompts(self, dataset: Any) -> list[list[int]]:
+        """What stands before the first response in the first samples."""
+        if isinstance(dataset, IterableDatasetShard):
+            dataset = dataset.dataset
+        samples = itertools.chain.from_iterable(map(samples_of, rows_of(dataset)))
+        begun = (sample.ids[: int(sample.response.argmax())].tolist() for sample in samples)
         return list(itertools.islice((prompt for prompt in begun if prompt), self.args.eval_prompts))
-
-
-@contextmanager
-def attending(model: MRPForCausalLM, implementation: str | None) -> Iterator[str]:
-    """Runs a model with another implementation of attention, if one is given; yields the one it had."""
-    before = model.config._attn_implementation
-    if implementation is not None and implementation != before:
-        model.set_attn_implementation(implementation)
-    try:
-        yield before
-    finally:
-        if model.config._attn_implementation != before:
-            model.set_attn_implementation(before)
 
 
 @contextmanager
@@ -299,9 +329,16 @@ def gathered(model: nn.Module) -> Iterator[None]:
             module.reshard()
 
 
-def _bare(model: Any) -> MRPForCausalLM:
+def bare_model(model: Any) -> MRPForCausalLM:
     """The model inside a peft model."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _trains_what_is_not_used(model: nn.Module, objective: str) -> bool:
+    """Whether something trains that gets no gradient, as an adapter of the backbone beside one of the head may: only then has
+    DDP to look for it in every step."""
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return any(("mrp_head." in name) != (objective == "mrp") for name in trained)
 
 
 def _summary(measured: dict[str, tuple[float, float]]) -> dict[str, float]:

@@ -4,12 +4,14 @@ Randomly masked text has the wrong states for a head. Decoding goes from the sur
 still masked is what the backbone cannot know yet, and it writes the backbone's own words.
 """
 
+import hashlib
 import json
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from itertools import chain
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,10 @@ from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 
 from .data import TaskDataset, encode
-from .evaluate import NEW_TOKENS, pad_left
-from .samples import Sample, make_sample
+from .decoded import NEW_TOKENS, pad_left
+from .samples import Sample, decoded_sample
+
+_DIGESTED = 256  # of each tensor's values
 
 
 def record_trajectories(
@@ -29,76 +33,164 @@ def record_trajectories(
 ) -> None:
     """Decodes the problems with `static` and writes ids and the step that revealed each, a JSON line a problem.
 
-    Until it is complete it is called `.part`; a call that finds one goes on behind it. A complete file is left alone. Several
-    processes each decode a share, in parts of their own, and make the same file of them.
-
     Args:
         model: An `MRPForCausalLM`.
         problems: What to decode.
-        path: A `.jsonl` file, which all processes see.
+        path: A `.jsonl` file, written as `write_lines` does.
         batch_size: Problems per `generate`.
         state: The processes that share the work; None for this one alone.
     """
-    if path.exists():
-        return
+
+    def decode(numbers: range) -> Iterator[list[str]]:
+        asked = [problems.problem(i) for i in numbers]
+        asked.sort(key=lambda problem: (problem.family, len(problem.answer)))  # rows that end together share a batch
+        for first in range(0, len(asked), batch_size):
+            part = asked[first : first + batch_size]
+            prompts = [encode(problem, problems.tokenizer)[0] for problem in part]
+            limit = max(NEW_TOKENS[problem.family] for problem in part)
+            yield decoded_lines(model, prompts, problems.tokenizer.pad_token_id, max_new_tokens=limit)
+
+    write_lines(path, decode, len(problems), 8 * batch_size, state)
+
+
+def decoded_lines(
+    model: Any, prompts: Sequence[list[int]], pad_token_id: int, decoded_by: Mapping[str, Any] | None = None, **options: Any
+) -> list[str]:
+    """What `static` makes of prompts, as lines that training reads (see `trainer.records`).
+
+    Args:
+        model: An `MRPForCausalLM`.
+        prompts: Ids of each.
+        pad_token_id: Fills up shorter ones; it is masked.
+        decoded_by: Put into every line.
+        options: For `generate`.
+    """
+    inputs = pad_left(prompts, pad_token_id)
+    with torch.inference_mode():
+        out = model.generate(
+            **{name: value.to(model.device) for name, value in inputs.items()},
+            decoding="static",
+            return_dict_in_generate=True,
+            **options,
+        )
+    new = out.sequences[:, inputs["input_ids"].shape[1] :].tolist()
+    lines = []
+    for prompt, ids, steps in zip(prompts, new, out.reveal_step.tolist(), strict=True):
+        length = sum(step >= 0 for step in steps)
+        line: dict[str, Any] = {"ids": prompt + ids[:length], "response_start": len(prompt), "reveal_step": steps[:length]}
+        lines.append(json.dumps(line if decoded_by is None else {**line, "decoded_by": decoded_by}))
+    return lines
+
+
+def write_lines(
+    path: Path,
+    decode: Callable[[range], Iterator[list[str]]],
+    count: int,
+    turn: int,
+    state: PartialState | None = None,
+    check: Callable[[int, str], None] | None = None,
+) -> None:
+    """Writes lines that take long to make, a turn of them after the other.
+
+    Until the file is complete it is called `.part`; a call that finds one goes on behind its last whole turn. A complete file
+    is left alone. Several processes each make a share, in parts of their own, and put the same file together.
+
+    Args:
+        path: The file, which all processes see.
+        decode: Makes the lines of a turn, some at a time.
+        count: How many lines there are.
+        turn: How many of them are made together.
+        state: The processes that share the work; None for this one alone.
+        check: Raises a `ValueError` for a line, by its number, that an earlier call for something else has left.
+
+    Raises:
+        ValueError: as `check`, and where there is one, if the file has more lines, or fewer and is complete; if it was begun by
+            another number of processes.
+    """
     process, processes = (state.process_index, state.num_processes) if state is not None else (0, 1)
-    window = 8 * batch_size
+    if path.exists():
+        if process == 0 and check is not None:
+            _check_complete(path, count, check)
+        return
     parts = [path.with_suffix(f".{i}of{processes}.part" if processes > 1 else ".part") for i in range(processes)]
-    begins = range(process * window, len(problems), processes * window)
-    done = _whole_windows(parts[process], window)
-    with parts[process].open("a") as file, tqdm(total=len(begins) * window, initial=done * window, desc="decoding") as progress:
+    begun = re.compile(rf"{re.escape(path.stem)}(\.\d+of\d+)?\.part")
+    if others := sorted({other for other in path.parent.iterdir() if begun.fullmatch(other.name)} - {*parts}):
+        raise ValueError(f"{others[0]} was begun by another number of processes: go on with as many, or remove it")
+    begins = range(process * turn, count, processes * turn)
+    done = _keep_whole_turns(parts[process], begins, turn, check)
+    sizes = [min(turn, count - begin) for begin in begins]
+    with parts[process].open("a") as file, tqdm(total=sum(sizes), initial=sum(sizes[:done]), desc="decoding") as progress:
         for begin in begins[done:]:
-            asked = [problems.problem(i) for i in range(begin, min(begin + window, len(problems)))]
-            asked.sort(key=lambda problem: (problem.family, len(problem.answer)))  # rows that end together share a batch
-            for first in range(0, len(asked), batch_size):
-                part = asked[first : first + batch_size]
-                prompts = [encode(problem, problems.tokenizer)[0] for problem in part]
-                inputs = pad_left(prompts, problems.tokenizer.pad_token_id)
-                with torch.inference_mode():
-                    out = model.generate(
-                        **{name: value.to(model.device) for name, value in inputs.items()},
-                        decoding="static",
-                        max_new_tokens=max(NEW_TOKENS[problem.family] for problem in part),
-                        return_dict_in_generate=True,
-                    )
-                new = out.sequences[:, inputs["input_ids"].shape[1] :].tolist()
-                for prompt, ids, steps in zip(prompts, new, out.reveal_step.tolist(), strict=True):
-                    length = sum(step >= 0 for step in steps)
-                    line = {"ids": prompt + ids[:length], "response_start": len(prompt), "reveal_step": steps[:length]}
-                    file.write(json.dumps(line) + "\n")
-                progress.update(len(part))
+            for lines in decode(range(begin, min(begin + turn, count))):
+                file.write("".join(f"{line}\n" for line in lines))
+                progress.update(len(lines))
             file.flush()
+            os.fsync(file.fileno())
     if state is not None:
         state.wait_for_everyone()
     if process == 0:
-        _put_together(parts, path, window)
+        _put_together(parts, path, turn)
     if state is not None:
         state.wait_for_everyone()
 
 
-def _whole_windows(part: Path, window: int) -> int:
-    """How many whole windows a part holds; what was begun behind them is cut off."""
+def _check_complete(path: Path, count: int, check: Callable[[int, str], None]) -> None:
+    lines = 0
+    with path.open() as file:
+        for line in file:
+            if lines < count:
+                check(lines, line)
+            lines += 1
+    if lines != count:
+        raise ValueError(f"{path} is complete and has {lines} lines, not {count}: name another file, or remove it")
+
+
+def _keep_whole_turns(part: Path, begins: range, turn: int, check: Callable[[int, str], None] | None) -> int:
+    """How many whole turns a part holds, which begin at these lines; what was begun behind them is cut off."""
+    done = end = 0
     part.touch()
-    lines = part.read_bytes().splitlines(keepends=True)
-    done = sum(line.endswith(b"\n") for line in lines) // window
-    with part.open("r+b") as held:
-        held.truncate(sum(map(len, lines[: done * window])))
+    with part.open("r+b") as file:
+        while done < len(begins):
+            size = min(turn, begins.stop - begins[done])
+            lines = [line for line in islice(file, size) if line.endswith(b"\n")]
+            if check is not None:
+                for number, line in enumerate(lines, begins[done]):
+                    check(number, line.decode())
+            if len(lines) < size:
+                break
+            done, end = done + 1, end + sum(map(len, lines))
+        if check is not None and done == len(begins) and file.readline():
+            raise ValueError(f"{part} goes on behind the {begins.stop} lines asked for: name another file, or remove it")
+        file.truncate(end)
     return done
 
 
-def _put_together(parts: list[Path], path: Path, window: int) -> None:
-    """One file of the processes' parts, whose windows take turns."""
-    if len(parts) > 1:
-        shares = [part.read_text().splitlines(keepends=True) for part in parts]
-        longest = max(map(len, shares))
-        turns = (share[begin : begin + window] for begin in range(0, longest, window) for share in shares)
-        whole = path.with_suffix(".part")
-        whole.write_text("".join(chain.from_iterable(turns)))
-        os.replace(whole, path)
-        for part in parts:
-            part.unlink()
-    else:
+def _put_together(parts: list[Path], path: Path, turn: int) -> None:
+    """One file of the processes' parts, whose turns take turns."""
+    if len(parts) == 1:
         os.replace(parts[0], path)
+        return
+    whole = path.with_suffix(".whole")
+    files = [part.open() for part in parts]
+    with whole.open("w") as file:
+        while lines := [line for part in files for line in islice(part, turn)]:
+            file.writelines(lines)
+    os.replace(whole, path)
+    for open_part, part in zip(files, parts, strict=True):
+        open_part.close()
+        part.unlink()
+
+
+def digest(model: Any) -> str | None:
+    """Changes with a backbone's weights, and not with the type they were loaded in; None where there are none.
+
+    It reads the first values of every tensor, rounded to bfloat16, without those of adapters.
+    """
+    weights = [weight for name, weight in model.model.named_parameters() if "lora_" not in name]
+    if any(weight.is_meta for weight in weights):
+        return None
+    firsts = [weight.detach().flatten()[:_DIGESTED].to("cpu", torch.bfloat16) for weight in weights]
+    return hashlib.sha256(torch.cat(firsts).view(torch.int16).numpy().tobytes()).hexdigest()[:16]
 
 
 class TrajectoryDataset(Dataset[Sample]):
@@ -118,13 +210,10 @@ class TrajectoryDataset(Dataset[Sample]):
         self.recorded: list[Sample] = []
         for line in path.read_text().splitlines():
             record = json.loads(line)
-            ids, start = record["ids"], record["response_start"]
-            steps = [-1] * start + record["reveal_step"]
-            length = len(ids) if ids[-1] == eos_token_id else len(ids) // block_size * block_size
-            if length <= start:
-                continue
-            response = [place >= start for place in range(length)]
-            self.recorded.append(make_sample(0, ids[:length], response, block_size, pad_token_id, steps[:length]))
+            ids, start, steps = record["ids"], record["response_start"], record["reveal_step"]
+            sample = decoded_sample(0, ids, start, steps, block_size, [eos_token_id], pad_token_id)
+            if sample is not None:
+                self.recorded.append(sample)
         if not self.recorded:
             raise ValueError(f"{path} holds no decoded text: record trajectories first")
 

@@ -1,0 +1,376 @@
+"""Texts that a model decodes itself as training data: `mrp decode`, its file, and what training makes of it."""
+
+import json
+import logging
+import re
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from threading import Barrier
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from test_cli import mrp
+from test_records import REPLY, USER, problems_of, with_template, write
+from test_trainer import small_model
+from transformers import PreTrainedTokenizerFast
+
+from modeling_mrp import MRPForCausalLM
+from trainer.chat import RecordEncoder
+from trainer.data import TaskDataset
+from trainer.decode import DecodeOptions, decode
+from trainer.decoded import NEW_TOKENS
+from trainer.records import RecordError
+from trainer.rows import open_rows
+from trainer.runs import dry_run, open_run
+from trainer.settings import read_settings
+from trainer.sources import JsonLines
+from trainer.tasks import training_lines
+from trainer.trajectories import TrajectoryDataset, digest, record_trajectories
+
+COUNT = 5
+QUICK = ["use_cpu=true", "disable_tqdm=true", "dataloader_pin_memory=false", "logging_steps=1", "save_strategy=no"]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory, word_tokenizer: PreTrainedTokenizerFast) -> dict[str, str]:
+    """A model whose greedy texts end now and then, the chats that it is asked, and what it wrote."""
+    root = tmp_path_factory.mktemp("decode")
+    model = small_model(word_tokenizer, head_layers=0)
+    often = 312
+    with torch.no_grad():
+        model.lm_head.weight[[often, word_tokenizer.eos_token_id]] = model.lm_head.weight[[word_tokenizer.eos_token_id, often]]
+    model.generation_config.eos_token_id = word_tokenizer.eos_token_id
+    model.save_pretrained(root / "model")
+    word_tokenizer.save_pretrained(root / "model")
+    (root / "chats.jsonl").write_text("\n".join(training_lines("math", "train", COUNT)))
+    found = {path.stem: str(path) for path in root.iterdir()}
+    told = mrp(*command(found, root / "wrote.jsonl", "--max-new-tokens", str(NEW_TOKENS["math"])))
+    cut = sum(line["ids"][-1] != word_tokenizer.eos_token_id for line in lines_of(root / "wrote.jsonl"))
+    assert 0 < cut < COUNT
+    also = f", {cut} of them without an end (of these training takes whole blocks)"
+    assert told.splitlines()[-1] == f"wrote {COUNT} texts to {root / 'wrote.jsonl'}{also}"
+    return {**found, "wrote": str(root / "wrote.jsonl")}
+
+
+def command(files: dict[str, str], output: Path, *more: str) -> list[str]:
+    return ["decode", "--model", files["model"], "--data", files["chats"], "--output", str(output), *more]
+
+
+def lines_of(path: str | Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def short(files: dict[str, str], path: Path, **others: Any) -> DecodeOptions:
+    options = DecodeOptions(files["model"], [files["chats"]], str(path), max_new_tokens=8, batch_size=2)
+    return replace(options, **others)
+
+
+def encoder(tokenizer: Any, block_size: int = 4, **options: Any) -> RecordEncoder:
+    return RecordEncoder(tokenizer, block_size, 64, tokenizer.mask_token_id, **options)
+
+
+def same(a: Any, b: Any) -> bool:
+    names = ("ids", "response", "reveal_step")
+    return a.length == b.length and all(np.array_equal(getattr(a, name), getattr(b, name)) for name in names)
+
+
+def test_samples_are_those_of_the_recipe(
+    files: dict[str, str], word_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    """The same problems, through `record_trajectories`, whose files training takes as well."""
+    model = MRPForCausalLM.from_pretrained(files["model"]).eval()
+    asked = TaskDataset(word_tokenizer, COUNT, {"math": 1.0}, block_size=8)
+    record_trajectories(model, asked, tmp_path / "recipe.jsonl")
+    eos, pad = word_tokenizer.eos_token_id, word_tokenizer.pad_token_id
+    recipe = sorted(TrajectoryDataset(tmp_path / "recipe.jsonl", COUNT, 8, eos, pad), key=lambda sample: sample.ids.tolist())
+    assert len(recipe) == COUNT
+    for path in (files["wrote"], str(tmp_path / "recipe.jsonl")):
+        rows = open_rows([path], RecordEncoder(word_tokenizer, 8, 128, 2), packed=False, shuffle=False)
+        ours = sorted(rows, key=lambda sample: sample.ids.tolist())
+        assert all(same(*pair) for pair in zip(ours, recipe, strict=True))
+
+
+def test_what_is_cut_and_what_is_left_out(word_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    """Of a text without an end whole blocks are kept; of one that is too long, too."""
+    path = write(
+        tmp_path / "a.jsonl",
+        {"ids": [9, 8, 7, 6, 5, 1], "response_start": 3, "reveal_step": [0, 2, 1]},
+        {"ids": [9, 8, 7, 6, 5, 4], "response_start": 1, "reveal_step": [2, 0, 1, 3, 4]},
+        {"ids": [9, 8, 7, 6, 5], "response_start": 4, "reveal_step": [0]},
+        {"ids": [9] * 9 + [1], "response_start": 3, "reveal_step": [0, 1, 2, 3, 4, 5, 6]},
+    )
+    made = list(open_rows([path], replace(encoder(word_tokenizer), max_length=8), packed=False, shuffle=False))
+    assert [(sample.ids.tolist(), sample.length) for sample in made] == [
+        ([9, 8, 7, 6, 5, 1, 0, 0], 6),
+        ([9, 8, 7, 6], 4),
+        ([9] * 8, 8),
+    ]
+    assert made[0].response.tolist() == [False] * 3 + [True] * 5
+    assert [sample.reveal_step.tolist() for sample in made] == [
+        [-1, -1, -1, 0, 2, 1, -1, -1],
+        [-1, 2, 0, 1],
+        [-1, -1, -1, 0, 1, 2, 3, 4],
+    ]
+
+
+@pytest.mark.parametrize("how", [{"packed": False}, {"streaming": True}])
+def test_a_head_trains_on_decoded_texts_among_chats(how: dict[str, Any], files: dict[str, str], tmp_path: Path) -> None:
+    given = {"model": files["model"], "data": [files["wrote"], files["chats"]], "output_dir": str(tmp_path), "max_steps": 2}
+    shape = {"head_layers": 1, "max_length": 128, "per_device_train_batch_size": 2, "eval_data": [files["wrote"]]}
+    run = open_run(read_settings("mrp", None, {**given, **shape, **how}, QUICK))
+    if "streaming" not in how:
+        rows = [row if isinstance(row, list) else [row] for row in run.trainer.train_dataset]
+        assert sum(sample.reveal_step is not None for row in rows for sample in row) == COUNT
+        assert sum(len(row) for row in rows) == 2 * COUNT
+    run.train()
+    log = run.trainer.state.log_history
+    assert [line["kl_head"] > 0 for line in log if "kl_head" in line] == [True, True]
+    assert [line["eval_kl_head"] > 0 for line in log if "eval_kl_head" in line] == [True]
+    assert MRPForCausalLM.from_pretrained(tmp_path).mrp_head.norm.weight.abs().max() > 0
+
+
+def test_random_masks_are_weighed_and_decoded_texts_have_none(files: dict[str, str], tmp_path: Path) -> None:
+    given = {"model": files["model"], "data": [files["wrote"]], "output_dir": str(tmp_path), "inverse_level": True}
+    settings = read_settings("mrp", None, given, QUICK)
+    for call in (open_run, dry_run):
+        with pytest.raises(RecordError, match=r"wrote\.jsonl, line 1, field reveal_step: .* inverse_level to weigh: switch"):
+            call(settings)
+
+
+def test_a_file_that_was_cut_off_is_finished(files: dict[str, str], tmp_path: Path) -> None:
+    """Inside a line of the last batch, and behind the last line; then it is left alone, whatever the checkpoint is called."""
+    whole, broken = tmp_path / "whole.jsonl", tmp_path / "broken.jsonl"
+    written = decode(short(files, whole))
+    assert written is not None
+    assert (written.path, written.texts) == (whole, COUNT)
+    text = whole.read_bytes()
+    for left in (text[: text.index(b"\n") + 9], text[:-1], text):
+        broken.with_suffix(".part").write_bytes(left)
+        assert decode(short(files, broken)) == replace(written, path=broken)
+        assert broken.read_bytes() == text
+        assert sorted(tmp_path.iterdir()) == [broken, whole]
+        broken.unlink()
+    before = whole.stat().st_mtime_ns
+    assert decode(short(files, whole, model=files["model"] + "/")) == written
+    assert whole.stat().st_mtime_ns == before
+
+
+def test_processes_share_the_prompts(files: dict[str, str], tmp_path: Path) -> None:
+    """Three batches for two of them (threads here), one of which finds its part cut off."""
+    whole, shared = tmp_path / "whole.jsonl", tmp_path / "shared.jsonl"
+    decode(short(files, whole, temperature=1.0))
+    text = whole.read_bytes()
+    shared.with_suffix(".0of2.part").write_bytes(b"".join(text.splitlines(keepends=True)[:2]) + text[-80:-1])
+    together = Barrier(2)
+    processes: list[Any] = [
+        SimpleNamespace(process_index=i, num_processes=2, wait_for_everyone=together.wait, device="cpu") for i in range(2)
+    ]
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(lambda state: decode(short(files, shared, temperature=1.0), state), processes)
+    assert (first.texts, second) == (COUNT, None)
+    assert shared.read_bytes() == text
+    assert sorted(tmp_path.iterdir()) == [shared, whole]
+
+
+def test_files_of_something_else_are_left_as_they_are(files: dict[str, str], tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    decode(short(files, path))
+    text = path.read_text()
+    first = json.loads(text.splitlines()[0])
+    other = json.dumps({**first, "ids": [first["ids"][0] + 1, *first["ids"][1:]]})
+    remedy = "name another file, or remove it"
+    for change, message in (
+        ({"temperature": 0.5}, "line 1: its temperature was 0.0 and is 0.5: "),
+        ({"max_new_tokens": 9}, "line 1: its max_new_tokens was 8 and is 9: "),
+        ({"limit": 2}, f"is complete and has {COUNT} lines, not 2: "),
+        ({"limit": 2}, "a.part goes on behind the 2 lines asked for: "),
+    ):
+        for name in (".jsonl", ".part") if "limit" not in change else (".part" if "a.part" in message else ".jsonl",):
+            path.rename(path.with_suffix(name))
+            with pytest.raises(ValueError, match=re.escape(message + remedy)):
+                decode(short(files, path, **change))
+            path.with_suffix(name).rename(path)
+        assert path.read_text() == text
+    for line, message in (
+        (other, "line 1: it answers another prompt than the data have there: "),
+        ("{}", "line 1: not what mrp decode writes: "),
+        ("# notes", "line 1: not what mrp decode writes: "),
+    ):
+        path.write_text(line + "\n")
+        with pytest.raises(ValueError, match=message + remedy):
+            decode(short(files, path))
+        assert path.read_text() == line + "\n"
+    path.rename(tmp_path / "a.1of2.part")
+    with pytest.raises(ValueError, match=r"a\.1of2\.part was begun by another number of processes: go on with as many, or"):
+        decode(short(files, path))
+
+
+def test_sampled_texts_are_their_own(files: dict[str, str], tmp_path: Path) -> None:
+    """Neither the batch nor what is decoded beside it changes a text; its seed does."""
+    found = {}
+    for name, options in {"in twos": {"limit": 3}, "at once": {"batch_size": 5}, "seed": {"seed": 1, "limit": 2}}.items():
+        path = tmp_path / f"{name}.jsonl"
+        decode(short(files, path, dtype="float64", temperature=1.0, **options))
+        found[name] = [(line["ids"], line["reveal_step"]) for line in lines_of(path)]
+        assert lines_of(path)[0]["decoded_by"]["seed"] == options.get("seed", 0)
+    assert found["at once"][:3] == found["in twos"]
+    assert found["at once"][:2] != found["seed"]
+
+
+# What lines may hold: the word tokenizer's ids, block size 4; 2 is the mask and 1 the end.
+
+GOOD = {"ids": [9, 8, 7, 6, 5, 1], "response_start": 3, "reveal_step": [0, 2, 1]}
+BY = {"model": "org/other", "block_size": 4, "mask_token_id": 2}
+MALFORMED = {
+    "no ids": ({"response_start": 1, "reveal_step": [0]}, "ids", "it is missing beside 'reveal_step'"),
+    "no start": ({"ids": [9, 8], "reveal_step": [0]}, "response_start", "it is missing beside 'reveal_step'"),
+    "no steps": ({"ids": [9, 8], "response_start": 1}, "reveal_step", "it is missing beside 'ids'"),
+    "null steps": ({**GOOD, "reveal_step": None}, "reveal_step", "it is missing beside 'ids'"),
+    "two layouts": ({**GOOD, "text": "a"}, "reveal_step", "found 'text' and 'reveal_step': a record has one layout"),
+    "ids type": ({**GOOD, "ids": "9 8"}, "ids", "found '9 8': a list of integers is needed"),
+    "empty ids": ({**GOOD, "ids": []}, "ids", "found an empty list: a list of integers is needed"),
+    "id type": ({**GOOD, "ids": [9, 8.5, 7, 6, 5, 1]}, "ids[1]", "found 8.5: an integer is needed"),
+    "id bool": ({**GOOD, "ids": [9, True, 7, 6, 5, 1]}, "ids[1]", "found true: an integer is needed"),
+    "id below": ({**GOOD, "ids": [9, 8, 7, 6, -1, 1]}, "ids[4]", "found -1: the vocabulary has the ids 0 to 49"),
+    "id above": ({**GOOD, "ids": [9, 8, 50, 6, 5, 1]}, "ids[2]", "found 50: the vocabulary has the ids 0 to 49"),
+    "mask": ({**GOOD, "ids": [9, 8, 7, 2, 5, 1]}, "ids[3]", "found the mask token, id 2"),
+    "start type": ({**GOOD, "response_start": "3"}, "response_start", "found '3': needed is a place in 'ids', from 0 to 5"),
+    "start below": ({**GOOD, "response_start": -1}, "response_start", "found -1: needed is a place in 'ids'"),
+    "start above": ({**GOOD, "response_start": 6}, "response_start", "found 6: needed is a place in 'ids', from 0 to 5"),
+    "steps type": ({**GOOD, "reveal_step": 3}, "reveal_step", "found 3: a list of integers is needed"),
+    "step type": ({**GOOD, "reveal_step": [0, None, 1]}, "reveal_step[1]", "found nothing: an integer is needed"),
+    "too few": ({**GOOD, "reveal_step": [0, 1]}, "reveal_step", "found 2 steps: 3 ids of the response need one each"),
+    "too many": ({**GOOD, "reveal_step": [0, 1, 2, 3]}, "reveal_step", "found 4 steps: 3 ids of the response need one each"),
+    "step below": ({**GOOD, "reveal_step": [0, -1, 1]}, "reveal_step[1]", "found -1: steps count from 0"),
+    "step early": (
+        {**GOOD, "reveal_step": [1, 2, 0]},
+        "reveal_step[2]",
+        "found 0 behind step 1 of an earlier block: decoding ends a block of 4 before the next",
+    ),
+    "decoder type": ({**GOOD, "decoded_by": "org/other"}, "decoded_by", "found 'org/other': an object is needed"),
+    "block size": (
+        {**GOOD, "decoded_by": {**BY, "block_size": 16}},
+        "decoded_by.block_size",
+        "found 16, and the model that trains has 4: decode with that one",
+    ),
+    "mask id": ({**GOOD, "decoded_by": {**BY, "mask_token_id": "2"}}, "decoded_by.mask_token_id", "found '2', and the model"),
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_a_malformed_line_is_named(name: str, word_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    record, field, message = MALFORMED[name]
+    path = write(tmp_path / "a.jsonl", {**GOOD, "decoded_by": BY}, {"text": "Ana"}, record)
+    error = problems_of(JsonLines([path]), encoder(word_tokenizer, vocab_size=50).check)
+    assert str(error).startswith(f"{path}, line 3, field {field}: {message}")
+    assert len(error.problems) == 1
+
+
+PROMPTS = {
+    "not JSON": (b"{", None, "not JSON"),
+    "a list": ([USER], None, "found a list: a record is an object"),
+    "nothing": ({}, None, "found no fields: needed is 'messages', or 'prompt'"),
+    "a text": ({"text": "a"}, None, "found the fields ['text']: needed is 'messages', or 'prompt'"),
+    "both": ({"messages": [USER], "prompt": "a"}, "prompt", "found 'messages' and 'prompt': needed is"),
+    "type": ({"prompt": 3}, "prompt", "found 3: a string is needed"),
+    "mask": ({"prompt": "a <mask>"}, "prompt", "found the mask token <mask>"),
+    "empty": ({"prompt": " "}, "prompt", "it has no token: write a longer one"),
+    "no message": ({"messages": []}, "messages", "found an empty list"),
+    "a reply alone": ({"messages": [REPLY]}, "messages[0].role", "found 'assistant' in the first message"),
+    "tools": ({"messages": [USER], "tools": 3}, "tools", "found 3: a list of objects is needed"),
+}
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_a_malformed_prompt_is_named(name: str, word_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    record, field, message = PROMPTS[name]
+    path = write(tmp_path / "a.jsonl", {"prompt": "Ana"}, record)
+    error = problems_of(JsonLines([path]), encoder(word_tokenizer).prompt)
+    assert str(error).startswith(f"{path}, line 2{f', field {field}' if field else ''}: {message}")
+
+
+def test_prompts_are_what_training_puts_before_a_response(word_tokenizer: PreTrainedTokenizerFast) -> None:
+    made = encoder(word_tokenizer)
+    for record, words in (
+        ({"messages": [USER, REPLY]}, "user : 1 + 2 assistant :"),
+        ({"prompt": [USER], "completion": [REPLY]}, "user : 1 + 2 assistant :"),
+        ({"prompt": "1 + 2", "completion": "3"}, "1 + 2"),
+    ):
+        sample = made.sample(record, 0)
+        assert sample is not None
+        assert made.prompt(record) == sample.ids[: sample.response.argmax()].tolist()
+        assert made.prompt(record) == word_tokenizer.encode(words, add_special_tokens=False)
+    conversation = {"messages": [USER, REPLY, USER]}
+    words = "user : 1 + 2 assistant : 3 user : 1 + 2 assistant :"
+    for more in ([], [REPLY]):
+        asked = {"messages": conversation["messages"] + more}
+        assert made.prompt(asked) == word_tokenizer.encode(words, add_special_tokens=False)
+    with pytest.raises(ValueError, match="has no chat template: set"):
+        encoder(with_template(word_tokenizer, None)).prompt(conversation)
+
+
+def test_another_backbone_is_told_of_once(
+    word_tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = encoder(word_tokenizer, digest="aa")
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    for origin in ({}, {"digest": None}, {"digest": "aa"}):
+        made.check({**GOOD, "decoded_by": {**BY, **origin}})
+    assert not caplog.records
+    for _ in range(2):
+        made.check({**GOOD, "decoded_by": {**BY, "digest": "bb"}})
+    assert [record.getMessage() for record in caplog.records] == [
+        "'org/other' wrote texts of the data, and another backbone trains: a head learns most from what its own backbone "
+        "wrote, decode the prompts with that one"
+    ]
+
+
+def test_a_digest_is_of_the_backbone(files: dict[str, str]) -> None:
+    """Neither the type nor the head nor an adapter changes it; one number of the last layer does."""
+    model = MRPForCausalLM.from_pretrained(files["model"])
+    known = digest(model)
+    assert known == lines_of(files["wrote"])[0]["decoded_by"]["digest"]
+    for dtype in (torch.float64, torch.bfloat16):
+        assert digest(MRPForCausalLM.from_pretrained(files["model"], dtype=dtype)) == known
+    with_head = MRPForCausalLM.from_backbone(files["model"], head_layers=1)
+    get_peft_model(with_head, LoraConfig(r=2, target_modules=r".*layers\.0\.self_attn\.q_proj"))
+    assert digest(with_head) == known
+    with torch.no_grad():
+        model.model.layers[-1].mlp.down_proj.weight[0, 0] += 1
+    assert digest(model) not in (known, None)
+    with torch.device("meta"):
+        assert digest(MRPForCausalLM(model.config)) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"output": "a.json"}, r"output is 'a\.json': give a name that ends in \.jsonl"),
+        ({"temperature": -1.0}, r"temperature is -1\.0: it must be 0 \(greedy\) or more"),
+        ({"temperature": float("nan")}, r"temperature is nan: it must be 0"),
+        ({"limit": 0}, "limit is 0: it must be 1 or more"),
+        ({"batch_size": 0}, "batch_size is 0: it must be 1 or more"),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0: it must be 1 or more"),
+        ({"seed": -1}, "seed is -1: it must be 0 or more"),
+        ({"max_new_tokens": 7}, "max_new_tokens is 7: training takes whole blocks, give at least 8, one of them"),
+        (
+            {"max_new_tokens": 240},
+            r"chats\.jsonl, line 1: its prompt has 28 tokens, and 16 leave room for the new ones: shorten",
+        ),
+        ({"data": ["-"]}, r"standard input comes in order only: write it to a \.jsonl file"),
+        ({"data": ["nowhere.jsonl"]}, r"nowhere\.jsonl: there is no such file"),
+    ],
+)
+def test_what_cannot_be_decoded(change: dict[str, Any], message: str, files: dict[str, str], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        decode(short(files, tmp_path / "a" / "b.jsonl", **change))
+    assert list(tmp_path.rglob("*.*")) == []
+    if set(change) == {"data"}:
+        assert message.replace("\\", "") in mrp(
+            *command({**files, "chats": change["data"][0]}, tmp_path / "b.jsonl"), fails=True
+        )

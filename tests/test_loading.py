@@ -1,0 +1,142 @@
+"""Models and tokenizers as the commands load them: every layout, adapters, and no code of a repository."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import TINY, make_model
+from helpers import close
+from peft import LoraConfig, get_peft_model
+from test_heads import in_hub_cache
+
+from modeling_mrp import MRPForCausalLM
+from trainer import draft_vocabulary, evaluate
+from trainer.convert import convert
+from trainer.loading import load_config, load_model, load_tokenizer
+
+IDS = torch.tensor([[1, 2, 3, 4, 5]])
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One model as everything that the commands take, and what it computes."""
+    root = tmp_path_factory.mktemp("loading")
+    model = make_model().float()
+    torch.manual_seed(3)
+    adapted = get_peft_model(make_model().float(), LoraConfig(r=2, target_modules=r"mrp_head\.eh_proj"))
+    torch.nn.init.normal_(adapted.base_model.model.mrp_head.eh_proj.lora_B["default"].weight)
+    model.save_pretrained(root / "mrp")
+    model.save_pretrained(root / "head", head_only=True, base_model_name_or_path=str(root / "mrp"))
+    convert(str(root / "mrp"), root / "heavyball", "heavyball")
+    adapted.base_model.model.name_or_path = adapted.peft_config["default"].base_model_name_or_path = str(root / "mrp")
+    adapted.save_pretrained(root / "adapter", save_embedding_layers=False)
+    return {path.name: path for path in root.iterdir()}
+
+
+@torch.no_grad()
+def residual(model: MRPForCausalLM) -> torch.Tensor:
+    positions, mask = torch.arange(5)[None], torch.ones(1, 1, 5, 5, dtype=torch.bool)
+    return model.residual(IDS, model.backbone(IDS, positions, mask), positions, mask)
+
+
+@pytest.mark.parametrize("layout", ["mrp", "head", "heavyball"])
+def test_every_layout_is_the_same_model(layout: str, saved: dict[str, Path]) -> None:
+    expected, loaded = make_model().float(), load_model(str(saved[layout]))
+    assert not loaded.training
+    assert torch.equal(loaded(IDS).logits, expected(IDS).logits)
+    assert torch.equal(residual(loaded), residual(expected))
+    config = load_config(str(saved[layout]))
+    assert (config.block_size, config.mask_token_id, config.has_head, config.max_position_embeddings) == (4, 60, True, 512)
+    assert load_model(str(saved[layout]), "float64").dtype == torch.float64
+
+
+def test_an_adapter_comes_with_its_base(saved: dict[str, Path]) -> None:
+    """eh_proj + B A * alpha / rank, by hand."""
+    plain, adapted = make_model().float(), load_model(str(saved["adapter"]))
+    torch.manual_seed(3)
+    twin: Any = get_peft_model(make_model().float(), LoraConfig(r=2, target_modules=r"mrp_head\.eh_proj"))
+    layer = twin.base_model.model.mrp_head.eh_proj
+    torch.nn.init.normal_(layer.lora_B["default"].weight)
+    with torch.no_grad():
+        plain.mrp_head.eh_proj.weight += layer.lora_B["default"].weight @ layer.lora_A["default"].weight * (8 / 2)
+    close(residual(adapted), residual(plain), atol=1e-5)
+    assert (residual(make_model().float()) - residual(plain)).abs().max() > 0.1
+    assert load_config(str(saved["adapter"])).num_hidden_layers == 2
+
+
+@pytest.mark.parametrize("base", ["/etc", "../other", "plain"])
+def test_an_adapter_from_the_hub_names_no_path(
+    base: str, saved: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "adapter"
+    shutil.copytree(saved["adapter"], folder)
+    written = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps({**written, "base_model_name_or_path": base}))
+    in_hub_cache(folder, tmp_path / "hub", "org/adapter")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("transformers.utils.hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    with pytest.raises(ValueError, match=rf"adapter org/adapter on the Hub names the model '{base}', which is not followed"):
+        load_model("org/adapter")
+
+
+def test_an_adapter_without_a_base(saved: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match="names no base_model_name_or_path: write the model's into"):
+        load_model(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("local", "remedy"),
+    [(False, "check the name, or name another with --tokenizer"), (True, r'hf download org/none --include "\*\.json"')],
+)
+def test_a_tokenizer_that_is_not_there(local: bool, remedy: str) -> None:
+    with pytest.raises(ValueError, match=rf"the tokenizer of 'org/none' cannot be loaded: .*{remedy}"):
+        load_tokenizer("org/none", local_files_only=local)
+
+
+def test_a_folder_without_a_tokenizer(saved: dict[str, Path]) -> None:
+    with pytest.raises(ValueError, match=r"the tokenizer of '.*mrp' cannot be loaded: save one there, or name another"):
+        load_tokenizer(str(saved["mrp"]))
+
+
+@pytest.fixture
+def trapped(tmp_path: Path) -> Path:
+    """The embedded checkpoint in the published layout, and code beside it, which leaves a mark if it runs."""
+    folder, mark = tmp_path / "published", tmp_path / "it ran"
+    convert(str(TINY), folder, "heavyball")
+    config = json.loads((folder / "config.json").read_text())
+    names = {
+        "AutoConfig": "configuration_sdar.SDARConfig",
+        "AutoModelForCausalLM": "modeling_sdar.SDARForCausalLM",
+        "AutoTokenizer": [None, "tokenization_sdar.SDARTokenizer"],
+    }
+    (folder / "config.json").write_text(json.dumps({**config, "auto_map": names}))
+    tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({**tokenizer, "auto_map": {"AutoTokenizer": names["AutoTokenizer"]}})
+    )
+    for module in ("configuration_sdar", "modeling_sdar", "tokenization_sdar", "custom_generate/generate"):
+        (folder / f"{module}.py").parent.mkdir(exist_ok=True)
+        (folder / f"{module}.py").write_text(f"open({str(mark)!r}, 'w').close()\nraise SystemExit('this ran')\n")
+    return folder
+
+
+@pytest.mark.skipif(not TINY.exists(), reason="the embedded checkpoint is not here")
+def test_a_published_checkpoints_code_does_not_run(trapped: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    evaluate.main(
+        ["--model", str(trapped), "--family", "math", "--count", "1", "--max-new-tokens", "8", "--decoding", "mrp_spec"]
+    )
+    published = json.loads(capsys.readouterr().out)
+    evaluate.main(["--model", str(TINY), "--family", "math", "--count", "1", "--max-new-tokens", "8", "--decoding", "mrp_spec"])
+    ours = json.loads(capsys.readouterr().out)
+    assert published["accepted"] == ours["accepted"] > 0
+    assert published["asked"]["digest"] == ours["asked"]["digest"]
+    text = trapped.parent / "text.txt"
+    text.write_text("def f(x): return x")
+    target = trapped.parent / "drafting"
+    draft_vocabulary.main(["--model", str(trapped), "--text", str(text), "--size", "64", "--save", str(target)])
+    assert load_config(str(target)).draft_vocab_size == 64
+    assert not (trapped.parent / "it ran").exists()
