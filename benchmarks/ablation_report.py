@@ -125,18 +125,27 @@ def direct_table(cells: Cells, names: dict[str, str]) -> str:
     return markdown_table(["head", "problems", "seeds", "K=1 %", "K=2 %", "K=3 %", "K=4 %"], rows)
 
 
-def residual_table(cells: Cells, pairs: Sequence[tuple[str, str, str]]) -> str:
-    """How far the residual is ahead of direct prediction, in points."""
+def direct_differences(cells: Cells, what: str, pairs: Sequence[tuple[str, str, str]]) -> str:
+    """How far one head is ahead of another with `mrp_direct`, in points, where both have the same seeds."""
     rows = []
     for title, ours, other in pairs:
         for family in ("math", "code"):
             found = [(cells.of(ours, family, "mrp_direct", k), cells.of(other, family, "mrp_direct", k)) for k in (1, 2, 3, 4)]
             if all(a.keys() & b.keys() for a, b in found):
                 rows.append([title, family, *(_shown(difference(a, b, 100), 1, sign=True) for a, b in found)])
-    return markdown_table(["trained with", "problems", "K=1", "K=2", "K=3", "K=4"], rows)
+    return markdown_table([what, "problems", "K=1", "K=2", "K=3", "K=4"], rows)
 
 
-# ------------------------------------------------------------------------------------------------ figures
+def drafting_table(cells: Cells, pairs: Sequence[tuple[str, str, str]]) -> str:
+    """How many tokens a forward one cell is ahead of another, where both have the same seeds."""
+    rows = []
+    for title, ours, other in pairs:
+        places = [(family, number) for family in ("math", "code") for number in (4, 8)]
+        found = [(cells.of(ours, *place), cells.of(other, *place)) for place in ((f, "mrp_spec", n) for f, n in places)]
+        if all(a.keys() & b.keys() for a, b in found):
+            seeds = str(len(found[0][0].keys() & found[0][1].keys()))
+            rows.append([title, seeds, *(_shown(difference(a, b), 2, sign=True) for a, b in found)])
+    return markdown_table(["what differs", "seeds", "math K=4", "math K=8", "code K=4", "code K=8"], rows)
 
 
 def direct_figure(cells: Cells, starts: Mapping[str, dict[str, str]]) -> Figure:
@@ -182,19 +191,14 @@ def frontier_figure(lines: Sequence[Line]) -> Figure:
         for index, rule in enumerate(dict.fromkeys(line["rule"] for line in lines)):
             points = [line for line in lines if (line["family"], line["rule"]) == (family, rule)]
             points.sort(key=lambda line: line["tau"])
-            axes.plot(
-                [line["tokens_per_forward"] for line in points],
-                [line["accuracy"] for line in points],
-                "o-",
-                ms=4,
-                label="dynamic, no remasking" if rule == "dynamic" else rule,
-                color=f"C{index}",
-            )
+            speeds = [line["tokens_per_forward"] for line in points]
+            values = [Interval(line["accuracy"], *line["accuracy_95"]) for line in points]
+            _points(axes, speeds, values, "dynamic, no remasking" if rule == "dynamic" else rule, f"C{index}")
         _finish(axes, family, "tokens per backbone forward", "accuracy, %", ticks=False)
     return figure
 
 
-def _points(axes: Axes, x: Sequence[int], values: Sequence[Interval], label: str, color: str, line: str = "-") -> None:
+def _points(axes: Axes, x: Sequence[float], values: Sequence[Interval], label: str, color: str, line: str = "-") -> None:
     middle = [value.value for value in values]
     around = [[v.value - v.low for v in values], [v.high - v.value for v in values]]
     axes.errorbar(x, middle, np.maximum(around, 0), fmt=f"o{line}", ms=4, capsize=3, label=label, color=color)
@@ -228,16 +232,32 @@ PAIRS = (
     ("K = 1, from random layers", "K=1 from nothing", "hidden K=1 from nothing"),
     ("K = 2, from random layers", "from nothing", "hidden from nothing"),
 )
+# What an `on_policy` head has learned of another kind than a published one, one thing at a time.
+CAUSES = (
+    ("reveals, on decoded states", "on_policy", "random on decoded states"),
+    ("reveals, on random masks", "on_policy on random masks", "random"),
+    ("states, with on-policy reveals", "on_policy", "on_policy on random masks"),
+    ("states, with random reveals", "random on decoded states", "random"),
+)
+UNROLLED = (("two steps over one", "on_policy", "K=1"), ("three steps over two", "K=3", "on_policy"))
 GROUPS = {"what is revealed in training": REVEALS, "depth of the head": DEPTHS, "steps unrolled": UNROLLS, "parts": PARTS}
 
 
 def report(cells: Cells) -> str:
     """All tables, as `benchmarks/README.md` quotes them."""
     titles = DIRECT | {name: f"{title}, from random layers" for name, title in DIRECT_FROM_NOTHING.items()}
-    parts = ["### Residual against direct prediction", direct_table(cells, titles), residual_table(cells, PAIRS)]
+    parts = [
+        "### Residual against direct prediction",
+        direct_table(cells, titles),
+        direct_differences(cells, "trained with", PAIRS),
+    ]
     for title, names in GROUPS.items():
         if sum(bool(cells.seeds(name)) for name in names) > 1:
             parts += [f"### Tokens per forward: {title}", acceptance_table(cells, names)]
+        if names is REVEALS:
+            parts.append(drafting_table(cells, CAUSES))
+        if names is UNROLLS:
+            parts.append(direct_differences(cells, "unrolled in training", UNROLLED))
     return "\n\n".join(parts)
 
 

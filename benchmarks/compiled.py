@@ -23,6 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from modeling_mrp.grow_mrp import MORE, Ground
 from modeling_mrp.head_input_mrp import _normed_pair_kernel
 from modeling_mrp.pick_mrp import Plan, _magnitude_kernel, _pick_kernel
 from modeling_mrp.readout_mrp import Readout
@@ -133,6 +134,28 @@ def head_input_launch(rows: int, dtype: torch.dtype) -> None:
     _normed_pair_kernel(embed, enorm, hnorm, ids, hidden)
 
 
+def grow_launch(batch: int, states: int, branches: int, block: int = 4) -> None:
+    """The states of a drafting round; log-odds are float32 whatever the model's dtype."""
+    long, flags = partial(_empty, dtype=torch.int64), partial(_empty, dtype=torch.bool)
+    known = 3 * states
+    ground = Ground(
+        slots=long(batch, 1, block + MORE),
+        valid=flags(batch, 1),
+        token=long(batch, known, block),
+        odds=_empty(batch, known, block, dtype=torch.float32),
+        known=long(batch, known, block + 1),
+        known_valid=flags(batch, known),
+        ahead=long(batch, known, block + MORE),
+        rider=long(batch, block + MORE),
+        rides=flags(batch),
+        open_end=long(batch),
+        eos=long(2),
+        mask_id=VOCAB - 1,
+        branches=branches,
+    )
+    ground.grown(states, states)
+
+
 def launches(dtype: torch.dtype) -> Iterator[tuple[dict[str, Any], Callable[[], Any]]]:
     """What is compiled, each with what it is called and which sizes it has."""
     for rows in (16, 64, 512):
@@ -143,6 +166,9 @@ def launches(dtype: torch.dtype) -> Iterator[tuple[dict[str, Any], Callable[[], 
         sizes = {"launch": "round_attention", "batch": batch, "states": states, "used": used}
         yield sizes, partial(attention_launch, batch, states, used, dtype)
     yield {"launch": "head_input", "rows": 16}, partial(head_input_launch, 16, dtype)
+    for states, branches, block in ((4, 3, 4), (8, 3, 4), (8, 1, 16), (16, 3, 16)):
+        sizes = {"launch": "grow", "states": states, "branches": branches, "block": block}
+        yield sizes, partial(grow_launch, 1, states, branches, block)
     weight, hidden = _empty(VOCAB, HIDDEN, dtype=dtype), _empty(16, HIDDEN, dtype=dtype)
     token = _empty(16, dtype=torch.int64)
     yield {"launch": "residual_magnitude", "rows": 16}, partial(_magnitude_kernel, weight, hidden, token)

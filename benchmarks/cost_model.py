@@ -125,9 +125,6 @@ def passes_that_pay(shape: Shape, device: Device, head: Counts, without: Counts,
     return (allowed - base) / each
 
 
-# ---------------------------------------------------------------------------------------------------- measured counts
-
-
 def counts_of(line: dict[str, Any], mode: str, states: int) -> Counts:
     """Counts from a line of results.
 
@@ -157,9 +154,6 @@ def measured_counts(lines: list[dict[str, Any]], family: str, mode: str, states:
         and line["batch_size"] <= batch
     ]
     return counts_of(max(fitting, key=lambda line: line["batch_size"]), mode, states) if fitting else None
-
-
-# ---------------------------------------------------------------------------------------------------- command line
 
 
 def _given(counts: Counts, mode: str, options: argparse.Namespace) -> Counts:

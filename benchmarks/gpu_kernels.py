@@ -24,7 +24,7 @@ from modeling_mrp.readout_mrp import Picked, Readout
 
 from .roofline import Device, Shape, Work
 from .round_attention import Round
-from .timing import in_turns, reason
+from .timing import copies_for, in_turns, reason, still_there
 
 KERNEL = Dispatch(forced=True)
 MASK_ID = 0
@@ -32,7 +32,7 @@ MASK_ID = 0
 # and, where a result is rounded to 16 bits, of that.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-3, torch.float16: 1e-3}
 ROUNDED = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 2e-3}
-Call = Callable[[], Any]
+Way = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,8 @@ class Case:
     Attributes:
         name: Of the kernel.
         fields: What the inputs are.
-        ways: What computes the same: `kernel`, `torch` and others; compiled ones are added where they are timed.
+        inputs: By seed, other numbers of the same sizes in other places, but for what is too large to be cached.
+        ways: What computes the same of inputs: `kernel`, `torch` and others; a compiled one is added where they are timed.
         error: How far the kernel is from float64.
         tolerance: What that may be.
         floor: What any of them must read and compute.
@@ -50,7 +51,8 @@ class Case:
 
     name: str
     fields: dict[str, Any]
-    ways: dict[str, Call]
+    inputs: Callable[[int], tuple[Any, ...]]
+    ways: dict[str, Way]
     error: Callable[[], float]
     tolerance: float
     floor: Work
@@ -61,24 +63,31 @@ class Case:
         return {"check": self.name, **self.fields, "error": float(f"{error:.3g}"), "ok": error <= self.tolerance}
 
     def time(self, device: Device, on: torch.device, repeats: int) -> Iterator[dict[str, Any]]:
-        """A line for each way, in turns; on CUDA also for the twin compiled. A way that fails is told and left out."""
+        """A line for each way, in turns; on CUDA also for the twin compiled. A way that fails is told and left out.
+
+        So many copies of the inputs take turns that the device's cache has not kept one until it is used again.
+        """
         ways = dict(self.ways)
         if on.type == "cuda":
             # What was compiled before is forgotten: beyond 8 variants of one function, PyTorch would run it uncompiled.
             torch.compiler.reset()
             ways["compile"] = torch.compile(self.ways["torch"])
+        copies = copies_for(self.floor.bytes, on)
+        inputs = [self.inputs(seed) for seed in range(copies)]
         for way in list(ways):
             try:
-                ways[way]()
+                ways[way](*inputs[0])
             except Exception as error:
+                still_there(on, error)
                 del ways[way]
                 yield {"failed": self.name, **self.fields, "way": way, "error": reason(error)}
         if "kernel" not in ways:
             return
-        times, floor = in_turns(ways, on, repeats), device.seconds(self.floor)
+        calls = {way: [partial(call, *each) for each in inputs] for way, call in ways.items()}
+        times, floor = in_turns(calls, on, repeats), device.seconds(self.floor)
         for way, taken in times.items():
             line = {"time": self.name, **self.fields, "way": way, **taken.line(), "floor_us": round(1e6 * floor, 3)}
-            line |= {"floor_bytes": int(self.floor.bytes), "floor_flops": int(self.floor.flops)}
+            line |= {"floor_bytes": int(self.floor.bytes), "floor_flops": int(self.floor.flops), "copies": copies}
             over_kernel = round(taken.median / times["kernel"].median, 3)
             yield {**line, "over_floor": round(taken.median / floor, 3), "over_kernel": over_kernel}
 
@@ -89,8 +98,9 @@ def relative(ours: Tensor, exact: Tensor) -> float:
     return float(difference.nan_to_num(nan=torch.inf))
 
 
-def _between(ours: Callable[[], Tensor], exact: Callable[[], Tensor]) -> float:
-    return relative(ours(), exact())
+def _between(case_inputs: Callable[[int], tuple[Any, ...]], ours: Way, exact: Way) -> float:
+    inputs = case_inputs(0)
+    return relative(ours(*inputs), exact(*inputs))
 
 
 @dataclass(frozen=True)
@@ -99,25 +109,26 @@ class Vocabulary:
 
     Attributes:
         readout: Random weights.
-        hidden: [n, hidden_size].
-        keys: [n] long, of the noise.
-        token: [n] long, given tokens.
+        rows: Of hidden states.
     """
 
     readout: Readout
-    hidden: Tensor
-    keys: Tensor
-    token: Tensor
+    rows: int
 
     @staticmethod
-    def random(vocab: int, hidden_size: int, rows: int, dtype: torch.dtype, device: torch.device, seed: int) -> "Vocabulary":
+    def random(vocab: int, hidden_size: int, rows: int, dtype: torch.dtype, device: torch.device) -> "Vocabulary":
         """Logits of standard deviation 4."""
-        generator = torch.Generator(device).manual_seed(seed)
+        generator = torch.Generator(device).manual_seed(rows)
         weight = torch.randn(vocab, hidden_size, generator=generator, device=device).div_(hidden_size**0.5).to(dtype)
-        hidden = torch.randn(rows, hidden_size, generator=generator, device=device).mul_(4).to(dtype)
+        return Vocabulary(Readout(weight, MASK_ID), rows)
+
+    def inputs(self, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Hidden states [rows, hidden_size], keys of the noise [rows], and given tokens [rows]."""
+        (vocab, size), device, rows = self.readout.weight.shape, self.readout.weight.device, self.rows
+        generator = torch.Generator(device).manual_seed(seed)
+        hidden = torch.randn(rows, size, generator=generator, device=device).mul_(4).to(self.readout.weight.dtype)
         keys = noise_keys(*torch.randint(1 << 20, (3, rows), generator=generator, device=device))
-        token = torch.randint(1, vocab, (rows,), generator=generator, device=device)
-        return Vocabulary(Readout(weight, MASK_ID), hidden, keys, token)
+        return hidden, keys, torch.randint(1, vocab, (rows,), generator=generator, device=device)
 
     @property
     def exact(self) -> Readout:
@@ -127,77 +138,88 @@ class Vocabulary:
     @property
     def work(self) -> Work:
         """All weights read once, and multiplied with every row."""
-        numbers = self.readout.weight.numel()
-        return Work((numbers + self.hidden.numel()) * self.hidden.element_size(), 2 * len(self.hidden) * numbers)
+        weight = self.readout.weight
+        hidden = self.rows * weight.shape[1]
+        return Work((weight.numel() + hidden) * weight.element_size(), 2 * self.rows * weight.numel())
+
+    def _case(self, name: str, ways: dict[str, Way], error: Callable[[], float], tolerance: float, work: Work) -> Case:
+        (vocab, size), dtype = self.readout.weight.shape, self.readout.weight.dtype
+        fields = {"rows": self.rows, "vocab": vocab, "hidden": size, "dtype": str(dtype)[6:]}
+        return Case(name, fields, self.inputs, ways, error, tolerance, work)
 
     def cases(self) -> Iterator[Case]:
         """`pick`, greedy and sampled, `token_log_odds` and `residual_magnitude`."""
-        (vocab, size), dtype = self.readout.weight.shape, self.hidden.dtype
-        fields = {"rows": len(self.hidden), "vocab": vocab, "hidden": size, "dtype": str(dtype)[6:]}
-        ways: dict[str, Call]
-        exact: Callable[[], Tensor]
-        for name, keys, temperature in (("pick", None, 1.0), ("pick sampled", self.keys, 0.7)):
-            asked = replace(self, readout=replace(self.readout, temperature=temperature))
-            ways = {
-                "kernel": partial(pick, asked.readout, self.hidden, keys, dispatch=KERNEL),
-                "torch": partial(pick_ref, asked.readout, self.hidden, keys),
-            }
-            tolerance = TOLERANCE[dtype] if keys is None else 10 * TOLERANCE[dtype]  # the noise is float32's
-            yield Case(name, fields, ways, partial(asked.error_of_pick, ways["kernel"], keys), tolerance, self.work)
-        ways = {
-            "kernel": partial(token_log_odds, self.readout, self.hidden, self.token, dispatch=KERNEL),
-            "torch": partial(token_log_odds_ref, self.readout, self.hidden, self.token),
+        readout, exact, tolerance = self.readout, self.exact, TOLERANCE[self.readout.weight.dtype]
+        yield self._pick_case("pick", readout, False, tolerance)
+        yield self._pick_case("pick sampled", replace(readout, temperature=0.7), True, 10 * tolerance)  # its noise is float32
+        ways: dict[str, Way] = {
+            "kernel": lambda hidden, _, token: token_log_odds(readout, hidden, token, dispatch=KERNEL),
+            "torch": lambda hidden, _, token: token_log_odds_ref(readout, hidden, token),
         }
-        exact = partial(token_log_odds_ref, self.exact, self.hidden.double(), self.token)
-        yield Case("token_log_odds", fields, ways, partial(_between, ways["kernel"], exact), TOLERANCE[dtype], self.work)
-        weight = self.readout.weight
+        error = partial(_between, self.inputs, ways["kernel"], lambda h, _, token: token_log_odds_ref(exact, h.double(), token))
+        yield self._case("token_log_odds", ways, error, tolerance, self.work)
+        weight = readout.weight
         ways = {
-            "kernel": partial(residual_magnitude, weight, self.hidden, self.token, KERNEL),
-            "torch": partial(residual_magnitude_ref, weight, self.hidden, self.token),
+            "kernel": lambda hidden, _, token: residual_magnitude(weight, hidden, token, KERNEL),
+            "torch": lambda hidden, _, token: residual_magnitude_ref(weight, hidden, token),
         }
-        exact = partial(residual_magnitude_ref, weight.double(), self.hidden.double(), self.token)
-        least = Work(2 * self.hidden.numel() * self.hidden.element_size(), 2 * self.hidden.numel())
-        yield Case("residual_magnitude", fields, ways, partial(_between, ways["kernel"], exact), TOLERANCE[dtype], least)
+        error = partial(
+            _between, self.inputs, ways["kernel"], lambda h, _, t: residual_magnitude_ref(weight.double(), h.double(), t)
+        )
+        read = self.rows * weight.shape[1]
+        yield self._case("residual_magnitude", ways, error, tolerance, Work(2 * read * weight.element_size(), 2 * read))
 
-    def error_of_pick(self, kernel: Callable[[], Picked], keys: Tensor | None) -> float:
+    def _pick_case(self, name: str, readout: Readout, sampled: bool, tolerance: float) -> Case:
+        ways: dict[str, Way] = {
+            "kernel": lambda hidden, keys, _: pick(readout, hidden, keys if sampled else None, dispatch=KERNEL),
+            "torch": lambda hidden, keys, _: pick_ref(readout, hidden, keys if sampled else None),
+        }
+        asked = replace(self, readout=readout)
+        return self._case(name, ways, partial(asked.error_of_pick, ways["kernel"], sampled), tolerance, self.work)
+
+    def error_of_pick(self, kernel: Callable[..., Picked], sampled: bool) -> float:
         """The larger of how far the picked token's score is from the best, and the error of its log-odds."""
-        picked, exact = kernel(), self.exact
+        hidden, keys, _ = inputs = self.inputs(0)
+        picked, exact = kernel(*inputs), self.exact
         worst, odds = 0.0, []
-        for at in exact.chunks(len(self.hidden)):
-            scores = exact.tempered(exact.logits(self.hidden[at].double()), None)
-            shown = exact.shown(scores, None if keys is None else keys[at])
+        for at in exact.chunks(len(hidden)):
+            scores = exact.tempered(exact.logits(hidden[at].double()), None)
+            shown = exact.shown(scores, keys[at] if sampled else None)
             own = shown.gather(1, picked.token[at, None])[:, 0]
             worst = max(worst, float((shown.amax(-1) - own).max()))
-            odds.append(token_log_odds_ref(exact, self.hidden[at].double(), picked.token[at]))
+            odds.append(token_log_odds_ref(exact, hidden[at].double(), picked.token[at]))
         return max(worst, relative(picked.log_odds, torch.cat(odds)))
 
 
-def head_input_case(vocab: int, hidden_size: int, rows: int, dtype: torch.dtype, device: torch.device, seed: int) -> Case:
+def head_input_case(vocab: int, hidden_size: int, rows: int, dtype: torch.dtype, device: torch.device) -> Case:
     """Embeddings and hidden states under their norms."""
-    torch.manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(rows)
     embed = nn.Embedding(vocab, hidden_size, device=device, dtype=dtype)
     enorm, hnorm = (Qwen3RMSNorm(hidden_size).to(device, dtype) for _ in range(2))
     for module in (embed, enorm, hnorm):
         module.requires_grad_(False)
-        module.weight.normal_(1.0, 0.2)
-    ids = torch.randint(vocab, (rows,), device=device)
-    hidden = torch.randn(rows, hidden_size, device=device, dtype=dtype)
+        module.weight.normal_(1.0, 0.2, generator=generator)
 
-    def exact() -> Tensor:
+    def inputs(seed: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator(device).manual_seed(seed)
+        ids = torch.randint(vocab, (rows,), generator=generator, device=device)
+        return ids, torch.randn(rows, hidden_size, generator=generator, device=device).to(dtype)
+
+    def exact(ids: Tensor, hidden: Tensor) -> Tensor:
         def normed(x: Tensor, norm: Qwen3RMSNorm) -> Tensor:
             return x * (x.square().mean(-1, keepdim=True) + norm.variance_epsilon).rsqrt() * norm.weight.double()
 
         return torch.cat([normed(embed.weight[ids].double(), enorm), normed(hidden.double(), hnorm)], -1)
 
-    def twin() -> Tensor:
-        return normed_pair_ref(embed(ids), hidden, enorm, hnorm)
-
-    kernel: Callable[[], Any] = partial(normed_pair, embed, enorm, hnorm, ids, hidden, KERNEL)
-    size = hidden.element_size()
-    work = Work((4 * hidden.numel() + 2 * hidden_size) * size, 8 * hidden.numel())
+    ways: dict[str, Way] = {
+        "kernel": lambda ids, hidden: normed_pair(embed, enorm, hnorm, ids, hidden, KERNEL),
+        "torch": lambda ids, hidden: normed_pair_ref(embed(ids), hidden, enorm, hnorm),
+    }
+    numbers = rows * hidden_size
+    work = Work((4 * numbers + 2 * hidden_size) * dtype.itemsize, 8 * numbers)
     fields = {"rows": rows, "hidden": hidden_size, "dtype": str(dtype)[6:]}
-    ways: dict[str, Call] = {"kernel": kernel, "torch": twin}
-    return Case("head_input", fields, ways, partial(_between, kernel, exact), ROUNDED[dtype], work)
+    error = partial(_between, inputs, ways["kernel"], exact)
+    return Case("head_input", fields, inputs, ways, error, ROUNDED[dtype], work)
 
 
 def attention_case(shape: Shape, batch: int, states: int, prefix: int, dtype: torch.dtype, device: torch.device) -> Case:
@@ -205,7 +227,7 @@ def attention_case(shape: Shape, batch: int, states: int, prefix: int, dtype: to
     sizes = (shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim)
     timed = Round(batch, states, shape.block_size, prefix, *sizes, dtype, str(device))
     contenders = timed.contenders()
-    ways: dict[str, Call] = {"kernel": contenders["kernel"], "torch": contenders["sdpa_mask"], "flex": contenders["flex"]}
+    ways: dict[str, Way] = {"kernel": contenders["kernel"], "torch": contenders["sdpa_mask"], "flex": contenders["flex"]}
     fields = {"batch": batch, "states": states, "prefix_tokens": prefix, "dtype": str(dtype)[6:]}
-    error = partial(_between, contenders["kernel"], timed.exact)
-    return Case("round_attention", fields, ways, error, ROUNDED[dtype], timed.floor)
+    error = partial(_between, timed.inputs, ways["kernel"], timed.exact)
+    return Case("round_attention", fields, timed.inputs, ways, error, ROUNDED[dtype], timed.floor)

@@ -1,7 +1,6 @@
 """A round of decoding on a GPU: ours, the same work in plain transformers, and the least time that bytes and FLOPs allow."""
 
 import math
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -12,17 +11,21 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
-from modeling_mrp import workplaces_mrp
+from modeling_mrp import recorded_caches_mrp
 from modeling_mrp.cache_mrp import BlockCache
 from modeling_mrp.generation_mrp import MRPGenerateOutput
 from modeling_mrp.modeling_mrp import MRPForCausalLM
 
+from .agreement import agreement, without_cache
 from .cost_model import Counts, Setting, round_seconds, round_work
 from .roofline import BYTES, Device, Shape, Work
-from .timing import now, reason, taking_turns
+from .timing import NO_LIMIT, Budget, now, reason, still_there, taking_turns
 
 # Tokens that the shorter and the longer of two calls generate: what they differ by is rounds alone.
 SHORT, LONG = 16, 64
+# Calls of each clock before it counts: a step runs as it is when it is first met, and is recorded when it is met again. What
+# comes once in a call is met again in the next one.
+_WARM_UPS = 2
 # A share of the device's memory is left to what is not counted.
 _USABLE = 0.9
 
@@ -86,6 +89,7 @@ class Conversation:
         shape = (timed.batch, timed.prefix)
         self.ids = torch.randint(model.config.mask_token_id, shape, generator=generator, device=model.device)
         self.cache = self._filled(generator)
+        self.said: dict[str, MRPGenerateOutput] = {}
 
     def _filled(self, generator: torch.Generator) -> BlockCache:
         block = self.model.config.block_size
@@ -96,12 +100,19 @@ class Conversation:
                 layer.normal_(generator=generator)
         return cache
 
-    def seconds_of_round(self, **options: Any) -> float:
-        """From a shorter and a longer call of `generate`: their times' difference over that of their rounds."""
-        (short, few), (long, many) = (self._call(tokens, options) for tokens in (SHORT, LONG))
+    def seconds_of_round(self, name: str, options: dict[str, Any]) -> float:
+        """From a shorter and a longer call of `generate`: their times' difference over that of their rounds.
+
+        Args:
+            name: What the longer call gave is in `said` by this name.
+            options: Of `generate`.
+        """
+        short, few, _ = self._call(SHORT, options)
+        long, many, out = self._call(LONG, options)
+        self.said[name] = without_cache(out)
         return (long - short) / (many - few)
 
-    def _call(self, tokens: int, options: dict[str, Any]) -> tuple[float, int]:
+    def _call(self, tokens: int, options: dict[str, Any]) -> tuple[float, int, MRPGenerateOutput]:
         lengths = torch.full((self.timed.batch,), self.timed.prefix)
         self.cache.hold(self.ids, lengths, lengths)
         began = now(self.model.device)
@@ -120,7 +131,7 @@ class Conversation:
         assert out.stats is not None
         assert out.stats.forwards is not None
         self.cache = out.past_key_values  # a bigger one, if graphs asked for more room
-        return seconds, out.stats.forwards["denoise"] + out.stats.forwards["verify"]
+        return seconds, out.stats.forwards["denoise"] + out.stats.forwards["verify"], out
 
 
 class PlainRound:
@@ -167,9 +178,17 @@ class PlainRound:
 
 @torch.inference_mode()
 def rounds(
-    model: MRPForCausalLM, shape: Shape, device: Device, grid: list[Round], variants: dict[str, dict[str, Any]], repeats: int
+    model: MRPForCausalLM,
+    shape: Shape,
+    device: Device,
+    grid: list[Round],
+    variants: dict[str, dict[str, Any]],
+    repeats: int,
+    budget: Budget = NO_LIMIT,
+    compiled: bool = False,
 ) -> Iterator[dict[str, Any]]:
-    """A line for each round and each way to do it: its time, that over the floor, and the plain one's time over it.
+    """A line for each round and each way to do it: its time, that over the floor, and the plain one's time over it; and one
+    for how far the ways' tokens are those of the last one.
 
     Args:
         model: Random weights at the shape.
@@ -178,22 +197,29 @@ def rounds(
         grid: What is timed; a round whose cache does not fit beside the weights is left out, with a line that says so.
         variants: Options of `generate` by name.
         repeats: Turns.
+        budget: Rounds that it does not reach are left out, with a line for each.
+        compiled: Whether the model's parts are.
     """
-    kept = workplaces_mrp.KEPT_BYTES
-    workplaces_mrp.KEPT_BYTES = sys.maxsize  # else calls on a large cache would record anew, and that would be timed
+    kept = recorded_caches_mrp.KEPT_SHARE
+    recorded_caches_mrp.KEPT_SHARE = 1  # else calls on a large cache would record anew, and that would be timed
     try:
         for timed in grid:
-            torch.compiler.reset()  # beyond 8 variants of one function, PyTorch would run it uncompiled
+            if budget.over:
+                yield {"left_out": "round", **_place(shape, timed), "why": "no time is left"}
+                continue
+            if compiled:
+                torch.compiler.reset()  # beyond 8 variants of one function, PyTorch would run it uncompiled
             try:
                 lines = _timed(model, shape, device, timed, variants, repeats)
             except Exception as error:  # the rest of the grid is measured all the same
+                still_there(model.device, error)
                 lines = [{"failed": "round", **_place(shape, timed), "error": reason(error)}]
             yield from lines
             model.release_graphs()
             if model.device.type == "cuda":
                 torch.cuda.empty_cache()
     finally:
-        workplaces_mrp.KEPT_BYTES = kept
+        recorded_caches_mrp.KEPT_SHARE = kept
 
 
 def _place(shape: Shape, timed: Round) -> dict[str, Any]:
@@ -209,15 +235,16 @@ def _timed(
         memory = _USABLE * torch.cuda.get_device_properties(model.device).total_memory
     weights = BYTES * shape.parameters
     if weights + 1.3 * timed.kv_bytes(shape) > memory:
-        return [{**place, "left_out": "its keys and values do not fit the device"}]
+        return [{"left_out": "round", **place, "why": "its keys and values do not fit the device"}]
     conversation = Conversation(model, timed)
     clocks: dict[str, Callable[[], float]] = {
-        name: partial(conversation.seconds_of_round, **options) for name, options in variants.items()
+        name: partial(conversation.seconds_of_round, name, options) for name, options in variants.items()
     }
     if weights + 3.5 * timed.kv_bytes(shape) <= memory:  # its cache is copied as it grows
         clocks["transformers"] = partial(_clocked, PlainRound(model, timed), model.device)
-    for clock in clocks.values():
-        clock()  # compiles, captures
+    for _ in range(_WARM_UPS if model.device.type == "cuda" else 1):
+        for clock in clocks.values():
+            clock()
     times, floor = taking_turns(clocks, repeats), floor_seconds(shape, device, timed)
     work = floor_work(shape, timed)
     lines = []
@@ -228,6 +255,10 @@ def _timed(
         if "transformers" in times:
             line["faster_than_transformers"] = round(times["transformers"].median / taken.median, 3)
         lines.append(line)
+    *others, last = variants
+    for name in others:
+        told = agreement([conversation.said[name]], [conversation.said[last]])
+        lines.append({"same_tokens": "round", **place, "way": name, "as": last, **told})
     return lines
 
 

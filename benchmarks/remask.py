@@ -19,11 +19,12 @@ from transformers import PreTrainedTokenizerFast
 from modeling_mrp.generation_mrp import REMASK_RULES
 from modeling_mrp.modeling_mrp import MRPForCausalLM
 from trainer.evaluate import Decoded, decode_problems
+from trainer.intervals import wilson
 from trainer.tasks import SPLITS, problems
 
 TINY = Path(__file__).parent.parent / "hub_configs" / "sdar-tiny-mrp"
 FAMILIES = ("math", "code")
-TAUS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.9)
+TAUS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 SPACING = 0.25
 RESAMPLES = 2000
 
@@ -126,6 +127,7 @@ def main(arguments: list[str] | None = None) -> None:
                     "rule": rule,
                     "tau": tau,
                     "accuracy": round(of.accuracy, 1),
+                    "accuracy_95": [round(100 * end, 1) for end in wilson(sum(of.judged), len(of.judged)).rounded(5)],
                     "tokens_per_forward": round(of.tokens_per_forward, 3),
                     "head_per_token": round(of.head_forwards_per_token, 3),
                     "revoked": of.forwards["revoked"],

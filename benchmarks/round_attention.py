@@ -53,8 +53,8 @@ class Round:
         size = self.batch * self.head_dim
         return Work(2 * size * kept * self.dtype.itemsize, 4 * size * self.heads * seen)
 
-    def inputs(self, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, RoundMask]:
-        """Random queries [rows, heads, queries, head_dim], keys and values [rows, kv_heads, keys, head_dim], and who sees whom.
+    def inputs(self, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+        """Random queries [rows, heads, queries, head_dim], keys and values [rows, kv_heads, keys, head_dim].
 
         Laid out as in a decode: queries by token, keys and values in one buffer with more room behind.
         """
@@ -67,40 +67,46 @@ class Round:
 
         query = normal(self.batch, self.queries, self.heads, self.head_dim).transpose(1, 2)
         key, value = normal(2, self.batch, self.kv_heads, room, self.head_dim)[:, :, :, : self.queries + used]
+        return query, key, value
+
+    def mask(self) -> RoundMask:
+        """Who sees whom."""
         committed = torch.full((self.batch,), self.prefix, device=self.device)
         parent = torch.full((self.batch, self.states), -1, device=self.device)
         parent[:, 1:][:, -1:] = 0
-        return query, key, value, RoundMask(committed, parent, self.states, self.block_size)
+        return RoundMask(committed, parent, self.states, self.block_size)
 
-    def contenders(self, seed: int = 0) -> dict[str, Callable[[], Tensor]]:
-        """Calls that give [rows, queries, heads, head_dim] each, by name: `kernel`, `sdpa_mask` and `flex`.
+    def contenders(self) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
+        """What gives [rows, queries, heads, head_dim] of `inputs`, by name: `kernel`, `sdpa_mask` and `flex`.
 
         A round makes its masks once for all layers, so they are made here and not in the calls. What SDPA needs beside one,
         keys and values repeated for every query head, is part of its call, as it is of transformers'.
         """
-        query, key, value, mask = self.inputs(seed)
-        scale = self.head_dim**-0.5
-        dense = mask.dense(key.shape[2] - self.queries)
+        mask, scale = self.mask(), self.head_dim**-0.5
+        keys = self.queries + ceil_div(self.prefix, READ_BUCKET) * READ_BUCKET
+        dense = mask.dense(keys - self.queries)
         group = self.heads // self.kv_heads
-        sparse = create_block_mask(_rule(mask), self.batch, None, self.queries, key.shape[2], device=self.device)
-        flex = torch.compile(flex_attention, dynamic=False) if query.is_cuda else flex_attention
+        sparse = create_block_mask(_rule(mask), self.batch, None, self.queries, keys, device=self.device)
+        on_cuda = torch.device(self.device).type == "cuda"
+        flex = torch.compile(flex_attention, dynamic=False) if on_cuda else flex_attention
 
-        def sdpa() -> Tensor:
+        def sdpa(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             keys, values = (t.repeat_interleave(group, 1) for t in (key, value))
             return torch.nn.functional.scaled_dot_product_attention(
                 query, keys, values, attn_mask=dense, scale=scale
             ).transpose(1, 2)
 
         return {
-            "kernel": lambda: round_attention(query, key, value, mask, scale),
+            "kernel": lambda query, key, value: round_attention(query, key, value, mask, scale),
             "sdpa_mask": sdpa,
-            "flex": lambda: flex(query, key, value, block_mask=sparse, scale=scale, enable_gqa=True).transpose(1, 2),
+            "flex": lambda query, key, value: flex(
+                query, key, value, block_mask=sparse, scale=scale, enable_gqa=True
+            ).transpose(1, 2),
         }
 
-    def exact(self, seed: int = 0) -> Tensor:
-        """The same result in float64."""
-        query, key, value, mask = self.inputs(seed)
-        return round_attention_twin(query.double(), key.double(), value.double(), mask, self.head_dim**-0.5)
+    def exact(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """The result of `inputs` in float64."""
+        return round_attention_twin(query.double(), key.double(), value.double(), self.mask(), self.head_dim**-0.5)
 
 
 def _rule(mask: RoundMask) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:

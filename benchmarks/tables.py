@@ -1,24 +1,25 @@
-"""Prints the tables that README, MODEL_CARD and the checkpoint's card quote, from the lines that measurements left.
+"""Prints the tables that the documents quote, from the lines that measurements left.
 
 ``python -m benchmarks.tables TABLE`` reads `benchmarks/results` (or `--results FOLDER`): `heldout` the decoding modes on 500
-problems a family, from `tiny_heldout_{math,code}.jsonl`; `yardstick` and `ratios` the comparison with the published algorithm,
-from `tiny_yardstick.jsonl`; `sweep` from `tiny_sweep.jsonl`; `cost` from `cost_model.jsonl`; `wallclock` from all of
-`wallclock_*.jsonl`; `remask` the rules of `mrp_remask` at equal tokens per forward, from `tiny_remask.jsonl`; `load_memory`,
-`loss_memory` and `compiled`, and `head_prefix`, `specialise` and `retrained` from the files of these names behind
-`tiny_`.
+problems a family, from `tiny_heldout_{math,code}.jsonl`, and `eager` and `recovered` the parts of it in which `mrp_remask` is
+compared with `dynamic`; `yardstick` and `ratios` the comparison with the published algorithm, from `tiny_yardstick.jsonl`, and
+`drafting` the part of it in which K is 8; `sweep` from `tiny_sweep.jsonl`; `cost` from `cost_model.jsonl`; `wallclock` from all
+of `wallclock_*.jsonl`; `remask` the rules of `mrp_remask` at equal tokens per forward, from `tiny_remask.jsonl`; `load_memory`,
+`loss_memory` and `compiled`, and `head_prefix`, `specialise` and `retrained` from the files of these names behind `tiny_`.
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from modeling_mrp.card_mrp import markdown_table as _markdown
-from modeling_mrp.card_mrp import results_table
+from modeling_mrp.card_mrp import mode_name, results_table
 
 from .common import RESULTS, read_lines
 
 Line = dict[str, Any]
+EAGER_TAUS = (0.4, 0.5)
 
 
 def heldout(folder: Path = RESULTS) -> str:
@@ -26,9 +27,55 @@ def heldout(folder: Path = RESULTS) -> str:
     return results_table([line for family in ("math", "code") for line in read_lines(folder / f"tiny_heldout_{family}.jsonl")])
 
 
+def eager(folder: Path = RESULTS) -> str:
+    """`static`, and `dynamic` beside `mrp_remask` where eager reveals are often wrong; 95 % intervals in brackets."""
+    families = ("math", "code")
+    cells: dict[str, list[str]] = {}
+    for line in (line for family in families for line in read_lines(folder / f"tiny_heldout_{family}.jsonl")):
+        tau = line.get("confidence_threshold")
+        if line["decoding"] == "static" or (line["decoding"] in ("dynamic", "mrp_remask") and tau in EAGER_TAUS):
+            accuracy = "{:.1f} ({:.1f}-{:.1f})".format(line["accuracy"], *line["accuracy_95"])
+            speed = "{:.2f} ({:.2f}-{:.2f})".format(line["tokens_per_forward"], *line["tokens_per_forward_95"])
+            cells.setdefault(mode_name(line), []).extend((accuracy, speed))
+    head = [title for family in families for title in (f"{family} %", f"{family}: tokens / forward")]
+    return _markdown(["mode", *head], [[mode, *of] for mode, of in cells.items()])
+
+
+# The paper's accuracy of SDAR-8B by threshold, in percent: `dynamic`, and with remasking.
+_PAPER = {
+    "GSM8K": {0.5: (67.9, 82.3), 0.7: (85.9, 89.0), 0.9: (90.8, 91.4)},
+    "MATH500": {0.5: (45.2, 58.0), 0.7: (60.8, 69.0), 0.9: (70.0, 72.0)},
+    "HumanEval": {0.5: (32.3, 54.9), 0.7: (64.6, 72.6), 0.9: (75.0, 75.0)},
+    "MBPP": {0.5: (34.6, 49.4), 0.7: (54.9, 60.3), 0.9: (66.9, 68.5)},
+}
+
+
+def recovered(folder: Path = RESULTS) -> str:
+    """Accuracy of `dynamic`, and with remasking, by threshold; ours with 95 % intervals, the paper's below."""
+    taus = list(_PAPER["GSM8K"])
+    rows = []
+    for family in ("math", "code"):
+        lines = read_lines(folder / f"tiny_heldout_{family}.jsonl")
+        ours = {(line["decoding"], line.get("confidence_threshold")): line for line in lines}
+        pairs = [[ours[mode, tau] for mode in ("dynamic", "mrp_remask")] for tau in taus]
+        cells = [["{:.1f} ({:.1f}-{:.1f})".format(line["accuracy"], *line["accuracy_95"]) for line in pair] for pair in pairs]
+        rows.append([family, *(" -> ".join(cell) for cell in cells)])
+    rows += [[f"paper: {name}, 8B", *("{} -> {}".format(*by[tau]) for tau in taus)] for name, by in _PAPER.items()]
+    return _markdown(["problems", *(f"tau {tau}, %" for tau in taus)], rows)
+
+
 def yardstick(folder: Path = RESULTS) -> str:
     """Tokens per forward by family and batch size, a row a mode; over the published algorithm in brackets."""
-    lines = read_lines(folder / "tiny_yardstick.jsonl")
+    return _beside_published(read_lines(folder / "tiny_yardstick.jsonl"))
+
+
+def drafting(folder: Path = RESULTS) -> str:
+    """The same for K = 8 and each mode as it is by default."""
+    shown = ("published K=8", "self_spec K=8", "mrp_spec K=8")
+    return _beside_published([line for line in read_lines(folder / "tiny_yardstick.jsonl") if line["mode"] in shown])
+
+
+def _beside_published(lines: Sequence[Line]) -> str:
     columns = list(dict.fromkeys((line["family"], line["batch_size"]) for line in lines))
     cells: dict[str, dict[tuple[str, int], str]] = {}
     for line in lines:
@@ -41,7 +88,10 @@ def yardstick(folder: Path = RESULTS) -> str:
 
 
 def ratios(folder: Path = RESULTS) -> str:
-    """By family: `mrp_spec` over `self_spec` alone in their batch, and what larger batches leave of each mode's speed."""
+    """By family: `mrp_spec` over `self_spec` alone in their batch, and what larger batches leave of each mode's speed.
+
+    Modes that keep all of it in every family are left out.
+    """
     lines = [line for line in read_lines(folder / "tiny_yardstick.jsonl") if line["mode"] != "static"]
     families = list(dict.fromkeys(line["family"] for line in lines))
     cells: dict[tuple[str, str], dict[str, str]] = {}
@@ -50,7 +100,8 @@ def ratios(folder: Path = RESULTS) -> str:
             if name in line and (name == "over_batch_1" or line["batch_size"] == 1):
                 what = f"batch {line['batch_size']} over batch 1" if name == "over_batch_1" else "over self_spec"
                 cells.setdefault((line["mode"], what), {})[line["family"]] = _ratio(line, name)
-    rows = [[mode, what, *(of[family] for family in families)] for (mode, what), of in cells.items()]
+    kept = {key: of for key, of in cells.items() if set(of.values()) != {"1.00x, 1.00-1.00"}}
+    rows = [[mode, what, *(of[family] for family in families)] for (mode, what), of in kept.items()]
     return _markdown(["mode", "tokens per forward", *families], rows)
 
 
@@ -242,7 +293,10 @@ def compiled(folder: Path = RESULTS) -> str:
 
 TABLES: dict[str, Callable[[Path], str]] = {
     "heldout": heldout,
+    "eager": eager,
+    "recovered": recovered,
     "yardstick": yardstick,
+    "drafting": drafting,
     "ratios": ratios,
     "sweep": sweep,
     "cost": cost,

@@ -80,3 +80,43 @@ def test_tables_of_the_yardstick_with_and_without_intervals(tmp_path: Path) -> N
         "| mrp_spec K=4 | batch 8 over batch 1 | 1.00x, 0.99-1.01 |",
         "| mrp_spec K=8 | over self_spec | 1.30x, 1.20-1.40 |",
     ]
+
+
+def test_ratios_leave_out_modes_that_lose_nothing_in_any_family(tmp_path: Path) -> None:
+    lines: list[dict[str, Any]] = []
+    for mode, ratio, interval in (("self_spec K=4", 1.0, [1.0, 1.0]), ("published K=4", 0.57, [0.56, 0.58])):
+        for family in ("math", "code"):
+            line = {"family": family, "batch_size": 8, "mode": mode, "tokens_per_forward": 2.0}
+            lines.append({**line, "over_batch_1": ratio, "over_batch_1_95": interval})
+    path = tmp_path / "tiny_yardstick.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert tables.ratios(tmp_path).splitlines()[2:] == [
+        "| published K=4 | batch 8 over batch 1 | 0.57x, 0.56-0.58 | 0.57x, 0.56-0.58 |"
+    ]
+    lines[1] |= {"over_batch_1": 0.99, "over_batch_1_95": [0.98, 1.0]}
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert tables.ratios(tmp_path).splitlines()[2] == (
+        "| self_spec K=4 | batch 8 over batch 1 | 1.00x, 1.00-1.00 | 0.99x, 0.98-1.00 |"
+    )
+
+
+def test_the_short_tables_are_parts_of_the_long_ones(tmp_path: Path) -> None:
+    modes = ("static", "published K=8", "self_spec K=8 chain", "self_spec K=8", "mrp_spec K=4", "mrp_spec K=8")
+    lines = [{"family": "math", "batch_size": 1, "mode": mode, "tokens_per_forward": 1 + n} for n, mode in enumerate(modes)]
+    (tmp_path / "tiny_yardstick.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert tables.drafting(tmp_path).splitlines()[2:] == [
+        "| published K=8 | 2.00 |",
+        "| self_spec K=8 | 4.00 |",
+        "| mrp_spec K=8 | 6.00 |",
+    ]
+    settings: list[dict[str, Any]] = [{"decoding": "static"}, {"decoding": "mrp_spec", "num_draft_states": 4}]
+    settings += [{"decoding": mode, "confidence_threshold": tau} for mode in ("dynamic", "mrp_remask") for tau in (0.5, 0.9)]
+    for family, accuracy in (("math", 90.0), ("code", 80.0)):
+        measured = {"accuracy": accuracy, "accuracy_95": [accuracy - 2, accuracy + 1.5]}
+        measured |= {"tokens_per_forward": 1.25, "tokens_per_forward_95": [1.2, 1.3]}
+        path = tmp_path / f"tiny_heldout_{family}.jsonl"
+        path.write_text("".join(json.dumps({"family": family, **one, **measured}) + "\n" for one in settings))
+    assert tables.eager(tmp_path).splitlines()[2:] == [
+        f"| {mode} | 90.0 (88.0-91.5) | 1.25 (1.20-1.30) | 80.0 (78.0-81.5) | 1.25 (1.20-1.30) |"
+        for mode in ("static", "dynamic tau=0.5", "mrp_remask tau=0.5")
+    ]
