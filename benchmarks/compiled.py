@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from tempfile import NamedTemporaryFile
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -23,6 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from modeling_mrp.fused_layers_mrp import _gated_kernel, _rotated_kernel, _sum_and_norm_kernel
 from modeling_mrp.grow_mrp import MORE, Ground
 from modeling_mrp.head_input_mrp import _normed_pair_kernel
 from modeling_mrp.pick_mrp import Plan, _magnitude_kernel, _pick_kernel
@@ -40,7 +42,7 @@ POINTERS = {
     torch.uint8: "*u8",
 }
 PROCESSORS = 132
-VOCAB, HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 151_936, 2560, 32, 8, 128
+VOCAB, HIDDEN, MLP, HEADS, KV_HEADS, HEAD_DIM = 151_936, 2560, 9728, 32, 8, 128
 
 
 def source(kernel: JITFunction, given: dict[str, Any]) -> ASTSource:
@@ -134,6 +136,23 @@ def head_input_launch(rows: int, dtype: torch.dtype) -> None:
     _normed_pair_kernel(embed, enorm, hnorm, ids, hidden)
 
 
+def layer_launch(kernel: str, tokens: int, dtype: torch.dtype) -> None:
+    """One of the kernels between a layer's matrix products, in a round of a row."""
+    with torch.device("meta"):
+        norm, q_norm, k_norm = (Qwen3RMSNorm(size).to(dtype) for size in (HIDDEN, HEAD_DIM, HEAD_DIM))
+    if kernel == "sum_and_norm":
+        hidden, added = (_empty(1, tokens, HIDDEN, dtype=dtype) for _ in range(2))
+        _sum_and_norm_kernel(hidden, added, norm.weight, norm.variance_epsilon)
+    elif kernel == "gated":
+        _gated_kernel(*(_empty(1, tokens, MLP, dtype=dtype) for _ in range(2)))
+    else:
+        attention = SimpleNamespace(head_dim=HEAD_DIM, q_norm=q_norm, k_norm=k_norm)
+        query, key, value = (_empty(1, tokens, many * HEAD_DIM, dtype=dtype) for many in (HEADS, KV_HEADS, KV_HEADS))
+        rotary = _empty(1, tokens, HEAD_DIM, dtype=dtype), _empty(1, tokens, HEAD_DIM, dtype=dtype)
+        kept = _empty(2, 1, KV_HEADS, tokens + 32_768, HEAD_DIM, dtype=dtype)[:, :, :, :tokens]
+        _rotated_kernel(attention, query, key, value, rotary, kept[0], kept[1])
+
+
 def grow_launch(batch: int, states: int, branches: int, block: int = 4) -> None:
     """The states of a drafting round; log-odds are float32 whatever the model's dtype."""
     long, flags = partial(_empty, dtype=torch.int64), partial(_empty, dtype=torch.bool)
@@ -165,6 +184,8 @@ def launches(dtype: torch.dtype) -> Iterator[tuple[dict[str, Any], Callable[[], 
     for batch, states, used in ((1, 4, 512), (1, 1, 512), (8, 8, 4096)):
         sizes = {"launch": "round_attention", "batch": batch, "states": states, "used": used}
         yield sizes, partial(attention_launch, batch, states, used, dtype)
+    for kernel in ("sum_and_norm", "rotated", "gated"):
+        yield {"launch": kernel, "tokens": 16}, partial(layer_launch, kernel, 16, dtype)
     yield {"launch": "head_input", "rows": 16}, partial(head_input_launch, 16, dtype)
     for states, branches, block in ((4, 3, 4), (8, 3, 4), (8, 1, 16), (16, 3, 16)):
         sizes = {"launch": "grow", "states": states, "branches": branches, "block": block}

@@ -37,6 +37,7 @@ from .agreement import agreement, without_cache
 from .common import HUB_CONFIGS, header
 from .cost_model import DEVICES
 from .gpu_kernels import KERNEL, MASK_ID, Case, Vocabulary, attention_case, head_input_case
+from .gpu_layers import Layer
 from .gpu_rounds import Round
 from .gpu_table import Line, table
 from .roofline import Device, Shape
@@ -57,7 +58,6 @@ TOY: dict[str, int] = {
     "block_size": 4,
     "num_nextn_predict_layers": 1,
 }
-# Options of `generate` by name; the first are the defaults.
 # Options of `generate` by name.
 WAYS: dict[str, dict[str, Any]] = {
     "ours": {},
@@ -107,7 +107,7 @@ def groups(shape: str, options: Namespace, on: torch.device) -> Iterator[tuple[L
             for batch in options.batch[:1] if few else options.batch:
                 for states in [max(options.states)] if few else options.states:
                     place = {"batch": batch, "states": states, "prefix_tokens": prefix, "dtype": name}
-                    yield place, partial(_attention, sizes, batch, states, prefix, dtype, on)
+                    yield place, partial(_layer, sizes, batch, states, prefix, dtype, on)
         yield from vocabularies[1:]
 
 
@@ -116,8 +116,9 @@ def _on_rows(sizes: Shape, rows: int, dtype: torch.dtype, on: torch.device) -> I
     yield head_input_case(sizes.vocab_size, sizes.hidden_size, rows, dtype, on)
 
 
-def _attention(sizes: Shape, batch: int, states: int, prefix: int, dtype: torch.dtype, on: torch.device) -> Iterator[Case]:
+def _layer(sizes: Shape, batch: int, states: int, prefix: int, dtype: torch.dtype, on: torch.device) -> Iterator[Case]:
     yield attention_case(sizes, batch, states, prefix, dtype, on)
+    yield from Layer(sizes, batch, states, dtype, on).cases()
 
 
 def kernels(options: Namespace, device: Device, on: torch.device, budget: Budget) -> Iterator[Line]:

@@ -98,9 +98,15 @@ def relative(ours: Tensor, exact: Tensor) -> float:
     return float(difference.nan_to_num(nan=torch.inf))
 
 
-def _between(case_inputs: Callable[[int], tuple[Any, ...]], ours: Way, exact: Way) -> float:
+def between(case_inputs: Callable[[int], tuple[Any, ...]], ours: Way, exact: Way) -> float:
+    """`relative` of what both give; the largest, if that is more than one tensor."""
     inputs = case_inputs(0)
-    return relative(ours(*inputs), exact(*inputs))
+    pairs = zip(_each(ours(*inputs)), _each(exact(*inputs)), strict=True)
+    return max(relative(mine, right) for mine, right in pairs)
+
+
+def _each(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return (result,) if isinstance(result, Tensor) else result
 
 
 @dataclass(frozen=True)
@@ -156,7 +162,7 @@ class Vocabulary:
             "kernel": lambda hidden, _, token: token_log_odds(readout, hidden, token, dispatch=KERNEL),
             "torch": lambda hidden, _, token: token_log_odds_ref(readout, hidden, token),
         }
-        error = partial(_between, self.inputs, ways["kernel"], lambda h, _, token: token_log_odds_ref(exact, h.double(), token))
+        error = partial(between, self.inputs, ways["kernel"], lambda h, _, token: token_log_odds_ref(exact, h.double(), token))
         yield self._case("token_log_odds", ways, error, tolerance, self.work)
         weight = readout.weight
         ways = {
@@ -164,7 +170,7 @@ class Vocabulary:
             "torch": lambda hidden, _, token: residual_magnitude_ref(weight, hidden, token),
         }
         error = partial(
-            _between, self.inputs, ways["kernel"], lambda h, _, t: residual_magnitude_ref(weight.double(), h.double(), t)
+            between, self.inputs, ways["kernel"], lambda h, _, t: residual_magnitude_ref(weight.double(), h.double(), t)
         )
         read = self.rows * weight.shape[1]
         yield self._case("residual_magnitude", ways, error, tolerance, Work(2 * read * weight.element_size(), 2 * read))
@@ -191,6 +197,11 @@ class Vocabulary:
         return max(worst, relative(picked.log_odds, torch.cat(odds)))
 
 
+def normed_exactly(x: Tensor, norm: Any) -> Tensor:
+    """Float64 numbers under a `Qwen3RMSNorm`, without its casts."""
+    return x * (x.square().mean(-1, keepdim=True) + norm.variance_epsilon).rsqrt() * norm.weight.double()
+
+
 def head_input_case(vocab: int, hidden_size: int, rows: int, dtype: torch.dtype, device: torch.device) -> Case:
     """Embeddings and hidden states under their norms."""
     generator = torch.Generator(device).manual_seed(rows)
@@ -206,10 +217,7 @@ def head_input_case(vocab: int, hidden_size: int, rows: int, dtype: torch.dtype,
         return ids, torch.randn(rows, hidden_size, generator=generator, device=device).to(dtype)
 
     def exact(ids: Tensor, hidden: Tensor) -> Tensor:
-        def normed(x: Tensor, norm: Qwen3RMSNorm) -> Tensor:
-            return x * (x.square().mean(-1, keepdim=True) + norm.variance_epsilon).rsqrt() * norm.weight.double()
-
-        return torch.cat([normed(embed.weight[ids].double(), enorm), normed(hidden.double(), hnorm)], -1)
+        return torch.cat([normed_exactly(embed.weight[ids].double(), enorm), normed_exactly(hidden.double(), hnorm)], -1)
 
     ways: dict[str, Way] = {
         "kernel": lambda ids, hidden: normed_pair(embed, enorm, hnorm, ids, hidden, KERNEL),
@@ -218,7 +226,7 @@ def head_input_case(vocab: int, hidden_size: int, rows: int, dtype: torch.dtype,
     numbers = rows * hidden_size
     work = Work((4 * numbers + 2 * hidden_size) * dtype.itemsize, 8 * numbers)
     fields = {"rows": rows, "hidden": hidden_size, "dtype": str(dtype)[6:]}
-    error = partial(_between, inputs, ways["kernel"], exact)
+    error = partial(between, inputs, ways["kernel"], exact)
     return Case("head_input", fields, inputs, ways, error, ROUNDED[dtype], work)
 
 
@@ -229,5 +237,5 @@ def attention_case(shape: Shape, batch: int, states: int, prefix: int, dtype: to
     contenders = timed.contenders()
     ways: dict[str, Way] = {"kernel": contenders["kernel"], "torch": contenders["sdpa_mask"], "flex": contenders["flex"]}
     fields = {"batch": batch, "states": states, "prefix_tokens": prefix, "dtype": str(dtype)[6:]}
-    error = partial(_between, timed.inputs, ways["kernel"], timed.exact)
+    error = partial(between, timed.inputs, ways["kernel"], timed.exact)
     return Case("round_attention", fields, timed.inputs, ways, error, ROUNDED[dtype], timed.floor)

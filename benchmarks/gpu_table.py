@@ -81,4 +81,5 @@ def _same_tokens(lines: list[Line]) -> list[str]:
 def _sizes(line: Line) -> str:
     if "rows" in line:
         return f"{line['rows']} rows" + (", float32" if line["dtype"] == "float32" else "")
-    return f"batch {line['batch']}, K {line['states']}, prefix {line['prefix_tokens']}"
+    prefix = f", prefix {line['prefix_tokens']}" if "prefix_tokens" in line else ""
+    return f"batch {line['batch']}, K {line['states']}{prefix}"

@@ -108,10 +108,20 @@ class BlockCache(Cache):
 
     def store(self, key_states: Tensor, value_states: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """As `update`, at once."""
-        keys, values = self._buffers[self._device_of[layer]][:, self._index[layer]]
-        keys[:, :, self._write] = key_states
-        values[:, :, self._write] = value_states
-        return keys[:, :, self._read], values[:, :, self._read]
+        keys, values = self.written(layer)
+        keys.copy_(key_states)
+        values.copy_(value_states)
+        return self.read(layer)
+
+    def written(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Where keys and values of the next forward go, [batch, heads, new, head_dim]: the target."""
+        keys, values = self._buffers[self._device_of[layer]][:, self._index[layer], :, :, self._write]
+        return keys, values
+
+    def read(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values that attention reads, [batch, heads, seen, head_dim], once the target is written."""
+        keys, values = self._buffers[self._device_of[layer]][:, self._index[layer], :, :, self._read]
+        return keys, values
 
     def commit(self, source: Tensor, start: Tensor, which: Tensor, length: int, layers: range) -> None:
         """Copies one scored block per row from the scratch of the last forward to its committed slots.

@@ -4,9 +4,7 @@ import torch
 from torch import Tensor, nn
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from .kernels_mrp import Dispatch, power_of_two, tl, triton
-
-_LARGEST = 1 << 14  # hidden sizes that a program holds in registers
+from .kernels_mrp import LARGEST_ROW, Dispatch, power_of_two, stands_for, tl, triton
 
 
 def normed_pair_ref(embeds: Tensor, hidden: Tensor, enorm: nn.Module, hnorm: nn.Module) -> Tensor:
@@ -35,8 +33,8 @@ def normed_pair(
     Raises:
         ValueError: if kernels are forced and cannot be used here.
     """
-    plain = _plain(embed_tokens, nn.Embedding) and _plain(enorm, Qwen3RMSNorm) and _plain(hnorm, Qwen3RMSNorm)
-    if not plain:
+    plain = stands_for(embed_tokens, nn.Embedding) and embed_tokens.max_norm is None
+    if not (plain and stands_for(enorm, Qwen3RMSNorm) and stands_for(hnorm, Qwen3RMSNorm)):
         reason: str | None = "the embeddings or norms are wrapped, hooked or of another class: use plain ones"
         tensors: tuple[Tensor, ...] = (hidden,)
     else:
@@ -52,19 +50,13 @@ def normed_pair(
     )
 
 
-def _plain(module: nn.Module, kind: type) -> bool:
-    """Whether calling a module is what its class does, no more."""
-    hooked = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
-    return type(module) is kind and not hooked and getattr(module, "max_norm", None) is None
-
-
 def _layout(hidden: Tensor, embeddings: Tensor, *scales: Tensor) -> str | None:
     if len({t.dtype for t in (hidden, embeddings, *scales)}) > 1:
         return "embeddings, norms and hidden states differ in dtype: load the model in one"
     if embeddings.stride(1) != 1:
         return f"the embeddings have strides {embeddings.stride()}: make their rows contiguous"
-    if hidden.shape[-1] > _LARGEST:
-        return f"hidden_size is {hidden.shape[-1]}, more than {_LARGEST}: run without this kernel"
+    if hidden.shape[-1] > LARGEST_ROW:
+        return f"hidden_size is {hidden.shape[-1]}, more than {LARGEST_ROW}: run without this kernel"
     return None
 
 

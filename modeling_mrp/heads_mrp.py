@@ -102,10 +102,7 @@ class MRPHead(nn.Module):
         Returns:
             [batch, length, hidden_size], h_C.
         """
-        if normed is None:
-            assert inputs_embeds is not None
-            normed = normed_pair_ref(inputs_embeds, hidden_states, self.enorm, self.hnorm)
-        hidden = self.eh_proj(normed)
+        hidden = self.joined(inputs_embeds, hidden_states, normed)
         for layer in self.layers:
             hidden = layer(
                 hidden,
@@ -115,6 +112,13 @@ class MRPHead(nn.Module):
                 use_cache=past_key_values is not None,
             )
         return self.norm(hidden)
+
+    def joined(self, inputs_embeds: Tensor | None, hidden_states: Tensor, normed: Tensor | None = None) -> Tensor:
+        """[batch, length, hidden_size], what the first layer reads; arguments as for `forward`."""
+        if normed is None:
+            assert inputs_embeds is not None
+            normed = normed_pair_ref(inputs_embeds, hidden_states, self.enorm, self.hnorm)
+        return self.eh_proj(normed)
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 try:
     import triton
@@ -21,9 +21,12 @@ except ImportError:
 T = TypeVar("T")
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+LARGEST_ROW = 1 << 14  # numbers that a program holds in registers
 _OLDEST = (8, 0)  # compute capability with bfloat16 in the matrix units and asynchronous copies
 # (kernel, device) that failed to compile or to launch in this process; their twins are used from then on.
 _failed: set[tuple[str, torch.device]] = set()
+# Whose hooks only note what a model was asked to hand out: hidden states of its own forward.
+_NOTES_ONLY = "transformers.utils.output_capturing"
 
 
 def processors(device: torch.device, otherwise: int) -> int:
@@ -115,6 +118,13 @@ def kernels_usable(device: torch.device, dtype: torch.dtype) -> bool:
     return _unusable(device, dtype, interpreted=False) is None
 
 
+def stands_for(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether calling a module is what a class does, no more, so that a kernel may stand for it."""
+    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    hooked = any(getattr(hook, "__module__", None) != _NOTES_ONLY for hook in hooks) or "forward" in vars(module)
+    return not hooked and isinstance(module, kind) and type(module).forward is kind.forward
+
+
 def recent_enough(capability: tuple[int, int]) -> bool:
     """Whether a GPU of this compute capability runs the kernels."""
     return capability >= _OLDEST
@@ -176,6 +186,7 @@ def _summary(error: Exception) -> str:
 
 __all__ = [
     "KERNEL_DTYPES",
+    "LARGEST_ROW",
     "Dispatch",
     "ceil_div",
     "failed_before",
@@ -183,6 +194,7 @@ __all__ = [
     "power_of_two",
     "processors",
     "recent_enough",
+    "stands_for",
     "tl",
     "triton",
     "with_fallback",

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .kernels_mrp import AUTOMATIC, Dispatch, ceil_div, power_of_two, processors, tl, triton
 
+KERNEL = "round_attention"
 _KEYS_PER_PROGRAM = 128  # at least: fewer cost more in merging than they win
 _PROCESSORS = 132  # of an H200; what a CPU stands in for
 _LOG2_E = 1.4426950408889634
@@ -52,6 +53,19 @@ class RoundMask:
         scratch = sees.repeat_interleave(self.block_size, 1).repeat_interleave(self.block_size, 2)
         prefix = torch.arange(used, device=device) < self.committed[:, None]
         return torch.cat([scratch, prefix[:, None].expand(-1, scratch.shape[1], -1)], -1)[:, None]
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, mask: RoundMask, scale: float) -> Tensor:
+    """`round_attention` or its twin, as the mask's dispatch decides."""
+    return mask.dispatch.run(
+        KERNEL,
+        lambda: round_attention(query, key, value, mask, scale),
+        lambda: round_attention_twin(query, key, value, mask, scale),
+        query,
+        key,
+        value,
+        mask.committed,
+    )
 
 
 def round_attention_twin(query: Tensor, key: Tensor, value: Tensor, mask: RoundMask, scale: float) -> Tensor:
@@ -391,4 +405,4 @@ if triton is not None:
         )
 
 
-__all__ = ["RoundMask", "round_attention", "round_attention_twin"]
+__all__ = ["KERNEL", "RoundMask", "attend", "round_attention", "round_attention_twin"]

@@ -18,7 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .cache_mrp import BlockCache
 from .kernels_mrp import Dispatch, failed_before, kernels_usable
-from .round_attention_mrp import RoundMask, round_attention, round_attention_twin
+from .round_attention_mrp import KERNEL, RoundMask, attend
 
 if TYPE_CHECKING:
     from .modeling_mrp import MRPForCausalLM
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 # one process) has masks of its own class, so also a name of its own.
 ROUND_ATTENTION = f"{__name__}.round_attention"
 REPLACED = "sdpa"  # the implementation that it stands in for
-KERNEL = "round_attention"
 
 _inside: "weakref.WeakKeyDictionary[nn.Module, int]" = weakref.WeakKeyDictionary()
 _inside_lock = threading.Lock()
@@ -115,16 +114,7 @@ def _attend(
 ) -> Tensor:
     """Puts the round's keys and values into the cache, and attends to what lies there: [rows, queries, heads, head_dim]."""
     keys, values = _here.cache.store(key, value, layer)
-    mask = RoundMask(committed, parent, width, block_size, Dispatch(forced))
-    return mask.dispatch.run(
-        KERNEL,
-        lambda: round_attention(query, keys, values, mask, scale),
-        lambda: round_attention_twin(query, keys, values, mask, scale),
-        query,
-        keys,
-        values,
-        committed,
-    )
+    return attend(query, keys, values, RoundMask(committed, parent, width, block_size, Dispatch(forced)), scale)
 
 
 def _as_operation() -> Callable[..., Tensor]:

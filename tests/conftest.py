@@ -64,6 +64,15 @@ def hub(tmp_path: Path) -> Iterator[HubServer]:
         yield server
 
 
+@pytest.fixture
+def new_memory_is_nan() -> Iterator[None]:
+    """What a kernel does not write, of its output or of what it hands to the next, shows."""
+    torch.use_deterministic_algorithms(True, warn_only=torch.cuda.is_available())  # cuBLAS has some only where it is told to
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.fixture(scope="session")
 def random_model() -> MRPForCausalLM:
     return make_model()

@@ -20,7 +20,8 @@ def test_every_kernel_compiles_for_hopper() -> None:
     head, *lines = map(json.loads, done.stdout.splitlines())
     assert head["options"]["capability"] == 90
     kernels = {line["kernel"]: line for line in lines}
-    assert kernels.keys() == {"score_slices", "merge_slices", "attend", "merge", "normed_pairs", "grow", "magnitudes"}
+    layers = {"attend", "merge", "sum_and_norm", "rotate", "gate"}
+    assert kernels.keys() == {"score_slices", "merge_slices", *layers, "normed_pairs", "grow", "magnitudes"}
     for line in lines:
         assert line["stack_bytes"] == 0
         assert 0 < line["registers"] <= 255

@@ -97,7 +97,8 @@ def test_forced_kernels_run(mode: str, model: MRPForCausalLM, monkeypatch: pytes
     out = model.generate(PROMPTS[:1], kernels=True, eos_token_id=None, return_dict_in_generate=True, **options)
     used = {"pick"} if mode != "entropy_bound" else set()
     rounds = out.stats.forwards["denoise"] + out.stats.forwards["verify"] + mode.startswith("mrp_")
-    used |= {"round_attention"} if rounds else set()  # the prefill's own reveals may be all
+    layers = {"fused_layers", "sum_and_norm", "rotated", "gated", "round_attention"}
+    used |= layers if rounds else set()  # the prefill's own reveals may be all
     used |= {"head_input"} if mode.startswith("mrp_") else set()
     used |= {"residual_magnitude"} if mode == "mrp_remask" else set()
     used |= {"grow"} if mode.endswith("_spec") else set()

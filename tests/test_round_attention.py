@@ -2,7 +2,6 @@
 
 import threading
 from collections import Counter
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 
 from benchmarks.round_attention import Round
-from modeling_mrp import MRPForCausalLM, kernels_mrp, round_layers_mrp
+from modeling_mrp import MRPForCausalLM, kernels_mrp, round_attention_mrp, round_layers_mrp
 from modeling_mrp.kernels_mrp import Dispatch, triton
 from modeling_mrp.round_attention_mrp import RoundMask, round_attention, round_attention_twin
 from modeling_mrp.round_layers_mrp import ROUND_ATTENTION, takes_round_masks, under_round_masks
@@ -23,17 +22,9 @@ interpreted = pytest.mark.skipif(
     triton is None or torch.cuda.is_available(), reason="kernels on CPU tensors need triton and its interpreter"
 )
 with_triton = pytest.mark.skipif(triton is None, reason="needs triton")
+pytestmark = pytest.mark.usefixtures("new_memory_is_nan")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FORCED = Dispatch(True)
-
-
-@pytest.fixture(autouse=True)
-def _new_memory_is_nan() -> Iterator[None]:
-    """What a kernel does not write, of its output or of what it hands to the next, shows."""
-    torch.use_deterministic_algorithms(True, warn_only=DEVICE == "cuda")  # cuBLAS has some only where it is told to
-    assert torch.empty(3).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def random_round(
@@ -177,7 +168,7 @@ def test_a_decode_gives_the_same_tokens(decoding: str) -> None:
 @interpreted
 def test_a_compiled_backbone_keeps_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """`model.model.compile()` fuses what lies between the kernels, and leaves them in."""
-    model, ran, kernel = make_model().float(), [], round_layers_mrp.round_attention
+    model, ran, kernel = make_model().float(), [], round_attention_mrp.round_attention
     options: dict[str, Any] = {"decoding": "static", "max_new_tokens": 5}
     expected = texts(model, PROMPTS[:1], kernels=False, **options)
 
@@ -185,7 +176,7 @@ def test_a_compiled_backbone_keeps_the_kernel(monkeypatch: pytest.MonkeyPatch) -
         ran.append(torch.compiler.is_compiling())
         return kernel(*args)
 
-    monkeypatch.setattr(round_layers_mrp, "round_attention", noted)
+    monkeypatch.setattr(round_attention_mrp, "round_attention", noted)
     torch.compiler.reset()
     model.model.compile(backend="eager")
     assert texts(model, PROMPTS[:1], kernels=True, **options) == expected

@@ -1,0 +1,346 @@
+"""Layers of a round with their small steps fused: each kernel (interpreted) against PyTorch, layers against their modules."""
+
+import math
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_model
+from helpers import PROMPTS, close, texts
+from peft import LoraConfig, inject_adapter_in_model
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.activations import ACT2FN
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Model, Qwen3RMSNorm
+
+from modeling_mrp import MRPForCausalLM, fused_layers_mrp, kernels_mrp
+from modeling_mrp.cache_mrp import BlockCache
+from modeling_mrp.fused_layers_mrp import fused_layers, fuses, gated, rotated, rotated_ref, sum_and_norm, sum_and_norm_ref
+from modeling_mrp.heads_mrp import MRPHead
+from modeling_mrp.kernels_mrp import PYTORCH, Dispatch, triton
+from modeling_mrp.round_attention_mrp import RoundMask
+
+pytestmark = [
+    pytest.mark.skipif(triton is None, reason="needs triton"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),  # numpy's, of infinities, where a kernel is interpreted
+    pytest.mark.usefixtures("new_memory_is_nan"),
+]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FORCED = Dispatch(True)
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels on CPU tensors need triton's interpreter")
+
+
+def alike(got: Tensor, wanted: Tensor) -> None:
+    """Up to a last bit of 16; where a GPU rounds to bfloat16 the interpreter cuts off, a few times one after the other."""
+    assert got.dtype == wanted.dtype
+    cut = wanted.dtype == torch.bfloat16 and DEVICE == "cpu"
+    relative = 2**-5 if cut else {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-9}[wanted.dtype]
+    torch.testing.assert_close(got, wanted, rtol=relative, atol=relative * float(wanted.abs().nan_to_num().max()) / 8)
+
+
+def numbers(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def norm_of(size: int, dtype: torch.dtype, epsilon: float = 1e-5) -> Qwen3RMSNorm:
+    norm = Qwen3RMSNorm(size, eps=epsilon).to(DEVICE, dtype).requires_grad_(False)
+    norm.weight.copy_(1 + numbers(size, size) / 4)
+    return norm
+
+
+# ------------------------------------------------------------------------------------------------ a sum and its norm
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("adds", [True, False])
+@pytest.mark.parametrize(("rows", "size"), [(1, 32), (3, 40), (16, 64), (17, 127), (33, 1)])
+def test_a_sum_and_its_norm(rows: int, size: int, adds: bool, dtype: torch.dtype) -> None:
+    norm, hidden = norm_of(size, dtype), numbers(1, 1, rows, size, dtype=dtype) * 20
+    hidden[0, 0] = 0
+    added = numbers(2, 1, rows, size, dtype=dtype) if adds else None
+    got, wanted = sum_and_norm(hidden, added, norm, FORCED), sum_and_norm_ref(hidden, added, norm)
+    for ours, theirs in zip(got, wanted, strict=True):
+        alike(ours, theirs)
+    assert (got[0] is hidden) is not adds
+    assert got[1].shape == hidden.shape
+
+
+def test_a_sum_of_strided_and_large_numbers() -> None:
+    """Squares of 1e4 sum up in float32 also for float16, whose largest is 65,504."""
+    norm = norm_of(48, torch.float16)
+    hidden = (numbers(1, 2, 48, 5, dtype=torch.float16) * 1e4).clamp(-3e4, 3e4).transpose(1, 2)
+    added = (numbers(2, 5, 2, 48, dtype=torch.float16) * 1e4).clamp(-3e4, 3e4).transpose(0, 1)
+    assert not hidden.is_contiguous()
+    assert not added.is_contiguous()
+    for ours, theirs in zip(sum_and_norm(hidden, added, norm, FORCED), sum_and_norm_ref(hidden, added, norm), strict=True):
+        alike(ours, theirs)
+        assert ours.isfinite().all()
+
+
+def test_nothing_to_sum() -> None:
+    total, normed = sum_and_norm(numbers(1, 2, 0, 8), numbers(1, 2, 0, 8), norm_of(8, torch.float32), FORCED)
+    assert total.shape == normed.shape == (2, 0, 8)
+
+
+# ------------------------------------------------------------------------------------------------ queries, keys and values
+
+
+def attention_of(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> Any:
+    """What `rotated` reads of an attention module."""
+    norms = {"q_norm": norm_of(head_dim, dtype), "k_norm": norm_of(head_dim, dtype, 1e-6)}
+    norms["k_norm"].weight.mul_(-1.5)
+    return SimpleNamespace(head_dim=head_dim, layer_idx=1, **norms)
+
+
+def projected(rows: int, tokens: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> Any:
+    """Queries, keys, values, and cos and sin of positions that differ between rows."""
+    sizes = [(1, heads), (2, kv_heads), (3, kv_heads)]
+    parts = [numbers(seed, rows, tokens, many * head_dim, dtype=dtype) * 5 for seed, many in sizes]
+    positions = torch.arange(rows * tokens, device=DEVICE).view(rows, tokens, 1) * 7 % 1000
+    angles = positions / 10 ** (torch.arange(head_dim // 2, device=DEVICE) * 8 / head_dim)
+    angles = torch.cat([angles, angles], -1)
+    return *parts, (angles.cos().to(dtype), angles.sin().to(dtype))
+
+
+def poisoned_cache(rows: int, kv_heads: int, head_dim: int, tokens: int, dtype: torch.dtype) -> BlockCache:
+    """Three layers, NaN throughout, whose next forward writes the last `tokens` of more scratch."""
+    cache = BlockCache(rows, kv_heads, head_dim, [torch.device(DEVICE)] * 3, 6, tokens + 3, dtype)
+    for buffer in cache._buffers.values():
+        buffer.fill_(torch.nan)
+    cache.target_scratch(tokens, 4)
+    return cache
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("rows", "tokens", "heads", "kv_heads", "head_dim"),
+    [(1, 1, 1, 1, 2), (1, 16, 4, 2, 8), (2, 8, 8, 1, 32), (3, 5, 6, 3, 24), (2, 3, 9, 9, 16)],
+)
+def test_queries_keys_and_values(
+    rows: int, tokens: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In programs of many heads, as interpreted, and of eight, as on a GPU; what is not the target of the cache stays."""
+    attention = attention_of(heads, kv_heads, head_dim, dtype)
+    given = projected(rows, tokens, heads, kv_heads, head_dim, dtype)
+    theirs = poisoned_cache(rows, kv_heads, head_dim, tokens, dtype)
+    wanted = rotated_ref(attention, *given, theirs)
+    for tile in (None, 8):
+        if tile:
+            monkeypatch.setattr(fused_layers_mrp, "_tile", lambda _, wide: wide)
+        ours = poisoned_cache(rows, kv_heads, head_dim, tokens, dtype)
+        alike(rotated(attention, *given, ours, FORCED), wanted)
+        for mine, other in zip(ours._buffers.values(), theirs._buffers.values(), strict=True):
+            assert torch.equal(mine.isnan(), other.isnan())
+            assert not other[:, 1, :, :, 3 : 3 + tokens].isnan().any()
+            alike(mine.nan_to_num(), other.nan_to_num())
+        assert torch.equal(ours.written(1)[1], given[2].unflatten(2, (kv_heads, -1)).transpose(1, 2)), "values as they are"
+
+
+def test_strided_projections() -> None:
+    """As slices of one wide product have them."""
+    attention, (query, key, value, rotary) = attention_of(4, 2, 8, torch.float32), projected(2, 3, 4, 2, 8, torch.float32)
+    query, key, value = torch.cat([query, key, value], -1).split([32, 16, 16], -1)
+    assert not key.is_contiguous()
+    ours, theirs = (poisoned_cache(2, 2, 8, 3, torch.float32) for _ in range(2))
+    alike(
+        rotated(attention, query, key, value, rotary, ours, FORCED), rotated_ref(attention, query, key, value, rotary, theirs)
+    )
+    for mine, other in zip(ours.written(1), theirs.written(1), strict=True):
+        alike(mine, other)
+
+
+# ------------------------------------------------------------------------------------------------ the gate
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("count", [1, 5, 1024, 1025])
+def test_the_gate(count: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    act_fn = ACT2FN["silu"]
+    gate, up = ((numbers(seed, 1, count, 2, dtype=dtype) * 4)[..., 0] for seed in (1, 2))
+    extremes = torch.tensor([1e4, -1e4, 0.0, -math.inf, math.inf], device=DEVICE)[:count]
+    gate[0, : len(extremes)] = extremes.to(dtype)
+    assert not gate.is_contiguous() or count == 1
+    wanted = act_fn(gate) * up
+    for _ in range(2):
+        got = gated(gate, up, act_fn, FORCED)
+        assert torch.equal(got.isnan(), wanted.isnan())
+        finite = wanted.isfinite()
+        assert torch.equal(got[~finite & ~wanted.isnan()], wanted[~finite & ~wanted.isnan()])
+        alike(got[finite], wanted[finite])
+        monkeypatch.setattr(fused_layers_mrp, "_tile", lambda _, wide: wide)  # the tiles of a GPU
+
+
+# ------------------------------------------------------------------------------------------------ whole layers
+
+
+def a_round(model: MRPForCausalLM, rows: int = 2) -> tuple[Tensor, tuple[Tensor, Tensor], RoundMask, BlockCache]:
+    """Arguments of `fused_layers`: three states a row, the last one behind the first, over a prefix of 4 or 3 tokens."""
+    config, device = model.config, torch.device(DEVICE)
+    tokens = 3 * config.block_size
+    cache = model.block_cache(rows, 8, tokens, with_head=True)
+    for buffer in cache._buffers.values():
+        buffer.copy_(torch.randn(buffer.shape, generator=torch.Generator().manual_seed(5)))
+    cache.target_scratch(tokens, 8)
+    committed = torch.tensor([4, 3])[:rows].to(device)
+    mask = RoundMask(committed, torch.tensor([[-1, -1, 0]] * rows, device=device), 3, config.block_size, FORCED)
+    hidden = numbers(3, rows, tokens, config.hidden_size, dtype=model.dtype)
+    positions = committed[:, None] + torch.arange(config.block_size, device=device).repeat(3)
+    return hidden, model.model.rotary_emb(hidden, positions), mask, cache
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("which", ["backbone", "head"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layers_are_what_their_modules_are(dtype: torch.dtype, which: str) -> None:
+    model = make_model(num_hidden_layers=3).to(DEVICE, dtype)
+    owner: Any = model.model if which == "backbone" else model.mrp_head
+    hidden, rotary, mask, cache = a_round(model)
+    got, kept = fused_layers(owner, hidden, rotary, mask, cache), cache
+    *_, cache = a_round(model)
+    wanted = hidden
+    for layer in owner.layers:
+        wanted = layer(wanted, attention_mask=mask.dense(8), position_embeddings=rotary, past_key_values=cache)
+    wanted = owner.norm(wanted)
+    # Of 16 bits, what rounds otherwise is carried through three layers.
+    loose = {torch.float32: 2e-6, torch.bfloat16: 0.06, torch.float16: 6e-3}[dtype]
+    for ours, theirs in [(got, wanted), *zip(kept._buffers.values(), cache._buffers.values(), strict=True)]:
+        close(ours, theirs, atol=loose * float(theirs.abs().max()))
+    assert all(not torch.equal(a, b) for a, b in zip(kept._buffers.values(), a_round(model)[3]._buffers.values(), strict=True))
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations that compute; views, and memory that is asked for, are none."""
+
+    FREE = ("empty", "view", "t", "transpose", "unflatten", "select", "slice", "unbind", "detach", "as_strided", "alias")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counted: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function.overloadpacket.__name__.removeprefix("_unsafe_")
+        if name.removesuffix("_like").removeprefix("new_") not in self.FREE:
+            self.counted[name] += 1
+        return function(*args, **(kwargs or {}))
+
+
+class Noted:
+    """Stands for a kernel that does nothing but count its launches."""
+
+    def __init__(self, counted: Counter[str], name: str) -> None:
+        self.counted, self.name = counted, name
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *args, **kwargs: self.counted.update([self.name])
+
+
+@interpreted
+@torch.no_grad()
+def test_what_a_layer_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seven matrix products and five kernels; called as modules, without attention, over fifty operations."""
+    model = make_model(num_hidden_layers=3).float()
+    hidden, rotary, mask, cache = a_round(model)
+    kernels: Counter[str] = Counter()
+    for name in ("_sum_and_norm", "_rotate", "_gate"):
+        monkeypatch.setattr(fused_layers_mrp, name, Noted(kernels, name))
+    seen = torch.empty(2, 12, 4, 8)
+    monkeypatch.setattr(fused_layers_mrp, "attend", lambda *_: kernels.update(["attend"]) or seen)
+    with Launches() as launches:
+        fused_layers(model.model, hidden, rotary, mask, cache)
+    assert launches.counted == {"mm": 3 * 7}, "products of each layer"
+    assert kernels == {"_sum_and_norm": 2 * 3 + 1, "_rotate": 3, "_gate": 3, "attend": 3}
+    layer: Any = model.model.layers[0]
+    with Launches() as launches:
+        layer(hidden, attention_mask=mask.dense(8), position_embeddings=rotary, past_key_values=cache)
+    assert launches.counted.total() > 50
+
+
+# ------------------------------------------------------------------------------------------------ where it runs
+
+
+def test_where_layers_fuse() -> None:
+    model = make_model().float().to(DEVICE)
+    backbone, head, other = model.model, model.mrp_head, nn.Linear(2, 2)
+    assert head is not None
+    with torch.inference_mode():
+        assert fuses(backbone, Qwen3Model, FORCED)
+        assert fuses(head, MRPHead, FORCED)
+        assert not fuses(backbone, Qwen3Model, PYTORCH)
+        assert fuses(backbone, Qwen3Model, Dispatch()) is (DEVICE == "cuda")
+        assert not fuses(backbone, MRPHead, FORCED)
+        layer: Any = backbone.layers[1]
+        places = [backbone, layer, layer.self_attn, layer.mlp, layer.mlp.act_fn, layer.self_attn.k_norm, backbone.norm]
+        for module in places:
+            handles = [module.register_forward_hook(lambda *_: None), module.register_forward_pre_hook(lambda *_: None)]
+            for handle in handles:
+                assert not fuses(backbone, Qwen3Model, FORCED), type(module)
+                handle.remove()
+            assert fuses(backbone, Qwen3Model, FORCED)
+        layer.mlp.forward = layer.mlp.forward  # as accelerate does where layers are on several devices
+        assert not fuses(backbone, Qwen3Model, FORCED)
+        del layer.mlp.forward
+        layer.mlp.q_proj = other  # what is no part of a layer is not looked at
+        layer.self_attn.q_proj.register_forward_hook(lambda *_: None)  # products are made by calling their modules
+        assert fuses(backbone, Qwen3Model, FORCED)
+        layer.mlp.act_fn = nn.GELU()
+        assert not fuses(backbone, Qwen3Model, FORCED)
+        with pytest.raises(ValueError, match=r"'fused_layers' cannot be used: there are no kernels for torch\.float64"):
+            fuses(make_model().to(DEVICE).model, Qwen3Model, FORCED)
+
+
+@interpreted
+def test_hidden_states_that_were_asked_for_once_do_not_matter() -> None:
+    """transformers leaves hooks behind that note them."""
+    model = make_model().float()
+    with torch.inference_mode():
+        model(torch.tensor([[1, 2, 3, 4]]), output_hidden_states=True, output_attentions=True)
+        assert model.model.layers[0]._forward_hooks
+        assert fuses(model.model, Qwen3Model, FORCED)
+
+
+@interpreted
+def test_adapters_of_the_products_take_part() -> None:
+    model = make_model().float()
+    plain = texts(model, PROMPTS[:2], decoding="static", max_new_tokens=6, kernels=True)
+    inject_adapter_in_model(LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False), model.model)
+    model.requires_grad_(False)
+    assert fuses(model.model, Qwen3Model, FORCED)
+    options: dict[str, Any] = {"decoding": "static", "max_new_tokens": 6}
+    adapted = texts(model, PROMPTS[:2], kernels=True, **options)
+    assert adapted == texts(model, PROMPTS[:2], kernels=False, **options)
+    assert adapted != plain
+
+
+@interpreted
+@torch.inference_mode()
+def test_a_kernel_that_fails_leaves_its_place_to_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One by one, each with a warning; what comes out is the same."""
+    model = make_model().float()
+    monkeypatch.setattr(kernels_mrp, "_failed", set())
+    monkeypatch.setattr(kernels_mrp, "_obstacle", lambda *_, **__: None)
+    hidden, rotary, mask, cache = a_round(model)
+    wanted = fused_layers(model.model, hidden, rotary, mask, cache)
+
+    def fails(*_: Any) -> Any:
+        raise NotImplementedError("no such instruction")
+
+    mask = RoundMask(mask.committed, mask.parent, mask.width, mask.block_size)
+    for name in ("sum_and_norm", "rotated", "gated"):
+        monkeypatch.setattr(fused_layers_mrp, f"_{name}_kernel", fails)
+        with pytest.warns(RuntimeWarning, match=rf"'{name}' failed on cpu.*no such instruction"):
+            got = fused_layers(model.model, *a_round(model)[:2], mask, cache)
+        close(got, wanted, atol=1e-5)
+
+
+def test_mixed_dtypes_are_left_to_pytorch() -> None:
+    """Or refused, where kernels are forced."""
+    hidden, norm = numbers(1, 2, 8), norm_of(8, torch.float16)
+    with pytest.raises(ValueError, match="dtypes float16, float32 meet: load the model in one"):
+        sum_and_norm(hidden, None, norm, FORCED)
+    assert torch.equal(sum_and_norm(hidden, None, norm, Dispatch())[1], norm(hidden))
+    wide = kernels_mrp.LARGEST_ROW + 1
+    with pytest.raises(ValueError, match=f"hidden_size is {wide}, more than 16384"):
+        sum_and_norm(numbers(1, 1, wide), None, norm_of(wide, torch.float32), FORCED)
