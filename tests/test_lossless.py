@@ -1,14 +1,19 @@
 """Speculation on the embedded checkpoint gives exactly the tokens of `static`: 216 held-out prompts, float64."""
 
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from conftest import TINY
 from test_decoding import decode
+from torch import Tensor
 
 from modeling_mrp import MRPForCausalLM
+from modeling_mrp.decoding_mrp import Decoder
+from modeling_mrp.states_mrp import Reveal, States
 from trainer.data import encode
 from trainer.tasks import FAMILIES, problems
 
@@ -91,59 +96,90 @@ def test_row_results_do_not_depend_on_the_batch(prompts: list[list[int]], tiny_m
         assert shuffled == [together[i] for i in order], mode
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_low_precision_differs_only_from_near_ties(dtype: torch.dtype, prompts: list[list[int]]) -> None:
-    """In fp32 and bf16 the first difference, if any, is a choice between two reveals that rounding cannot tell apart.
+SLACK = {torch.float32: 2e-4, torch.bfloat16: 0.5}  # a few units in the last place of a logit of size 16, in nats
 
-    The slack is the rounding of a logit of size 16 in the dtype, a few units in the last place: 2e-4 and 0.5 nats.
-    """
+
+@pytest.mark.parametrize("dtype", SLACK)
+def test_low_precision_differs_only_from_near_ties(
+    dtype: torch.dtype, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In fp32 and bf16 the first difference, if any, is a choice between two reveals that rounding cannot tell apart."""
     model = MRPForCausalLM.from_pretrained(TINY, dtype=dtype).eval()
-    slack = {torch.float32: 2e-4, torch.bfloat16: 0.5}[dtype]
     chosen = prompts[:: 216 // 48]
     seeds = [0] * len(chosen)
-    static = in_batches(model, chosen, seeds, 24, "left", decoding="static")
-    drafted = in_batches(model, chosen, seeds, 24, "left", decoding="mrp_spec")
+    with Reveals.noted(monkeypatch) as in_static:
+        static = in_batches(model, chosen, seeds, 24, "left", decoding="static")
+    with Reveals.noted(monkeypatch) as in_drafted:
+        drafted = in_batches(model, chosen, seeds, 24, "left", decoding="mrp_spec")
     differing = [i for i, (a, b) in enumerate(zip(static, drafted, strict=True)) if a != b]
     for i in differing:
-        assert near_tie(model, chosen[i], static[i], drafted[i], slack), f"prompt {i}"
+        assert near_tie(model, chosen[i], in_static[i], in_drafted[i], SLACK[dtype]), f"prompt {i}"
     assert len(differing) <= {torch.float32: 2, torch.bfloat16: len(chosen) // 2}[dtype]
 
 
 @pytest.mark.parametrize("mode", ["static", "mrp_spec"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_low_precision_batches_differ_only_from_near_ties(dtype: torch.dtype, mode: str, prompts: list[list[int]]) -> None:
+@pytest.mark.parametrize("dtype", SLACK)
+def test_low_precision_batches_differ_only_from_near_ties(
+    dtype: torch.dtype, mode: str, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As above, for a row alone against the row among seven others."""
     model = MRPForCausalLM.from_pretrained(TINY, dtype=dtype).eval()
     chosen = prompts[::9]
-    together, alone = (in_batches(model, chosen, [0] * len(chosen), size, "left", decoding=mode) for size in (8, 1))
-    differing = [i for i, (a, b) in enumerate(zip(together, alone, strict=True)) if a != b]
+    texts, reveals = [], []
+    for size in (8, 1):
+        with Reveals.noted(monkeypatch) as noted:
+            texts.append(in_batches(model, chosen, [0] * len(chosen), size, "left", decoding=mode))
+        reveals.append(noted)
+    differing = [i for i, (a, b) in enumerate(zip(*texts, strict=True)) if a != b]
     for i in differing:
-        assert near_tie(model, chosen[i], together[i], alone[i], {torch.float32: 2e-4, torch.bfloat16: 0.5}[dtype]), (
-            f"prompt {i}"
-        )
+        assert near_tie(model, chosen[i], reveals[0][i], reveals[1][i], SLACK[dtype]), f"prompt {i}"
     assert len(differing) <= {torch.float32: 1, torch.bfloat16: len(chosen) // 2}[dtype]
 
 
+class Reveals:
+    """What decodes reveal: position and token by step, also behind the end of the text that they give."""
+
+    def __init__(self) -> None:
+        self.of: dict[Decoder, list[dict[int, tuple[int, int]]]] = {}
+
+    @classmethod
+    @contextmanager
+    def noted(cls, patch: pytest.MonkeyPatch) -> Iterator["Reveals"]:
+        """Of every decode in the body; `[i]` is its i-th row, of all batches."""
+        reveals, record = cls(), Decoder._record
+
+        def noted(decoder: Decoder, states: States, reveal: Reveal, which: Tensor, tick: Tensor) -> None:
+            rows = reveals.of.setdefault(decoder, [{} for _ in decoder.rows.start])
+            for row, slot, column in (reveal.where & which[..., None]).nonzero().tolist():
+                step = int(decoder.rows.clock[row] + tick[row, slot])
+                rows[row][step] = int(states.start[row, slot]) + column, int(reveal.token[row, slot, column])
+            record(decoder, states, reveal, which, tick)
+
+        with patch.context() as inner:
+            inner.setattr(Decoder, "_record", noted)
+            yield reveals
+
+    def __getitem__(self, index: int) -> dict[int, tuple[int, int]]:
+        return list(itertools.chain(*self.of.values()))[index]
+
+
+@torch.inference_mode()
 def near_tie(
-    model: MRPForCausalLM, prompt: list[int], a: tuple[list[int], list[int]], b: tuple[list[int], list[int]], slack: float
+    model: MRPForCausalLM, prompt: list[int], a: dict[int, tuple[int, int]], b: dict[int, tuple[int, int]], slack: float
 ) -> bool:
     """Whether the first step at which two decodes part reveals (position, token) pairs of nearly equal log-odds."""
-    reveals = [{step: (place, tokens[place]) for place, step in enumerate(steps)} for tokens, steps in (a, b)]
-    step = next(s for s in itertools.count() if reveals[0].get(s) != reveals[1].get(s))
-    if step not in reveals[0] or step not in reveals[1]:
-        return False  # parted behind the other's end, where nothing is recorded: not explained
+    step = next(s for s in itertools.count() if a.get(s) != b.get(s))
+    if step not in a or step not in b:
+        return False  # one had come to its end
     size, mask_id = model.config.block_size, model.config.mask_token_id
-    known = {place: token for s, (place, token) in reveals[0].items() if s < step}
-    block = (len(prompt) + min(reveals[0][step][0], reveals[1][step][0])) // size
-    length = (block + 1) * size
-    ids = prompt + [known.get(i - len(prompt), mask_id) for i in range(len(prompt), length)]
+    known = {place: token for s, (place, token) in a.items() if s < step}
+    end = (min(a[step][0], b[step][0]) // size + 1) * size
+    ids = prompt + [known.get(place, mask_id) for place in range(len(prompt), end)]
     logits = model(torch.tensor([ids])).logits[0].double()
     logits[:, mask_id] = -torch.inf
     odds = []
-    for reveal in reveals:
-        place, token = reveal[step]
-        scores = logits[len(prompt) + place]
-        others = scores.clone()
+    for place, token in (a[step], b[step]):
+        others = logits[place].clone()
         others[token] = -torch.inf
-        odds.append(float(scores[token] - others.logsumexp(-1)))
+        odds.append(float(logits[place, token] - others.logsumexp(-1)))
     return abs(odds[0] - odds[1]) <= slack
