@@ -358,11 +358,11 @@ class Decoder(Forwards):
         row, position = states.row[state], states.start[state] + at % self.block
         picker = self.drafter if drafting else self.picker
         picks = picker(
-            hidden.flatten(0, 1)[at],
+            taken(hidden.flatten(0, 1), at),
             noise_keys(self.rows.seed[row], position, masked.sum(-1)[state]) if picker.sample else position,
             lambda part: self._contexts(states, state[part], behind),
             self._no_eos(row, position),
-            candidates.flatten()[at],
+            taken(candidates.flatten(), at),
         )
         token = self._spread(picks.token, at, candidates, 0)
         logprob, confidence = (self._spread(t, at, candidates, -torch.inf) for t in (picks.logprob, picks.confidence))
@@ -386,18 +386,20 @@ class Decoder(Forwards):
     @staticmethod
     def _spread(values: Tensor, at: Tensor, where: Tensor, other: float) -> Tensor:
         """Values [n] at flat indices `at`, in the shape of `where`, and `other` where that is False."""
-        return values.new_full((where.numel(),), other).index_copy_(0, at, values).view_as(where).where(where, other)
+        if not in_order(at, where.numel()):
+            values = values.new_full((where.numel(),), other).index_copy_(0, at, values)
+        return values.view_as(where).where(where, other)
 
     def token_confidence(self, states: States, hidden: Tensor, token: Tensor, where: Tensor) -> Tensor:
         """[n, block] log-odds of given tokens under lm_head(hidden), -inf outside `where`."""
         at = self._chosen(where)
         state = at // self.block
         odds = self.picker.token_log_odds(
-            hidden.flatten(0, 1)[at],
-            token.flatten()[at],
+            taken(hidden.flatten(0, 1), at),
+            taken(token.flatten(), at),
             lambda part: self._contexts(states, state[part], None),
             self._no_eos(states.row[state], states.start[state] + at % self.block),
-            where.flatten()[at],
+            taken(where.flatten(), at),
         )
         return self._spread(odds, at, where, -torch.inf)
 
@@ -409,7 +411,7 @@ class Decoder(Forwards):
         """[n, block] |C| of given tokens: one dot product each; 0 outside `where`."""
         at = self._chosen(where)
         weight, dispatch = self.picker.lm_head_weight, self.picker.dispatch
-        moved = residual_magnitude(weight, hidden.flatten(0, 1)[at], token.flatten()[at], dispatch)
+        moved = residual_magnitude(weight, taken(hidden.flatten(0, 1), at), taken(token.flatten(), at), dispatch)
         return self._spread(moved, at, where, 0.0)
 
     def _contexts(self, states: States, state: Tensor, behind: Tensor | None) -> list[tuple[Tensor, Tensor]]:
@@ -422,6 +424,16 @@ class Decoder(Forwards):
                 committed[:, start - self.block :] = behind[s]
             contexts.append(((state == s).nonzero()[:, 0], committed))
         return contexts
+
+
+def in_order(at: Tensor, count: int) -> bool:
+    """Whether indices of `Decoder._chosen` are all `count` places as they lie; those of more than a tile are sorted."""
+    return len(at) == count <= ONE_TILE
+
+
+def taken(values: Tensor, at: Tensor) -> Tensor:
+    """`values[at]` for indices of `Decoder._chosen`."""
+    return values if in_order(at, len(values)) else values[at]
 
 
 __all__ = ["READ_BUCKET", "Decoder"]

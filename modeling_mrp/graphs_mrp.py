@@ -260,14 +260,17 @@ class Registers:
         new = leaves(tuple(parts))
         for own, tensor in zip(self.tensors, new, strict=True):
             assert (own.shape, own.dtype) == (tensor.shape, tensor.dtype), (own, tensor)
-        # What looks at another buffer would change while they are written.
-        new = [
-            tensor.clone() if tensor is not own and tensor.untyped_storage().data_ptr() in self.places else tensor
-            for own, tensor in zip(self.tensors, new, strict=True)
-        ]
+        changed: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
         for own, tensor in zip(self.tensors, new, strict=True):
             if tensor is not own:
-                own.copy_(tensor)
+                # What looks at another buffer would change while they are written.
+                looks = tensor.untyped_storage().data_ptr() in self.places
+                kept = tensor.clone(memory_format=torch.contiguous_format) if looks else tensor.contiguous()
+                targets, sources = changed.setdefault(own.dtype, ([], []))
+                targets.append(own)
+                sources.append(kept)
+        for targets, sources in changed.values():  # a launch for each dtype
+            torch._foreach_copy_(targets, sources)
 
     def read(self, parts: Sequence[T]) -> list[T]:
         """The objects with the buffers for tensors."""

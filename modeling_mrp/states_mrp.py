@@ -213,6 +213,8 @@ class Memory:
     def padded(self, width: int) -> "Memory":
         """The same with [rows, width] states: more of them that are not valid."""
         more = width - self.end.shape[1]
+        if not more:
+            return self
 
         def wider(part: Any) -> Any:
             if not isinstance(part, Tensor):

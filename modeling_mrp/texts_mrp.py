@@ -50,7 +50,7 @@ class Texts:
         states = self.current()
         eos = self.eos_column(states)
         end = torch.where(eos < self.block, states.start + eos + 1, self.rows.limit).minimum(self.rows.limit)
-        done = self._done(states)
+        done = self._done(states, eos)
         if self.stopping is not None:
             self.stopping.ask(self.rows, end, done)
         self.rows.stop = torch.where(self.rows.active & done, end, self.rows.stop)
@@ -68,10 +68,9 @@ class Texts:
         """[...] bool of ids [...]."""
         return (ids[..., None] == self.eos).any(-1)
 
-    def _done(self, states: States) -> Tensor:
-        """[n] bool: everything before the eos, or before the limit, is revealed or given."""
-        limit = self.rows.open_end[states.row] - states.start
-        return whole_text(states.ids, self.eos_column(states), limit, self.mask_id)
+    def _done(self, states: States, eos: Tensor) -> Tensor:
+        """[n] bool: everything before the eos, in column `eos` [n], or before the limit, is revealed or given."""
+        return whole_text(states.ids, eos, self.rows.open_end[states.row] - states.start, self.mask_id)
 
     def next_block(self, states: States) -> States:
         """The first state of the block that follows: masks, and given tokens if there are any."""
