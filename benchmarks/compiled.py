@@ -1,8 +1,9 @@
-"""What the compiler makes of the kernels, for a GPU that need not be there: registers, stack, shared memory.
+"""What the compiler makes of the kernels, for a GPU that need not be there: registers, stack, shared memory, accesses.
 
 ``python -m benchmarks.compiled > benchmarks/results/compiled.jsonl`` launches every kernel at sizes of the 4B shape on tensors
 without memory; each launch is caught and compiled for `--capability` (90: Hopper, 80: Ampere) with just the arguments that it
-came with. It takes some ten seconds a kernel, needs triton and no GPU, and must not run under TRITON_INTERPRET.
+came with. Narrow accesses are instructions that load or store a number of 16 bits or less by itself. It takes half a minute,
+needs triton and no GPU, and must not run under TRITON_INTERPRET.
 """
 
 import argparse
@@ -42,6 +43,7 @@ POINTERS = {
     torch.uint8: "*u8",
 }
 PROCESSORS = 132
+_OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 VOCAB, HIDDEN, MLP, HEADS, KV_HEADS, HEAD_DIM = 151_936, 2560, 9728, 32, 8, 128
 
 
@@ -83,6 +85,7 @@ def compiled(kernel: JITFunction, given: dict[str, Any], options: dict[str, Any]
         "shared_bytes": made.metadata.shared,
         "matrix_instructions": len(re.findall(r"wgmma\.mma_async|mma\.sync", ptx)),
         "asynchronous_copies": ptx.count("cp.async.c"),
+        "narrow_accesses": len(re.findall(r"(?:ld|st)\.global\S*\.[bsu](?:8|16)\b", ptx)),
     }
 
 
@@ -91,7 +94,7 @@ def caught(launch: Callable[[], Any], capability: int) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
 
     def run(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        options: dict[str, Any] = {name: kwargs.pop(name) for name in ("num_warps", "num_stages") if name in kwargs}
+        options: dict[str, Any] = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
         names = [parameter.name for parameter in kernel.params]
         found.append(compiled(kernel, {**dict(zip(names, args, strict=False)), **kwargs}, options, capability))
 

@@ -79,6 +79,7 @@ class HeadMixin:
         draft = 0 if head.draft_token_ids is None else len(head.draft_token_ids)
         config = self._config_with(len(head.layers), draft)
         check_fit(tensors_of(head), shapes_of_head(config))
+        head = head if type(head) is MRPHead else _of_this_copy(head, config)
         _place(head, self)
         for index, layer in enumerate(head.layers):
             layer.self_attn.layer_idx = self.config.num_hidden_layers + index
@@ -130,6 +131,19 @@ class HeadMixin:
 def _read(tensor: StoredTensor) -> Tensor:
     with safe_open(tensor.file, framework="pt") as tensors:
         return tensors.get_tensor(tensor.name)
+
+
+def _of_this_copy(head: Any, config: MRPConfig) -> MRPHead:
+    """A head of another copy of this code, remote code of its own repository for instance, in the class of this copy, with the
+    same parameters in memory: kernels know but this one."""
+    with torch.device("meta"):
+        made = MRPHead(config)
+    trains = {name: parameter.requires_grad for name, parameter in head.named_parameters()}
+    made.load_state_dict({**dict(head.named_parameters()), **dict(head.named_buffers())}, assign=True)
+    for name, parameter in made.named_parameters():
+        parameter.requires_grad_(trains[name])
+    made.predicts = head.predicts
+    return made
 
 
 def _place(head: nn.Module, model: Any) -> None:

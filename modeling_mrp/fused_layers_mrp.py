@@ -8,12 +8,13 @@ cache; and the gate of the MLP. Casts are those of transformers' modules: what t
 Matrix products are made by calling the layers' own `nn.Linear`, or what stands there: LoRA, quantised weights.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.activations import ACT2FN
+from transformers.activations import SiLUActivation
 from transformers.models.qwen3.modeling_qwen3 import (
     Qwen3Attention,
     Qwen3DecoderLayer,
@@ -23,62 +24,65 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 
 from .cache_mrp import BlockCache
-from .kernels_mrp import LARGEST_ROW, Dispatch, ceil_div, power_of_two, stands_for, tl, triton
+from .kernels_mrp import LARGEST_ROW, MULTIPLY_ADD, Dispatch, ceil_div, more_than, power_of_two, tl, triton
 from .round_attention_mrp import RoundMask, attend
 
-_SILU = type(ACT2FN["silu"])
 _GATED = 1024  # numbers that a program of `_gate` takes
 _HEADS = 8  # heads, of one token or more, that a program of `_rotate` takes
 
 
-def fuses(owner: Any, kind: type[nn.Module], dispatch: Dispatch) -> bool:
-    """Whether `fused_layers` stands in for calling the modules one by one.
+def fused(
+    owner: Any, kind: type[nn.Module], layers: Sequence[nn.Module], mask: object, cache: object
+) -> Callable[[Tensor, tuple[Tensor, Tensor]], Tensor] | None:
+    """What stands in a round for calling layers and the norm behind them, or None: they are to be called.
+
+    They are called outside of rounds, where kernels are off or cannot be used, where something of them was compiled (then torch
+    fuses), and where a module does more than its class does, hooks for instance.
 
     Args:
-        owner: Has decoder layers, `layers`, and a norm behind them, `norm`.
+        owner: Has the norm, `norm`, and the layers.
         kind: What the owner has to be.
-        dispatch: Kernels or PyTorch.
+        layers: Decoder layers.
+        mask: In a round a `RoundMask`, whose dispatch decides.
+        cache: In a round the `BlockCache` that gets keys and values, at its target.
 
     Returns:
-        False where kernels are off or cannot be used, and where a module does something else than its class: with hooks, for
-        instance, layers are called, and `round_layers_mrp` brings them the attention.
+        A function of what the first layer reads, [rows, tokens, hidden_size], and of cos and sin, [rows, tokens, head_dim]
+        each; it gives [rows, tokens, hidden_size], and raises a RuntimeError if a forced kernel fails.
 
     Raises:
-        ValueError: if kernels are forced and cannot be used on such weights.
+        ValueError: if kernels are forced and cannot be used here.
     """
-    if dispatch.forced is False or not all(stands_for(module, expected) for module, expected in _parts(owner, kind)):
-        return False
-    return dispatch.run("fused_layers", lambda: True, lambda: False, owner.norm.weight)
+    if not isinstance(mask, RoundMask) or not isinstance(cache, BlockCache) or mask.dispatch.forced is False:
+        return None
+    if any(module._compiled_call_impl is not None for module in owner.modules()):
+        return None
+    found = (more_than(module, expected) for module, expected in _parts(owner, kind, layers))
+    obstacle = next((reason for reason in found if reason is not None), None)
+    walk = partial(_walk, layers, owner.norm, mask, cache)
+    return mask.dispatch.run("fused_layers", lambda: walk, lambda: None, next(owner.parameters()), obstacle=obstacle)
 
 
-def _parts(owner: Any, kind: type[nn.Module]) -> Iterator[tuple[nn.Module, type[nn.Module]]]:
-    """The modules that are not called, each with what it has to be; the parts of one come behind it."""
+def _parts(owner: Any, kind: type[nn.Module], layers: Sequence[Any]) -> Iterator[tuple[Any, type[nn.Module]]]:
+    """The modules that are not called, each with what it has to be; to be looked at one by one, since what is not as
+    expected need not have the parts that would come next."""
     yield owner, kind
     yield owner.norm, Qwen3RMSNorm
-    for layer in owner.layers:
+    for layer in layers:
         yield layer, Qwen3DecoderLayer
         yield layer.self_attn, Qwen3Attention
         yield layer.mlp, Qwen3MLP
-        yield layer.mlp.act_fn, _SILU
+        yield layer.mlp.act_fn, nn.SiLU if isinstance(layer.mlp.act_fn, nn.SiLU) else SiLUActivation
         for norm in (layer.input_layernorm, layer.post_attention_layernorm, layer.self_attn.q_norm, layer.self_attn.k_norm):
             yield norm, Qwen3RMSNorm
 
 
-def fused_layers(owner: Any, hidden: Tensor, rotary: tuple[Tensor, Tensor], mask: RoundMask, cache: BlockCache) -> Tensor:
-    """What layers and the norm behind them give in a round; to be called where `fuses` says so.
-
-    Args:
-        owner: Has the layers, `layers`, and the norm, `norm`.
-        hidden: [rows, tokens, hidden_size], what the first layer reads.
-        rotary: cos and sin, [rows, tokens, head_dim] each.
-        mask: Who sees whom; its dispatch decides for each kernel.
-        cache: Gets the keys and values, at its target.
-
-    Returns:
-        [rows, tokens, hidden_size].
-    """
+def _walk(
+    layers: Sequence[Any], norm: Any, mask: RoundMask, cache: BlockCache, hidden: Tensor, rotary: tuple[Tensor, Tensor]
+) -> Tensor:
+    """The function that `fused` gives."""
     dispatch, added = mask.dispatch, None
-    for layer in owner.layers:
+    for layer in layers:
         attention, mlp = layer.self_attn, layer.mlp
         hidden, normed = sum_and_norm(hidden, added, layer.input_layernorm, dispatch)
         projected = attention.q_proj(normed), attention.k_proj(normed), attention.v_proj(normed)
@@ -86,7 +90,7 @@ def fused_layers(owner: Any, hidden: Tensor, rotary: tuple[Tensor, Tensor], mask
         seen = attend(query, *cache.read(attention.layer_idx), mask, attention.scaling)
         hidden, normed = sum_and_norm(hidden, attention.o_proj(seen.flatten(2)), layer.post_attention_layernorm, dispatch)
         added = mlp.down_proj(gated(mlp.gate_proj(normed), mlp.up_proj(normed), mlp.act_fn, dispatch))
-    return sum_and_norm(hidden, added, owner.norm, dispatch)[1]
+    return sum_and_norm(hidden, added, norm, dispatch)[1]
 
 
 def _tile(everything: int, usual: int) -> int:
@@ -110,6 +114,10 @@ def sum_and_norm(hidden: Tensor, added: Tensor | None, norm: Any, dispatch: Disp
 
     Returns:
         Both, each [..., hidden_size].
+
+    Raises:
+        ValueError: if kernels are forced and cannot be used on these tensors, of several dtypes for instance.
+        RuntimeError: if kernels are forced and this one fails.
     """
     tensors = (hidden, norm.weight) if added is None else (hidden, norm.weight, added)
     return dispatch.run(
@@ -153,6 +161,7 @@ def _sum_and_norm_kernel(hidden: Tensor, added: Tensor | None, scale: Tensor, ep
             ROWS=tile,
             TILE=power_of_two(size),
             num_warps=4 if size <= 2048 else 8,
+            **MULTIPLY_ADD,
         )
     return total, normed
 
@@ -183,6 +192,9 @@ def rotated(
 
     Returns:
         [rows, heads, tokens, head_dim], the queries.
+
+    Raises:
+        ValueError, RuntimeError: as `sum_and_norm` does.
     """
     keys, values = cache.written(attention.layer_idx)
     tensors = (query, key, value, *rotary, attention.q_norm.weight, attention.k_norm.weight, keys, values)
@@ -231,6 +243,7 @@ def _rotated_kernel(
             PADDED=power_of_two(head_dim),
             HEADS=tile,
             num_warps=4,
+            **MULTIPLY_ADD,
         )
     return turned
 
@@ -239,7 +252,7 @@ def _rotated_kernel(
 
 
 def gated(gate: Tensor, up: Tensor, act_fn: nn.Module, dispatch: Dispatch) -> Tensor:
-    """`act_fn(gate) * up`, where `act_fn` is SiLU: of any shape, which both have.
+    """`act_fn(gate) * up`, where `act_fn` is SiLU: of any shape, which both have. Raises as `sum_and_norm` does.
 
     Floor: 3 * numel numbers read and written: microseconds, less than its launch.
     """
@@ -253,7 +266,7 @@ def _gated_kernel(gate: Tensor, up: Tensor) -> Tensor:
     out = torch.empty_like(gate)
     if numbers := gate.numel():
         tile = _tile(numbers, _GATED)
-        _gate[(ceil_div(numbers, tile),)](gate, up, out, numbers, TILE=tile, num_warps=4)
+        _gate[(ceil_div(numbers, tile),)](gate, up, out, numbers, TILE=tile, num_warps=4, **MULTIPLY_ADD)
     return out
 
 
@@ -364,7 +377,7 @@ if triton is not None:
                 copied = tl.load(value + at.to(tl.int64)[:, None] * HEAD_DIM + dim[None, :], mask=real)
                 tl.store(values + slot[:, None] + dim[None, :], copied, mask=real)
 
-    @triton.jit(do_not_specialize=["numbers"])
+    @triton.jit  # specialised on whether `numbers` is a multiple of 16: else it would load one at a time
     def _gate(gate, up, out, numbers, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
         at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
         inside = at < numbers
@@ -374,4 +387,4 @@ if triton is not None:
         tl.store(out + at, (opened * tl.load(up + at, mask=inside, other=0.0).to(tl.float32)).to(kind), mask=inside)
 
 
-__all__ = ["fused_layers", "fuses", "gated", "rotated", "rotated_ref", "sum_and_norm", "sum_and_norm_ref"]
+__all__ = ["fused", "gated", "rotated", "rotated_ref", "sum_and_norm", "sum_and_norm_ref"]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .kernels_mrp import power_of_two, tl, triton
+from .kernels_mrp import MULTIPLY_ADD, power_of_two, tl, triton
 
 # The power of a token's odds that orders drafts. Reveals follow the first power or a little more; the fourth drafts best, as a
 # state passed over is remembered, so that going deeper is worth more than its chance (`benchmarks/NOTES.md`, Drafting).
@@ -102,6 +102,7 @@ class Ground:
             MOST=MOST_ODDS,
             INHERITS=INHERITED,
             num_warps=max(1, min(8, entries * columns // 1024)),
+            **MULTIPLY_ADD,
         )
         return slots, valid
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from .kernels_mrp import LARGEST_ROW, Dispatch, power_of_two, stands_for, tl, triton
+from .kernels_mrp import LARGEST_ROW, MULTIPLY_ADD, Dispatch, more_than, power_of_two, tl, triton
 
 
 def normed_pair_ref(embeds: Tensor, hidden: Tensor, enorm: nn.Module, hnorm: nn.Module) -> Tensor:
@@ -33,13 +33,11 @@ def normed_pair(
     Raises:
         ValueError: if kernels are forced and cannot be used here.
     """
-    plain = stands_for(embed_tokens, nn.Embedding) and embed_tokens.max_norm is None
-    if not (plain and stands_for(enorm, Qwen3RMSNorm) and stands_for(hnorm, Qwen3RMSNorm)):
-        reason: str | None = "the embeddings or norms are wrapped, hooked or of another class: use plain ones"
-        tensors: tuple[Tensor, ...] = (hidden,)
-    else:
+    reason = more_than(embed_tokens, nn.Embedding) or more_than(enorm, Qwen3RMSNorm) or more_than(hnorm, Qwen3RMSNorm)
+    tensors: tuple[Tensor, ...] = (hidden,)
+    if reason is None:
         tensors = (hidden, embed_tokens.weight, enorm.weight, hnorm.weight)
-        reason = _layout(*tensors)
+        reason = _layout(*tensors) if embed_tokens.max_norm is None else "the embeddings have a max_norm: use plain ones"
     return dispatch.run(
         "head_input",
         lambda: _normed_pair_kernel(embed_tokens, enorm, hnorm, input_ids, hidden),
@@ -72,6 +70,7 @@ def _normed_pair_kernel(
             *(size, embed_tokens.weight.stride(0), enorm.variance_epsilon, hnorm.variance_epsilon),
             TILE=power_of_two(size),
             num_warps=4 if size <= 4096 else 8,
+            **MULTIPLY_ADD,
         )
     return pair
 

@@ -22,6 +22,8 @@ T = TypeVar("T")
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LARGEST_ROW = 1 << 14  # numbers that a program holds in registers
+# Of every launch: products and sums in one instruction, which Triton 3.10 will not do by itself, as 3.9 warns.
+MULTIPLY_ADD = {"enable_fp_fusion": True}
 _OLDEST = (8, 0)  # compute capability with bfloat16 in the matrix units and asynchronous copies
 # (kernel, device) that failed to compile or to launch in this process; their twins are used from then on.
 _failed: set[tuple[str, torch.device]] = set()
@@ -118,11 +120,28 @@ def kernels_usable(device: torch.device, dtype: torch.dtype) -> bool:
     return _unusable(device, dtype, interpreted=False) is None
 
 
-def stands_for(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether calling a module is what a class does, no more, so that a kernel may stand for it."""
+def more_than(module: nn.Module, kind: type[nn.Module]) -> str | None:
+    """What a module does beside what a class of torch, transformers or this package does, so that no kernel may stand for it.
+
+    Hooks of all modules (`torch.nn.modules.module.register_module_forward_hook`) are not looked for.
+
+    Args:
+        module: Any.
+        kind: Its class, or one whose `forward` it has.
+
+    Returns:
+        What is in the way, and the remedy; None: calling the module is what the class does.
+    """
     hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-    hooked = any(getattr(hook, "__module__", None) != _NOTES_ONLY for hook in hooks) or "forward" in vars(module)
-    return not hooked and isinstance(module, kind) and type(module).forward is kind.forward
+    name, forward = type(module).__name__, type(module).forward
+    if any(getattr(hook, "__module__", None) != _NOTES_ONLY for hook in hooks):
+        return f"a {name} carries hooks: remove them"
+    if "forward" in vars(module) or not isinstance(module, kind) or forward is not kind.forward:
+        return f"a {name} is wrapped or no {kind.__name__}: use plain modules"
+    # Others may have put classes or methods of their own in these places (Liger does).
+    if not forward.__module__.startswith(("torch.nn.", "transformers.", __name__.rpartition(".")[0])):
+        return f"the forward of a {name} was replaced by one of {forward.__module__}: leave it as it was"
+    return None
 
 
 def recent_enough(capability: tuple[int, int]) -> bool:
@@ -187,14 +206,15 @@ def _summary(error: Exception) -> str:
 __all__ = [
     "KERNEL_DTYPES",
     "LARGEST_ROW",
+    "MULTIPLY_ADD",
     "Dispatch",
     "ceil_div",
     "failed_before",
     "kernels_usable",
     "power_of_two",
     "processors",
+    "more_than",
     "recent_enough",
-    "stands_for",
     "tl",
     "triton",
     "with_fallback",

@@ -19,7 +19,7 @@ from transformers.utils import can_return_tuple
 from .cache_mrp import BlockCache
 from .configuration_mrp import MRPConfig
 from .diffusion_mrp import IGNORE_INDEX, block_causal_mask, pack_noisy
-from .fused_layers_mrp import fused_layers, fuses
+from .fused_layers_mrp import fused
 from .generation_mrp import MRPGenerationMixin
 from .head_input_mrp import normed_pair
 from .heads_mrp import MRPHead
@@ -69,14 +69,14 @@ class MRPForCausalLM(MRPHubMixin, MRPPreTrainedModel, MRPGenerationMixin):
 
         Returns:
             [batch, length, hidden_size].
+
+        Raises:
+            ValueError: if a `RoundMask` forces kernels that cannot be used here.
         """
-        if (
-            isinstance(mask, RoundMask)
-            and isinstance(past_key_values, BlockCache)
-            and _fuses(self.model, Qwen3Model, mask.dispatch, compiled)
-        ):
+        layers = self.model.layers[: self.config.num_hidden_layers]
+        if (walk := fused(self.model, Qwen3Model, layers, mask, past_key_values)) is not None:
             embeds = self.model.embed_tokens(input_ids)
-            return fused_layers(self.model, embeds, self.model.rotary_emb(embeds, position_ids), mask, past_key_values)
+            return walk(embeds, self.model.rotary_emb(embeds, position_ids))
         return _called(self.model, compiled)(
             input_ids=input_ids,
             attention_mask={"full_attention": self._attention_bias(mask)},
@@ -110,7 +110,7 @@ class MRPForCausalLM(MRPHubMixin, MRPPreTrainedModel, MRPGenerationMixin):
             [batch, length, hidden_size].
 
         Raises:
-            ValueError: if the model has no head.
+            ValueError: if the model has no head, or kernels are forced that cannot be used here.
         """
         if self.mrp_head is None:
             raise ValueError(
@@ -121,12 +121,8 @@ class MRPForCausalLM(MRPHubMixin, MRPPreTrainedModel, MRPGenerationMixin):
         normed = normed_pair(embed_tokens, head.enorm, head.hnorm, input_ids, hidden_states, dispatch)
         embeds = embed_tokens(input_ids) if normed is None else None
         rotary = self.model.rotary_emb(hidden_states if embeds is None else embeds, position_ids)
-        if (
-            isinstance(mask, RoundMask)
-            and isinstance(past_key_values, BlockCache)
-            and _fuses(head, MRPHead, mask.dispatch, compiled)
-        ):
-            output = fused_layers(head, head.joined(embeds, hidden_states, normed), rotary, mask, past_key_values)
+        if (walk := fused(head, MRPHead, head.layers, mask, past_key_values)) is not None:
+            output = walk(head.joined(embeds, hidden_states, normed), rotary)
         else:
             run = _called(head, compiled)
             output = run(embeds, hidden_states, self._attention_bias(mask), rotary, past_key_values, normed)
@@ -301,11 +297,6 @@ class MRPForCausalLM(MRPHubMixin, MRPPreTrainedModel, MRPGenerationMixin):
             hidden[chosen], self.lm_head.weight, packed.target_ids[chosen], packed.weight[chosen], items
         )
         return CausalLMOutputWithPast(loss=loss, logits=self.lm_head(hidden[:, :length]))
-
-
-def _fuses(owner: nn.Module, kind: type[nn.Module], dispatch: Dispatch, compiled: bool) -> bool:
-    """Whether a round goes through `fused_layers`; under `nn.Module.compile`, it is torch that fuses."""
-    return not (compiled and owner._compiled_call_impl is not None) and fuses(owner, kind, dispatch)
 
 
 def _called(module: nn.Module, compiled: bool) -> Callable[..., Any]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .kernels_mrp import AUTOMATIC, Dispatch, ceil_div, power_of_two, processors, tl, triton
+from .kernels_mrp import AUTOMATIC, MULTIPLY_ADD, Dispatch, ceil_div, power_of_two, processors, tl, triton
 from .readout_mrp import Picked, Readout, log_odds
 
 if triton is not None:
@@ -248,6 +248,7 @@ def _pick_kernel(
         TILE_HIDDEN=plan.hidden,
         INTERPRETED=triton.knobs.runtime.interpret,
         num_warps=plan.num_warps,
+        **MULTIPLY_ADD,
         num_stages=plan.num_stages,
     )
     merged = max(1, min(16, 2048 // power_of_two(plan.slices)))  # rows of a program
@@ -259,6 +260,7 @@ def _pick_kernel(
         TILE_ROWS=merged,
         TILE_SLICES=power_of_two(plan.slices),
         num_warps=4,
+        **MULTIPLY_ADD,
     )
     return picked
 
@@ -269,7 +271,15 @@ def _magnitude_kernel(weight: Tensor, hidden: Tensor, token: Tensor) -> Tensor:
     result = torch.empty(rows, dtype=torch.float32, device=hidden.device)
     if rows:
         _magnitudes[(rows,)](
-            hidden.contiguous(), weight, token.contiguous(), result, size, weight.stride(0), TILE=1024, num_warps=4
+            hidden.contiguous(),
+            weight,
+            token.contiguous(),
+            result,
+            size,
+            weight.stride(0),
+            TILE=1024,
+            num_warps=4,
+            **MULTIPLY_ADD,
         )
     return result
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .kernels_mrp import AUTOMATIC, Dispatch, ceil_div, power_of_two, processors, tl, triton
+from .kernels_mrp import AUTOMATIC, MULTIPLY_ADD, Dispatch, ceil_div, power_of_two, processors, tl, triton
 
 KERNEL = "round_attention"
 _KEYS_PER_PROGRAM = 128  # at least: fewer cost more in merging than they win
@@ -151,12 +151,13 @@ def round_attention(
         WIDEN=query.dtype == torch.bfloat16 and triton.knobs.runtime.interpret,  # whose products of bfloat16 are wrong
         **sizes,
         num_warps=warps,
+        **MULTIPLY_ADD,
         num_stages=2,
     )
     if splits > 1:
         merged = min(16, power_of_two(queries * group))
         _merge[(ceil_div(queries * group, merged), rows * kv_heads)](
-            partial, peak, total, out, kv_heads, queries, splits, TILE_ROWS=merged, **sizes, num_warps=4
+            partial, peak, total, out, kv_heads, queries, splits, TILE_ROWS=merged, **sizes, num_warps=4, **MULTIPLY_ADD
         )
     return out
 

@@ -26,6 +26,8 @@ def test_every_kernel_compiles_for_hopper() -> None:
         assert line["stack_bytes"] == 0
         assert 0 < line["registers"] <= 255
         assert line["shared_bytes"] <= 99 * 1024  # what an Ampere or Ada multiprocessor has, and two programs of a Hopper
+    for name in ("gate", "sum_and_norm", "normed_pairs"):
+        assert kernels[name]["narrow_accesses"] == 0, "all they do is move numbers"
     for name in ("score_slices", "attend"):
         assert kernels[name]["matrix_instructions"] > 0
         assert kernels[name]["asynchronous_copies"] > 0

@@ -6,7 +6,7 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from threading import Barrier
+from threading import Barrier, Lock
 from types import SimpleNamespace
 from typing import Any
 
@@ -160,8 +160,16 @@ def test_a_file_that_was_cut_off_is_finished(files: dict[str, str], tmp_path: Pa
     assert whole.stat().st_mtime_ns == before
 
 
-def test_processes_share_the_prompts(files: dict[str, str], tmp_path: Path) -> None:
+def test_processes_share_the_prompts(files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three batches for two of them (threads here), one of which finds its part cut off."""
+    # Threads that load at once take transformers' way to tie weights from each other, for good.
+    loading, from_pretrained = Lock(), MRPForCausalLM.from_pretrained
+
+    def alone(*args: Any, **options: Any) -> MRPForCausalLM:
+        with loading:
+            return from_pretrained(*args, **options)
+
+    monkeypatch.setattr(MRPForCausalLM, "from_pretrained", alone)
     whole, shared = tmp_path / "whole.jsonl", tmp_path / "shared.jsonl"
     decode(short(files, whole, temperature=1.0))
     text = whole.read_bytes()

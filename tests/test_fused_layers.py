@@ -1,5 +1,6 @@
 """Layers of a round with their small steps fused: each kernel (interpreted) against PyTorch, layers against their modules."""
 
+import copy
 import math
 from collections import Counter
 from types import SimpleNamespace
@@ -13,11 +14,12 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.activations import ACT2FN
-from transformers.models.qwen3.modeling_qwen3 import Qwen3Model, Qwen3RMSNorm
+from transformers.cache_utils import DynamicCache
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3Model, Qwen3RMSNorm
 
 from modeling_mrp import MRPForCausalLM, fused_layers_mrp, kernels_mrp
 from modeling_mrp.cache_mrp import BlockCache
-from modeling_mrp.fused_layers_mrp import fused_layers, fuses, gated, rotated, rotated_ref, sum_and_norm, sum_and_norm_ref
+from modeling_mrp.fused_layers_mrp import fused, gated, rotated, rotated_ref, sum_and_norm, sum_and_norm_ref
 from modeling_mrp.heads_mrp import MRPHead
 from modeling_mrp.kernels_mrp import PYTORCH, Dispatch, triton
 from modeling_mrp.round_attention_mrp import RoundMask
@@ -177,7 +179,7 @@ def test_the_gate(count: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatc
 
 
 def a_round(model: MRPForCausalLM, rows: int = 2) -> tuple[Tensor, tuple[Tensor, Tensor], RoundMask, BlockCache]:
-    """Arguments of `fused_layers`: three states a row, the last one behind the first, over a prefix of 4 or 3 tokens."""
+    """Arguments of `walked`: three states a row, the last one behind the first, over a prefix of 4 or 3 tokens."""
     config, device = model.config, torch.device(DEVICE)
     tokens = 3 * config.block_size
     cache = model.block_cache(rows, 8, tokens, with_head=True)
@@ -191,6 +193,13 @@ def a_round(model: MRPForCausalLM, rows: int = 2) -> tuple[Tensor, tuple[Tensor,
     return hidden, model.model.rotary_emb(hidden, positions), mask, cache
 
 
+def walked(owner: Any, hidden: Tensor, rotary: tuple[Tensor, Tensor], mask: RoundMask, cache: BlockCache) -> Tensor:
+    """A round through the fused layers."""
+    walk = fused(owner, type(owner), owner.layers, mask, cache)
+    assert walk is not None
+    return walk(hidden, rotary)
+
+
 @torch.inference_mode()
 @pytest.mark.parametrize("which", ["backbone", "head"])
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -198,7 +207,7 @@ def test_layers_are_what_their_modules_are(dtype: torch.dtype, which: str) -> No
     model = make_model(num_hidden_layers=3).to(DEVICE, dtype)
     owner: Any = model.model if which == "backbone" else model.mrp_head
     hidden, rotary, mask, cache = a_round(model)
-    got, kept = fused_layers(owner, hidden, rotary, mask, cache), cache
+    got, kept = walked(owner, hidden, rotary, mask, cache), cache
     *_, cache = a_round(model)
     wanted = hidden
     for layer in owner.layers:
@@ -249,7 +258,7 @@ def test_what_a_layer_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = torch.empty(2, 12, 4, 8)
     monkeypatch.setattr(fused_layers_mrp, "attend", lambda *_: kernels.update(["attend"]) or seen)
     with Launches() as launches:
-        fused_layers(model.model, hidden, rotary, mask, cache)
+        walked(model.model, hidden, rotary, mask, cache)
     assert launches.counted == {"mm": 3 * 7}, "products of each layer"
     assert kernels == {"_sum_and_norm": 2 * 3 + 1, "_rotate": 3, "_gate": 3, "attend": 3}
     layer: Any = model.model.layers[0]
@@ -261,34 +270,121 @@ def test_what_a_layer_launches(monkeypatch: pytest.MonkeyPatch) -> None:
 # ------------------------------------------------------------------------------------------------ where it runs
 
 
+def fuses(owner: Any, kind: type[nn.Module], dispatch: Dispatch, layers: Any = None) -> bool:
+    """Whether a round of an owner goes through the fused layers."""
+    weight = owner.norm.weight
+    cache = BlockCache(1, 1, 2, [weight.device], 4, 4, weight.dtype)
+    mask = RoundMask(torch.zeros(1, dtype=torch.long, device=weight.device), None, 1, 4, dispatch)
+    return fused(owner, kind, owner.layers if layers is None else layers, mask, cache) is not None
+
+
+@torch.inference_mode()
 def test_where_layers_fuse() -> None:
     model = make_model().float().to(DEVICE)
-    backbone, head, other = model.model, model.mrp_head, nn.Linear(2, 2)
+    backbone, head = model.model, model.mrp_head
     assert head is not None
-    with torch.inference_mode():
-        assert fuses(backbone, Qwen3Model, FORCED)
-        assert fuses(head, MRPHead, FORCED)
-        assert not fuses(backbone, Qwen3Model, PYTORCH)
-        assert fuses(backbone, Qwen3Model, Dispatch()) is (DEVICE == "cuda")
-        assert not fuses(backbone, MRPHead, FORCED)
-        layer: Any = backbone.layers[1]
-        places = [backbone, layer, layer.self_attn, layer.mlp, layer.mlp.act_fn, layer.self_attn.k_norm, backbone.norm]
-        for module in places:
-            handles = [module.register_forward_hook(lambda *_: None), module.register_forward_pre_hook(lambda *_: None)]
-            for handle in handles:
-                assert not fuses(backbone, Qwen3Model, FORCED), type(module)
-                handle.remove()
-            assert fuses(backbone, Qwen3Model, FORCED)
-        layer.mlp.forward = layer.mlp.forward  # as accelerate does where layers are on several devices
-        assert not fuses(backbone, Qwen3Model, FORCED)
-        del layer.mlp.forward
-        layer.mlp.q_proj = other  # what is no part of a layer is not looked at
-        layer.self_attn.q_proj.register_forward_hook(lambda *_: None)  # products are made by calling their modules
-        assert fuses(backbone, Qwen3Model, FORCED)
-        layer.mlp.act_fn = nn.GELU()
-        assert not fuses(backbone, Qwen3Model, FORCED)
-        with pytest.raises(ValueError, match=r"'fused_layers' cannot be used: there are no kernels for torch\.float64"):
-            fuses(make_model().to(DEVICE).model, Qwen3Model, FORCED)
+    assert fuses(backbone, Qwen3Model, FORCED)
+    assert fuses(head, MRPHead, FORCED)
+    assert not fuses(backbone, Qwen3Model, PYTORCH)
+    assert fuses(backbone, Qwen3Model, Dispatch()) is (DEVICE == "cuda")
+    cache = model.block_cache(1, 4, 4, with_head=True)
+    mask = RoundMask(torch.zeros(1, dtype=torch.long, device=DEVICE), None, 1, 4, FORCED)
+    assert fused(backbone, Qwen3Model, backbone.layers, mask, DynamicCache()) is None
+    assert fused(backbone, Qwen3Model, backbone.layers, mask.dense(0), cache) is None
+    layer: Any = backbone.layers[1]
+    layer.self_attn.q_proj.register_forward_hook(lambda *_: None)  # products are made by calling their modules
+    layer.mlp.act_fn = nn.SiLU()
+    assert fuses(backbone, Qwen3Model, FORCED)
+    with pytest.raises(ValueError, match=r"'fused_layers' cannot be used: there are no kernels for torch\.float64"):
+        fuses(make_model().to(DEVICE).model, Qwen3Model, FORCED)
+
+
+@torch.inference_mode()
+def test_modules_that_do_more_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where kernels can be used; forced, each is an error that says what to do."""
+    model = make_model().float().to(DEVICE)
+    backbone: Any = model.model
+    layer = backbone.layers[1]
+    monkeypatch.setattr(kernels_mrp, "_obstacle", lambda *_, **__: None)
+
+    def refused(reason: str, layers: Any = None) -> None:
+        assert not fuses(backbone, Qwen3Model, Dispatch(), layers)
+        with pytest.raises(ValueError, match=f"'fused_layers' cannot be used: {reason}, or use kernels=None or kernels=False"):
+            fuses(backbone, Qwen3Model, FORCED, layers)
+
+    places = [backbone, layer, layer.self_attn, layer.mlp, layer.mlp.act_fn, layer.self_attn.k_norm, backbone.norm]
+    for module in places:
+        handles = [module.register_forward_hook(lambda *_: None), module.register_forward_pre_hook(lambda *_: None)]
+        for handle in handles:
+            refused(f"a {type(module).__name__} carries hooks: remove them")
+            handle.remove()
+        assert fuses(backbone, Qwen3Model, Dispatch())
+        module.forward = module.forward  # as accelerate does where layers are on several devices
+        refused(f"a {type(module).__name__} is wrapped or no {type(module).__name__}: use plain modules")
+        del module.forward
+    refused("a Linear is wrapped or no Qwen3DecoderLayer: use plain modules", [nn.Linear(2, 2)])
+    layer.mlp.act_fn = nn.GELU()
+    refused("a GELU is wrapped or no SiLUActivation: use plain modules")
+    layer.mlp.act_fn = nn.SiLU()
+    with monkeypatch.context() as patch:
+        patch.setattr(Qwen3MLP, "forward", lambda self, x: x)
+        refused(rf"the forward of a Qwen3MLP was replaced by one of {__name__}: leave it as it was")
+    with monkeypatch.context() as patch:
+
+        class Swapped(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                return x
+
+        patch.setattr(fused_layers_mrp, "Qwen3MLP", Swapped)  # what a library left there before this package was imported
+        mlp, layer.mlp = layer.mlp, Swapped()
+        backbone.layers[0].mlp, first = Swapped(), backbone.layers[0].mlp
+        refused(f"the forward of a Swapped was replaced by one of {__name__}: leave it as it was")
+        layer.mlp, backbone.layers[0].mlp = mlp, first
+    assert fuses(backbone, Qwen3Model, Dispatch())
+
+
+@interpreted
+@pytest.mark.parametrize("which", ["backbone", "layer", "product"])
+@torch.inference_mode()
+def test_what_was_compiled_is_left_to_torch(which: str) -> None:
+    """Also where kernels are forced, which then come in from within."""
+    backbone: Any = make_model().float().model
+    part = {"backbone": backbone, "layer": backbone.layers[1], "product": backbone.layers[0].mlp.up_proj}[which]
+    part.compile(backend="eager")
+    assert not fuses(backbone, Qwen3Model, FORCED)
+
+
+@torch.inference_mode()
+def test_layers_that_the_config_leaves_out_stay_out() -> None:
+    """A model that is cut at run time, for an early exit."""
+    model = make_model(num_hidden_layers=3).float().to(DEVICE)
+    model.config.num_hidden_layers = 2
+    (_, _, mask, cache), ids = a_round(model), torch.arange(12, device=DEVICE)[None].expand(2, -1)
+    before = copy.deepcopy(cache)
+    cut = model.backbone(ids, ids, mask, cache)
+    for now, old in zip(cache._buffers.values(), before._buffers.values(), strict=True):
+        assert torch.equal(now[:, 2:], old[:, 2:])
+        assert not torch.equal(now[:, :2], old[:, :2])
+    del model.model.layers[2]
+    assert torch.equal(model.backbone(ids, ids, mask, before), cut)
+
+
+@interpreted
+def test_a_head_of_another_copy_of_the_code_fuses() -> None:
+    """`attach_head` takes it, with its parameters, into a class of this one."""
+    model, stranger = make_model().float(), type("MRPHead", (MRPHead,), {"forward": lambda *_: None})
+    head = model.detach_head()
+    names = {name: parameter.data_ptr() for name, parameter in head.named_parameters()}
+    head.requires_grad_(False)
+    head.__class__ = stranger
+    model.attach_head(head)
+    assert type(model.mrp_head) is MRPHead
+    assert {name: parameter.data_ptr() for name, parameter in model.mrp_head.named_parameters()} == names
+    assert not any(parameter.requires_grad for parameter in model.mrp_head.parameters())
+    assert fuses(model.mrp_head, MRPHead, FORCED)
+    assert texts(model, PROMPTS, decoding="mrp_spec", max_new_tokens=6) == texts(
+        make_model().float(), PROMPTS, decoding="mrp_spec", max_new_tokens=6
+    )
 
 
 @interpreted
@@ -322,7 +418,7 @@ def test_a_kernel_that_fails_leaves_its_place_to_pytorch(monkeypatch: pytest.Mon
     monkeypatch.setattr(kernels_mrp, "_failed", set())
     monkeypatch.setattr(kernels_mrp, "_obstacle", lambda *_, **__: None)
     hidden, rotary, mask, cache = a_round(model)
-    wanted = fused_layers(model.model, hidden, rotary, mask, cache)
+    wanted = walked(model.model, hidden, rotary, mask, cache)
 
     def fails(*_: Any) -> Any:
         raise NotImplementedError("no such instruction")
@@ -331,7 +427,7 @@ def test_a_kernel_that_fails_leaves_its_place_to_pytorch(monkeypatch: pytest.Mon
     for name in ("sum_and_norm", "rotated", "gated"):
         monkeypatch.setattr(fused_layers_mrp, f"_{name}_kernel", fails)
         with pytest.warns(RuntimeWarning, match=rf"'{name}' failed on cpu.*no such instruction"):
-            got = fused_layers(model.model, *a_round(model)[:2], mask, cache)
+            got = walked(model.model, *a_round(model)[:2], mask, cache)
         close(got, wanted, atol=1e-5)
 
 

@@ -173,7 +173,7 @@ def test_the_heads_input_is_pytorchs_where_it_must_be(model: MRPForCausalLM) -> 
     refused: list[tuple[str, Any]] = [
         ("no gradients", (embeddings, enorm, hnorm, ids, hidden.clone().requires_grad_())),
         ("differ in dtype", (embeddings, enorm, hnorm, ids, hidden.half())),
-        ("another class", (nn.Sequential(embeddings), enorm, hnorm, ids, hidden)),
+        ("a Sequential is wrapped or no Embedding", (nn.Sequential(embeddings), enorm, hnorm, ids, hidden)),
         ("strides", (nn.Embedding(8, 32, _weight=torch.ones(32, 8, device=DEVICE).T), enorm, hnorm, ids, hidden)),
     ]
     for reason, arguments in refused:
@@ -181,7 +181,7 @@ def test_the_heads_input_is_pytorchs_where_it_must_be(model: MRPForCausalLM) -> 
         with torch.set_grad_enabled("gradients" in reason), pytest.raises(ValueError, match=reason + ".*kernels=False"):
             normed_pair(*arguments, FORCED)
     hook = enorm.register_forward_hook(lambda *_: None)
-    with pytest.raises(ValueError, match="hooked"):
+    with pytest.raises(ValueError, match="a Qwen3RMSNorm carries hooks: remove them"):
         normed_pair(embeddings, enorm, hnorm, ids, hidden, FORCED)
     hook.remove()
     assert normed_pair(embeddings, enorm, hnorm, ids, hidden, FORCED) is not None

@@ -143,16 +143,17 @@ def test_mask_by_hand() -> None:
 
 
 def decoded(model: MRPForCausalLM, decoding: str, kernels: bool | None) -> tuple[list[list[int]], set[str]]:
-    """Texts of ragged prompts, and what the first layer was given as masks."""
+    """Texts of ragged prompts, and what the backbone was given as masks."""
     seen: set[str] = set()
-    layer: Any = model.model.layers[0].self_attn
-    handle = layer.register_forward_pre_hook(
-        lambda module, args, kwargs: seen.add(type(kwargs["attention_mask"]).__name__), with_kwargs=True
-    )
-    try:
+    backbone = MRPForCausalLM.backbone
+
+    def noted(self: MRPForCausalLM, ids: Tensor, positions: Tensor, mask: Any, *more: Any, **options: Any) -> Tensor:
+        seen.add(type(mask).__name__)
+        return backbone(self, ids, positions, mask, *more, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MRPForCausalLM, "backbone", noted)
         return texts(model, PROMPTS, decoding=decoding, max_new_tokens=6, kernels=kernels), seen
-    finally:
-        handle.remove()
 
 
 @interpreted
