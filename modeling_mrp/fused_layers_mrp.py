@@ -32,7 +32,7 @@ _HEADS = 8  # heads, of one token or more, that a program of `_rotate` takes
 
 
 def fused(
-    owner: Any, kind: type[nn.Module], layers: Sequence[nn.Module], mask: object, cache: object
+    owner: Any, kind: type[nn.Module], depth: int, mask: object, cache: object
 ) -> Callable[[Tensor, tuple[Tensor, Tensor]], Tensor] | None:
     """What stands in a round for calling layers and the norm behind them, or None: they are to be called.
 
@@ -40,9 +40,9 @@ def fused(
     fuses), and where a module does more than its class does, hooks for instance.
 
     Args:
-        owner: Has the norm, `norm`, and the layers.
+        owner: Has decoder layers, `layers`, and the norm, `norm`.
         kind: What the owner has to be.
-        layers: Decoder layers.
+        depth: So many of its first layers are meant.
         mask: In a round a `RoundMask`, whose dispatch decides.
         cache: In a round the `BlockCache` that gets keys and values, at its target.
 
@@ -55,10 +55,12 @@ def fused(
     """
     if not isinstance(mask, RoundMask) or not isinstance(cache, BlockCache) or mask.dispatch.forced is False:
         return None
-    if any(module._compiled_call_impl is not None for module in owner.modules()):
-        return None
-    found = (more_than(module, expected) for module, expected in _parts(owner, kind, layers))
-    obstacle = next((reason for reason in found if reason is not None), None)
+    layers, obstacle = list(owner.layers)[:depth], None
+    for module, expected in _parts(owner, kind, layers):
+        if module._compiled_call_impl is not None:
+            return None
+        if (obstacle := more_than(module, expected)) is not None:
+            break
     walk = partial(_walk, layers, owner.norm, mask, cache)
     return mask.dispatch.run("fused_layers", lambda: walk, lambda: None, next(owner.parameters()), obstacle=obstacle)
 

@@ -29,6 +29,8 @@ _OLDEST = (8, 0)  # compute capability with bfloat16 in the matrix units and asy
 _failed: set[tuple[str, torch.device]] = set()
 # Whose hooks only note what a model was asked to hand out: hidden states of its own forward.
 _NOTES_ONLY = "transformers.utils.output_capturing"
+# Where the classes are defined that kernels stand for.
+_OWN = ("torch.nn.", "transformers.", __name__.rpartition(".")[0])
 
 
 def processors(device: torch.device, otherwise: int) -> int:
@@ -132,15 +134,15 @@ def more_than(module: nn.Module, kind: type[nn.Module]) -> str | None:
     Returns:
         What is in the way, and the remedy; None: calling the module is what the class does.
     """
-    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-    name, forward = type(module).__name__, type(module).forward
-    if any(getattr(hook, "__module__", None) != _NOTES_ONLY for hook in hooks):
-        return f"a {name} carries hooks: remove them"
-    if "forward" in vars(module) or not isinstance(module, kind) or forward is not kind.forward:
-        return f"a {name} is wrapped or no {kind.__name__}: use plain modules"
+    found = type(module)
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        if hooks and any(getattr(hook, "__module__", None) != _NOTES_ONLY for hook in hooks.values()):
+            return f"a {found.__name__} carries hooks: remove them"
+    if "forward" in module.__dict__ or found.forward is not kind.forward or not issubclass(found, kind):
+        return f"a {found.__name__} is wrapped or no {kind.__name__}: use plain modules"
     # Others may have put classes or methods of their own in these places (Liger does).
-    if not forward.__module__.startswith(("torch.nn.", "transformers.", __name__.rpartition(".")[0])):
-        return f"the forward of a {name} was replaced by one of {forward.__module__}: leave it as it was"
+    if not found.forward.__module__.startswith(_OWN):
+        return f"the forward of a {found.__name__} was replaced by one of {found.forward.__module__}: leave it as it was"
     return None
 
 

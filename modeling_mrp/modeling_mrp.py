@@ -73,8 +73,7 @@ class MRPForCausalLM(MRPHubMixin, MRPPreTrainedModel, MRPGenerationMixin):
         Raises:
             ValueError: if a `RoundMask` forces kernels that cannot be used here.
         """
-        layers = self.model.layers[: self.config.num_hidden_layers]
-        if (walk := fused(self.model, Qwen3Model, layers, mask, past_key_values)) is not None:
+        if (walk := fused(self.model, Qwen3Model, self.config.num_hidden_layers, mask, past_key_values)) is not None:
             embeds = self.model.embed_tokens(input_ids)
             return walk(embeds, self.model.rotary_emb(embeds, position_ids))
         return _called(self.model, compiled)(
@@ -121,7 +120,7 @@ class MRPForCausalLM(MRPHubMixin, MRPPreTrainedModel, MRPGenerationMixin):
         normed = normed_pair(embed_tokens, head.enorm, head.hnorm, input_ids, hidden_states, dispatch)
         embeds = embed_tokens(input_ids) if normed is None else None
         rotary = self.model.rotary_emb(hidden_states if embeds is None else embeds, position_ids)
-        if (walk := fused(head, MRPHead, head.layers, mask, past_key_values)) is not None:
+        if (walk := fused(head, MRPHead, len(head.layers), mask, past_key_values)) is not None:
             output = walk(head.joined(embeds, hidden_states, normed), rotary)
         else:
             run = _called(head, compiled)

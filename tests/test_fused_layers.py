@@ -195,7 +195,7 @@ def a_round(model: MRPForCausalLM, rows: int = 2) -> tuple[Tensor, tuple[Tensor,
 
 def walked(owner: Any, hidden: Tensor, rotary: tuple[Tensor, Tensor], mask: RoundMask, cache: BlockCache) -> Tensor:
     """A round through the fused layers."""
-    walk = fused(owner, type(owner), owner.layers, mask, cache)
+    walk = fused(owner, type(owner), len(owner.layers), mask, cache)
     assert walk is not None
     return walk(hidden, rotary)
 
@@ -270,12 +270,12 @@ def test_what_a_layer_launches(monkeypatch: pytest.MonkeyPatch) -> None:
 # ------------------------------------------------------------------------------------------------ where it runs
 
 
-def fuses(owner: Any, kind: type[nn.Module], dispatch: Dispatch, layers: Any = None) -> bool:
+def fuses(owner: Any, kind: type[nn.Module], dispatch: Dispatch) -> bool:
     """Whether a round of an owner goes through the fused layers."""
     weight = owner.norm.weight
     cache = BlockCache(1, 1, 2, [weight.device], 4, 4, weight.dtype)
     mask = RoundMask(torch.zeros(1, dtype=torch.long, device=weight.device), None, 1, 4, dispatch)
-    return fused(owner, kind, owner.layers if layers is None else layers, mask, cache) is not None
+    return fused(owner, kind, len(owner.layers), mask, cache) is not None
 
 
 @torch.inference_mode()
@@ -289,8 +289,8 @@ def test_where_layers_fuse() -> None:
     assert fuses(backbone, Qwen3Model, Dispatch()) is (DEVICE == "cuda")
     cache = model.block_cache(1, 4, 4, with_head=True)
     mask = RoundMask(torch.zeros(1, dtype=torch.long, device=DEVICE), None, 1, 4, FORCED)
-    assert fused(backbone, Qwen3Model, backbone.layers, mask, DynamicCache()) is None
-    assert fused(backbone, Qwen3Model, backbone.layers, mask.dense(0), cache) is None
+    assert fused(backbone, Qwen3Model, 2, mask, DynamicCache()) is None
+    assert fused(backbone, Qwen3Model, 2, mask.dense(0), cache) is None
     layer: Any = backbone.layers[1]
     layer.self_attn.q_proj.register_forward_hook(lambda *_: None)  # products are made by calling their modules
     layer.mlp.act_fn = nn.SiLU()
@@ -307,10 +307,10 @@ def test_modules_that_do_more_are_called(monkeypatch: pytest.MonkeyPatch) -> Non
     layer = backbone.layers[1]
     monkeypatch.setattr(kernels_mrp, "_obstacle", lambda *_, **__: None)
 
-    def refused(reason: str, layers: Any = None) -> None:
-        assert not fuses(backbone, Qwen3Model, Dispatch(), layers)
+    def refused(reason: str) -> None:
+        assert not fuses(backbone, Qwen3Model, Dispatch())
         with pytest.raises(ValueError, match=f"'fused_layers' cannot be used: {reason}, or use kernels=None or kernels=False"):
-            fuses(backbone, Qwen3Model, FORCED, layers)
+            fuses(backbone, Qwen3Model, FORCED)
 
     places = [backbone, layer, layer.self_attn, layer.mlp, layer.mlp.act_fn, layer.self_attn.k_norm, backbone.norm]
     for module in places:
@@ -322,7 +322,9 @@ def test_modules_that_do_more_are_called(monkeypatch: pytest.MonkeyPatch) -> Non
         module.forward = module.forward  # as accelerate does where layers are on several devices
         refused(f"a {type(module).__name__} is wrapped or no {type(module).__name__}: use plain modules")
         del module.forward
-    refused("a Linear is wrapped or no Qwen3DecoderLayer: use plain modules", [nn.Linear(2, 2)])
+    backbone.layers[1] = nn.Linear(2, 2)
+    refused("a Linear is wrapped or no Qwen3DecoderLayer: use plain modules")
+    backbone.layers[1] = layer
     layer.mlp.act_fn = nn.GELU()
     refused("a GELU is wrapped or no SiLUActivation: use plain modules")
     layer.mlp.act_fn = nn.SiLU()
@@ -344,12 +346,12 @@ def test_modules_that_do_more_are_called(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @interpreted
-@pytest.mark.parametrize("which", ["backbone", "layer", "product"])
+@pytest.mark.parametrize("which", ["backbone", "layer", "part"])
 @torch.inference_mode()
 def test_what_was_compiled_is_left_to_torch(which: str) -> None:
     """Also where kernels are forced, which then come in from within."""
     backbone: Any = make_model().float().model
-    part = {"backbone": backbone, "layer": backbone.layers[1], "product": backbone.layers[0].mlp.up_proj}[which]
+    part = {"backbone": backbone, "layer": backbone.layers[1], "part": backbone.layers[0].mlp.act_fn}[which]
     part.compile(backend="eager")
     assert not fuses(backbone, Qwen3Model, FORCED)
 
