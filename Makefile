@@ -7,7 +7,7 @@ COUNT ?= 64
 .PHONY: demo test lint clean
 
 demo: $(VENV)/.demo
-	$(BIN)/python -m trainer.demo --count $(COUNT)
+	$(BIN)/python -m mrp_trainer.demo --count $(COUNT)
 
 test: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal

@@ -14,9 +14,9 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from mrp_trainer.intervals import Interval, percentiles
 
-from modeling_mrp.card_mrp import markdown_table
-from trainer.intervals import Interval, percentiles
+from modeling_mrp.model.card import markdown_table
 
 from .common import RESULTS, read_lines
 

@@ -15,16 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from mrp_trainer.arguments import MRPTrainingArguments
+from mrp_trainer.evaluate import decode_problems
+from mrp_trainer.samples import Sample
+from mrp_trainer.tasks import Family, problems
+from mrp_trainer.train_tiny import head_on_backbone, trajectories
+from mrp_trainer.trainer import MRPTrainer
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerFast, set_seed
 
-from modeling_mrp.modeling_mrp import MRPForCausalLM
-from trainer.arguments import MRPTrainingArguments
-from trainer.evaluate import decode_problems
-from trainer.samples import Sample
-from trainer.tasks import Family, problems
-from trainer.train_tiny import head_on_backbone, trajectories
-from trainer.trainer import MRPTrainer
+from modeling_mrp.modeling import MRPForCausalLM
 
 from .common import TINY, header
 

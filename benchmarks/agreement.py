@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn.functional import pad
 
-from modeling_mrp.generation_mrp import MRPGenerateOutput
+from modeling_mrp.generate.generation import MRPGenerateOutput
 
 
 def agreement(ours: Sequence[MRPGenerateOutput], theirs: Sequence[MRPGenerateOutput]) -> dict[str, Any]:

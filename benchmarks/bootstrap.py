@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-
-from trainer.decoded import Decoded
-from trainer.intervals import RESAMPLES, Interval, percentiles, resampled_sums
+from mrp_trainer.decoded import Decoded
+from mrp_trainer.intervals import RESAMPLES, Interval, percentiles, resampled_sums
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 import transformers
 from transformers import PreTrainedTokenizerFast
 
-from modeling_mrp.modeling_mrp import MRPForCausalLM
+from modeling_mrp.modeling import MRPForCausalLM
 
 ROOT = Path(__file__).parent.parent
 HUB_CONFIGS = ROOT / "hub_configs"

@@ -25,12 +25,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from modeling_mrp.fused_layers_mrp import _gated_kernel, _rotated_kernel, _sum_and_norm_kernel
-from modeling_mrp.grow_mrp import MORE, Ground
-from modeling_mrp.head_input_mrp import _normed_pair_kernel
-from modeling_mrp.pick_mrp import Plan, _magnitude_kernel, _pick_kernel
-from modeling_mrp.readout_mrp import Readout
-from modeling_mrp.round_attention_mrp import RoundMask, round_attention
+from modeling_mrp.kernels.fused_layers import _gated_kernel, _rotated_kernel, _sum_and_norm_kernel
+from modeling_mrp.kernels.grow import MORE, Ground
+from modeling_mrp.kernels.head_input import _normed_pair_kernel
+from modeling_mrp.kernels.pick import Plan, _magnitude_kernel, _pick_kernel
+from modeling_mrp.kernels.round_attention import RoundMask, round_attention
+from modeling_mrp.kernels.unembedding import Readout
 
 from .common import emit, header
 

@@ -12,16 +12,16 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
+from mrp_trainer.evaluate import decode_problems
+from mrp_trainer.tasks import FAMILIES, problems
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from modeling_mrp.decoding_mrp import Decoder
-from modeling_mrp.drafting_mrp import Lattice
-from modeling_mrp.modeling_mrp import MRPForCausalLM
-from modeling_mrp.states_mrp import Proposal
-from modeling_mrp.strategies_mrp import ranks
-from trainer.evaluate import decode_problems
-from trainer.tasks import FAMILIES, problems
+from modeling_mrp.generate.decoding import Decoder
+from modeling_mrp.generate.drafting import Lattice
+from modeling_mrp.generate.states import Proposal
+from modeling_mrp.generate.strategies import ranks
+from modeling_mrp.modeling import MRPForCausalLM
 
 TINY = Path(__file__).parent.parent / "hub_configs" / "sdar-tiny-mrp"
 
@@ -69,7 +69,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     model = MRPForCausalLM.from_pretrained(options.model).eval()
     tokenizer = PreTrainedTokenizerFast.from_pretrained(options.model)
-    with patch("modeling_mrp.generation_mrp.Decoder", WatchedDecoder):
+    with patch("modeling_mrp.generate.generation.Decoder", WatchedDecoder):
         for family in FAMILIES:
             for mode in ("self_spec", "mrp_spec"):
                 WatchedDecoder.counted = Counter()

@@ -27,10 +27,10 @@ from typing import Any
 import torch
 import triton
 
-from modeling_mrp.configuration_mrp import MRPConfig
-from modeling_mrp.generation_mrp import MRPGenerateOutput
-from modeling_mrp.pick_mrp import pick, pick_ref
-from modeling_mrp.readout_mrp import Readout
+from modeling_mrp.generate.generation import MRPGenerateOutput
+from modeling_mrp.kernels.pick import pick, pick_ref
+from modeling_mrp.kernels.unembedding import Readout
+from modeling_mrp.model.configuration import MRPConfig
 
 from . import gpu_rounds
 from .agreement import agreement, without_cache

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from modeling_mrp.head_input_mrp import normed_pair, normed_pair_ref
-from modeling_mrp.kernels_mrp import Dispatch
-from modeling_mrp.noise_mrp import noise_keys
-from modeling_mrp.pick_mrp import (
+from modeling_mrp.kernels.dispatch import Dispatch
+from modeling_mrp.kernels.head_input import normed_pair, normed_pair_ref
+from modeling_mrp.kernels.noise import noise_keys
+from modeling_mrp.kernels.pick import (
     pick,
     pick_ref,
     residual_magnitude,
@@ -20,7 +20,7 @@ from modeling_mrp.pick_mrp import (
     token_log_odds,
     token_log_odds_ref,
 )
-from modeling_mrp.readout_mrp import Picked, Readout
+from modeling_mrp.kernels.unembedding import Picked, Readout
 
 from .roofline import Device, Shape, Work
 from .round_attention import Round

@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers.activations import ACT2FN
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from modeling_mrp.cache_mrp import BlockCache
-from modeling_mrp.fused_layers_mrp import gated, rotated, rotated_ref, sum_and_norm, sum_and_norm_ref
+from modeling_mrp.kernels.fused_layers import gated, rotated, rotated_ref, sum_and_norm, sum_and_norm_ref
+from modeling_mrp.runner.cache import BlockCache
 
 from .gpu_kernels import KERNEL, ROUNDED, Case, Way, between, normed_exactly
 from .roofline import Shape, Work

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
-from modeling_mrp import recorded_caches_mrp
-from modeling_mrp.cache_mrp import BlockCache
-from modeling_mrp.generation_mrp import MRPGenerateOutput
-from modeling_mrp.modeling_mrp import MRPForCausalLM
+from modeling_mrp.generate.generation import MRPGenerateOutput
+from modeling_mrp.modeling import MRPForCausalLM
+from modeling_mrp.runner import recorded
+from modeling_mrp.runner.cache import BlockCache
 
 from .agreement import agreement, without_cache
 from .cost_model import Counts, Setting, round_seconds, round_work
@@ -200,8 +200,8 @@ def rounds(
         budget: Rounds that it does not reach are left out, with a line for each.
         compiled: Whether the model's parts are.
     """
-    kept = recorded_caches_mrp.KEPT_SHARE
-    recorded_caches_mrp.KEPT_SHARE = 1  # else calls on a large cache would record anew, and that would be timed
+    kept = recorded.KEPT_SHARE
+    recorded.KEPT_SHARE = 1  # else calls on a large cache would record anew, and that would be timed
     try:
         for timed in grid:
             if budget.over:
@@ -219,7 +219,7 @@ def rounds(
             if model.device.type == "cuda":
                 torch.cuda.empty_cache()
     finally:
-        recorded_caches_mrp.KEPT_SHARE = kept
+        recorded.KEPT_SHARE = kept
 
 
 def _place(shape: Shape, timed: Round) -> dict[str, Any]:

@@ -9,13 +9,13 @@ import argparse
 from typing import Any
 
 import torch
+from mrp_trainer.decoded import decode_problems
+from mrp_trainer.tasks import problems
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from modeling_mrp.kernels_mrp import PYTORCH, Dispatch
-from modeling_mrp.modeling_mrp import MRPForCausalLM
-from trainer.decoded import decode_problems
-from trainer.tasks import problems
+from modeling_mrp.kernels.dispatch import PYTORCH, Dispatch
+from modeling_mrp.modeling import MRPForCausalLM
 
 from .bootstrap import Cost, ratio
 from .common import TINY, emit, header, load

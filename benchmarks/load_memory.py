@@ -23,13 +23,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from mrp_trainer.convert import published_fields
 from safetensors.torch import save_file
 
-from modeling_mrp.configuration_mrp import MRPConfig
-from modeling_mrp.layouts_mrp import HEAD, published_name
-from modeling_mrp.modeling_mrp import MRPForCausalLM
-from modeling_mrp.saving_mrp import AUTO_MAP
-from trainer.convert import published_fields
+from modeling_mrp.model.configuration import MRPConfig
+from modeling_mrp.model.layouts import HEAD, published_name
+from modeling_mrp.model.saving import AUTO_MAP
+from modeling_mrp.modeling import MRPForCausalLM
 
 from .common import HUB_CONFIGS, ROOT, emit, header
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from modeling_mrp.losses_mrp import forward_kl, over_vocabulary, project
+from modeling_mrp.model.losses import forward_kl, over_vocabulary, project
 
 from .common import emit, header
 

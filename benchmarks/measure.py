@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mrp_trainer.evaluate import decode_problems
+from mrp_trainer.tasks import Problem
 from transformers import PreTrainedTokenizerBase
 
-from modeling_mrp.modeling_mrp import MRPForCausalLM
-from trainer.evaluate import decode_problems
-from trainer.tasks import Problem
+from modeling_mrp.modeling import MRPForCausalLM
 
 from .bootstrap import Cost, ratio, tokens_per_forward
 from .meter import metered

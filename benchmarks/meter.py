@@ -13,10 +13,10 @@ from unittest.mock import patch
 
 import torch
 
-from modeling_mrp.cache_mrp import BlockCache
-from modeling_mrp.generation_mrp import MRPGenerateOutput
-from modeling_mrp.modeling_mrp import MRPForCausalLM
-from modeling_mrp.sampling_mrp import Picker
+from modeling_mrp.generate.generation import MRPGenerateOutput
+from modeling_mrp.generate.sampling import Picker
+from modeling_mrp.modeling import MRPForCausalLM
+from modeling_mrp.runner.cache import BlockCache
 
 KINDS = ("backbone", "head", "vocabulary", "commit")
 

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from mrp_trainer.evaluate import Decoded, decode_problems
+from mrp_trainer.intervals import wilson
+from mrp_trainer.tasks import SPLITS, problems
 from transformers import PreTrainedTokenizerFast
 
-from modeling_mrp.generation_mrp import REMASK_RULES
-from modeling_mrp.modeling_mrp import MRPForCausalLM
-from trainer.evaluate import Decoded, decode_problems
-from trainer.intervals import wilson
-from trainer.tasks import SPLITS, problems
+from modeling_mrp.generate.generation import REMASK_RULES
+from modeling_mrp.modeling import MRPForCausalLM
 
 TINY = Path(__file__).parent.parent / "hub_configs" / "sdar-tiny-mrp"
 FAMILIES = ("math", "code")

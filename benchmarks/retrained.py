@@ -9,10 +9,9 @@ import argparse
 from typing import Any
 
 import numpy as np
-
-from trainer.decoded import Decoded, decode_problems
-from trainer.intervals import RESAMPLES, percentiles, resampled_sums
-from trainer.tasks import problems
+from mrp_trainer.decoded import Decoded, decode_problems
+from mrp_trainer.intervals import RESAMPLES, percentiles, resampled_sums
+from mrp_trainer.tasks import problems
 
 from .bootstrap import Cost, ratio
 from .common import TINY, emit, header, load

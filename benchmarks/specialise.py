@@ -11,18 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from mrp_trainer.acceptance import acceptance_by_depth
+from mrp_trainer.arguments import MRPTrainingArguments
+from mrp_trainer.data import TaskDataset
+from mrp_trainer.decoded import Decoded, decode_problems
+from mrp_trainer.runs import LORA_TARGETS
+from mrp_trainer.tasks import FAMILIES, Family, problems
+from mrp_trainer.trainer import MRPTrainer
+from mrp_trainer.trajectories import TrajectoryDataset, record_trajectories
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import PreTrainedTokenizerFast, PrinterCallback, set_seed
 
-from modeling_mrp.modeling_mrp import MRPForCausalLM
-from trainer.acceptance import acceptance_by_depth
-from trainer.arguments import MRPTrainingArguments
-from trainer.data import TaskDataset
-from trainer.decoded import Decoded, decode_problems
-from trainer.runs import LORA_TARGETS
-from trainer.tasks import FAMILIES, Family, problems
-from trainer.trainer import MRPTrainer
-from trainer.trajectories import TrajectoryDataset, record_trajectories
+from modeling_mrp.modeling import MRPForCausalLM
 
 from .bootstrap import Cost, ratio
 from .common import TINY, emit, header

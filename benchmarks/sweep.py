@@ -13,12 +13,12 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+from mrp_trainer.data import encode
+from mrp_trainer.evaluate import NEW_TOKENS
+from mrp_trainer.tasks import FAMILIES, Problem, Split, problems, source_modules
 from transformers import PreTrainedTokenizerBase
 
-from modeling_mrp.modeling_mrp import MRPForCausalLM
-from trainer.data import encode
-from trainer.evaluate import NEW_TOKENS
-from trainer.tasks import FAMILIES, Problem, Split, problems, source_modules
+from modeling_mrp.modeling import MRPForCausalLM
 
 from .common import TINY, emit, header, load
 from .measure import Measured, measure

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from modeling_mrp.graphs_mrp import RECORDERS, RecordingFailedError
+from modeling_mrp.runner.graphs import RECORDERS, RecordingFailedError
 
 # Calls in one recording at most, and copies of inputs among them.
 MOST_CALLS = 1000

@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from mrp_trainer.data import encode
+from mrp_trainer.evaluate import NEW_TOKENS, pad_left
+from mrp_trainer.tasks import problems
 
-from modeling_mrp.configuration_mrp import MRPConfig
-from modeling_mrp.generation_mrp import MRPGenerateOutput
-from modeling_mrp.modeling_mrp import MRPForCausalLM
-from trainer.data import encode
-from trainer.evaluate import NEW_TOKENS, pad_left
-from trainer.tasks import problems
+from modeling_mrp.generate.generation import MRPGenerateOutput
+from modeling_mrp.model.configuration import MRPConfig
+from modeling_mrp.modeling import MRPForCausalLM
 
 from .common import HUB_CONFIGS, TINY, emit, header, load
 from .meter import metered

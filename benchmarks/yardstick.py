@@ -15,20 +15,20 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from mrp_trainer.data import encode
+from mrp_trainer.evaluate import NEW_TOKENS
+from mrp_trainer.tasks import FAMILIES, Problem, problems
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from modeling_mrp.cache_mrp import BlockCache
-from modeling_mrp.decoding_mrp import Counts, Decoder, Rows
-from modeling_mrp.generation_mrp import MRPGenerationConfig
-from modeling_mrp.modeling_mrp import MRPForCausalLM
-from modeling_mrp.round_attention_mrp import RoundMask
-from modeling_mrp.sampling_mrp import Picker
-from modeling_mrp.states_mrp import States
-from modeling_mrp.strategies_mrp import Spec
-from trainer.data import encode
-from trainer.evaluate import NEW_TOKENS
-from trainer.tasks import FAMILIES, Problem, problems
+from modeling_mrp.generate.decoding import Counts, Decoder, Rows
+from modeling_mrp.generate.generation import MRPGenerationConfig
+from modeling_mrp.generate.sampling import Picker
+from modeling_mrp.generate.states import States
+from modeling_mrp.generate.strategies import Spec
+from modeling_mrp.kernels.round_attention import RoundMask
+from modeling_mrp.modeling import MRPForCausalLM
+from modeling_mrp.runner.cache import BlockCache
 
 from .bootstrap import Cost
 from .common import TINY, emit, header, load

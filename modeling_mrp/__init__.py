@@ -1,9 +1,9 @@
 """MRP for SDAR block-diffusion models: everything a Hub repository carries as remote code."""
 
-from .cache_mrp import BlockCache
-from .configuration_mrp import MRPConfig
-from .generation_mrp import MRPGenerateOutput
-from .modeling_mrp import MRPForCausalLM, MRPHead
-from .options_mrp import MRPGenerationConfig
+from .generate.generation import MRPGenerateOutput
+from .generate.options import MRPGenerationConfig
+from .model.configuration import MRPConfig
+from .modeling import MRPForCausalLM, MRPHead
+from .runner.cache import BlockCache
 
 __all__ = ["BlockCache", "MRPConfig", "MRPForCausalLM", "MRPGenerateOutput", "MRPGenerationConfig", "MRPHead"]

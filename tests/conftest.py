@@ -16,6 +16,7 @@ if not torch.cuda.is_available():  # kernels that a test forces are interpreted;
 
 from helpers import VOCAB, naive_norm
 from hub_server import HubServer
+from mrp_trainer.tasks import make_problem
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -23,7 +24,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from modeling_mrp import MRPConfig, MRPForCausalLM
-from trainer.tasks import make_problem
 
 ROOT = Path(__file__).parent.parent
 TINY = ROOT / "hub_configs" / "sdar-tiny-mrp"

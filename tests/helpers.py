@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from mrp_trainer.collator import DiffusionCollator
+from mrp_trainer.samples import Sample
 from torch import Tensor
 from transformers import StoppingCriteria
 
 from modeling_mrp import MRPForCausalLM
-from modeling_mrp.diffusion_mrp import PackedBatch
-from modeling_mrp.generation_mrp import DECODINGS
-from trainer.collator import DiffusionCollator
-from trainer.samples import Sample
+from modeling_mrp.generate.generation import DECODINGS
+from modeling_mrp.model.diffusion import PackedBatch
 
 BLOCK, MASK, PAD, VOCAB = 4, 60, 0, 64  # of make_model
 ALPHA = 1e-4  # false-alarm rate of each chi-square test; seeds are fixed

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from modeling_mrp import MRPForCausalLM
-from modeling_mrp.noise_mrp import gumbel_noise, noise_keys
+from modeling_mrp.kernels.noise import gumbel_noise, noise_keys
 
 
 @dataclass

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from modeling_mrp import graphs_mrp, recorded_caches_mrp
+from modeling_mrp.runner import graphs, recorded
 
 # Their results' sizes or values are needed on the host, so that CUDA cannot record them.
 WAITS = (
@@ -144,7 +144,7 @@ def quiet() -> Iterator[None]:
 def strangers(model: nn.Module) -> list[Tensor]:
     """What recordings read or write that may be gone when they are replayed: neither weights, nor the cache, nor registers."""
     fixed = [*model.parameters(), *model.buffers()]
-    for place in recorded_caches_mrp._KEPT.get(model, []):
+    for place in recorded._KEPT.get(model, []):
         fixed += place.cache._buffers.values()
         fixed += [t for kept in place.parts.kept.values() for t in (*kept.inputs, kept.output) if t is not None]
         for registers in place.registers.values():
@@ -158,8 +158,8 @@ def strangers(model: nn.Module) -> list[Tensor]:
 @pytest.fixture
 def tapes(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[TapeRecorder]]:
     """The CPU records."""
-    monkeypatch.setitem(graphs_mrp.RECORDERS, "cpu", TapeRecorder)
+    monkeypatch.setitem(graphs.RECORDERS, "cpu", TapeRecorder)
     TapeRecorder.tapes, TapeRecorder.replays = [], 0
     yield TapeRecorder
-    recorded_caches_mrp.release_graphs()
+    recorded.release_graphs()
     TapeRecorder.tapes = []

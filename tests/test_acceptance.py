@@ -9,17 +9,17 @@ import pytest
 import torch
 from conftest import make_model
 from helpers import BLOCK, LIVELY, MASK, PROMPTS, generate
+from mrp_trainer.acceptance import acceptance_by_depth, judged_revocations, mean_accepted_length, measure_acceptance, unwrapped
+from mrp_trainer.decoded import Decoded, decode_prompts
 from peft import LoraConfig, get_peft_model
 from reference import reference_decode
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from modeling_mrp import MRPForCausalLM
-from modeling_mrp.decoding_mrp import Decoder
-from modeling_mrp.rows_mrp import Counts
-from modeling_mrp.states_mrp import Proposal, Reveal, Scored, States
-from trainer.acceptance import acceptance_by_depth, judged_revocations, mean_accepted_length, measure_acceptance, unwrapped
-from trainer.decoded import Decoded, decode_prompts
+from modeling_mrp.generate.decoding import Decoder
+from modeling_mrp.generate.rows import Counts
+from modeling_mrp.generate.states import Proposal, Reveal, Scored, States
 
 M = MASK
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from mrp_trainer.arguments import MRPTrainingArguments
+from mrp_trainer.trainer import MRPTrainer
 from safetensors.torch import load_file, save_file
 from training_runs import OPTIONS, Rows, small_model
 
 from modeling_mrp import MRPForCausalLM
-from trainer.arguments import MRPTrainingArguments
-from trainer.trainer import MRPTrainer
 
 
 @pytest.fixture

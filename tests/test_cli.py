@@ -11,22 +11,22 @@ import pytest
 import torch
 import typer
 from conftest import ROOT, TINY
+from mrp_trainer import cli, cli_train, evaluate
+from mrp_trainer.arguments import MRPTrainingArguments
+from mrp_trainer.convert import LAYOUTS
+from mrp_trainer.evaluate_options import EvaluateOptions, help_of, shown_default
+from mrp_trainer.objectives import HEAD_LOSSES
+from mrp_trainer.questions import JUDGES
+from mrp_trainer.reveals import REVEAL_RULES
+from mrp_trainer.settings import RunOptions, known_names, read_settings
+from mrp_trainer.tasks import FAMILIES, SPLITS, problem_from_json
 from test_trainer import small_model
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from modeling_mrp import MRPForCausalLM
-from modeling_mrp.heads_mrp import NEW_HEADS
-from modeling_mrp.options_mrp import DECODINGS
-from trainer import cli, cli_train, evaluate
-from trainer.arguments import MRPTrainingArguments
-from trainer.convert import LAYOUTS
-from trainer.evaluate_options import EvaluateOptions, help_of, shown_default
-from trainer.objectives import HEAD_LOSSES
-from trainer.questions import JUDGES
-from trainer.reveals import REVEAL_RULES
-from trainer.settings import RunOptions, known_names, read_settings
-from trainer.tasks import FAMILIES, SPLITS, problem_from_json
+from modeling_mrp.generate.options import DECODINGS
+from modeling_mrp.model.head import NEW_HEADS
 
 TRAIN = ["--model", "m", "--output-dir", "o"]
 OBJECTIVES = {"head": "mrp", "backbone": "block_diffusion"}

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_model
+from mrp_trainer.convert import convert, copy_renamed, main
 from published import backbone_config, backbone_shapes, heavyball_tensors, published_config, random_tensors, write
 from safetensors import safe_open
 from transformers import AutoModel, GenerationConfig
 
 from modeling_mrp import MRPForCausalLM
-from trainer.convert import convert, copy_renamed, main
 
 PROMPT = torch.tensor([[5, 17, 80, 3, 44, 9]])
 

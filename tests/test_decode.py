@@ -13,6 +13,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from mrp_trainer.chat import RecordEncoder
+from mrp_trainer.data import TaskDataset
+from mrp_trainer.decode import DecodeOptions, decode
+from mrp_trainer.decoded import NEW_TOKENS
+from mrp_trainer.records import RecordError
+from mrp_trainer.rows import open_rows
+from mrp_trainer.runs import dry_run, open_run
+from mrp_trainer.settings import read_settings
+from mrp_trainer.sources import JsonLines
+from mrp_trainer.tasks import training_lines
+from mrp_trainer.trajectories import TrajectoryDataset, digest, record_trajectories
 from peft import LoraConfig, get_peft_model
 from test_cli import mrp
 from test_records import REPLY, USER, problems_of, with_template, write
@@ -20,17 +31,6 @@ from test_trainer import small_model
 from transformers import PreTrainedTokenizerFast
 
 from modeling_mrp import MRPForCausalLM
-from trainer.chat import RecordEncoder
-from trainer.data import TaskDataset
-from trainer.decode import DecodeOptions, decode
-from trainer.decoded import NEW_TOKENS
-from trainer.records import RecordError
-from trainer.rows import open_rows
-from trainer.runs import dry_run, open_run
-from trainer.settings import read_settings
-from trainer.sources import JsonLines
-from trainer.tasks import training_lines
-from trainer.trajectories import TrajectoryDataset, digest, record_trajectories
 
 COUNT = 5
 QUICK = ["use_cpu=true", "disable_tqdm=true", "dataloader_pin_memory=false", "logging_steps=1", "save_strategy=no"]

@@ -11,6 +11,9 @@ import pytest
 import torch
 import transformers
 from helpers import close
+from mrp_trainer.arguments import MRPTrainingArguments
+from mrp_trainer.runs import _check_sharding
+from mrp_trainer.trainer import MRPTrainer
 from packaging import version
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
@@ -20,9 +23,6 @@ from training_runs import OPTIONS, Result, Rows, Run, prepare, result, small_mod
 from transformers import AutoModelForCausalLM, TrainingArguments
 
 from modeling_mrp import MRPForCausalLM
-from trainer.arguments import MRPTrainingArguments
-from trainer.runs import _check_sharding
-from trainer.trainer import MRPTrainer
 
 # By processes, rows a process takes at once, and how many times a step.
 LAYOUTS = [(1, 4, 1), (1, 2, 2), (1, 1, 4), (2, 2, 1), (2, 1, 2), (4, 1, 1)]

@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 import torch
+from mrp_trainer.arguments import MRPTrainingArguments
+from mrp_trainer.convert import convert
+from mrp_trainer.intervals import Interval
 from transformers import AutoTokenizer
 from transformers.generation import GenerationConfig
 
 from benchmarks import ablation_report, tables
 from benchmarks.common import read_lines
 from modeling_mrp import MRPForCausalLM
-from modeling_mrp.configuration_mrp import MRPConfig
-from modeling_mrp.generation_mrp import MRPGenerationConfig
-from modeling_mrp.layouts_mrp import Layout
-from trainer.arguments import MRPTrainingArguments
-from trainer.convert import convert
-from trainer.intervals import Interval
+from modeling_mrp.generate.generation import MRPGenerationConfig
+from modeling_mrp.model.configuration import MRPConfig
+from modeling_mrp.model.layouts import Layout
 
 ROOT = Path(__file__).parent.parent
 TINY = ROOT / "hub_configs" / "sdar-tiny-mrp"

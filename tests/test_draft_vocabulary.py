@@ -13,10 +13,10 @@ from torch import Tensor
 from transformers.generation import LogitsProcessor, LogitsProcessorList, TopKLogitsWarper
 
 from modeling_mrp import MRPConfig, MRPForCausalLM
-from modeling_mrp.decoding_mrp import Decoder
-from modeling_mrp.noise_mrp import gumbel_noise, noise_keys
-from modeling_mrp.sampling_mrp import Picker
-from modeling_mrp.states_mrp import Reveal
+from modeling_mrp.generate.decoding import Decoder
+from modeling_mrp.generate.sampling import Picker
+from modeling_mrp.generate.states import Reveal
+from modeling_mrp.kernels.noise import gumbel_noise, noise_keys
 
 N = 200
 

@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 import torch
 from conftest import TINY, make_model
+from mrp_trainer import draft_vocabulary
+from mrp_trainer.data import encode
+from mrp_trainer.draft_vocabulary import most_frequent, set_draft_vocabulary
+from mrp_trainer.evaluate import pad_left
+from mrp_trainer.tasks import make_problem
 
 from modeling_mrp import MRPForCausalLM
-from trainer import draft_vocabulary
-from trainer.data import encode
-from trainer.draft_vocabulary import most_frequent, set_draft_vocabulary
-from trainer.evaluate import pad_left
-from trainer.tasks import make_problem
 
 
 def test_most_frequent_by_hand() -> None:

@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_model
+from mrp_trainer.data import encode
+from mrp_trainer.evaluate import pad_left
+from mrp_trainer.tasks import make_problem
 from test_decoding import dampened, decode, random_prompts
 from test_lattice import M, drafting_decoder, remember, states
 from torch import Tensor
 
 from modeling_mrp import MRPForCausalLM
-from modeling_mrp.decoding_mrp import Decoder
-from modeling_mrp.drafting_mrp import Budget, Lattice, growth, reachable
-from modeling_mrp.states_mrp import Memory, Proposal, Reveal, Scored, States, follow
-from trainer.data import encode
-from trainer.evaluate import pad_left
-from trainer.tasks import make_problem
+from modeling_mrp.generate.decoding import Decoder
+from modeling_mrp.generate.drafting import Budget, Lattice, growth, reachable
+from modeling_mrp.generate.states import Memory, Proposal, Reveal, Scored, States, follow
 
 # ------------------------------------------------------------------------------------------------ sizes and memory
 
@@ -281,7 +281,7 @@ def test_no_state_is_scored_twice_in_neighbouring_rounds(
     mode: str, passes: int, branches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But for what could not be kept: clean states, whose KV is gone, and blocks behind a clean state."""
-    monkeypatch.setattr("modeling_mrp.generation_mrp.Decoder", Watched)
+    monkeypatch.setattr("modeling_mrp.generate.generation.Decoder", Watched)
     rng = random.Random(mode)
     wide = 0
     for trial in range(4):

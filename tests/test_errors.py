@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache, GenerationConfig
 
 from modeling_mrp import MRPForCausalLM
-from modeling_mrp.generation_mrp import DECODINGS, REMASK_RULES, MRPGenerationConfig
+from modeling_mrp.generate.generation import DECODINGS, REMASK_RULES, MRPGenerationConfig
 
 __all__ = ["headless", "model"]  # fixtures
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 from conftest import TINY
+from mrp_trainer import demo, evaluate
+from mrp_trainer.evaluate import Decoded, decode_problems
+from mrp_trainer.tasks import judge, problems
 
 from modeling_mrp import MRPForCausalLM
-from trainer import demo, evaluate
-from trainer.evaluate import Decoded, decode_problems
-from trainer.tasks import judge, problems
 
 pytestmark = pytest.mark.skipif(not TINY.exists(), reason="the embedded checkpoint is not here")
 

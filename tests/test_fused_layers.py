@@ -17,12 +17,13 @@ from transformers.activations import ACT2FN
 from transformers.cache_utils import DynamicCache
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3Model, Qwen3RMSNorm
 
-from modeling_mrp import MRPForCausalLM, fused_layers_mrp, kernels_mrp
-from modeling_mrp.cache_mrp import BlockCache
-from modeling_mrp.fused_layers_mrp import fused, gated, rotated, rotated_ref, sum_and_norm, sum_and_norm_ref
-from modeling_mrp.heads_mrp import MRPHead
-from modeling_mrp.kernels_mrp import PYTORCH, Dispatch, triton
-from modeling_mrp.round_attention_mrp import RoundMask
+from modeling_mrp import MRPForCausalLM
+from modeling_mrp.kernels import dispatch, fused_layers
+from modeling_mrp.kernels.dispatch import PYTORCH, Dispatch, triton
+from modeling_mrp.kernels.fused_layers import fused, gated, rotated, rotated_ref, sum_and_norm, sum_and_norm_ref
+from modeling_mrp.kernels.round_attention import RoundMask
+from modeling_mrp.model.head import MRPHead
+from modeling_mrp.runner.cache import BlockCache
 
 pytestmark = [
     pytest.mark.skipif(triton is None, reason="needs triton"),
@@ -131,7 +132,7 @@ def test_queries_keys_and_values(
     wanted = rotated_ref(attention, *given, theirs)
     for tile in (None, 8):
         if tile:
-            monkeypatch.setattr(fused_layers_mrp, "_tile", lambda _, wide: wide)
+            monkeypatch.setattr(fused_layers, "_tile", lambda _, wide: wide)
         ours = poisoned_cache(rows, kv_heads, head_dim, tokens, dtype)
         alike(rotated(attention, *given, ours, FORCED), wanted)
         for mine, other in zip(ours._buffers.values(), theirs._buffers.values(), strict=True):
@@ -172,7 +173,7 @@ def test_the_gate(count: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatc
         finite = wanted.isfinite()
         assert torch.equal(got[~finite & ~wanted.isnan()], wanted[~finite & ~wanted.isnan()])
         alike(got[finite], wanted[finite])
-        monkeypatch.setattr(fused_layers_mrp, "_tile", lambda _, wide: wide)  # the tiles of a GPU
+        monkeypatch.setattr(fused_layers, "_tile", lambda _, wide: wide)  # the tiles of a GPU
 
 
 # ------------------------------------------------------------------------------------------------ whole layers
@@ -254,9 +255,9 @@ def test_what_a_layer_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, rotary, mask, cache = a_round(model)
     kernels: Counter[str] = Counter()
     for name in ("_sum_and_norm", "_rotate", "_gate"):
-        monkeypatch.setattr(fused_layers_mrp, name, Noted(kernels, name))
+        monkeypatch.setattr(fused_layers, name, Noted(kernels, name))
     seen = torch.empty(2, 12, 4, 8)
-    monkeypatch.setattr(fused_layers_mrp, "attend", lambda *_: kernels.update(["attend"]) or seen)
+    monkeypatch.setattr(fused_layers, "attend", lambda *_: kernels.update(["attend"]) or seen)
     with Launches() as launches:
         walked(model.model, hidden, rotary, mask, cache)
     assert launches.counted == {"mm": 3 * 7}, "products of each layer"
@@ -305,7 +306,7 @@ def test_modules_that_do_more_are_called(monkeypatch: pytest.MonkeyPatch) -> Non
     model = make_model().float().to(DEVICE)
     backbone: Any = model.model
     layer = backbone.layers[1]
-    monkeypatch.setattr(kernels_mrp, "_obstacle", lambda *_, **__: None)
+    monkeypatch.setattr(dispatch, "_obstacle", lambda *_, **__: None)
 
     def refused(reason: str) -> None:
         assert not fuses(backbone, Qwen3Model, Dispatch())
@@ -337,7 +338,7 @@ def test_modules_that_do_more_are_called(monkeypatch: pytest.MonkeyPatch) -> Non
             def forward(self, x: Tensor) -> Tensor:
                 return x
 
-        patch.setattr(fused_layers_mrp, "Qwen3MLP", Swapped)  # what a library left there before this package was imported
+        patch.setattr(fused_layers, "Qwen3MLP", Swapped)  # what a library left there before this package was imported
         mlp, layer.mlp = layer.mlp, Swapped()
         backbone.layers[0].mlp, first = Swapped(), backbone.layers[0].mlp
         refused(f"the forward of a Swapped was replaced by one of {__name__}: leave it as it was")
@@ -417,8 +418,8 @@ def test_adapters_of_the_products_take_part() -> None:
 def test_a_kernel_that_fails_leaves_its_place_to_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     """One by one, each with a warning; what comes out is the same."""
     model = make_model().float()
-    monkeypatch.setattr(kernels_mrp, "_failed", set())
-    monkeypatch.setattr(kernels_mrp, "_obstacle", lambda *_, **__: None)
+    monkeypatch.setattr(dispatch, "_failed", set())
+    monkeypatch.setattr(dispatch, "_obstacle", lambda *_, **__: None)
     hidden, rotary, mask, cache = a_round(model)
     wanted = walked(model.model, hidden, rotary, mask, cache)
 
@@ -427,7 +428,7 @@ def test_a_kernel_that_fails_leaves_its_place_to_pytorch(monkeypatch: pytest.Mon
 
     mask = RoundMask(mask.committed, mask.parent, mask.width, mask.block_size)
     for name in ("sum_and_norm", "rotated", "gated"):
-        monkeypatch.setattr(fused_layers_mrp, f"_{name}_kernel", fails)
+        monkeypatch.setattr(fused_layers, f"_{name}_kernel", fails)
         with pytest.warns(RuntimeWarning, match=rf"'{name}' failed on cpu.*no such instruction"):
             got = walked(model.model, *a_round(model)[:2], mask, cache)
         close(got, wanted, atol=1e-5)
@@ -439,6 +440,6 @@ def test_mixed_dtypes_are_left_to_pytorch() -> None:
     with pytest.raises(ValueError, match="dtypes float16, float32 meet: load the model in one"):
         sum_and_norm(hidden, None, norm, FORCED)
     assert torch.equal(sum_and_norm(hidden, None, norm, Dispatch())[1], norm(hidden))
-    wide = kernels_mrp.LARGEST_ROW + 1
+    wide = dispatch.LARGEST_ROW + 1
     with pytest.raises(ValueError, match=f"hidden_size is {wide}, more than 16384"):
         sum_and_norm(numbers(1, 1, wide), None, norm_of(wide, torch.float32), FORCED)

@@ -9,7 +9,7 @@ from helpers import BLOCK, LIVELY, LOSSLESS, MASK, PROMPTS, every_mode, generate
 from torch import Tensor
 
 from modeling_mrp import MRPForCausalLM
-from modeling_mrp.generation_mrp import MRPGenerationConfig
+from modeling_mrp.generate.generation import MRPGenerationConfig
 
 SCHEDULES = {
     1: [16] + [0] * 15,

@@ -11,7 +11,7 @@ from helpers import PROMPTS, generate, text
 from transformers import GenerationConfig
 
 from modeling_mrp import MRPForCausalLM
-from modeling_mrp.generation_mrp import MRPGenerationConfig
+from modeling_mrp.generate.generation import MRPGenerationConfig
 
 FIELDS: dict[str, Any] = {"decoding": "mrp_spec", "num_draft_states": 6, "denoising_steps": 2, "seed": 11}
 

@@ -23,9 +23,9 @@ from benchmarks.gpu_kernels import Case
 from benchmarks.gpu_rounds import Conversation, PlainRound, Round, floor_seconds, floor_work
 from benchmarks.roofline import Device, Shape, Work
 from benchmarks.timing import Budget, Time, copies_for, in_turns, taking_turns
-from modeling_mrp import graphs_mrp
-from modeling_mrp.generation_mrp import MRPGenerateOutput
-from modeling_mrp.graphs_mrp import RecordingFailedError
+from modeling_mrp.generate.generation import MRPGenerateOutput
+from modeling_mrp.runner import graphs
+from modeling_mrp.runner.graphs import RecordingFailedError
 
 CPU = torch.device("cpu")
 
@@ -182,7 +182,7 @@ def test_a_lost_device_ends_it_with_its_table(monkeypatch: pytest.MonkeyPatch, c
 
 
 def recorded_on_cpu(monkeypatch: pytest.MonkeyPatch, recorder: type) -> None:
-    monkeypatch.setitem(graphs_mrp.RECORDERS, "cpu", recorder)
+    monkeypatch.setitem(graphs.RECORDERS, "cpu", recorder)
 
 
 def test_the_time_of_a_recorded_loop_is_divided_by_its_calls(monkeypatch: pytest.MonkeyPatch) -> None:

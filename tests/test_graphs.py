@@ -19,11 +19,13 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from benchmarks.agreement import agreement, without_cache
-from modeling_mrp import MRPForCausalLM, decoding_mrp, graphs_mrp, recorded_caches_mrp
-from modeling_mrp.generation_mrp import MRPGenerateOutput
-from modeling_mrp.graphs_mrp import Graphs, RecordingFailedError, Registers, described, leaves, refilled
-from modeling_mrp.recorded_caches_mrp import bucket, fingerprint, obstacle, release_graphs
-from modeling_mrp.round_layers_mrp import under_round_masks
+from modeling_mrp import MRPForCausalLM
+from modeling_mrp.generate import decoding
+from modeling_mrp.generate.generation import MRPGenerateOutput
+from modeling_mrp.runner import graphs, recorded
+from modeling_mrp.runner.graphs import Graphs, RecordingFailedError, Registers, described, leaves, refilled
+from modeling_mrp.runner.recorded import bucket, fingerprint, obstacle, release_graphs
+from modeling_mrp.runner.round_layers import under_round_masks
 
 __all__ = ["tapes"]  # a fixture
 
@@ -97,7 +99,7 @@ def test_the_same_with_recordings(way: str, tapes: type[TapeRecorder], monkeypat
     """Batches of 3 and 1, in several calls; the second of a kind finds the recordings of the first. A recording meets no
     operation that would make the host wait (the tape refuses), and reads nothing that may be gone. Positions of more than a
     tile are picked in another order."""
-    monkeypatch.setattr(decoding_mrp, "ONE_TILE", 16)
+    monkeypatch.setattr(decoding, "ONE_TILE", 16)
     model = dampened(make_model(4, **({"draft_vocab_size": 30} if way == "mrp_spec truncated" else {})), 0.3)
     options = WAYS[way]
     recorded_and_not(model, RAGGED, seed=1, **options)
@@ -108,7 +110,7 @@ def test_the_same_with_recordings(way: str, tapes: type[TapeRecorder], monkeypat
     assert again - first <= (3 if way == "mrp_spec bound" else 2), "what is met rarely is recorded late"
     assert recorded_and_not(model, RAGGED[1:2], seed=3, **options) > 0
     assert strangers(model) == []
-    places = recorded_caches_mrp._KEPT[model]
+    places = recorded._KEPT[model]
     assert [place.cache.rows for place in places] == [1, 3]
     assert all(place.free for place in places)
     whole = "reread" not in way
@@ -135,7 +137,7 @@ def test_forwards_alone_are_recorded_around_the_users_code(
     model = dampened(make_model(6), 0.3)
     assert recorded_and_not(model, RAGGED, decoding=decoding, seed=5, **SAMPLED, **users) > 3
     assert strangers(model) == []
-    (place,) = recorded_caches_mrp._KEPT[model]
+    (place,) = recorded._KEPT[model]
     assert not place.registers
     assert place.parts.kept
 
@@ -160,13 +162,13 @@ def test_a_text_that_outgrows_its_bucket(decoding: str) -> None:
     options = {"decoding": decoding, "eos_token_id": None, "max_new_tokens": 24, "num_draft_states": 3}
     prompts = [list(range(1, 50)) * 5, [7, 8, 9], list(range(1, 31))]
     assert recorded_and_not(model, prompts, **options) > 6
-    (place,) = recorded_caches_mrp._KEPT[model]
+    (place,) = recorded._KEPT[model]
     assert place.cache.capacity == 512
     (registers,) = place.registers.values()
     assert {dict(key[0][1])[described("used")][1] for key in registers.graphs.kept} == {256, 384}  # type: ignore[index]
     model.config.max_position_embeddings = 1024
     assert recorded_and_not(model, [list(range(1, 51)) * 10 + [1, 2], [7, 8, 9], [3, 4]], **options) > 6
-    (place,) = recorded_caches_mrp._KEPT[model]
+    (place,) = recorded._KEPT[model]
     assert place.cache.capacity == 1024
 
 
@@ -190,8 +192,8 @@ def test_other_options_are_other_recordings() -> None:
         {},
     ):
         recorded_and_not(model, RAGGED, **{**options, **change})
-    (place,) = recorded_caches_mrp._KEPT[model]
-    assert len(place.registers) == recorded_caches_mrp.REGISTERS
+    (place,) = recorded._KEPT[model]
+    assert len(place.registers) == recorded.REGISTERS
 
 
 @pytest.mark.usefixtures("tapes")
@@ -236,7 +238,7 @@ def test_weights_that_move_or_switch_are_recorded_anew() -> None:
     recorded_and_not(model, RAGGED, **options)
     model.float()
     recorded_and_not(model, RAGGED, **options)
-    (place,) = recorded_caches_mrp._KEPT[model]
+    (place,) = recorded._KEPT[model]
     assert place.cache.dtype == torch.float32
     model.double()
     with torch.no_grad():
@@ -261,7 +263,7 @@ def test_inference_mode_and_back() -> None:
         with torch.inference_mode():
             same(generate(model, RAGGED, graphs=True, **options), expected)
         same(generate(model, RAGGED, graphs=True, **options), expected)
-    assert len(recorded_caches_mrp._KEPT[model]) == 1
+    assert len(recorded._KEPT[model]) == 1
 
 
 @pytest.mark.usefixtures("tapes")
@@ -272,7 +274,7 @@ def test_a_cache_that_grew_in_inference_mode() -> None:
     with torch.inference_mode():
         first = generate(model, prompt, graphs=False, max_new_tokens=4)
         generate(model, first.sequences.tolist(), graphs=True, past_key_values=first.past_key_values, max_new_tokens=8)
-    (place,) = recorded_caches_mrp._KEPT[model]
+    (place,) = recorded._KEPT[model]
     assert place.free
     assert any(buffer.is_inference() for buffer in place.cache._buffers.values())
     options: dict[str, Any] = {"max_new_tokens": 8}
@@ -285,23 +287,23 @@ def test_what_is_kept_goes_with_the_model_or_when_it_is_told_to(monkeypatch: pyt
     for each in (model, other):
         generate(each, RAGGED, graphs=True, **WAYS["static"])
     release_graphs(model)
-    assert list(recorded_caches_mrp._KEPT) == [other]
+    assert list(recorded._KEPT) == [other]
     other.release_graphs()
-    assert not recorded_caches_mrp._KEPT
+    assert not recorded._KEPT
     generate(model, RAGGED, graphs=True, **WAYS["static"])
-    gone = weakref.ref(recorded_caches_mrp._KEPT[model][0])
+    gone = weakref.ref(recorded._KEPT[model][0])
     TapeRecorder.tapes.clear()
     del model, each
     gc.collect()
-    assert not recorded_caches_mrp._KEPT
+    assert not recorded._KEPT
     assert gone() is None
     generate(other, RAGGED, graphs=True, **WAYS["static"])
-    (kept,) = recorded_caches_mrp._KEPT[other]
-    share = kept.cache.nbytes / recorded_caches_mrp._NO_GPU
+    (kept,) = recorded._KEPT[other]
+    share = kept.cache.nbytes / recorded._NO_GPU
     for share_kept, count in ((1.01 * share, 1), (0.99 * share, 0)):
-        monkeypatch.setattr(recorded_caches_mrp, "KEPT_SHARE", share_kept)
+        monkeypatch.setattr(recorded, "KEPT_SHARE", share_kept)
         generate(other, RAGGED, graphs=True, **WAYS["static"])
-        assert len(recorded_caches_mrp._KEPT[other]) == count
+        assert len(recorded._KEPT[other]) == count
 
 
 # ------------------------------------------------------------------------------------------------ the option
@@ -319,7 +321,7 @@ def test_a_cpu_records_nothing(random_model: MRPForCausalLM) -> None:
     ):
         random_model.generate(torch.tensor([[1, 2]]), graphs=True, max_new_tokens=1)
     random_model.generate(torch.tensor([[1, 2]]), max_new_tokens=1)
-    assert random_model not in recorded_caches_mrp._KEPT
+    assert random_model not in recorded._KEPT
 
 
 @pytest.mark.usefixtures("tapes")
@@ -359,7 +361,7 @@ class Fails(TapeRecorder):
 
 
 def test_a_failing_recorder_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(graphs_mrp.RECORDERS, "cpu", Fails)
+    monkeypatch.setitem(graphs.RECORDERS, "cpu", Fails)
     model = dampened(make_model(5), 0.3)
     for options in (WAYS["mrp_spec"], WAYS["mrp_remask reread"]):
         release_graphs()

@@ -5,15 +5,15 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_model
+from mrp_trainer.data import encode
+from mrp_trainer.tasks import make_problem
 from test_lattice import drafting_decoder, remember
 from torch import Tensor
 
 from modeling_mrp import MRPForCausalLM
-from modeling_mrp.decoding_mrp import Decoder
-from modeling_mrp.drafting_mrp import Lattice
-from modeling_mrp.kernels_mrp import triton
-from trainer.data import encode
-from trainer.tasks import make_problem
+from modeling_mrp.generate.decoding import Decoder
+from modeling_mrp.generate.drafting import Lattice
+from modeling_mrp.kernels.dispatch import triton
 
 pytestmark = [
     pytest.mark.skipif(triton is None, reason="needs triton"),

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from modeling_mrp import MRPForCausalLM, MRPHead
-from modeling_mrp.card_mrp import check_card
-from modeling_mrp.layouts_mrp import backbone_location
-from modeling_mrp.saving_mrp import written_beside
+from modeling_mrp.model.card import check_card
+from modeling_mrp.model.layouts import backbone_location
+from modeling_mrp.model.saving import written_beside
 
 PROMPT = torch.tensor([[5, 17, 40, 3, 44, 9]])
 SHA = "89abcdef0123456789abcdef0123456789abcdef"

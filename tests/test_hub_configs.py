@@ -11,7 +11,7 @@ import torch
 from conftest import ROOT
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationConfig
 
-from modeling_mrp.generation_mrp import MRPGenerationConfig
+from modeling_mrp.generate.generation import MRPGenerationConfig
 
 VOCAB = 151936
 HEAD_DIM = 128

@@ -4,8 +4,7 @@ import math
 
 import numpy as np
 import pytest
-
-from trainer.intervals import ratio_of_sums, wilson
+from mrp_trainer.intervals import ratio_of_sums, wilson
 
 Z = 1.959963984540054
 

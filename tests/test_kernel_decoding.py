@@ -9,11 +9,11 @@ from helpers import every_mode
 from torch import Tensor, nn
 
 from modeling_mrp import MRPForCausalLM
-from modeling_mrp.decoding_mrp import Decoder
-from modeling_mrp.head_input_mrp import normed_pair, normed_pair_ref
-from modeling_mrp.kernels_mrp import PYTORCH, Dispatch, triton
-from modeling_mrp.options_mrp import DECODINGS, REMASK_RULES
-from modeling_mrp.readout_mrp import Readout
+from modeling_mrp.generate.decoding import Decoder
+from modeling_mrp.generate.options import DECODINGS, REMASK_RULES
+from modeling_mrp.kernels.dispatch import PYTORCH, Dispatch, triton
+from modeling_mrp.kernels.head_input import normed_pair, normed_pair_ref
+from modeling_mrp.kernels.unembedding import Readout
 
 pytestmark = [
     pytest.mark.skipif(triton is None, reason="needs triton"),

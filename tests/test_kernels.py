@@ -10,8 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from modeling_mrp import kernels_mrp
-from modeling_mrp.kernels_mrp import Dispatch, ceil_div, kernels_usable, power_of_two, recent_enough, tl, triton, with_fallback
+from modeling_mrp.kernels import dispatch
+from modeling_mrp.kernels.dispatch import (
+    Dispatch,
+    ceil_div,
+    kernels_usable,
+    power_of_two,
+    recent_enough,
+    tl,
+    triton,
+    with_fallback,
+)
 
 CPU = torch.device("cpu")
 
@@ -36,7 +45,7 @@ class Paths:
 
 @pytest.fixture(autouse=True)
 def _nothing_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels_mrp, "_failed", set())
+    monkeypatch.setattr(dispatch, "_failed", set())
 
 
 def test_off_never_touches_the_kernel() -> None:
@@ -146,10 +155,10 @@ class Missing:
 
 sys.meta_path.insert(0, Missing())
 import torch
-from modeling_mrp import kernels_mrp
-from modeling_mrp.kernels_mrp import Dispatch, kernels_usable
+from modeling_mrp.kernels import dispatch
+from modeling_mrp.kernels.dispatch import Dispatch, kernels_usable
 
-assert kernels_mrp.triton is None and "triton" not in sys.modules
+assert dispatch.triton is None and "triton" not in sys.modules
 assert not kernels_usable(torch.device("cuda", 0), torch.bfloat16)
 assert Dispatch().run("k", lambda: 1 / 0, lambda: "twin", torch.ones(2)) == "twin"
 try:
@@ -160,7 +169,7 @@ except ValueError as error:
 NO_GPU = """
 import warnings
 import torch
-from modeling_mrp.kernels_mrp import Dispatch, tl, triton, with_fallback
+from modeling_mrp.kernels.dispatch import Dispatch, tl, triton, with_fallback
 
 @triton.jit
 def two(x):

@@ -11,11 +11,11 @@ import torch
 from conftest import make_model
 from torch import Tensor
 
-from modeling_mrp.decoding_mrp import Decoder
-from modeling_mrp.drafting_mrp import ORDER_SHARPNESS, Lattice
-from modeling_mrp.sampling_mrp import Picker
-from modeling_mrp.states_mrp import Memory, Reveal, Scored, States
-from modeling_mrp.strategies_mrp import SelfSpec
+from modeling_mrp.generate.decoding import Decoder
+from modeling_mrp.generate.drafting import ORDER_SHARPNESS, Lattice
+from modeling_mrp.generate.sampling import Picker
+from modeling_mrp.generate.states import Memory, Reveal, Scored, States
+from modeling_mrp.generate.strategies import SelfSpec
 
 M = 60  # the mask of make_model
 A, B, C, D = 10, 11, 12, 13  # what the positions of a block get

@@ -30,7 +30,7 @@ from safetensors.torch import load_file, save_file
 from test_hub_configs import SHAPES, Shape, each_size
 
 from modeling_mrp import MRPConfig, MRPForCausalLM
-from modeling_mrp.layouts_mrp import StoredTensor, check_fit, our_name, published_name
+from modeling_mrp.model.layouts import StoredTensor, check_fit, our_name, published_name
 
 PROMPT = [5, 17, 80, 3, 44, 9]
 

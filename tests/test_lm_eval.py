@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from conftest import TINY
 from helpers import left_padded
+from mrp_trainer.evaluate import decode_prompts, family_set
+from mrp_trainer.questions import JUDGES
+from mrp_trainer.tasks import problems
 
 from modeling_mrp import MRPForCausalLM
-from trainer.evaluate import decode_prompts, family_set
-from trainer.questions import JUDGES
-from trainer.tasks import problems
 
 pytestmark = [
     pytest.mark.skipif(find_spec("lm_eval") is None, reason="lm-eval is not installed"),

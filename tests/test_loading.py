@@ -9,13 +9,13 @@ import pytest
 import torch
 from conftest import TINY, make_model
 from helpers import close
+from mrp_trainer import draft_vocabulary, evaluate
+from mrp_trainer.convert import convert
+from mrp_trainer.loading import load_config, load_model, load_tokenizer
 from peft import LoraConfig, get_peft_model
 from test_heads import in_hub_cache
 
 from modeling_mrp import MRPForCausalLM
-from trainer import draft_vocabulary, evaluate
-from trainer.convert import convert
-from trainer.loading import load_config, load_model, load_tokenizer
 
 IDS = torch.tensor([[1, 2, 3, 4, 5]])
 

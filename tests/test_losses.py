@@ -8,8 +8,8 @@ import torch
 from helpers import close
 from torch import Tensor
 
-from modeling_mrp import losses_mrp as losses
-from modeling_mrp.losses_mrp import BLANK, order_kl, over_vocabulary, project, weighted_cross_entropy
+from modeling_mrp.model import losses as losses
+from modeling_mrp.model.losses import BLANK, order_kl, over_vocabulary, project, weighted_cross_entropy
 
 
 def normal(seed: int, *shape: int) -> Tensor:

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 from conftest import TINY
+from mrp_trainer.data import encode
+from mrp_trainer.tasks import FAMILIES, problems
 from test_decoding import decode
 from torch import Tensor
 
 from modeling_mrp import MRPForCausalLM
-from modeling_mrp.decoding_mrp import Decoder
-from modeling_mrp.states_mrp import Reveal, States
-from trainer.data import encode
-from trainer.tasks import FAMILIES, problems
+from modeling_mrp.generate.decoding import Decoder
+from modeling_mrp.generate.states import Reveal, States
 
 pytestmark = pytest.mark.skipif(not TINY.exists(), reason="the embedded checkpoint is not here")
 

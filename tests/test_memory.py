@@ -6,17 +6,17 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, make_model
+from mrp_trainer import memory
+from mrp_trainer.collator import DiffusionCollator
+from mrp_trainer.memory import Load, MemoryEstimate, estimate
+from mrp_trainer.objectives import HeadObjective, block_diffusion
+from mrp_trainer.reveals import Reveals
+from mrp_trainer.runs import dry_run
+from mrp_trainer.samples import make_sample
+from mrp_trainer.settings import read_settings, recipe_names
 
-from modeling_mrp.diffusion_mrp import PackedBatch
-from modeling_mrp.losses_mrp import _LOGITS_AT_ONCE as CHUNK
-from trainer import memory
-from trainer.collator import DiffusionCollator
-from trainer.memory import Load, MemoryEstimate, estimate
-from trainer.objectives import HeadObjective, block_diffusion
-from trainer.reveals import Reveals
-from trainer.runs import dry_run
-from trainer.samples import make_sample
-from trainer.settings import read_settings, recipe_names
+from modeling_mrp.model.diffusion import PackedBatch
+from modeling_mrp.model.losses import _LOGITS_AT_ONCE as CHUNK
 
 WITHIN = 1.25
 # By hand: hidden, intermediate, query width; key width 1024 and heads of 128 at every size.

@@ -10,15 +10,15 @@ import torch
 import torch.nn.functional as F
 from conftest import make_model
 from helpers import ALPHA, BLOCK, MASK, chi_square_p, collate, sample
+from mrp_trainer.objectives import HeadObjective, block_diffusion
+from mrp_trainer.reveals import Reveals
+from mrp_trainer.samples import Sample
 from torch import Tensor, nn
 
 from modeling_mrp import MRPForCausalLM
-from modeling_mrp.diffusion_mrp import PackedBatch
-from modeling_mrp.losses_mrp import BLANK
-from modeling_mrp.sampling_mrp import Picker
-from trainer.objectives import HeadObjective, block_diffusion
-from trainer.reveals import Reveals
-from trainer.samples import Sample
+from modeling_mrp.generate.sampling import Picker
+from modeling_mrp.model.diffusion import PackedBatch
+from modeling_mrp.model.losses import BLANK
 
 
 def blocks_of(batch: PackedBatch, samples: list[Sample]) -> Iterable[tuple[int, list[int], list[int], int]]:

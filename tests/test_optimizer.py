@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import make_model
+from mrp_trainer.optimizer import MuonAdamW
 from torch import nn
-
-from trainer.optimizer import MuonAdamW
 
 
 def test_the_optimizer_splits_parameters_as_documented() -> None:

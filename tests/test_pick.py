@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from modeling_mrp.kernels_mrp import Dispatch, tl, triton
-from modeling_mrp.noise_mrp import gumbel_noise, noise_bits, noise_keys
-from modeling_mrp.pick_mrp import (
+from modeling_mrp.kernels.dispatch import Dispatch, tl, triton
+from modeling_mrp.kernels.noise import gumbel_noise, noise_bits, noise_keys
+from modeling_mrp.kernels.pick import (
     Plan,
     _pick_kernel,
     pick,
@@ -18,7 +18,7 @@ from modeling_mrp.pick_mrp import (
     token_log_odds,
     token_log_odds_ref,
 )
-from modeling_mrp.readout_mrp import Picked, Readout
+from modeling_mrp.kernels.unembedding import Picked, Readout
 
 pytestmark = [
     pytest.mark.skipif(triton is None, reason="needs triton"),
@@ -71,7 +71,7 @@ def same(got: Picked, wanted: Picked, atol: float = 2e-5) -> None:
 # ------------------------------------------------------------------------------------------------ noise
 
 if triton is not None:
-    from modeling_mrp.noise_mrp import gumbel_of_bits, token_noise_bits
+    from modeling_mrp.kernels.noise import gumbel_of_bits, token_noise_bits
 
     @triton.jit
     def write_noise(keys, tokens, bits_out, noise_out, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]

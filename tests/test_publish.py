@@ -15,12 +15,12 @@ from helpers import hashes
 from hub_client import Done, HubClient
 from hub_server import HubServer
 from huggingface_hub import ModelCard
+from mrp_trainer.publish import main
 from safetensors.torch import save_file
 
 from modeling_mrp import MRPForCausalLM
-from modeling_mrp.folder_mrp import read_folder
-from modeling_mrp.publishing_mrp import publish
-from trainer.publish import main
+from modeling_mrp.model.folder import read_folder
+from modeling_mrp.model.publishing import publish
 
 PACKAGE = {path.name: path.read_bytes() for path in (ROOT / "modeling_mrp").glob("*_mrp.py")}
 WRITTEN = "---\nlicense: mit\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n\n# Mine\n"
@@ -82,7 +82,7 @@ def push(client: HubClient) -> Callable[..., Done]:
         return client.run(
             f"""
             import pathlib
-            from modeling_mrp.publishing_mrp import Retries, publish
+            from modeling_mrp.model.publishing import Retries, publish
             quick = Retries(times=2, first_wait=0.01, longest_wait=5)
             print(publish({str(folder)!r}, {repo_id!r}, retries=quick, **{options!r}))
             """
@@ -283,7 +283,7 @@ def test_a_given_card_is_published(hub: HubServer, client: HubClient, folders: d
     done = client.run(
         f"""
         from huggingface_hub import ModelCard
-        from modeling_mrp.publishing_mrp import publish
+        from modeling_mrp.model.publishing import publish
         publish({str(folders["full"])!r}, {repo!r}, card=ModelCard({WRITTEN!r}))
         """
     )
@@ -555,7 +555,7 @@ def test_a_token_that_may_not_write_is_named(
 def test_the_command_pushes_and_copies(hub: HubServer, client: HubClient, folders: dict[str, Path], repo: str) -> None:
     done = client.run(
         f"""
-        from trainer.publish import main
+        from mrp_trainer.publish import main
         main(["push", {str(folders["full"])!r}, {repo!r}, "--public", "--message", "From the shell"])
         main(["push", {repo!r}, "alice/copy", "--branch", "b"])
         main(["push", {repo!r}, "alice/head", "--head-only"])

@@ -11,8 +11,8 @@ from conftest import make_model
 from helpers import hashes
 from safetensors.torch import load_file, save_file
 
-from modeling_mrp.folder_mrp import kind_of
-from modeling_mrp.publishing_mrp import publish
+from modeling_mrp.model.folder import kind_of
+from modeling_mrp.model.publishing import publish
 
 
 @pytest.fixture(scope="module")

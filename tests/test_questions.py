@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mrp_trainer.questions import JUDGES, last_number, prompt_ids, read_questions
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.normalizers import Replace
 from transformers import PreTrainedTokenizerFast
-
-from trainer.questions import JUDGES, last_number, prompt_ids, read_questions
 
 GOOD = {"prompt": "2 + 3 =", "answer": "5"}
 USER = {"role": "user", "content": "2 + 3?"}

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, TINY
+from mrp_trainer import train_tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from modeling_mrp import MRPForCausalLM
-from trainer import train_tiny
 
 pytestmark = pytest.mark.skipif(not TINY.exists(), reason="the embedded checkpoint is not here")
 
@@ -54,7 +54,7 @@ def test_two_processes_share_the_steps(work: Path, tmp_path: Path) -> None:
         "2",
         "--standalone",
         "-m",
-        "trainer.train_tiny",
+        "mrp_trainer.train_tiny",
     ]
     command = [*torchrun, "--stage", "head", "--work", str(tmp_path / "two"), *settings]
     subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, check=True)

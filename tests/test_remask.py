@@ -9,8 +9,8 @@ from conftest import TINY
 from torch import Tensor
 
 from benchmarks import remask
-from modeling_mrp.states_mrp import Reveal, States
-from modeling_mrp.strategies_mrp import Remask, RereadRemask, ResidualRemask
+from modeling_mrp.generate.states import Reveal, States
+from modeling_mrp.generate.strategies import Remask, RereadRemask, ResidualRemask
 
 M = 60
 A, B, C = 0, 1, 2  # columns of the reveals; column 3 stays masked

@@ -4,8 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-
-from trainer.results import ResultsFile
+from mrp_trainer.results import ResultsFile
 
 
 def test_a_cut_line_is_removed_and_the_others_stay(tmp_path: Path) -> None:

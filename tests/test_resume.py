@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from mrp_trainer.checkpoints import last_whole_checkpoint, make_room
 from safetensors.torch import load_file
 from training_runs import Result, Run, result, start
 
 from modeling_mrp import MRPForCausalLM
-from trainer.checkpoints import last_whole_checkpoint, make_room
 
 # Two steps an epoch, seven in all, so that runs are taken up in the middle of an epoch; lines of the log over three steps.
 OPTIONS: dict[str, dict[str, Any]] = {

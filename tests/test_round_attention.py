@@ -13,10 +13,12 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 
 from benchmarks.round_attention import Round
-from modeling_mrp import MRPForCausalLM, kernels_mrp, round_attention_mrp, round_layers_mrp
-from modeling_mrp.kernels_mrp import Dispatch, triton
-from modeling_mrp.round_attention_mrp import RoundMask, round_attention, round_attention_twin
-from modeling_mrp.round_layers_mrp import ROUND_ATTENTION, takes_round_masks, under_round_masks
+from modeling_mrp import MRPForCausalLM
+from modeling_mrp.kernels import dispatch, round_attention
+from modeling_mrp.kernels.dispatch import Dispatch, triton
+from modeling_mrp.kernels.round_attention import RoundMask, round_attention, round_attention_twin
+from modeling_mrp.runner import round_layers
+from modeling_mrp.runner.round_layers import ROUND_ATTENTION, takes_round_masks, under_round_masks
 
 interpreted = pytest.mark.skipif(
     triton is None or torch.cuda.is_available(), reason="kernels on CPU tensors need triton and its interpreter"
@@ -169,7 +171,7 @@ def test_a_decode_gives_the_same_tokens(decoding: str) -> None:
 @interpreted
 def test_a_compiled_backbone_keeps_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """`model.model.compile()` fuses what lies between the kernels, and leaves them in."""
-    model, ran, kernel = make_model().float(), [], round_attention_mrp.round_attention
+    model, ran, kernel = make_model().float(), [], round_attention.round_attention
     options: dict[str, Any] = {"decoding": "static", "max_new_tokens": 5}
     expected = texts(model, PROMPTS[:1], kernels=False, **options)
 
@@ -177,7 +179,7 @@ def test_a_compiled_backbone_keeps_the_kernel(monkeypatch: pytest.MonkeyPatch) -
         ran.append(torch.compiler.is_compiling())
         return kernel(*args)
 
-    monkeypatch.setattr(round_attention_mrp, "round_attention", noted)
+    monkeypatch.setattr(round_attention, "round_attention", noted)
     torch.compiler.reset()
     model.model.compile(backend="eager")
     assert texts(model, PROMPTS[:1], kernels=True, **options) == expected
@@ -282,9 +284,9 @@ def test_another_attention_stays() -> None:
 def test_a_kernel_that_has_failed_gets_no_more_round_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU that has kernels: the twin would make a mask of its own in every layer."""
     model = make_model().bfloat16()
-    monkeypatch.setattr(round_layers_mrp, "kernels_usable", lambda *_: True)
+    monkeypatch.setattr(round_layers, "kernels_usable", lambda *_: True)
     assert takes_round_masks(model, Dispatch())
-    monkeypatch.setattr(kernels_mrp, "_failed", {("round_attention", torch.device("cpu"))})
+    monkeypatch.setattr(dispatch, "_failed", {("round_attention", torch.device("cpu"))})
     assert not takes_round_masks(model, Dispatch())
 
 

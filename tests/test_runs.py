@@ -10,15 +10,15 @@ import torch
 import yaml
 from conftest import TINY
 from helpers import close
+from mrp_trainer.runs import dry_run, open_run, run_tokenizer
+from mrp_trainer.settings import Settings, read_settings
+from mrp_trainer.tasks import training_lines
 from peft import PeftModel
 from test_trainer import small_model
 from training_runs import start
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from modeling_mrp import MRPForCausalLM
-from trainer.runs import dry_run, open_run, run_tokenizer
-from trainer.settings import Settings, read_settings
-from trainer.tasks import training_lines
 
 RUN = {"max_steps": 4, "save_steps": 2, "per_device_train_batch_size": 2, "max_length": 128}
 QUICK = ["use_cpu=true", "disable_tqdm=true", "logging_strategy=no", "dataloader_pin_memory=false"]

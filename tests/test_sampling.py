@@ -17,12 +17,12 @@ from helpers import ALPHA, chi_square_p
 from torch import Tensor
 from transformers.generation import LogitsProcessor, LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
 
-import modeling_mrp.noise_mrp as noise_module
-import modeling_mrp.readout_mrp as readout
+import modeling_mrp.kernels.noise as noise_module
+import modeling_mrp.kernels.unembedding as readout
 from modeling_mrp import MRPForCausalLM
-from modeling_mrp.noise_mrp import gumbel_noise, mix32, noise_keys
-from modeling_mrp.readout_mrp import Readout
-from modeling_mrp.sampling_mrp import Picker, Picks
+from modeling_mrp.generate.sampling import Picker, Picks
+from modeling_mrp.kernels.noise import gumbel_noise, mix32, noise_keys
+from modeling_mrp.kernels.unembedding import Readout
 
 FIELDS = ("token", "logprob", "confidence", "entropy")
 

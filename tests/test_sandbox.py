@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 from helpers import python_function
-
-from trainer.sandbox import SandboxError, call_function
+from mrp_trainer.sandbox import SandboxError, call_function
 
 
 def body(*lines: str) -> str:

@@ -7,12 +7,12 @@ import pytest
 import torch
 from conftest import TINY, make_model
 from helpers import left_padded
+from mrp_trainer.tasks import problems, source_modules
 
 from benchmarks import sweep, yardstick
 from benchmarks.measure import measure
 from benchmarks.meter import metered
 from modeling_mrp import MRPForCausalLM
-from trainer.tasks import problems, source_modules
 
 pytestmark = pytest.mark.skipif(not TINY.exists(), reason="the embedded checkpoint is not here")
 

@@ -12,10 +12,10 @@ from test_decoding import dampened
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from modeling_mrp.cache_mrp import BlockCache
-from modeling_mrp.decoding_mrp import Decoder
-from modeling_mrp.rows_mrp import Outlook
-from modeling_mrp.states_mrp import Proposal
+from modeling_mrp.generate.decoding import Decoder
+from modeling_mrp.generate.rows import Outlook
+from modeling_mrp.generate.states import Proposal
+from modeling_mrp.runner.cache import BlockCache
 
 PROMPTS = torch.tensor([[0, 0, 1, 2, 3], [4, 5, 6, 7, 8], [0, 9, 10, 11, 12]])
 SAMPLINGS: dict[str, dict[str, Any]] = {

@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 from helpers import python_function
-
-import trainer.tasks
-from trainer.sandbox import call_function
-from trainer.tasks import (
+from mrp_trainer.sandbox import call_function
+from mrp_trainer.tasks import (
     FAMILIES,
     SPLITS,
     Problem,

@@ -8,16 +8,16 @@ from unittest import mock
 
 import pytest
 import torch
+from mrp_trainer.acceptance import measure_acceptance
+from mrp_trainer.arguments import MRPTrainingArguments
+from mrp_trainer.data import TaskDataset
+from mrp_trainer.trainer import MRPTrainer
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast, TrainingArguments, set_seed
 
 from modeling_mrp import MRPConfig, MRPForCausalLM
-from modeling_mrp.diffusion_mrp import PackedBatch
-from modeling_mrp.losses_mrp import BLANK
-from trainer.acceptance import measure_acceptance
-from trainer.arguments import MRPTrainingArguments
-from trainer.data import TaskDataset
-from trainer.trainer import MRPTrainer
+from modeling_mrp.model.diffusion import PackedBatch
+from modeling_mrp.model.losses import BLANK
 
 
 def new_trainer(model: MRPForCausalLM, folder: Path, dataset: Any = None, **options: Any) -> MRPTrainer:
@@ -314,7 +314,7 @@ def test_a_step_is_not_divided_among_processes_that_are_not_there(tmp_path: Path
 def test_one_process_does_not_take_several_gpus(tmp_path: Path) -> None:
     """transformers would replicate the model, each copy with the forward of the first."""
     two = mock.patch.object(TrainingArguments, "n_gpu", mock.PropertyMock(return_value=2))
-    message = "one process sees 2 GPUs, .* with accelerate launch --multi_gpu --num_processes 2 -m trainer.cli train"
+    message = "one process sees 2 GPUs, .* with accelerate launch --multi_gpu --num_processes 2 -m mrp_trainer.cli train"
     with two, pytest.raises(ValueError, match=message):
         MRPTrainingArguments(str(tmp_path), use_cpu=True)
 

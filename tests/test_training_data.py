@@ -10,21 +10,21 @@ from threading import Barrier
 from types import SimpleNamespace
 from typing import Any
 
+import mrp_trainer.data as data
 import numpy as np
 import pytest
 import torch
 from helpers import ALPHA, BLOCK, MASK, PAD, chi_square_p, collate, sample
+from mrp_trainer.collator import DiffusionCollator
+from mrp_trainer.data import TaskDataset, encode
+from mrp_trainer.sampler import LengthBucketSampler
+from mrp_trainer.samples import Sample
+from mrp_trainer.tasks import Problem
+from mrp_trainer.trajectories import TrajectoryDataset, record_trajectories
 from transformers import PreTrainedTokenizerFast
 
-import trainer.data as data
 from modeling_mrp import MRPForCausalLM
-from modeling_mrp.losses_mrp import BLANK
-from trainer.collator import DiffusionCollator
-from trainer.data import TaskDataset, encode
-from trainer.sampler import LengthBucketSampler
-from trainer.samples import Sample
-from trainer.tasks import Problem
-from trainer.trajectories import TrajectoryDataset, record_trajectories
+from modeling_mrp.model.losses import BLANK
 
 # ------------------------------------------------------------------------------------------------ dataset
 

@@ -8,15 +8,15 @@ import torch
 import torch.nn.functional as F
 from conftest import make_model
 from helpers import BLOCK, MASK, close, collate, random_ids, sample
+from mrp_trainer.objectives import HeadObjective
+from mrp_trainer.reveals import Reveals
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_mask, flex_attention
 from transformers import Trainer, TrainingArguments
 
-import modeling_mrp.modeling_mrp as modeling
+import modeling_mrp.modeling as modeling
 from modeling_mrp import MRPForCausalLM
-from modeling_mrp.diffusion_mrp import PackedBatch, PackedRule
-from trainer.objectives import HeadObjective
-from trainer.reveals import Reveals
+from modeling_mrp.model.diffusion import PackedBatch, PackedRule
 
 
 def naive_loss(model: MRPForCausalLM, ids: Tensor, labels: Tensor, lengths: list[int], level: Tensor, noise: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from modeling_mrp import MRPForCausalLM
-from modeling_mrp.folder_mrp import read_folder
+from modeling_mrp.model.folder import read_folder
 
 IDS = torch.tensor([[1, 2, 3, 4, 5]])
 

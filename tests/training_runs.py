@@ -20,6 +20,11 @@ from unittest import mock
 import numpy as np
 import torch
 from helpers import naive_norm
+from mrp_trainer.arguments import MRPTrainingArguments
+from mrp_trainer.runs import LORA_TARGETS, open_run
+from mrp_trainer.samples import Sample
+from mrp_trainer.settings import Settings
+from mrp_trainer.trainer import MRPTrainer
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -28,11 +33,6 @@ from transformers import TrainerCallback
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from modeling_mrp import MRPConfig, MRPForCausalLM
-from trainer.arguments import MRPTrainingArguments
-from trainer.runs import LORA_TARGETS, open_run
-from trainer.samples import Sample
-from trainer.settings import Settings
-from trainer.trainer import MRPTrainer
 
 BLOCK, MASK = 4, 60
 # Once, in the process from which all others are forked: what takes seconds to import.
@@ -40,7 +40,7 @@ _PRELOADED = [
     "transformers.trainer",
     "accelerate.utils.fsdp_utils",
     "torch.distributed.checkpoint.state_dict",
-    "trainer.trainer",
+    "mrp_trainer.trainer",
 ]
 OPTIONS: dict[str, Any] = {
     "per_device_train_batch_size": 4,

@@ -1,1 +1,0 @@
-../../modeling_mrp/configuration_mrp.py

@@ -1,1 +1,0 @@
-../../modeling_mrp/fused_layers_mrp.py

@@ -1,1 +1,0 @@
-../../modeling_mrp/generation_mrp.py

@@ -1,1 +1,0 @@
-../../modeling_mrp/modeling_mrp.py

@@ -1,1 +1,0 @@
-../../modeling_mrp/rows_mrp.py

@@ -1,1 +1,0 @@
-../../modeling_mrp/stopping_mrp.py

@@ -1,1 +1,0 @@
-../../modeling_mrp/texts_mrp.py

@@ -1,1 +1,0 @@
-../../modeling_mrp/cache_mrp.py

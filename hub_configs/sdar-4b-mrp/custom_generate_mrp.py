@@ -1,1 +1,0 @@
-../../modeling_mrp/custom_generate_mrp.py

@@ -1,1 +1,0 @@
-../../modeling_mrp/diffusion_mrp.py

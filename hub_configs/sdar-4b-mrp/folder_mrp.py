@@ -1,1 +1,0 @@
-../../modeling_mrp/folder_mrp.py

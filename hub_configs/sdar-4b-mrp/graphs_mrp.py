@@ -1,1 +1,0 @@
-../../modeling_mrp/graphs_mrp.py

@@ -1,1 +1,0 @@
-../../modeling_mrp/grow_mrp.py

@@ -1,1 +1,0 @@
-../../modeling_mrp/head_input_mrp.py

@@ -1,1 +1,0 @@
-../../modeling_mrp/heads_mrp.py

@@ -1,1 +1,0 @@
-../../modeling_mrp/kernels_mrp.py

@@ -1,1 +1,0 @@
-../../modeling_mrp/losses_mrp.py

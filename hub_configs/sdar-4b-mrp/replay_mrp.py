@@ -1,1 +1,0 @@
-../../modeling_mrp/replay_mrp.py

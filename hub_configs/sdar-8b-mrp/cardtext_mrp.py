@@ -1,1 +1,0 @@
-../../modeling_mrp/cardtext_mrp.py

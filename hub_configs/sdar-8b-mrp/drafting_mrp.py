@@ -1,1 +1,0 @@
-../../modeling_mrp/drafting_mrp.py

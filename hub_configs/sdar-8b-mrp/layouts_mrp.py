@@ -1,1 +1,0 @@
-../../modeling_mrp/layouts_mrp.py

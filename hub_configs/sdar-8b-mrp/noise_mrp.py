@@ -1,1 +1,0 @@
-../../modeling_mrp/noise_mrp.py

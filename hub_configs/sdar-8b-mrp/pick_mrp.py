@@ -1,1 +1,0 @@
-../../modeling_mrp/pick_mrp.py

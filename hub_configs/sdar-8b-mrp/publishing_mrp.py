@@ -1,1 +1,0 @@
-../../modeling_mrp/publishing_mrp.py

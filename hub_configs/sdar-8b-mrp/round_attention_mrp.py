@@ -1,1 +1,0 @@
-../../modeling_mrp/round_attention_mrp.py

@@ -1,1 +1,0 @@
-../../modeling_mrp/sampling_mrp.py

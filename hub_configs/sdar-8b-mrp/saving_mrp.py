@@ -1,1 +1,0 @@
-../../modeling_mrp/saving_mrp.py

@@ -1,1 +1,0 @@
-../../modeling_mrp/stock_mrp.py

@@ -1,1 +1,0 @@
-../../modeling_mrp/strategies_mrp.py

@@ -1,1 +1,0 @@
-../../modeling_mrp/attaching_mrp.py

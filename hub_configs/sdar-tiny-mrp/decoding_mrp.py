@@ -1,1 +1,0 @@
-../../modeling_mrp/decoding_mrp.py

@@ -1,1 +1,0 @@
-../../modeling_mrp/forwards_mrp.py

@@ -1,1 +1,0 @@
-../../modeling_mrp/loading_mrp.py

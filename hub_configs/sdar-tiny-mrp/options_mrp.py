@@ -1,1 +1,0 @@
-../../modeling_mrp/options_mrp.py

@@ -1,1 +1,0 @@
-../../modeling_mrp/prompts_mrp.py

@@ -1,1 +1,0 @@
-../../modeling_mrp/readout_mrp.py

@@ -1,1 +1,0 @@
-../../modeling_mrp/recorded_caches_mrp.py

@@ -1,1 +1,0 @@
-../../modeling_mrp/round_layers_mrp.py

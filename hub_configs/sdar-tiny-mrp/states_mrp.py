@@ -1,1 +1,0 @@
-../../modeling_mrp/states_mrp.py

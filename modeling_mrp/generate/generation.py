@@ -1,0 +1,468 @@
+"""`generate` for MRP models: what it takes and what comes out. Options are in `options_mrp`, the loop in `decoding_mrp`."""
+
+import logging
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation import (
+    EosTokenCriteria,
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+    TemperatureLogitsWarper,
+)
+from transformers.generation.logits_process import (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TopHLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+from transformers.generation.streamers import BaseStreamer
+from transformers.utils import ModelOutput
+from transformers.utils import logging as transformers_logging
+
+from ..kernels.dispatch import Dispatch
+from ..runner.cache import BlockCache
+from ..runner.recorded import recorder_for, release_graphs
+from .decoding import Decoder
+from .options import DECODINGS, OPTION_NAMES, REMASK_RULES, MRPGenerationConfig, did_you_mean
+from .prompts import check_infill, check_prompt, check_rows
+from .rows import Counts, Rows
+from .sampling import Picker
+from .stopping import Stopping
+
+logger = transformers_logging.get_logger(__name__)
+
+# What else `generate` may be given, beside the fields of the generation config.
+_ARGUMENTS = ("input_ids", "attention_mask", "logits_processor", "stopping_criteria", "tokenizer", "synced_gpus")
+_TRUNCATIONS = (
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TopHLogitsWarper,
+    MinPLogitsWarper,
+    TypicalLogitsWarper,
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+)
+
+
+@dataclass
+class MRPGenerateStats(ModelOutput):
+    """What a `generate` call cost.
+
+    Attributes:
+        forwards: Forwards of the whole batch by role: of the backbone `prefill` (prompts), `verify` (rounds that scored drafts)
+            and `denoise` (rounds without), and those of the `head`.
+        row_forwards: [rows] long, backbone forwards in which each row took part.
+        row_head_forwards: [rows] long, the same for the head.
+        drafted: [rows] long, drafted states that were submitted.
+        accepted: [rows] long, drafted states that were right.
+        revoked: [rows] long, reveals that `mrp_remask` took back.
+        accepted_lengths: [rows, n] long, how many rounds accepted 0, 1, 2, ... states (the first is never a draft; those that
+            were scored in vain a round earlier count).
+        offered_at_depth: [rows, n] long, by depth k = 1, 2, ...: rounds in which the backbone came by k - 1 drafts and there
+            was a draft that could follow the last of them. No columns in modes without drafts.
+        accepted_at_depth: [rows, n] long: of these, rounds in which it came by a k-th. Their ratio is the chance that draft k
+            is accepted given that k - 1 were; the sum over k is `accepted`.
+        revocations: [n, 3] long: row, column of the generated text (as in `reveal_step`) and token of each reveal that
+            `mrp_remask` took back, in order. A column may lie behind the end of the text.
+    """
+
+    forwards: dict[str, int] | None = None
+    row_forwards: Tensor | None = None
+    row_head_forwards: Tensor | None = None
+    drafted: Tensor | None = None
+    accepted: Tensor | None = None
+    revoked: Tensor | None = None
+    accepted_lengths: Tensor | None = None
+    offered_at_depth: Tensor | None = None
+    accepted_at_depth: Tensor | None = None
+    revocations: Tensor | None = None
+
+
+@dataclass
+class MRPGenerateOutput(ModelOutput):
+    """What `generate` returns with `return_dict_in_generate=True`.
+
+    Attributes:
+        sequences: [rows, prompt + generated] long, padded with `pad_token_id` behind each row's end.
+        tokens_per_forward: [rows] float, generated tokens (not given ones) over the backbone forwards in which the row took
+            part.
+        reveal_step: [rows, generated] long, the denoising step of the row that committed each token; -1 in padding and at
+            tokens given with `infill_ids`.
+        token_logprobs: [rows, generated] float32, log-probability of each token when committed; 0 in padding and where given.
+        stats: `MRPGenerateStats`.
+        past_key_values: The `BlockCache` to go on from in the next call.
+    """
+
+    sequences: Tensor | None = None
+    tokens_per_forward: Tensor | None = None
+    reveal_step: Tensor | None = None
+    token_logprobs: Tensor | None = None
+    stats: MRPGenerateStats | None = None
+    past_key_values: BlockCache | None = None
+
+
+class MRPGenerationMixin(GenerationMixin):
+    """`generate` of an MRP model: transformers prepares everything, the rounds of `Decoder` decode."""
+
+    def generate(
+        self,
+        inputs: Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        streamer: BaseStreamer | None = None,
+        assistant_model: Any = None,
+        custom_generate: Any = None,
+        negative_prompt_ids: Tensor | None = None,
+        infill_ids: Tensor | None = None,
+        past_key_values: BlockCache | None = None,
+        **kwargs: Any,
+    ) -> Tensor | MRPGenerateOutput:
+        """Decodes as `GenerationMixin.generate` does, block by block.
+
+        Takes what `generate` takes (`max_new_tokens`, `do_sample`, `temperature`, `top_k`, `top_p`, `eos_token_id`,
+        `stop_strings` with `tokenizer`, `stopping_criteria`, `logits_processor`, `streamer`, `num_return_sequences`,
+        `attention_mask` with padding on either side, ...) and every field of `MRPGenerationConfig`.
+
+        Logits processors see the scores of masked positions, [positions, vocab], with the row's committed ids
+        [positions, length]: the blocks before the current one. Stopping criteria see the batch as it came, padding included,
+        with as many tokens behind as the row in question has: [rows, prompt + n], `mask_token_id` where a slower row has no
+        token yet; and no scores.
+
+        Args:
+            inputs: [rows, length] long, the prompts (or `input_ids`).
+            generation_config: Options; keyword arguments go before its fields.
+            streamer: Receives the prompt, then finished blocks in order; of a single row.
+            assistant_model: Not supported.
+            custom_generate: As in transformers; the call is then passed on.
+            negative_prompt_ids: Not supported.
+            infill_ids: [rows, n] long, what continues each row's prompt: `mask_token_id` where a token is to be generated, any
+                other id is given and kept. The blocks before a mask, and its own, are what it is generated from. Rows with
+                fewer are filled up with masks. Behind them the text goes on, if `max_new_tokens` (which counts given
+                tokens too) leaves room; without a limit of length it ends there. A text ends at an eos behind the last given
+                token, and none is generated before.
+            past_key_values: Those of an earlier call's output, of the same model with the same weights. `input_ids` hold the
+                whole conversation. Keys and values of the blocks that both begin with are not computed again, row by row as
+                far as the ids agree: the text is the one without a cache. Prefill starts at the first block that any
+                row lacks, in modes with the head also of the head's own, which only these modes add to. The
+                cache is taken over, in place if it has the room, and used up; with `num_return_sequences` it is copied
+                instead. The output carries the one to go on from.
+
+        Returns:
+            [rows, prompt + generated] long, or an `MRPGenerateOutput` with `return_dict_in_generate=True`.
+
+        Raises:
+            ValueError: for an unknown or unsupported option, a value out of range, or a prompt that cannot be decoded.
+        """
+        if custom_generate is not None:
+            kwargs |= {} if infill_ids is None else {"infill_ids": infill_ids}
+            kwargs |= {} if past_key_values is None else {"past_key_values": past_key_values}
+            return super().generate(inputs, generation_config, custom_generate=custom_generate, streamer=streamer, **kwargs)
+        if assistant_model is not None:
+            raise ValueError("assistant_model is not supported: the model's own MRP head drafts. Use decoding='mrp_spec'")
+        if negative_prompt_ids is not None:
+            raise ValueError("negative_prompt_ids are not supported: leave them unset")
+        config, model_kwargs = self._resolved(generation_config, kwargs)
+        prompt: Any = inputs if inputs is not None else model_kwargs.get("input_ids")
+        check_prompt(prompt, model_kwargs.get("attention_mask"), self.config.mask_token_id, self.config.vocab_size)
+        copies = 1 if config.num_return_sequences is None else config.num_return_sequences
+        if not isinstance(copies, int) or isinstance(copies, bool) or copies < 1:
+            raise ValueError(f"num_return_sequences is {copies!r}: it must be an int of 1 or more")
+        expanded = len(prompt) * copies
+        if streamer is not None and expanded > 1:
+            raise ValueError(f"a streamer takes one row, and the batch has {expanded}: stream one prompt at a time")
+        if past_key_values is not None:
+            self._check_past(past_key_values, len(prompt))
+        if infill_ids is not None:
+            check_infill(infill_ids, len(prompt), self.config.vocab_size)
+            infill_ids = infill_ids.repeat_interleave(copies, 0)
+            if config.max_new_tokens is None and config.max_length is None:
+                config.max_new_tokens = infill_ids.shape[1]
+
+        def decode(
+            model: Any,
+            input_ids: Tensor,
+            logits_processor: LogitsProcessorList,
+            stopping_criteria: StoppingCriteriaList,
+            generation_config: MRPGenerationConfig,
+            tokenizer: Any = None,
+            **model_kwargs: Any,
+        ) -> Tensor | MRPGenerateOutput:
+            picker = _picker(model, logits_processor, generation_config)
+            criteria = [c for c in stopping_criteria if not isinstance(c, MaxLengthCriteria | EosTokenCriteria)]
+            mask = model_kwargs.get("attention_mask")
+            return _decode(model, input_ids, mask, picker, criteria, generation_config, streamer, infill_ids, past_key_values)
+
+        with _either_padding_side():
+            return super().generate(inputs, generation_config=config, custom_generate=decode, streamer=streamer, **model_kwargs)
+
+    def _resolved(
+        self, generation_config: GenerationConfig | None, kwargs: dict[str, Any]
+    ) -> tuple[MRPGenerationConfig, dict[str, Any]]:
+        """The options of one call, checked, and the other keyword arguments."""
+        config = MRPGenerationConfig()
+        if generation_config is not None:
+            if unknown := _unknown(generation_config):
+                raise ValueError(f"generation_config has unknown fields: {unknown}. Check their spelling, or leave them unset")
+            config.update(**generation_config.to_dict())
+        if unknown := _unknown(self.generation_config):
+            logger.warning_once(
+                f"fields of the model's generation_config that generate does not know have no effect: {unknown}"
+            )
+        model_kwargs = config.update(**kwargs)
+        config.update(**self.generation_config.to_dict(), defaults_only=True)
+        if "eos_token_id" in kwargs and kwargs["eos_token_id"] is None:
+            config.eos_token_id = []  # None as an argument means no eos; left as None, the model's own would come back
+        config.check(self.config.block_size, self.config.has_head)
+        if model_kwargs.get("inputs_embeds") is not None:
+            raise ValueError(
+                "inputs_embeds are not supported: pass a [rows, length] tensor of ids as input_ids. Leave it unset"
+            )
+        if unused := sorted(name for name, value in model_kwargs.items() if value is not None and name not in _ARGUMENTS):
+            raise ValueError(
+                f"{_listed(unused)}: not used or not supported by generate here. Check the spelling, or leave it unset"
+            )
+        if config.stop_strings is not None:  # transformers would lose the tokenizer on the way to a custom loop
+            if (tokenizer := model_kwargs.pop("tokenizer", None)) is None:
+                raise ValueError(f"stop_strings={config.stop_strings!r} need the tokenizer: pass tokenizer=... to generate")
+            criteria = StoppingCriteriaList(model_kwargs.pop("stopping_criteria", None) or [])
+            criteria.append(StopStringCriteria(tokenizer, config.stop_strings))
+            model_kwargs["stopping_criteria"] = criteria
+            config.stop_strings = None
+        new = config.max_new_tokens
+        if new is not None and (not isinstance(new, int) or isinstance(new, bool) or new < 1):
+            raise ValueError(f"max_new_tokens is {new!r}: it must be an int of 1 or more")
+        if (mask_id := self.config.mask_token_id) in config.eos_ids():
+            raise ValueError(f"eos_token_id holds the mask id {mask_id}, which is never picked: leave it out")
+        return config, model_kwargs
+
+    def block_cache(self, batch_size: int, capacity: int, scratch: int, with_head: bool) -> BlockCache:
+        """An empty cache for `batch_size` rows of `capacity` tokens, with room for `scratch` tokens being scored.
+
+        Raises:
+            ValueError: for a size below 1, a `capacity` that is no multiple of the block size, or if it is to hold a head's
+                layers and the model has no head.
+        """
+        block_size = self.config.block_size
+        for name, size in (("batch_size", batch_size), ("capacity", capacity), ("scratch", scratch)):
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise ValueError(f"{name} is {size!r}: it must be an int of 1 or more")
+        if capacity % block_size:
+            raise ValueError(f"capacity is {capacity}: it must be a multiple of the block size, {block_size}")
+        if with_head and self.mrp_head is None:
+            raise ValueError("with_head=True, but this checkpoint has no MRP head: pass with_head=False")
+        heads, width, devices = self.config.num_key_value_heads, self.config.head_dim, self._layer_devices(with_head)
+        head_layers = len(devices) - self.config.num_hidden_layers
+        cache = BlockCache(batch_size, heads, width, devices, capacity, scratch, self.dtype, head_layers)
+        cache.owner = weakref.ref(self)
+        return cache
+
+    def release_graphs(self) -> None:
+        """Frees what calls of `generate` on CUDA leave for the next: recorded rounds, and the KV cache they write to."""
+        release_graphs(self)
+
+    def _layer_devices(self, with_head: bool) -> tuple[torch.device, ...]:
+        layers = list(self.model.layers) + (list(self.mrp_head.layers) if with_head else [])
+        return tuple(layer.self_attn.k_proj.weight.device for layer in layers)
+
+    def _check_past(self, past_key_values: BlockCache, rows: int) -> None:
+        if not isinstance(past_key_values, BlockCache):
+            raise ValueError(
+                f"past_key_values are a {type(past_key_values).__name__}: pass those that "
+                "generate(..., return_dict_in_generate=True) gave, or leave them unset"
+            )
+        if past_key_values.owner is None or past_key_values.owner() is not self:
+            raise ValueError("past_key_values come from another model: pass those of this one's generate, or leave them unset")
+        if past_key_values.rows != rows:
+            raise ValueError(
+                f"past_key_values hold {past_key_values.rows} rows, and input_ids have {rows}: pass the same conversations in "
+                "the same order, or leave them unset"
+            )
+        devices = self._layer_devices(bool(past_key_values.head_layers))
+        if past_key_values.dtype != self.dtype or past_key_values.layer_devices != devices:
+            raise ValueError(
+                f"past_key_values are {past_key_values.dtype} on {_names(past_key_values.layer_devices)}, and the model is now "
+                f"{self.dtype} on {_names(devices)}: leave them unset"
+            )
+
+
+def _names(devices: tuple[torch.device, ...]) -> str:
+    return ", ".join(map(str, dict.fromkeys(devices)))
+
+
+def _unknown(config: GenerationConfig) -> str:
+    """The fields of a config that are no options, in words; "" if there are none."""
+    return _listed(sorted(name for name in vars(config) if not name.startswith("_") and name not in OPTION_NAMES))
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(f"{name}{did_you_mean(name)}" for name in names)
+
+
+@contextmanager
+def _either_padding_side() -> Iterator[None]:
+    """Holds back transformers' advice to pad on the left: positions are absolute here, so either side gives the same text."""
+    log = logging.getLogger("transformers.generation.utils")
+
+    def keep(record: logging.LogRecord) -> bool:
+        return "right-padding was detected" not in record.getMessage()
+
+    log.addFilter(keep)
+    try:
+        yield
+    finally:
+        log.removeFilter(keep)
+
+
+def _decode(
+    model: Any,
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    picker: Picker,
+    criteria: list[StoppingCriteria],
+    config: MRPGenerationConfig,
+    streamer: BaseStreamer | None,
+    infill_ids: Tensor | None,
+    past_key_values: BlockCache | None,
+) -> Tensor | MRPGenerateOutput:
+    """What `GenerationMixin.generate` calls with everything prepared."""
+    device = model.lm_head.weight.device
+    input_ids = input_ids.to(device)
+    real = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.to(device).bool()
+    new = config.max_length - input_ids.shape[1]
+    check_rows(real, new, model.config.max_position_embeddings)
+    if infill_ids is not None and infill_ids.shape[1] > new:
+        raise ValueError(
+            f"infill_ids hold {infill_ids.shape[1]} tokens a row, and max_new_tokens (or max_length) leaves room for {new}: "
+            "raise it, or leave it unset"
+        )
+    stream = _Stream(streamer, model.config.block_size) if streamer is not None else None
+    stopping = Stopping(criteria, input_ids, _pad_id(config), model.config.mask_token_id) if criteria else None
+    decoder = Decoder(
+        model,
+        config.strategy(),
+        picker,
+        [ids[keep] for ids, keep in zip(input_ids, real, strict=True)],
+        new,
+        config.schedule(model.config.block_size).to(device),
+        config.eos_ids(),
+        config.seeds(len(input_ids)).to(device),
+        max(0, (config.min_length or 0) - input_ids.shape[1]),
+        stopping,
+        stream.on_round if stream is not None else None,
+        None if infill_ids is None else infill_ids.to(device, torch.long),
+        past_key_values,
+        recorder_for(model, config.graphs),
+    )
+    rows, counts = decoder.run()
+    if stream is not None:
+        stream.end(rows)
+    return _output(input_ids, rows, counts, decoder.cache, config)
+
+
+def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationConfig) -> Picker:
+    """Sorts transformers' list into processors, temperature and truncation.
+
+    Some of transformers' own processors count columns of the padded batch. The ids shown here have no padding, so
+    the minimum length is kept by the decoder itself and the repetition penalty starts at the first token.
+    """
+    temperature = 1.0
+    before, after = LogitsProcessorList(), LogitsProcessorList()
+    for processor in processors:
+        if isinstance(processor, TemperatureLogitsWarper):
+            temperature = float(processor.temperature)
+        elif isinstance(processor, _TRUNCATIONS):
+            after.append(processor)
+        elif isinstance(processor, RepetitionPenaltyLogitsProcessor) and torch.is_tensor(processor.prompt_ignore_length):
+            before.append(RepetitionPenaltyLogitsProcessor(processor.penalty))
+        elif not isinstance(processor, MinLengthLogitsProcessor | MinNewTokensLengthLogitsProcessor):
+            before.append(processor)
+    return Picker(
+        model.lm_head.weight,
+        model.config.mask_token_id,
+        temperature,
+        bool(config.do_sample),
+        before or None,
+        after or None,
+        tuple(config.eos_ids()),
+        dispatch=Dispatch(config.kernels),
+    )
+
+
+class _Stream:
+    """Feeds a streamer: finished blocks in order, and drafts to a streamer that has `put_draft`."""
+
+    def __init__(self, streamer: BaseStreamer, block_size: int) -> None:
+        self.streamer = streamer
+        self.block_size = block_size
+        self.sent: int | None = None
+
+    def on_round(self, rows: Rows) -> None:
+        self._put(rows, int(rows.start[0]))
+        if hasattr(self.streamer, "put_draft") and bool(rows.active[0]):
+            begin = max(int(rows.start[0]), int(rows.prompt_length[0]))
+            end = min(int(rows.start[0]) + self.block_size, int(rows.limit[0]))
+            self.streamer.put_draft(rows.tokens[:1, begin:end].cpu())
+
+    def end(self, rows: Rows) -> None:
+        self._put(rows, int(rows.stop[0]))
+        self.streamer.end()
+
+    def _put(self, rows: Rows, upto: int) -> None:
+        begin = self.sent if self.sent is not None else int(rows.prompt_length[0])
+        upto = min(upto, int(rows.stop[0]))
+        if upto > begin:
+            self.streamer.put(rows.tokens[0, begin:upto].cpu())
+            self.sent = upto
+
+
+def _pad_id(config: MRPGenerationConfig) -> int:
+    """What stands behind the end of a text."""
+    return config.pad_token_id if config.pad_token_id is not None else next(iter(config.eos_ids()), 0)
+
+
+def _output(
+    input_ids: Tensor, rows: Rows, counts: Counts, cache: BlockCache, config: MRPGenerationConfig
+) -> Tensor | MRPGenerateOutput:
+    lengths = rows.stop - rows.prompt_length
+    columns = torch.arange(int(lengths.max()), device=input_ids.device)
+    inside = columns < lengths[:, None]
+    at = (rows.prompt_length[:, None] + columns).clamp(max=rows.tokens.shape[1] - 1)
+    pad = torch.tensor(_pad_id(config), device=at.device)
+    sequences = torch.cat([input_ids, rows.tokens.gather(1, at).where(inside, pad)], 1)
+    if not config.return_dict_in_generate:
+        return sequences
+    reveal_step = rows.reveal_step.gather(1, at).where(inside, torch.tensor(-1, device=at.device))
+    return MRPGenerateOutput(
+        sequences=sequences,
+        tokens_per_forward=(reveal_step >= 0).sum(1) / counts.row_forwards,
+        reveal_step=reveal_step,
+        token_logprobs=rows.logprob.gather(1, at).where(inside, torch.tensor(0.0, device=at.device)),
+        stats=MRPGenerateStats(**vars(counts)),
+        past_key_values=cache,
+    )
+
+
+__all__ = [
+    "DECODINGS",
+    "REMASK_RULES",
+    "MRPGenerateOutput",
+    "MRPGenerateStats",
+    "MRPGenerationConfig",
+    "MRPGenerationMixin",
+]

@@ -1,0 +1,73 @@
+"""Stopping criteria, asked as transformers' own loop would ask them, of rows that come along at different speeds."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers.generation import StoppingCriteria
+
+from .rows import Rows
+
+
+class Stopping:
+    """Asks the stopping criteria of one `generate` call at every token of a row once it is final (no mask before it).
+
+    A criterion sees what it would see in transformers' loop: [rows, prompt + n] ids, the prompts as they were given, padding
+    included, and n tokens of every row behind them. Criteria that count columns or rows keep their meaning so. Here rows are
+    not equally far: one with fewer final tokens shows the mask id in their place, one that has ended shows padding behind its
+    end. The answer counts for rows whose n-th token is newly final.
+
+    Args:
+        criteria: What to ask.
+        input_ids: [rows, prompt] long, as given.
+        pad_token_id: What stands behind the end of a text.
+        mask_token_id: What stands where there is no token yet.
+    """
+
+    def __init__(self, criteria: Sequence[StoppingCriteria], input_ids: Tensor, pad_token_id: int, mask_token_id: int) -> None:
+        self.criteria, self.prompt = criteria, input_ids
+        self.pad_id, self.mask_id = pad_token_id, mask_token_id
+        self.asked = [0] * len(input_ids)  # how many tokens of each row have been shown
+
+    def ask(self, rows: Rows, end: Tensor, done: Tensor) -> None:
+        """Asks about all newly final tokens; where a criterion ends a row's text, writes it into `end` and `done`.
+
+        Args:
+            rows: What is known.
+            end: [rows] long, one past the last position of each text as far as eos and limit tell.
+            done: [rows] bool, rows of which all before `end` is final.
+        """
+        columns = torch.arange(int((rows.limit - rows.prompt_length).max()), device=end.device)
+        text = rows.tokens.gather(1, (rows.prompt_length[:, None] + columns).clamp(max=rows.capacity))
+        masked = text == self.mask_id
+        final = torch.where(masked.any(1), masked.int().argmax(1), len(columns))
+        final = final.minimum(torch.where(rows.active, end, rows.stop) - rows.prompt_length)
+        ended = done | ~rows.active
+        news = {
+            row: range(self.asked[row], upto)
+            for row, (upto, active) in enumerate(zip(final.tolist(), rows.active.tolist(), strict=True))
+            if active
+        }
+        for column in sorted({column for news_of_row in news.values() for column in news_of_row}):
+            asking = [row for row, news_of_row in news.items() if column in news_of_row]
+            if not asking:  # those that had a token here have been stopped
+                continue
+            behind = torch.where(ended, self.pad_id, self.mask_id)[:, None]
+            shown = torch.where(columns[: column + 1] < final[:, None], text[:, : column + 1], behind)
+            stops = self._answers(torch.cat([self.prompt, shown], 1))
+            for row in asking:
+                self.asked[row] = column + 1
+                if stops[row]:
+                    final[row] = column + 1
+                    end[row], done[row], ended[row] = rows.prompt_length[row] + column + 1, True, True
+                    del news[row]
+
+    def _answers(self, ids: Tensor) -> list[bool]:
+        """Whether some criterion ends each row; one that gives a single answer gives it for all rows."""
+        stops = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+        for criterion in self.criteria:
+            stops |= torch.as_tensor(criterion(ids, None), device=ids.device).bool()
+        return stops.tolist()
+
+
+__all__ = ["Stopping"]

@@ -1,0 +1,223 @@
+"""When a Triton kernel runs and when its plain PyTorch twin does. The kernels themselves lie beside their twins.
+
+This is the one place that imports triton, which need not be there: kernels are defined under `if triton is not None`.
+"""
+
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = tl = None
+
+T = TypeVar("T")
+
+KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+LARGEST_ROW = 1 << 14  # numbers that a program holds in registers
+# Of every launch: products and sums in one instruction, which Triton 3.10 will not do by itself, as 3.9 warns.
+MULTIPLY_ADD = {"enable_fp_fusion": True}
+_OLDEST = (8, 0)  # compute capability with bfloat16 in the matrix units and asynchronous copies
+# (kernel, device) that failed to compile or to launch in this process; their twins are used from then on.
+_failed: set[tuple[str, torch.device]] = set()
+# Whose hooks only note what a model was asked to hand out: hidden states of its own forward.
+_NOTES_ONLY = "transformers.utils.output_capturing"
+# Where the classes are defined that kernels stand for.
+_OWN = ("torch.nn.", "transformers.", __name__.partition(".kernels.")[0])
+
+
+def processors(device: torch.device, otherwise: int) -> int:
+    """Multiprocessors of a GPU; `otherwise` for a device that only stands in for one."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else otherwise
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """Decides between a kernel and its PyTorch twin.
+
+    Attributes:
+        forced: None: kernels where they can be used, by device and dtype, and the twin where one fails; True: kernels or an
+            error, also interpreted on a CPU; False: PyTorch only.
+    """
+
+    forced: bool | None = None
+
+    def run(
+        self, name: str, kernel: Callable[[], T], twin: Callable[[], T], *tensors: Tensor, obstacle: str | None = None
+    ) -> T:
+        """The result of one of both.
+
+        A kernel that does not compile or launch is reported in one warning per device and not tried again. Where gradients
+        are wanted (kernels have none), under autocast and inside `torch.compile`, the twin runs.
+
+        Args:
+            name: Of the kernel, for messages.
+            kernel: Launches it.
+            twin: Computes the same with PyTorch.
+            *tensors: What goes in; their devices and floating dtypes decide.
+            obstacle: What else keeps this kernel from them, a shape for instance, and the remedy; None: nothing.
+
+        Raises:
+            ValueError: if kernels are forced and cannot be used here.
+            RuntimeError: if kernels are forced and this one fails.
+        """
+        if self.forced is False:
+            return twin()
+        device = tensors[0].device
+        obstacle = obstacle or _obstacle(tensors, interpreted=bool(self.forced))
+        if self.forced:
+            if obstacle is not None:
+                raise ValueError(
+                    f"kernels is True, but the kernel {name!r} cannot be used: {obstacle}, or use kernels=None or kernels=False"
+                )
+            try:
+                with _on(device):
+                    return kernel()
+            except Exception as error:
+                raise RuntimeError(
+                    f"kernels is True, but the kernel {name!r} failed on {device} ({_summary(error)}): use kernels=None, which "
+                    "falls back to PyTorch, or kernels=False"
+                ) from error
+        return twin() if obstacle is not None else with_fallback(name, device, kernel, twin)
+
+
+AUTOMATIC = Dispatch()
+PYTORCH = Dispatch(False)
+
+
+def with_fallback(name: str, device: torch.device, kernel: Callable[[], T], twin: Callable[[], T]) -> T:
+    """The kernel's result; its twin's if it fails on this device now, which is reported, or has failed there before."""
+    if failed_before(name, device):
+        return twin()
+    try:
+        with _on(device):
+            return kernel()
+    except torch.OutOfMemoryError:
+        raise  # says nothing about the kernel, and its twin needs more
+    except Exception as error:
+        _failed.add((name, device))
+        warnings.warn(
+            f"the Triton kernel {name!r} failed on {device} and PyTorch is used in its place, which is slower "
+            f"({_summary(error)}); kernels=False silences this",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return twin()
+
+
+def failed_before(name: str, device: torch.device) -> bool:
+    """Whether a kernel has been given up on a device."""
+    return (name, device) in _failed
+
+
+def kernels_usable(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether kernels can run compiled on tensors like these: triton, a GPU of the last generations, a dtype they know."""
+    return _unusable(device, dtype, interpreted=False) is None
+
+
+def more_than(module: nn.Module, kind: type[nn.Module]) -> str | None:
+    """What a module does beside what a class of torch, transformers or this package does, so that no kernel may stand for it.
+
+    Hooks of all modules (`torch.nn.modules.module.register_module_forward_hook`) are not looked for.
+
+    Args:
+        module: Any.
+        kind: Its class, or one whose `forward` it has.
+
+    Returns:
+        What is in the way, and the remedy; None: calling the module is what the class does.
+    """
+    found = type(module)
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        if hooks and any(getattr(hook, "__module__", None) != _NOTES_ONLY for hook in hooks.values()):
+            return f"a {found.__name__} carries hooks: remove them"
+    if "forward" in module.__dict__ or found.forward is not kind.forward or not issubclass(found, kind):
+        return f"a {found.__name__} is wrapped or no {kind.__name__}: use plain modules"
+    # Others may have put classes or methods of their own in these places (Liger does).
+    if not found.forward.__module__.startswith(_OWN):
+        return f"the forward of a {found.__name__} was replaced by one of {found.forward.__module__}: leave it as it was"
+    return None
+
+
+def recent_enough(capability: tuple[int, int]) -> bool:
+    """Whether a GPU of this compute capability runs the kernels."""
+    return capability >= _OLDEST
+
+
+def ceil_div(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
+
+
+def power_of_two(n: int) -> int:
+    """The least power of two that is not under n, 1 at least."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def _obstacle(tensors: tuple[Tensor, ...], interpreted: bool) -> str | None:
+    """What keeps kernels from these tensors, and the remedy; None: nothing."""
+    device = tensors[0].device
+    if others := {str(t.device) for t in tensors} - {str(device)}:
+        return f"its tensors lie on {device} and {', '.join(sorted(others))}: keep them on one device"
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        return "it has no gradients: call it under torch.no_grad()"
+    if torch.is_autocast_enabled(device.type):
+        return "autocast is on, whose casts it does not follow: leave autocast"
+    if torch.compiler.is_compiling():
+        return "torch.compile traces this call and makes its own kernels: call it uncompiled"
+    for dtype in {t.dtype for t in tensors if t.is_floating_point()}:
+        if (reason := _unusable(device, dtype, interpreted)) is not None:
+            return reason
+    return None
+
+
+def _unusable(device: torch.device, dtype: torch.dtype, interpreted: bool) -> str | None:
+    if triton is None:
+        return "triton cannot be imported: install it (pip install triton)"
+    if dtype not in KERNEL_DTYPES:
+        return f"there are no kernels for {dtype}: load the model in bfloat16, float16 or float32"
+    if triton.knobs.runtime.interpret:
+        return None if interpreted else "TRITON_INTERPRET is set, which is for tests: unset it"
+    if device.type != "cuda" or torch.version.hip is not None:
+        return (
+            f"the tensors are on {device.type}, not on an NVIDIA GPU: move the model to one, or set TRITON_INTERPRET=1 before "
+            "Python starts, for tests"
+        )
+    if not recent_enough(capability := torch.cuda.get_device_capability(device)):
+        return f"{device} has compute capability {capability[0]}.{capability[1]}, and the kernels need 8.0: use a newer GPU"
+    return None
+
+
+def _on(device: torch.device) -> AbstractContextManager[object]:
+    """Triton launches on the current device."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _summary(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[-1]}" if lines else type(error).__name__
+
+
+__all__ = [
+    "KERNEL_DTYPES",
+    "LARGEST_ROW",
+    "MULTIPLY_ADD",
+    "Dispatch",
+    "ceil_div",
+    "failed_before",
+    "kernels_usable",
+    "power_of_two",
+    "processors",
+    "more_than",
+    "recent_enough",
+    "tl",
+    "triton",
+    "with_fallback",
+]

@@ -1,0 +1,78 @@
+"""The noise of sampled picks: a counter-based generator, a pure function of (seed, position, masks left, token id)."""
+
+import torch
+from torch import Tensor
+
+from .dispatch import tl, triton
+
+_UINT32 = 0xFFFFFFFF
+
+
+def mix32(x: Tensor) -> Tensor:
+    """A 32-bit integer hash (two multiply-xorshift rounds) of every number of an int64 tensor, each from 0 to 2**32 - 1."""
+    x = x ^ (x >> 16)
+    x = (x * 0x7FEB352D) & _UINT32
+    x = x ^ (x >> 15)
+    x = (x * 0x846CA68B) & _UINT32
+    return x ^ (x >> 16)
+
+
+def noise_keys(seed: Tensor, position: Tensor, masks_left: Tensor) -> Tensor:
+    """[n] keys of the noise at a state's position; all arguments [n] long."""
+    key = mix32(seed & _UINT32)
+    key = mix32(key ^ ((seed >> 32) & _UINT32))
+    key = mix32(key ^ (position & _UINT32))
+    return mix32(key ^ (masks_left & _UINT32) ^ 0x9E3779B9)
+
+
+def noise_bits(keys: Tensor, tokens: Tensor) -> Tensor:
+    """[n, m] random 32-bit values, as int64, of keys [n] and token ids [m]."""
+    return mix32(mix32(tokens * 0x9E3779B1 & _UINT32) ^ keys[:, None])
+
+
+def gumbel_noise(keys: Tensor, tokens: int | Tensor, dtype: torch.dtype) -> Tensor:
+    """Standard Gumbel noise for token ids at each key.
+
+    Args:
+        keys: [n] long, from `noise_keys`.
+        tokens: The first so many ids, or [m] long, which ids.
+        dtype: float32 or float64; both see the same 32 random bits.
+
+    Returns:
+        [n, m].
+    """
+    bits = noise_bits(keys, torch.arange(tokens, device=keys.device) if isinstance(tokens, int) else tokens)
+    # -log(u) for u = (bits + 1/2) / 2^32, from whichever end of the unit interval keeps the precision.
+    lower = bits < 1 << 31
+    nearest = (torch.where(lower, bits, _UINT32 - bits).to(dtype) + 0.5) * 2.0**-32
+    return -torch.where(lower, -nearest.log(), -torch.log1p(-nearest)).log()
+
+
+if triton is not None:
+
+    @triton.jit
+    def _mix32(x):  # type: ignore[no-untyped-def]
+        x = x ^ (x >> 16)
+        x = x * 0x7FEB352D
+        x = x ^ (x >> 15)
+        x = x * 0x846CA68B
+        return x ^ (x >> 16)
+
+    @triton.jit
+    def token_noise_bits(keys, tokens):  # type: ignore[no-untyped-def]
+        """[m, n] uint32 of keys [n] and token ids [m]: those of `noise_bits`, transposed."""
+        return _mix32(_mix32(tokens.to(tl.uint32) * 0x9E3779B1)[:, None] ^ keys.to(tl.uint32)[None, :])
+
+    @triton.jit
+    def gumbel_of_bits(bits):  # type: ignore[no-untyped-def]
+        """Gumbel noise of uint32 bits: `gumbel_noise` with log1p(-x) as log(1 - x) * x / (1 - (1 - x)), which is as precise."""
+        lower = (bits >> 31) == 0
+        nearest = (tl.where(lower, bits, ~bits).to(tl.float32) + 0.5) * 2.0**-32
+        rest = 1.0 - nearest
+        log = tl.log(tl.where(lower, nearest, rest))
+        gap = 1.0 - rest  # `nearest` as it was rounded on the way; 0 where nothing was left of it
+        upper = tl.where(gap == 0.0, nearest, -log * (nearest / tl.where(gap == 0.0, 1.0, gap)))
+        return -tl.log(tl.where(lower, -log, upper))
+
+
+__all__ = ["gumbel_noise", "mix32", "noise_bits", "noise_keys"]

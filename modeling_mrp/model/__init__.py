@@ -1,0 +1,1 @@
+"""The model: configuration, head, loading."""

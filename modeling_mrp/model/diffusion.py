@@ -1,0 +1,181 @@
+"""Block diffusion: which token may see which, and the training pass that holds noisy and clean tokens together.
+
+Positions are absolute and count from 0 at a sequence's first real token; the block of a position is
+``position // block_size``. Masks here are boolean, True where a query may look at a key.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+
+from ..kernels.noise import mix32, noise_keys
+from .losses import BLANK
+
+IGNORE_INDEX = -100
+CLEAN_VIEW = 0  # views above 0 are noisy copies
+NO_VIEW = -1  # padding
+
+
+def block_causal_mask(query_positions: Tensor, key_positions: Tensor, key_valid: Tensor, block_size: int) -> Tensor:
+    """Every token sees the earlier blocks and the whole of its own block (SDAR, section 3).
+
+    Args:
+        query_positions: [batch, queries] absolute positions.
+        key_positions: [batch, keys] absolute positions.
+        key_valid: [batch, keys] bool; False for padding.
+        block_size: Tokens per block.
+
+    Returns:
+        [batch, 1, queries, keys] bool.
+    """
+    not_later = key_positions[:, None, :] // block_size <= query_positions[:, :, None] // block_size
+    return (not_later & key_valid[:, None, :])[:, None]
+
+
+@dataclass(frozen=True)
+class PackedRule:
+    """Who sees whom in a pass that holds noisy copies and the clean sequence: [x_t | x_0] (SDAR, section 3; MRP, section 4).
+
+    A noisy token sees its own noisy block and the clean tokens of earlier blocks; a clean token sees the clean tokens
+    of its own and earlier blocks; nothing crosses from one sample to another. Padding (view -1) sees only itself.
+
+    Attributes:
+        view: [batch, length] long: 0 clean, 1, 2, ... the noisy copy, -1 padding.
+        block: [batch, length] long: the token's block index.
+        sample: [batch, length] long: the sample a token belongs to, when several share a row.
+    """
+
+    view: Tensor
+    block: Tensor
+    sample: Tensor
+
+    def __call__(self, row: Tensor, head: Tensor | None, query: Tensor, key: Tensor) -> Tensor:
+        """Bool, for indices that broadcast: flex attention's `mask_mod`. All heads see the same."""
+        query_view, key_view = self.view[row, query], self.view[row, key]
+        query_block, key_block = self.block[row, query], self.block[row, key]
+        clean = (key_view == CLEAN_VIEW) & (
+            (key_block < query_block) | ((query_view == CLEAN_VIEW) & (key_block == query_block))
+        )
+        noisy = (key_view != CLEAN_VIEW) & (key_view == query_view) & (key_block == query_block)
+        same = (self.sample[row, query] == self.sample[row, key]) & (key_view != NO_VIEW)
+        return ((clean | noisy) & same & (query_view != NO_VIEW)) | (query == key)
+
+    def dense(self) -> Tensor:
+        """[batch, 1, length, length] bool."""
+        rows, length = self.view.shape
+        row, column = (torch.arange(n, device=self.view.device) for n in (rows, length))
+        return self(row[:, None, None], None, column[None, :, None], column[None, None, :])[:, None]
+
+    def sparse(self, queries: int) -> BlockMask:
+        """The rows of the first `queries` columns for flex attention: who sees whom by tile, the same for all heads.
+
+        To find the tiles a [queries, length] bool is made once a batch row and dropped; attention itself holds none.
+        """
+        rows, length = self.view.shape
+        return create_block_mask(self, rows, None, queries, length, device=self.view.device)
+
+
+@dataclass
+class PackedBatch:
+    """One training pass [x_t | x_0] (noisy copies first, then the clean sequence), padded to a common length.
+
+    Attributes:
+        input_ids: [batch, length] long; masked positions hold `mask_token_id`.
+        target_ids: [batch, length] long; the true token; `BLANK` behind the end of a text in noisy copies.
+        position_ids: [batch, length] long; absolute positions.
+        view: [batch, length] long; 0 clean, 1, 2, ... noisy copies, -1 padding.
+        sample: [batch, length] long; which sample of the row a token belongs to.
+        weight: [batch, length] float32; the loss weight of a masked position, 0 elsewhere.
+        response_tokens: How many response tokens the batch supervises: the loss is divided by it.
+        noise_key: [batch, length] long below 2**32; the same for all tokens of a sample, and another for each visit of one.
+    """
+
+    input_ids: Tensor
+    target_ids: Tensor
+    position_ids: Tensor
+    view: Tensor
+    sample: Tensor
+    weight: Tensor
+    response_tokens: Tensor
+    noise_key: Tensor | None = None
+
+    def rule(self, block_size: int) -> PackedRule:
+        """Who sees whom."""
+        return PackedRule(self.view, self.position_ids // block_size, self.sample)
+
+    def attention_mask(self, block_size: int) -> Tensor:
+        """[batch, 1, length, length] bool: see `PackedRule`."""
+        return self.rule(block_size).dense()
+
+    @property
+    def supervised(self) -> Tensor:
+        """[batch, length] bool: masked positions that carry loss."""
+        return self.weight > 0
+
+    @property
+    def noisy_length(self) -> int:
+        """How many columns the noisy copies take: the clean sequence begins behind them."""
+        return int((self.view == CLEAN_VIEW).any(0).int().argmax())
+
+    def noisy(self) -> "PackedBatch":
+        """The columns of the noisy copies alone."""
+        length = self.noisy_length
+        columns = {name: value[:, :length] for name, value in vars(self).items() if value is not None and value.dim()}
+        return replace(self, **columns)
+
+    def uniform(self, purpose: int, of: Tensor) -> Tensor:
+        """[batch, length] float64 in (0, 1): a draw for each sample, noisy copy and value of `of`, and nothing else.
+
+        Args:
+            purpose: Different draws have different numbers.
+            of: [batch, length] long: positions, or their blocks for one draw a block.
+
+        Raises:
+            ValueError: if the batch carries no `noise_key`.
+        """
+        if self.noise_key is None:
+            raise ValueError("this batch has no noise_key to draw from: DiffusionCollator gives one")
+        return (noise_keys(self.noise_key, of, mix32(self.view + 1) ^ purpose).double() + 0.5) * 2.0**-32
+
+
+def pack_noisy(
+    input_ids: Tensor, response: Tensor, valid: Tensor, masked: Tensor, weight: Tensor, mask_token_id: int
+) -> PackedBatch:
+    """Packs a batch of sequences (one sample a row) with one noisy copy: [x_t | x_0].
+
+    Args:
+        input_ids: [batch, length] long, left-aligned (position = column).
+        response: [batch, length] bool: the tokens that are learned.
+        valid: [batch, length] bool: False for padding.
+        masked: [batch, length] bool: response tokens hidden in the noisy copy.
+        weight: [batch, length] float: loss weight of each masked token (published: 1 / t).
+        mask_token_id: The mask's id.
+    """
+    batch, length = input_ids.shape
+    positions = torch.arange(length, device=input_ids.device).expand(batch, length)
+    hidden = masked & response & valid
+    noisy_view = torch.where(valid, 1, NO_VIEW)
+    clean_view = torch.where(valid, CLEAN_VIEW, NO_VIEW)
+    return PackedBatch(
+        input_ids=torch.cat([input_ids.masked_fill(hidden, mask_token_id), input_ids], 1),
+        target_ids=torch.cat([input_ids, input_ids], 1),
+        position_ids=torch.cat([positions, positions], 1),
+        view=torch.cat([noisy_view, clean_view], 1),
+        sample=torch.zeros(batch, 2 * length, dtype=torch.long, device=input_ids.device),
+        weight=torch.cat([torch.where(hidden, weight.float(), 0.0), torch.zeros_like(weight, dtype=torch.float32)], 1),
+        response_tokens=(response & valid).sum(),
+    )
+
+
+__all__ = [
+    "BLANK",
+    "CLEAN_VIEW",
+    "IGNORE_INDEX",
+    "NO_VIEW",
+    "PackedBatch",
+    "PackedRule",
+    "block_causal_mask",
+    "pack_noisy",
+]

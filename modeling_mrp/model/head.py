@@ -1,0 +1,229 @@
+"""The MRP head: the module, how a new one starts, and which of a model's settings it depends on.
+
+Symbols follow the MRP paper (arXiv 2605.18817): h_A are the backbone's final hidden states at a state x, x' the state after a
+reveal, h_C the head's output; lm_head(h_A + h_C) estimates the backbone's logits at x'.
+"""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm
+
+from ..kernels.head_input import normed_pair_ref
+from .configuration import MRPConfig
+from .layouts import DRAFT_TOKENS, HEAD, StoredTensor
+
+NEW_HEADS = ("identity", "backbone", "published")
+_PUBLISHED_STD = 0.2  # of the published recipe
+# What a head's numbers depend on, beside the shapes of its tensors: those of the backbone it was trained on.
+_SHARED = (
+    "hidden_size",
+    "vocab_size",
+    "block_size",
+    "mask_token_id",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "hidden_act",
+    "rms_norm_eps",
+    "rope_parameters",
+)
+
+
+class ResidualNorm(Qwen3RMSNorm):
+    """The head's last norm. A new one has weight zero, so that a new head adds nothing: A + C = A."""
+
+    def __init__(self, hidden_size: int, eps: float = 1e-6) -> None:
+        super().__init__(hidden_size, eps)
+        nn.init.zeros_(self.weight)
+
+
+def first_tokens(config: MRPConfig) -> Tensor:
+    """[draft_vocab_size] long, the first ids but the mask's: a draft vocabulary before one is chosen from data."""
+    ids = torch.arange(config.draft_vocab_size)
+    return ids + (ids >= config.mask_token_id)
+
+
+class MRPHead(nn.Module):
+    """Predicts the residual h_C that a reveal adds to the backbone's hidden states (MRP, section 3).
+
+    ``h_C = norm(layers(eh_proj([enorm(embed(x')) ; hnorm(h_A)])))``. Its layers are the backbone's kind of layer
+    and keep their own KV, in the layers of the cache that follow the backbone's. A new head is the identity.
+
+    Args:
+        config: The model's configuration; `num_nextn_predict_layers` gives the depth.
+
+    Attributes:
+        predicts: `residual` or, in place of the hidden states themselves, `hidden` (`MRPConfig.head_predicts`).
+        draft_token_ids: [draft_vocab_size] long, the tokens that `mrp_spec` drafts from, distinct and without the mask id; None
+            for all. What is not among them is never drafted, and generated all the same: the backbone has the whole
+            vocabulary.
+    """
+
+    def __init__(self, config: MRPConfig) -> None:
+        super().__init__()
+        self.enorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.hnorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.eh_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+        layers = [Qwen3DecoderLayer(config, 0) for _ in range(config.num_nextn_predict_layers)]
+        for index, layer in enumerate(layers):
+            layer.self_attn.layer_idx = config.num_hidden_layers + index
+        self.layers = nn.ModuleList(layers)
+        self.predicts = config.head_predicts
+        norm = ResidualNorm if self.predicts == "residual" else Qwen3RMSNorm
+        self.norm = norm(config.hidden_size, eps=config.rms_norm_eps)
+        self.draft_token_ids: Tensor | None
+        ids = first_tokens(config) if config.draft_vocab_size else None
+        self.register_buffer("draft_token_ids", ids)
+
+    def forward(
+        self,
+        inputs_embeds: Tensor | None,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        position_embeddings: tuple[Tensor, Tensor],
+        past_key_values: Cache | None = None,
+        normed: Tensor | None = None,
+    ) -> Tensor:
+        """One residual.
+
+        Args:
+            inputs_embeds: [batch, length, hidden_size], the embeddings of x' (the state after the reveal); or None, if
+                `normed` is given.
+            hidden_states: [batch, length, hidden_size], h_A or the accumulated estimate of it.
+            attention_mask: As `Qwen3DecoderLayer` takes it: [batch, 1, length, keys].
+            position_embeddings: cos and sin of the backbone's rotary embedding.
+            past_key_values: The cache that the head's layers update.
+            normed: [batch, length, 2 * hidden_size], both under their norms, if that is already computed (`normed_pair`).
+
+        Returns:
+            [batch, length, hidden_size], h_C.
+        """
+        hidden = self.joined(inputs_embeds, hidden_states, normed)
+        for layer in self.layers:
+            hidden = layer(
+                hidden,
+                attention_mask=attention_mask,
+                position_embeddings=position_embeddings,
+                past_key_values=past_key_values,
+                use_cache=past_key_values is not None,
+            )
+        return self.norm(hidden)
+
+    def joined(self, inputs_embeds: Tensor | None, hidden_states: Tensor, normed: Tensor | None = None) -> Tensor:
+        """[batch, length, hidden_size], what the first layer reads; arguments as for `forward`."""
+        if normed is None:
+            assert inputs_embeds is not None
+            normed = normed_pair_ref(inputs_embeds, hidden_states, self.enorm, self.hnorm)
+        return self.eh_proj(normed)
+
+
+@torch.no_grad()
+def start_head(head: MRPHead, backbone_layers: nn.ModuleList, how: str) -> None:
+    """Sets a new head's weights.
+
+    Args:
+        head: With the usual random weights in its layers.
+        backbone_layers: The backbone's decoder layers.
+        how: `identity`: as it is, under a last norm of weight zero, so that it adds nothing. `backbone`: its layers are the
+            backbone's last ones and read h_A through an identity, under the same norm. `published`: as in the published recipe,
+            matrices from a normal distribution with std 0.2, norms one; such a head disturbs until it is trained.
+
+    Raises:
+        ValueError: if `how` is none of these, or `backbone` and the head is deeper than the backbone, or the layers to copy are
+            offloaded.
+    """
+    if how not in NEW_HEADS:
+        raise ValueError(f"head_init is {how!r}: choose one of {', '.join(NEW_HEADS)}")
+    if how == "published":
+        for module in head.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=_PUBLISHED_STD)
+            elif isinstance(module, Qwen3RMSNorm):
+                nn.init.ones_(module.weight)
+        return
+    if head.predicts == "residual":
+        nn.init.zeros_(head.norm.weight)
+    if how == "backbone":
+        depth = len(head.layers)
+        if depth > len(backbone_layers):
+            raise ValueError(
+                f"head_init is 'backbone', but the head has {depth} layers and the backbone {len(backbone_layers)}: "
+                "use fewer head_layers"
+            )
+        sources = list(backbone_layers)[-depth:]
+        if any(parameter.is_meta for source in sources for parameter in source.parameters()):
+            raise ValueError(
+                "head_init is 'backbone', but its last layers are offloaded: load them into memory, or use 'identity'"
+            )
+        hidden = head.eh_proj.out_features
+        head.eh_proj.weight.zero_()
+        head.eh_proj.weight[:, hidden:].fill_diagonal_(1.0)
+        for layer, source in zip(head.layers, sources, strict=True):
+            layer.load_state_dict(source.state_dict())
+
+
+def check_same_backbone(head: MRPConfig, backbone: MRPConfig, whose: str) -> None:
+    """Compares the settings that a head and its backbone share.
+
+    Raises:
+        ValueError: if they differ; lists them all with both values.
+    """
+    differences = [
+        f"{name} is {getattr(head, name)!r}, the backbone's {getattr(backbone, name)!r}"
+        for name in _SHARED
+        if getattr(head, name) != getattr(backbone, name)
+    ]
+    if differences:
+        raise ValueError(
+            f"the head of {whose} does not belong to this backbone: its " + "; its ".join(differences) + ". Use the "
+            "backbone that it was trained on, or train a head for this one"
+        )
+
+
+def shapes_of_head(config: MRPConfig) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors of a head with this config, as they lie in a checkpoint."""
+    with torch.device("meta"):
+        return {HEAD + name: tuple(value.shape) for name, value in MRPHead(config).state_dict().items()}
+
+
+def tensors_of(head: nn.Module) -> dict[str, StoredTensor]:
+    """A head's tensors, as if they lay in a file."""
+    kinds = {True: "F32", False: "I64"}
+    return {
+        HEAD + name: StoredTensor(HEAD + name, Path(), tuple(value.shape), kinds[value.is_floating_point()])
+        for name, value in head.state_dict().items()
+    }
+
+
+def check_draft_tokens(head: MRPHead, config: MRPConfig, source: str) -> None:
+    """Checks the draft vocabulary that came with a head from `source`.
+
+    Raises:
+        ValueError: if it holds an id twice, the mask id, or one outside the vocabulary.
+    """
+    ids = head.draft_token_ids
+    if ids is None or ids.is_meta:
+        return
+    good = (ids >= 0) & (ids < config.vocab_size) & (ids != config.mask_token_id)
+    if not bool(good.all()) or len(ids.unique()) != len(ids):
+        raise ValueError(
+            f"{DRAFT_TOKENS} of {source} holds ids twice, the mask's, or ids outside the vocabulary of {config.vocab_size}: "
+            "choose the draft vocabulary anew"
+        )
+
+
+__all__ = [
+    "NEW_HEADS",
+    "MRPHead",
+    "ResidualNorm",
+    "check_draft_tokens",
+    "check_same_backbone",
+    "first_tokens",
+    "shapes_of_head",
+    "start_head",
+    "tensors_of",
+]

@@ -1,0 +1,251 @@
+"""The layouts that checkpoints come in: names of tensors, fields of configs, and what lies in the safetensors files.
+
+| layout | `model_type` | head | written by |
+|---|---|---|---|
+| `mrp` | `sdar_mrp` | `mrp_head.*`, or none | this package |
+| `sdar` | `sdar` | none | JetLM/SDAR-* |
+| `heavyball` | `sdar` | `mrp_modules.0.model.*` | heavyball/sdar-*-mrp-* |
+
+The backbone's tensors have Qwen3's names in all of them.
+"""
+
+import json
+import os
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from safetensors import SafetensorError, safe_open
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+
+Layout = Literal["mrp", "sdar", "heavyball"]
+HEAD = "mrp_head."
+PUBLISHED_HEAD = "mrp_modules.0.model."
+KEY_MAPPING = {r"^mrp_modules\.0\.model\.": HEAD}  # transformers renames by it while it loads
+DRAFT_TOKENS = HEAD + "draft_token_ids"
+HUB_OPTIONS = ("cache_dir", "force_download", "proxies", "local_files_only", "token", "revision", "subfolder")
+_COMMIT = re.compile(r"[/\\]snapshots[/\\]([0-9a-f]{40})[/\\]")
+
+
+def our_name(name: str) -> str:
+    """A tensor's name in our layout."""
+    return HEAD + name.removeprefix(PUBLISHED_HEAD) if name.startswith(PUBLISHED_HEAD) else name
+
+
+def published_name(name: str) -> str:
+    """A tensor's name in the published layouts."""
+    return PUBLISHED_HEAD + name.removeprefix(HEAD) if name.startswith(HEAD) else name
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a safetensors file: its name there, its shape and its type as safetensors spells it (`BF16`)."""
+
+    name: str
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def hub_options(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the keyword arguments that say where and how a file is fetched."""
+    return {name: kwargs[name] for name in HUB_OPTIONS if kwargs.get(name) is not None}
+
+
+def commit_of(path: Path) -> str | None:
+    """The commit that a file of the Hub's cache belongs to; None for other files."""
+    found = _COMMIT.search(str(path))
+    return found[1] if found else None
+
+
+def config_file(source: str, needed: bool = True, **hub: Any) -> Path | None:
+    """A checkpoint's `config.json`, fetched if it has to be; None if there is none and it is not needed.
+
+    Raises:
+        ValueError: if there is none and it is needed.
+        OSError: if there is no such folder, or the repository cannot be read.
+    """
+    if not os.path.isdir(source) and (os.path.exists(source) or not re.fullmatch(r"\w[\w.\-]*(/\w[\w.\-]*)?", source)):
+        raise NotADirectoryError(f"{source!r} is neither a folder nor the id of a repository ('org/name'): check the path")
+    try:
+        path = cached_file(source, "config.json", **hub)
+    except OSError as error:
+        raise OSError(f"{source!r} is no folder here, and as a repository it could not be read: {error}") from error
+    if path is None and needed:
+        raise ValueError(
+            f"{source} has no config.json: check the path, or that the repository holds a model (an adapter is loaded with "
+            "model.load_adapter, on its base)"
+        )
+    return None if path is None else Path(path)
+
+
+def weight_files(source: str, variant: str | None = None, prefixes: tuple[str, ...] = ("",), **hub: Any) -> list[Path]:
+    """A checkpoint's safetensors files, fetched if they have to be: all, or those with tensors of these prefixes.
+
+    Raises:
+        ValueError: if there are none, or if the index names a file outside the checkpoint.
+        OSError: if the Hub does not answer, or refuses, or sends a file cut short.
+    """
+    single = SAFE_WEIGHTS_NAME if variant is None else SAFE_WEIGHTS_NAME.replace("model", f"model.{variant}", 1)
+    index_name = SAFE_WEIGHTS_INDEX_NAME
+    if variant is not None:
+        index_name = index_name.replace(".index", f".index.{variant}")
+    try:
+        return [Path(cached_file(source, single, **hub))]
+    except OSError as error:
+        no_single = error
+    try:
+        index_file = Path(cached_file(source, index_name, **hub))
+    except OSError as error:
+        for reason in (no_single, error):
+            if not _is_absence(reason):
+                raise reason from None
+        raise ValueError(
+            f"no {single} and no {index_name} in {source}: only safetensors are read, never pickled weights (.bin, .pt). "
+            "Check the path, or convert the checkpoint to safetensors"
+        ) from error
+    try:
+        shard_of = dict(json.loads(index_file.read_text())["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{index_file} is not an index of shards: download it again ({error!r})") from error
+    for shard in set(shard_of.values()):
+        if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
+            raise ValueError(
+                f"{index_file} names the shard {shard!r}: a shard is a .safetensors file beside the index, and nothing else "
+                "is read"
+            )
+    shards = sorted({shard for name, shard in shard_of.items() if name.startswith(prefixes)})
+    try:
+        return [Path(cached_file(source, shard, **hub)) for shard in shards]
+    except OSError as error:
+        if not _is_absence(error):
+            raise
+        raise ValueError(f"a shard that {index_file} names is missing: download the checkpoint again ({error})") from error
+
+
+def _is_absence(error: OSError) -> bool:
+    """Whether a file is not there, rather than could not be fetched. transformers tells these apart in words only."""
+    return "does not appear to have" in str(error)
+
+
+def stored_tensors(files: Iterable[Path]) -> dict[str, StoredTensor]:
+    """What safetensors files hold, by our names. Reads their headers, and no weights.
+
+    Raises:
+        ValueError: if a file is damaged or cut short, or a tensor comes twice.
+    """
+    found: dict[str, StoredTensor] = {}
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118  not a dict: it has no iterator
+                    part = tensors.get_slice(name)
+                    if (ours := our_name(name)) in found:
+                        raise ValueError(f"{name} in {file} is also {found[ours].name} in {found[ours].file}: keep one of them")
+                    found[ours] = StoredTensor(name, file, tuple(part.get_shape()), str(part.get_dtype()))
+        except SafetensorError as error:
+            raise ValueError(f"{file} is not a whole safetensors file: download it again ({error})") from error
+    return found
+
+
+def check_depth(found: Mapping[str, StoredTensor], layers: int) -> None:
+    """Asked before as many layers are made as a config says, which costs time even without memory.
+
+    Raises:
+        ValueError: if a config calls for more layers than the checkpoint has tensors.
+    """
+    if layers > len(found):
+        raise ValueError(
+            f"the config calls for {layers} layers (num_hidden_layers, num_nextn_predict_layers), and the checkpoint holds "
+            f"only {len(found)} tensors: correct config.json, or download the checkpoint again"
+        )
+
+
+def check_fit(
+    found: Mapping[str, StoredTensor], expected: Mapping[str, tuple[int, ...]], optional: Collection[str] = ()
+) -> None:
+    """Compares a checkpoint's tensors with those that its config calls for, by our names.
+
+    Raises:
+        ValueError: if one is missing (and not optional), one too many, or has another shape or kind of numbers; lists all.
+    """
+    published = any(tensor.name.startswith(PUBLISHED_HEAD) for tensor in found.values())
+    missing = sorted(expected.keys() - found.keys() - set(optional))
+    misfits = [f"missing: {published_name(name) if published else name}" for name in missing]
+    misfits += [f"unexpected: {found[name].name}" for name in sorted(found.keys() - expected.keys() - set(optional))]
+    for name in sorted(expected.keys() & found.keys()):
+        tensor = found[name]
+        if tensor.shape != expected[name]:
+            misfits.append(f"wrong shape: {tensor.name} is {list(tensor.shape)}, needs {list(expected[name])}")
+        elif not re.match(r"I64$" if name == DRAFT_TOKENS else r"B?F\d", tensor.dtype):
+            misfits.append(f"wrong type: {tensor.name} holds {tensor.dtype} numbers")
+    raise_misfits(misfits)
+
+
+def raise_misfits(misfits: list[str]) -> None:
+    """Raises the one `ValueError` that lists them, if there are any."""
+    if misfits:
+        raise ValueError(
+            f"the checkpoint does not fit its config ({len(misfits)} tensors):\n  " + "\n  ".join(misfits) + "\n"
+            "Check num_nextn_predict_layers (0: no head), the sizes in config.json, and that the download is whole"
+        )
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a name can be a repository's on the Hub, `org/name`, and is no path."""
+    return re.fullmatch(r"[A-Za-z0-9][\w.\-]*/[A-Za-z0-9][\w.\-]*", name) is not None and ".." not in name
+
+
+def backbone_location(name: str, source: str) -> str:
+    """Where to load the backbone from that the config of the head repository `source` names.
+
+    A config that came from the Hub may name a repository on the Hub, `org/name`, and nothing else. That of a local folder may
+    also name an existing folder, by an absolute path or one relative to the folder and inside it.
+
+    Raises:
+        ValueError: for any other name.
+    """
+    if os.path.isdir(source):
+        folder = Path(source).resolve()
+        if os.path.isabs(name) and os.path.isdir(name):
+            return name
+        inside = (folder / name).resolve()
+        if inside.is_dir() and inside.is_relative_to(folder) and inside != folder:
+            return str(inside)
+    if not is_hub_id(name):
+        raise ValueError(
+            f"the config of {source} names the backbone {name!r}, which is not followed: a config from the Hub names a "
+            "repository ('org/name'), that of a local folder may also name an existing folder (absolute, or inside its own). "
+            "Pass backbone=... to load another"
+        )
+    if os.path.exists(name):
+        raise ValueError(
+            f"the config of {source} names the repository {name!r}, but a local path of that name exists and would be read "
+            "instead: work in another folder, or pass backbone=... to say which is meant"
+        )
+    return name
+
+
+__all__ = [
+    "DRAFT_TOKENS",
+    "HEAD",
+    "HUB_OPTIONS",
+    "KEY_MAPPING",
+    "PUBLISHED_HEAD",
+    "Layout",
+    "StoredTensor",
+    "backbone_location",
+    "check_depth",
+    "check_fit",
+    "commit_of",
+    "config_file",
+    "hub_options",
+    "is_hub_id",
+    "our_name",
+    "published_name",
+    "raise_misfits",
+    "stored_tensors",
+    "weight_files",
+]

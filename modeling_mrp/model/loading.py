@@ -1,0 +1,387 @@
+"""Loading and saving of MRP models: the layouts that are read, backbones with heads from elsewhere, heads on their own."""
+
+import copy
+import logging
+import os
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import initialization as init
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.generation import GenerationConfig
+from transformers.modeling_utils import PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_NAME, cached_file, find_adapter_config_file
+
+from .attaching import HeadMixin
+from .card import write_card
+from .configuration import MRPConfig
+from .head import MRPHead, ResidualNorm, check_draft_tokens, first_tokens
+from .layouts import (
+    KEY_MAPPING,
+    backbone_location,
+    check_depth,
+    check_fit,
+    commit_of,
+    config_file,
+    hub_options,
+    raise_misfits,
+    stored_tensors,
+    weight_files,
+)
+from .saving import AUTO_MAP, BackboneSource, head_to_save, write_code, written_beside
+from .stock import StockMixin
+
+log = logging.getLogger(__name__)
+
+QWEN3_VOCABULARY = 151936  # the one in which MRPConfig's default mask id is free
+_OF_THE_HUB = ("repo_id", "commit_message", "commit_description", "private", "token", "create_pr", "revision", "tags")
+
+
+class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
+    """Loading, saving and initialisation shared by MRP models.
+
+    Attributes:
+        backbone_source: Where the backbone came from; None for a model that was made from a config.
+    """
+
+    config_class = MRPConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["Qwen3DecoderLayer", "MRPHead"]
+    _skip_keys_device_placement = ["past_key_values"]
+    _supports_sdpa = True
+    _supports_attention_backend = True
+    _supports_flash_attn = False  # flash attention takes no block-causal mask
+    _supports_flex_attn = True  # for the packed pass of training; decoding is faster with SDPA
+    backbone_source: BackboneSource | None = None
+
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: Any, *args: Any, config: Any = None, backbone: Any = None, **kwargs: Any
+    ) -> Any:
+        """Loads as transformers does, from a folder or a repository on the Hub of any of four kinds.
+
+        These are a full checkpoint of this package; one in the published SDAR layout (no head); one in the published layout
+        with a head; and a head repository, whose backbone is loaded by the name and revision in its config, and given the head.
+        Only safetensors are read, and no code but this package's runs, whatever else the repositories hold. A checkpoint that
+        does not fit its config is an error, raised before any weights are read.
+
+        Args:
+            pretrained_model_name_or_path: A folder, or a repository's id.
+            args: As in transformers.
+            config: As in transformers.
+            backbone: For a head repository: a folder, an id, or a loaded model that is given the head, instead of the backbone
+                that the config names. (`AutoModel` copies its keyword arguments: give a loaded model to this class, not to it.)
+            kwargs: As in transformers: `dtype`, `device_map`, `revision`, `token`, ... With a head repository, `revision` and
+                `subfolder` are the head's.
+
+        Raises:
+            ValueError: if the checkpoint lacks a tensor, has one too many, or one of another shape (all are listed), has no
+                safetensors, or is of another kind of model; if the backbone of a head repository may not be followed or does
+                not suit the head; if `backbone` is given for a checkpoint that has its own.
+        """
+        if kwargs.get("gguf_file") is not None or kwargs.get("use_safetensors") is False:
+            raise ValueError("only safetensors are read: leave out gguf_file and use_safetensors=False")
+        if pretrained_model_name_or_path is None:  # from a config and a state dict
+            return cls._load(None, *args, config=config, **kwargs)
+        source = os.fspath(pretrained_model_name_or_path)
+        config, kwargs = cls._pinned(source, config, kwargs)
+        if getattr(config, "base_model_name_or_path", None) is not None:
+            return cls._from_head_repository(source, config, backbone, kwargs)
+        if backbone is not None:
+            raise ValueError(
+                f"{source} has a backbone of its own, and backbone=... is for head repositories: to put its head on another "
+                f"backbone use from_backbone(backbone, head={source!r})"
+            )
+        return cls._load(source, *args, config=config, **kwargs)
+
+    @classmethod
+    def from_backbone(
+        cls,
+        backbone: Any,
+        head: Any = None,
+        head_layers: int = 3,
+        head_init: str = "identity",
+        head_revision: str | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """A backbone and a head that lie in different places, or a backbone and a new head.
+
+        Args:
+            backbone: A folder or id of any kind that `from_pretrained` takes but a head repository, or of an autoregressive
+                Qwen3 checkpoint, which becomes a block-diffusion model only by training; or a loaded model, which is given the
+                head. A head that it has already is dropped.
+            head: A folder or id of a head repository, of a full checkpoint, or in the published layout, whose head is taken; an
+                `MRPHead`; or None for a new one.
+            head_layers: Decoder layers of a new head.
+            head_init: How a new head starts: `identity`, `backbone` or `published` (see `start_head`).
+            head_revision: The commit, branch or tag of `head`.
+            kwargs: As for `from_pretrained`; `revision` is the backbone's. A Qwen3 checkpoint of another vocabulary than the
+                published one needs `mask_token_id`; it also takes `block_size`.
+
+        Returns:
+            The model.
+
+        Raises:
+            ValueError: as from `from_pretrained` and `attach_head`; for a bad `head_layers` or `head_init`; for a Qwen3
+                checkpoint of another vocabulary without `mask_token_id`.
+        """
+        if isinstance(backbone, str | os.PathLike):
+            model, _ = cls._open_backbone(os.fspath(backbone), _as_block_diffusion(os.fspath(backbone), kwargs))
+        elif hasattr(backbone, "attach_head"):
+            model = backbone
+        else:
+            raise ValueError(f"backbone is {backbone!r}: pass the folder or id of a checkpoint, or a loaded MRP model")
+        if head is None:
+            model.attach_head(model.new_head(head_layers, head_init))
+            return model
+        hub = {**_shared_hub_options(kwargs), "revision": head_revision}
+        model.attach_head(head, **hub)
+        if isinstance(head, str | os.PathLike) and "generation_config" not in kwargs:
+            model._take_generation_config(os.fspath(head), hub)
+        return model
+
+    @classmethod
+    def tensor_shapes(cls, config: MRPConfig) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of the tensors in a full checkpoint with this config; nothing is allocated.
+
+        Raises:
+            ValueError: if no tensor can have such a shape.
+        """
+        try:
+            with torch.device("meta"):
+                return {name: tuple(value.shape) for name, value in cls(copy.deepcopy(config)).state_dict().items()}
+        except RuntimeError as error:
+            raise ValueError(f"the sizes in the config are those of no model: correct config.json ({error})") from error
+
+    def load_adapter(self, peft_model_id: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Loads a peft adapter as transformers does, but only from safetensors.
+
+        Raises:
+            ValueError: if the adapter has none, or they are damaged; the model is then as before.
+        """
+        if peft_model_id is not None:
+            hub = hub_options({**(kwargs.get("adapter_kwargs") or {}), **kwargs})
+            try:
+                weights = Path(cached_file(peft_model_id, "adapter_model.safetensors", **hub))
+            except OSError as error:
+                raise ValueError(
+                    f"no adapter_model.safetensors in {peft_model_id}: only safetensors are read, never pickled weights. Save "
+                    f"the adapter with safetensors ({error})"
+                ) from error
+            stored_tensors([weights])  # a damaged file would be found only when the model has been changed for it
+        return super().load_adapter(peft_model_id, *args, **kwargs)
+
+    def save_pretrained(
+        self,
+        save_directory: Any,
+        is_main_process: bool = True,
+        state_dict: dict[str, Tensor] | None = None,
+        push_to_hub: bool = False,
+        *,
+        head_only: bool = False,
+        base_model_name_or_path: str | None = None,
+        base_model_revision: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Saves weights, both configs and real copies of the remote code, so that the folder loads anywhere.
+
+        Everything is written beside what the folder holds and then moved into place: a save that fails leaves it as it was,
+        and a model may be saved into the folder it was loaded from.
+
+        Args:
+            save_directory: The folder, made if needed. Its other files stay.
+            is_main_process: As in transformers.
+            state_dict: As in transformers.
+            push_to_hub: As in transformers; pushes with `push_to_hub` once the folder is written.
+            head_only: Whether to write the head alone, with a card unless a person wrote one. The folder names the backbone,
+                and loads it when it is loaded.
+            base_model_name_or_path: With `head_only`, the backbone's name (an id or an absolute path) instead of what the model
+                was loaded from (`backbone_source`). Needed if the backbone was changed since, or made from a config.
+            base_model_revision: With it, the backbone's commit, branch or tag.
+            kwargs: As in transformers.
+
+        Raises:
+            ValueError: with `head_only`, if there is no head, it carries adapters, or the backbone has no name; without it, if
+                the backbone is named.
+        """
+        hub = {name: kwargs.pop(name) for name in _OF_THE_HUB if name in kwargs}
+        folder = Path(save_directory)
+        self.generation_config._from_model_config = False  # or our options would be dropped when it is read again
+        if head_only:
+            named = BackboneSource(base_model_name_or_path, base_model_revision) if base_model_name_or_path else None
+            head, config = head_to_save(self, state_dict, named or self.backbone_source)
+            if is_main_process:
+                with written_beside(folder) as beside:
+                    save_file(head, beside / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
+                    config.save_pretrained(beside)
+                    self.generation_config.save_pretrained(beside)
+                    write_code(beside)
+                    write_card(beside, folder)
+        elif base_model_name_or_path is not None or base_model_revision is not None:
+            raise ValueError(
+                f"base_model_name_or_path={base_model_name_or_path!r}, base_model_revision={base_model_revision!r}: a full "
+                "checkpoint carries its backbone and names none. Pass head_only=True, or leave them out"
+            )
+        else:
+            self.config.auto_map = dict(AUTO_MAP)
+            self.config.base_model_name_or_path = self.config.base_model_revision = None
+            kwargs |= {"is_main_process": is_main_process, "state_dict": state_dict}
+            kwargs["save_original_format"] = False  # our names, also if the model came in a published layout
+            if not is_main_process or kwargs.get("distributed_checkpoint"):
+                super().save_pretrained(folder, **kwargs)
+            else:
+                with written_beside(folder) as beside:
+                    super().save_pretrained(beside, **kwargs)
+                    if (beside / "config.json").is_file():  # an adapter has none
+                        write_code(beside)
+        if push_to_hub and is_main_process:
+            if head_only:
+                hub |= {
+                    "head_only": True,
+                    "base_model_name_or_path": base_model_name_or_path,
+                    "base_model_revision": base_model_revision,
+                }
+            self.push_to_hub(hub.pop("repo_id", folder.name), **hub)
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, ResidualNorm):
+            init.zeros_(module.weight)
+        elif isinstance(module, MRPHead) and module.draft_token_ids is not None:
+            init.copy_(module.draft_token_ids, first_tokens(self.config))
+        else:
+            super()._init_weights(module)
+
+    @classmethod
+    def _pinned(cls, source: str, config: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """The config, and the arguments with the commit as their revision: all files then come from one state of the
+        repository."""
+        path = config_file(source, config is None, **hub_options(kwargs))
+        if path is not None and not os.path.isdir(source) and (commit := commit_of(path)):
+            kwargs = {**kwargs, "revision": commit}
+        if not isinstance(config, PreTrainedConfig):
+            names = {field.name for field in fields(MRPConfig)} - {"dtype"}
+            overrides = {name: value for name, value in kwargs.items() if name in names}
+            kwargs = {name: value for name, value in kwargs.items() if name not in names}
+            config = cls.config_class.from_pretrained(config or source, **hub_options(kwargs), **overrides)
+        return config, kwargs
+
+    @classmethod
+    def _load(cls, source: str | None, *args: Any, **kwargs: Any) -> Any:
+        """A model with its own backbone, by transformers' `from_pretrained`."""
+        with_info = kwargs.pop("output_loading_info", False)
+        if source is not None:
+            cls._check_files(source, kwargs)
+            kwargs |= {"use_safetensors": True, "trust_remote_code": False}  # or custom_generate/ would replace generate
+        kwargs.setdefault("ignore_mismatched_sizes", True)  # collected below, with the other misfits
+        kwargs["key_mapping"] = {**KEY_MAPPING, **(kwargs.get("key_mapping") or {})}
+        model, info = super().from_pretrained(source, *args, output_loading_info=True, **kwargs)
+        misfits = [f"missing: {name}" for name in sorted(info["missing_keys"])]
+        misfits += [f"unexpected: {name}" for name in sorted(info["unexpected_keys"])]
+        misfits += [
+            f"wrong shape: {name} is {list(has)}, needs {list(needs)}" for name, has, needs in sorted(info["mismatched_keys"])
+        ]
+        raise_misfits(misfits)
+        if model.mrp_head is not None:
+            check_draft_tokens(model.mrp_head, model.config, str(source))
+        if source is not None and not kwargs.get("subfolder"):
+            local = os.path.isdir(source)
+            model.backbone_source = BackboneSource(
+                os.path.abspath(source) if local else source, None if local else kwargs.get("revision")
+            )
+        return (model, info) if with_info else model
+
+    @classmethod
+    def _check_files(cls, source: str, kwargs: dict[str, Any]) -> None:
+        """Compares the files' headers with the config, before a config that lies can make anything be allocated."""
+        config = kwargs["config"]
+        if (elsewhere := getattr(config, "transformers_weights", None)) is not None:
+            raise ValueError(f"the config of {source} points to weights in {elsewhere!r}: only model*.safetensors are read")
+        hub, adapter = hub_options(kwargs), kwargs.get("adapter_kwargs") or {}
+        if not os.path.isdir(source) and "_adapter_model_path" not in adapter and find_adapter_config_file(source, **hub):
+            raise ValueError(  # transformers would load the base that adapter_config.json names, whatever that is
+                f"{source} holds an adapter beside its model: load the adapter from a repository of its own with load_adapter"
+            )
+        if getattr(config, "quantization_config", None) is not None:
+            return  # a quantized checkpoint has the tensors that its quantizer makes
+        found = stored_tensors(weight_files(source, kwargs.get("variant"), **hub))
+        check_depth(found, config.num_hidden_layers + config.num_nextn_predict_layers)
+        check_fit(found, cls.tensor_shapes(config), {"lm_head.weight"} if config.tie_word_embeddings else ())
+
+    @classmethod
+    def _from_head_repository(cls, source: str, config: Any, backbone: Any, kwargs: dict[str, Any]) -> Any:
+        hub, with_info, info = hub_options(kwargs), kwargs.get("output_loading_info", False), None
+        if backbone is None or isinstance(backbone, str | os.PathLike):
+            ours = {name: value for name, value in kwargs.items() if name not in ("revision", "subfolder")}
+            adapter, name = ours.pop("adapter_kwargs", None) or {}, ours.pop("adapter_name", None)
+            if config._attn_implementation is not None:  # AutoModel has put it there
+                ours.setdefault("attn_implementation", config._attn_implementation)
+            if backbone is None:
+                where = backbone_location(config.base_model_name_or_path, source)
+                if config.base_model_revision is not None and not os.path.isdir(where):
+                    ours["revision"] = config.base_model_revision
+            else:
+                where = os.fspath(backbone)
+            try:
+                model, info = cls._open_backbone(where, ours)
+            except OSError as error:
+                raise OSError(f"the backbone {where!r} of the head {source} could not be loaded: {error}") from error
+        else:
+            adapter, name, model = {}, None, backbone
+        model.attach_head(source, **hub)
+        if "generation_config" not in kwargs:
+            model._take_generation_config(source, hub)
+        model.name_or_path = model.config.name_or_path = source
+        if (adapter_path := adapter.pop("_adapter_model_path", None)) is not None:
+            model.load_adapter(adapter_path, adapter_name=name, adapter_kwargs=adapter)
+        return (model, info) if with_info else model
+
+    @classmethod
+    def _open_backbone(cls, source: str, kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """A model to put a head on, and transformers' account of its loading."""
+        found, _ = PreTrainedConfig.get_config_dict(config_file(source, **hub_options(kwargs)))
+        if (other := found.get("base_model_name_or_path")) is not None:
+            raise ValueError(f"{source} is a head repository and has no backbone; its own is {other!r}: use that")
+        return cls.from_pretrained(source, **{**kwargs, "output_loading_info": True})
+
+    def _take_generation_config(self, source: str, hub: dict[str, Any]) -> None:
+        """A head comes with the options that suit it, if it has any."""
+        try:
+            self.generation_config = GenerationConfig.from_pretrained(source, **hub_options(hub))
+        except OSError:
+            log.info("%s has no generation_config.json: the backbone's options stay", source)
+
+
+def _shared_hub_options(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in hub_options(kwargs).items() if name not in ("revision", "subfolder")}
+
+
+def _as_block_diffusion(source: str, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments with a config for an autoregressive Qwen3 checkpoint; those for any other one as they are."""
+    found, _ = PreTrainedConfig.get_config_dict(config_file(source, **hub_options(kwargs)))
+    if found.get("model_type") != "qwen3" or kwargs.get("config") is not None:
+        return kwargs
+    kwargs = dict(kwargs)
+    given: dict[str, Any] = {name: kwargs.pop(name) for name in ("block_size", "mask_token_id") if name in kwargs}
+    if "mask_token_id" not in given and found.get("vocab_size") != QWEN3_VOCABULARY:
+        raise ValueError(
+            f"{source} has a vocabulary of {found.get('vocab_size')}, not Qwen3's of {QWEN3_VOCABULARY}, so that its mask "
+            "token is not known: pass mask_token_id=..., an id that no text holds"
+        )
+    config = MRPConfig.from_dict({**found, "model_type": "sdar", **given})
+    log.warning(
+        "%s is an autoregressive Qwen3 checkpoint: until it is trained with the block-diffusion loss (blocks of %d, mask id "
+        "%d) it generates nonsense",
+        source,
+        config.block_size,
+        config.mask_token_id,
+    )
+    return {**kwargs, "config": config}
+
+
+__all__ = ["MRPPreTrainedModel"]

@@ -1,0 +1,196 @@
+"""Losses over the vocabulary, without ever holding the logits of all tokens.
+
+Each loss is a plain function of logits [n, vocab]; `over_vocabulary` applies it to hidden states, a chunk of tokens at a
+time, so that the logits of student and teacher, their softmaxes and gradients exist for one chunk only.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from ..kernels.unembedding import log_odds
+
+BLANK = -1  # the target behind the end of a text: no token is more likely than another
+# Elements of a logits matrix that are alive at once: 64 MB in float32.
+_LOSS_LOGITS_AT_ONCE = 1 << 24
+
+# From the student's logits [n, vocab] and a slice of each further argument: values [n, m], which have gradients, and notes
+# [n, k].
+TokenLoss = Callable[..., tuple[Tensor, Tensor]]
+
+
+def project(hidden: Tensor, lm_head_weight: Tensor) -> Tensor:
+    """Logits [n, vocab] of hidden states [n, hidden_size], in at least float32."""
+    logits = F.linear(hidden, lm_head_weight)
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def over_vocabulary(
+    loss: TokenLoss, hidden: Tensor, lm_head_weight: Tensor, *others: Tensor, at_once: int = _LOSS_LOGITS_AT_ONCE
+) -> tuple[Tensor, Tensor]:
+    """A loss of logits applied to hidden states in chunks of tokens.
+
+    Under a frozen vocabulary matrix a token's values depend on its own hidden state alone, so that their derivatives, [n, m,
+    hidden_size], are taken while the chunk's logits are there and nothing is computed twice. A matrix that trains makes each
+    chunk run again in the backward pass.
+
+    Args:
+        loss: See `TokenLoss`; what it holds besides its arguments gets no gradient.
+        hidden: [n, hidden_size], the student's.
+        lm_head_weight: [vocab, hidden_size].
+        others: [n, ...] each, cut into the same chunks: targets, the teacher's hidden states.
+        at_once: How many logits of the student exist at a time.
+
+    Returns:
+        Values [n, m] with gradients and notes [n, k] without.
+    """
+    rows = max(1, at_once // len(lm_head_weight))
+    chunks = [slice(start, start + rows) for start in range(0, max(1, len(hidden)), rows)]
+
+    def apply(piece: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
+        return loss(project(piece, lm_head_weight), *rest)
+
+    if not torch.is_grad_enabled() or not (hidden.requires_grad or lm_head_weight.requires_grad):
+        parts = [apply(hidden[at], *(other[at] for other in others)) for at in chunks]
+    elif lm_head_weight.requires_grad:
+        parts = [checkpoint(apply, hidden[at], *(other[at] for other in others), use_reentrant=False) for at in chunks]
+    else:
+        return _FrozenVocabulary.apply(apply, chunks, hidden, *others)
+    values, notes = (torch.cat(part) for part in zip(*parts, strict=True))
+    return values, notes.detach()
+
+
+class _FrozenVocabulary(torch.autograd.Function):
+    """Values of each token, and their derivatives by its own hidden state, from one look at its logits."""
+
+    @staticmethod
+    def forward(ctx: Any, apply: TokenLoss, chunks: list[slice], hidden: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
+        all_values, all_notes, slopes = [], [], []
+        for at in chunks:
+            with torch.enable_grad():
+                piece = hidden[at].detach().requires_grad_()
+                values, notes = apply(piece, *(other[at].detach() for other in others))
+                columns = [column.sum() for column in values.unbind(-1)]
+            by_column = [torch.autograd.grad(c, piece, retain_graph=c is not columns[-1])[0] for c in columns]
+            slopes.append(torch.stack(by_column, 1))
+            all_values.append(values.detach())
+            all_notes.append(notes.detach())
+        ctx.save_for_backward(torch.cat(slopes))
+        ctx.others = len(others)
+        noted = torch.cat(all_notes)
+        ctx.mark_non_differentiable(noted)
+        return torch.cat(all_values), noted
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (slopes,) = ctx.saved_tensors
+        by_hidden = torch.einsum("nm,nmh->nh", gradients[0].to(slopes.dtype), slopes)
+        return (None, None, by_hidden, *[None] * ctx.others)
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """[n] cross-entropy of targets [n] long; a `BLANK` one stands for the uniform distribution."""
+    log_probs = logits.log_softmax(-1)
+    of_target = log_probs.gather(-1, targets.clamp(min=0)[:, None])[:, 0]
+    return -torch.where(targets == BLANK, log_probs.mean(-1), of_target)
+
+
+def forward_kl(student: Tensor, teacher: Tensor) -> Tensor:
+    """[n] KL( softmax(teacher) || softmax(student) ) of logits [n, vocab] (MRP, section 3)."""
+    return F.kl_div(student.log_softmax(-1), teacher.log_softmax(-1), log_target=True, reduction="none").sum(-1)
+
+
+def reverse_kl(student: Tensor, teacher: Tensor) -> Tensor:
+    """[n] KL( softmax(student) || softmax(teacher) ) of logits [n, vocab]: seeks a mode where `forward_kl` covers all."""
+    return forward_kl(teacher, student)
+
+
+def mean_squared_error(student: Tensor, teacher: Tensor) -> Tensor:
+    """[n] mean squared difference of logits [n, vocab]."""
+    return (student - teacher).square().mean(-1)
+
+
+DIVERGENCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "kl": forward_kl,
+    "reverse_kl": reverse_kl,
+    "mse": mean_squared_error,
+}
+
+
+def weighted_cross_entropy(
+    hidden: Tensor, lm_head_weight: Tensor, targets: Tensor, weight: Tensor, normaliser: Tensor
+) -> Tensor:
+    """Sum of weighted cross-entropies over a normaliser: the block-diffusion loss (SDAR, equation 3).
+
+    A `BLANK` target stands for the uniform distribution. A model so trained has no confidence behind the end of its text, and
+    decoding, which reveals the most confident positions first, spends no step there.
+
+    Args:
+        hidden: [tokens, hidden_size] final hidden states at masked positions.
+        lm_head_weight: [vocab, hidden_size].
+        targets: [tokens] long, `BLANK` included.
+        weight: [tokens] float.
+        normaliser: Scalar; the number of response tokens.
+
+    Returns:
+        A scalar, 0 (with a graph) if there are no tokens.
+    """
+
+    def loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        return cross_entropy(logits, targets)[:, None], logits.new_zeros(len(logits), 0)
+
+    losses, _ = over_vocabulary(loss, hidden, lm_head_weight, targets)
+    return (losses[:, 0] * weight).sum() / normaliser.clamp(min=1)
+
+
+def order_kl(student: Tensor, teacher: Tensor, block: Tensor, blocks: int) -> Tensor:
+    """How far the student is from the teacher about which position of a block is revealed next, summed over blocks.
+
+    Decoding reveals the most confident position first. Where several tokens are all but certain, `forward_kl` is blind to
+    their order, and it is the order that most drafts get wrong. Here each block's positions share a probability of being
+    first, in proportion to the odds p / (1 - p) of the teacher's token, and the divergences KL(teacher || student) of
+    these are summed.
+
+    Args:
+        student: [tokens] log-odds of the teacher's tokens under the student, see `favourite_odds`.
+        teacher: [tokens] the same under the teacher.
+        block: [tokens] long, a number below `blocks` for each token's block.
+        blocks: More than the largest number.
+    """
+    wanted = _log_softmax_within(teacher.detach(), block, blocks)
+    return (wanted.exp() * (wanted - _log_softmax_within(student, block, blocks))).sum()
+
+
+def favourite_odds(student: Tensor, teacher: Tensor, mask_token_id: int) -> tuple[Tensor, Tensor]:
+    """Log-odds [n] of the teacher's likeliest token under both, from logits [n, vocab]; the mask id is outside the softmax."""
+    mask = torch.tensor([mask_token_id], device=teacher.device)
+    teacher, student = (logits.index_fill(1, mask, -torch.inf) for logits in (teacher, student))
+    token = teacher.argmax(-1)
+    return log_odds(student, token)[1], log_odds(teacher, token)[1]
+
+
+def _log_softmax_within(values: Tensor, group: Tensor, groups: int) -> Tensor:
+    """[n] log-softmax of values [n] over the members of each one's group [n]."""
+    largest = values.new_full((groups,), -torch.inf).scatter_reduce(0, group, values.detach(), "amax")
+    total = values.new_zeros(groups).index_add(0, group, (values - largest[group]).exp())
+    return values - largest[group] - total[group].log()
+
+
+__all__ = [
+    "BLANK",
+    "DIVERGENCES",
+    "TokenLoss",
+    "cross_entropy",
+    "favourite_odds",
+    "forward_kl",
+    "mean_squared_error",
+    "order_kl",
+    "over_vocabulary",
+    "project",
+    "reverse_kl",
+    "weighted_cross_entropy",
+]

@@ -1,0 +1,471 @@
+"""Publishing a checkpoint: one commit with everything in it, or none; and what a broken connection left is not sent again.
+
+`publish` pushes a folder, `MRPHubMixin.push_to_hub` a loaded model.
+"""
+
+import difflib
+import inspect
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, TypeVar
+
+from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard
+from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.utils import validate_repo_id
+from huggingface_hub.utils.sha import git_hash
+
+from .card import About, check_card, is_own_card, read_results, renamed, render_card
+from .folder import KINDS, Folder, is_ours, kind_of, read_folder
+from .layouts import is_hub_id
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Retries:
+    """How long a push is patient with a Hub that does not answer, or answers 408, 429 or 5xx.
+
+    Attributes:
+        times: Attempts after the first, of each step.
+        first_wait: Seconds before the second attempt; each further wait is twice as long.
+        longest_wait: Seconds at most. A Hub that asks (Retry-After) for more is not asked again.
+    """
+
+    times: int = 4
+    first_wait: float = 1.0
+    longest_wait: float = 60.0
+
+
+@dataclass(frozen=True)
+class Publication:
+    """What a push sends, or sent.
+
+    Attributes:
+        repo_id: The repository.
+        kind: "full", "head" or "adapter".
+        where: The branch, or "a pull request".
+        private: Whether the repository is created private, if it is not there yet.
+        sizes: Bytes of each file, by path in the repository.
+        left_out: Files of the folder that are not published.
+        deleted: Files of an earlier push that are removed; known once the repository was looked at.
+        commit: The commit; None of a dry run.
+    """
+
+    repo_id: str
+    kind: str
+    where: str
+    private: bool
+    sizes: dict[str, int]
+    left_out: list[str]
+    deleted: list[str] = field(default_factory=list)
+    commit: CommitInfo | None = None
+
+    def __str__(self) -> str:
+        if self.commit is None:
+            end = "Dry run: nothing was sent."
+        else:
+            end = str(getattr(self.commit, "pr_url", None) or self.commit.commit_url)
+        visibility = "private" if self.private else "public"
+        lines = [f"{KINDS[self.kind]} to {self.repo_id} ({self.where}; {visibility} if it is new)"]
+        lines += [f"{size:>15,}  {path}" for path, size in self.sizes.items()]
+        lines += [f"{sum(self.sizes.values()):>15,}  bytes in {len(self.sizes)} files"]
+        lines += [f"left out: {', '.join(self.left_out)}"] if self.left_out else []
+        lines += [f"removed there: {', '.join(self.deleted)}"] if self.deleted else []
+        return "\n".join([*lines, end])
+
+
+def publish(
+    folder: Path | str,
+    repo_id: str,
+    *,
+    private: bool = True,
+    revision: str | None = None,
+    create_pr: bool = False,
+    commit_message: str | None = None,
+    commit_description: str | None = None,
+    token: str | bool | None = None,
+    dry_run: bool = False,
+    card: ModelCard | Path | None = None,
+    new_card: bool = False,
+    results: Sequence[Path | str] = (),
+    about: Path | str | None = None,
+    tags: Sequence[str] = (),
+    retries: Retries | None = None,
+) -> Publication:
+    """Pushes a saved checkpoint in one commit; the folder is only read.
+
+    A repository that is new is created private. Large files go first: as long as the commit is not made nobody sees them, and
+    a second push after a broken connection does not send them again. Weights and code that an earlier push left and this
+    one does not have are removed in the same commit.
+
+    Args:
+        folder: What `save_pretrained` wrote: a full model, a head (`head_only=True`) or a peft adapter.
+        repo_id: "org/name".
+        private: Whether to create the repository private; one that is there stays as it is.
+        revision: The branch, created if it is not there; `main` by default.
+        create_pr: Opens a pull request instead of changing `main`.
+        commit_message: The commit's title.
+        commit_description: Its text.
+        token: As `huggingface_hub` takes it; the saved one by default.
+        dry_run: Only says what would be sent, without any connection.
+        card: The card to publish. By default the folder's README.md, if a person wrote it or nothing new is to be told; else
+            one is rendered. A rendered one does not replace what a person wrote in the repository.
+        new_card: Renders the card whatever there is.
+        results: Result files for the rendered card (`read_results`).
+        about: A file that tells of the checkpoint, for the rendered card (`About`).
+        tags: More tags for it.
+        retries: How patient to be.
+
+    Returns:
+        What was sent, with the commit.
+
+    Raises:
+        ValueError: if the folder, the card or the id is not fit to be published, or the repository holds another kind of thing.
+        PermissionError: if the token may not write there.
+        ConnectionError: if the Hub could not be reached, or was changed meanwhile. The folder and the branch are as they were.
+    """
+    _check_target(repo_id, revision, create_pr)
+    found = read_folder(folder)
+    if found.base is not None and not is_hub_id(found.base):
+        raise ValueError(
+            f"base_model is {found.base!r}: it must be the id of a model on the Hub, 'org/name', where others find it. Name it "
+            "when saving (base_model_name_or_path), or with --base-model of the command"
+        )
+    text, is_rendered = _card(found, repo_id, card, new_card, read_results(results), about, tags)
+    additions = {name: CommitOperationAdd(name, path) for name, path in found.files.items() if name != "README.md"}
+    additions["README.md"] = CommitOperationAdd("README.md", text.encode())
+    sizes = {name: additions[name].upload_info.size for name in sorted(additions)}
+    where = "a pull request" if create_pr else f"branch {revision or 'main'}"
+    publication = Publication(repo_id, found.kind, where, private, sizes, found.left_out)
+    if dry_run:
+        return publication
+    push = _Push(HfApi(token=token), repo_id, revision or "main", create_pr, retries or Retries())
+    with push.explained():
+        remote = push.prepare(found, private)
+        if is_rendered and not new_card and remote.card is not None and is_own_card(remote.card):
+            log.warning("%s keeps its README.md, which a person wrote: pass new_card=True to replace it", repo_id)
+            del additions["README.md"], sizes["README.md"]
+        deleted = sorted(name for name in remote.names if is_ours(name) and name not in additions)
+        title = commit_message or f"Upload {KINDS[found.kind]}"
+        commit = push.send(remote, list(additions.values()), deleted, title, commit_description)
+    return replace(publication, deleted=deleted, commit=commit)
+
+
+def _check_target(repo_id: str, revision: str | None = None, create_pr: bool = False) -> None:
+    if revision is not None and create_pr:
+        raise ValueError(f"revision={revision!r} and create_pr=True: push to a branch, or open a pull request")
+    validate_repo_id(repo_id)
+    if repo_id.count("/") != 1:
+        raise ValueError(f"repo_id is {repo_id!r}: name the owner too, 'org/name'")
+
+
+def _card(
+    folder: Folder,
+    repo_id: str,
+    card: ModelCard | Path | None,
+    new_card: bool,
+    results: Sequence[Any],
+    about: Path | str | None,
+    tags: Sequence[str],
+) -> tuple[str, bool]:
+    """The card's text, checked, and whether it was rendered."""
+    there = folder.files["README.md"].read_text(encoding="utf-8") if "README.md" in folder.files else None
+    told = bool(results or about or tags)
+    if card is not None:
+        if told or new_card:
+            raise ValueError("card=... is published as it is: leave out results, about, tags and new_card, or leave out card")
+        text, is_rendered = card.read_text(encoding="utf-8") if isinstance(card, Path) else str(card), False
+    elif there is not None and not new_card and is_own_card(there):
+        if told:
+            raise ValueError(
+                f"{folder.path}/README.md was written by a person and is kept, so that results, about and tags would say "
+                "nothing: leave them out, or pass new_card=True to replace it"
+            )
+        text, is_rendered = there, False
+    elif there is not None and not new_card and not told and (again := renamed(there, repo_id, folder.base)) is not None:
+        text, is_rendered = again, True
+    else:
+        person = None if about is None else About.load(about)
+        text, is_rendered = str(render_card(folder.path, folder.kind, repo_id, results, person, tags)), True
+    check_card(text)
+    return text, is_rendered
+
+
+@dataclass(frozen=True)
+class _Remote:
+    """A repository as a push found it; `branch` says whether the branch is there, `card` is its README.md."""
+
+    sha: str
+    names: frozenset[str]
+    branch: bool
+    card: str | None
+
+
+class _Push:
+    """The steps of one push, each repeated as long as the Hub merely does not answer."""
+
+    def __init__(self, api: HfApi, repo_id: str, branch: str, create_pr: bool, retries: Retries) -> None:
+        self.api, self.repo_id, self.branch, self.create_pr, self.retries = api, repo_id, branch, create_pr, retries
+
+    def prepare(self, folder: Folder, private: bool) -> _Remote:
+        """Looks at the repository, creates it if it is not there, and refuses one of another kind."""
+        remote = self.patiently(partial(self._look, folder.kind))
+        if remote is None:
+            self.patiently(partial(self.api.create_repo, self.repo_id, private=private, exist_ok=True))
+            remote = self.patiently(partial(self._look, folder.kind))
+        if remote is None:
+            raise ConnectionError(f"{self.repo_id} was created and cannot be found: push again")
+        return remote
+
+    def _look(self, kind: str) -> _Remote | None:
+        """What the branch holds; None where there is no repository.
+
+        Raises:
+            ValueError: if it is of another kind than what is pushed.
+        """
+        branch = True
+        try:
+            try:
+                info = self.api.model_info(self.repo_id, revision=self.branch)
+            except RevisionNotFoundError:
+                branch, info = False, self.api.model_info(self.repo_id)
+        except RepositoryNotFoundError:
+            return None
+        names = frozenset(sibling.rfilename for sibling in info.siblings or ())
+        with TemporaryDirectory() as cache:
+
+            def read(name: str) -> bytes:
+                return Path(self.api.hf_hub_download(self.repo_id, name, revision=info.sha, cache_dir=cache)).read_bytes()
+
+            there = kind_of(names, read)
+            if there not in (None, kind):
+                raise ValueError(
+                    f"{self.repo_id} holds {KINDS.get(str(there), there)}, and what is pushed is {KINDS[kind]}: push it to a "
+                    "repository of its own, or delete that one on the Hub first"
+                )
+            card = read("README.md").decode(errors="replace") if "README.md" in names else None
+        return _Remote(str(info.sha), names, branch, card)
+
+    def send(
+        self, remote: _Remote, additions: list[CommitOperationAdd], deleted: list[str], title: str, text: str | None
+    ) -> CommitInfo:
+        """Uploads what is large, then makes the commit."""
+        known = self.branch if remote.branch else "main"
+        upload = partial(self.api.preupload_lfs_files, self.repo_id, additions, revision=known, free_memory=False)
+        self.patiently(partial(upload, create_pr=self.create_pr))
+        operations = [*additions, *map(CommitOperationDelete, deleted)]
+        commit = partial(self.api.create_commit, self.repo_id, operations, commit_message=title, commit_description=text)
+        if self.create_pr:
+            return self.patiently(partial(commit, create_pr=True, parent_commit=remote.sha), again_if_lost=False)
+        with self._branch(remote):
+            return self.patiently(
+                partial(commit, revision=self.branch, parent_commit=remote.sha),
+                landed=partial(self._landed, remote.sha, additions, deleted, title),
+            )
+
+    @contextmanager
+    def _branch(self, remote: _Remote) -> Iterator[None]:
+        """The branch, made if it is not there, and removed again if nothing comes to stand on it."""
+        if not remote.branch:
+            make = partial(self.api.create_branch, self.repo_id, branch=self.branch, revision=remote.sha, exist_ok=True)
+            self.patiently(make)
+        try:
+            yield
+        except BaseException:
+            if not remote.branch:
+                try:
+                    self.api.delete_branch(self.repo_id, branch=self.branch)
+                except Exception as error:
+                    log.warning("the empty branch %s of %s could not be removed: %s", self.branch, self.repo_id, error)
+            raise
+
+    def _landed(self, before: str, additions: list[CommitOperationAdd], deleted: list[str], title: str) -> CommitInfo | None:
+        """The commit of an answer that was lost on the way: what the branch holds now, if that is what was sent."""
+        info = self.api.model_info(self.repo_id, revision=self.branch, files_metadata=True)
+        files = {sibling.rfilename: sibling for sibling in info.siblings or ()}
+
+        def holds(operation: CommitOperationAdd) -> bool:
+            file = files.get(operation.path_in_repo)
+            if file is None or file.lfs is not None:
+                return file is not None and file.lfs is not None and file.lfs.sha256 == operation.upload_info.sha256.hex()
+            with operation.as_file() as stream:
+                return file.blob_id == git_hash(stream.read())
+
+        if info.sha == before or any(name in files for name in deleted) or not all(map(holds, additions)):
+            return None
+        url = f"{self.api.endpoint}/{self.repo_id}/commit/{info.sha}"
+        return CommitInfo(commit_url=url, commit_message=title, commit_description="", oid=str(info.sha))
+
+    def patiently(self, step: Callable[[], T], landed: Callable[[], T | None] | None = None, again_if_lost: bool = True) -> T:
+        """Runs a step that may fail in passing, and repeats it.
+
+        Args:
+            step: What to do.
+            landed: Tells, after an answer was lost, whether the step was done all the same, and gives its result.
+            again_if_lost: Whether to repeat a step whose answer was lost: it may have been done.
+        """
+        wait = self.retries.first_wait
+        for left in range(self.retries.times, -1, -1):
+            try:
+                return step()
+            except Exception as error:
+                status, asked = _status(error), _retry_after(error)
+                lost = status is None and _is_connection(error)
+                if landed is not None and (lost or status == 412) and (result := self.patiently(landed)) is not None:
+                    return result
+                passing = (lost and again_if_lost) or status in (408, 429) or (status or 0) >= 500
+                if not passing or not left or (asked or 0) > self.retries.longest_wait:
+                    raise
+                pause = asked if asked is not None else min(wait, self.retries.longest_wait)
+                log.warning("%s: %s; again in %g s", self.repo_id, _first_line(error), pause)
+                time.sleep(pause)
+                wait *= 2
+        raise AssertionError("the last attempt returns or raises")
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Says of a failure what it means for the repository and the folder, and what to do."""
+        try:
+            yield
+        except Exception as error:
+            status, asked = _status(error), _retry_after(error)
+            if status in (401, 403):
+                raise PermissionError(
+                    f"the token may not write to {self.repo_id} ({_first_line(error)}): log in with `hf auth login`, or pass "
+                    "the token of somebody who may. Nothing was changed"
+                ) from error
+            if status == 412:
+                raise ConnectionError(
+                    f"somebody else committed to {self.repo_id} ({self.branch}) meanwhile, and that is kept: look "
+                    "at it, then push again"
+                ) from error
+            if status is None and not _is_connection(error):
+                raise
+            remedy = f"wait {asked:g} s, then push again" if asked else "push again when the connection stands"
+            if self.create_pr:
+                remedy += f", after a look at the pull requests of {self.repo_id}: the last one may be this push's"
+            raise ConnectionError(
+                f"the push to {self.repo_id} was given up ({_first_line(error)}). Its files and your folder are as they were; "
+                f"{remedy}: what was uploaded already is not sent again"
+            ) from error
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__
+
+
+def _status(error: BaseException) -> int | None:
+    return next((cause.response.status_code for cause in _causes(error) if isinstance(cause, HfHubHTTPError)), None)
+
+
+def _retry_after(error: BaseException) -> float | None:
+    """The seconds that the Hub asks to wait; dates are not read."""
+    for cause in _causes(error):
+        if isinstance(cause, HfHubHTTPError):
+            value = cause.response.headers.get("Retry-After", "")
+            return float(value) if value.isdigit() else None
+    return None
+
+
+def _is_connection(error: BaseException) -> bool:
+    """Whether a connection failed. The HTTP library of huggingface_hub is httpx or httpx2, so its class goes by its name."""
+    if isinstance(error, OfflineModeIsEnabled):  # it stays so, and says what to do
+        return False
+    return any(
+        isinstance(cause, ConnectionError | TimeoutError)
+        or any(base.__name__ == "TransportError" for base in type(cause).__mro__)
+        for cause in _causes(error)
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    *_, last = _causes(error)
+    told = next((cause for cause in _causes(error) if isinstance(cause, HfHubHTTPError)), last)
+    return f"{type(told).__name__}: {str(told).strip()}".splitlines()[0]
+
+
+@contextmanager
+def _without_look_ups() -> Iterator[None]:
+    """Keeps peft, which reads this variable whenever it saves an adapter, from asking the Hub for the base model's config."""
+    before = os.environ.get("HF_HUB_OFFLINE")
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["HF_HUB_OFFLINE"]
+        else:
+            os.environ["HF_HUB_OFFLINE"] = before
+
+
+class MRPHubMixin:
+    """`push_to_hub` of an MRP model."""
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        head_only: bool = False,
+        base_model_name_or_path: str | None = None,
+        base_model_revision: str | None = None,
+        tokenizer: Any = None,
+        max_shard_size: int | str = "5GB",
+        dry_run: bool = False,
+        **options: Any,
+    ) -> Publication:
+        """Publishes the model in one commit: private unless told, on a branch or as a pull request on request.
+
+        Args:
+            repo_id: "org/name".
+            head_only: Publishes the head alone, which names its backbone, instead of the whole model. Of a model with a peft
+                adapter, the adapter alone is published.
+            base_model_name_or_path: With `head_only`, the backbone's name on the Hub, if it was not loaded from there.
+            base_model_revision: With it, the backbone's commit, branch or tag.
+            tokenizer: Is published beside the model.
+            max_shard_size: As in `save_pretrained`.
+            dry_run: Only says what would be sent, without any connection.
+            options: `private`, `revision`, `create_pr`, `commit_message`, `commit_description`, `token`, `card`, `new_card`,
+                `results`, `about`, `tags`, `retries`, as `publish` takes them.
+
+        Returns:
+            What was sent, with the commit.
+
+        Raises:
+            TypeError: for another option, before anything is written.
+            ValueError, PermissionError, ConnectionError: as `publish` says.
+        """
+        known = [name for name, one in inspect.signature(publish).parameters.items() if one.kind is one.KEYWORD_ONLY]
+        for name in options:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = f"did you mean {near[0]}?" if near else f"it takes {', '.join(known)}"
+                raise TypeError(f"push_to_hub has no option {name}: {hint}")
+        _check_target(repo_id, options.get("revision"), options.get("create_pr", False))
+        read_results(options.get("results", ()))
+        if options.get("about") is not None:
+            About.load(options["about"])
+        with TemporaryDirectory() as folder, _without_look_ups() if dry_run else nullcontext():
+            self.save_pretrained(  # type: ignore[attr-defined]  # the model's
+                folder,
+                max_shard_size=max_shard_size,
+                head_only=head_only,
+                base_model_name_or_path=base_model_name_or_path,
+                base_model_revision=base_model_revision,
+            )
+            if tokenizer is not None:
+                tokenizer.save_pretrained(folder)
+            return publish(folder, repo_id, dry_run=dry_run, **options)
+
+
+__all__ = ["MRPHubMixin", "Publication", "Retries", "publish"]

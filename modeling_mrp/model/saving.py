@@ -1,0 +1,119 @@
+"""How MRP models are written: heads on their own, and everything beside what is there before it is replaced."""
+
+import copy
+import inspect
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from .configuration import MRPConfig
+from .custom_generate import generate
+from .head import shapes_of_head
+from .layouts import HEAD
+
+CONFIGURATION, MODELING = "configuration_mrp.py", "modeling_mrp.py"
+CUSTOM_GENERATE = "custom_generate/generate.py"
+AUTO_MAP = {
+    "AutoConfig": "configuration_mrp.MRPConfig",
+    "AutoModel": "modeling_mrp.MRPForCausalLM",
+    "AutoModelForCausalLM": "modeling_mrp.MRPForCausalLM",
+}
+_WEIGHT_FILES = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+
+
+class BackboneSource(NamedTuple):
+    """Where a model's backbone came from: a repository's id and commit, or a folder's absolute path and None."""
+
+    name: str
+    revision: str | None
+
+
+def head_to_save(
+    model: Any, state_dict: dict[str, Tensor] | None, backbone: BackboneSource | None
+) -> tuple[dict[str, Tensor], MRPConfig]:
+    """The tensors and the config of a head repository.
+
+    Raises:
+        ValueError: if the model has no head, its backbone no name, or the head not just its own tensors.
+    """
+    if model.mrp_head is None:
+        raise ValueError(
+            "head_only=True, but the model has no MRP head: give it one with attach_head or from_backbone, or save it whole"
+        )
+    if backbone is None:
+        raise ValueError(
+            "head_only=True, but the model was not loaded from a checkpoint that the head could name as its backbone: pass "
+            "base_model_name_or_path (and base_model_revision), or save it whole"
+        )
+    state = model.state_dict() if state_dict is None else state_dict
+    head = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items() if name.startswith(HEAD)}
+    if head.keys() != (expected := shapes_of_head(model.config).keys()):
+        raise ValueError(
+            f"the head holds other tensors than its own, or lacks some: {sorted(head.keys() ^ expected)[:4]}, ... Merge "
+            "adapters first (merge_and_unload), or save them with peft"
+        )
+    config = copy.deepcopy(model.config)
+    config.auto_map, config.architectures = dict(AUTO_MAP), [type(model).__name__]
+    config.dtype = next(tensor.dtype for tensor in head.values() if tensor.is_floating_point())
+    config.base_model_name_or_path, config.base_model_revision = backbone
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # the backbone's
+    return head, config
+
+
+def write_code(folder: Path) -> None:
+    """Puts the remote code beside a checkpoint: this file, where it is remote code itself, or what the package generates."""
+    own = Path(__file__)
+    if own.name == MODELING:
+        for name in (CONFIGURATION, MODELING):
+            shutil.copyfile(own.with_name(name), folder / name)
+    else:
+        import_module(f"{__name__.partition('.')[0]}.bundle").write(folder)
+    target = folder / CUSTOM_GENERATE
+    target.parent.mkdir(exist_ok=True)
+    target.write_text(f"from typing import Any\n\n\n{inspect.getsource(generate)}", encoding="utf-8")
+
+
+@contextmanager
+def written_beside(folder: Path) -> Iterator[Path]:
+    """A temporary folder whose files move into `folder` when all are written; weights of another split are then removed."""
+    made = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder) as beside:
+            yield Path(beside)
+            files = (path for path in Path(beside).rglob("*") if path.is_file())
+            written = sorted(files, key=lambda path: path.suffix == ".json")
+            for path in written:
+                target = folder / path.relative_to(beside)
+                target.parent.mkdir(exist_ok=True)
+                os.replace(path, target)
+        names = {path.name for path in written}
+        if any(_WEIGHT_FILES.fullmatch(name) for name in names):
+            for path in folder.iterdir():
+                if _WEIGHT_FILES.fullmatch(path.name) and path.name not in names:
+                    path.unlink()
+    except BaseException:
+        if made and not any(folder.iterdir()):
+            folder.rmdir()
+        raise
+
+
+__all__ = [
+    "AUTO_MAP",
+    "CONFIGURATION",
+    "CUSTOM_GENERATE",
+    "MODELING",
+    "BackboneSource",
+    "head_to_save",
+    "write_code",
+    "written_beside",
+]

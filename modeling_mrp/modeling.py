@@ -1,0 +1,319 @@
+"""The SDAR backbone as a difference from transformers' Qwen3, with the MRP head on top of it.
+
+Symbols follow the MRP paper (arXiv 2605.18817): h_A are the backbone's final hidden states at a state x,
+A = lm_head(h_A) its logits, x' the state after a reveal, h_C the head's output and A + C = lm_head(h_A + h_C)
+the head's estimate of the backbone's logits at x'.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
+from transformers.cache_utils import Cache
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Model
+from transformers.utils import can_return_tuple
+
+from .generate.generation import MRPGenerationMixin
+from .kernels.dispatch import PYTORCH, Dispatch
+from .kernels.fused_layers import fused
+from .kernels.head_input import normed_pair
+from .kernels.round_attention import RoundMask
+from .model.configuration import MRPConfig
+from .model.diffusion import IGNORE_INDEX, block_causal_mask, pack_noisy
+from .model.head import MRPHead
+from .model.loading import MRPPreTrainedModel
+from .model.losses import weighted_cross_entropy
+from .model.publishing import MRPHubMixin
+from .runner.cache import BlockCache
+
+# What callers of transformers' models may pass beside the arguments that all of these have (`return_dict` is one).
+_PASSED_ON = ("output_hidden_states", "output_attentions", "cache_position")
+
+
+class MRPForCausalLM(MRPHubMixin, MRPPreTrainedModel, MRPGenerationMixin):
+    """An SDAR block-diffusion language model with an optional MRP head.
+
+    The backbone is transformers' `Qwen3Model`, unchanged, under a block-causal mask: a token sees every token of
+    earlier blocks and of its own block, and a masked position predicts its own token (no shift by one).
+    """
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def __init__(self, config: MRPConfig) -> None:
+        super().__init__(config)
+        self.model = Qwen3Model(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.mrp_head = MRPHead(config) if config.has_head else None
+        self.post_init()
+
+    def backbone(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        mask: Tensor | BlockMask | RoundMask,
+        past_key_values: Cache | None = None,
+        compiled: bool = True,
+    ) -> Tensor:
+        """The backbone's final-norm hidden states h_A under a boolean mask.
+
+        Args:
+            input_ids: [batch, length] long.
+            position_ids: [batch, length] long, absolute.
+            mask: [batch, 1, length, keys] bool, True where a query sees a key; a `BlockMask` under flex
+                attention; or a `RoundMask` inside `under_round_masks`.
+            past_key_values: A cache that the layers update, or None.
+            compiled: Whether a backbone under `nn.Module.compile` runs as compiled.
+
+        Returns:
+            [batch, length, hidden_size].
+
+        Raises:
+            ValueError: if a `RoundMask` forces kernels that cannot be used here.
+        """
+        if (walk := fused(self.model, Qwen3Model, self.config.num_hidden_layers, mask, past_key_values)) is not None:
+            embeds = self.model.embed_tokens(input_ids)
+            return walk(embeds, self.model.rotary_emb(embeds, position_ids))
+        return _called(self.model, compiled)(
+            input_ids=input_ids,
+            attention_mask={"full_attention": self._attention_bias(mask)},
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            use_cache=past_key_values is not None,
+        ).last_hidden_state
+
+    def residual(
+        self,
+        input_ids: Tensor,
+        hidden_states: Tensor,
+        position_ids: Tensor,
+        mask: Tensor | BlockMask | RoundMask,
+        past_key_values: Cache | None = None,
+        dispatch: Dispatch = PYTORCH,
+        compiled: bool = True,
+    ) -> Tensor:
+        """The head's residual h_C = Head(embed(x'), h_A); `lm_head(h_A + h_C)` estimates the logits at x'.
+
+        Args:
+            input_ids: [batch, length] long, x'.
+            hidden_states: [batch, length, hidden_size], h_A or an accumulated estimate.
+            position_ids: [batch, length] long, absolute.
+            mask: As for `backbone`.
+            past_key_values: A cache with room for the head's layers, or None.
+            dispatch: Kernels or PyTorch, for what the head reads.
+            compiled: As for `backbone`.
+
+        Returns:
+            [batch, length, hidden_size].
+
+        Raises:
+            ValueError: if the model has no head, or kernels are forced that cannot be used here.
+        """
+        if self.mrp_head is None:
+            raise ValueError(
+                "this model has no MRP head (num_nextn_predict_layers is 0): load one with attach_head(head) or "
+                "from_backbone(backbone, head=...), or train a head"
+            )
+        head, embed_tokens = self.mrp_head, self.model.embed_tokens
+        normed = normed_pair(embed_tokens, head.enorm, head.hnorm, input_ids, hidden_states, dispatch)
+        embeds = embed_tokens(input_ids) if normed is None else None
+        rotary = self.model.rotary_emb(hidden_states if embeds is None else embeds, position_ids)
+        if (walk := fused(head, MRPHead, len(head.layers), mask, past_key_values)) is not None:
+            output = walk(head.joined(embeds, hidden_states, normed), rotary)
+        else:
+            run = _called(head, compiled)
+            output = run(embeds, hidden_states, self._attention_bias(mask), rotary, past_key_values, normed)
+        return output if self.config.head_predicts == "residual" else output - hidden_states
+
+    def head_share(self) -> float:
+        """Parameters that a head pass and its picks read, over those that a backbone forward and its picks read."""
+
+        def size(module: nn.Module | None) -> int:
+            return sum(parameter.numel() for parameter in module.parameters()) if module is not None else 0
+
+        picked = self.config.draft_vocab_size or self.config.vocab_size
+        return (size(self.mrp_head) + picked * self.config.hidden_size) / (
+            size(self.model.layers) + self.lm_head.weight.numel()
+        )
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        noise_level: Tensor | None = None,
+        noise_mask: Tensor | None = None,
+        num_items_in_batch: int | Tensor | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Logits of every position given what is revealed, or the block-diffusion loss when `labels` are given.
+
+        Args:
+            input_ids: [batch, length] long. Positions that hold `mask_token_id` are predicted.
+            attention_mask: [batch, past + length], 1 for real tokens (padding on either side), or a boolean or
+                additive [batch, 1, length, past + length] mask that replaces the block-causal one.
+            position_ids: [batch, length] long, absolute; by default counted from the first real token.
+            past_key_values: Keys and values of earlier, clean blocks.
+            inputs_embeds: [batch, length, hidden_size] in place of `input_ids`.
+            labels: [batch, length] long, the true tokens; -100 where nothing is learned (the prompt). The input is
+                then noised: each learned token is masked with probability t ~ U(0, 1] drawn per sequence, one pass
+                holds [x_t | x_0], and the loss is the cross-entropy at the masked positions weighted 1 / t, over
+                the number of learned tokens (SDAR, equation 3). The logits returned are those of the noisy copy.
+            use_cache: Whether to return keys and values.
+            logits_to_keep: As in transformers: the last n positions, or an index tensor. 0 keeps all.
+            noise_level: With `labels`, [batch], t of each sequence, in (0, 1], instead of drawing it.
+            noise_mask: With `labels`, [batch, length] bool, the positions to mask, instead of drawing them.
+            num_items_in_batch: With `labels`, what the loss is divided by instead of this batch's learned tokens: transformers'
+                Trainer passes the count over all accumulation steps.
+            kwargs: `output_hidden_states`, `output_attentions`, `cache_position` and `return_dict`, as in transformers.
+
+        Returns:
+            `CausalLMOutputWithPast` with float logits [batch, kept, vocab], and with `output_hidden_states=True`
+            the hidden states, of which the last are h_A.
+
+        Raises:
+            ValueError: for an argument that would have no effect, with `labels` or without; a mask, labels or noise that do not
+                fit the tokens; or the `BlockCache` of a `generate`.
+        """
+        if unknown := sorted(name for name, value in kwargs.items() if value is not None and name not in _PASSED_ON):
+            raise ValueError(f"forward has no argument {', '.join(unknown)}: check the spelling, or leave it out")
+        if labels is not None:
+            if past_key_values is not None or input_ids is None or (attention_mask is not None and attention_mask.dim() != 2):
+                raise ValueError(
+                    "labels need input_ids with a 2-D attention_mask and no past_key_values: the pass packs its own mask"
+                )
+            given: dict[str, Any] = {"position_ids": position_ids, "inputs_embeds": inputs_embeds, **kwargs}
+            unused = [name for name, value in given.items() if value is not None and value is not False]
+            unused += ["use_cache"] if use_cache else []
+            unused += ["logits_to_keep"] if isinstance(logits_to_keep, Tensor) or logits_to_keep else []
+            if unused:
+                raise ValueError(
+                    f"{', '.join(unused)}: no effect with labels, whose pass packs [x_t | x_0] with positions of its own and "
+                    "returns the loss and all logits. Leave out either"
+                )
+            return self._training_pass(input_ids, labels, attention_mask, noise_level, noise_mask, num_items_in_batch)
+        if unused := [name for name, value in (("noise_level", noise_level), ("noise_mask", noise_mask)) if value is not None]:
+            raise ValueError(f"{', '.join(unused)}: no effect without labels. Pass labels too, or leave them out")
+        if isinstance(past_key_values, BlockCache):
+            raise ValueError(
+                "past_key_values are a BlockCache, which only generate goes on from: pass them there, or here a DynamicCache"
+            )
+        tokens = input_ids if input_ids is not None else inputs_embeds
+        if tokens is None:
+            raise ValueError("forward got neither input_ids nor inputs_embeds: pass one of them")
+        mask, position_ids = self._block_causal(tokens, attention_mask, position_ids, past_key_values)
+        outputs = self.model(
+            input_ids=input_ids,
+            inputs_embeds=inputs_embeds,
+            attention_mask={"full_attention": mask},
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        return CausalLMOutputWithPast(
+            logits=self.lm_head(outputs.last_hidden_state[:, keep]),
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+    def _block_causal(
+        self, given: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, past_key_values: Cache | None
+    ) -> tuple[Tensor, Tensor]:
+        """The mask in the attention implementation's form, and the positions of the new tokens."""
+        batch, length = given.shape[:2]
+        past = past_key_values.get_seq_length() if past_key_values is not None else 0
+        valid = torch.ones(batch, past + length, dtype=torch.bool, device=given.device)
+        if attention_mask is not None and attention_mask.dim() == 2:
+            if attention_mask.shape != (batch, past + length):
+                raise ValueError(
+                    f"attention_mask has shape {list(attention_mask.shape)}, but the batch has {batch} rows, the cache holds "
+                    f"{past} tokens and {length} are new: pass [{batch}, {past + length}]"
+                )
+            valid = attention_mask.bool()
+        key_positions = (valid.long().cumsum(-1) - 1).clamp(min=0)
+        if position_ids is None:
+            position_ids = key_positions[:, past:]
+        else:
+            position_ids = position_ids.expand(batch, length)
+            key_positions = torch.cat([key_positions[:, :past], position_ids], 1)
+        if attention_mask is not None and attention_mask.dim() == 4:
+            return (
+                self._attention_bias(attention_mask) if attention_mask.dtype == torch.bool else attention_mask
+            ), position_ids
+        mask = block_causal_mask(position_ids, key_positions, valid, self.config.block_size)
+        mask |= torch.eye(length, past + length, dtype=torch.bool, device=given.device).roll(past, -1)  # padding sees itself
+        return self._attention_bias(mask), position_ids
+
+    def _attention_bias(self, mask: Any) -> Any:
+        """SDPA takes a boolean mask as it is, flex attention a `BlockMask`, the attention of rounds a `RoundMask`; eager and
+        flex attention add others to the scores."""
+        if isinstance(mask, BlockMask | RoundMask) or self.config._attn_implementation not in ("eager", "flex_attention"):
+            return mask
+        return torch.zeros(mask.shape, dtype=self.dtype, device=mask.device).masked_fill_(~mask, torch.finfo(self.dtype).min)
+
+    def _training_pass(
+        self,
+        input_ids: Tensor,
+        labels: Tensor,
+        attention_mask: Tensor | None,
+        noise_level: Tensor | None,
+        noise_mask: Tensor | None,
+        num_items_in_batch: int | Tensor | None,
+    ) -> CausalLMOutputWithPast:
+        batch, length = input_ids.shape
+        for name, given in (("labels", labels), ("attention_mask", attention_mask)):
+            if given is not None and given.shape != input_ids.shape:
+                raise ValueError(f"{name} has shape {list(given.shape)}: it must be that of input_ids, {[batch, length]}")
+        valid = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
+        if (valid[:, 1:] & ~valid[:, :-1]).any():
+            raise ValueError("labels need right padding: a 0 stands before a 1 in attention_mask")
+        _check_noise(noise_level, noise_mask, batch, length)
+        if noise_level is None:
+            noise_level = 1 - torch.rand(batch, device=input_ids.device)
+        if noise_mask is None:
+            noise_mask = torch.rand(batch, length, device=input_ids.device) < noise_level[:, None]
+        response = labels != IGNORE_INDEX
+        weight = (1 / noise_level)[:, None].expand(batch, length)
+        clean = torch.where(response, labels, input_ids)
+        packed = pack_noisy(clean, response, valid, noise_mask, weight, self.config.mask_token_id)
+        hidden = self.backbone(packed.input_ids, packed.position_ids, packed.attention_mask(self.config.block_size))
+        chosen = packed.supervised
+        items = (
+            packed.response_tokens if num_items_in_batch is None else torch.as_tensor(num_items_in_batch, device=hidden.device)
+        )
+        loss = weighted_cross_entropy(
+            hidden[chosen], self.lm_head.weight, packed.target_ids[chosen], packed.weight[chosen], items
+        )
+        return CausalLMOutputWithPast(loss=loss, logits=self.lm_head(hidden[:, :length]))
+
+
+def _called(module: nn.Module, compiled: bool) -> Callable[..., Any]:
+    """A module with its hooks, as compiled or as it was before."""
+    return module if compiled else module._call_impl
+
+
+def _check_noise(level: Tensor | None, mask: Tensor | None, batch: int, length: int) -> None:
+    if level is not None:
+        if not isinstance(level, Tensor) or level.shape != (batch,):
+            found = f"of shape {list(level.shape)}" if isinstance(level, Tensor) else f"a {type(level).__name__}"
+            raise ValueError(f"noise_level is {found}: pass a tensor of shape [{batch}], one level for each sequence")
+        inside = (level > 0) & (level <= 1)
+        if not bool(inside.all()):
+            raise ValueError(f"noise_level holds {level[~inside][0].item():g}: levels are above 0 and at most 1")
+    if mask is not None and (not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != (batch, length)):
+        found = f"{mask.dtype} of shape {list(mask.shape)}" if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
+        raise ValueError(f"noise_mask is {found}: pass a bool tensor of shape [{batch}, {length}], True where to mask")
+
+
+__all__ = ["MRPForCausalLM", "MRPHead", "MRPPreTrainedModel"]

@@ -1,0 +1,1 @@
+"""The one owner of a model's forwards and of their keys and values."""

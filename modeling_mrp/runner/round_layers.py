@@ -1,0 +1,137 @@
+"""How the layers of a model come to attend by `round_attention_mrp`: in a round they are given a `RoundMask`.
+
+Keys and values then go into the cache together with the attention, in one call, and not by `BlockCache.update`. To
+`torch.compile` this call is one opaque operation: what it traces does not see the cache, which it would copy, nor how many
+slots are committed, for each number of which it would compile anew.
+"""
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ..kernels.dispatch import Dispatch, failed_before, kernels_usable
+from ..kernels.round_attention import KERNEL, RoundMask, attend
+from .cache import BlockCache
+
+if TYPE_CHECKING:
+    from ..modeling import MRPForCausalLM
+
+# What `attn_implementation` is during a forward under a `RoundMask`. Each copy of this file (remote code of two repositories in
+# one process) has masks of its own class, so also a name of its own.
+ROUND_ATTENTION = f"{__name__}.round_attention"
+REPLACED = "sdpa"  # the implementation that it stands in for
+
+_inside: "weakref.WeakKeyDictionary[nn.Module, int]" = weakref.WeakKeyDictionary()
+_inside_lock = threading.Lock()
+_here = threading.local()  # `cache`: that of the round which this thread is in
+_operators: list[Callable[..., Tensor]] = []  # `_attend_in_round` as an operation, once there has been a round
+
+
+def takes_round_masks(model: "MRPForCausalLM", dispatch: Dispatch) -> bool:
+    """Whether the layers of a model are to be given a `RoundMask` in rounds.
+
+    Automatically so in half precision, on a GPU that has the kernel; in float32 SDPA computes as fast. An attention that was
+    chosen in place of SDPA stays.
+
+    Raises:
+        ValueError: if kernels are forced, and another attention was chosen.
+    """
+    if dispatch.forced is False:
+        return False
+    chosen = model.config._attn_implementation
+    if chosen not in (REPLACED, ROUND_ATTENTION):
+        if dispatch.forced:
+            raise ValueError(
+                f"kernels is True, but the model attends by {chosen!r}, whose place the kernel does not take: use "
+                f"attn_implementation={REPLACED!r}, or kernels=None or kernels=False"
+            )
+        return False
+    if dispatch.forced:
+        return True
+    usable = model.dtype != torch.float32 and kernels_usable(model.device, model.dtype)
+    return usable and not failed_before(KERNEL, model.device)  # its twin would make a mask in each layer
+
+
+@contextmanager
+def under_round_masks(model: "MRPForCausalLM", cache: BlockCache) -> Iterator[None]:
+    """Lets the layers of a model know what a `RoundMask` is, and where their keys and values go.
+
+    Layers look their attention up by the name in the config that they all share, so there is no way around a name of
+    our own there. What it names computes SDPA as before for everything but a `RoundMask`, so that other threads that
+    use the model meanwhile, also without kernels, notice nothing; the last one to leave puts the name back.
+    """
+    with _inside_lock:
+        if not _operators:
+            _operators.append(_as_operation())
+        AttentionInterface.register(ROUND_ATTENTION, _attention)
+        _inside[model] = _inside.get(model, 0) + 1
+        model.config._attn_implementation = ROUND_ATTENTION
+    outer, _here.cache = getattr(_here, "cache", None), cache
+    cache.deferred = True
+    try:
+        yield
+    finally:
+        cache.deferred = False
+        _here.cache = outer
+        with _inside_lock:
+            _inside[model] -= 1
+            if not _inside[model]:
+                del _inside[model]
+                model.config._attn_implementation = REPLACED
+
+
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
+    """An attention function as transformers' layers call it."""
+    if not isinstance(attention_mask, RoundMask):
+        return ALL_ATTENTION_FUNCTIONS[REPLACED](module, query, key, value, attention_mask, **kwargs)
+    mask = attention_mask
+    attend = _operators[0] if torch.compiler.is_compiling() else _attend_in_round
+    layer: Any = module.layer_idx
+    seen = (mask.committed, mask.parent, mask.width, mask.block_size)
+    return attend(query, key, value, *seen, layer, kwargs["scaling"], mask.dispatch.forced), None
+
+
+def _attend_in_round(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    committed: Tensor,
+    parent: Tensor | None,
+    width: int,
+    block_size: int,
+    layer: int,
+    scale: float,
+    forced: bool | None,
+) -> Tensor:
+    """Puts the round's keys and values into the cache, and attends to what lies there: [rows, queries, heads, head_dim]."""
+    keys, values = _here.cache.store(key, value, layer)
+    return attend(query, keys, values, RoundMask(committed, parent, width, block_size, Dispatch(forced)), scale)
+
+
+def _as_operation() -> Callable[..., Tensor]:
+    """`_attend_in_round` as an operation that `torch.compile` leaves whole; each copy of this file has one of its own."""
+    schema = (
+        "(Tensor query, Tensor key, Tensor value, Tensor committed, Tensor? parent, int width, int block_size, int layer, "
+        "float scale, bool? forced) -> Tensor"
+    )
+    name = f"{__name__.replace('.', '_')}::attend"
+    made = torch.library.custom_op(name, _attend_in_round, mutates_args=(), schema=schema)
+    made.register_fake(lambda query, *_: torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format))
+    return made._opoverload
+
+
+__all__ = [
+    "REPLACED",
+    "ROUND_ATTENTION",
+    "takes_round_masks",
+    "under_round_masks",
+]

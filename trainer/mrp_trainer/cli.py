@@ -1,0 +1,283 @@
+"""The console script `mrp`: train, decode, evaluate, make tasks, convert, publish. ``python -m mrp_trainer.cli`` is the same.
+
+Commands import what they need when they run, so that help comes at once.
+"""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from . import cli_train
+from .cli_errors import told
+from .evaluate_options import EvaluateOptions, help_of, shown_default
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    help="Multi-token Residual Prediction for SDAR block-diffusion models.",
+)
+app.add_typer(cli_train.app, name="train")
+
+_WHAT, _HOW, _MODEL, _OUTPUT = "What is asked", "How it is decoded", "Model", "Output"
+_KIND, _TARGET, _CARD = "What is pushed", "Where to", "Card"
+_DEFAULT = EvaluateOptions()
+Splits = Literal["train", "tune", "heldout"]
+
+
+class Family(StrEnum):
+    """Of synthetic problems. (typer knows lists of enums, not of literals.)"""
+
+    MATH = "math"
+    CODE = "code"
+    SOURCE = "source"
+
+
+class Decoding(StrEnum):
+    """A mode of decoding."""
+
+    STATIC = "static"
+    DYNAMIC = "dynamic"
+    SEQUENTIAL = "sequential"
+    ENTROPY_BOUND = "entropy_bound"
+    SELF_SPEC = "self_spec"
+    MRP_DIRECT = "mrp_direct"
+    MRP_SPEC = "mrp_spec"
+    MRP_REMASK = "mrp_remask"
+
+
+def _option(name: str, panel: str, **more: Any) -> Any:
+    """A flag of `mrp evaluate`, with the help and the default that both of its commands show."""
+    return typer.Option(f"--{name.replace('_', '-')}", rich_help_panel=panel, help=help_of(name), **more)
+
+
+def _several(name: str, panel: str, metavar: str | None = None) -> Any:
+    shown = shown_default(name) or False
+    return typer.Option(
+        f"--{name}", rich_help_panel=panel, metavar=metavar, show_default=shown, help=f"{help_of(name)} Repeatable."
+    )
+
+
+@app.command()
+def evaluate(
+    context: typer.Context,
+    model: Annotated[str, _option("model", _MODEL, metavar="PATH")],
+    tokenizer: Annotated[
+        str | None, _option("tokenizer", _MODEL, metavar="PATH", show_default=shown_default("tokenizer"))
+    ] = None,
+    dtype: Annotated[
+        Literal["auto", "float64", "float32", "bfloat16", "float16"] | None,
+        _option("dtype", _MODEL, show_default=shown_default("dtype")),
+    ] = None,
+    device: Annotated[str | None, _option("device", _MODEL, show_default=shown_default("device"))] = None,
+    prompts: Annotated[list[str] | None, _several("prompts", _WHAT, "FILE")] = None,
+    judge: Annotated[Literal["exact", "last_number", "contains"], _option("judge", _WHAT)] = _DEFAULT.judge,  # type: ignore[assignment]
+    chat: Annotated[bool, _option("chat", _WHAT)] = False,
+    family: Annotated[list[Family] | None, _several("family", _WHAT)] = None,
+    split: Annotated[Splits, _option("split", _WHAT)] = _DEFAULT.split,  # type: ignore[assignment]
+    count: Annotated[int, _option("count", _WHAT, min=1)] = _DEFAULT.count,
+    limit: Annotated[int | None, _option("limit", _WHAT, min=1)] = None,
+    decoding: Annotated[list[Decoding] | None, _several("decoding", _HOW)] = None,
+    tau: Annotated[list[float] | None, _several("tau", _HOW)] = None,
+    states: Annotated[list[int] | None, _several("states", _HOW)] = None,
+    branches: Annotated[list[int] | None, _several("branches", _HOW)] = None,
+    set_: Annotated[list[str] | None, _several("set", _HOW, "NAME=VALUE")] = None,
+    max_new_tokens: Annotated[
+        int | None, _option("max_new_tokens", _HOW, min=1, show_default=shown_default("max_new_tokens"))
+    ] = None,
+    batch_size: Annotated[int, _option("batch_size", _HOW, min=1)] = _DEFAULT.batch_size,
+    output: Annotated[str | None, _option("output", _OUTPUT, metavar="FILE")] = None,
+    show: Annotated[int, _option("show", _OUTPUT, min=0)] = _DEFAULT.show,
+) -> None:
+    """Measure accuracy, tokens per forward and acceptance, with 95 % intervals: one JSON line per set and mode."""
+    given = {name.rstrip("_"): value for name, value in context.params.items()}
+    for name in ("prompts", "family", "decoding", "tau", "states", "branches", "set"):
+        given[name] = [getattr(one, "value", one) for one in given[name] or ()] or getattr(_DEFAULT, name)
+    with told():
+        options = EvaluateOptions(**given)
+        from .evaluate import evaluate as evaluate_model
+
+        evaluate_model(options)
+
+
+@app.command()
+def decode(
+    context: typer.Context,
+    model: Annotated[str, typer.Option(metavar="PATH", rich_help_panel=_MODEL, help="Checkpoint: folder or Hub id.")],
+    data: Annotated[
+        list[str],
+        typer.Option(metavar="FILE", rich_help_panel=_WHAT, help="JSON lines or a datasets folder, with prompts. Repeatable."),
+    ],
+    output: Annotated[str, typer.Option(metavar="FILE", rich_help_panel=_OUTPUT, help="JSON lines that mrp train reads.")],
+    revision: Annotated[str | None, typer.Option(rich_help_panel=_MODEL, help="The model's commit, branch or tag.")] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(metavar="PATH", rich_help_panel=_MODEL, show_default="the model's", help="Another tokenizer.")
+    ] = None,
+    dtype: Annotated[
+        Literal["auto", "float64", "float32", "bfloat16", "float16"] | None,
+        typer.Option(rich_help_panel=_MODEL, show_default="the checkpoint's", help="Type of the weights."),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(rich_help_panel=_MODEL, show_default="own GPU, or cpu", help="Device of the model.")
+    ] = None,
+    split: Annotated[str, typer.Option(rich_help_panel=_WHAT, help="Split of a datasets folder.")] = "train",
+    limit: Annotated[int | None, typer.Option(min=1, rich_help_panel=_WHAT, help="Decode only so many records.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, rich_help_panel=_HOW, help="Limit of tokens per prompt.")] = 256,
+    temperature: Annotated[
+        float, typer.Option(min=0, rich_help_panel=_HOW, help="Temperature of sampling; 0 is greedy.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(min=0, rich_help_panel=_HOW, help="Seed of sampling.")] = 0,
+    batch_size: Annotated[int, typer.Option(min=1, rich_help_panel=_HOW, help="Prompts per generate.")] = 32,
+) -> None:
+    """Have a model answer prompts with static decoding: training data for its head. Run again, it goes on."""
+    with told():
+        from .decode import DecodeOptions
+        from .decode import decode as decode_prompts
+
+        written = decode_prompts(DecodeOptions(**context.params))
+    if written is not None:
+        cut = f", {written.cut} of them without an end (of these training takes whole blocks)" if written.cut else ""
+        typer.echo(f"wrote {written.texts} texts to {written.path}{cut}")
+
+
+@app.command()
+def tasks(
+    family: Annotated[list[Family], typer.Option(help="Synthetic problems. Repeatable.")],
+    split: Annotated[Splits, typer.Option(help="Split; no prompt is in two of them.")] = "train",
+    count: Annotated[int, typer.Option(min=1, help="Problems of each family.")] = 1000,
+    seed: Annotated[int, typer.Option(help="Seed of the problems.")] = 0,
+    problems: Annotated[
+        bool, typer.Option("--problems", help="Write problems with hidden cases and numbers, not training data.")
+    ] = False,
+    output: Annotated[Path | None, typer.Option(metavar="FILE", show_default="standard output", help="File to write.")] = None,
+) -> None:
+    """Make synthetic problems as JSON lines that mrp train reads (source: text and its continuation)."""
+    with told():
+        from .tasks import problem_lines, training_lines
+
+        make = problem_lines if problems else training_lines
+        lines = [line for one in family for line in make(one.value, split, count, seed)]
+        text = "".join(f"{line}\n" for line in lines)
+        if output is None:
+            typer.echo(text, nl=False)
+        else:
+            output.parent.mkdir(parents=True, exist_ok=True)
+            output.write_text(text, encoding="utf-8")
+            typer.echo(f"wrote {len(lines)} records to {output}")
+
+
+@app.command()
+def convert(
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="Checkpoint: folder or Hub id.")],
+    target: Annotated[Path, typer.Argument(metavar="TARGET", help="Folder to write: new, or empty.")],
+    layout: Annotated[
+        Literal["mrp", "sdar", "heavyball"], typer.Option(help="Layout: this package's, the published backbone's, or head's.")
+    ] = "mrp",
+) -> None:
+    """Write a checkpoint in another layout, its numbers byte for byte."""
+    with told():
+        from .convert import convert as convert_checkpoint
+
+        written = convert_checkpoint(source, target, layout)
+    size = sum(path.stat().st_size for path in written.iterdir())
+    typer.echo(f"wrote {written} in the layout {layout}: {size:,} bytes")
+
+
+Results = Annotated[
+    list[str] | None,
+    typer.Option(metavar="FILE", rich_help_panel=_CARD, help="Lines of mrp evaluate, for the card. Repeatable."),
+]
+About = Annotated[
+    str | None, typer.Option(metavar="FILE", rich_help_panel=_CARD, help="Markdown that tells of the checkpoint, for the card.")
+]
+
+
+@app.command()
+def push(
+    folder: Annotated[str, typer.Argument(metavar="FOLDER_OR_ID", help="What training saved, or a repository to copy.")],
+    repo_id: Annotated[str, typer.Argument(metavar="REPO", help="Repository: org/name.")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list files and sizes; no connection is made.")] = False,
+    head_only: Annotated[
+        bool, typer.Option("--head-only", rich_help_panel=_KIND, help="Push the head of a full model alone.")
+    ] = False,
+    adapter: Annotated[bool, typer.Option("--adapter", rich_help_panel=_KIND, help="Push a peft adapter.")] = False,
+    base_model: Annotated[
+        str | None, typer.Option(metavar="ID", rich_help_panel=_KIND, help="With --head-only: the backbone on the Hub.")
+    ] = None,
+    base_revision: Annotated[
+        str | None, typer.Option(rich_help_panel=_KIND, help="The backbone's commit, branch or tag.")
+    ] = None,
+    public: Annotated[bool, typer.Option("--public", rich_help_panel=_TARGET, help="Create it public, not private.")] = False,
+    branch: Annotated[str | None, typer.Option(rich_help_panel=_TARGET, help="Push to this branch.")] = None,
+    pull_request: Annotated[
+        bool, typer.Option("--pull-request", rich_help_panel=_TARGET, help="Open a pull request, leave main alone.")
+    ] = False,
+    message: Annotated[str | None, typer.Option(rich_help_panel=_TARGET, help="The commit's title.")] = None,
+    card: Annotated[
+        Path | None, typer.Option(metavar="FILE", rich_help_panel=_CARD, help="Publish this card, not a rendered one.")
+    ] = None,
+    new_card: Annotated[
+        bool, typer.Option("--new-card", rich_help_panel=_CARD, help="Render the card even where a person wrote one.")
+    ] = False,
+    results: Results = None,
+    about: About = None,
+) -> None:
+    """Push a full model, a head or an adapter to the Hub in one commit, private unless told."""
+    with told():
+        for one, other, names in (
+            (head_only, adapter, "--head-only and --adapter"),
+            (branch, pull_request, "--branch and --pull-request"),
+        ):
+            if one and other:
+                raise ValueError(f"{names}: give one of them")
+        from .publish import push as push_checkpoint
+
+        kind = "head" if head_only else "adapter" if adapter else None
+        done = push_checkpoint(
+            folder,
+            repo_id,
+            kind,
+            base_model,
+            base_revision,
+            dry_run,
+            private=not public,
+            revision=branch,
+            create_pr=pull_request,
+            commit_message=message,
+            card=card,
+            new_card=new_card,
+            results=results or [],
+            about=about,
+        )
+    typer.echo(done)
+
+
+@app.command()
+def card(
+    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="A checkpoint.")],
+    name: Annotated[str | None, typer.Option(show_default="the folder", help="Repository that the examples load.")] = None,
+    output: Annotated[Path | None, typer.Option(metavar="FILE", show_default="standard output", help="File to write.")] = None,
+    results: Results = None,
+    about: About = None,
+) -> None:
+    """Print the model card of a checkpoint, as a push would render it."""
+    with told():
+        from .publish import card as rendered_card
+
+        text = rendered_card(folder, name, results or [], about)
+        if output is not None:
+            output.write_text(text, encoding="utf-8")
+    if output is None:
+        typer.echo(text, nl=False)
+
+
+def main() -> None:
+    """The console script."""
+    app(prog_name="mrp")
+
+
+if __name__ == "__main__":
+    main()

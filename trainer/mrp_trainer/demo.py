@@ -1,0 +1,171 @@
+"""Decodes held-out problems in every mode and prints what it cost: ``python -m mrp_trainer.demo`` (or ``make demo``).
+
+All modes take turns on each batch of problems, in one process, so that the wall-clock ratios compare like with like.
+"""
+
+import argparse
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from .evaluate import Decoded, decode_problems
+from .loading import load_model, load_tokenizer
+from .tasks import Family, Problem, problems
+
+MODEL = Path(__file__).parents[2] / "hub_configs" / "sdar-tiny-mrp"
+JUDGED: tuple[Family, ...] = ("math", "code")
+MODES: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("static", {"decoding": "static"}),
+    ("sequential", {"decoding": "sequential"}),
+    ("entropy_bound", {"decoding": "entropy_bound"}),
+    ("self_spec K=4", {"decoding": "self_spec", "num_draft_states": 4}),
+    ("mrp_spec K=4", {"decoding": "mrp_spec", "num_draft_states": 4}),
+    ("mrp_spec K=8", {"decoding": "mrp_spec", "num_draft_states": 8}),
+    ("mrp_direct", {"decoding": "mrp_direct"}),
+    ("dynamic tau=0.5", {"decoding": "dynamic", "confidence_threshold": 0.5}),
+    ("mrp_remask tau=0.5", {"decoding": "mrp_remask", "confidence_threshold": 0.5}),
+    ("dynamic tau=0.9", {"decoding": "dynamic", "confidence_threshold": 0.9}),
+    ("mrp_remask tau=0.9", {"decoding": "mrp_remask", "confidence_threshold": 0.9}),
+)
+
+
+@dataclass
+class Measured:
+    """One mode on one family, batch by batch."""
+
+    batches: list[Decoded]
+
+    @property
+    def accuracy(self) -> float:
+        """Percent solved."""
+        return statistics.mean(100 * right for batch in self.batches for right in batch.judged)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens generated."""
+        return sum(len(ids) for batch in self.batches for ids in batch.ids)
+
+    @property
+    def tokens_per_forward(self) -> float:
+        """Tokens over backbone forwards, each row counting its own."""
+        return self.tokens / sum(sum(map(len, b.ids)) / b.tokens_per_forward for b in self.batches)
+
+    @property
+    def head_forwards_per_token(self) -> float:
+        """Head forwards over tokens, each row counting its own."""
+        return sum(b.head_forwards_per_token * sum(map(len, b.ids)) for b in self.batches) / self.tokens
+
+    def identical(self, other: "Measured") -> float:
+        """Percent of outputs equal to another mode's."""
+        pairs = [(a, b) for x, y in zip(self.batches, other.batches, strict=True) for a, b in zip(x.ids, y.ids, strict=True)]
+        return 100 * sum(a == b for a, b in pairs) / len(pairs)
+
+
+def measure(
+    model: Any, tokenizer: Any, asked: dict[Family, list[Problem]], batch_size: int, progress: Progress
+) -> dict[str, dict[Family, Measured]]:
+    """Every mode on every family; on each batch the modes take turns."""
+    measured: dict[str, dict[Family, Measured]] = {name: {family: Measured([]) for family in asked} for name, _ in MODES}
+    task = progress.add_task("decoding", total=sum(map(len, asked.values())) * len(MODES))
+    decode_problems(model, tokenizer, next(iter(asked.values()))[:2], 2)  # warm up
+    for family, found in asked.items():
+        for begin in range(0, len(found), batch_size):
+            for name, options in MODES:
+                progress.update(task, description=f"{family}: {name}")
+                part = found[begin : begin + batch_size]
+                decoded = decode_problems(model, tokenizer, part, batch_size, lambda n: progress.advance(task, n), **options)
+                measured[name][family].batches.append(decoded)
+    return measured
+
+
+def _time_ratios(mode: dict[Family, Measured], static: dict[Family, Measured]) -> list[float]:
+    return [
+        reference.seconds / batch.seconds
+        for family in mode
+        for batch, reference in zip(mode[family].batches, static[family].batches, strict=True)
+    ]
+
+
+def result_table(measured: dict[str, dict[Family, Measured]]) -> Table:
+    """One row a mode; token counts over the judged families, real source text apart."""
+    static = measured["static"]
+    table = Table(title="Held-out problems: what each mode solves and costs", title_justify="left")
+    for heading in (
+        "mode",
+        "math %",
+        "code %",
+        "tokens/forward",
+        "head/token",
+        "speed vs static",
+        "= static %",
+        "source: tokens/forward",
+        "= %",
+    ):
+        table.add_column(heading, justify="left" if heading == "mode" else "right", no_wrap=True)
+    for name, _ in MODES:
+        mode = measured[name]
+        judged = Measured([batch for family in JUDGED for batch in mode[family].batches])
+        reference = Measured([batch for family in JUDGED for batch in static[family].batches])
+        ratios = _time_ratios({f: mode[f] for f in JUDGED}, static)
+        table.add_row(
+            name,
+            f"{mode['math'].accuracy:.1f}",
+            f"{mode['code'].accuracy:.1f}",
+            f"{judged.tokens_per_forward:.2f}",
+            f"{judged.head_forwards_per_token:.2f}",
+            f"{statistics.median(ratios):.2f}x ({min(ratios):.2f}-{max(ratios):.2f})",
+            f"{judged.identical(reference):.1f}",
+            f"{mode['source'].tokens_per_forward:.2f}",
+            f"{mode['source'].identical(static['source']):.1f}",
+        )
+    return table
+
+
+def show_answers(console: Console, asked: dict[Family, list[Problem]], measured: dict[str, dict[Family, Measured]]) -> None:
+    """A few problems as text: the prompt and what `mrp_spec` answered."""
+    for family in JUDGED:
+        batch = measured["mrp_spec K=4"][family].batches[0]
+        for problem, text, right in list(zip(asked[family], batch.texts, batch.right, strict=False))[:2]:
+            body = Text(problem.prompt, style="bold")
+            body.append(f"\n\n{text}", style="not bold")
+            verdict = "[green]right[/]" if right else "[red]wrong[/]"
+            console.print(Panel(body, title=family, subtitle=verdict, title_align="left", width=100))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Command line of the demo."""
+    parser = argparse.ArgumentParser(
+        prog="python -m mrp_trainer.demo", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--model", default=str(MODEL))
+    parser.add_argument("--count", type=int, default=64, help="problems per family")
+    parser.add_argument("--batch-size", type=int, default=16)
+    options = parser.parse_args(arguments)
+    console = Console(width=None if Console().is_terminal else 140)
+    model: Any = load_model(options.model)
+    if torch.cuda.is_available():
+        model = model.to("cuda")
+    tokenizer = load_tokenizer(options.model)
+    asked = {family: problems(family, "heldout", options.count) for family in (*JUDGED, "source")}
+    columns = (TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console) as progress:
+        measured = measure(model, tokenizer, asked, options.batch_size, progress)
+    show_answers(console, asked, measured)
+    console.print(result_table(measured))
+    console.print(
+        f"{options.count} problems a family, batches of {options.batch_size}, greedy, {model.dtype} on {model.device.type}, "
+        f"torch {torch.__version__}, {torch.get_num_threads()} threads."
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""Models and tokenizers as the commands load them: whatever code a repository carries, none of it is run."""
+
+import json
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils import find_adapter_config_file
+
+from modeling_mrp.model.configuration import MRPConfig
+from modeling_mrp.model.layouts import config_file, is_hub_id
+from modeling_mrp.modeling import MRPForCausalLM
+
+# What `hf download` needs to fetch all of a repository that tells of a model without its weights.
+WITHOUT_WEIGHTS = '--include "*.json" --include "*.txt" --include "*.jinja"'
+
+
+def load_tokenizer(source: str, revision: str | None = None, local_files_only: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer in a folder or a repository.
+
+    Args:
+        source: A folder, or an id on the Hub.
+        revision: Its commit, branch or tag.
+        local_files_only: Whether to read nothing but folders and the cache.
+
+    Raises:
+        ValueError: if there is none, or it cannot be read.
+    """
+    config = MRPConfig()  # only so that none is read, which may be of a kind that transformers does not know
+    where: dict[str, Any] = {"revision": revision, "local_files_only": local_files_only}
+    try:
+        return AutoTokenizer.from_pretrained(source, config=config, trust_remote_code=False, **where)
+    except (OSError, ValueError) as error:
+        if os.path.isdir(source):
+            remedy = "save one there, or name another with --tokenizer"
+        elif local_files_only:
+            remedy = f"download its files first (hf download {source} {WITHOUT_WEIGHTS}), or name another with --tokenizer"
+        else:
+            remedy = "check the name, or name another with --tokenizer"
+        raise ValueError(f"the tokenizer of {source!r} cannot be loaded: {remedy} ({_first_line(error)})") from error
+
+
+def load_config(source: str) -> MRPConfig:
+    """The config of what `load_model` loads, before any weights are read.
+
+    Raises:
+        ValueError, OSError: as from `load_model`.
+    """
+    base, _ = _base_and_adapter(source)
+    config_file(base)
+    return MRPConfig.from_pretrained(base)
+
+
+def load_model(source: str, dtype: str | None = None) -> MRPForCausalLM:
+    """A model in evaluation mode.
+
+    Args:
+        source: A folder or an id on the Hub, of any kind that `MRPForCausalLM.from_pretrained` takes, or with a peft adapter,
+            whose base is then loaded too.
+        dtype: Of the weights; that of the checkpoint if None.
+
+    Raises:
+        ValueError: if the checkpoint or the adapter is damaged, of another kind, or names a base that is not followed.
+        OSError: if there is no such folder or repository.
+    """
+    base, adapter = _base_and_adapter(source)
+    model = MRPForCausalLM.from_pretrained(base, **({} if dtype is None else {"dtype": dtype}))
+    if adapter is not None:
+        model.load_adapter(adapter)
+    return model.eval()
+
+
+def _base_and_adapter(source: str) -> tuple[str, str | None]:
+    """Where the model lies, and the adapter on it. A folder that holds both is loaded as one."""
+    found = None
+    if not (Path(source) / "config.json").is_file():
+        with suppress(OSError, ValueError):  # what is wrong is told where the model's config is not found either
+            found = find_adapter_config_file(source)
+    if found is None:
+        return source, None
+    named = json.loads(Path(found).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    if not isinstance(named, str):
+        raise ValueError(f"the adapter in {source} names no base_model_name_or_path: write the model's into {found}")
+    if not os.path.isdir(source) and (not is_hub_id(named) or os.path.exists(named)):
+        raise ValueError(
+            f"the adapter {source} on the Hub names the model {named!r}, which is not followed: it must be an id on the Hub, "
+            "and no path here. Download the adapter, and correct its adapter_config.json"
+        )
+    return named, source
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+__all__ = ["WITHOUT_WEIGHTS", "load_config", "load_model", "load_tokenizer"]

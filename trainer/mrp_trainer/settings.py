@@ -1,0 +1,310 @@
+"""The settings of a training run: flags over a YAML file over defaults, each checked against its type."""
+
+import difflib
+import types
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from enum import Enum
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import yaml
+
+from modeling_mrp.model.head import NEW_HEADS
+
+from .arguments import MRPTrainingArguments
+
+RECIPES = Path(__file__).parent / "recipes"
+RUN_FILE = "run.yaml"
+# The run decides these.
+_NOT_SET = {"remove_unused_columns", "resume_from_checkpoint", "do_train", "do_eval", "do_predict"}
+_OF_HEADS = ("head", "head_revision", "head_layers", "head_init", "save")
+_OF_BACKBONES = ("block_size", "mask_token_id")
+# A resumed run may have others of these: they change what is measured, logged and kept, and not the weights.
+_FREE = {"output_dir", "save", "report_to", "run_name", "project", "disable_tqdm", "push_to_hub", "bf16_full_eval"}
+_FREE |= {"dataloader_num_workers", "dataloader_pin_memory", "dataloader_prefetch_factor", "dataloader_persistent_workers"}
+_FREE_PREFIXES = ("eval_", "save_", "log_", "logging_", "hub_", "trackio_")
+# Where the defaults of `TrainingArguments` suit other models.
+_DEFAULTS: dict[str, Any] = {
+    "num_train_epochs": 1.0,
+    "per_device_train_batch_size": 4,
+    "lr_scheduler_type": "cosine_with_min_lr",
+    "lr_scheduler_kwargs": {"min_lr_rate": 0.1},
+    "logging_steps": 10,
+    "save_steps": 500,
+    "save_total_limit": 2,
+    "report_to": "none",
+}
+_LEARNING_RATE = {"mrp": 1e-3, "block_diffusion": 1e-4}
+_EVAL_STEPS = 500
+
+
+@dataclass
+class RunOptions:
+    """What a run needs beside `MRPTrainingArguments`.
+
+    Attributes:
+        model: The backbone's checkpoint, a folder or an id on the Hub; for an adapter of a head, the head's.
+        revision: Its commit, branch or tag.
+        tokenizer: That of `model` if None.
+        data: What to train on: `.jsonl` files, or a folder or file that `datasets` reads, or "-".
+        split: The split of a folder.
+        eval_data: The same, held out.
+        eval_split: The split of that.
+        max_length: Tokens of a row; longer samples are cut.
+        packed: Whether rows hold several samples.
+        streaming: Whether the data are read as they come.
+        head: A head to go on from; a new one if None.
+        head_revision: Its commit, branch or tag.
+        head_layers: Layers of a new head.
+        head_init: How a new one starts.
+        save: `head`, or `full` to save it together with the backbone.
+        lora_rank: Above 0, only a LoRA adapter of this rank trains.
+        lora_alpha: Its scale; twice the rank if None.
+        block_size: For an autoregressive Qwen3 checkpoint that becomes a block-diffusion model.
+        mask_token_id: The same.
+    """
+
+    model: str
+    revision: str | None = None
+    tokenizer: str | None = None
+    data: list[str] = field(default_factory=list)
+    split: str = "train"
+    eval_data: list[str] = field(default_factory=list)
+    eval_split: str = "test"
+    max_length: int = 2048
+    packed: bool = True
+    streaming: bool = False
+    head: str | None = None
+    head_revision: str | None = None
+    head_layers: int = 3
+    head_init: str = "identity"
+    save: str = "head"
+    lora_rank: int = 0
+    lora_alpha: int | None = None
+    block_size: int | None = None
+    mask_token_id: int | None = None
+
+
+@dataclass
+class Settings:
+    """A run, described.
+
+    Attributes:
+        objective: `mrp` or `block_diffusion`.
+        options: See `RunOptions`.
+        training: Fields of `MRPTrainingArguments` that are not as it has them by default.
+    """
+
+    objective: str
+    options: RunOptions
+    training: dict[str, Any]
+
+    def as_dict(self) -> dict[str, Any]:
+        """One mapping of everything, which can serve as a YAML file."""
+        names = _option_names(self.objective)
+        options = {name: value for name, value in asdict(self.options).items() if name in names}
+        return {"objective": self.objective, **options, **self.training}
+
+    def differences(self, before: Mapping[str, Any]) -> list[str]:
+        """What makes another result than a run with the settings `before` (as `as_dict` gives them), with both values."""
+        now = self.as_dict()
+        names = [name for name in {**before, **now} if name not in _FREE and not name.startswith(_FREE_PREFIXES)]
+        pairs = [(name, before.get(name, _default(name)), now.get(name, _default(name))) for name in names]
+        return [f"{name} was {old!r} and is {new!r}" for name, old, new in pairs if old != new]
+
+    def arguments(self, **others: Any) -> MRPTrainingArguments:
+        """The options of the trainer."""
+        return MRPTrainingArguments(objective=self.objective, **{**self.training, **others})
+
+
+def read_settings(
+    objective: str, config: str | None = None, flags: Mapping[str, Any] | None = None, assignments: Sequence[str] = ()
+) -> Settings:
+    """The settings of a run: flags win over the YAML file, and that over the defaults.
+
+    Args:
+        objective: `mrp` or `block_diffusion`.
+        config: A YAML file, or the name of a recipe that the package has.
+        flags: Values by the names of fields of `RunOptions` and `MRPTrainingArguments`; None for what is not given.
+        assignments: "name=value", the values as YAML writes them.
+
+    Raises:
+        ValueError: for an unknown name, a value of another type, values that do not go together, or an unreadable file.
+    """
+    known = known_names(objective)
+    found: dict[str, Any] = {}
+    if config is not None:
+        path = _config_path(config)
+        for name, value in _read_yaml(path).items():
+            found[_known(str(name), known, str(path))] = value
+        found = {name: _checked(name, value, str(path)) for name, value in found.items()}
+    for assignment in assignments:
+        name, equals, text = assignment.partition("=")
+        if not equals:
+            raise ValueError(f"--set {assignment}: write it as name=value")
+        name = _known(name.strip(), known, "--set")
+        found[name] = _checked(name, _parsed(text, assignment), "--set", text)
+    for name, value in (flags or {}).items():
+        if value is not None and value != []:
+            _known(name, known, "a flag")
+            found[name] = _checked(name, value, "a flag")
+    if found.pop("objective", objective) != objective:
+        raise ValueError(f"{config} is for another objective than {objective!r}: use the other command of mrp train")
+    names = _option_names(objective)
+    given = {name: found.pop(name) for name in list(found) if name in names}
+    if "model" not in given:
+        raise ValueError("no model: give --model, or model in the YAML file")
+    settings = Settings(objective, RunOptions(**given), _with_defaults(found, objective, bool(given.get("eval_data"))))
+    _check(settings, given)
+    return settings
+
+
+def known_names(objective: str) -> tuple[str, ...]:
+    """Everything that may be set."""
+    of_trainer = [f.name for f in fields(MRPTrainingArguments) if f.init and f.name not in _NOT_SET]
+    return (*_option_names(objective), *of_trainer)
+
+
+def recipe_names() -> list[str]:
+    """The recipes that the package has."""
+    return sorted(path.stem for path in RECIPES.glob("*.yaml"))
+
+
+def _option_names(objective: str) -> tuple[str, ...]:
+    others = _OF_BACKBONES if objective == "mrp" else _OF_HEADS
+    return tuple(f.name for f in fields(RunOptions) if f.name not in others)
+
+
+def _with_defaults(given: dict[str, Any], objective: str, evaluated: bool) -> dict[str, Any]:
+    training = {**_DEFAULTS, "learning_rate": _LEARNING_RATE[objective], **given}
+    if "lr_scheduler_type" in given and "lr_scheduler_kwargs" not in given:
+        del training["lr_scheduler_kwargs"]  # of the default schedule
+    if evaluated:
+        training = {"eval_strategy": "steps", "eval_steps": _EVAL_STEPS, **training}
+    return training
+
+
+def _check(settings: Settings, given: Mapping[str, Any]) -> None:
+    options, training = settings.options, settings.training
+    if "output_dir" not in training:
+        raise ValueError("no output folder: give --output-dir, or output_dir in the YAML file")
+    for name, least in (("max_length", 1), ("head_layers", 1), ("lora_rank", 0)):
+        if getattr(options, name) < least:
+            raise ValueError(f"{name} is {getattr(options, name)}: it must be {least} or more")
+    if options.head_init not in NEW_HEADS:
+        raise ValueError(f"head_init is {options.head_init!r}: choose one of {', '.join(NEW_HEADS)}")
+    if options.save not in ("head", "full"):
+        raise ValueError(f"save is {options.save!r}: choose 'head' or 'full'")
+    if options.streaming and training.get("max_steps", -1) < 1:
+        raise ValueError("streaming data have no length: give --steps, or max_steps in the YAML file")
+    asked = sorted({"eval_prompts", "eval_steps", "eval_strategy"} & training.keys())
+    if not options.eval_data and any(training[name] not in (0, None, "no") for name in asked):
+        raise ValueError(f"{', '.join(asked)}: there is nothing to evaluate on: give --eval-data")
+    new = sorted({"head", "head_layers", "head_init", "save"} & given.keys())
+    if options.lora_rank and new:
+        raise ValueError(
+            f"lora_rank is {options.lora_rank}: an adapter belongs to one checkpoint, which has the head that it changes. Give "
+            f"that as model, and leave out {', '.join(new)}"
+        )
+    if options.head is not None and (new := sorted({"head_layers", "head_init"} & given.keys())):
+        raise ValueError(f"head is {options.head!r}, and {', '.join(new)} describe a new one: leave out either")
+    if options.lora_alpha is not None and not options.lora_rank:
+        raise ValueError(f"lora_alpha is {options.lora_alpha}, and there is no lora_rank: give both")
+
+
+def _config_path(config: str) -> Path:
+    path, recipe = Path(config), RECIPES / f"{config}.yaml"
+    if path.is_file():
+        return path
+    if config in recipe_names():
+        return recipe
+    raise ValueError(f"{config} is neither a file nor one of the recipes {', '.join(recipe_names())}")
+
+
+def _read_yaml(path: Path) -> dict[Any, Any]:
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not YAML: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds {type(found).__name__}: needed are lines of 'name: value'")
+    return found
+
+
+def _parsed(text: str, assignment: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"--set {assignment}: the value is not YAML: {error}") from error
+
+
+def _known(name: str, known: Sequence[str], where: str) -> str:
+    if name in known:
+        return name
+    near = difflib.get_close_matches(name, known, n=3)
+    hint = f"did you mean {' or '.join(near)}?" if near else "see the fields of MRPTrainingArguments and of RunOptions"
+    raise ValueError(f"{where}: nothing is called {name!r} here: {hint}")
+
+
+@cache
+def _hints() -> dict[str, Any]:
+    also = {"fsdp": bool | str | None}  # transformers declares the texts alone, whose names it has deprecated
+    return {**get_type_hints(MRPTrainingArguments), **get_type_hints(RunOptions), **also}
+
+
+@cache
+def _default(name: str) -> Any:
+    for one in (*fields(RunOptions), *fields(MRPTrainingArguments)):
+        if one.name == name:
+            return one.default_factory() if one.default_factory is not MISSING else one.default
+    return None
+
+
+def _checked(name: str, value: Any, where: str, text: str | None = None) -> Any:
+    """A value as its field's type has it; `text` is what the user wrote.
+
+    Raises:
+        ValueError: if it is of another type.
+    """
+    hint = _hints()[name]
+    for candidate in [value] if text is None else [value, text]:
+        fitted = _fitted(candidate, hint)
+        if fitted:
+            return fitted[0]
+    needed = hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint).replace("typing.", "")
+    raise ValueError(f"{where}: {name} is {value!r}, and must be {needed}")
+
+
+def _fitted(value: Any, hint: Any) -> list[Any]:
+    """[the value as the type has it], or []."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return [value]
+    if origin in (Union, types.UnionType):
+        return next((fit for one in inner if (fit := _fitted(value, one))), [])
+    if origin is Literal:
+        return [value] if value in inner else []
+    if origin is list:
+        fits = [_fitted(one, inner[0]) for one in value] if isinstance(value, list) else [[]]
+        return [[fit[0] for fit in fits]] if all(fits) else []
+    if origin is dict or hint is dict:
+        return [value] if isinstance(value, dict) else []
+    if hint is float:
+        return _as_float(value)
+    if hint is int:
+        return [value] if isinstance(value, int) and not isinstance(value, bool) else []
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return [value] if value in [one.value for one in hint] else []
+    return [value] if isinstance(value, hint) else []
+
+
+def _as_float(value: Any) -> list[float]:
+    """YAML 1.1 reads 1e-3, which has no point, as a text."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return []
+    try:
+        return [float(value)]
+    except ValueError:
+        return []

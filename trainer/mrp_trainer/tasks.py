@@ -1,0 +1,401 @@
+"""Synthetic, verifiable problems for small diffusion language models.
+
+Three families, each a pure function of ``(family, split, index)``:
+
+* ``math``: a word problem with small numbers, answered by a chain of short equations and a final ``#### number``.
+* ``code``: a one-sentence specification, answered by a small Python function that is run on hidden inputs.
+* ``source``: a stretch of real Python source of the interpreter's standard library, to be continued. It has no right answer.
+
+The answers hold free choices whose pieces must agree (the order of operands, names of one to three tokens that
+recur, loop or comprehension): a decoder that reveals several positions at once without looking has to get them wrong.
+
+A problem belongs to the split that the hash of its prompt selects, so no prompt can occur in two splits; the splits
+also draw from disjoint seeds. ``python -m mrp_trainer.tasks --help`` writes problems as JSON lines.
+"""
+
+import argparse
+import hashlib
+import json
+import random
+import re
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from .sandbox import SandboxError, call_function
+
+Family = Literal["math", "code", "source"]
+Split = Literal["train", "tune", "heldout"]
+FAMILIES: tuple[Family, ...] = get_args(Family)
+SPLITS: tuple[Split, ...] = get_args(Split)
+
+# Share of prompts (in percent of the hash range) that a split owns.
+_SPLIT_RANGES: dict[Split, range] = {"heldout": range(0, 8), "tune": range(8, 16), "train": range(16, 100)}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One problem.
+
+    Attributes:
+        family: ``math``, ``code`` or ``source``.
+        prompt: What the user says (``source``: the text to continue).
+        answer: One right answer (others may be right too).
+        number: ``math``: the number that must follow ``####``.
+        cases: ``code``: ``(argument, result)`` pairs that the function must reproduce.
+    """
+
+    family: Family
+    prompt: str
+    answer: str
+    number: int | None = None
+    cases: list[tuple[Any, Any]] = field(default_factory=list)
+
+    def messages(self) -> list[dict[str, str]]:
+        """The user's turn as a chat."""
+        return [{"role": "user", "content": self.prompt}]
+
+
+_PEOPLE = ("Ana", "Bo", "Carl", "Dina", "Emil", "Fay", "Gus", "Hana", "Ivo", "June", "Kai", "Lena")
+_THINGS = ("apples", "pens", "coins", "shells", "stamps", "cards", "books", "beads", "nuts", "keys")
+_NAME_HEADS = ("x", "n", "total", "count", "value", "item", "left", "rest", "number", "amount")
+_NAME_TAILS = ("now", "all", "here", "new", "old", "one")
+_OPENINGS = (
+    "Let {u} be the {things}.",
+    "Call the {things} {u}.",
+    "We write {u} for the {things}.",
+    "The {things} are {u}.",
+)
+_LARGEST = 30
+
+
+def _name(rng: random.Random, taken: tuple[str, ...] = ()) -> str:
+    """A made-up identifier of one to three words, different from those taken."""
+    while True:
+        words = [rng.choice(_NAME_HEADS), *rng.sample(_NAME_TAILS, rng.choice((0, 0, 1, 2)))]
+        if (name := "_".join(words)) not in taken:
+            return name
+
+
+def _math(rng: random.Random) -> Problem:
+    person, other = rng.sample(_PEOPLE, 2)
+    things = rng.choice(_THINGS)
+    value = rng.randint(2, 20)
+    sentences = [rng.choice((f"{person} has {value} {things}.", f"{person} starts with {value} {things}."))]
+    unknown = _name(rng)
+    lines = [rng.choice(_OPENINGS).format(u=unknown, things=things)]
+    for _ in range(rng.choice((2, 3))):
+        kinds = [
+            kind for kind, possible in (("+", value < _LARGEST), ("-", value > 1), ("*", value * 2 <= _LARGEST)) if possible
+        ]
+        kind = rng.choice(kinds)
+        told: tuple[str, ...]
+        if kind == "+":
+            operand = rng.randint(1, min(9, _LARGEST - value))
+            told = (f"{person} buys {operand} more.", f"{other} gives {person} {operand} more.", f"{person} finds {operand}.")
+            result = value + operand
+        elif kind == "-":
+            operand = rng.randint(1, min(9, value - 1))
+            told = (f"{person} loses {operand}.", f"{person} gives {operand} to {other}.", f"{person} sells {operand}.")
+            result = value - operand
+        else:
+            operand = 3 if value * 3 <= _LARGEST and rng.random() < 0.5 else 2
+            times = {2: "two", 3: "three"}[operand]
+            told = (f"Then {person} has {times} times as many.", f"The number grows {times} times.")
+            result = value * operand
+        sentences.append(rng.choice(told))
+        left, right = (operand, value) if kind != "-" and rng.random() < 0.5 else (value, operand)
+        lines.append(f"{unknown} = {left} {kind} {right} = {result}")
+        value = result
+    sentences.append(rng.choice((f"How many {things} does {person} have?", f"How many {things} are there now?")))
+    lines.append(f"#### {value}")
+    return Problem("math", " ".join(sentences), "\n".join(lines), number=value)
+
+
+_EQUATION = re.compile(r"([a-z_]+) = (\d{1,9}) ([-+*]) (\d{1,9}) = (\d{1,9})")
+
+
+def _judge_math(problem: Problem, text: str) -> bool:
+    """The final number is right, every equation is true and takes up the result before it, and all speak of one unknown.
+
+    It is the one that the opening names.
+    """
+    lines = text.strip().split("\n")
+    if len(lines) < 3 or lines[-1] != f"#### {problem.number}":
+        return False
+    unknowns = set()
+    results: list[int] = []
+    for line in lines[1:-1]:
+        if (match := _EQUATION.fullmatch(line)) is None:
+            return False
+        unknown, left, sign, right, result = match.groups()
+        a, b = int(left), int(right)
+        if {"+": a + b, "-": a - b, "*": a * b}[sign] != int(result):
+            return False
+        if results and results[-1] not in (a, b):
+            return False
+        unknowns.add(unknown)
+        results.append(int(result))
+    return len(unknowns) == 1 and unknowns.pop() in re.findall(r"[a-z_]+", lines[0]) and results[-1] == problem.number
+
+
+@dataclass(frozen=True)
+class _Phrase:
+    """A fragment in words, its Python (``{x}`` stands for the variable) and what it computes."""
+
+    words: str
+    python: tuple[str, ...]
+    compute: Callable[[int], Any]
+
+
+def _test(rng: random.Random) -> _Phrase:
+    k = rng.randint(2, 9)
+    return rng.choice(
+        (
+            _Phrase("even", ("{x} % 2 == 0",), lambda v: v % 2 == 0),
+            _Phrase("odd", ("{x} % 2 == 1", "{x} % 2 != 0"), lambda v: v % 2 == 1),
+            _Phrase(f"greater than {k}", (f"{{x}} > {k}",), lambda v: v > k),
+            _Phrase(f"less than {k}", (f"{{x}} < {k}",), lambda v: v < k),
+            _Phrase(f"not {k}", (f"{{x}} != {k}", f"{k} != {{x}}"), lambda v: v != k),
+        )
+    )
+
+
+def _map(rng: random.Random) -> _Phrase:
+    k = rng.randint(2, 9)
+    return rng.choice(
+        (
+            _Phrase(f"plus {k}", (f"{{x}} + {k}", f"{k} + {{x}}"), lambda v: v + k),
+            _Phrase(f"minus {k}", (f"{{x}} - {k}",), lambda v: v - k),
+            _Phrase(f"times {k}", (f"{{x}} * {k}", f"{k} * {{x}}"), lambda v: v * k),
+        )
+    )
+
+
+def _code(rng: random.Random) -> Problem:
+    return (_code_number if rng.random() < 0.5 else _code_list)(rng)
+
+
+def _code_number(rng: random.Random) -> Problem:
+    test, yes, no = _test(rng), _map(rng), _map(rng)
+    prompt = rng.choice(
+        (
+            "Given a number, return it {yes} if it is {test}, else {no}.",
+            "Write a function of a number: {yes} when {test}, otherwise {no}.",
+            "If the number is {test} return it {yes}, or else return it {no}.",
+        )
+    ).format(test=test.words, yes=yes.words, no=no.words)
+    function = _name(rng)
+    x = _name(rng, (function,))
+    layout = rng.choice(
+        (
+            "def {f}({x}):\n    if {test}:\n        return {yes}\n    return {no}",
+            "def {f}({x}):\n    return {yes} if {test} else {no}",
+            "def {f}({x}):\n    if {test}:\n        {x} = {yes}\n    else:\n        {x} = {no}\n    return {x}",
+        )
+    )
+    answer = layout.format(
+        f=function, x=x, **{k: rng.choice(p.python).format(x=x) for k, p in (("test", test), ("yes", yes), ("no", no))}
+    )
+    cases = [(v, yes.compute(v) if test.compute(v) else no.compute(v)) for v in range(-5, 20)]
+    return Problem("code", prompt, answer, cases=cases)
+
+
+# Prompts, the loop's start and gain, and the comprehension, by what the function has to return.
+_LOOP = (
+    "def {f}({xs}):\n    {acc} = ZERO\n    for {x} in {xs}:\n        if {test}:\n            {acc} += GAIN\n    return {acc}"
+)
+_GOALS: dict[str, tuple[tuple[str, ...], str, str, str]] = {
+    "sum": (
+        (
+            "Sum the numbers of a list that are {test}, each {each}.",
+            "Return the sum of all numbers {test} in a list, {each} each.",
+            "Given a list, add up every number {each} that is {test}.",
+        ),
+        "0",
+        "{each}",
+        "def {f}({xs}):\n    return sum({each} for {x} in {xs} if {test})",
+    ),
+    "list": (
+        (
+            "From a list keep the numbers that are {test}, each {each}.",
+            "Return a list of all numbers {test} in a list, {each} each.",
+            "Given a list, collect every number {each} that is {test}.",
+        ),
+        "[]",
+        "[{each}]",
+        "def {f}({xs}):\n    return [{each} for {x} in {xs} if {test}]",
+    ),
+    "count": (
+        (
+            "Count the numbers of a list that {each} are {test}.",
+            "Return how many numbers of a list are {test} when taken {each}.",
+            "Given a list, how many numbers {each} are {test}?",
+        ),
+        "0",
+        "1",
+        "def {f}({xs}):\n    return sum(1 for {x} in {xs} if {test})",
+    ),
+}
+
+
+def _code_list(rng: random.Random) -> Problem:
+    test, each = _test(rng), _map(rng)
+    goal = rng.choice(("sum", "list", "count"))
+    prompts, zero, gain, comprehension = _GOALS[goal]
+    layouts = (_LOOP.replace("ZERO", zero).replace("GAIN", gain), comprehension)
+    function = _name(rng)
+    xs = _name(rng, (function,))
+    x = _name(rng, (function, xs))
+    acc = _name(rng, (function, xs, x))
+    python_each = rng.choice(each.python).format(x=x)
+    answer = rng.choice(layouts).format(
+        f=function,
+        xs=xs,
+        x=x,
+        acc=acc,
+        each=python_each,
+        test=[rng.choice(test.python).format(x=tested) for tested in (x, f"({python_each})")][goal == "count"],
+    )
+
+    def expected(values: list[int]) -> Any:
+        if goal == "count":
+            return sum(1 for v in values if test.compute(each.compute(v)))
+        kept = [each.compute(v) for v in values if test.compute(v)]
+        return sum(kept) if goal == "sum" else kept
+
+    inputs: list[list[int]] = [[rng.randint(-5, 20) for _ in range(length)] for length in (0, 1, 5, 8, 12)]
+    inputs.append(list(range(-5, 21)))
+    return Problem(
+        "code", rng.choice(prompts).format(test=test.words, each=each.words), answer, cases=[(v, expected(v)) for v in inputs]
+    )
+
+
+def _judge_code(problem: Problem, text: str) -> bool:
+    """The text is one function, allowed by the sandbox, that reproduces every hidden case."""
+    try:
+        return all(call_function(text, argument) == result for argument, result in problem.cases)
+    except SandboxError:
+        return False
+
+
+_SOURCE_PROMPT_CHARS = 160
+_SOURCE_ANSWER_CHARS = 240
+
+
+@cache
+def source_modules(split: Split) -> tuple[str, ...]:
+    """The texts of the standard library's top-level modules that belong to a split (by hash of the module's name)."""
+    folder = Path(sysconfig.get_path("stdlib"))
+    return tuple(
+        path.read_text(encoding="utf-8")
+        for path in sorted(folder.glob("*.py"))
+        if path.stat().st_size > 4000 and _split_of(path.name) == split
+    )
+
+
+def _source(rng: random.Random, split: Split) -> Problem:
+    modules = source_modules(split)
+    text = rng.choices(modules, weights=[len(m) for m in modules])[0]
+    starts = rng.randrange(max(1, len(text) - _SOURCE_PROMPT_CHARS - _SOURCE_ANSWER_CHARS))
+    start = text.find("\n", starts) + 1
+    middle = start + _SOURCE_PROMPT_CHARS
+    return Problem("source", text[start:middle], text[middle : middle + _SOURCE_ANSWER_CHARS])
+
+
+def _split_of(text: str) -> Split:
+    bucket = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") % 100
+    return next(split for split, buckets in _SPLIT_RANGES.items() if bucket in buckets)
+
+
+def make_problem(family: Family, split: Split, index: int, seed: int = 0) -> Problem:
+    """The ``index``-th problem of a split: always the same for the same arguments.
+
+    Raises:
+        ValueError: if ``family`` or ``split`` is unknown.
+    """
+    if family not in FAMILIES:
+        raise ValueError(f"unknown family {family!r}: choose one of {', '.join(FAMILIES)}")
+    if split not in SPLITS:
+        raise ValueError(f"unknown split {split!r}: choose one of {', '.join(SPLITS)}")
+    rng = random.Random(f"{family}/{split}/{seed}/{index}")
+    make = {"math": _math, "code": _code, "source": lambda rng: _source(rng, split)}[family]
+    while True:
+        problem = make(rng)
+        if _split_of(problem.prompt) == split:
+            return problem
+
+
+def problems(family: Family, split: Split, count: int, seed: int = 0) -> list[Problem]:
+    """The first ``count`` problems of a split with different prompts.
+
+    Raises:
+        ValueError: if the split has not so many.
+    """
+    found: dict[str, Problem] = {}
+    index = 0
+    while len(found) < count:
+        if index == 100 * count:
+            raise ValueError(f"count is {count}, and {family}/{split} has about {len(found)} different prompts: ask for fewer")
+        problem = make_problem(family, split, index, seed)
+        found.setdefault(problem.prompt, problem)
+        index += 1
+    return list(found.values())
+
+
+def judge(problem: Problem, text: str) -> bool:
+    """Whether ``text`` solves ``problem``.
+
+    Args:
+        problem: A problem of any family.
+        text: The decoded answer, without special tokens.
+
+    Returns:
+        ``math``: the chain of equations is true and ends in the right number. ``code``: the function passes every
+        hidden case. ``source``: always False, since real text has no right continuation.
+    """
+    if problem.family == "math":
+        return _judge_math(problem, text)
+    return problem.family == "code" and _judge_code(problem, text)
+
+
+def problem_from_json(line: str) -> Problem:
+    """Reads back one line that the command wrote."""
+    record = json.loads(line)
+    record["cases"] = [tuple(case) for case in record["cases"]]
+    return Problem(**record)
+
+
+def problem_lines(family: Family, split: Split, count: int, seed: int = 0) -> Iterator[str]:
+    """Problems as JSON, which `problem_from_json` reads back."""
+    for problem in problems(family, split, count, seed):
+        yield json.dumps(asdict(problem))
+
+
+def training_lines(family: Family, split: Split, count: int, seed: int = 0) -> Iterator[str]:
+    """Problems as JSON records to train on: chats, or for `source` a prompt and its completion."""
+    for problem in problems(family, split, count, seed):
+        if family == "source":
+            yield json.dumps({"prompt": problem.prompt, "completion": problem.answer})
+        else:
+            yield json.dumps({"messages": [*problem.messages(), {"role": "assistant", "content": problem.answer}]})
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Command line: writes problems as JSON lines to standard output."""
+    parser = argparse.ArgumentParser(prog="python -m mrp_trainer.tasks", description=main.__doc__)
+    parser.add_argument("--family", choices=FAMILIES, required=True)
+    parser.add_argument("--split", choices=SPLITS, required=True)
+    parser.add_argument("--count", type=int, default=10)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(arguments)
+    for line in problem_lines(options.family, options.split, options.count, options.seed):
+        sys.stdout.write(line + "\n")
+
+
+if __name__ == "__main__":
+    main()

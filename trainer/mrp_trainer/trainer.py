@@ -1,0 +1,352 @@
+"""An HF Trainer for the two objectives: the backbone's block diffusion and the head's residual prediction."""
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.data_loader import IterableDatasetShard
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.data import Sampler
+from transformers import Trainer
+
+from modeling_mrp.model.diffusion import PackedBatch
+from modeling_mrp.modeling import MRPForCausalLM
+
+from .acceptance import measure_acceptance
+from .arguments import NO_CHECKPOINTING, NO_MUON, MRPTrainingArguments
+from .attention import TRAINING_FLEX, attending
+from .callbacks import LogAtSaves, SetEpoch
+from .checkpoints import last_whole_checkpoint, make_room, saving_head_alone, step_of, under_own_class
+from .collator import DiffusionCollator
+from .held_out import filled_up, rows_of
+from .measures import Measures
+from .objectives import Measured, block_diffusion
+from .optimizer import MuonAdamW
+from .sampler import LengthBucketSampler
+from .samples import samples_of
+
+# In nats: what rounding makes of two equal distributions. A token left out right behind the reveal that showed it leaves none.
+_NO_GAP = 1e-6
+
+
+class MRPTrainer(Trainer):
+    """Trains an `MRPForCausalLM`, bare or in a peft model, on rows of samples (see `Samples`).
+
+    The loss is a sum over tokens divided by the response tokens of the whole step, over all processes and accumulation steps,
+    so that it does not matter how a step is divided. All noise is a function of (seed, sample, visit).
+
+    Args:
+        model: The model; under objective `mrp` all but its head is frozen, under `block_diffusion` its head, unless it is a
+            peft model, which says itself what trains.
+        args: The options.
+        train_dataset: Rows of samples, by number or as a stream.
+        eval_dataset: The same, held out.
+        data_collator: By default the `DiffusionCollator` that the options describe.
+
+    Raises:
+        ValueError: if the objective is `mrp` and the model has no head, or `eval_prompts` are asked for without a head, a
+            held-out dataset and the tokenizer (`processing_class`); if FSDP or DeepSpeed shards the model and Muon is asked
+            for, or activation checkpointing for objective `mrp`.
+    """
+
+    args: MRPTrainingArguments
+    optimizer: torch.optim.Optimizer | None
+
+    def __init__(
+        self,
+        model: Any,
+        args: MRPTrainingArguments,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        data_collator: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        for name in ("compute_metrics", "compute_loss_func", "preprocess_logits_for_metrics"):
+            if kwargs.get(name) is not None:
+                raise ValueError(
+                    f"{name} is {kwargs[name]!r}, which would never be called, as no logits are kept: leave it out. "
+                    "Evaluations measure what is listed at MRPTrainer.log, and with eval_prompts how far drafts carry"
+                )
+        bare = bare_model(model)
+        if args.objective == "mrp" and bare.mrp_head is None:
+            raise ValueError("objective 'mrp' needs a model with a head: set num_nextn_predict_layers in its config")
+        if args.eval_prompts and bare.mrp_head is None:
+            raise ValueError(f"eval_prompts is {args.eval_prompts}, but there is no head to decode them with: use 0")
+        if args.eval_prompts and (eval_dataset is None or kwargs.get("processing_class") is None):
+            raise ValueError(f"eval_prompts is {args.eval_prompts}: give eval_dataset and processing_class, the tokenizer, too")
+        if args.objective == "mrp" and bare is model:
+            model.requires_grad_(False)
+            bare.get_submodule("mrp_head").requires_grad_(True)
+        elif bare is model and bare.mrp_head is not None:
+            bare.get_submodule("mrp_head").requires_grad_(False)  # DDP waits for gradients of all that trains
+        if args.ddp_find_unused_parameters is None:
+            args.ddp_find_unused_parameters = _trains_what_is_not_used(model, args.objective)
+        if data_collator is None:
+            data_collator = DiffusionCollator(
+                bare.config.block_size,
+                bare.config.mask_token_id,
+                bare.config.pad_token_id or 0,
+                args.noisy_copies,
+                args.inverse_level,
+                args.noise_per,  # type: ignore[arg-type]  # the arguments have checked it
+                args.seed,
+            )
+        super().__init__(
+            model=model,
+            args=args,
+            data_collator=data_collator,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            **kwargs,
+        )
+        if args.muon_learning_rate is not None and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
+            raise ValueError(NO_MUON)
+        if args.objective == "mrp" and self.is_fsdp_enabled and self.accelerator.state.fsdp_plugin.activation_checkpointing:
+            raise ValueError(NO_CHECKPOINTING)
+        self.add_callback(LogAtSaves())
+        self.model_accepts_loss_kwargs = True  # the loss is divided by num_items_in_batch, not by the accumulation steps
+        self._head_objective = args.head_objective(bare.config.block_size)
+        self._trained, self._evaluated = Measures(), Measures()
+        self._decoding_attention: str | None = None
+        self._steps_done = 0
+        self._since = time.perf_counter()
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
+        """As `Trainer.train`; `resume_from_checkpoint=True` takes up the newest checkpoint that was written to its end, if
+        any. One of the last step is loaded, and no further step made."""
+        if resume_from_checkpoint is True:
+            newest = last_whole_checkpoint(Path(self.args.output_dir))
+            resume_from_checkpoint = None if newest is None else str(newest)
+        self._steps_done = (step_of(Path(resume_from_checkpoint)) or 0) if isinstance(resume_from_checkpoint, str) else 0
+        self._since = time.perf_counter()
+        bare, attention = bare_model(self.model), self.args.packed_attention
+        if attention == "auto":
+            attention = "flex_attention" if self.args.device.type == "cuda" else bare.config._attn_implementation
+        if attention == "flex_attention":
+            attention = TRAINING_FLEX
+        if self.args.objective == "block_diffusion":
+            bare.backbone_source = None  # it is no longer the one that was loaded
+        with attending(bare, attention) as self._decoding_attention:
+            return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+
+    def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
+        """As `Trainer.set_initial_training_values`, with no epoch left where the checkpoint that is taken up has all steps:
+        the Trainer looks whether it is done only behind a step."""
+        epochs, steps_per_epoch, *rest, max_steps = super().set_initial_training_values(args, dataloader)
+        if self._steps_done >= max_steps:
+            epochs = self._steps_done // steps_per_epoch
+        return epochs, steps_per_epoch, *rest, max_steps
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """Muon and AdamW in one, if a rate for Muon is given."""
+        if self.optimizer is None and self.args.muon_learning_rate is not None:
+            self.optimizer = MuonAdamW(
+                self.model,
+                self.args.learning_rate,
+                self.args.muon_learning_rate,
+                self.args.weight_decay,
+                (self.args.adam_beta1, self.args.adam_beta2),
+                self.args.adam_epsilon,
+            )
+        return super().create_optimizer() if self.optimizer is None else self.optimizer
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
+        step = self.args.train_batch_size * self.args.world_size * self.args.gradient_accumulation_steps
+        sampler = LengthBucketSampler(train_dataset if train_dataset is not None else self.train_dataset, step)
+        self.remove_callback(SetEpoch)  # of an earlier call of train
+        self.add_callback(SetEpoch(sampler))
+        return sampler
+
+    def _get_dataloader(self, dataset: Any, description: str, batch_size: int, *args: Any, **kwargs: Any) -> Any:
+        """As `Trainer._get_dataloader`; no row is evaluated twice."""
+        if self.args.world_size > 1 and description != "Training":
+            dataset = filled_up(dataset, batch_size * self.args.world_size)
+        return super()._get_dataloader(dataset, description, batch_size, *args, **kwargs)
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[dict[str, Any]], num_batches: int, device: torch.device
+    ) -> tuple[list[dict[str, Any]], Tensor | int | None]:
+        """The batches of a step, and how many response tokens all processes have in theirs."""
+        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        counts = [batch["response_tokens"] for batch in batches]
+        total = torch.stack(counts).sum().to(device) if counts else torch.zeros((), dtype=torch.long, device=device)
+        return batches, self.accelerator.reduce(total, reduction="sum")
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """The objective's loss of one packed batch, over `num_items_in_batch` response tokens (by default the batch's own).
+
+        Gradients are averaged over processes, hence the factor when the count is that of all of them.
+        """
+        batch = PackedBatch(**inputs)
+        objective = block_diffusion if self.args.objective == "block_diffusion" else self._head_objective
+        items = batch.response_tokens
+        processes = 1
+        if num_items_in_batch is not None:
+            items, processes = torch.as_tensor(num_items_in_batch, device=items.device), self.accelerator.num_processes
+        loss, measured = self._inside(model, objective, batch, processes / items.clamp(min=1))
+        if model.training:
+            self._trained.add({**measured, "response_tokens": (batch.response_tokens, torch.ones(()))})
+        else:
+            self._evaluated.add({**measured, "loss": (loss * items, items)})
+        return (loss, {}) if return_outputs else loss
+
+    def _inside(
+        self,
+        model: nn.Module,
+        objective: Callable[[Any, PackedBatch], tuple[Tensor, Measured]],
+        batch: PackedBatch,
+        scale: Tensor,
+    ) -> tuple[Tensor, Measured]:
+        """Runs the objective in place of the bare model's forward, inside those of its wrappers; the loss is multiplied by
+        `scale`.
+
+        The wrappers of DDP, FSDP and peft synchronise gradients, gather shards and choose adapters in their own forward. What
+        they make of its arguments is ignored: peft names them, and FSDP rounds them to bfloat16, as it does the outputs. So the
+        batch goes around them, and of what comes back only the graph is used.
+        """
+        bare = bare_model(self.accelerator.unwrap_model(model))
+        own = vars(bare).get("forward")
+        computed: list[tuple[Tensor, Measured]] = []
+
+        def forward(*args: Any, **kwargs: Any) -> Tensor:
+            if isinstance(bare.lm_head, FSDPModule) and not bare.lm_head.weight.requires_grad:
+                bare.lm_head.unshard()  # its weight is read, and its forward, which would do that, not called
+            with self.accelerator.autocast():
+                total, measured = objective(bare, batch)
+            computed.append((total * scale, measured))
+            return computed[0][0]
+
+        bare.forward = forward
+        try:
+            returned = model(batch.input_ids)
+        finally:
+            if own is None:
+                del bare.forward
+            else:
+                bare.forward = own
+        loss, measured = computed[0]
+        return loss.detach() + (returned - returned.detach()), measured
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Tensor, None, None]:
+        """The loss of a held-out batch."""
+        with torch.no_grad():
+            return self.compute_loss(model, self._prepare_inputs(inputs)).detach(), None, None
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As `Trainer.save_model`, which would silently save nothing where FSDP's state dict is sharded."""
+        if _internal_call or not self.is_fsdp_enabled:
+            super().save_model(output_dir, _internal_call)
+        else:
+            self._save(output_dir or self.args.output_dir, self.accelerator.get_state_dict(self.model))
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
+        """As `Trainer._save`, with the code of the model's own class."""
+        with under_own_class(bare_model(self.model)):
+            super()._save(output_dir, state_dict)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """As `Trainer._save_checkpoint`, in a place where nothing was left lying. A frozen backbone is named, not saved, where
+        it has a name, unless the model is sharded or checkpoints are pushed, which have to be whole."""
+        if self.args.should_save:
+            make_room(Path(self._get_output_dir(trial)), self.state.global_step)
+        self.accelerator.wait_for_everyone()
+        bare, whole = bare_model(self.model), self.is_fsdp_enabled or self.is_deepspeed_enabled or self.args.push_to_hub
+        alone = self.args.objective == "mrp" and bare is self.model and bare.backbone_source is not None and not whole
+        with saving_head_alone(bare) if alone else nullcontext():
+            super()._save_checkpoint(model, trial)
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """As `Trainer._issue_warnings_after_load`, of a checkpoint that need not hold what is frozen.
+
+        Raises:
+            ValueError: if it lacks something that trains.
+        """
+        frozen = {name for name, parameter in self.model.named_parameters() if not parameter.requires_grad}
+        missing = [name for name in load_result.missing_keys if name not in frozen]
+        if missing:
+            raise ValueError(f"the checkpoint lacks {missing[0]} and {len(missing) - 1} more: resume from another one")
+        super()._issue_warnings_after_load(load_result._replace(missing_keys=[]))
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """As `Trainer._save_rng_state`, for all processes: the next file, `trainer_state.json`, says that all others are
+        there."""
+        super()._save_rng_state(output_dir)
+        self.accelerator.wait_for_everyone()
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Adds to a line of training what was measured since the last: KL(B||A), KL(B||A+C) in nats, the share of the gap
+        closed, how often A+C names the same token as B, and response tokens per second."""
+        if "loss" in logs:
+            measured, now = self._trained.take(self.accelerator), time.perf_counter()
+            tokens, _ = measured.pop("response_tokens", (0.0, 0.0))
+            logs = {**logs, **_summary(measured), "tokens_per_second": tokens / (now - self._since)}
+            self._since = now
+        super().log(logs, *args, **kwargs)
+
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        """As `Trainer.evaluation_loop`, with what was measured on the way, and how far drafts carry when prompts are
+        decoded. The loss is over all response tokens, not a mean of the batches'."""
+        output = super().evaluation_loop(dataloader, *args, **kwargs)
+        measured = self._evaluated.take(self.accelerator)
+        summary = _summary(measured)
+        if self.args.eval_prompts:
+            inner = bare_model(self.model)  # what is frozen may be bfloat16 beside float32 weights that train: hence autocast
+            with gathered(self.model), attending(inner, self._decoding_attention), self.accelerator.autocast():
+                prompts = self._held_out_prompts(dataloader.dataset)
+                summary |= measure_acceptance(self.model, self.processing_class, prompts, self.args.eval_new_tokens)
+        prefix = kwargs.get("metric_key_prefix", "eval")
+        output.metrics.update({f"{prefix}_{name}": value for name, value in summary.items()})
+        return output
+
+    def _held_out_prompts(self, dataset: Any) -> list[list[int]]:
+        """What stands before the first response in the first samples."""
+        if isinstance(dataset, IterableDatasetShard):
+            dataset = dataset.dataset
+        samples = itertools.chain.from_iterable(map(samples_of, rows_of(dataset)))
+        begun = (sample.ids[: int(sample.response.argmax())].tolist() for sample in samples)
+        return list(itertools.islice((prompt for prompt in begun if prompt), self.args.eval_prompts))
+
+
+@contextmanager
+def gathered(model: nn.Module) -> Iterator[None]:
+    """Has the whole weights of a model that FSDP2 has sharded, for calls that do not begin at its forward."""
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in sharded:
+        module.unshard()
+    try:
+        yield
+    finally:
+        for module in sharded:
+            module.reshard()
+
+
+def bare_model(model: Any) -> MRPForCausalLM:
+    """The model inside a peft model."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _trains_what_is_not_used(model: nn.Module, objective: str) -> bool:
+    """Whether something trains that gets no gradient, as an adapter of the backbone beside one of the head may: only then has
+    DDP to look for it in every step."""
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return any(("mrp_head." in name) != (objective == "mrp") for name in trained)
+
+
+def _summary(measured: dict[str, tuple[float, float]]) -> dict[str, float]:
+    """Means, and the share of each gap between KL(B||A) and 0 that KL(B||A+C) has closed, where there is one."""
+    means = {name: total / count for name, (total, count) in measured.items() if count}
+    closed = {}
+    for name, value in means.items():
+        stale = means.get(name.replace("head", "stale"), 0.0)
+        if name.endswith("kl_head") and stale > _NO_GAP:
+            closed[name.replace("kl_head", "gap_closed")] = 1 - value / stale
+    return {**means, **closed}
