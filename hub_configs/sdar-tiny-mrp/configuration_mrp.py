@@ -4,9 +4,9 @@
 import os
 from collections.abc import Collection
 from dataclasses import fields
+from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 from typing import Any
 
-from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
 # ------------------------
 # model/configuration.py

@@ -15,6 +15,8 @@ import sys
 import tempfile
 import threading
 import time
+import torch
+import torch.nn.functional as F
 import warnings
 import weakref
 from collections import OrderedDict
@@ -22,14 +24,6 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from importlib import import_module
-from importlib.metadata import version
-from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any, Literal, NamedTuple, Protocol, Self, TypeVar
-
-import torch
-import torch.nn.functional as F
 from huggingface_hub import (
     CommitInfo,
     CommitOperationAdd,
@@ -50,13 +44,16 @@ from huggingface_hub.errors import (
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from huggingface_hub.utils import validate_repo_id
 from huggingface_hub.utils.sha import git_hash
-from safetensors import SafetensorError, safe_open
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
+from safetensors import safe_open, SafetensorError
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from tempfile import TemporaryDirectory
+from torch import nn, Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface
-from transformers import initialization as init
+from transformers import AttentionInterface, initialization as init
 from transformers.activations import SiLUActivation
 from transformers.cache_utils import Cache
 from transformers.configuration_utils import PreTrainedConfig
@@ -88,225 +85,25 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.models.qwen3.modeling_qwen3 import (
+    apply_rotary_pos_emb,
     Qwen3Attention,
     Qwen3DecoderLayer,
     Qwen3MLP,
     Qwen3Model,
     Qwen3RMSNorm,
-    apply_rotary_pos_emb,
 )
 from transformers.utils import (
-    SAFE_WEIGHTS_INDEX_NAME,
-    SAFE_WEIGHTS_NAME,
-    ModelOutput,
     cached_file,
     can_return_tuple,
     find_adapter_config_file,
-)
-from transformers.utils import (
     logging as transformers_logging,
+    ModelOutput,
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
 )
+from typing import Any, Literal, NamedTuple, Protocol, Self, TYPE_CHECKING, TypeVar
 
 from .configuration_mrp import MRPConfig
-
-# -----------------
-# runner/cache.py
-#
-# Keys and values of committed blocks by absolute position, and the scratch of the states being scored.
-
-
-class BlockCache(Cache):
-    """KV memory of fixed size: [scratch | committed slots] in one buffer per device, written in place.
-
-    A committed token lives in the slot of its absolute position, so padding takes no room and rows of different length
-    need no special case. The states of a round are written to the scratch, right before slot 0, so that what
-    attention reads is one view without a copy. When a state turns out clean, `commit` copies its keys and values to its slots.
-
-    Between two calls of `generate` it remembers whose keys and values it holds, so that the next one starts behind them. A
-    call takes over the cache it is given: what that held beyond the new prompt is gone (`copy.deepcopy` keeps it).
-
-    Args:
-        batch_size: Rows.
-        num_key_value_heads: KV heads of every layer.
-        head_dim: Size of a head.
-        layer_devices: The device of every layer: the backbone's first, then the head's.
-        capacity: Committed slots per row, a multiple of the block size.
-        scratch: Tokens that can be scored at once per row.
-        dtype: Of keys and values.
-        head_layers: How many of the layers are the head's.
-
-    Attributes:
-        ids: [rows, length] long, the text whose tokens the slots hold, by absolute position.
-        held: [rows] long, so many first tokens of it have their keys and values in all layers of the backbone.
-        head_held: [rows] long, the same for the layers of the head.
-        owner: A weak reference to the model whose keys and values these are.
-        deferred: Whether attention calls `store` itself, as in rounds under a `RoundMask`.
-    """
-
-    def __init__(
-        self,
-        batch_size: int,
-        num_key_value_heads: int,
-        head_dim: int,
-        layer_devices: Sequence[torch.device],
-        capacity: int,
-        scratch: int,
-        dtype: torch.dtype,
-        head_layers: int = 0,
-    ) -> None:
-        super().__init__(layers=[])
-        self.rows, self.num_key_value_heads, self.head_dim = batch_size, num_key_value_heads, head_dim
-        self.dtype, self.head_layers = dtype, head_layers
-        self.scratch = scratch
-        self.capacity = capacity
-        self.owner: weakref.ref[torch.nn.Module] | None = None
-        self.deferred = False
-        self._hold_nothing()
-        self._device_of = list(layer_devices)
-        devices = list(dict.fromkeys(layer_devices))
-        # Zeros, since a masked slot still enters the product with its weight of 0, which NaN would survive.
-        self._buffers = {
-            device: torch.zeros(
-                2,
-                self._device_of.count(device),
-                batch_size,
-                num_key_value_heads,
-                scratch + capacity,
-                head_dim,
-                dtype=dtype,
-                device=device,
-            )
-            for device in devices
-        }
-        self._index = [self._device_of[:layer].count(device) for layer, device in enumerate(self._device_of)]
-        self._write = self._read = slice(0, 0)
-
-    @property
-    def layer_devices(self) -> tuple[torch.device, ...]:
-        """The device of every layer."""
-        return tuple(self._device_of)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held, fixed at construction."""
-        return sum(buffer.numel() * buffer.element_size() for buffer in self._buffers.values())
-
-    @property
-    def writable(self) -> bool:
-        """False outside of inference mode for a cache that was made in it."""
-        return torch.is_inference_mode_enabled() or not any(buffer.is_inference() for buffer in self._buffers.values())
-
-    def target_scratch(self, width: int, used: int) -> None:
-        """The next forward writes `width` scratch tokens and reads them before the first `used` committed slots."""
-        self._write = slice(self.scratch - width, self.scratch)
-        self._read = slice(self.scratch - width, self.scratch + used)
-
-    def target_slots(self, start: int, length: int) -> None:
-        """The next forward writes the slots [start, start + length) and reads all slots up to there."""
-        self._write = slice(self.scratch + start, self.scratch + start + length)
-        self._read = slice(self.scratch, self.scratch + start + length)
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
-        """Writes new keys and values ([batch, heads, new, head_dim]) to the target and returns what attention reads; while
-        `deferred`, leaves both to `store`."""
-        return (key_states, value_states) if self.deferred else self.store(key_states, value_states, layer_idx)
-
-    def store(self, key_states: Tensor, value_states: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """As `update`, at once."""
-        keys, values = self.written(layer)
-        keys.copy_(key_states)
-        values.copy_(value_states)
-        return self.read(layer)
-
-    def written(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Where keys and values of the next forward go, [batch, heads, new, head_dim]: the target."""
-        keys, values = self._buffers[self._device_of[layer]][:, self._index[layer], :, :, self._write]
-        return keys, values
-
-    def read(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values that attention reads, [batch, heads, seen, head_dim], once the target is written."""
-        keys, values = self._buffers[self._device_of[layer]][:, self._index[layer], :, :, self._read]
-        return keys, values
-
-    def commit(self, source: Tensor, start: Tensor, which: Tensor, length: int, layers: range) -> None:
-        """Copies one scored block per row from the scratch of the last forward to its committed slots.
-
-        Args:
-            source: [rows] long, where the block begins in the last forward's scratch.
-            start: [rows] long, the block's absolute position.
-            which: [rows] bool, the rows that commit; another row's scratch is copied onto itself.
-            length: Tokens in the block.
-            layers: The layers whose forward that was.
-        """
-        offsets = torch.arange(length, device=start.device)
-        source = self._write.start + source[:, None] + offsets
-        slots = torch.where(which[:, None], self.scratch + start[:, None] + offsets, source)
-        rows = torch.arange(len(start), device=start.device)[:, None]
-        for device, buffer in self._buffers.items():
-            held = [self._index[layer] for layer in layers if self._device_of[layer] == device]
-            if held:
-                # A number of a narrow type costs as much to index as a wide one.
-                wide = buffer.shape[-1] * buffer.element_size() % 8 == 0
-                part = (buffer.view(torch.int64) if wide else buffer)[:, held[0] : held[-1] + 1]
-                row, to, of = rows.to(device), slots.to(device), source.to(device)
-                part[:, :, row, :, to] = part[:, :, row, :, of]
-
-    def hold(self, ids: Tensor, held: Tensor, head_held: Tensor) -> None:
-        """Notes what the committed slots hold: `ids` [rows, length], `held` and `head_held` [rows], all long (see the
-        attributes)."""
-        self.ids, self.held, self.head_held = ids, held, head_held
-
-    def empty(self) -> None:
-        """Holds nothing, with zeros in every slot: what was there may be infinite, and a masked slot still enters attention
-        with a weight of 0."""
-        for buffer in self._buffers.values():
-            buffer.zero_()
-        self._hold_nothing()
-
-    def _hold_nothing(self) -> None:
-        nothing = torch.zeros(self.rows, dtype=torch.long)
-        self.hold(nothing[:, None][:, :0], nothing, nothing)
-
-    def reusable(self, ids: Tensor, upto: Tensor, block_size: int, with_head: bool) -> Tensor:
-        """How many first tokens of each row's text need no prefill: the longest common prefix, in whole blocks.
-
-        Args:
-            ids: [rows, length] long, the text by absolute position.
-            upto: [rows] long, the most that is asked for.
-            block_size: Keys and values depend on the whole block.
-            with_head: Whether the head's layers must hold them too.
-        """
-        length = min(ids.shape[1], self.ids.shape[1])
-        common = (ids[:, :length] == self.ids[:, :length].to(ids.device)).long().cumprod(1).sum(1)
-        held = torch.minimum(self.held, self.head_held) if with_head else self.held
-        return torch.minimum(torch.minimum(common, held.to(ids.device)), upto) // block_size * block_size
-
-    def with_room(self, rows: int, capacity: int, scratch: int) -> "BlockCache":
-        """This cache, or a bigger one with what it holds.
-
-        Args:
-            rows: A multiple of this one's: each is then held so many times, one after the other.
-            capacity, scratch: At least so many slots, and tokens that can be scored at once.
-        """
-        if rows == self.rows and capacity <= self.capacity and scratch <= self.scratch and self.writable:
-            return self
-        capacity, scratch = max(capacity, self.capacity), max(scratch, self.scratch)
-        heads, width, devices = self.num_key_value_heads, self.head_dim, self._device_of
-        bigger = BlockCache(rows, heads, width, devices, capacity, scratch, self.dtype, self.head_layers)
-        bigger.owner = self.owner
-        copies = rows // self.rows
-        bigger.hold(*(t.repeat_interleave(copies, 0) for t in (self.ids, self.held, self.head_held)))
-        used = int(self.held.max())
-        for device, buffer in self._buffers.items():
-            held = buffer[:, :, :, :, self.scratch : self.scratch + used]
-            bigger._buffers[device][:, :, :, :, scratch : scratch + used] = held.repeat_interleave(copies, 2)
-        return bigger
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Rows differ in length, so there is no common one; positions are always passed explicitly."""
-        return 0
 
 
 # ---------------------
@@ -509,495 +306,470 @@ def _summary(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[-1]}" if lines else type(error).__name__
 
 
-# ------------------
-# kernels/noise.py
-#
-# The noise of sampled picks: a counter-based generator, a pure function of (seed, position, masks left, token id).
-
-_UINT32 = 0xFFFFFFFF
-
-
-def mix32(x: Tensor) -> Tensor:
-    """A 32-bit integer hash (two multiply-xorshift rounds) of every number of an int64 tensor, each from 0 to 2**32 - 1."""
-    x = x ^ (x >> 16)
-    x = (x * 0x7FEB352D) & _UINT32
-    x = x ^ (x >> 15)
-    x = (x * 0x846CA68B) & _UINT32
-    return x ^ (x >> 16)
-
-
-def noise_keys(seed: Tensor, position: Tensor, masks_left: Tensor) -> Tensor:
-    """[n] keys of the noise at a state's position; all arguments [n] long."""
-    key = mix32(seed & _UINT32)
-    key = mix32(key ^ ((seed >> 32) & _UINT32))
-    key = mix32(key ^ (position & _UINT32))
-    return mix32(key ^ (masks_left & _UINT32) ^ 0x9E3779B9)
-
-
-def noise_bits(keys: Tensor, tokens: Tensor) -> Tensor:
-    """[n, m] random 32-bit values, as int64, of keys [n] and token ids [m]."""
-    return mix32(mix32(tokens * 0x9E3779B1 & _UINT32) ^ keys[:, None])
-
-
-def gumbel_noise(keys: Tensor, tokens: int | Tensor, dtype: torch.dtype) -> Tensor:
-    """Standard Gumbel noise for token ids at each key.
-
-    Args:
-        keys: [n] long, from `noise_keys`.
-        tokens: The first so many ids, or [m] long, which ids.
-        dtype: float32 or float64; both see the same 32 random bits.
-
-    Returns:
-        [n, m].
-    """
-    bits = noise_bits(keys, torch.arange(tokens, device=keys.device) if isinstance(tokens, int) else tokens)
-    # -log(u) for u = (bits + 1/2) / 2^32, from whichever end of the unit interval keeps the precision.
-    lower = bits < 1 << 31
-    nearest = (torch.where(lower, bits, _UINT32 - bits).to(dtype) + 0.5) * 2.0**-32
-    return -torch.where(lower, -nearest.log(), -torch.log1p(-nearest)).log()
-
-
-if triton is not None:
-
-    @triton.jit
-    def _mix32(x):  # type: ignore[no-untyped-def]
-        x = x ^ (x >> 16)
-        x = x * 0x7FEB352D
-        x = x ^ (x >> 15)
-        x = x * 0x846CA68B
-        return x ^ (x >> 16)
-
-    @triton.jit
-    def token_noise_bits(keys, tokens):  # type: ignore[no-untyped-def]
-        """[m, n] uint32 of keys [n] and token ids [m]: those of `noise_bits`, transposed."""
-        return _mix32(_mix32(tokens.to(tl.uint32) * 0x9E3779B1)[:, None] ^ keys.to(tl.uint32)[None, :])
-
-    @triton.jit
-    def gumbel_of_bits(bits):  # type: ignore[no-untyped-def]
-        """Gumbel noise of uint32 bits: `gumbel_noise` with log1p(-x) as log(1 - x) * x / (1 - (1 - x)), which is as precise."""
-        lower = (bits >> 31) == 0
-        nearest = (tl.where(lower, bits, ~bits).to(tl.float32) + 0.5) * 2.0**-32
-        rest = 1.0 - nearest
-        log = tl.log(tl.where(lower, nearest, rest))
-        gap = 1.0 - rest  # `nearest` as it was rounded on the way; 0 where nothing was left of it
-        upper = tl.where(gap == 0.0, nearest, -log * (nearest / tl.where(gap == 0.0, 1.0, gap)))
-        return -tl.log(tl.where(lower, -log, upper))
-
-
-# ------------------------
-# kernels/unembedding.py
-#
-# What hidden states say about tokens: the distribution of a readout, and log-odds without cancellation.
-
-# Elements of logits that are alive at once: 64 MB in float32.
-_LOGITS_AT_ONCE = 1 << 24
-
-
-class Picked(NamedTuple):
-    """What is picked at n positions.
-
-    Attributes:
-        token: [n] long.
-        logprob: [n] float32 (float64 where the weights are), its log-probability after temperature.
-        log_odds: [n], log p - log (1 - p), where 1 - p is summed over the other tokens, so that nothing cancels.
-    """
-
-    token: Tensor
-    logprob: Tensor
-    log_odds: Tensor
-
-
-@dataclass(frozen=True)
-class Readout:
-    """The distributions over tokens that hidden states stand for.
-
-    Attributes:
-        weight: [vocab, hidden_size], those of `lm_head` or rows of it.
-        mask_token_id: Outside the softmax, where `token_ids` is None.
-        temperature: Divides the logits.
-        eos_token_ids: Ids that some positions must not take.
-        token_ids: [vocab] long, the ids that the rows of `weight` stand for; None: their places.
-    """
-
-    weight: Tensor
-    mask_token_id: int
-    temperature: float = 1.0
-    eos_token_ids: tuple[int, ...] = ()
-    token_ids: Tensor | None = None
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[n, vocab] in at least float32, the mask id at -inf."""
-        logits = F.linear(hidden, self.weight)
-        if logits.dtype != torch.float64:
-            logits = logits.float()
-        if self.token_ids is None:
-            logits[:, self.mask_token_id] = -torch.inf
-        return logits
-
-    def tempered(self, logits: Tensor, no_eos: Tensor | None) -> Tensor:
-        """Logits [n, vocab] over the temperature, those of an eos at -inf where `no_eos` [n] says so."""
-        if no_eos is not None:
-            ids = torch.arange(logits.shape[1], device=logits.device) if self.token_ids is None else self.token_ids
-            for eos in self.eos_token_ids:  # numbers, not a tensor of them, for whose copy to a device the host would wait
-                logits = logits.masked_fill(no_eos[:, None] & (ids == eos), -torch.inf)
-        return logits if self.temperature == 1.0 else logits / self.temperature
-
-    def chunks(self, rows: int) -> list[slice]:
-        """`rows` in slices so small that their logits are no burden; one, empty, of none."""
-        step = max(1, _LOGITS_AT_ONCE // self.weight.shape[0])
-        return [slice(start, start + step) for start in range(0, max(1, rows), step)]
-
-    def shown(self, scores: Tensor, keys: Tensor | None) -> Tensor:
-        """What the pick is the largest of: scores [n, vocab], plus noise where there are keys [n]."""
-        if keys is None:
-            return scores
-        return scores + gumbel_noise(keys, scores.shape[1] if self.token_ids is None else self.token_ids, scores.dtype)
-
-
-def log_odds(scores: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
-    """log p and log p - log (1 - p), both [n], of tokens [n] under scores [n, vocab]; 1 - p is summed over the other tokens."""
-    own = scores.gather(1, token[:, None])
-    others = scores.scatter(1, token[:, None], -torch.inf).logsumexp(-1, keepdim=True)
-    odds = own - others
-    return F.logsigmoid(odds)[:, 0], odds[:, 0]
-
-
 # -----------------
-# model/losses.py
+# runner/cache.py
 #
-# Losses over the vocabulary, without ever holding the logits of all tokens.
-#
-# Each loss is a plain function of logits [n, vocab]; `over_vocabulary` applies it to hidden states, a chunk of tokens at a
-# time, so that the logits of student and teacher, their softmaxes and gradients exist for one chunk only.
+# Keys and values of committed blocks by absolute position, and the scratch of the states being scored.
 
-BLANK = -1  # the target behind the end of a text: no token is more likely than another
-# Elements of a logits matrix that are alive at once: 64 MB in float32.
-_LOSS_LOGITS_AT_ONCE = 1 << 24
+class BlockCache(Cache):
+    """KV memory of fixed size: [scratch | committed slots] in one buffer per device, written in place.
 
-# From the student's logits [n, vocab] and a slice of each further argument: values [n, m], which have gradients, and notes
-# [n, k].
-TokenLoss = Callable[..., tuple[Tensor, Tensor]]
+    A committed token lives in the slot of its absolute position, so padding takes no room and rows of different length
+    need no special case. The states of a round are written to the scratch, right before slot 0, so that what
+    attention reads is one view without a copy. When a state turns out clean, `commit` copies its keys and values to its slots.
 
-
-def project(hidden: Tensor, lm_head_weight: Tensor) -> Tensor:
-    """Logits [n, vocab] of hidden states [n, hidden_size], in at least float32."""
-    logits = F.linear(hidden, lm_head_weight)
-    return logits if logits.dtype == torch.float64 else logits.float()
-
-
-def over_vocabulary(
-    loss: TokenLoss, hidden: Tensor, lm_head_weight: Tensor, *others: Tensor, at_once: int = _LOSS_LOGITS_AT_ONCE
-) -> tuple[Tensor, Tensor]:
-    """A loss of logits applied to hidden states in chunks of tokens.
-
-    Under a frozen vocabulary matrix a token's values depend on its own hidden state alone, so that their derivatives, [n, m,
-    hidden_size], are taken while the chunk's logits are there and nothing is computed twice. A matrix that trains makes each
-    chunk run again in the backward pass.
+    Between two calls of `generate` it remembers whose keys and values it holds, so that the next one starts behind them. A
+    call takes over the cache it is given: what that held beyond the new prompt is gone (`copy.deepcopy` keeps it).
 
     Args:
-        loss: See `TokenLoss`; what it holds besides its arguments gets no gradient.
-        hidden: [n, hidden_size], the student's.
-        lm_head_weight: [vocab, hidden_size].
-        others: [n, ...] each, cut into the same chunks: targets, the teacher's hidden states.
-        at_once: How many logits of the student exist at a time.
-
-    Returns:
-        Values [n, m] with gradients and notes [n, k] without.
-    """
-    rows = max(1, at_once // len(lm_head_weight))
-    chunks = [slice(start, start + rows) for start in range(0, max(1, len(hidden)), rows)]
-
-    def apply(piece: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
-        return loss(project(piece, lm_head_weight), *rest)
-
-    if not torch.is_grad_enabled() or not (hidden.requires_grad or lm_head_weight.requires_grad):
-        parts = [apply(hidden[at], *(other[at] for other in others)) for at in chunks]
-    elif lm_head_weight.requires_grad:
-        parts = [checkpoint(apply, hidden[at], *(other[at] for other in others), use_reentrant=False) for at in chunks]
-    else:
-        return _FrozenVocabulary.apply(apply, chunks, hidden, *others)
-    values, notes = (torch.cat(part) for part in zip(*parts, strict=True))
-    return values, notes.detach()
-
-
-class _FrozenVocabulary(torch.autograd.Function):
-    """Values of each token, and their derivatives by its own hidden state, from one look at its logits."""
-
-    @staticmethod
-    def forward(ctx: Any, apply: TokenLoss, chunks: list[slice], hidden: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
-        all_values, all_notes, slopes = [], [], []
-        for at in chunks:
-            with torch.enable_grad():
-                piece = hidden[at].detach().requires_grad_()
-                values, notes = apply(piece, *(other[at].detach() for other in others))
-                columns = [column.sum() for column in values.unbind(-1)]
-            by_column = [torch.autograd.grad(c, piece, retain_graph=c is not columns[-1])[0] for c in columns]
-            slopes.append(torch.stack(by_column, 1))
-            all_values.append(values.detach())
-            all_notes.append(notes.detach())
-        ctx.save_for_backward(torch.cat(slopes))
-        ctx.others = len(others)
-        noted = torch.cat(all_notes)
-        ctx.mark_non_differentiable(noted)
-        return torch.cat(all_values), noted
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (slopes,) = ctx.saved_tensors
-        by_hidden = torch.einsum("nm,nmh->nh", gradients[0].to(slopes.dtype), slopes)
-        return (None, None, by_hidden, *[None] * ctx.others)
-
-
-def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """[n] cross-entropy of targets [n] long; a `BLANK` one stands for the uniform distribution."""
-    log_probs = logits.log_softmax(-1)
-    of_target = log_probs.gather(-1, targets.clamp(min=0)[:, None])[:, 0]
-    return -torch.where(targets == BLANK, log_probs.mean(-1), of_target)
-
-
-def forward_kl(student: Tensor, teacher: Tensor) -> Tensor:
-    """[n] KL( softmax(teacher) || softmax(student) ) of logits [n, vocab] (MRP, section 3)."""
-    return F.kl_div(student.log_softmax(-1), teacher.log_softmax(-1), log_target=True, reduction="none").sum(-1)
-
-
-def reverse_kl(student: Tensor, teacher: Tensor) -> Tensor:
-    """[n] KL( softmax(student) || softmax(teacher) ) of logits [n, vocab]: seeks a mode where `forward_kl` covers all."""
-    return forward_kl(teacher, student)
-
-
-def mean_squared_error(student: Tensor, teacher: Tensor) -> Tensor:
-    """[n] mean squared difference of logits [n, vocab]."""
-    return (student - teacher).square().mean(-1)
-
-
-DIVERGENCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "kl": forward_kl,
-    "reverse_kl": reverse_kl,
-    "mse": mean_squared_error,
-}
-
-
-def weighted_cross_entropy(
-    hidden: Tensor, lm_head_weight: Tensor, targets: Tensor, weight: Tensor, normaliser: Tensor
-) -> Tensor:
-    """Sum of weighted cross-entropies over a normaliser: the block-diffusion loss (SDAR, equation 3).
-
-    A `BLANK` target stands for the uniform distribution. A model so trained has no confidence behind the end of its text, and
-    decoding, which reveals the most confident positions first, spends no step there.
-
-    Args:
-        hidden: [tokens, hidden_size] final hidden states at masked positions.
-        lm_head_weight: [vocab, hidden_size].
-        targets: [tokens] long, `BLANK` included.
-        weight: [tokens] float.
-        normaliser: Scalar; the number of response tokens.
-
-    Returns:
-        A scalar, 0 (with a graph) if there are no tokens.
-    """
-
-    def loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        return cross_entropy(logits, targets)[:, None], logits.new_zeros(len(logits), 0)
-
-    losses, _ = over_vocabulary(loss, hidden, lm_head_weight, targets)
-    return (losses[:, 0] * weight).sum() / normaliser.clamp(min=1)
-
-
-def order_kl(student: Tensor, teacher: Tensor, block: Tensor, blocks: int) -> Tensor:
-    """How far the student is from the teacher about which position of a block is revealed next, summed over blocks.
-
-    Decoding reveals the most confident position first. Where several tokens are all but certain, `forward_kl` is blind to
-    their order, and it is the order that most drafts get wrong. Here each block's positions share a probability of being
-    first, in proportion to the odds p / (1 - p) of the teacher's token, and the divergences KL(teacher || student) of
-    these are summed.
-
-    Args:
-        student: [tokens] log-odds of the teacher's tokens under the student, see `favourite_odds`.
-        teacher: [tokens] the same under the teacher.
-        block: [tokens] long, a number below `blocks` for each token's block.
-        blocks: More than the largest number.
-    """
-    wanted = _log_softmax_within(teacher.detach(), block, blocks)
-    return (wanted.exp() * (wanted - _log_softmax_within(student, block, blocks))).sum()
-
-
-def favourite_odds(student: Tensor, teacher: Tensor, mask_token_id: int) -> tuple[Tensor, Tensor]:
-    """Log-odds [n] of the teacher's likeliest token under both, from logits [n, vocab]; the mask id is outside the softmax."""
-    mask = torch.tensor([mask_token_id], device=teacher.device)
-    teacher, student = (logits.index_fill(1, mask, -torch.inf) for logits in (teacher, student))
-    token = teacher.argmax(-1)
-    return log_odds(student, token)[1], log_odds(teacher, token)[1]
-
-
-def _log_softmax_within(values: Tensor, group: Tensor, groups: int) -> Tensor:
-    """[n] log-softmax of values [n] over the members of each one's group [n]."""
-    largest = values.new_full((groups,), -torch.inf).scatter_reduce(0, group, values.detach(), "amax")
-    total = values.new_zeros(groups).index_add(0, group, (values - largest[group]).exp())
-    return values - largest[group] - total[group].log()
-
-
-# --------------------
-# model/diffusion.py
-#
-# Block diffusion: which token may see which, and the training pass that holds noisy and clean tokens together.
-#
-# Positions are absolute and count from 0 at a sequence's first real token; the block of a position is
-# ``position // block_size``. Masks here are boolean, True where a query may look at a key.
-
-IGNORE_INDEX = -100
-CLEAN_VIEW = 0  # views above 0 are noisy copies
-NO_VIEW = -1  # padding
-
-
-def block_causal_mask(query_positions: Tensor, key_positions: Tensor, key_valid: Tensor, block_size: int) -> Tensor:
-    """Every token sees the earlier blocks and the whole of its own block (SDAR, section 3).
-
-    Args:
-        query_positions: [batch, queries] absolute positions.
-        key_positions: [batch, keys] absolute positions.
-        key_valid: [batch, keys] bool; False for padding.
-        block_size: Tokens per block.
-
-    Returns:
-        [batch, 1, queries, keys] bool.
-    """
-    not_later = key_positions[:, None, :] // block_size <= query_positions[:, :, None] // block_size
-    return (not_later & key_valid[:, None, :])[:, None]
-
-
-@dataclass(frozen=True)
-class PackedRule:
-    """Who sees whom in a pass that holds noisy copies and the clean sequence: [x_t | x_0] (SDAR, section 3; MRP, section 4).
-
-    A noisy token sees its own noisy block and the clean tokens of earlier blocks; a clean token sees the clean tokens
-    of its own and earlier blocks; nothing crosses from one sample to another. Padding (view -1) sees only itself.
+        batch_size: Rows.
+        num_key_value_heads: KV heads of every layer.
+        head_dim: Size of a head.
+        layer_devices: The device of every layer: the backbone's first, then the head's.
+        capacity: Committed slots per row, a multiple of the block size.
+        scratch: Tokens that can be scored at once per row.
+        dtype: Of keys and values.
+        head_layers: How many of the layers are the head's.
 
     Attributes:
-        view: [batch, length] long: 0 clean, 1, 2, ... the noisy copy, -1 padding.
-        block: [batch, length] long: the token's block index.
-        sample: [batch, length] long: the sample a token belongs to, when several share a row.
+        ids: [rows, length] long, the text whose tokens the slots hold, by absolute position.
+        held: [rows] long, so many first tokens of it have their keys and values in all layers of the backbone.
+        head_held: [rows] long, the same for the layers of the head.
+        owner: A weak reference to the model whose keys and values these are.
+        deferred: Whether attention calls `store` itself, as in rounds under a `RoundMask`.
     """
 
-    view: Tensor
-    block: Tensor
-    sample: Tensor
+    def __init__(
+        self,
+        batch_size: int,
+        num_key_value_heads: int,
+        head_dim: int,
+        layer_devices: Sequence[torch.device],
+        capacity: int,
+        scratch: int,
+        dtype: torch.dtype,
+        head_layers: int = 0,
+    ) -> None:
+        super().__init__(layers=[])
+        self.rows, self.num_key_value_heads, self.head_dim = batch_size, num_key_value_heads, head_dim
+        self.dtype, self.head_layers = dtype, head_layers
+        self.scratch = scratch
+        self.capacity = capacity
+        self.owner: weakref.ref[torch.nn.Module] | None = None
+        self.deferred = False
+        self._hold_nothing()
+        self._device_of = list(layer_devices)
+        devices = list(dict.fromkeys(layer_devices))
+        # Zeros, since a masked slot still enters the product with its weight of 0, which NaN would survive.
+        self._buffers = {
+            device: torch.zeros(
+                2,
+                self._device_of.count(device),
+                batch_size,
+                num_key_value_heads,
+                scratch + capacity,
+                head_dim,
+                dtype=dtype,
+                device=device,
+            )
+            for device in devices
+        }
+        self._index = [self._device_of[:layer].count(device) for layer, device in enumerate(self._device_of)]
+        self._write = self._read = slice(0, 0)
 
-    def __call__(self, row: Tensor, head: Tensor | None, query: Tensor, key: Tensor) -> Tensor:
-        """Bool, for indices that broadcast: flex attention's `mask_mod`. All heads see the same."""
-        query_view, key_view = self.view[row, query], self.view[row, key]
-        query_block, key_block = self.block[row, query], self.block[row, key]
-        clean = (key_view == CLEAN_VIEW) & (
-            (key_block < query_block) | ((query_view == CLEAN_VIEW) & (key_block == query_block))
-        )
-        noisy = (key_view != CLEAN_VIEW) & (key_view == query_view) & (key_block == query_block)
-        same = (self.sample[row, query] == self.sample[row, key]) & (key_view != NO_VIEW)
-        return ((clean | noisy) & same & (query_view != NO_VIEW)) | (query == key)
+    @property
+    def layer_devices(self) -> tuple[torch.device, ...]:
+        """The device of every layer."""
+        return tuple(self._device_of)
 
-    def dense(self) -> Tensor:
-        """[batch, 1, length, length] bool."""
-        rows, length = self.view.shape
-        row, column = (torch.arange(n, device=self.view.device) for n in (rows, length))
-        return self(row[:, None, None], None, column[None, :, None], column[None, None, :])[:, None]
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, fixed at construction."""
+        return sum(buffer.numel() * buffer.element_size() for buffer in self._buffers.values())
 
-    def sparse(self, queries: int) -> BlockMask:
-        """The rows of the first `queries` columns for flex attention: who sees whom by tile, the same for all heads.
+    @property
+    def writable(self) -> bool:
+        """False outside of inference mode for a cache that was made in it."""
+        return torch.is_inference_mode_enabled() or not any(buffer.is_inference() for buffer in self._buffers.values())
 
-        To find the tiles a [queries, length] bool is made once a batch row and dropped; attention itself holds none.
+    def target_scratch(self, width: int, used: int) -> None:
+        """The next forward writes `width` scratch tokens and reads them before the first `used` committed slots."""
+        self._write = slice(self.scratch - width, self.scratch)
+        self._read = slice(self.scratch - width, self.scratch + used)
+
+    def target_slots(self, start: int, length: int) -> None:
+        """The next forward writes the slots [start, start + length) and reads all slots up to there."""
+        self._write = slice(self.scratch + start, self.scratch + start + length)
+        self._read = slice(self.scratch, self.scratch + start + length)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Writes new keys and values ([batch, heads, new, head_dim]) to the target and returns what attention reads; while
+        `deferred`, leaves both to `store`."""
+        return (key_states, value_states) if self.deferred else self.store(key_states, value_states, layer_idx)
+
+    def store(self, key_states: Tensor, value_states: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """As `update`, at once."""
+        keys, values = self.written(layer)
+        keys.copy_(key_states)
+        values.copy_(value_states)
+        return self.read(layer)
+
+    def written(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Where keys and values of the next forward go, [batch, heads, new, head_dim]: the target."""
+        keys, values = self._buffers[self._device_of[layer]][:, self._index[layer], :, :, self._write]
+        return keys, values
+
+    def read(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values that attention reads, [batch, heads, seen, head_dim], once the target is written."""
+        keys, values = self._buffers[self._device_of[layer]][:, self._index[layer], :, :, self._read]
+        return keys, values
+
+    def commit(self, source: Tensor, start: Tensor, which: Tensor, length: int, layers: range) -> None:
+        """Copies one scored block per row from the scratch of the last forward to its committed slots.
+
+        Args:
+            source: [rows] long, where the block begins in the last forward's scratch.
+            start: [rows] long, the block's absolute position.
+            which: [rows] bool, the rows that commit; another row's scratch is copied onto itself.
+            length: Tokens in the block.
+            layers: The layers whose forward that was.
         """
-        rows, length = self.view.shape
-        return create_block_mask(self, rows, None, queries, length, device=self.view.device)
+        offsets = torch.arange(length, device=start.device)
+        source = self._write.start + source[:, None] + offsets
+        slots = torch.where(which[:, None], self.scratch + start[:, None] + offsets, source)
+        rows = torch.arange(len(start), device=start.device)[:, None]
+        for device, buffer in self._buffers.items():
+            held = [self._index[layer] for layer in layers if self._device_of[layer] == device]
+            if held:
+                # A number of a narrow type costs as much to index as a wide one.
+                wide = buffer.shape[-1] * buffer.element_size() % 8 == 0
+                part = (buffer.view(torch.int64) if wide else buffer)[:, held[0] : held[-1] + 1]
+                row, to, of = rows.to(device), slots.to(device), source.to(device)
+                part[:, :, row, :, to] = part[:, :, row, :, of]
+
+    def hold(self, ids: Tensor, held: Tensor, head_held: Tensor) -> None:
+        """Notes what the committed slots hold: `ids` [rows, length], `held` and `head_held` [rows], all long (see the
+        attributes)."""
+        self.ids, self.held, self.head_held = ids, held, head_held
+
+    def empty(self) -> None:
+        """Holds nothing, with zeros in every slot: what was there may be infinite, and a masked slot still enters attention
+        with a weight of 0."""
+        for buffer in self._buffers.values():
+            buffer.zero_()
+        self._hold_nothing()
+
+    def _hold_nothing(self) -> None:
+        nothing = torch.zeros(self.rows, dtype=torch.long)
+        self.hold(nothing[:, None][:, :0], nothing, nothing)
+
+    def reusable(self, ids: Tensor, upto: Tensor, block_size: int, with_head: bool) -> Tensor:
+        """How many first tokens of each row's text need no prefill: the longest common prefix, in whole blocks.
+
+        Args:
+            ids: [rows, length] long, the text by absolute position.
+            upto: [rows] long, the most that is asked for.
+            block_size: Keys and values depend on the whole block.
+            with_head: Whether the head's layers must hold them too.
+        """
+        length = min(ids.shape[1], self.ids.shape[1])
+        common = (ids[:, :length] == self.ids[:, :length].to(ids.device)).long().cumprod(1).sum(1)
+        held = torch.minimum(self.held, self.head_held) if with_head else self.held
+        return torch.minimum(torch.minimum(common, held.to(ids.device)), upto) // block_size * block_size
+
+    def with_room(self, rows: int, capacity: int, scratch: int) -> "BlockCache":
+        """This cache, or a bigger one with what it holds.
+
+        Args:
+            rows: A multiple of this one's: each is then held so many times, one after the other.
+            capacity, scratch: At least so many slots, and tokens that can be scored at once.
+        """
+        if rows == self.rows and capacity <= self.capacity and scratch <= self.scratch and self.writable:
+            return self
+        capacity, scratch = max(capacity, self.capacity), max(scratch, self.scratch)
+        heads, width, devices = self.num_key_value_heads, self.head_dim, self._device_of
+        bigger = BlockCache(rows, heads, width, devices, capacity, scratch, self.dtype, self.head_layers)
+        bigger.owner = self.owner
+        copies = rows // self.rows
+        bigger.hold(*(t.repeat_interleave(copies, 0) for t in (self.ids, self.held, self.head_held)))
+        used = int(self.held.max())
+        for device, buffer in self._buffers.items():
+            held = buffer[:, :, :, :, self.scratch : self.scratch + used]
+            bigger._buffers[device][:, :, :, :, scratch : scratch + used] = held.repeat_interleave(copies, 2)
+        return bigger
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Rows differ in length, so there is no common one; positions are always passed explicitly."""
+        return 0
+
+
+# ------------------
+# runner/graphs.py
+#
+# CUDA graphs: steps that run again and again on fixed buffers are recorded once and then replayed with one launch.
+#
+# What is recorded is a *step*: code that takes nothing and gives nothing, but reads buffers that stay where they are (weights,
+# the KV cache, registers) and writes such buffers. So no tensor of a graph's own memory is seen outside of it, and all graphs of
+# a recorded cache share that memory: what one leaves there, the next may overwrite.
+#
+# A key names everything but the buffers' contents that a step depends on. Its first run is an ordinary one, on the side
+# stream that will record: it does the work, and warms up what a recording must not meet for the first time (libraries,
+# compilers). The second run records and replays; a key that is met once costs no recording. Libraries keep a handle for each
+# thread, so a thread that ran none of the steps so far begins with an ordinary run too, unless there is something to replay.
+
+# Recordings of one set of registers; beyond, the one that was not used for longest goes. The driver keeps some 10 MB for a
+# round of a few thousand kernels.
+RECORDINGS = 24
+
+# PyTorch allows one capture at a time in a process, and begins it with a wait that is illegal while another one goes on.
+_RECORDING = threading.Lock()
+
+
+class RecordingFailedError(Exception):
+    """A step could not be recorded; nothing of it has been done."""
+
+
+class Recorder(Protocol):
+    """Runs and records steps on one device.
+
+    Attributes:
+        failed: Whether a step could not be recorded; none is tried any more.
+    """
+
+    failed: bool
+
+    def first(self, step: Callable[[], None]) -> None:
+        """Runs a step so that it can be recorded later."""
+        ...
+
+    def record(self, step: Callable[[], None]) -> Callable[[], None]:
+        """Runs a step once more and returns what repeats it.
+
+        Raises:
+            RecordingFailedError: if it cannot be recorded. Its cause is the error that came first.
+        """
+        ...
+
+
+class CudaRecorder:
+    """Records CUDA graphs, all in one pool of memory.
+
+    Args:
+        device: Where everything lies.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.failed = device, False
+        self.stream = torch.cuda.Stream(device)
+        self.graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
+
+    def first(self, step: Callable[[], None]) -> None:
+        """See `Recorder.first`."""
+        main = torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(main)
+        with torch.cuda.stream(self.stream):
+            step()
+        main.wait_stream(self.stream)
+
+    def record(self, step: Callable[[], None]) -> Callable[[], None]:
+        """See `Recorder.record`. Other threads that record wait; what they replay goes on."""
+        with _RECORDING:
+            graph = self._recorded(step)
+            graph.replay()
+        return graph.replay
+
+    def _recorded(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        if not self.graphs:  # a pool cannot be used again when the last graph in it is gone
+            self.pool = torch.cuda.graph_pool_handle()
+        graph, handled = torch.cuda.CUDAGraph(), sys.exception()
+        try:
+            # The outer context leads back to the caller's stream also where the inner one fails to end its recording.
+            with (
+                torch.cuda.stream(self.stream),
+                torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"),
+            ):
+                step()
+        except Exception as error:
+            raise RecordingFailedError from first_of(error, handled)
+        self.graphs.add(graph)
+        return graph
+
+
+# What records on which kind of device.
+RECORDERS: dict[str, Callable[[torch.device], Recorder]] = {"cuda": CudaRecorder}
+
+
+def first_of(error: BaseException, handled: BaseException | None = None) -> BaseException:
+    """What an error began with: where ending a failed capture fails too, that hides the error of the step.
+
+    Args:
+        error: The last one.
+        handled: What was being handled before, which did not lead to it.
+    """
+    while (before := error.__cause__ or (None if error.__suppress_context__ else error.__context__)) not in (None, handled):
+        error = before
+    return error
+
+
+def leaves(thing: Any) -> list[Tensor]:
+    """The tensors in a tensor, in a tuple or list, or in an object's attributes, in order."""
+    if isinstance(thing, Tensor):
+        return [thing]
+    if isinstance(thing, tuple | list):
+        return [leaf for part in thing for leaf in leaves(part)]
+    return [leaf for part in getattr(thing, "__dict__", {}).values() for leaf in leaves(part)]
+
+
+def refilled(thing: T, tensors: Iterator[Tensor]) -> T:
+    """The same with other tensors, in the order of `leaves`."""
+    made: Any = thing
+    if isinstance(thing, Tensor):
+        made = next(tensors)
+    elif isinstance(thing, tuple | list):
+        made = type(thing)([refilled(part, tensors) for part in thing])
+    elif hasattr(thing, "__dict__"):
+        made = copy.copy(thing)
+        for name, part in vars(thing).items():
+            object.__setattr__(made, name, refilled(part, tensors))  # frozen dataclasses too
+    return made
+
+
+def described(thing: Any) -> Hashable:
+    """What a recording depends on in plain values, containers, and objects of them; of a tensor its shape and dtype."""
+    if isinstance(thing, Tensor):
+        return tuple(thing.shape), thing.dtype, thing.device
+    if isinstance(thing, dict):
+        return tuple((described(name), described(part)) for name, part in thing.items())
+    if isinstance(thing, tuple | list | set | frozenset | range):
+        return type(thing), tuple(described(part) for part in thing)
+    if hasattr(thing, "__dict__") and not isinstance(thing, type) and not callable(thing):
+        return type(thing), described(vars(thing))
+    if hasattr(thing, "__dict__") and not isinstance(thing, type):  # a logits processor
+        return type(thing), id(thing) if not vars(thing) else described(vars(thing))
+    return type(thing), thing
+
+
+def fixed_copy(tensor: Tensor) -> Tensor:
+    """A buffer with the same numbers that can be written to in and outside of inference mode."""
+    with torch.inference_mode(False), torch.no_grad():
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 @dataclass
-class PackedBatch:
-    """One training pass [x_t | x_0] (noisy copies first, then the clean sequence), padded to a common length.
+class _Kept:
+    """What is known of a key: how to repeat it, None before it is recorded, and the buffers that came with it."""
 
-    Attributes:
-        input_ids: [batch, length] long; masked positions hold `mask_token_id`.
-        target_ids: [batch, length] long; the true token; `BLANK` behind the end of a text in noisy copies.
-        position_ids: [batch, length] long; absolute positions.
-        view: [batch, length] long; 0 clean, 1, 2, ... noisy copies, -1 padding.
-        sample: [batch, length] long; which sample of the row a token belongs to.
-        weight: [batch, length] float32; the loss weight of a masked position, 0 elsewhere.
-        response_tokens: How many response tokens the batch supervises: the loss is divided by it.
-        noise_key: [batch, length] long below 2**32; the same for all tokens of a sample, and another for each visit of one.
-    """
-
-    input_ids: Tensor
-    target_ids: Tensor
-    position_ids: Tensor
-    view: Tensor
-    sample: Tensor
-    weight: Tensor
-    response_tokens: Tensor
-    noise_key: Tensor | None = None
-
-    def rule(self, block_size: int) -> PackedRule:
-        """Who sees whom."""
-        return PackedRule(self.view, self.position_ids // block_size, self.sample)
-
-    def attention_mask(self, block_size: int) -> Tensor:
-        """[batch, 1, length, length] bool: see `PackedRule`."""
-        return self.rule(block_size).dense()
-
-    @property
-    def supervised(self) -> Tensor:
-        """[batch, length] bool: masked positions that carry loss."""
-        return self.weight > 0
-
-    @property
-    def noisy_length(self) -> int:
-        """How many columns the noisy copies take: the clean sequence begins behind them."""
-        return int((self.view == CLEAN_VIEW).any(0).int().argmax())
-
-    def noisy(self) -> "PackedBatch":
-        """The columns of the noisy copies alone."""
-        length = self.noisy_length
-        columns = {name: value[:, :length] for name, value in vars(self).items() if value is not None and value.dim()}
-        return replace(self, **columns)
-
-    def uniform(self, purpose: int, of: Tensor) -> Tensor:
-        """[batch, length] float64 in (0, 1): a draw for each sample, noisy copy and value of `of`, and nothing else.
-
-        Args:
-            purpose: Different draws have different numbers.
-            of: [batch, length] long: positions, or their blocks for one draw a block.
-
-        Raises:
-            ValueError: if the batch carries no `noise_key`.
-        """
-        if self.noise_key is None:
-            raise ValueError("this batch has no noise_key to draw from: DiffusionCollator gives one")
-        return (noise_keys(self.noise_key, of, mix32(self.view + 1) ^ purpose).double() + 0.5) * 2.0**-32
+    replay: Callable[[], None] | None = None
+    inputs: Sequence[Tensor] = ()
+    output: Tensor | None = None
 
 
-def pack_noisy(
-    input_ids: Tensor, response: Tensor, valid: Tensor, masked: Tensor, weight: Tensor, mask_token_id: int
-) -> PackedBatch:
-    """Packs a batch of sequences (one sample a row) with one noisy copy: [x_t | x_0].
+class Graphs:
+    """Steps by key, recorded when they are met again.
 
     Args:
-        input_ids: [batch, length] long, left-aligned (position = column).
-        response: [batch, length] bool: the tokens that are learned.
-        valid: [batch, length] bool: False for padding.
-        masked: [batch, length] bool: response tokens hidden in the noisy copy.
-        weight: [batch, length] float: loss weight of each masked token (published: 1 / t).
-        mask_token_id: The mask's id.
+        recorder: What records.
+        limit: Recordings kept at most.
     """
-    batch, length = input_ids.shape
-    positions = torch.arange(length, device=input_ids.device).expand(batch, length)
-    hidden = masked & response & valid
-    noisy_view = torch.where(valid, 1, NO_VIEW)
-    clean_view = torch.where(valid, CLEAN_VIEW, NO_VIEW)
-    return PackedBatch(
-        input_ids=torch.cat([input_ids.masked_fill(hidden, mask_token_id), input_ids], 1),
-        target_ids=torch.cat([input_ids, input_ids], 1),
-        position_ids=torch.cat([positions, positions], 1),
-        view=torch.cat([noisy_view, clean_view], 1),
-        sample=torch.zeros(batch, 2 * length, dtype=torch.long, device=input_ids.device),
-        weight=torch.cat([torch.where(hidden, weight.float(), 0.0), torch.zeros_like(weight, dtype=torch.float32)], 1),
-        response_tokens=(response & valid).sum(),
-    )
+
+    def __init__(self, recorder: Recorder, limit: int = RECORDINGS) -> None:
+        self.recorder, self.limit = recorder, limit
+        self.kept: OrderedDict[Hashable, _Kept] = OrderedDict()
+        self.thread = threading.local()  # whether the current one ran a step as it is
+
+    def run(self, key: Hashable, step: Callable[[], None]) -> None:
+        """Has a step's effect, once.
+
+        Where recording fails there is one warning, and steps run as they are from then on.
+        """
+        if self.recorder.failed:
+            return step()
+        known = self.kept.get(key)
+        if known is not None and known.replay is not None:
+            known.replay()
+        elif known is None or not hasattr(self.thread, "warm"):
+            self.recorder.first(step)
+            self.thread.warm = True
+            self.kept.setdefault(key, _Kept())
+        else:
+            try:
+                known.replay = self.recorder.record(step)
+            except RecordingFailedError as error:
+                self.recorder.failed = True
+                self.kept.clear()
+                warnings.warn(
+                    f"a round of decoding could not be recorded as a CUDA graph ({error.__cause__}): decoding goes on without "
+                    "graphs. What a failed recording leaves behind may disturb other work of this process: restart it, and "
+                    "pass graphs=False to generate to do without from the start",
+                    stacklevel=2,
+                )
+                return step()
+        self.kept.move_to_end(key)
+        if len(self.kept) > self.limit:  # not before recording: the pool lives as long as a graph in it
+            self.kept.popitem(last=False)
+
+    def call(self, key: Hashable, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        """`function(*inputs)`, which depends on nothing else but what the key and fixed buffers tell. The result is the
+        caller's: a copy of what the next call with this key overwrites."""
+        if self.recorder.failed:
+            return function(*inputs)
+        key = key, described(inputs)
+        known = self.kept.get(key) or _Kept(None, [fixed_copy(tensor) for tensor in inputs])
+        for register, tensor in zip(known.inputs, inputs, strict=True):
+            register.copy_(tensor)
+
+        def step() -> None:
+            result = function(*known.inputs)
+            if known.output is None:
+                known.output = fixed_copy(result)
+            else:
+                known.output.copy_(result)
+
+        self.run(key, step)
+        if key in self.kept:
+            self.kept[key].inputs, self.kept[key].output = known.inputs, known.output
+        assert known.output is not None
+        return known.output.clone()
+
+
+class Registers:
+    """Fixed buffers in the shape of some objects' tensors, and what was recorded on them.
+
+    Args:
+        parts: Objects whose `leaves` are copied here.
+        recorder: For `graphs`.
+    """
+
+    def __init__(self, parts: Sequence[Any], recorder: Recorder) -> None:
+        self.tensors = [fixed_copy(leaf) for leaf in leaves(tuple(parts))]
+        self.places = {tensor.untyped_storage().data_ptr() for tensor in self.tensors}
+        self.graphs = Graphs(recorder)
+        self.numbers: Tensor | None = None
+        self.host: dict[Hashable, Any] = {}  # what a key's steps do on the host
+
+    def write(self, parts: Sequence[Any]) -> None:
+        """Copies other objects of the same shape into the buffers. They may share memory with the buffers."""
+        new = leaves(tuple(parts))
+        for own, tensor in zip(self.tensors, new, strict=True):
+            assert (own.shape, own.dtype) == (tensor.shape, tensor.dtype), (own, tensor)
+        changed: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+        for own, tensor in zip(self.tensors, new, strict=True):
+            if tensor is not own:
+                # What looks at another buffer would change while they are written.
+                looks = tensor.untyped_storage().data_ptr() in self.places
+                kept = tensor.clone(memory_format=torch.contiguous_format) if looks else tensor.contiguous()
+                targets, sources = changed.setdefault(own.dtype, ([], []))
+                targets.append(own)
+                sources.append(kept)
+        for targets, sources in changed.values():  # a launch for each dtype
+            torch._foreach_copy_(targets, sources)
+
+    def read(self, parts: Sequence[T]) -> list[T]:
+        """The objects with the buffers for tensors."""
+        tensors = iter(self.tensors)
+        return [refilled(part, tensors) for part in parts]
 
 
 # ----------------------------
@@ -1401,1458 +1173,6 @@ if triton is not None:
         )
 
 
-# -------------------------
-# kernels/fused_layers.py
-#
-# Qwen3 layers in a round of decoding, with what lies between their matrix products fused.
-#
-# A layer called module by module launches about seventy operations, nearly all of them on a few thousand numbers: on a GPU each
-# takes longer to start than to run, also inside a CUDA graph. Here it is its seven matrix products, the round's attention, and
-# four launches more: a sum and its norm (twice); queries and keys under norm and rotation, with keys and values put into the
-# cache; and the gate of the MLP. Casts are those of transformers' modules: what these round to the model's dtype is rounded here.
-#
-# Matrix products are made by calling the layers' own `nn.Linear`, or what stands there: LoRA, quantised weights.
-
-_GATED = 1024  # numbers that a program of `_gate` takes
-_HEADS = 8  # heads, of one token or more, that a program of `_rotate` takes
-
-
-def fused(
-    owner: Any, kind: type[nn.Module], depth: int, mask: object, cache: object
-) -> Callable[[Tensor, tuple[Tensor, Tensor]], Tensor] | None:
-    """What stands in a round for calling layers and the norm behind them, or None: they are to be called.
-
-    They are called outside of rounds, where kernels are off or cannot be used, where something of them was compiled (then torch
-    fuses), and where a module does more than its class does, hooks for instance.
-
-    Args:
-        owner: Has decoder layers, `layers`, and the norm, `norm`.
-        kind: What the owner has to be.
-        depth: So many of its first layers are meant.
-        mask: In a round a `RoundMask`, whose dispatch decides.
-        cache: In a round the `BlockCache` that gets keys and values, at its target.
-
-    Returns:
-        A function of what the first layer reads, [rows, tokens, hidden_size], and of cos and sin, [rows, tokens, head_dim]
-        each; it gives [rows, tokens, hidden_size], and raises a RuntimeError if a forced kernel fails.
-
-    Raises:
-        ValueError: if kernels are forced and cannot be used here.
-    """
-    if not isinstance(mask, RoundMask) or not isinstance(cache, BlockCache) or mask.dispatch.forced is False:
-        return None
-    layers, obstacle = list(owner.layers)[:depth], None
-    for module, expected in _parts(owner, kind, layers):
-        if module._compiled_call_impl is not None:
-            return None
-        if (obstacle := more_than(module, expected)) is not None:
-            break
-    walk = partial(_walk, layers, owner.norm, mask, cache)
-    return mask.dispatch.run("fused_layers", lambda: walk, lambda: None, next(owner.parameters()), obstacle=obstacle)
-
-
-def _parts(owner: Any, kind: type[nn.Module], layers: Sequence[Any]) -> Iterator[tuple[Any, type[nn.Module]]]:
-    """The modules that are not called, each with what it has to be; to be looked at one by one, since what is not as
-    expected need not have the parts that would come next."""
-    yield owner, kind
-    yield owner.norm, Qwen3RMSNorm
-    for layer in layers:
-        yield layer, Qwen3DecoderLayer
-        yield layer.self_attn, Qwen3Attention
-        yield layer.mlp, Qwen3MLP
-        yield layer.mlp.act_fn, nn.SiLU if isinstance(layer.mlp.act_fn, nn.SiLU) else SiLUActivation
-        for norm in (layer.input_layernorm, layer.post_attention_layernorm, layer.self_attn.q_norm, layer.self_attn.k_norm):
-            yield norm, Qwen3RMSNorm
-
-
-def _walk(
-    layers: Sequence[Any], norm: Any, mask: RoundMask, cache: BlockCache, hidden: Tensor, rotary: tuple[Tensor, Tensor]
-) -> Tensor:
-    """The function that `fused` gives."""
-    dispatch, added = mask.dispatch, None
-    for layer in layers:
-        attention, mlp = layer.self_attn, layer.mlp
-        hidden, normed = sum_and_norm(hidden, added, layer.input_layernorm, dispatch)
-        projected = attention.q_proj(normed), attention.k_proj(normed), attention.v_proj(normed)
-        query = rotated(attention, *projected, rotary, cache, dispatch)
-        seen = attend(query, *cache.read(attention.layer_idx), mask, attention.scaling)
-        hidden, normed = sum_and_norm(hidden, attention.o_proj(seen.flatten(2)), layer.post_attention_layernorm, dispatch)
-        added = mlp.down_proj(gated(mlp.gate_proj(normed), mlp.up_proj(normed), mlp.act_fn, dispatch))
-    return sum_and_norm(hidden, added, norm, dispatch)[1]
-
-
-def _tile(everything: int, usual: int) -> int:
-    """How much of `everything` a program takes: the usual on a GPU; all of it where programs run one after the other."""
-    return power_of_two(everything) if triton.knobs.runtime.interpret else usual
-
-
-# --------------------------------------------------------------------------------------------- a sum and its norm
-
-
-def sum_and_norm(hidden: Tensor, added: Tensor | None, norm: Any, dispatch: Dispatch) -> tuple[Tensor, Tensor]:
-    """`hidden + added`, and that under a `Qwen3RMSNorm`.
-
-    Floor: 4 * rows * hidden_size numbers read and written: microseconds, less than its launch.
-
-    Args:
-        hidden: [..., hidden_size].
-        added: The same shape; None: nothing is added.
-        norm: The norm.
-        dispatch: Kernel or PyTorch.
-
-    Returns:
-        Both, each [..., hidden_size].
-
-    Raises:
-        ValueError: if kernels are forced and cannot be used on these tensors, of several dtypes for instance.
-        RuntimeError: if kernels are forced and this one fails.
-    """
-    tensors = (hidden, norm.weight) if added is None else (hidden, norm.weight, added)
-    return dispatch.run(
-        "sum_and_norm",
-        lambda: _sum_and_norm_kernel(hidden, added, norm.weight, norm.variance_epsilon),
-        lambda: sum_and_norm_ref(hidden, added, norm),
-        *tensors,
-        obstacle=_one_dtype(*tensors) or _too_wide(hidden),
-    )
-
-
-def sum_and_norm_ref(hidden: Tensor, added: Tensor | None, norm: nn.Module) -> tuple[Tensor, Tensor]:
-    """`sum_and_norm` in PyTorch."""
-    total = hidden if added is None else hidden + added
-    return total, norm(total)
-
-
-def _one_dtype(*tensors: Tensor) -> str | None:
-    if len({tensor.dtype for tensor in tensors}) == 1:
-        return None
-    return f"dtypes {', '.join(sorted({str(tensor.dtype)[6:] for tensor in tensors}))} meet: load the model in one"
-
-
-def _too_wide(hidden: Tensor) -> str | None:
-    if hidden.shape[-1] <= LARGEST_ROW:
-        return None
-    return f"hidden_size is {hidden.shape[-1]}, more than {LARGEST_ROW}: run without this kernel"
-
-
-def _sum_and_norm_kernel(hidden: Tensor, added: Tensor | None, scale: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    hidden = hidden.contiguous()
-    size = hidden.shape[-1]
-    rows = hidden.numel() // size
-    normed = torch.empty_like(hidden)
-    total = hidden if added is None else torch.empty_like(hidden)
-    if rows:
-        tile = _tile(rows, 1)
-        _sum_and_norm[(ceil_div(rows, tile),)](
-            *(hidden, hidden if added is None else added.contiguous(), scale, total, normed, rows, size, epsilon),
-            ADDS=added is not None,
-            ROWS=tile,
-            TILE=power_of_two(size),
-            num_warps=4 if size <= 2048 else 8,
-            **MULTIPLY_ADD,
-        )
-    return total, normed
-
-
-# --------------------------------------------------------------------------------------------- queries, keys and values
-
-
-def rotated(
-    attention: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    rotary: tuple[Tensor, Tensor],
-    cache: BlockCache,
-    dispatch: Dispatch,
-) -> Tensor:
-    """Queries and keys under their norms and rotated; keys and values go to the cache's target.
-
-    Floor: each number of the three read and written once: microseconds, less than its launch.
-
-    Args:
-        attention: A `Qwen3Attention`, for its norms, its layer and the size of its heads.
-        query: [rows, tokens, heads * head_dim], as projected.
-        key, value: [rows, tokens, kv_heads * head_dim].
-        rotary: cos and sin, [rows, tokens, head_dim] each.
-        cache: Where keys and values go.
-        dispatch: Kernel or PyTorch.
-
-    Returns:
-        [rows, heads, tokens, head_dim], the queries.
-
-    Raises:
-        ValueError, RuntimeError: as `sum_and_norm` does.
-    """
-    keys, values = cache.written(attention.layer_idx)
-    tensors = (query, key, value, *rotary, attention.q_norm.weight, attention.k_norm.weight, keys, values)
-    return dispatch.run(
-        "rotated",
-        lambda: _rotated_kernel(attention, query, key, value, rotary, keys, values),
-        lambda: rotated_ref(attention, query, key, value, rotary, cache),
-        *tensors,
-        obstacle=_one_dtype(*tensors),
-    )
-
-
-def rotated_ref(
-    attention: Any, query: Tensor, key: Tensor, value: Tensor, rotary: tuple[Tensor, Tensor], cache: BlockCache
-) -> Tensor:
-    """`rotated` in PyTorch."""
-    query, key, value = (each.unflatten(-1, (-1, attention.head_dim)) for each in (query, key, value))
-    query, key = attention.q_norm(query).transpose(1, 2), attention.k_norm(key).transpose(1, 2)
-    query, key = apply_rotary_pos_emb(query, key, *rotary)
-    cache.store(key, value.transpose(1, 2), attention.layer_idx)
-    return query
-
-
-def _rotated_kernel(
-    attention: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    rotary: tuple[Tensor, Tensor],
-    keys: Tensor,
-    values: Tensor,
-) -> Tensor:
-    query, key, value, cos, sin = (each.contiguous() for each in (query, key, value, *rotary))
-    rows, tokens, _ = query.shape
-    head_dim = attention.head_dim
-    heads, kv_heads = query.shape[2] // head_dim, key.shape[2] // head_dim
-    turned = query.new_empty(rows, heads, tokens, head_dim)
-    if rows * tokens:
-        tile = _tile(rows * tokens * kv_heads, _HEADS)
-        tiles = ceil_div(rows * tokens * heads, tile), ceil_div(rows * tokens * kv_heads, tile)
-        _rotate[(tiles[0] + 2 * tiles[1],)](
-            *(query, key, value, attention.q_norm.weight, attention.k_norm.weight, cos, sin, turned, keys, values),
-            *(*keys.stride()[:3], rows, tokens, heads, kv_heads, *tiles),
-            *(attention.q_norm.variance_epsilon, attention.k_norm.variance_epsilon),
-            HEAD_DIM=head_dim,
-            PADDED=power_of_two(head_dim),
-            HEADS=tile,
-            num_warps=4,
-            **MULTIPLY_ADD,
-        )
-    return turned
-
-
-# --------------------------------------------------------------------------------------------- the gate of the MLP
-
-
-def gated(gate: Tensor, up: Tensor, act_fn: nn.Module, dispatch: Dispatch) -> Tensor:
-    """`act_fn(gate) * up`, where `act_fn` is SiLU: of any shape, which both have. Raises as `sum_and_norm` does.
-
-    Floor: 3 * numel numbers read and written: microseconds, less than its launch.
-    """
-    return dispatch.run(
-        "gated", lambda: _gated_kernel(gate, up), lambda: act_fn(gate) * up, gate, up, obstacle=_one_dtype(gate, up)
-    )
-
-
-def _gated_kernel(gate: Tensor, up: Tensor) -> Tensor:
-    gate, up = gate.contiguous(), up.contiguous()
-    out = torch.empty_like(gate)
-    if numbers := gate.numel():
-        tile = _tile(numbers, _GATED)
-        _gate[(ceil_div(numbers, tile),)](gate, up, out, numbers, TILE=tile, num_warps=4, **MULTIPLY_ADD)
-    return out
-
-
-if triton is not None:
-
-    @triton.jit(do_not_specialize=["rows"])
-    def _sum_and_norm(  # type: ignore[no-untyped-def]
-        hidden,
-        added,
-        scale,
-        total,
-        normed,
-        rows,
-        size,
-        epsilon,
-        ADDS: tl.constexpr,
-        ROWS: tl.constexpr,
-        TILE: tl.constexpr,
-    ):
-        row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-        column = tl.arange(0, TILE)
-        there = column < size
-        inside = (row < rows)[:, None] & there[None, :]
-        place = row[:, None] * size + column[None, :]
-        kind = normed.dtype.element_ty
-        x = tl.load(hidden + place, mask=inside, other=0.0).to(tl.float32)
-        if ADDS:
-            x = (x + tl.load(added + place, mask=inside, other=0.0).to(tl.float32)).to(kind).to(tl.float32)
-            tl.store(total + place, x.to(kind), mask=inside)
-        unit = x * tl.rsqrt(tl.sum(x * x, 1) / size + epsilon)[:, None]
-        weight = tl.load(scale + column, mask=there, other=0.0).to(tl.float32)
-        tl.store(normed + place, (weight[None, :] * unit.to(kind).to(tl.float32)).to(kind), mask=inside)
-
-    @triton.jit
-    def _turn(  # type: ignore[no-untyped-def]
-        source, scale, epsilon, cos, sin, target, at, token, inside, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr
-    ):
-        """Heads `at` of a source under their norm and rotated by half of a head; offsets of where they go are in `target`."""
-        dim = tl.arange(0, PADDED)
-        first = dim < HEAD_DIM // 2
-        partner = tl.where(first, dim + HEAD_DIM // 2, dim - HEAD_DIM // 2)
-        there = dim < HEAD_DIM
-        inside = inside[:, None] & there[None, :]
-        kind = scale.dtype.element_ty
-        source += at.to(tl.int64)[:, None] * HEAD_DIM
-        own = tl.load(source + dim[None, :], mask=inside, other=0.0).to(tl.float32)
-        other = tl.load(source + partner[None, :], mask=inside, other=0.0).to(tl.float32)
-        size = tl.rsqrt(tl.sum(own * own, 1) / HEAD_DIM + epsilon)[:, None]
-        own_scale = tl.load(scale + dim, mask=there, other=0.0).to(tl.float32)
-        other_scale = tl.load(scale + partner, mask=there, other=0.0).to(tl.float32)
-        own = (own_scale[None, :] * (own * size).to(kind).to(tl.float32)).to(kind).to(tl.float32)
-        other = (other_scale[None, :] * (other * size).to(kind).to(tl.float32)).to(kind).to(tl.float32)
-        other = tl.where(first[None, :], -other, other)
-        along = tl.load(cos + token[:, None] * HEAD_DIM + dim[None, :], mask=inside, other=0.0).to(tl.float32)
-        across = tl.load(sin + token[:, None] * HEAD_DIM + dim[None, :], mask=inside, other=0.0).to(tl.float32)
-        turned = (own * along).to(kind).to(tl.float32) + (other * across).to(kind).to(tl.float32)
-        tl.store(target[:, None] + dim[None, :], turned.to(kind), mask=inside)
-
-    @triton.jit(do_not_specialize=["rows", "tokens", "query_tiles", "kv_tiles"])
-    def _rotate(  # type: ignore[no-untyped-def]
-        query,
-        key,
-        value,
-        query_scale,
-        key_scale,
-        cos,
-        sin,
-        turned,
-        keys,
-        values,
-        cache_row,
-        cache_head,
-        cache_token,
-        rows,
-        tokens,
-        heads,
-        kv_heads,
-        query_tiles,
-        kv_tiles,
-        query_epsilon,
-        key_epsilon,
-        HEAD_DIM: tl.constexpr,
-        PADDED: tl.constexpr,
-        HEADS: tl.constexpr,
-    ):
-        """Program (tile of the heads of all tokens): the queries' tiles, then the keys', then the values'."""
-        tile = tl.program_id(0)
-        within = tl.arange(0, HEADS)
-        if tile < query_tiles:
-            at = tile * HEADS + within
-            token = at // heads
-            inside = token < rows * tokens
-            head = (token // tokens * heads + at % heads) * tokens + token % tokens
-            target = turned + head.to(tl.int64) * HEAD_DIM
-            _turn(query, query_scale, query_epsilon, cos, sin, target, at, token, inside, HEAD_DIM, PADDED)
-        else:
-            own = tl.where(tile < query_tiles + kv_tiles, tile - query_tiles, tile - query_tiles - kv_tiles)
-            at = own * HEADS + within
-            token = at // kv_heads
-            inside = token < rows * tokens
-            row = (token // tokens).to(tl.int64)  # offsets into the cache may not fit 32 bits
-            slot = row * cache_row + at % kv_heads * cache_head + token % tokens * cache_token
-            if tile < query_tiles + kv_tiles:
-                _turn(key, key_scale, key_epsilon, cos, sin, keys + slot, at, token, inside, HEAD_DIM, PADDED)
-            else:
-                dim = tl.arange(0, PADDED)
-                real = inside[:, None] & (dim < HEAD_DIM)[None, :]
-                copied = tl.load(value + at.to(tl.int64)[:, None] * HEAD_DIM + dim[None, :], mask=real)
-                tl.store(values + slot[:, None] + dim[None, :], copied, mask=real)
-
-    @triton.jit  # specialised on whether `numbers` is a multiple of 16: else it would load one at a time
-    def _gate(gate, up, out, numbers, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-        at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-        inside = at < numbers
-        kind = out.dtype.element_ty
-        x = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
-        opened = (x / (1.0 + tl.exp(-x))).to(kind).to(tl.float32)
-        tl.store(out + at, (opened * tl.load(up + at, mask=inside, other=0.0).to(tl.float32)).to(kind), mask=inside)
-
-
-# -----------------
-# kernels/grow.py
-#
-# A round's states, grown in one launch: what `Lattice.grow` does in a hundred small ones for each state that it adds.
-#
-# Which state comes next depends on all those before, so a program goes through them one by one; the rows are side by side. Its
-# twin is the loop in `Lattice`, which also does what is rarer: sampled drafts and several reveals a step.
-
-# The power of a token's odds that orders drafts. Reveals follow the first power or a little more; the fourth drafts best, as a
-# state passed over is remembered, so that going deeper is worth more than its chance (`benchmarks/NOTES.md`, Drafting).
-ORDER_SHARPNESS = 4.0
-
-# Log-odds above this are certain: their sums stay finite.
-MOST_ODDS = 1e4
-
-# For `base`: what the state's parent has.
-INHERITED = -2
-
-# Columns of a state behind its ids: start, parent, step, end, base, source (see `Lattice`).
-MORE = 6
-
-_LARGEST = 1 << 14  # numbers of a row's table of states, which a program holds in registers
-
-
-@dataclass(frozen=True)
-class Ground:
-    """What a lattice grows on. The states are [block + 6] long: see `Lattice`.
-
-    Attributes:
-        slots: [rows, n, block + 6] long; only the first state is read.
-        valid: [rows, n] bool.
-        token: [rows, sources, block] long, what each source tells.
-        odds: [rows, sources, block] float, its log-odds.
-        known: [rows, m, block + 1] long, ids and start of states that lead elsewhere.
-        known_valid: [rows, m] bool.
-        ahead: [rows, m, block + 6] long, the states that they lead to.
-        rider: [rows, block + 6] long, the next block's state.
-        rides: [rows] bool, whether it may follow a clean one.
-        open_end: [rows] long, one past the last position that is not given.
-        eos: [any] long, ids that end a text.
-        mask_id: The mask's id.
-        branches: Followers of a state, at most; no more than a block has positions.
-    """
-
-    slots: Tensor
-    valid: Tensor
-    token: Tensor
-    odds: Tensor
-    known: Tensor
-    known_valid: Tensor
-    ahead: Tensor
-    rider: Tensor
-    rides: Tensor
-    open_end: Tensor
-    eos: Tensor
-    mask_id: int
-    branches: int
-
-    def fits(self, size: int) -> bool:
-        """Whether the kernel holds what `size` states need."""
-        return self._entries(size) * power_of_two(self.slots.shape[-1]) <= _LARGEST
-
-    def _entries(self, size: int) -> int:
-        """States in a row's table: those taken, then those that may be."""
-        return power_of_two(size * (1 + self.branches))
-
-    def grown(self, size: int, most: int) -> tuple[Tensor, Tensor]:
-        """The states of a round, best first, by the kernel: greedy drafts, one reveal a step.
-
-        Floor: what is read, some 10 KB a row: microseconds, less than its launch; the steps of a program wait for each other.
-
-        Args:
-            size: How many.
-            most: The most that any call of this decode asks for: one program is compiled for all of them.
-
-        Returns:
-            [rows, size, block + 6] long, and [rows, size] bool: which of them are states.
-        """
-        rows, _, width = self.slots.shape
-        slots = self.slots.new_empty(rows, size, width)
-        valid = self.valid.new_empty(rows, size)
-        if not rows:
-            return slots, valid
-        entries, columns = self._entries(max(size, most) if self.fits(most) else size), power_of_two(width)
-        _grow[(rows,)](
-            *(self.slots, self.valid.view(torch.uint8), self.token.contiguous(), self.odds.contiguous()),
-            *(self.known.contiguous(), self.known_valid.contiguous().view(torch.uint8), self.ahead.contiguous()),
-            *(self.rider.contiguous(), self.rides.contiguous().view(torch.uint8), self.open_end.contiguous(), self.eos),
-            *(slots, valid.view(torch.uint8)),
-            *(self.slots.stride(0), self.valid.stride(0), size, self.branches, self.token.shape[1], self.known.shape[1]),
-            *(len(self.eos), self.mask_id),
-            BLOCK=width - MORE,
-            COLUMNS=columns,
-            ENTRIES=entries,
-            TILE_KNOWN=max(1, 1024 // columns),
-            SHARPNESS=ORDER_SHARPNESS,
-            MOST=MOST_ODDS,
-            INHERITS=INHERITED,
-            num_warps=max(1, min(8, entries * columns // 1024)),
-            **MULTIPLY_ADD,
-        )
-        return slots, valid
-
-
-if triton is not None:
-
-    @triton.jit
-    def _entry(state, column, which):  # type: ignore[no-untyped-def]
-        """One number of a state."""
-        return tl.sum(tl.where(column == which, state, 0), 0)
-
-    @triton.jit
-    def _looked_up(  # type: ignore[no-untyped-def]
-        made,
-        known,
-        known_valid,
-        ahead,
-        count,
-        BLOCK: tl.constexpr,
-        COLUMNS: tl.constexpr,
-        TILE_KNOWN: tl.constexpr,
-        INHERITS: tl.constexpr,
-    ):
-        """A state, or what the first known one with its ids and start leads to."""
-        column = tl.arange(0, COLUMNS)
-        named = (column <= BLOCK)[None, :]
-        place = count
-        for begin in range(0, count, TILE_KNOWN):
-            entry = begin + tl.arange(0, TILE_KNOWN)
-            there = entry < count
-            at = known + entry[:, None] * (BLOCK + 1) + column[None, :]
-            listed = tl.load(at, mask=there[:, None] & named, other=0).to(tl.int32)
-            differ = tl.sum((named & (listed != made[None, :])).to(tl.int32), 1)
-            same = (tl.load(known_valid + entry, mask=there, other=0) != 0) & (differ == 0)
-            place = tl.minimum(place, tl.min(tl.where(same, entry, count), 0))
-        found = column < tl.where(place < count, BLOCK + 6, 0)
-        leads = tl.load(ahead + place * (BLOCK + 6) + column, mask=found, other=0).to(tl.int32)
-        inherits = (column == BLOCK + 4) & (leads == INHERITS)
-        return tl.where(found & ~inherits, leads, made)
-
-    @triton.jit
-    def _follower(  # type: ignore[no-untyped-def]
-        state, last, token, end, source, eos, eos_count, BLOCK: tl.constexpr, COLUMNS: tl.constexpr
-    ):
-        """The state with one more position revealed, `last`."""
-        column = tl.arange(0, COLUMNS)
-        picked = _entry(token, column, last)
-        ends = picked != picked
-        for i in range(eos_count):
-            ends = ends | (tl.load(eos + i).to(tl.int32) == picked)
-        made = tl.where(column == last, picked, state)
-        made = tl.where(column == BLOCK + 2, state + 1, made)
-        made = tl.where(column == BLOCK + 3, tl.minimum(end, tl.where(ends, last, BLOCK)), made)
-        return tl.where(column == BLOCK + 4, source, made)
-
-    @triton.jit
-    def _done(made, open_end, mask_id, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
-        """Whether nothing is left to reveal before the end of the text, and that lies in the block."""
-        column = tl.arange(0, COLUMNS)
-        end = tl.minimum(_entry(made, column, BLOCK + 3) + 1, open_end - _entry(made, column, BLOCK))
-        hidden = (made == mask_id) & (column < tl.minimum(end, BLOCK))
-        return (end <= BLOCK) & (tl.sum(hidden.to(tl.int32), 0) == 0)
-
-    @triton.jit
-    def _store(slots, valid, slot, state, is_valid, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
-        column = tl.arange(0, COLUMNS)
-        tl.store(slots + slot * WIDTH + column, state.to(tl.int64), mask=column < WIDTH)
-        tl.store(valid + slot, is_valid.to(tl.uint8))
-
-    # Sizes that change from round to round are not compiled for.
-    @triton.jit(
-        do_not_specialize=[
-            *("slots_stride", "valid_stride", "size", "branches", "source_count", "known_count", "eos_count", "mask_id")
-        ]
-    )
-    def _grow(  # type: ignore[no-untyped-def]
-        slots,
-        valid,
-        token,
-        odds,
-        known,
-        known_valid,
-        ahead,
-        rider,
-        rides,
-        open_end,
-        eos,
-        slots_out,
-        valid_out,
-        slots_stride,
-        valid_stride,
-        size,
-        branches,
-        source_count,
-        known_count,
-        eos_count,
-        mask_id,
-        BLOCK: tl.constexpr,
-        COLUMNS: tl.constexpr,
-        ENTRIES: tl.constexpr,
-        TILE_KNOWN: tl.constexpr,
-        SHARPNESS: tl.constexpr,
-        MOST: tl.constexpr,
-        INHERITS: tl.constexpr,
-    ):
-        """Program (row): all its states. A state is a vector of COLUMNS numbers, the table of those taken and those that may
-        be is [ENTRIES, COLUMNS]; all stays in registers. Ids fit 32 bits."""
-        WIDTH: tl.constexpr = BLOCK + 6
-        row = tl.program_id(0).to(tl.int64)
-        column, entry = tl.arange(0, COLUMNS), tl.arange(0, ENTRIES)
-        in_state, in_block = column < WIDTH, column < BLOCK
-        known += row * known_count * (BLOCK + 1)
-        known_valid += row * known_count
-        ahead += row * known_count * WIDTH
-        slots_out += row * size * WIDTH
-        valid_out += row * size
-        state = tl.load(slots + row * slots_stride + column, mask=in_state, other=0).to(tl.int32)
-        is_valid = tl.load(valid + row * valid_stride) != 0
-        behind = tl.load(rider + row * WIDTH + column, mask=in_state, other=0).to(tl.int32)
-        behind_chance = (tl.load(rides + row) != 0).to(tl.float32)
-        text_end = tl.load(open_end + row).to(tl.int32)
-        table = tl.full((ENTRIES, COLUMNS), -1, tl.int32)  # no state starts at -1
-        chance = tl.full((ENTRIES,), 0.0, tl.float32)
-        reached = tl.full((), 1.0, tl.float32)
-        _store(slots_out, valid_out, 0, state, is_valid, WIDTH, COLUMNS)
-        for slot in range(size - 1):
-            table = tl.where((entry == slot)[:, None], state[None, :], table)
-            end, source = _entry(state, column, BLOCK + 3), _entry(state, column, BLOCK + 5)
-            told = (row * source_count + tl.maximum(source, 0)) * BLOCK + column
-            tokens = tl.load(token + told, mask=in_block, other=0).to(tl.int32)
-            surety = tl.load(odds + told, mask=in_block, other=0.0).to(tl.float32)
-            masked = in_block & (state == mask_id)
-            clean = tl.sum(masked.to(tl.int32), 0) == 0
-            open_columns = tl.where(is_valid & (source >= 0), end, 0)
-            left = tl.where(masked & (column < open_columns), surety, float("-inf"))
-            bounded = tl.where(left > MOST, MOST, left)
-            peak = tl.max(bounded, 0)
-            weight = tl.exp(SHARPNESS * (bounded - tl.where(peak == float("-inf"), 0.0, peak)))
-            total = tl.sum(weight, 0)
-            for branch in range(branches):
-                best = tl.max(left, 0)
-                last = tl.min(tl.where(in_block & (left == best), column, COLUMNS), 0)  # of equals the first
-                own = tl.sum(tl.where(column == last, weight, 0.0), 0) / tl.where(total == 0.0, 1.0, total)
-                own = tl.where(best == float("-inf"), 0.0, own)  # nothing is left to reveal
-                left = tl.where(column == last, float("-inf"), left)
-                made = _follower(state, last, tokens, end, source, eos, eos_count, BLOCK, COLUMNS)
-                made = _looked_up(made, known, known_valid, ahead, known_count, BLOCK, COLUMNS, TILE_KNOWN, INHERITS)
-                # The reveal before a state that ends the row already tells; no number is no chance.
-                own = tl.where((own != own) | _done(made, text_end, mask_id, BLOCK, COLUMNS), 0.0, own)
-                rides_here = clean & (branch == 0)
-                made = tl.where(rides_here, tl.where(column == BLOCK + 1, slot, behind), made)
-                own = tl.where(rides_here, behind_chance, own)
-                own = tl.where(is_valid, own, 0.0) * reached
-                # Orders that meet in one state add up there.
-                differ = tl.sum(((column < BLOCK + 2)[None, :] & (table != made[None, :])).to(tl.int32), 1)
-                met = (differ == 0) & ((entry < size) | (chance > 0.0))
-                chance += tl.where(met & (entry >= size), own, 0.0)
-                fresh = entry == size + slot * branches + branch
-                table = tl.where(fresh[:, None], made[None, :], table)
-                chance = tl.where(fresh, tl.where(tl.max(met.to(tl.int32), 0) > 0, 0.0, own), chance)
-            reached = tl.max(chance, 0)
-            place = tl.min(tl.where(chance == reached, entry, ENTRIES), 0)  # where nothing is left, the first state again
-            is_valid = reached > 0.0
-            state = tl.sum(tl.where((entry == place)[:, None], table, 0), 0)
-            chance = tl.where(entry == place, 0.0, chance)
-            _store(slots_out, valid_out, slot + 1, state, is_valid, WIDTH, COLUMNS)
-
-
-# --------------------
-# generate/states.py
-#
-# States of a block, what is revealed at them, and the sets of states that a round proposes, scores and remembers.
-
-
-class _Fields:
-    """A dataclass whose fields are tensors of one leading shape."""
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> Self:
-        """The same change of shape or choice for every field."""
-        return type(self)(*(change(field) for field in vars(self).values()))
-
-    def beside(self, other: Self) -> Self:
-        """[rows, a + b] of two with [rows, a] and [rows, b]."""
-        return type(self)(*(torch.cat(pair, 1) for pair in zip(vars(self).values(), vars(other).values(), strict=True)))
-
-
-@dataclass
-class States(_Fields):
-    """One state per entry: a block of ids with masks, and where it stands.
-
-    Attributes:
-        ids: [..., block] long.
-        start: [...] long, the absolute position of the block.
-        step: [...] long, the denoising steps already taken in the block.
-        row: [...] long, the batch row.
-        valid: [...] bool; False for an unused slot.
-    """
-
-    ids: Tensor
-    start: Tensor
-    step: Tensor
-    row: Tensor
-    valid: Tensor
-
-    @staticmethod
-    def stack(states: list["States"]) -> "States":
-        """[rows, len(states)] from states of [rows]."""
-        return States(*(torch.stack([getattr(s, f) for s in states], 1) for f in ("ids", "start", "step", "row", "valid")))
-
-
-@dataclass
-class Reveal(_Fields):
-    """What one denoising step reveals of [...] states.
-
-    Attributes:
-        where: [..., block] bool.
-        token: [..., block] long, meaningful where revealed.
-        logprob: [..., block] float, the token's log-probability when picked.
-        confidence: [..., block] float, its log-odds.
-    """
-
-    where: Tensor
-    token: Tensor
-    logprob: Tensor
-    confidence: Tensor
-
-    def applied_to(self, states: States) -> States:
-        """The states after the reveal."""
-        return replace(states, ids=torch.where(self.where, self.token, states.ids))
-
-    def only(self, where: Tensor) -> "Reveal":
-        """The same at fewer positions, `where` [..., block] bool."""
-        return replace(self, where=where)
-
-    def and_then(self, later: "Reveal") -> "Reveal":
-        """Both reveals as one."""
-        fields = ("token", "logprob", "confidence")
-        return Reveal(
-            self.where | later.where, *(torch.where(later.where, getattr(later, f), getattr(self, f)) for f in fields)
-        )
-
-
-@dataclass
-class Proposal:
-    """The states of one round.
-
-    Attributes:
-        states: [rows, width].
-        parent: [rows, width] long, the slot of the clean state that a state looks at beyond the prefix, -1 if none.
-    """
-
-    states: States
-    parent: Tensor
-
-    @property
-    def drafted(self) -> Tensor:
-        """[rows, width] bool: states that are guesses; a row's next state and the block behind a clean one are not."""
-        drafted = self.states.valid & (self.parent < 0)
-        drafted[:, 0] = False
-        return drafted
-
-    def behind(self) -> Tensor:
-        """[rows, width, block] the ids of the state that each looks at (its own where there is none)."""
-        slot = torch.where(self.parent < 0, torch.arange(self.parent.shape[1], device=self.parent.device), self.parent)
-        return self.states.ids.gather(1, slot[..., None].expand_as(self.states.ids))
-
-
-@dataclass
-class Scored:
-    """States that the backbone has scored, and what it reveals there.
-
-    Attributes:
-        states: [rows, n].
-        parent: [rows, n] long: see `Proposal`.
-        reveal: [rows, n].
-        hidden: [rows, n, block, hidden_size].
-    """
-
-    states: States
-    parent: Tensor
-    reveal: Reveal
-    hidden: Tensor
-
-    def beside(self, other: "Scored") -> "Scored":
-        """Both, these first."""
-        return Scored(
-            self.states.beside(other.states),
-            torch.cat([self.parent, other.parent], 1),
-            self.reveal.beside(other.reveal),
-            torch.cat([self.hidden, other.hidden], 1),
-        )
-
-    def at(self, rows: Tensor, place: Tensor) -> "Scored":
-        """One of them per row: that at `place` [rows] long."""
-        return Scored(
-            self.states.map(lambda t: t[rows, place]),
-            self.parent[rows, place],
-            self.reveal.map(lambda t: t[rows, place]),
-            self.hidden[rows, place],
-        )
-
-    def kept(self, which: Tensor) -> "Scored":
-        """For later rounds: those marked in `which` [rows, n], without states that looked at a clean one, which may turn out
-        not to be text."""
-        return replace(self, states=replace(self.states, valid=self.states.valid & which & (self.parent < 0)))
-
-    def edges(self, follower: States, clean: Tensor) -> Tensor:
-        """[rows, n] long: where among these each one's follower is, -1 if nowhere.
-
-        Behind a clean state comes the one that looked at it.
-        """
-        same = (follower.ids[:, :, None] == self.states.ids[:, None]).all(-1)
-        same &= follower.start[:, :, None] == self.states.start[:, None]
-        slot = torch.arange(same.shape[1], device=same.device)
-        same &= self.parent[:, None] == torch.where(clean, slot, -1)[..., None]
-        same &= self.states.valid[:, None] & self.states.valid[..., None]
-        return torch.where(same.any(-1), same.int().argmax(-1), -1)
-
-    def offers_behind(self, last: States, mask_token_id: int) -> Tensor:
-        """[rows] bool: one of these is a denoising step behind `last` [rows] and keeps all that is revealed there."""
-        agrees = ((self.states.ids == last.ids[:, None]) | (last.ids == mask_token_id)[:, None]).all(-1)
-        agrees &= self.states.start == last.start[:, None]
-        agrees &= self.states.step == last.step[:, None] + 1
-        return (agrees & self.states.valid & (self.parent < 0)).any(-1) & last.valid
-
-
-def whole_text(ids: Tensor, eos_column: Tensor, limit: Tensor, mask_id: int) -> Tensor:
-    """[...] bool: nothing is left to reveal before the end of the text, and that end lies in the block.
-
-    Args:
-        ids: [..., block] long.
-        eos_column: [...] long, the first column that ends the text, the block's size or more if none does.
-        limit: [...] long, the column at which the text ends at the latest.
-        mask_id: The mask's id.
-    """
-    block = ids.shape[-1]
-    end = torch.minimum(eos_column + 1, limit)
-    hidden = (ids == mask_id) & (torch.arange(block, device=ids.device) < end[..., None])
-    return (end <= block) & ~hidden.any(-1)
-
-
-def follow(onward: Tensor) -> Tensor:
-    """[rows, n] the places that the links `onward` [rows, n] lead through from place 0; the last is repeated."""
-    here = torch.arange(onward.shape[1], device=onward.device)
-    onward = torch.where(onward < 0, here, onward)
-    path = [torch.zeros_like(onward[:, :1])]
-    for _ in range(onward.shape[1] - 1):
-        path.append(onward.gather(1, path[-1]))
-    return torch.cat(path, 1)
-
-
-class Memory:
-    """What the last round scored, and where each of its states leads without another forward.
-
-    Args:
-        scored: [rows, n] states, none of them clean.
-        follower: [rows, n] the state that each one's reveal makes.
-        onward: [rows, n] long, the place of that state among these and possibly more, -1 if nowhere.
-
-    Attributes:
-        end: [rows, n] long, the last scored state on the way from each.
-        exit: [rows, n] the state behind it, which is not scored.
-    """
-
-    def __init__(self, scored: Scored, follower: States, onward: Tensor) -> None:
-        self.scored = scored
-        count = onward.shape[1]
-        kept = (onward >= 0) & (onward < count)
-        kept &= scored.states.valid.gather(1, onward.clamp(0, count - 1))
-        end = torch.where(kept, onward, torch.arange(count, device=onward.device))
-        for _ in range(count.bit_length()):
-            end = end.gather(1, end)
-        self.end = end
-        self.exit = follower.map(lambda t: t.gather(1, end if t.dim() == 2 else end[..., None].expand_as(t)))
-
-    def padded(self, width: int) -> "Memory":
-        """The same with [rows, width] states: more of them that are not valid."""
-        more = width - self.end.shape[1]
-        if not more:
-            return self
-
-        def wider(part: Any) -> Any:
-            if not isinstance(part, Tensor):
-                return part.map(wider)
-            return torch.cat([part, part[:, -1:].expand(-1, more, *part.shape[2:])], 1)
-
-        memory = copy.copy(self)
-        memory.scored = Scored(*(wider(part) for part in vars(self.scored).values()))
-        memory.scored.states.valid[:, self.end.shape[1] :] = False
-        memory.end, memory.exit = wider(self.end), wider(self.exit)
-        return memory
-
-    @staticmethod
-    def empty(like: Scored) -> "Memory":
-        """One that holds nothing: `like` [rows] gives shapes and has no valid states."""
-        scored = Scored(
-            *(part.map(lambda t: t[:, None]) if hasattr(part, "map") else part[:, None] for part in vars(like).values())
-        )
-        return Memory(scored, scored.states, torch.full_like(scored.parent, -1))
-
-
-# ----------------------
-# generate/drafting.py
-#
-# Which states a round submits: a lattice of those that may follow each row's next state, the likeliest first.
-#
-# An estimate of the backbone's hidden states tells, for each masked position, a token and how sure it is. Which position is
-# revealed first is far less certain than which token it gets, so a state has several followers; orders that meet in one state
-# add up there, and a state that the last round scored needs no slot, since what follows it is known.
-#
-# Estimates come from *sources*: the last accepted state and the remembered ones, at which the backbone itself spoke, and the
-# states of the lattice that the head has re-read. A head pass costs nearly the same for many states as for one, so a few passes
-# serve a round: the lattice is grown a little, the head re-reads all of it in one pass, and it is grown anew, further.
-
-
-def growth(width: int, passes: int) -> list[int]:
-    """How many states of `width` the lattice holds at each head pass of a round: in even steps, up to all but the last."""
-    passes = min(passes, width - 1)
-    return [-(-done * (width - 1) // passes) for done in range(1, passes + 1)]
-
-
-def reachable(masks: int, branches: int, enough: int) -> int:
-    """How many states, up to `enough`, may follow one with so many masks, itself and the next block's included.
-
-    The tokens of a state depend on the way to it, so that ways to reveal the same positions are counted one by one.
-    """
-    states = 2  # without masks: itself, and the one behind it
-    for left in range(1, masks + 1):
-        if states >= enough:
-            break
-        states = 1 + min(left, branches) * states
-    return min(states, enough)
-
-
-class Budget:
-    """How many states a row submits in a round, by how often those of earlier rounds were come by.
-
-    A forward over n tokens takes one unit of time up to `compute_bound_tokens` and n / `compute_bound_tokens` units beyond; a
-    head pass takes its share of that. The states that make the most tokens for the time are submitted; what is not submitted
-    is hoped to get better, so that it is tried again after a while. Every row of a batch has as many: a forward is a rectangle.
-
-    Args:
-        width: States at most.
-        state_tokens: Tokens of one state of every row.
-        compute_bound_tokens: See above; None: time does not grow.
-        head_cost: Time of the round's head passes over that of the backbone's forward, at the same number of tokens.
-    """
-
-    RATE, HOPE = 0.1, 0.01
-
-    def __init__(self, width: int, state_tokens: int, compute_bound_tokens: int | None, head_cost: float) -> None:
-        self.state_tokens, self.bound, self.head_cost = state_tokens, compute_bound_tokens, head_cost
-        self.right = [1.0] * width  # the chance that a row comes by the state in each slot
-
-    def width(self) -> int:
-        """States to submit."""
-        if self.bound is None:
-            return len(self.right)
-        return max(range(1, 1 + len(self.right)), key=lambda n: (self._worth(n), -n))
-
-    def _worth(self, states: int) -> float:
-        """Tokens of a row in a unit of time: per state over per state, so that what is equal is so in floating point."""
-        assert self.bound is not None
-        time = max(1 / states, self.state_tokens / self.bound)
-        return sum(self.right[:states]) / states / time / (1 + self.head_cost if states > 1 else 1)
-
-    def learn(self, passed: list[int], rows: int) -> None:
-        """From a round in which so many rows could draft: how many of them came by the state in each slot offered."""
-        for slot in range(1, len(self.right) if rows else 1):
-            if slot < len(passed):
-                self.right[slot] += self.RATE * (passed[slot] / rows - self.right[slot])
-            else:
-                self.right[slot] += self.HOPE * (1 - self.right[slot])
-
-
-class Lattice:
-    """The states of one round, [rows, width], and what they are drafted from.
-
-    A state is held as one row of integers: its ids, then start, parent, step, end, base and source. The first three things
-    say which state it is; `end` is the column of its first eos, `base` the source that an estimate of it starts from, and
-    `source` the one that tells its followers: its own estimate if there is one, else its base.
-
-    Sources are numbered: 0 is the last accepted state, then come the remembered ones, then estimates by the head.
-
-    Args:
-        decoder: Whose round it is.
-        width: States per row.
-        drafting: Whether there are guesses among them, or only the next block's state behind a clean one.
-    """
-
-    def __init__(self, decoder: "Decoder", width: int, drafting: bool) -> None:
-        self.decoder, self.width, self.drafting = decoder, width, drafting
-        self.branches = min(decoder.strategy.branches, decoder.block)
-        block = decoder.block
-        self.start, self.parent, self.step, self.end, self.base, self.source = range(block, block + MORE)
-        seed, current = decoder.seed, decoder.current()
-        self.hidden, self.token, self.odds = (t[:, None] for t in (seed.hidden, seed.reveal.token, seed.reveal.confidence))
-        self.valid = current.valid[:, None]
-        none = torch.full_like(current.start, -1)
-        first_source = torch.where(decoder.has_seed, 0, none) if drafting else none
-        self.slots = self._packed(current, none, decoder.eos_column(current), first_source)[:, None]
-        if width > 1:
-            after = decoder.next_block(current)
-            self.rider = self._packed(after, none, decoder.eos_column(after), none)
-            self.rides = (after.ids == decoder.mask_id).any(-1)
-        if drafting:
-            self._remember(decoder.memory)
-
-    def _remember(self, memory: Memory) -> None:
-        """Takes in the states of earlier rounds: as sources, and to look up where they lead."""
-        scored, exits = memory.scored, memory.exit
-        self.hidden = torch.cat([self.hidden, scored.hidden], 1)
-        self.token = torch.cat([self.token, scored.reveal.token], 1)
-        self.odds = torch.cat([self.odds, scored.reveal.confidence], 1)
-        self.has_read = False
-        # States whose estimate, or whose way ahead, is known: what is looked up by ids and start, and what it leads to.
-        self.known = torch.cat([scored.states.ids, scored.states.start[..., None]], -1)
-        self.known_valid = scored.states.valid
-        ends = self.decoder.eos_column(exits.map(lambda t: t.flatten(0, 1))).view_as(exits.start)
-        self.ahead = self._packed(exits, torch.full_like(exits.start, -1), ends, 1 + memory.end)
-
-    def _packed(self, states: States, parent: Tensor, end: Tensor, source: Tensor) -> Tensor:
-        rest = torch.stack([states.start, parent, states.step, end, source, source], -1)
-        return torch.cat([states.ids, rest], -1)
-
-    def states(self) -> States:
-        """[rows, n] the states grown so far."""
-        rows = self.decoder.all_rows[:, None].expand_as(self.valid)
-        ids = self.slots[..., : self.decoder.block]
-        return States(ids, self.slots[..., self.start], self.slots[..., self.step], rows, self.valid)
-
-    def proposal(self) -> Proposal:
-        """What is submitted."""
-        return Proposal(self.states(), self.slots[..., self.parent])
-
-    def grow(self, size: int) -> None:
-        """Grows the lattice from its first state to `size` of them, best first."""
-        decoder = self.decoder
-        if size == 1:
-            self.slots, self.valid = self.slots[:, :1], self.valid[:, :1]
-        elif not self.drafting:
-            self._ride()
-        elif decoder.drafter.sample or not decoder.one_at_a_time or not (ground := self._ground()).fits(size):
-            self.slots, self.valid = self._grown_ref(size)
-        else:
-            self.slots, self.valid = decoder.picker.dispatch.run(
-                "grow",
-                lambda: ground.grown(size, decoder.width),
-                lambda: self._grown_ref(size),
-                *(self.slots, self.token, self.odds, self.known, self.ahead, self.rider),
-            )
-
-    def _ride(self) -> None:
-        """Without drafts: the next block's state behind a clean first one, and no other."""
-        first, valid = self.slots[:, 0], self.valid[:, 0]
-        follows = valid & self.rides & ~(first[:, : self.start] == self.decoder.mask_id).any(-1)
-        self.rider[:, self.parent] = 0
-        self.slots = torch.stack([first, torch.where(follows[:, None], self.rider, first)], 1)
-        self.valid = torch.stack([valid, follows], 1)
-
-    def _ground(self) -> Ground:
-        decoder = self.decoder
-        return Ground(
-            *(self.slots, self.valid, self.token, self.odds, self.known, self.known_valid, self.ahead),
-            *(self.rider, self.rides, decoder.rows.open_end, decoder.eos, decoder.mask_id, self.branches),
-        )
-
-    def _grown_ref(self, size: int) -> tuple[Tensor, Tensor]:
-        """The twin of `Ground.grown`, for everything that may be drafted."""
-        rows, branches = self.decoder.all_rows, self.branches
-        state, valid = self.slots[:, 0], self.valid[:, 0]
-        slots, valids, reached = [state], [valid], torch.ones_like(state[:, 0], dtype=self.odds.dtype)
-        # The states taken, then those that may be; no state starts at -1.
-        table = state.new_full((len(rows), size * (1 + branches), state.shape[-1]), -1)
-        chance = reached.new_zeros(table.shape[:2])
-        held = torch.arange(table.shape[1], device=table.device) < size
-        for slot in range(size - 1):
-            table[:, slot] = state
-            followers, odds = self._followers(state, valid, slot)
-            odds = odds * reached[:, None]
-            # Orders that meet in one state add up there: among these, and with those found before.
-            if branches > 1:
-                twins = (followers[:, :, None, : self.step] == followers[:, None, :, : self.step]).all(-1)
-                odds = (twins * odds[:, None]).sum(-1) * ~twins.tril(-1).any(-1)
-            met = (table[:, :, None, : self.step] == followers[:, None, :, : self.step]).all(-1)
-            met &= (held | (chance > 0))[..., None]
-            chance += (met & ~held[:, None]).to(chance.dtype).mul_(odds[:, None]).sum(-1)
-            fresh = slice(size + slot * branches, size + (slot + 1) * branches)
-            table[:, fresh] = followers
-            chance[:, fresh] = odds * ~met.any(1)
-            reached, place = chance.max(-1)  # where nothing is left, some state that is not valid
-            valid = reached > 0
-            state = table[rows, place]
-            chance.scatter_(1, place[:, None], 0.0)  # as chance[rows, place] = 0, for whose number the host would wait
-            slots.append(state)
-            valids.append(valid)
-        return torch.stack(slots, 1), torch.stack(valids, 1)
-
-    def _followers(self, state: Tensor, valid: Tensor, slot: int) -> tuple[Tensor, Tensor]:
-        """[rows, branches] followers of the states in a slot [rows], and the chance of each there; 0 for none."""
-        decoder, block = self.decoder, self.decoder.block
-        ids, end, source = state[:, :block], state[:, self.end], state[:, self.source]
-        masked = ids == decoder.mask_id
-        token, odds = self.tells(state, valid)
-        candidates = masked & (decoder.offsets < end[:, None]) & ((source >= 0) & valid)[:, None]
-        ranked, order = odds.where(candidates, -torch.inf).sort(dim=-1, descending=True, stable=True)
-        if decoder.one_at_a_time:
-            chance = (ORDER_SHARPNESS * ranked.clamp(max=MOST_ODDS)).softmax(-1)[:, : self.branches].nan_to_num(0.0)
-            last = order[:, : self.branches]
-            made = state[:, None].repeat(1, self.branches, 1)
-        else:
-            chance, last, made = self._several(state, token, candidates, ranked, order)
-        picked = token.gather(1, last)
-        made.scatter_(2, last[..., None], picked[..., None])
-        ends = torch.where(decoder.is_eos(picked), last, block)
-        made[..., self.end] = torch.minimum(made[..., self.end], ends)
-        made[..., self.step] += 1
-        made[..., self.base] = made[..., self.source]
-        made = self._looked_up(made)
-        chance = chance * ~self._done(made)  # the reveal before a state that ends the row already tells
-        # Behind a clean state comes the next block, but one at a time: a given block without masks has to wait.
-        clean = ~masked.any(-1)
-        rider = self.rider.clone()
-        rider[:, self.parent] = slot
-        made[:, 0] = torch.where(clean[:, None], rider, made[:, 0])
-        chance[:, 0] = torch.where(clean, self.rides, chance[:, 0])
-        return made, chance * valid[:, None]
-
-    def _several(
-        self, state: Tensor, token: Tensor, candidates: Tensor, ranked: Tensor, order: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """For steps that reveal several positions: all but the last are the surest, and the last one is uncertain.
-
-        Returns the chances [rows, branches], the last position of each branch, and the states with the others revealed.
-        """
-        decoder, block = self.decoder, self.decoder.block
-        sure = (decoder.schedule[state[:, self.step].clamp(max=block - 1)] - 1).clamp(min=0)[:, None]
-        at = sure + decoder.offsets[: self.branches]
-        choice = (ORDER_SHARPNESS * ranked.clamp(max=MOST_ODDS).masked_fill(decoder.offsets < sure, -torch.inf)).softmax(-1)
-        chance = choice.gather(1, at.clamp(max=block - 1)).where(at < block, 0.0).nan_to_num(0.0)
-        # Where a step reveals more than is left, all of it goes.
-        count = candidates.sum(-1, keepdim=True)
-        chance[:, :1] = torch.where((count > 0) & (count <= sure), 1.0, chance[:, :1])
-        last = order.gather(1, torch.minimum(at, (count - 1).clamp(min=0)))
-        rank = torch.empty_like(order).scatter_(1, order, decoder.offsets.expand_as(order))
-        surest = (rank < sure) & candidates
-        made = state.clone()
-        made[:, :block] = torch.where(surest, token, made[:, :block])
-        ends = torch.where(surest & decoder.is_eos(token), decoder.offsets, block).amin(-1)
-        made[:, self.end] = torch.minimum(made[:, self.end], ends)
-        return chance, last, made[:, None].repeat(1, self.branches, 1)
-
-    def tells(self, state: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-        """The token [rows, block] that each masked position of states [rows] is expected to get, and its log-odds.
-
-        Greedy picks at a source stand for all that follows; the noise of sampled ones depends on how many masks are left.
-        """
-        rows, source = self.decoder.all_rows, state[:, self.source]
-        at = source.clamp(min=0)
-        if not self.decoder.drafter.sample:
-            return self.token[rows, at], self.odds[rows, at]
-        ids, told = state[:, : self.decoder.block], valid & (source >= 0)
-        states = States(ids, state[:, self.start], state[:, self.step], rows, told)
-        reveal = self.decoder.reveal_from(states, self.hidden[rows, at], drafting=True)
-        return reveal.token, reveal.confidence
-
-    def _looked_up(self, made: Tensor) -> Tensor:
-        """States [rows, n] that are remembered or re-read are replaced with what they lead to."""
-        block = self.decoder.block
-        same = (made[:, :, None, : block + 1] == self.known[:, None]).all(-1) & self.known_valid[:, None]
-        found, place = same.any(-1), same.int().argmax(-1)
-        ahead = self.ahead.gather(1, place[..., None].expand_as(made))
-        base = torch.where(ahead[..., self.base] == INHERITED, made[..., self.base], ahead[..., self.base])
-        ahead[..., self.base] = base
-        return torch.where(found[..., None], ahead, made)
-
-    def _done(self, made: Tensor) -> Tensor:
-        """[rows, n] bool: nothing is left to reveal before the end of the text."""
-        block, rows = self.decoder.block, self.decoder.rows
-        limit = rows.open_end[:, None] - made[..., self.start]
-        return whole_text(made[..., :block], made[..., self.end], limit, self.decoder.mask_id)
-
-    def re_read(self) -> None:
-        """One head pass over the states grown so far: an estimate of its own for each, from which it is looked up later."""
-        decoder, block = self.decoder, self.decoder.block
-        # The first state's estimate cannot get better; each other's starts from what its parent has by now.
-        begin = 1 if self.has_read else 0
-        states, bases = self.states().map(lambda t: t[:, begin:]), self.slots[:, begin:, self.base]
-        masked = (states.ids == decoder.mask_id).any(-1)
-        states.valid = states.valid & masked & (bases >= 0)
-        hidden = self.hidden[decoder.all_rows[:, None], bases.clamp(min=0)]
-        hidden = hidden + decoder.head_pass(states, hidden)
-        count = states.start.shape[1]
-        reveal = decoder.reveal_from(states.map(lambda t: t.flatten(0, 1)), hidden.flatten(0, 1), drafting=True)
-        own = torch.arange(self.hidden.shape[1], self.hidden.shape[1] + count, device=hidden.device)
-        self.hidden = torch.cat([self.hidden, hidden], 1)
-        self.token = torch.cat([self.token, reveal.token.unflatten(0, (-1, count))], 1)
-        self.odds = torch.cat([self.odds, reveal.confidence.unflatten(0, (-1, count))], 1)
-        read = self.slots[:, begin:].clone()
-        read[..., self.source] = torch.where(states.valid, own, read[..., self.source])
-        if not self.has_read:
-            self.slots, self.has_read = read.clone(), True
-        # What leads to a state that has an estimate now leads to that; the newest is found first.
-        same = (self.ahead[:, :, None, : block + 1] == read[:, None, :, : block + 1]).all(-1) & states.valid[:, None]
-        newer = read.gather(1, same.int().argmax(-1)[..., None].expand_as(self.ahead))
-        read[..., self.base] = INHERITED
-        self.ahead = torch.cat([read, torch.where(same.any(-1, keepdim=True), newer, self.ahead)], 1)
-        self.known = torch.cat([read[..., : block + 1], self.known], 1)
-        self.known_valid = torch.cat([states.valid, self.known_valid], 1)
-
-
-# ------------------
-# runner/graphs.py
-#
-# CUDA graphs: steps that run again and again on fixed buffers are recorded once and then replayed with one launch.
-#
-# What is recorded is a *step*: code that takes nothing and gives nothing, but reads buffers that stay where they are (weights,
-# the KV cache, registers) and writes such buffers. So no tensor of a graph's own memory is seen outside of it, and all graphs of
-# a recorded cache share that memory: what one leaves there, the next may overwrite.
-#
-# A key names everything but the buffers' contents that a step depends on. Its first run is an ordinary one, on the side
-# stream that will record: it does the work, and warms up what a recording must not meet for the first time (libraries,
-# compilers). The second run records and replays; a key that is met once costs no recording. Libraries keep a handle for each
-# thread, so a thread that ran none of the steps so far begins with an ordinary run too, unless there is something to replay.
-
-# Recordings of one set of registers; beyond, the one that was not used for longest goes. The driver keeps some 10 MB for a
-# round of a few thousand kernels.
-RECORDINGS = 24
-
-# PyTorch allows one capture at a time in a process, and begins it with a wait that is illegal while another one goes on.
-_RECORDING = threading.Lock()
-
-
-class RecordingFailedError(Exception):
-    """A step could not be recorded; nothing of it has been done."""
-
-
-class Recorder(Protocol):
-    """Runs and records steps on one device.
-
-    Attributes:
-        failed: Whether a step could not be recorded; none is tried any more.
-    """
-
-    failed: bool
-
-    def first(self, step: Callable[[], None]) -> None:
-        """Runs a step so that it can be recorded later."""
-        ...
-
-    def record(self, step: Callable[[], None]) -> Callable[[], None]:
-        """Runs a step once more and returns what repeats it.
-
-        Raises:
-            RecordingFailedError: if it cannot be recorded. Its cause is the error that came first.
-        """
-        ...
-
-
-class CudaRecorder:
-    """Records CUDA graphs, all in one pool of memory.
-
-    Args:
-        device: Where everything lies.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.failed = device, False
-        self.stream = torch.cuda.Stream(device)
-        self.graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
-
-    def first(self, step: Callable[[], None]) -> None:
-        """See `Recorder.first`."""
-        main = torch.cuda.current_stream(self.device)
-        self.stream.wait_stream(main)
-        with torch.cuda.stream(self.stream):
-            step()
-        main.wait_stream(self.stream)
-
-    def record(self, step: Callable[[], None]) -> Callable[[], None]:
-        """See `Recorder.record`. Other threads that record wait; what they replay goes on."""
-        with _RECORDING:
-            graph = self._recorded(step)
-            graph.replay()
-        return graph.replay
-
-    def _recorded(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        if not self.graphs:  # a pool cannot be used again when the last graph in it is gone
-            self.pool = torch.cuda.graph_pool_handle()
-        graph, handled = torch.cuda.CUDAGraph(), sys.exception()
-        try:
-            # The outer context leads back to the caller's stream also where the inner one fails to end its recording.
-            with (
-                torch.cuda.stream(self.stream),
-                torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"),
-            ):
-                step()
-        except Exception as error:
-            raise RecordingFailedError from first_of(error, handled)
-        self.graphs.add(graph)
-        return graph
-
-
-# What records on which kind of device.
-RECORDERS: dict[str, Callable[[torch.device], Recorder]] = {"cuda": CudaRecorder}
-
-
-def first_of(error: BaseException, handled: BaseException | None = None) -> BaseException:
-    """What an error began with: where ending a failed capture fails too, that hides the error of the step.
-
-    Args:
-        error: The last one.
-        handled: What was being handled before, which did not lead to it.
-    """
-    while (before := error.__cause__ or (None if error.__suppress_context__ else error.__context__)) not in (None, handled):
-        error = before
-    return error
-
-
-def leaves(thing: Any) -> list[Tensor]:
-    """The tensors in a tensor, in a tuple or list, or in an object's attributes, in order."""
-    if isinstance(thing, Tensor):
-        return [thing]
-    if isinstance(thing, tuple | list):
-        return [leaf for part in thing for leaf in leaves(part)]
-    return [leaf for part in getattr(thing, "__dict__", {}).values() for leaf in leaves(part)]
-
-
-def refilled(thing: T, tensors: Iterator[Tensor]) -> T:
-    """The same with other tensors, in the order of `leaves`."""
-    made: Any = thing
-    if isinstance(thing, Tensor):
-        made = next(tensors)
-    elif isinstance(thing, tuple | list):
-        made = type(thing)([refilled(part, tensors) for part in thing])
-    elif hasattr(thing, "__dict__"):
-        made = copy.copy(thing)
-        for name, part in vars(thing).items():
-            object.__setattr__(made, name, refilled(part, tensors))  # frozen dataclasses too
-    return made
-
-
-def described(thing: Any) -> Hashable:
-    """What a recording depends on in plain values, containers, and objects of them; of a tensor its shape and dtype."""
-    if isinstance(thing, Tensor):
-        return tuple(thing.shape), thing.dtype, thing.device
-    if isinstance(thing, dict):
-        return tuple((described(name), described(part)) for name, part in thing.items())
-    if isinstance(thing, tuple | list | set | frozenset | range):
-        return type(thing), tuple(described(part) for part in thing)
-    if hasattr(thing, "__dict__") and not isinstance(thing, type) and not callable(thing):
-        return type(thing), described(vars(thing))
-    if hasattr(thing, "__dict__") and not isinstance(thing, type):  # a logits processor
-        return type(thing), id(thing) if not vars(thing) else described(vars(thing))
-    return type(thing), thing
-
-
-def fixed_copy(tensor: Tensor) -> Tensor:
-    """A buffer with the same numbers that can be written to in and outside of inference mode."""
-    with torch.inference_mode(False), torch.no_grad():
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
-
-
-@dataclass
-class _Kept:
-    """What is known of a key: how to repeat it, None before it is recorded, and the buffers that came with it."""
-
-    replay: Callable[[], None] | None = None
-    inputs: Sequence[Tensor] = ()
-    output: Tensor | None = None
-
-
-class Graphs:
-    """Steps by key, recorded when they are met again.
-
-    Args:
-        recorder: What records.
-        limit: Recordings kept at most.
-    """
-
-    def __init__(self, recorder: Recorder, limit: int = RECORDINGS) -> None:
-        self.recorder, self.limit = recorder, limit
-        self.kept: OrderedDict[Hashable, _Kept] = OrderedDict()
-        self.thread = threading.local()  # whether the current one ran a step as it is
-
-    def run(self, key: Hashable, step: Callable[[], None]) -> None:
-        """Has a step's effect, once.
-
-        Where recording fails there is one warning, and steps run as they are from then on.
-        """
-        if self.recorder.failed:
-            return step()
-        known = self.kept.get(key)
-        if known is not None and known.replay is not None:
-            known.replay()
-        elif known is None or not hasattr(self.thread, "warm"):
-            self.recorder.first(step)
-            self.thread.warm = True
-            self.kept.setdefault(key, _Kept())
-        else:
-            try:
-                known.replay = self.recorder.record(step)
-            except RecordingFailedError as error:
-                self.recorder.failed = True
-                self.kept.clear()
-                warnings.warn(
-                    f"a round of decoding could not be recorded as a CUDA graph ({error.__cause__}): decoding goes on without "
-                    "graphs. What a failed recording leaves behind may disturb other work of this process: restart it, and "
-                    "pass graphs=False to generate to do without from the start",
-                    stacklevel=2,
-                )
-                return step()
-        self.kept.move_to_end(key)
-        if len(self.kept) > self.limit:  # not before recording: the pool lives as long as a graph in it
-            self.kept.popitem(last=False)
-
-    def call(self, key: Hashable, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        """`function(*inputs)`, which depends on nothing else but what the key and fixed buffers tell. The result is the
-        caller's: a copy of what the next call with this key overwrites."""
-        if self.recorder.failed:
-            return function(*inputs)
-        key = key, described(inputs)
-        known = self.kept.get(key) or _Kept(None, [fixed_copy(tensor) for tensor in inputs])
-        for register, tensor in zip(known.inputs, inputs, strict=True):
-            register.copy_(tensor)
-
-        def step() -> None:
-            result = function(*known.inputs)
-            if known.output is None:
-                known.output = fixed_copy(result)
-            else:
-                known.output.copy_(result)
-
-        self.run(key, step)
-        if key in self.kept:
-            self.kept[key].inputs, self.kept[key].output = known.inputs, known.output
-        assert known.output is not None
-        return known.output.clone()
-
-
-class Registers:
-    """Fixed buffers in the shape of some objects' tensors, and what was recorded on them.
-
-    Args:
-        parts: Objects whose `leaves` are copied here.
-        recorder: For `graphs`.
-    """
-
-    def __init__(self, parts: Sequence[Any], recorder: Recorder) -> None:
-        self.tensors = [fixed_copy(leaf) for leaf in leaves(tuple(parts))]
-        self.places = {tensor.untyped_storage().data_ptr() for tensor in self.tensors}
-        self.graphs = Graphs(recorder)
-        self.numbers: Tensor | None = None
-        self.host: dict[Hashable, Any] = {}  # what a key's steps do on the host
-
-    def write(self, parts: Sequence[Any]) -> None:
-        """Copies other objects of the same shape into the buffers. They may share memory with the buffers."""
-        new = leaves(tuple(parts))
-        for own, tensor in zip(self.tensors, new, strict=True):
-            assert (own.shape, own.dtype) == (tensor.shape, tensor.dtype), (own, tensor)
-        changed: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
-        for own, tensor in zip(self.tensors, new, strict=True):
-            if tensor is not own:
-                # What looks at another buffer would change while they are written.
-                looks = tensor.untyped_storage().data_ptr() in self.places
-                kept = tensor.clone(memory_format=torch.contiguous_format) if looks else tensor.contiguous()
-                targets, sources = changed.setdefault(own.dtype, ([], []))
-                targets.append(own)
-                sources.append(kept)
-        for targets, sources in changed.values():  # a launch for each dtype
-            torch._foreach_copy_(targets, sources)
-
-    def read(self, parts: Sequence[T]) -> list[T]:
-        """The objects with the buffers for tensors."""
-        tensors = iter(self.tensors)
-        return [refilled(part, tensors) for part in parts]
-
-
 # ------------------------
 # runner/round_layers.py
 #
@@ -3171,206 +1491,156 @@ def _fits(cache: BlockCache, rows: int, capacity: int, scratch: int, with_head: 
 
 
 # ------------------
-# generate/rows.py
+# kernels/noise.py
 #
-# What a decode knows of its rows, what the host knows of the next round, and what it all cost.
+# The noise of sampled picks: a counter-based generator, a pure function of (seed, position, masks left, token id).
 
-# Numbers of an `Outlook` before `passed`.
-SUMMARY = 8
+_UINT32 = 0xFFFFFFFF
 
 
-@dataclass
-class Rows:
-    """What is known of every row; `tokens` is laid out by absolute position, without padding.
+def mix32(x: Tensor) -> Tensor:
+    """A 32-bit integer hash (two multiply-xorshift rounds) of every number of an int64 tensor, each from 0 to 2**32 - 1."""
+    x = x ^ (x >> 16)
+    x = (x * 0x7FEB352D) & _UINT32
+    x = x ^ (x >> 15)
+    x = (x * 0x846CA68B) & _UINT32
+    return x ^ (x >> 16)
 
-    One more column, behind the capacity, takes what is not to be kept, so that writing needs no count of what is.
+
+def noise_keys(seed: Tensor, position: Tensor, masks_left: Tensor) -> Tensor:
+    """[n] keys of the noise at a state's position; all arguments [n] long."""
+    key = mix32(seed & _UINT32)
+    key = mix32(key ^ ((seed >> 32) & _UINT32))
+    key = mix32(key ^ (position & _UINT32))
+    return mix32(key ^ (masks_left & _UINT32) ^ 0x9E3779B9)
+
+
+def noise_bits(keys: Tensor, tokens: Tensor) -> Tensor:
+    """[n, m] random 32-bit values, as int64, of keys [n] and token ids [m]."""
+    return mix32(mix32(tokens * 0x9E3779B1 & _UINT32) ^ keys[:, None])
+
+
+def gumbel_noise(keys: Tensor, tokens: int | Tensor, dtype: torch.dtype) -> Tensor:
+    """Standard Gumbel noise for token ids at each key.
+
+    Args:
+        keys: [n] long, from `noise_keys`.
+        tokens: The first so many ids, or [m] long, which ids.
+        dtype: float32 or float64; both see the same 32 random bits.
+
+    Returns:
+        [n, m].
+    """
+    bits = noise_bits(keys, torch.arange(tokens, device=keys.device) if isinstance(tokens, int) else tokens)
+    # -log(u) for u = (bits + 1/2) / 2^32, from whichever end of the unit interval keeps the precision.
+    lower = bits < 1 << 31
+    nearest = (torch.where(lower, bits, _UINT32 - bits).to(dtype) + 0.5) * 2.0**-32
+    return -torch.where(lower, -nearest.log(), -torch.log1p(-nearest)).log()
+
+
+if triton is not None:
+
+    @triton.jit
+    def _mix32(x):  # type: ignore[no-untyped-def]
+        x = x ^ (x >> 16)
+        x = x * 0x7FEB352D
+        x = x ^ (x >> 15)
+        x = x * 0x846CA68B
+        return x ^ (x >> 16)
+
+    @triton.jit
+    def token_noise_bits(keys, tokens):  # type: ignore[no-untyped-def]
+        """[m, n] uint32 of keys [n] and token ids [m]: those of `noise_bits`, transposed."""
+        return _mix32(_mix32(tokens.to(tl.uint32) * 0x9E3779B1)[:, None] ^ keys.to(tl.uint32)[None, :])
+
+    @triton.jit
+    def gumbel_of_bits(bits):  # type: ignore[no-untyped-def]
+        """Gumbel noise of uint32 bits: `gumbel_noise` with log1p(-x) as log(1 - x) * x / (1 - (1 - x)), which is as precise."""
+        lower = (bits >> 31) == 0
+        nearest = (tl.where(lower, bits, ~bits).to(tl.float32) + 0.5) * 2.0**-32
+        rest = 1.0 - nearest
+        log = tl.log(tl.where(lower, nearest, rest))
+        gap = 1.0 - rest  # `nearest` as it was rounded on the way; 0 where nothing was left of it
+        upper = tl.where(gap == 0.0, nearest, -log * (nearest / tl.where(gap == 0.0, 1.0, gap)))
+        return -tl.log(tl.where(lower, -log, upper))
+
+
+# ------------------------
+# kernels/unembedding.py
+#
+# What hidden states say about tokens: the distribution of a readout, and log-odds without cancellation.
+
+# Elements of logits that are alive at once: 64 MB in float32.
+_LOGITS_AT_ONCE = 1 << 24
+
+
+class Picked(NamedTuple):
+    """What is picked at n positions.
 
     Attributes:
-        tokens: [rows, capacity + 1] long: prompt, given and revealed tokens, masks.
-        logprob: [rows, capacity + 1] float32 log-confidence of generated tokens when committed.
-        reveal_step: [rows, capacity + 1] long index of the denoising step that committed them, -1 elsewhere.
-        prompt_length: [rows] long.
-        given_end: [rows] long, one past the last token that was given: of the prompt, or of what is to be filled in.
-        limit: [rows] long, one past the last position the user wants.
-        open_end: [rows] long, one past the last position before `limit` that is not given.
-        stop: [rows] long, one past the last token of the text once it is known, else a large number.
-        start: [rows] long, the current block.
-        step: [rows] long, denoising steps taken in it.
-        clock: [rows] long, denoising steps taken in all.
-        active: [rows] bool.
-        seed: [rows] long.
+        token: [n] long.
+        logprob: [n] float32 (float64 where the weights are), its log-probability after temperature.
+        log_odds: [n], log p - log (1 - p), where 1 - p is summed over the other tokens, so that nothing cancels.
     """
 
-    tokens: Tensor
+    token: Tensor
     logprob: Tensor
-    reveal_step: Tensor
-    prompt_length: Tensor
-    given_end: Tensor
-    limit: Tensor
-    open_end: Tensor
-    stop: Tensor
-    start: Tensor
-    step: Tensor
-    clock: Tensor
-    active: Tensor
-    seed: Tensor
-
-    @staticmethod
-    def laid_out(
-        prompts: list[Tensor], infill: Tensor | None, max_new_tokens: int, block_size: int, mask_token_id: int, seed: Tensor
-    ) -> "Rows":
-        """Every row's text before the first step; a row starts in the block of its first mask.
-
-        Args:
-            prompts: One 1-D long tensor of ids per row.
-            infill: [rows, n] long, what continues each prompt, or None.
-            max_new_tokens: Tokens behind the prompt, at most.
-            block_size: Tokens in a block.
-            mask_token_id: What stands where a token is to be generated.
-            seed: [rows] long; it says on which device everything is.
-        """
-        rows, device = len(prompts), seed.device
-        lengths = torch.tensor([len(p) for p in prompts], device=device)
-        limit, given_end = lengths + max_new_tokens, lengths
-        width = -(-int(limit.max()) // block_size) * block_size + 1
-        tokens = torch.full((rows, width), mask_token_id, device=device)
-        for row, prompt in enumerate(prompts):
-            tokens[row, : len(prompt)] = prompt
-        if infill is not None:
-            count = torch.arange(1, 1 + infill.shape[1], device=device)
-            tokens.scatter_(1, lengths[:, None] + count - 1, infill)
-            given_end = lengths + torch.where(infill == mask_token_id, 0, count).amax(1)
-        position = torch.arange(width, device=device)
-        masked = (tokens == mask_token_id) & (position < limit[:, None])
-        first = torch.where(masked.any(1), masked.int().argmax(1), limit).minimum(limit - 1)
-        return Rows(
-            tokens=tokens,
-            logprob=torch.zeros(rows, width, device=device),
-            reveal_step=torch.full((rows, width), -1, device=device),
-            prompt_length=lengths,
-            given_end=given_end,
-            limit=limit,
-            open_end=torch.where(masked, position + 1, 0).amax(1),
-            stop=torch.full_like(lengths, torch.iinfo(torch.long).max),
-            start=first // block_size * block_size,
-            step=torch.zeros_like(lengths),
-            clock=torch.zeros_like(lengths),
-            active=torch.ones(rows, dtype=torch.bool, device=device),
-            seed=seed,
-        )
-
-    def with_room(self, capacity: int) -> "Rows":
-        """The same rows with masks up to so many positions."""
-
-        def longer(tensor: Tensor) -> Tensor:  # its last column holds what nothing was written to
-            return torch.cat([tensor, tensor[:, -1:].expand(-1, capacity - self.capacity)], 1)
-
-        return replace(self, tokens=longer(self.tokens), logprob=longer(self.logprob), reveal_step=longer(self.reveal_step))
-
-    @property
-    def capacity(self) -> int:
-        """Positions, without the column behind them."""
-        return self.tokens.shape[1] - 1
+    log_odds: Tensor
 
 
-@dataclass
-class Counts:
-    """What a decode cost.
+@dataclass(frozen=True)
+class Readout:
+    """The distributions over tokens that hidden states stand for.
 
     Attributes:
-        forwards: Forwards by role: `prefill`, `denoise`, `verify` (those of the backbone) and `head`.
-        row_forwards: [rows] long, backbone forwards in which a row took part.
-        row_head_forwards: [rows] long, the same for the head.
-        drafted, accepted, revoked: [rows] long: drafted states submitted, drafts that were right, reveals taken back.
-        accepted_lengths: [rows, n] long: how many rounds accepted 0, 1, 2, ... states; remembered ones count.
-        offered_at_depth: [rows, n] long, by depth 1, 2, ...: rounds whose walk came by k - 1 drafts and had a draft that may
-            follow the last of them (or, for the first, the row's next state); remembered ones count. No columns without drafts.
-        accepted_at_depth: [rows, n] long: of these, rounds whose walk came by a k-th draft.
-        revocations: [n, 3] long: row, column of the generated text and token of each reveal taken back, in order.
+        weight: [vocab, hidden_size], those of `lm_head` or rows of it.
+        mask_token_id: Outside the softmax, where `token_ids` is None.
+        temperature: Divides the logits.
+        eos_token_ids: Ids that some positions must not take.
+        token_ids: [vocab] long, the ids that the rows of `weight` stand for; None: their places.
     """
 
-    forwards: dict[str, int]
-    row_forwards: Tensor
-    row_head_forwards: Tensor
-    drafted: Tensor
-    accepted: Tensor
-    revoked: Tensor
-    accepted_lengths: Tensor
-    offered_at_depth: Tensor
-    accepted_at_depth: Tensor
-    revocations: Tensor
+    weight: Tensor
+    mask_token_id: int
+    temperature: float = 1.0
+    eos_token_ids: tuple[int, ...] = ()
+    token_ids: Tensor | None = None
 
-    @classmethod
-    def zeros(cls, rows: int, width: int, drafts: bool, device: torch.device) -> "Counts":
-        """Before the first forward of a decode whose rounds submit up to `width` states a row, with drafts or without."""
-        by_row = torch.zeros(rows, dtype=torch.long, device=device)
-        depths = 2 * width - 1 if drafts else 0  # a walk goes on through what the round before scored
-        return cls(
-            {"prefill": 0, "denoise": 0, "verify": 0, "head": 0},
-            row_forwards=by_row.clone(),
-            row_head_forwards=by_row.clone(),
-            drafted=by_row.clone(),
-            accepted=by_row.clone(),
-            revoked=by_row.clone(),
-            accepted_lengths=by_row.new_zeros(rows, (1 + drafts) * width + 1),
-            offered_at_depth=by_row.new_zeros(rows, depths),
-            accepted_at_depth=by_row.new_zeros(rows, depths),
-            revocations=by_row.new_zeros(0, 3),
-        )
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[n, vocab] in at least float32, the mask id at -inf."""
+        logits = F.linear(hidden, self.weight)
+        if logits.dtype != torch.float64:
+            logits = logits.float()
+        if self.token_ids is None:
+            logits[:, self.mask_token_id] = -torch.inf
+        return logits
 
-    def add_walk(self, depth: Tensor, offered: Tensor) -> None:
-        """Adds a round of walks: how many drafts each came by [rows], and whether there was one behind the last [rows]."""
-        depths = torch.arange(1, 1 + self.accepted_at_depth.shape[1], device=depth.device)
-        self.accepted_at_depth += depths <= depth[:, None]
-        self.offered_at_depth += depths <= (depth + offered)[:, None]
+    def tempered(self, logits: Tensor, no_eos: Tensor | None) -> Tensor:
+        """Logits [n, vocab] over the temperature, those of an eos at -inf where `no_eos` [n] says so."""
+        if no_eos is not None:
+            ids = torch.arange(logits.shape[1], device=logits.device) if self.token_ids is None else self.token_ids
+            for eos in self.eos_token_ids:  # numbers, not a tensor of them, for whose copy to a device the host would wait
+                logits = logits.masked_fill(no_eos[:, None] & (ids == eos), -torch.inf)
+        return logits if self.temperature == 1.0 else logits / self.temperature
 
+    def chunks(self, rows: int) -> list[slice]:
+        """`rows` in slices so small that their logits are no burden; one, empty, of none."""
+        step = max(1, _LOGITS_AT_ONCE // self.weight.shape[0])
+        return [slice(start, start + step) for start in range(0, max(1, rows), step)]
 
-@dataclass
-class Outlook:
-    """What the host knows of the round to come, read from the device once, at the end of the round before.
-
-    Within the round the head's part is kept up to date without asking again.
-
-    Attributes:
-        active: Rows that are not finished.
-        used: Committed tokens of the longest active row.
-        head_used: The same for the head's KV.
-        clean: Rows whose next state has no masks.
-        masks: The most masks in a row's next state.
-        drafting: Some row can draft.
-        pending: Some row's last clean block has no KV of the head yet.
-        blocked: One of them is about to commit another block.
-        passed: How many rows came by the state in each slot of the round before, of those that had masks left.
-    """
-
-    active: int
-    used: int
-    head_used: int
-    clean: int
-    masks: int
-    drafting: bool
-    pending: bool
-    blocked: bool
-    passed: list[int]
-
-    @classmethod
-    def of(cls, numbers: list[int], submitted: int) -> "Outlook":
-        """From what `Decoder.summary` stacked, behind a round in which a row may have submitted so many states."""
-        active, used, head_used, clean, masks, drafting, pending, blocked = numbers[:SUMMARY]
-        passed = numbers[SUMMARY : SUMMARY + submitted]
-        return cls(active, used, head_used, clean, masks, drafting > 0, pending > 0, blocked > 0, passed)
+    def shown(self, scores: Tensor, keys: Tensor | None) -> Tensor:
+        """What the pick is the largest of: scores [n, vocab], plus noise where there are keys [n]."""
+        if keys is None:
+            return scores
+        return scores + gumbel_noise(keys, scores.shape[1] if self.token_ids is None else self.token_ids, scores.dtype)
 
 
-class Slots(NamedTuple):
-    """States of a round.
-
-    Attributes:
-        per_row: How many a row may submit.
-        room: How many places the forward has for them: no more than any row can fill.
-    """
-
-    per_row: int
-    room: int
+def log_odds(scores: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
+    """log p and log p - log (1 - p), both [n], of tokens [n] under scores [n, vocab]; 1 - p is summed over the other tokens."""
+    own = scores.gather(1, token[:, None])
+    others = scores.scatter(1, token[:, None], -torch.inf).logsumexp(-1, keepdim=True)
+    odds = own - others
+    return F.logsigmoid(odds)[:, 0], odds[:, 0]
 
 
 # -----------------
@@ -3847,6 +2117,547 @@ if triton is not None:
         tl.store(out + row, tl.abs(tl.sum(total, 0)))
 
 
+# -----------------
+# model/losses.py
+#
+# Losses over the vocabulary, without ever holding the logits of all tokens.
+#
+# Each loss is a plain function of logits [n, vocab]; `over_vocabulary` applies it to hidden states, a chunk of tokens at a
+# time, so that the logits of student and teacher, their softmaxes and gradients exist for one chunk only.
+
+BLANK = -1  # the target behind the end of a text: no token is more likely than another
+# Elements of a logits matrix that are alive at once: 64 MB in float32.
+_LOSS_LOGITS_AT_ONCE = 1 << 24
+
+# From the student's logits [n, vocab] and a slice of each further argument: values [n, m], which have gradients, and notes
+# [n, k].
+TokenLoss = Callable[..., tuple[Tensor, Tensor]]
+
+
+def project(hidden: Tensor, lm_head_weight: Tensor) -> Tensor:
+    """Logits [n, vocab] of hidden states [n, hidden_size], in at least float32."""
+    logits = F.linear(hidden, lm_head_weight)
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def over_vocabulary(
+    loss: TokenLoss, hidden: Tensor, lm_head_weight: Tensor, *others: Tensor, at_once: int = _LOSS_LOGITS_AT_ONCE
+) -> tuple[Tensor, Tensor]:
+    """A loss of logits applied to hidden states in chunks of tokens.
+
+    Under a frozen vocabulary matrix a token's values depend on its own hidden state alone, so that their derivatives, [n, m,
+    hidden_size], are taken while the chunk's logits are there and nothing is computed twice. A matrix that trains makes each
+    chunk run again in the backward pass.
+
+    Args:
+        loss: See `TokenLoss`; what it holds besides its arguments gets no gradient.
+        hidden: [n, hidden_size], the student's.
+        lm_head_weight: [vocab, hidden_size].
+        others: [n, ...] each, cut into the same chunks: targets, the teacher's hidden states.
+        at_once: How many logits of the student exist at a time.
+
+    Returns:
+        Values [n, m] with gradients and notes [n, k] without.
+    """
+    rows = max(1, at_once // len(lm_head_weight))
+    chunks = [slice(start, start + rows) for start in range(0, max(1, len(hidden)), rows)]
+
+    def apply(piece: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
+        return loss(project(piece, lm_head_weight), *rest)
+
+    if not torch.is_grad_enabled() or not (hidden.requires_grad or lm_head_weight.requires_grad):
+        parts = [apply(hidden[at], *(other[at] for other in others)) for at in chunks]
+    elif lm_head_weight.requires_grad:
+        parts = [checkpoint(apply, hidden[at], *(other[at] for other in others), use_reentrant=False) for at in chunks]
+    else:
+        return _FrozenVocabulary.apply(apply, chunks, hidden, *others)
+    values, notes = (torch.cat(part) for part in zip(*parts, strict=True))
+    return values, notes.detach()
+
+
+class _FrozenVocabulary(torch.autograd.Function):
+    """Values of each token, and their derivatives by its own hidden state, from one look at its logits."""
+
+    @staticmethod
+    def forward(ctx: Any, apply: TokenLoss, chunks: list[slice], hidden: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
+        all_values, all_notes, slopes = [], [], []
+        for at in chunks:
+            with torch.enable_grad():
+                piece = hidden[at].detach().requires_grad_()
+                values, notes = apply(piece, *(other[at].detach() for other in others))
+                columns = [column.sum() for column in values.unbind(-1)]
+            by_column = [torch.autograd.grad(c, piece, retain_graph=c is not columns[-1])[0] for c in columns]
+            slopes.append(torch.stack(by_column, 1))
+            all_values.append(values.detach())
+            all_notes.append(notes.detach())
+        ctx.save_for_backward(torch.cat(slopes))
+        ctx.others = len(others)
+        noted = torch.cat(all_notes)
+        ctx.mark_non_differentiable(noted)
+        return torch.cat(all_values), noted
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (slopes,) = ctx.saved_tensors
+        by_hidden = torch.einsum("nm,nmh->nh", gradients[0].to(slopes.dtype), slopes)
+        return (None, None, by_hidden, *[None] * ctx.others)
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """[n] cross-entropy of targets [n] long; a `BLANK` one stands for the uniform distribution."""
+    log_probs = logits.log_softmax(-1)
+    of_target = log_probs.gather(-1, targets.clamp(min=0)[:, None])[:, 0]
+    return -torch.where(targets == BLANK, log_probs.mean(-1), of_target)
+
+
+def forward_kl(student: Tensor, teacher: Tensor) -> Tensor:
+    """[n] KL( softmax(teacher) || softmax(student) ) of logits [n, vocab] (MRP, section 3)."""
+    return F.kl_div(student.log_softmax(-1), teacher.log_softmax(-1), log_target=True, reduction="none").sum(-1)
+
+
+def reverse_kl(student: Tensor, teacher: Tensor) -> Tensor:
+    """[n] KL( softmax(student) || softmax(teacher) ) of logits [n, vocab]: seeks a mode where `forward_kl` covers all."""
+    return forward_kl(teacher, student)
+
+
+def mean_squared_error(student: Tensor, teacher: Tensor) -> Tensor:
+    """[n] mean squared difference of logits [n, vocab]."""
+    return (student - teacher).square().mean(-1)
+
+
+DIVERGENCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "kl": forward_kl,
+    "reverse_kl": reverse_kl,
+    "mse": mean_squared_error,
+}
+
+
+def weighted_cross_entropy(
+    hidden: Tensor, lm_head_weight: Tensor, targets: Tensor, weight: Tensor, normaliser: Tensor
+) -> Tensor:
+    """Sum of weighted cross-entropies over a normaliser: the block-diffusion loss (SDAR, equation 3).
+
+    A `BLANK` target stands for the uniform distribution. A model so trained has no confidence behind the end of its text, and
+    decoding, which reveals the most confident positions first, spends no step there.
+
+    Args:
+        hidden: [tokens, hidden_size] final hidden states at masked positions.
+        lm_head_weight: [vocab, hidden_size].
+        targets: [tokens] long, `BLANK` included.
+        weight: [tokens] float.
+        normaliser: Scalar; the number of response tokens.
+
+    Returns:
+        A scalar, 0 (with a graph) if there are no tokens.
+    """
+
+    def loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        return cross_entropy(logits, targets)[:, None], logits.new_zeros(len(logits), 0)
+
+    losses, _ = over_vocabulary(loss, hidden, lm_head_weight, targets)
+    return (losses[:, 0] * weight).sum() / normaliser.clamp(min=1)
+
+
+def order_kl(student: Tensor, teacher: Tensor, block: Tensor, blocks: int) -> Tensor:
+    """How far the student is from the teacher about which position of a block is revealed next, summed over blocks.
+
+    Decoding reveals the most confident position first. Where several tokens are all but certain, `forward_kl` is blind to
+    their order, and it is the order that most drafts get wrong. Here each block's positions share a probability of being
+    first, in proportion to the odds p / (1 - p) of the teacher's token, and the divergences KL(teacher || student) of
+    these are summed.
+
+    Args:
+        student: [tokens] log-odds of the teacher's tokens under the student, see `favourite_odds`.
+        teacher: [tokens] the same under the teacher.
+        block: [tokens] long, a number below `blocks` for each token's block.
+        blocks: More than the largest number.
+    """
+    wanted = _log_softmax_within(teacher.detach(), block, blocks)
+    return (wanted.exp() * (wanted - _log_softmax_within(student, block, blocks))).sum()
+
+
+def favourite_odds(student: Tensor, teacher: Tensor, mask_token_id: int) -> tuple[Tensor, Tensor]:
+    """Log-odds [n] of the teacher's likeliest token under both, from logits [n, vocab]; the mask id is outside the softmax."""
+    mask = torch.tensor([mask_token_id], device=teacher.device)
+    teacher, student = (logits.index_fill(1, mask, -torch.inf) for logits in (teacher, student))
+    token = teacher.argmax(-1)
+    return log_odds(student, token)[1], log_odds(teacher, token)[1]
+
+
+def _log_softmax_within(values: Tensor, group: Tensor, groups: int) -> Tensor:
+    """[n] log-softmax of values [n] over the members of each one's group [n]."""
+    largest = values.new_full((groups,), -torch.inf).scatter_reduce(0, group, values.detach(), "amax")
+    total = values.new_zeros(groups).index_add(0, group, (values - largest[group]).exp())
+    return values - largest[group] - total[group].log()
+
+
+# --------------------
+# model/diffusion.py
+#
+# Block diffusion: which token may see which, and the training pass that holds noisy and clean tokens together.
+#
+# Positions are absolute and count from 0 at a sequence's first real token; the block of a position is
+# ``position // block_size``. Masks here are boolean, True where a query may look at a key.
+
+IGNORE_INDEX = -100
+CLEAN_VIEW = 0  # views above 0 are noisy copies
+NO_VIEW = -1  # padding
+
+
+def block_causal_mask(query_positions: Tensor, key_positions: Tensor, key_valid: Tensor, block_size: int) -> Tensor:
+    """Every token sees the earlier blocks and the whole of its own block (SDAR, section 3).
+
+    Args:
+        query_positions: [batch, queries] absolute positions.
+        key_positions: [batch, keys] absolute positions.
+        key_valid: [batch, keys] bool; False for padding.
+        block_size: Tokens per block.
+
+    Returns:
+        [batch, 1, queries, keys] bool.
+    """
+    not_later = key_positions[:, None, :] // block_size <= query_positions[:, :, None] // block_size
+    return (not_later & key_valid[:, None, :])[:, None]
+
+
+@dataclass(frozen=True)
+class PackedRule:
+    """Who sees whom in a pass that holds noisy copies and the clean sequence: [x_t | x_0] (SDAR, section 3; MRP, section 4).
+
+    A noisy token sees its own noisy block and the clean tokens of earlier blocks; a clean token sees the clean tokens
+    of its own and earlier blocks; nothing crosses from one sample to another. Padding (view -1) sees only itself.
+
+    Attributes:
+        view: [batch, length] long: 0 clean, 1, 2, ... the noisy copy, -1 padding.
+        block: [batch, length] long: the token's block index.
+        sample: [batch, length] long: the sample a token belongs to, when several share a row.
+    """
+
+    view: Tensor
+    block: Tensor
+    sample: Tensor
+
+    def __call__(self, row: Tensor, head: Tensor | None, query: Tensor, key: Tensor) -> Tensor:
+        """Bool, for indices that broadcast: flex attention's `mask_mod`. All heads see the same."""
+        query_view, key_view = self.view[row, query], self.view[row, key]
+        query_block, key_block = self.block[row, query], self.block[row, key]
+        clean = (key_view == CLEAN_VIEW) & (
+            (key_block < query_block) | ((query_view == CLEAN_VIEW) & (key_block == query_block))
+        )
+        noisy = (key_view != CLEAN_VIEW) & (key_view == query_view) & (key_block == query_block)
+        same = (self.sample[row, query] == self.sample[row, key]) & (key_view != NO_VIEW)
+        return ((clean | noisy) & same & (query_view != NO_VIEW)) | (query == key)
+
+    def dense(self) -> Tensor:
+        """[batch, 1, length, length] bool."""
+        rows, length = self.view.shape
+        row, column = (torch.arange(n, device=self.view.device) for n in (rows, length))
+        return self(row[:, None, None], None, column[None, :, None], column[None, None, :])[:, None]
+
+    def sparse(self, queries: int) -> BlockMask:
+        """The rows of the first `queries` columns for flex attention: who sees whom by tile, the same for all heads.
+
+        To find the tiles a [queries, length] bool is made once a batch row and dropped; attention itself holds none.
+        """
+        rows, length = self.view.shape
+        return create_block_mask(self, rows, None, queries, length, device=self.view.device)
+
+
+@dataclass
+class PackedBatch:
+    """One training pass [x_t | x_0] (noisy copies first, then the clean sequence), padded to a common length.
+
+    Attributes:
+        input_ids: [batch, length] long; masked positions hold `mask_token_id`.
+        target_ids: [batch, length] long; the true token; `BLANK` behind the end of a text in noisy copies.
+        position_ids: [batch, length] long; absolute positions.
+        view: [batch, length] long; 0 clean, 1, 2, ... noisy copies, -1 padding.
+        sample: [batch, length] long; which sample of the row a token belongs to.
+        weight: [batch, length] float32; the loss weight of a masked position, 0 elsewhere.
+        response_tokens: How many response tokens the batch supervises: the loss is divided by it.
+        noise_key: [batch, length] long below 2**32; the same for all tokens of a sample, and another for each visit of one.
+    """
+
+    input_ids: Tensor
+    target_ids: Tensor
+    position_ids: Tensor
+    view: Tensor
+    sample: Tensor
+    weight: Tensor
+    response_tokens: Tensor
+    noise_key: Tensor | None = None
+
+    def rule(self, block_size: int) -> PackedRule:
+        """Who sees whom."""
+        return PackedRule(self.view, self.position_ids // block_size, self.sample)
+
+    def attention_mask(self, block_size: int) -> Tensor:
+        """[batch, 1, length, length] bool: see `PackedRule`."""
+        return self.rule(block_size).dense()
+
+    @property
+    def supervised(self) -> Tensor:
+        """[batch, length] bool: masked positions that carry loss."""
+        return self.weight > 0
+
+    @property
+    def noisy_length(self) -> int:
+        """How many columns the noisy copies take: the clean sequence begins behind them."""
+        return int((self.view == CLEAN_VIEW).any(0).int().argmax())
+
+    def noisy(self) -> "PackedBatch":
+        """The columns of the noisy copies alone."""
+        length = self.noisy_length
+        columns = {name: value[:, :length] for name, value in vars(self).items() if value is not None and value.dim()}
+        return replace(self, **columns)
+
+    def uniform(self, purpose: int, of: Tensor) -> Tensor:
+        """[batch, length] float64 in (0, 1): a draw for each sample, noisy copy and value of `of`, and nothing else.
+
+        Args:
+            purpose: Different draws have different numbers.
+            of: [batch, length] long: positions, or their blocks for one draw a block.
+
+        Raises:
+            ValueError: if the batch carries no `noise_key`.
+        """
+        if self.noise_key is None:
+            raise ValueError("this batch has no noise_key to draw from: DiffusionCollator gives one")
+        return (noise_keys(self.noise_key, of, mix32(self.view + 1) ^ purpose).double() + 0.5) * 2.0**-32
+
+
+def pack_noisy(
+    input_ids: Tensor, response: Tensor, valid: Tensor, masked: Tensor, weight: Tensor, mask_token_id: int
+) -> PackedBatch:
+    """Packs a batch of sequences (one sample a row) with one noisy copy: [x_t | x_0].
+
+    Args:
+        input_ids: [batch, length] long, left-aligned (position = column).
+        response: [batch, length] bool: the tokens that are learned.
+        valid: [batch, length] bool: False for padding.
+        masked: [batch, length] bool: response tokens hidden in the noisy copy.
+        weight: [batch, length] float: loss weight of each masked token (published: 1 / t).
+        mask_token_id: The mask's id.
+    """
+    batch, length = input_ids.shape
+    positions = torch.arange(length, device=input_ids.device).expand(batch, length)
+    hidden = masked & response & valid
+    noisy_view = torch.where(valid, 1, NO_VIEW)
+    clean_view = torch.where(valid, CLEAN_VIEW, NO_VIEW)
+    return PackedBatch(
+        input_ids=torch.cat([input_ids.masked_fill(hidden, mask_token_id), input_ids], 1),
+        target_ids=torch.cat([input_ids, input_ids], 1),
+        position_ids=torch.cat([positions, positions], 1),
+        view=torch.cat([noisy_view, clean_view], 1),
+        sample=torch.zeros(batch, 2 * length, dtype=torch.long, device=input_ids.device),
+        weight=torch.cat([torch.where(hidden, weight.float(), 0.0), torch.zeros_like(weight, dtype=torch.float32)], 1),
+        response_tokens=(response & valid).sum(),
+    )
+
+
+# ------------------
+# generate/rows.py
+#
+# What a decode knows of its rows, what the host knows of the next round, and what it all cost.
+
+# Numbers of an `Outlook` before `passed`.
+SUMMARY = 8
+
+
+@dataclass
+class Rows:
+    """What is known of every row; `tokens` is laid out by absolute position, without padding.
+
+    One more column, behind the capacity, takes what is not to be kept, so that writing needs no count of what is.
+
+    Attributes:
+        tokens: [rows, capacity + 1] long: prompt, given and revealed tokens, masks.
+        logprob: [rows, capacity + 1] float32 log-confidence of generated tokens when committed.
+        reveal_step: [rows, capacity + 1] long index of the denoising step that committed them, -1 elsewhere.
+        prompt_length: [rows] long.
+        given_end: [rows] long, one past the last token that was given: of the prompt, or of what is to be filled in.
+        limit: [rows] long, one past the last position the user wants.
+        open_end: [rows] long, one past the last position before `limit` that is not given.
+        stop: [rows] long, one past the last token of the text once it is known, else a large number.
+        start: [rows] long, the current block.
+        step: [rows] long, denoising steps taken in it.
+        clock: [rows] long, denoising steps taken in all.
+        active: [rows] bool.
+        seed: [rows] long.
+    """
+
+    tokens: Tensor
+    logprob: Tensor
+    reveal_step: Tensor
+    prompt_length: Tensor
+    given_end: Tensor
+    limit: Tensor
+    open_end: Tensor
+    stop: Tensor
+    start: Tensor
+    step: Tensor
+    clock: Tensor
+    active: Tensor
+    seed: Tensor
+
+    @staticmethod
+    def laid_out(
+        prompts: list[Tensor], infill: Tensor | None, max_new_tokens: int, block_size: int, mask_token_id: int, seed: Tensor
+    ) -> "Rows":
+        """Every row's text before the first step; a row starts in the block of its first mask.
+
+        Args:
+            prompts: One 1-D long tensor of ids per row.
+            infill: [rows, n] long, what continues each prompt, or None.
+            max_new_tokens: Tokens behind the prompt, at most.
+            block_size: Tokens in a block.
+            mask_token_id: What stands where a token is to be generated.
+            seed: [rows] long; it says on which device everything is.
+        """
+        rows, device = len(prompts), seed.device
+        lengths = torch.tensor([len(p) for p in prompts], device=device)
+        limit, given_end = lengths + max_new_tokens, lengths
+        width = -(-int(limit.max()) // block_size) * block_size + 1
+        tokens = torch.full((rows, width), mask_token_id, device=device)
+        for row, prompt in enumerate(prompts):
+            tokens[row, : len(prompt)] = prompt
+        if infill is not None:
+            count = torch.arange(1, 1 + infill.shape[1], device=device)
+            tokens.scatter_(1, lengths[:, None] + count - 1, infill)
+            given_end = lengths + torch.where(infill == mask_token_id, 0, count).amax(1)
+        position = torch.arange(width, device=device)
+        masked = (tokens == mask_token_id) & (position < limit[:, None])
+        first = torch.where(masked.any(1), masked.int().argmax(1), limit).minimum(limit - 1)
+        return Rows(
+            tokens=tokens,
+            logprob=torch.zeros(rows, width, device=device),
+            reveal_step=torch.full((rows, width), -1, device=device),
+            prompt_length=lengths,
+            given_end=given_end,
+            limit=limit,
+            open_end=torch.where(masked, position + 1, 0).amax(1),
+            stop=torch.full_like(lengths, torch.iinfo(torch.long).max),
+            start=first // block_size * block_size,
+            step=torch.zeros_like(lengths),
+            clock=torch.zeros_like(lengths),
+            active=torch.ones(rows, dtype=torch.bool, device=device),
+            seed=seed,
+        )
+
+    def with_room(self, capacity: int) -> "Rows":
+        """The same rows with masks up to so many positions."""
+
+        def longer(tensor: Tensor) -> Tensor:  # its last column holds what nothing was written to
+            return torch.cat([tensor, tensor[:, -1:].expand(-1, capacity - self.capacity)], 1)
+
+        return replace(self, tokens=longer(self.tokens), logprob=longer(self.logprob), reveal_step=longer(self.reveal_step))
+
+    @property
+    def capacity(self) -> int:
+        """Positions, without the column behind them."""
+        return self.tokens.shape[1] - 1
+
+
+@dataclass
+class Counts:
+    """What a decode cost.
+
+    Attributes:
+        forwards: Forwards by role: `prefill`, `denoise`, `verify` (those of the backbone) and `head`.
+        row_forwards: [rows] long, backbone forwards in which a row took part.
+        row_head_forwards: [rows] long, the same for the head.
+        drafted, accepted, revoked: [rows] long: drafted states submitted, drafts that were right, reveals taken back.
+        accepted_lengths: [rows, n] long: how many rounds accepted 0, 1, 2, ... states; remembered ones count.
+        offered_at_depth: [rows, n] long, by depth 1, 2, ...: rounds whose walk came by k - 1 drafts and had a draft that may
+            follow the last of them (or, for the first, the row's next state); remembered ones count. No columns without drafts.
+        accepted_at_depth: [rows, n] long: of these, rounds whose walk came by a k-th draft.
+        revocations: [n, 3] long: row, column of the generated text and token of each reveal taken back, in order.
+    """
+
+    forwards: dict[str, int]
+    row_forwards: Tensor
+    row_head_forwards: Tensor
+    drafted: Tensor
+    accepted: Tensor
+    revoked: Tensor
+    accepted_lengths: Tensor
+    offered_at_depth: Tensor
+    accepted_at_depth: Tensor
+    revocations: Tensor
+
+    @classmethod
+    def zeros(cls, rows: int, width: int, drafts: bool, device: torch.device) -> "Counts":
+        """Before the first forward of a decode whose rounds submit up to `width` states a row, with drafts or without."""
+        by_row = torch.zeros(rows, dtype=torch.long, device=device)
+        depths = 2 * width - 1 if drafts else 0  # a walk goes on through what the round before scored
+        return cls(
+            {"prefill": 0, "denoise": 0, "verify": 0, "head": 0},
+            row_forwards=by_row.clone(),
+            row_head_forwards=by_row.clone(),
+            drafted=by_row.clone(),
+            accepted=by_row.clone(),
+            revoked=by_row.clone(),
+            accepted_lengths=by_row.new_zeros(rows, (1 + drafts) * width + 1),
+            offered_at_depth=by_row.new_zeros(rows, depths),
+            accepted_at_depth=by_row.new_zeros(rows, depths),
+            revocations=by_row.new_zeros(0, 3),
+        )
+
+    def add_walk(self, depth: Tensor, offered: Tensor) -> None:
+        """Adds a round of walks: how many drafts each came by [rows], and whether there was one behind the last [rows]."""
+        depths = torch.arange(1, 1 + self.accepted_at_depth.shape[1], device=depth.device)
+        self.accepted_at_depth += depths <= depth[:, None]
+        self.offered_at_depth += depths <= (depth + offered)[:, None]
+
+
+@dataclass
+class Outlook:
+    """What the host knows of the round to come, read from the device once, at the end of the round before.
+
+    Within the round the head's part is kept up to date without asking again.
+
+    Attributes:
+        active: Rows that are not finished.
+        used: Committed tokens of the longest active row.
+        head_used: The same for the head's KV.
+        clean: Rows whose next state has no masks.
+        masks: The most masks in a row's next state.
+        drafting: Some row can draft.
+        pending: Some row's last clean block has no KV of the head yet.
+        blocked: One of them is about to commit another block.
+        passed: How many rows came by the state in each slot of the round before, of those that had masks left.
+    """
+
+    active: int
+    used: int
+    head_used: int
+    clean: int
+    masks: int
+    drafting: bool
+    pending: bool
+    blocked: bool
+    passed: list[int]
+
+    @classmethod
+    def of(cls, numbers: list[int], submitted: int) -> "Outlook":
+        """From what `Decoder.summary` stacked, behind a round in which a row may have submitted so many states."""
+        active, used, head_used, clean, masks, drafting, pending, blocked = numbers[:SUMMARY]
+        passed = numbers[SUMMARY : SUMMARY + submitted]
+        return cls(active, used, head_used, clean, masks, drafting > 0, pending > 0, blocked > 0, passed)
+
+
+class Slots(NamedTuple):
+    """States of a round.
+
+    Attributes:
+        per_row: How many a row may submit.
+        room: How many places the forward has for them: no more than any row can fill.
+    """
+
+    per_row: int
+    room: int
+
+
 # ----------------------
 # generate/sampling.py
 #
@@ -3976,6 +2787,238 @@ class Picker:
         return Picks(token if self.token_ids is None else self.token_ids[token], logprob, confidence, entropy)
 
 
+# --------------------
+# generate/states.py
+#
+# States of a block, what is revealed at them, and the sets of states that a round proposes, scores and remembers.
+
+class _Fields:
+    """A dataclass whose fields are tensors of one leading shape."""
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """The same change of shape or choice for every field."""
+        return type(self)(*(change(field) for field in vars(self).values()))
+
+    def beside(self, other: Self) -> Self:
+        """[rows, a + b] of two with [rows, a] and [rows, b]."""
+        return type(self)(*(torch.cat(pair, 1) for pair in zip(vars(self).values(), vars(other).values(), strict=True)))
+
+
+@dataclass
+class States(_Fields):
+    """One state per entry: a block of ids with masks, and where it stands.
+
+    Attributes:
+        ids: [..., block] long.
+        start: [...] long, the absolute position of the block.
+        step: [...] long, the denoising steps already taken in the block.
+        row: [...] long, the batch row.
+        valid: [...] bool; False for an unused slot.
+    """
+
+    ids: Tensor
+    start: Tensor
+    step: Tensor
+    row: Tensor
+    valid: Tensor
+
+    @staticmethod
+    def stack(states: list["States"]) -> "States":
+        """[rows, len(states)] from states of [rows]."""
+        return States(*(torch.stack([getattr(s, f) for s in states], 1) for f in ("ids", "start", "step", "row", "valid")))
+
+
+@dataclass
+class Reveal(_Fields):
+    """What one denoising step reveals of [...] states.
+
+    Attributes:
+        where: [..., block] bool.
+        token: [..., block] long, meaningful where revealed.
+        logprob: [..., block] float, the token's log-probability when picked.
+        confidence: [..., block] float, its log-odds.
+    """
+
+    where: Tensor
+    token: Tensor
+    logprob: Tensor
+    confidence: Tensor
+
+    def applied_to(self, states: States) -> States:
+        """The states after the reveal."""
+        return replace(states, ids=torch.where(self.where, self.token, states.ids))
+
+    def only(self, where: Tensor) -> "Reveal":
+        """The same at fewer positions, `where` [..., block] bool."""
+        return replace(self, where=where)
+
+    def and_then(self, later: "Reveal") -> "Reveal":
+        """Both reveals as one."""
+        fields = ("token", "logprob", "confidence")
+        return Reveal(
+            self.where | later.where, *(torch.where(later.where, getattr(later, f), getattr(self, f)) for f in fields)
+        )
+
+
+@dataclass
+class Proposal:
+    """The states of one round.
+
+    Attributes:
+        states: [rows, width].
+        parent: [rows, width] long, the slot of the clean state that a state looks at beyond the prefix, -1 if none.
+    """
+
+    states: States
+    parent: Tensor
+
+    @property
+    def drafted(self) -> Tensor:
+        """[rows, width] bool: states that are guesses; a row's next state and the block behind a clean one are not."""
+        drafted = self.states.valid & (self.parent < 0)
+        drafted[:, 0] = False
+        return drafted
+
+    def behind(self) -> Tensor:
+        """[rows, width, block] the ids of the state that each looks at (its own where there is none)."""
+        slot = torch.where(self.parent < 0, torch.arange(self.parent.shape[1], device=self.parent.device), self.parent)
+        return self.states.ids.gather(1, slot[..., None].expand_as(self.states.ids))
+
+
+@dataclass
+class Scored:
+    """States that the backbone has scored, and what it reveals there.
+
+    Attributes:
+        states: [rows, n].
+        parent: [rows, n] long: see `Proposal`.
+        reveal: [rows, n].
+        hidden: [rows, n, block, hidden_size].
+    """
+
+    states: States
+    parent: Tensor
+    reveal: Reveal
+    hidden: Tensor
+
+    def beside(self, other: "Scored") -> "Scored":
+        """Both, these first."""
+        return Scored(
+            self.states.beside(other.states),
+            torch.cat([self.parent, other.parent], 1),
+            self.reveal.beside(other.reveal),
+            torch.cat([self.hidden, other.hidden], 1),
+        )
+
+    def at(self, rows: Tensor, place: Tensor) -> "Scored":
+        """One of them per row: that at `place` [rows] long."""
+        return Scored(
+            self.states.map(lambda t: t[rows, place]),
+            self.parent[rows, place],
+            self.reveal.map(lambda t: t[rows, place]),
+            self.hidden[rows, place],
+        )
+
+    def kept(self, which: Tensor) -> "Scored":
+        """For later rounds: those marked in `which` [rows, n], without states that looked at a clean one, which may turn out
+        not to be text."""
+        return replace(self, states=replace(self.states, valid=self.states.valid & which & (self.parent < 0)))
+
+    def edges(self, follower: States, clean: Tensor) -> Tensor:
+        """[rows, n] long: where among these each one's follower is, -1 if nowhere.
+
+        Behind a clean state comes the one that looked at it.
+        """
+        same = (follower.ids[:, :, None] == self.states.ids[:, None]).all(-1)
+        same &= follower.start[:, :, None] == self.states.start[:, None]
+        slot = torch.arange(same.shape[1], device=same.device)
+        same &= self.parent[:, None] == torch.where(clean, slot, -1)[..., None]
+        same &= self.states.valid[:, None] & self.states.valid[..., None]
+        return torch.where(same.any(-1), same.int().argmax(-1), -1)
+
+    def offers_behind(self, last: States, mask_token_id: int) -> Tensor:
+        """[rows] bool: one of these is a denoising step behind `last` [rows] and keeps all that is revealed there."""
+        agrees = ((self.states.ids == last.ids[:, None]) | (last.ids == mask_token_id)[:, None]).all(-1)
+        agrees &= self.states.start == last.start[:, None]
+        agrees &= self.states.step == last.step[:, None] + 1
+        return (agrees & self.states.valid & (self.parent < 0)).any(-1) & last.valid
+
+
+def whole_text(ids: Tensor, eos_column: Tensor, limit: Tensor, mask_id: int) -> Tensor:
+    """[...] bool: nothing is left to reveal before the end of the text, and that end lies in the block.
+
+    Args:
+        ids: [..., block] long.
+        eos_column: [...] long, the first column that ends the text, the block's size or more if none does.
+        limit: [...] long, the column at which the text ends at the latest.
+        mask_id: The mask's id.
+    """
+    block = ids.shape[-1]
+    end = torch.minimum(eos_column + 1, limit)
+    hidden = (ids == mask_id) & (torch.arange(block, device=ids.device) < end[..., None])
+    return (end <= block) & ~hidden.any(-1)
+
+
+def follow(onward: Tensor) -> Tensor:
+    """[rows, n] the places that the links `onward` [rows, n] lead through from place 0; the last is repeated."""
+    here = torch.arange(onward.shape[1], device=onward.device)
+    onward = torch.where(onward < 0, here, onward)
+    path = [torch.zeros_like(onward[:, :1])]
+    for _ in range(onward.shape[1] - 1):
+        path.append(onward.gather(1, path[-1]))
+    return torch.cat(path, 1)
+
+
+class Memory:
+    """What the last round scored, and where each of its states leads without another forward.
+
+    Args:
+        scored: [rows, n] states, none of them clean.
+        follower: [rows, n] the state that each one's reveal makes.
+        onward: [rows, n] long, the place of that state among these and possibly more, -1 if nowhere.
+
+    Attributes:
+        end: [rows, n] long, the last scored state on the way from each.
+        exit: [rows, n] the state behind it, which is not scored.
+    """
+
+    def __init__(self, scored: Scored, follower: States, onward: Tensor) -> None:
+        self.scored = scored
+        count = onward.shape[1]
+        kept = (onward >= 0) & (onward < count)
+        kept &= scored.states.valid.gather(1, onward.clamp(0, count - 1))
+        end = torch.where(kept, onward, torch.arange(count, device=onward.device))
+        for _ in range(count.bit_length()):
+            end = end.gather(1, end)
+        self.end = end
+        self.exit = follower.map(lambda t: t.gather(1, end if t.dim() == 2 else end[..., None].expand_as(t)))
+
+    def padded(self, width: int) -> "Memory":
+        """The same with [rows, width] states: more of them that are not valid."""
+        more = width - self.end.shape[1]
+        if not more:
+            return self
+
+        def wider(part: Any) -> Any:
+            if not isinstance(part, Tensor):
+                return part.map(wider)
+            return torch.cat([part, part[:, -1:].expand(-1, more, *part.shape[2:])], 1)
+
+        memory = copy.copy(self)
+        memory.scored = Scored(*(wider(part) for part in vars(self.scored).values()))
+        memory.scored.states.valid[:, self.end.shape[1] :] = False
+        memory.end, memory.exit = wider(self.end), wider(self.exit)
+        return memory
+
+    @staticmethod
+    def empty(like: Scored) -> "Memory":
+        """One that holds nothing: `like` [rows] gives shapes and has no valid states."""
+        scored = Scored(
+            *(part.map(lambda t: t[:, None]) if hasattr(part, "map") else part[:, None] for part in vars(like).values())
+        )
+        return Memory(scored, scored.states, torch.full_like(scored.parent, -1))
+
+
 # ------------------------
 # generate/strategies.py
 #
@@ -3984,7 +3027,6 @@ class Picker:
 # A strategy has two methods. `reveal` chooses among the masked positions of a state the ones a denoising step commits.
 # `refine` may change that choice before it counts (more reveals, or some taken back). Its numbers say what is drafted: states
 # that may follow, scored together in one forward; a wrong guess is not walked through, so drafts never change the text.
-
 
 class HeadSteps(Protocol):
     """What a strategy may ask of the decoder: head passes and picks on one state per row."""
@@ -4247,7 +3289,6 @@ class Spec(SelfSpec):
 #
 # Stopping criteria, asked as transformers' own loop would ask them, of rows that come along at different speeds.
 
-
 class Stopping:
     """Asks the stopping criteria of one `generate` call at every token of a row once it is final (no mask before it).
 
@@ -4313,7 +3354,6 @@ class Stopping:
 # generate/texts.py
 #
 # What a decode knows of its rows' texts: where each row stands, what ends it, and how reveals become text.
-
 
 class Texts:
     """The part of a `Decoder` that runs no network.
@@ -4715,6 +3755,583 @@ class Replay:
         for name in self.names:
             part = getattr(self.decoder, name)
             setattr(self.decoder, name, refilled(part, iter([leaf.clone() for leaf in leaves(part)])))
+
+
+# -----------------
+# kernels/grow.py
+#
+# A round's states, grown in one launch: what `Lattice.grow` does in a hundred small ones for each state that it adds.
+#
+# Which state comes next depends on all those before, so a program goes through them one by one; the rows are side by side. Its
+# twin is the loop in `Lattice`, which also does what is rarer: sampled drafts and several reveals a step.
+
+# The power of a token's odds that orders drafts. Reveals follow the first power or a little more; the fourth drafts best, as a
+# state passed over is remembered, so that going deeper is worth more than its chance (`benchmarks/NOTES.md`, Drafting).
+ORDER_SHARPNESS = 4.0
+
+# Log-odds above this are certain: their sums stay finite.
+MOST_ODDS = 1e4
+
+# For `base`: what the state's parent has.
+INHERITED = -2
+
+# Columns of a state behind its ids: start, parent, step, end, base, source (see `Lattice`).
+MORE = 6
+
+_LARGEST = 1 << 14  # numbers of a row's table of states, which a program holds in registers
+
+
+@dataclass(frozen=True)
+class Ground:
+    """What a lattice grows on. The states are [block + 6] long: see `Lattice`.
+
+    Attributes:
+        slots: [rows, n, block + 6] long; only the first state is read.
+        valid: [rows, n] bool.
+        token: [rows, sources, block] long, what each source tells.
+        odds: [rows, sources, block] float, its log-odds.
+        known: [rows, m, block + 1] long, ids and start of states that lead elsewhere.
+        known_valid: [rows, m] bool.
+        ahead: [rows, m, block + 6] long, the states that they lead to.
+        rider: [rows, block + 6] long, the next block's state.
+        rides: [rows] bool, whether it may follow a clean one.
+        open_end: [rows] long, one past the last position that is not given.
+        eos: [any] long, ids that end a text.
+        mask_id: The mask's id.
+        branches: Followers of a state, at most; no more than a block has positions.
+    """
+
+    slots: Tensor
+    valid: Tensor
+    token: Tensor
+    odds: Tensor
+    known: Tensor
+    known_valid: Tensor
+    ahead: Tensor
+    rider: Tensor
+    rides: Tensor
+    open_end: Tensor
+    eos: Tensor
+    mask_id: int
+    branches: int
+
+    def fits(self, size: int) -> bool:
+        """Whether the kernel holds what `size` states need."""
+        return self._entries(size) * power_of_two(self.slots.shape[-1]) <= _LARGEST
+
+    def _entries(self, size: int) -> int:
+        """States in a row's table: those taken, then those that may be."""
+        return power_of_two(size * (1 + self.branches))
+
+    def grown(self, size: int, most: int) -> tuple[Tensor, Tensor]:
+        """The states of a round, best first, by the kernel: greedy drafts, one reveal a step.
+
+        Floor: what is read, some 10 KB a row: microseconds, less than its launch; the steps of a program wait for each other.
+
+        Args:
+            size: How many.
+            most: The most that any call of this decode asks for: one program is compiled for all of them.
+
+        Returns:
+            [rows, size, block + 6] long, and [rows, size] bool: which of them are states.
+        """
+        rows, _, width = self.slots.shape
+        slots = self.slots.new_empty(rows, size, width)
+        valid = self.valid.new_empty(rows, size)
+        if not rows:
+            return slots, valid
+        entries, columns = self._entries(max(size, most) if self.fits(most) else size), power_of_two(width)
+        _grow[(rows,)](
+            *(self.slots, self.valid.view(torch.uint8), self.token.contiguous(), self.odds.contiguous()),
+            *(self.known.contiguous(), self.known_valid.contiguous().view(torch.uint8), self.ahead.contiguous()),
+            *(self.rider.contiguous(), self.rides.contiguous().view(torch.uint8), self.open_end.contiguous(), self.eos),
+            *(slots, valid.view(torch.uint8)),
+            *(self.slots.stride(0), self.valid.stride(0), size, self.branches, self.token.shape[1], self.known.shape[1]),
+            *(len(self.eos), self.mask_id),
+            BLOCK=width - MORE,
+            COLUMNS=columns,
+            ENTRIES=entries,
+            TILE_KNOWN=max(1, 1024 // columns),
+            SHARPNESS=ORDER_SHARPNESS,
+            MOST=MOST_ODDS,
+            INHERITS=INHERITED,
+            num_warps=max(1, min(8, entries * columns // 1024)),
+            **MULTIPLY_ADD,
+        )
+        return slots, valid
+
+
+if triton is not None:
+
+    @triton.jit
+    def _entry(state, column, which):  # type: ignore[no-untyped-def]
+        """One number of a state."""
+        return tl.sum(tl.where(column == which, state, 0), 0)
+
+    @triton.jit
+    def _looked_up(  # type: ignore[no-untyped-def]
+        made,
+        known,
+        known_valid,
+        ahead,
+        count,
+        BLOCK: tl.constexpr,
+        COLUMNS: tl.constexpr,
+        TILE_KNOWN: tl.constexpr,
+        INHERITS: tl.constexpr,
+    ):
+        """A state, or what the first known one with its ids and start leads to."""
+        column = tl.arange(0, COLUMNS)
+        named = (column <= BLOCK)[None, :]
+        place = count
+        for begin in range(0, count, TILE_KNOWN):
+            entry = begin + tl.arange(0, TILE_KNOWN)
+            there = entry < count
+            at = known + entry[:, None] * (BLOCK + 1) + column[None, :]
+            listed = tl.load(at, mask=there[:, None] & named, other=0).to(tl.int32)
+            differ = tl.sum((named & (listed != made[None, :])).to(tl.int32), 1)
+            same = (tl.load(known_valid + entry, mask=there, other=0) != 0) & (differ == 0)
+            place = tl.minimum(place, tl.min(tl.where(same, entry, count), 0))
+        found = column < tl.where(place < count, BLOCK + 6, 0)
+        leads = tl.load(ahead + place * (BLOCK + 6) + column, mask=found, other=0).to(tl.int32)
+        inherits = (column == BLOCK + 4) & (leads == INHERITS)
+        return tl.where(found & ~inherits, leads, made)
+
+    @triton.jit
+    def _follower(  # type: ignore[no-untyped-def]
+        state, last, token, end, source, eos, eos_count, BLOCK: tl.constexpr, COLUMNS: tl.constexpr
+    ):
+        """The state with one more position revealed, `last`."""
+        column = tl.arange(0, COLUMNS)
+        picked = _entry(token, column, last)
+        ends = picked != picked
+        for i in range(eos_count):
+            ends = ends | (tl.load(eos + i).to(tl.int32) == picked)
+        made = tl.where(column == last, picked, state)
+        made = tl.where(column == BLOCK + 2, state + 1, made)
+        made = tl.where(column == BLOCK + 3, tl.minimum(end, tl.where(ends, last, BLOCK)), made)
+        return tl.where(column == BLOCK + 4, source, made)
+
+    @triton.jit
+    def _done(made, open_end, mask_id, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+        """Whether nothing is left to reveal before the end of the text, and that lies in the block."""
+        column = tl.arange(0, COLUMNS)
+        end = tl.minimum(_entry(made, column, BLOCK + 3) + 1, open_end - _entry(made, column, BLOCK))
+        hidden = (made == mask_id) & (column < tl.minimum(end, BLOCK))
+        return (end <= BLOCK) & (tl.sum(hidden.to(tl.int32), 0) == 0)
+
+    @triton.jit
+    def _store(slots, valid, slot, state, is_valid, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+        column = tl.arange(0, COLUMNS)
+        tl.store(slots + slot * WIDTH + column, state.to(tl.int64), mask=column < WIDTH)
+        tl.store(valid + slot, is_valid.to(tl.uint8))
+
+    # Sizes that change from round to round are not compiled for.
+    @triton.jit(
+        do_not_specialize=[
+            *("slots_stride", "valid_stride", "size", "branches", "source_count", "known_count", "eos_count", "mask_id")
+        ]
+    )
+    def _grow(  # type: ignore[no-untyped-def]
+        slots,
+        valid,
+        token,
+        odds,
+        known,
+        known_valid,
+        ahead,
+        rider,
+        rides,
+        open_end,
+        eos,
+        slots_out,
+        valid_out,
+        slots_stride,
+        valid_stride,
+        size,
+        branches,
+        source_count,
+        known_count,
+        eos_count,
+        mask_id,
+        BLOCK: tl.constexpr,
+        COLUMNS: tl.constexpr,
+        ENTRIES: tl.constexpr,
+        TILE_KNOWN: tl.constexpr,
+        SHARPNESS: tl.constexpr,
+        MOST: tl.constexpr,
+        INHERITS: tl.constexpr,
+    ):
+        """Program (row): all its states. A state is a vector of COLUMNS numbers, the table of those taken and those that may
+        be is [ENTRIES, COLUMNS]; all stays in registers. Ids fit 32 bits."""
+        WIDTH: tl.constexpr = BLOCK + 6
+        row = tl.program_id(0).to(tl.int64)
+        column, entry = tl.arange(0, COLUMNS), tl.arange(0, ENTRIES)
+        in_state, in_block = column < WIDTH, column < BLOCK
+        known += row * known_count * (BLOCK + 1)
+        known_valid += row * known_count
+        ahead += row * known_count * WIDTH
+        slots_out += row * size * WIDTH
+        valid_out += row * size
+        state = tl.load(slots + row * slots_stride + column, mask=in_state, other=0).to(tl.int32)
+        is_valid = tl.load(valid + row * valid_stride) != 0
+        behind = tl.load(rider + row * WIDTH + column, mask=in_state, other=0).to(tl.int32)
+        behind_chance = (tl.load(rides + row) != 0).to(tl.float32)
+        text_end = tl.load(open_end + row).to(tl.int32)
+        table = tl.full((ENTRIES, COLUMNS), -1, tl.int32)  # no state starts at -1
+        chance = tl.full((ENTRIES,), 0.0, tl.float32)
+        reached = tl.full((), 1.0, tl.float32)
+        _store(slots_out, valid_out, 0, state, is_valid, WIDTH, COLUMNS)
+        for slot in range(size - 1):
+            table = tl.where((entry == slot)[:, None], state[None, :], table)
+            end, source = _entry(state, column, BLOCK + 3), _entry(state, column, BLOCK + 5)
+            told = (row * source_count + tl.maximum(source, 0)) * BLOCK + column
+            tokens = tl.load(token + told, mask=in_block, other=0).to(tl.int32)
+            surety = tl.load(odds + told, mask=in_block, other=0.0).to(tl.float32)
+            masked = in_block & (state == mask_id)
+            clean = tl.sum(masked.to(tl.int32), 0) == 0
+            open_columns = tl.where(is_valid & (source >= 0), end, 0)
+            left = tl.where(masked & (column < open_columns), surety, float("-inf"))
+            bounded = tl.where(left > MOST, MOST, left)
+            peak = tl.max(bounded, 0)
+            weight = tl.exp(SHARPNESS * (bounded - tl.where(peak == float("-inf"), 0.0, peak)))
+            total = tl.sum(weight, 0)
+            for branch in range(branches):
+                best = tl.max(left, 0)
+                last = tl.min(tl.where(in_block & (left == best), column, COLUMNS), 0)  # of equals the first
+                own = tl.sum(tl.where(column == last, weight, 0.0), 0) / tl.where(total == 0.0, 1.0, total)
+                own = tl.where(best == float("-inf"), 0.0, own)  # nothing is left to reveal
+                left = tl.where(column == last, float("-inf"), left)
+                made = _follower(state, last, tokens, end, source, eos, eos_count, BLOCK, COLUMNS)
+                made = _looked_up(made, known, known_valid, ahead, known_count, BLOCK, COLUMNS, TILE_KNOWN, INHERITS)
+                # The reveal before a state that ends the row already tells; no number is no chance.
+                own = tl.where((own != own) | _done(made, text_end, mask_id, BLOCK, COLUMNS), 0.0, own)
+                rides_here = clean & (branch == 0)
+                made = tl.where(rides_here, tl.where(column == BLOCK + 1, slot, behind), made)
+                own = tl.where(rides_here, behind_chance, own)
+                own = tl.where(is_valid, own, 0.0) * reached
+                # Orders that meet in one state add up there.
+                differ = tl.sum(((column < BLOCK + 2)[None, :] & (table != made[None, :])).to(tl.int32), 1)
+                met = (differ == 0) & ((entry < size) | (chance > 0.0))
+                chance += tl.where(met & (entry >= size), own, 0.0)
+                fresh = entry == size + slot * branches + branch
+                table = tl.where(fresh[:, None], made[None, :], table)
+                chance = tl.where(fresh, tl.where(tl.max(met.to(tl.int32), 0) > 0, 0.0, own), chance)
+            reached = tl.max(chance, 0)
+            place = tl.min(tl.where(chance == reached, entry, ENTRIES), 0)  # where nothing is left, the first state again
+            is_valid = reached > 0.0
+            state = tl.sum(tl.where((entry == place)[:, None], table, 0), 0)
+            chance = tl.where(entry == place, 0.0, chance)
+            _store(slots_out, valid_out, slot + 1, state, is_valid, WIDTH, COLUMNS)
+
+
+# ----------------------
+# generate/drafting.py
+#
+# Which states a round submits: a lattice of those that may follow each row's next state, the likeliest first.
+#
+# An estimate of the backbone's hidden states tells, for each masked position, a token and how sure it is. Which position is
+# revealed first is far less certain than which token it gets, so a state has several followers; orders that meet in one state
+# add up there, and a state that the last round scored needs no slot, since what follows it is known.
+#
+# Estimates come from *sources*: the last accepted state and the remembered ones, at which the backbone itself spoke, and the
+# states of the lattice that the head has re-read. A head pass costs nearly the same for many states as for one, so a few passes
+# serve a round: the lattice is grown a little, the head re-reads all of it in one pass, and it is grown anew, further.
+
+def growth(width: int, passes: int) -> list[int]:
+    """How many states of `width` the lattice holds at each head pass of a round: in even steps, up to all but the last."""
+    passes = min(passes, width - 1)
+    return [-(-done * (width - 1) // passes) for done in range(1, passes + 1)]
+
+
+def reachable(masks: int, branches: int, enough: int) -> int:
+    """How many states, up to `enough`, may follow one with so many masks, itself and the next block's included.
+
+    The tokens of a state depend on the way to it, so that ways to reveal the same positions are counted one by one.
+    """
+    states = 2  # without masks: itself, and the one behind it
+    for left in range(1, masks + 1):
+        if states >= enough:
+            break
+        states = 1 + min(left, branches) * states
+    return min(states, enough)
+
+
+class Budget:
+    """How many states a row submits in a round, by how often those of earlier rounds were come by.
+
+    A forward over n tokens takes one unit of time up to `compute_bound_tokens` and n / `compute_bound_tokens` units beyond; a
+    head pass takes its share of that. The states that make the most tokens for the time are submitted; what is not submitted
+    is hoped to get better, so that it is tried again after a while. Every row of a batch has as many: a forward is a rectangle.
+
+    Args:
+        width: States at most.
+        state_tokens: Tokens of one state of every row.
+        compute_bound_tokens: See above; None: time does not grow.
+        head_cost: Time of the round's head passes over that of the backbone's forward, at the same number of tokens.
+    """
+
+    RATE, HOPE = 0.1, 0.01
+
+    def __init__(self, width: int, state_tokens: int, compute_bound_tokens: int | None, head_cost: float) -> None:
+        self.state_tokens, self.bound, self.head_cost = state_tokens, compute_bound_tokens, head_cost
+        self.right = [1.0] * width  # the chance that a row comes by the state in each slot
+
+    def width(self) -> int:
+        """States to submit."""
+        if self.bound is None:
+            return len(self.right)
+        return max(range(1, 1 + len(self.right)), key=lambda n: (self._worth(n), -n))
+
+    def _worth(self, states: int) -> float:
+        """Tokens of a row in a unit of time: per state over per state, so that what is equal is so in floating point."""
+        assert self.bound is not None
+        time = max(1 / states, self.state_tokens / self.bound)
+        return sum(self.right[:states]) / states / time / (1 + self.head_cost if states > 1 else 1)
+
+    def learn(self, passed: list[int], rows: int) -> None:
+        """From a round in which so many rows could draft: how many of them came by the state in each slot offered."""
+        for slot in range(1, len(self.right) if rows else 1):
+            if slot < len(passed):
+                self.right[slot] += self.RATE * (passed[slot] / rows - self.right[slot])
+            else:
+                self.right[slot] += self.HOPE * (1 - self.right[slot])
+
+
+class Lattice:
+    """The states of one round, [rows, width], and what they are drafted from.
+
+    A state is held as one row of integers: its ids, then start, parent, step, end, base and source. The first three things
+    say which state it is; `end` is the column of its first eos, `base` the source that an estimate of it starts from, and
+    `source` the one that tells its followers: its own estimate if there is one, else its base.
+
+    Sources are numbered: 0 is the last accepted state, then come the remembered ones, then estimates by the head.
+
+    Args:
+        decoder: Whose round it is.
+        width: States per row.
+        drafting: Whether there are guesses among them, or only the next block's state behind a clean one.
+    """
+
+    def __init__(self, decoder: "Decoder", width: int, drafting: bool) -> None:
+        self.decoder, self.width, self.drafting = decoder, width, drafting
+        self.branches = min(decoder.strategy.branches, decoder.block)
+        block = decoder.block
+        self.start, self.parent, self.step, self.end, self.base, self.source = range(block, block + MORE)
+        seed, current = decoder.seed, decoder.current()
+        self.hidden, self.token, self.odds = (t[:, None] for t in (seed.hidden, seed.reveal.token, seed.reveal.confidence))
+        self.valid = current.valid[:, None]
+        none = torch.full_like(current.start, -1)
+        first_source = torch.where(decoder.has_seed, 0, none) if drafting else none
+        self.slots = self._packed(current, none, decoder.eos_column(current), first_source)[:, None]
+        if width > 1:
+            after = decoder.next_block(current)
+            self.rider = self._packed(after, none, decoder.eos_column(after), none)
+            self.rides = (after.ids == decoder.mask_id).any(-1)
+        if drafting:
+            self._remember(decoder.memory)
+
+    def _remember(self, memory: Memory) -> None:
+        """Takes in the states of earlier rounds: as sources, and to look up where they lead."""
+        scored, exits = memory.scored, memory.exit
+        self.hidden = torch.cat([self.hidden, scored.hidden], 1)
+        self.token = torch.cat([self.token, scored.reveal.token], 1)
+        self.odds = torch.cat([self.odds, scored.reveal.confidence], 1)
+        self.has_read = False
+        # States whose estimate, or whose way ahead, is known: what is looked up by ids and start, and what it leads to.
+        self.known = torch.cat([scored.states.ids, scored.states.start[..., None]], -1)
+        self.known_valid = scored.states.valid
+        ends = self.decoder.eos_column(exits.map(lambda t: t.flatten(0, 1))).view_as(exits.start)
+        self.ahead = self._packed(exits, torch.full_like(exits.start, -1), ends, 1 + memory.end)
+
+    def _packed(self, states: States, parent: Tensor, end: Tensor, source: Tensor) -> Tensor:
+        rest = torch.stack([states.start, parent, states.step, end, source, source], -1)
+        return torch.cat([states.ids, rest], -1)
+
+    def states(self) -> States:
+        """[rows, n] the states grown so far."""
+        rows = self.decoder.all_rows[:, None].expand_as(self.valid)
+        ids = self.slots[..., : self.decoder.block]
+        return States(ids, self.slots[..., self.start], self.slots[..., self.step], rows, self.valid)
+
+    def proposal(self) -> Proposal:
+        """What is submitted."""
+        return Proposal(self.states(), self.slots[..., self.parent])
+
+    def grow(self, size: int) -> None:
+        """Grows the lattice from its first state to `size` of them, best first."""
+        decoder = self.decoder
+        if size == 1:
+            self.slots, self.valid = self.slots[:, :1], self.valid[:, :1]
+        elif not self.drafting:
+            self._ride()
+        elif decoder.drafter.sample or not decoder.one_at_a_time or not (ground := self._ground()).fits(size):
+            self.slots, self.valid = self._grown_ref(size)
+        else:
+            self.slots, self.valid = decoder.picker.dispatch.run(
+                "grow",
+                lambda: ground.grown(size, decoder.width),
+                lambda: self._grown_ref(size),
+                *(self.slots, self.token, self.odds, self.known, self.ahead, self.rider),
+            )
+
+    def _ride(self) -> None:
+        """Without drafts: the next block's state behind a clean first one, and no other."""
+        first, valid = self.slots[:, 0], self.valid[:, 0]
+        follows = valid & self.rides & ~(first[:, : self.start] == self.decoder.mask_id).any(-1)
+        self.rider[:, self.parent] = 0
+        self.slots = torch.stack([first, torch.where(follows[:, None], self.rider, first)], 1)
+        self.valid = torch.stack([valid, follows], 1)
+
+    def _ground(self) -> Ground:
+        decoder = self.decoder
+        return Ground(
+            *(self.slots, self.valid, self.token, self.odds, self.known, self.known_valid, self.ahead),
+            *(self.rider, self.rides, decoder.rows.open_end, decoder.eos, decoder.mask_id, self.branches),
+        )
+
+    def _grown_ref(self, size: int) -> tuple[Tensor, Tensor]:
+        """The twin of `Ground.grown`, for everything that may be drafted."""
+        rows, branches = self.decoder.all_rows, self.branches
+        state, valid = self.slots[:, 0], self.valid[:, 0]
+        slots, valids, reached = [state], [valid], torch.ones_like(state[:, 0], dtype=self.odds.dtype)
+        # The states taken, then those that may be; no state starts at -1.
+        table = state.new_full((len(rows), size * (1 + branches), state.shape[-1]), -1)
+        chance = reached.new_zeros(table.shape[:2])
+        held = torch.arange(table.shape[1], device=table.device) < size
+        for slot in range(size - 1):
+            table[:, slot] = state
+            followers, odds = self._followers(state, valid, slot)
+            odds = odds * reached[:, None]
+            # Orders that meet in one state add up there: among these, and with those found before.
+            if branches > 1:
+                twins = (followers[:, :, None, : self.step] == followers[:, None, :, : self.step]).all(-1)
+                odds = (twins * odds[:, None]).sum(-1) * ~twins.tril(-1).any(-1)
+            met = (table[:, :, None, : self.step] == followers[:, None, :, : self.step]).all(-1)
+            met &= (held | (chance > 0))[..., None]
+            chance += (met & ~held[:, None]).to(chance.dtype).mul_(odds[:, None]).sum(-1)
+            fresh = slice(size + slot * branches, size + (slot + 1) * branches)
+            table[:, fresh] = followers
+            chance[:, fresh] = odds * ~met.any(1)
+            reached, place = chance.max(-1)  # where nothing is left, some state that is not valid
+            valid = reached > 0
+            state = table[rows, place]
+            chance.scatter_(1, place[:, None], 0.0)  # as chance[rows, place] = 0, for whose number the host would wait
+            slots.append(state)
+            valids.append(valid)
+        return torch.stack(slots, 1), torch.stack(valids, 1)
+
+    def _followers(self, state: Tensor, valid: Tensor, slot: int) -> tuple[Tensor, Tensor]:
+        """[rows, branches] followers of the states in a slot [rows], and the chance of each there; 0 for none."""
+        decoder, block = self.decoder, self.decoder.block
+        ids, end, source = state[:, :block], state[:, self.end], state[:, self.source]
+        masked = ids == decoder.mask_id
+        token, odds = self.tells(state, valid)
+        candidates = masked & (decoder.offsets < end[:, None]) & ((source >= 0) & valid)[:, None]
+        ranked, order = odds.where(candidates, -torch.inf).sort(dim=-1, descending=True, stable=True)
+        if decoder.one_at_a_time:
+            chance = (ORDER_SHARPNESS * ranked.clamp(max=MOST_ODDS)).softmax(-1)[:, : self.branches].nan_to_num(0.0)
+            last = order[:, : self.branches]
+            made = state[:, None].repeat(1, self.branches, 1)
+        else:
+            chance, last, made = self._several(state, token, candidates, ranked, order)
+        picked = token.gather(1, last)
+        made.scatter_(2, last[..., None], picked[..., None])
+        ends = torch.where(decoder.is_eos(picked), last, block)
+        made[..., self.end] = torch.minimum(made[..., self.end], ends)
+        made[..., self.step] += 1
+        made[..., self.base] = made[..., self.source]
+        made = self._looked_up(made)
+        chance = chance * ~self._done(made)  # the reveal before a state that ends the row already tells
+        # Behind a clean state comes the next block, but one at a time: a given block without masks has to wait.
+        clean = ~masked.any(-1)
+        rider = self.rider.clone()
+        rider[:, self.parent] = slot
+        made[:, 0] = torch.where(clean[:, None], rider, made[:, 0])
+        chance[:, 0] = torch.where(clean, self.rides, chance[:, 0])
+        return made, chance * valid[:, None]
+
+    def _several(
+        self, state: Tensor, token: Tensor, candidates: Tensor, ranked: Tensor, order: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """For steps that reveal several positions: all but the last are the surest, and the last one is uncertain.
+
+        Returns the chances [rows, branches], the last position of each branch, and the states with the others revealed.
+        """
+        decoder, block = self.decoder, self.decoder.block
+        sure = (decoder.schedule[state[:, self.step].clamp(max=block - 1)] - 1).clamp(min=0)[:, None]
+        at = sure + decoder.offsets[: self.branches]
+        choice = (ORDER_SHARPNESS * ranked.clamp(max=MOST_ODDS).masked_fill(decoder.offsets < sure, -torch.inf)).softmax(-1)
+        chance = choice.gather(1, at.clamp(max=block - 1)).where(at < block, 0.0).nan_to_num(0.0)
+        # Where a step reveals more than is left, all of it goes.
+        count = candidates.sum(-1, keepdim=True)
+        chance[:, :1] = torch.where((count > 0) & (count <= sure), 1.0, chance[:, :1])
+        last = order.gather(1, torch.minimum(at, (count - 1).clamp(min=0)))
+        rank = torch.empty_like(order).scatter_(1, order, decoder.offsets.expand_as(order))
+        surest = (rank < sure) & candidates
+        made = state.clone()
+        made[:, :block] = torch.where(surest, token, made[:, :block])
+        ends = torch.where(surest & decoder.is_eos(token), decoder.offsets, block).amin(-1)
+        made[:, self.end] = torch.minimum(made[:, self.end], ends)
+        return chance, last, made[:, None].repeat(1, self.branches, 1)
+
+    def tells(self, state: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+        """The token [rows, block] that each masked position of states [rows] is expected to get, and its log-odds.
+
+        Greedy picks at a source stand for all that follows; the noise of sampled ones depends on how many masks are left.
+        """
+        rows, source = self.decoder.all_rows, state[:, self.source]
+        at = source.clamp(min=0)
+        if not self.decoder.drafter.sample:
+            return self.token[rows, at], self.odds[rows, at]
+        ids, told = state[:, : self.decoder.block], valid & (source >= 0)
+        states = States(ids, state[:, self.start], state[:, self.step], rows, told)
+        reveal = self.decoder.reveal_from(states, self.hidden[rows, at], drafting=True)
+        return reveal.token, reveal.confidence
+
+    def _looked_up(self, made: Tensor) -> Tensor:
+        """States [rows, n] that are remembered or re-read are replaced with what they lead to."""
+        block = self.decoder.block
+        same = (made[:, :, None, : block + 1] == self.known[:, None]).all(-1) & self.known_valid[:, None]
+        found, place = same.any(-1), same.int().argmax(-1)
+        ahead = self.ahead.gather(1, place[..., None].expand_as(made))
+        base = torch.where(ahead[..., self.base] == INHERITED, made[..., self.base], ahead[..., self.base])
+        ahead[..., self.base] = base
+        return torch.where(found[..., None], ahead, made)
+
+    def _done(self, made: Tensor) -> Tensor:
+        """[rows, n] bool: nothing is left to reveal before the end of the text."""
+        block, rows = self.decoder.block, self.decoder.rows
+        limit = rows.open_end[:, None] - made[..., self.start]
+        return whole_text(made[..., :block], made[..., self.end], limit, self.decoder.mask_id)
+
+    def re_read(self) -> None:
+        """One head pass over the states grown so far: an estimate of its own for each, from which it is looked up later."""
+        decoder, block = self.decoder, self.decoder.block
+        # The first state's estimate cannot get better; each other's starts from what its parent has by now.
+        begin = 1 if self.has_read else 0
+        states, bases = self.states().map(lambda t: t[:, begin:]), self.slots[:, begin:, self.base]
+        masked = (states.ids == decoder.mask_id).any(-1)
+        states.valid = states.valid & masked & (bases >= 0)
+        hidden = self.hidden[decoder.all_rows[:, None], bases.clamp(min=0)]
+        hidden = hidden + decoder.head_pass(states, hidden)
+        count = states.start.shape[1]
+        reveal = decoder.reveal_from(states.map(lambda t: t.flatten(0, 1)), hidden.flatten(0, 1), drafting=True)
+        own = torch.arange(self.hidden.shape[1], self.hidden.shape[1] + count, device=hidden.device)
+        self.hidden = torch.cat([self.hidden, hidden], 1)
+        self.token = torch.cat([self.token, reveal.token.unflatten(0, (-1, count))], 1)
+        self.odds = torch.cat([self.odds, reveal.confidence.unflatten(0, (-1, count))], 1)
+        read = self.slots[:, begin:].clone()
+        read[..., self.source] = torch.where(states.valid, own, read[..., self.source])
+        if not self.has_read:
+            self.slots, self.has_read = read.clone(), True
+        # What leads to a state that has an estimate now leads to that; the newest is found first.
+        same = (self.ahead[:, :, None, : block + 1] == read[:, None, :, : block + 1]).all(-1) & states.valid[:, None]
+        newer = read.gather(1, same.int().argmax(-1)[..., None].expand_as(self.ahead))
+        read[..., self.base] = INHERITED
+        self.ahead = torch.cat([read, torch.where(same.any(-1, keepdim=True), newer, self.ahead)], 1)
+        self.known = torch.cat([read[..., : block + 1], self.known], 1)
+        self.known_valid = torch.cat([states.valid, self.known_valid], 1)
 
 
 # ----------------------
@@ -5379,7 +4996,6 @@ def _require(config: MRPGenerationConfig, name: str, kind: type, holds: Callable
 #
 # What `generate` is given to go on from, checked: prompts, their mask, and the tokens that stand behind them already.
 
-
 def check_prompt(prompt: Any, attention_mask: Tensor | None, mask_token_id: int, vocab_size: int) -> None:
     """Raises `ValueError` unless `prompt` is [rows, length] ids, and `attention_mask` None or as large."""
     if prompt is None:
@@ -5874,11 +5490,384 @@ def _output(
     )
 
 
+# -------------------------
+# kernels/fused_layers.py
+#
+# Qwen3 layers in a round of decoding, with what lies between their matrix products fused.
+#
+# A layer called module by module launches about seventy operations, nearly all of them on a few thousand numbers: on a GPU each
+# takes longer to start than to run, also inside a CUDA graph. Here it is its seven matrix products, the round's attention, and
+# four launches more: a sum and its norm (twice); queries and keys under norm and rotation, with keys and values put into the
+# cache; and the gate of the MLP. Casts are those of transformers' modules: what these round to the model's dtype is rounded here.
+#
+# Matrix products are made by calling the layers' own `nn.Linear`, or what stands there: LoRA, quantised weights.
+
+_GATED = 1024  # numbers that a program of `_gate` takes
+_HEADS = 8  # heads, of one token or more, that a program of `_rotate` takes
+
+
+def fused(
+    owner: Any, kind: type[nn.Module], depth: int, mask: object, cache: object
+) -> Callable[[Tensor, tuple[Tensor, Tensor]], Tensor] | None:
+    """What stands in a round for calling layers and the norm behind them, or None: they are to be called.
+
+    They are called outside of rounds, where kernels are off or cannot be used, where something of them was compiled (then torch
+    fuses), and where a module does more than its class does, hooks for instance.
+
+    Args:
+        owner: Has decoder layers, `layers`, and the norm, `norm`.
+        kind: What the owner has to be.
+        depth: So many of its first layers are meant.
+        mask: In a round a `RoundMask`, whose dispatch decides.
+        cache: In a round the `BlockCache` that gets keys and values, at its target.
+
+    Returns:
+        A function of what the first layer reads, [rows, tokens, hidden_size], and of cos and sin, [rows, tokens, head_dim]
+        each; it gives [rows, tokens, hidden_size], and raises a RuntimeError if a forced kernel fails.
+
+    Raises:
+        ValueError: if kernels are forced and cannot be used here.
+    """
+    if not isinstance(mask, RoundMask) or not isinstance(cache, BlockCache) or mask.dispatch.forced is False:
+        return None
+    layers, obstacle = list(owner.layers)[:depth], None
+    for module, expected in _parts(owner, kind, layers):
+        if module._compiled_call_impl is not None:
+            return None
+        if (obstacle := more_than(module, expected)) is not None:
+            break
+    walk = partial(_walk, layers, owner.norm, mask, cache)
+    return mask.dispatch.run("fused_layers", lambda: walk, lambda: None, next(owner.parameters()), obstacle=obstacle)
+
+
+def _parts(owner: Any, kind: type[nn.Module], layers: Sequence[Any]) -> Iterator[tuple[Any, type[nn.Module]]]:
+    """The modules that are not called, each with what it has to be; to be looked at one by one, since what is not as
+    expected need not have the parts that would come next."""
+    yield owner, kind
+    yield owner.norm, Qwen3RMSNorm
+    for layer in layers:
+        yield layer, Qwen3DecoderLayer
+        yield layer.self_attn, Qwen3Attention
+        yield layer.mlp, Qwen3MLP
+        yield layer.mlp.act_fn, nn.SiLU if isinstance(layer.mlp.act_fn, nn.SiLU) else SiLUActivation
+        for norm in (layer.input_layernorm, layer.post_attention_layernorm, layer.self_attn.q_norm, layer.self_attn.k_norm):
+            yield norm, Qwen3RMSNorm
+
+
+def _walk(
+    layers: Sequence[Any], norm: Any, mask: RoundMask, cache: BlockCache, hidden: Tensor, rotary: tuple[Tensor, Tensor]
+) -> Tensor:
+    """The function that `fused` gives."""
+    dispatch, added = mask.dispatch, None
+    for layer in layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        hidden, normed = sum_and_norm(hidden, added, layer.input_layernorm, dispatch)
+        projected = attention.q_proj(normed), attention.k_proj(normed), attention.v_proj(normed)
+        query = rotated(attention, *projected, rotary, cache, dispatch)
+        seen = attend(query, *cache.read(attention.layer_idx), mask, attention.scaling)
+        hidden, normed = sum_and_norm(hidden, attention.o_proj(seen.flatten(2)), layer.post_attention_layernorm, dispatch)
+        added = mlp.down_proj(gated(mlp.gate_proj(normed), mlp.up_proj(normed), mlp.act_fn, dispatch))
+    return sum_and_norm(hidden, added, norm, dispatch)[1]
+
+
+def _tile(everything: int, usual: int) -> int:
+    """How much of `everything` a program takes: the usual on a GPU; all of it where programs run one after the other."""
+    return power_of_two(everything) if triton.knobs.runtime.interpret else usual
+
+
+# --------------------------------------------------------------------------------------------- a sum and its norm
+
+
+def sum_and_norm(hidden: Tensor, added: Tensor | None, norm: Any, dispatch: Dispatch) -> tuple[Tensor, Tensor]:
+    """`hidden + added`, and that under a `Qwen3RMSNorm`.
+
+    Floor: 4 * rows * hidden_size numbers read and written: microseconds, less than its launch.
+
+    Args:
+        hidden: [..., hidden_size].
+        added: The same shape; None: nothing is added.
+        norm: The norm.
+        dispatch: Kernel or PyTorch.
+
+    Returns:
+        Both, each [..., hidden_size].
+
+    Raises:
+        ValueError: if kernels are forced and cannot be used on these tensors, of several dtypes for instance.
+        RuntimeError: if kernels are forced and this one fails.
+    """
+    tensors = (hidden, norm.weight) if added is None else (hidden, norm.weight, added)
+    return dispatch.run(
+        "sum_and_norm",
+        lambda: _sum_and_norm_kernel(hidden, added, norm.weight, norm.variance_epsilon),
+        lambda: sum_and_norm_ref(hidden, added, norm),
+        *tensors,
+        obstacle=_one_dtype(*tensors) or _too_wide(hidden),
+    )
+
+
+def sum_and_norm_ref(hidden: Tensor, added: Tensor | None, norm: nn.Module) -> tuple[Tensor, Tensor]:
+    """`sum_and_norm` in PyTorch."""
+    total = hidden if added is None else hidden + added
+    return total, norm(total)
+
+
+def _one_dtype(*tensors: Tensor) -> str | None:
+    if len({tensor.dtype for tensor in tensors}) == 1:
+        return None
+    return f"dtypes {', '.join(sorted({str(tensor.dtype)[6:] for tensor in tensors}))} meet: load the model in one"
+
+
+def _too_wide(hidden: Tensor) -> str | None:
+    if hidden.shape[-1] <= LARGEST_ROW:
+        return None
+    return f"hidden_size is {hidden.shape[-1]}, more than {LARGEST_ROW}: run without this kernel"
+
+
+def _sum_and_norm_kernel(hidden: Tensor, added: Tensor | None, scale: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    hidden = hidden.contiguous()
+    size = hidden.shape[-1]
+    rows = hidden.numel() // size
+    normed = torch.empty_like(hidden)
+    total = hidden if added is None else torch.empty_like(hidden)
+    if rows:
+        tile = _tile(rows, 1)
+        _sum_and_norm[(ceil_div(rows, tile),)](
+            *(hidden, hidden if added is None else added.contiguous(), scale, total, normed, rows, size, epsilon),
+            ADDS=added is not None,
+            ROWS=tile,
+            TILE=power_of_two(size),
+            num_warps=4 if size <= 2048 else 8,
+            **MULTIPLY_ADD,
+        )
+    return total, normed
+
+
+# --------------------------------------------------------------------------------------------- queries, keys and values
+
+
+def rotated(
+    attention: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rotary: tuple[Tensor, Tensor],
+    cache: BlockCache,
+    dispatch: Dispatch,
+) -> Tensor:
+    """Queries and keys under their norms and rotated; keys and values go to the cache's target.
+
+    Floor: each number of the three read and written once: microseconds, less than its launch.
+
+    Args:
+        attention: A `Qwen3Attention`, for its norms, its layer and the size of its heads.
+        query: [rows, tokens, heads * head_dim], as projected.
+        key, value: [rows, tokens, kv_heads * head_dim].
+        rotary: cos and sin, [rows, tokens, head_dim] each.
+        cache: Where keys and values go.
+        dispatch: Kernel or PyTorch.
+
+    Returns:
+        [rows, heads, tokens, head_dim], the queries.
+
+    Raises:
+        ValueError, RuntimeError: as `sum_and_norm` does.
+    """
+    keys, values = cache.written(attention.layer_idx)
+    tensors = (query, key, value, *rotary, attention.q_norm.weight, attention.k_norm.weight, keys, values)
+    return dispatch.run(
+        "rotated",
+        lambda: _rotated_kernel(attention, query, key, value, rotary, keys, values),
+        lambda: rotated_ref(attention, query, key, value, rotary, cache),
+        *tensors,
+        obstacle=_one_dtype(*tensors),
+    )
+
+
+def rotated_ref(
+    attention: Any, query: Tensor, key: Tensor, value: Tensor, rotary: tuple[Tensor, Tensor], cache: BlockCache
+) -> Tensor:
+    """`rotated` in PyTorch."""
+    query, key, value = (each.unflatten(-1, (-1, attention.head_dim)) for each in (query, key, value))
+    query, key = attention.q_norm(query).transpose(1, 2), attention.k_norm(key).transpose(1, 2)
+    query, key = apply_rotary_pos_emb(query, key, *rotary)
+    cache.store(key, value.transpose(1, 2), attention.layer_idx)
+    return query
+
+
+def _rotated_kernel(
+    attention: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rotary: tuple[Tensor, Tensor],
+    keys: Tensor,
+    values: Tensor,
+) -> Tensor:
+    query, key, value, cos, sin = (each.contiguous() for each in (query, key, value, *rotary))
+    rows, tokens, _ = query.shape
+    head_dim = attention.head_dim
+    heads, kv_heads = query.shape[2] // head_dim, key.shape[2] // head_dim
+    turned = query.new_empty(rows, heads, tokens, head_dim)
+    if rows * tokens:
+        tile = _tile(rows * tokens * kv_heads, _HEADS)
+        tiles = ceil_div(rows * tokens * heads, tile), ceil_div(rows * tokens * kv_heads, tile)
+        _rotate[(tiles[0] + 2 * tiles[1],)](
+            *(query, key, value, attention.q_norm.weight, attention.k_norm.weight, cos, sin, turned, keys, values),
+            *(*keys.stride()[:3], rows, tokens, heads, kv_heads, *tiles),
+            *(attention.q_norm.variance_epsilon, attention.k_norm.variance_epsilon),
+            HEAD_DIM=head_dim,
+            PADDED=power_of_two(head_dim),
+            HEADS=tile,
+            num_warps=4,
+            **MULTIPLY_ADD,
+        )
+    return turned
+
+
+# --------------------------------------------------------------------------------------------- the gate of the MLP
+
+
+def gated(gate: Tensor, up: Tensor, act_fn: nn.Module, dispatch: Dispatch) -> Tensor:
+    """`act_fn(gate) * up`, where `act_fn` is SiLU: of any shape, which both have. Raises as `sum_and_norm` does.
+
+    Floor: 3 * numel numbers read and written: microseconds, less than its launch.
+    """
+    return dispatch.run(
+        "gated", lambda: _gated_kernel(gate, up), lambda: act_fn(gate) * up, gate, up, obstacle=_one_dtype(gate, up)
+    )
+
+
+def _gated_kernel(gate: Tensor, up: Tensor) -> Tensor:
+    gate, up = gate.contiguous(), up.contiguous()
+    out = torch.empty_like(gate)
+    if numbers := gate.numel():
+        tile = _tile(numbers, _GATED)
+        _gate[(ceil_div(numbers, tile),)](gate, up, out, numbers, TILE=tile, num_warps=4, **MULTIPLY_ADD)
+    return out
+
+
+if triton is not None:
+
+    @triton.jit(do_not_specialize=["rows"])
+    def _sum_and_norm(  # type: ignore[no-untyped-def]
+        hidden,
+        added,
+        scale,
+        total,
+        normed,
+        rows,
+        size,
+        epsilon,
+        ADDS: tl.constexpr,
+        ROWS: tl.constexpr,
+        TILE: tl.constexpr,
+    ):
+        row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+        column = tl.arange(0, TILE)
+        there = column < size
+        inside = (row < rows)[:, None] & there[None, :]
+        place = row[:, None] * size + column[None, :]
+        kind = normed.dtype.element_ty
+        x = tl.load(hidden + place, mask=inside, other=0.0).to(tl.float32)
+        if ADDS:
+            x = (x + tl.load(added + place, mask=inside, other=0.0).to(tl.float32)).to(kind).to(tl.float32)
+            tl.store(total + place, x.to(kind), mask=inside)
+        unit = x * tl.rsqrt(tl.sum(x * x, 1) / size + epsilon)[:, None]
+        weight = tl.load(scale + column, mask=there, other=0.0).to(tl.float32)
+        tl.store(normed + place, (weight[None, :] * unit.to(kind).to(tl.float32)).to(kind), mask=inside)
+
+    @triton.jit
+    def _turn(  # type: ignore[no-untyped-def]
+        source, scale, epsilon, cos, sin, target, at, token, inside, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr
+    ):
+        """Heads `at` of a source under their norm and rotated by half of a head; offsets of where they go are in `target`."""
+        dim = tl.arange(0, PADDED)
+        first = dim < HEAD_DIM // 2
+        partner = tl.where(first, dim + HEAD_DIM // 2, dim - HEAD_DIM // 2)
+        there = dim < HEAD_DIM
+        inside = inside[:, None] & there[None, :]
+        kind = scale.dtype.element_ty
+        source += at.to(tl.int64)[:, None] * HEAD_DIM
+        own = tl.load(source + dim[None, :], mask=inside, other=0.0).to(tl.float32)
+        other = tl.load(source + partner[None, :], mask=inside, other=0.0).to(tl.float32)
+        size = tl.rsqrt(tl.sum(own * own, 1) / HEAD_DIM + epsilon)[:, None]
+        own_scale = tl.load(scale + dim, mask=there, other=0.0).to(tl.float32)
+        other_scale = tl.load(scale + partner, mask=there, other=0.0).to(tl.float32)
+        own = (own_scale[None, :] * (own * size).to(kind).to(tl.float32)).to(kind).to(tl.float32)
+        other = (other_scale[None, :] * (other * size).to(kind).to(tl.float32)).to(kind).to(tl.float32)
+        other = tl.where(first[None, :], -other, other)
+        along = tl.load(cos + token[:, None] * HEAD_DIM + dim[None, :], mask=inside, other=0.0).to(tl.float32)
+        across = tl.load(sin + token[:, None] * HEAD_DIM + dim[None, :], mask=inside, other=0.0).to(tl.float32)
+        turned = (own * along).to(kind).to(tl.float32) + (other * across).to(kind).to(tl.float32)
+        tl.store(target[:, None] + dim[None, :], turned.to(kind), mask=inside)
+
+    @triton.jit(do_not_specialize=["rows", "tokens", "query_tiles", "kv_tiles"])
+    def _rotate(  # type: ignore[no-untyped-def]
+        query,
+        key,
+        value,
+        query_scale,
+        key_scale,
+        cos,
+        sin,
+        turned,
+        keys,
+        values,
+        cache_row,
+        cache_head,
+        cache_token,
+        rows,
+        tokens,
+        heads,
+        kv_heads,
+        query_tiles,
+        kv_tiles,
+        query_epsilon,
+        key_epsilon,
+        HEAD_DIM: tl.constexpr,
+        PADDED: tl.constexpr,
+        HEADS: tl.constexpr,
+    ):
+        """Program (tile of the heads of all tokens): the queries' tiles, then the keys', then the values'."""
+        tile = tl.program_id(0)
+        within = tl.arange(0, HEADS)
+        if tile < query_tiles:
+            at = tile * HEADS + within
+            token = at // heads
+            inside = token < rows * tokens
+            head = (token // tokens * heads + at % heads) * tokens + token % tokens
+            target = turned + head.to(tl.int64) * HEAD_DIM
+            _turn(query, query_scale, query_epsilon, cos, sin, target, at, token, inside, HEAD_DIM, PADDED)
+        else:
+            own = tl.where(tile < query_tiles + kv_tiles, tile - query_tiles, tile - query_tiles - kv_tiles)
+            at = own * HEADS + within
+            token = at // kv_heads
+            inside = token < rows * tokens
+            row = (token // tokens).to(tl.int64)  # offsets into the cache may not fit 32 bits
+            slot = row * cache_row + at % kv_heads * cache_head + token % tokens * cache_token
+            if tile < query_tiles + kv_tiles:
+                _turn(key, key_scale, key_epsilon, cos, sin, keys + slot, at, token, inside, HEAD_DIM, PADDED)
+            else:
+                dim = tl.arange(0, PADDED)
+                real = inside[:, None] & (dim < HEAD_DIM)[None, :]
+                copied = tl.load(value + at.to(tl.int64)[:, None] * HEAD_DIM + dim[None, :], mask=real)
+                tl.store(values + slot[:, None] + dim[None, :], copied, mask=real)
+
+    @triton.jit  # specialised on whether `numbers` is a multiple of 16: else it would load one at a time
+    def _gate(gate, up, out, numbers, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+        at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+        inside = at < numbers
+        kind = out.dtype.element_ty
+        x = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
+        opened = (x / (1.0 + tl.exp(-x))).to(kind).to(tl.float32)
+        tl.store(out + at, (opened * tl.load(up + at, mask=inside, other=0.0).to(tl.float32)).to(kind), mask=inside)
+
+
 # -----------------------
 # kernels/head_input.py
 #
 # What the head reads: the embeddings of x' and h_A, each under its norm, side by side: one launch before `eh_proj`.
-
 
 def normed_pair_ref(embeds: Tensor, hidden: Tensor, enorm: nn.Module, hnorm: nn.Module) -> Tensor:
     """[..., 2 * hidden_size]: [enorm(embeds) ; hnorm(hidden)]."""
@@ -6652,7 +6641,6 @@ LICENSES = frozenset(_LICENSES.split())
 # model/custom_generate.py
 #
 # `sdar.generate(custom_generate="org/head", trust_remote_code=True)`: a stock SDAR model decodes with a repository's head.
-
 
 def generate(inputs: Any = None, *, model: Any, **kwargs: Any) -> Any:
     """Decode a stock SDAR model's prompts with the head of the repository that this file lies in.
@@ -7782,7 +7770,6 @@ def _as_block_diffusion(source: str, kwargs: dict[str, Any]) -> dict[str, Any]:
 # Publishing a checkpoint: one commit with everything in it, or none; and what a broken connection left is not sent again.
 #
 # `publish` pushes a folder, `MRPHubMixin.push_to_hub` a loaded model.
-
 
 @dataclass(frozen=True)
 class Retries:
