@@ -4,7 +4,7 @@ import logging
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,12 +38,15 @@ from transformers.utils import logging as transformers_logging
 
 from ..kernels.dispatch import Dispatch
 from ..runner.cache import BlockCache
-from ..runner.recorded import recorder_for, release_graphs
-from .decoding import Decoder
+from ..runner.recorded import release_graphs
+from ..runner.round_layers import takes_round_masks
+from ..runner.runner import Runner
+from .decode_state import DecodeState, Remasked, Request, laid_out
+from .loop import Task, begin, decode
 from .options import DECODINGS, OPTION_NAMES, REMASK_RULES, MRPGenerationConfig, did_you_mean
 from .prompts import check_infill, check_prompt, check_rows
-from .rows import Counts, Rows
 from .sampling import Picker
+from .scoring import Reader
 from .stopping import Stopping
 
 logger = transformers_logging.get_logger(__name__)
@@ -119,7 +122,7 @@ class MRPGenerateOutput(ModelOutput):
 
 
 class MRPGenerationMixin(GenerationMixin):
-    """`generate` of an MRP model: transformers prepares everything, the rounds of `Decoder` decode."""
+    """`generate` of an MRP model: transformers prepares everything, the loop decodes."""
 
     def generate(
         self,
@@ -194,7 +197,7 @@ class MRPGenerationMixin(GenerationMixin):
             if config.max_new_tokens is None and config.max_length is None:
                 config.max_new_tokens = infill_ids.shape[1]
 
-        def decode(
+        def custom(
             model: Any,
             input_ids: Tensor,
             logits_processor: LogitsProcessorList,
@@ -209,7 +212,7 @@ class MRPGenerationMixin(GenerationMixin):
             return _decode(model, input_ids, mask, picker, criteria, generation_config, streamer, infill_ids, past_key_values)
 
         with _either_padding_side():
-            return super().generate(inputs, generation_config=config, custom_generate=decode, streamer=streamer, **model_kwargs)
+            return super().generate(inputs, generation_config=config, custom_generate=custom, streamer=streamer, **model_kwargs)
 
     def _resolved(
         self, generation_config: GenerationConfig | None, kwargs: dict[str, Any]
@@ -351,28 +354,44 @@ def _decode(
             f"infill_ids hold {infill_ids.shape[1]} tokens a row, and max_new_tokens (or max_length) leaves room for {new}: "
             "raise it, or leave it unset"
         )
-    stream = _Stream(streamer, model.config.block_size) if streamer is not None else None
-    stopping = Stopping(criteria, input_ids, _pad_id(config), model.config.mask_token_id) if criteria else None
-    decoder = Decoder(
-        model,
-        config.strategy(),
-        picker,
-        [ids[keep] for ids, keep in zip(input_ids, real, strict=True)],
-        new,
-        config.schedule(model.config.block_size).to(device),
-        config.eos_ids(),
-        config.seeds(len(input_ids)).to(device),
-        max(0, (config.min_length or 0) - input_ids.shape[1]),
-        stopping,
-        stream.on_round if stream is not None else None,
-        None if infill_ids is None else infill_ids.to(device, torch.long),
-        past_key_values,
-        recorder_for(model, config.graphs),
-    )
-    rows, counts = decoder.run()
+    mode, block, mask_id = config.mode(), model.config.block_size, model.config.mask_token_id
+    prompts = [ids[keep] for ids, keep in zip(input_ids, real, strict=True)]
+    infill = None if infill_ids is None else infill_ids.to(device, torch.long)
+    text, ends, current = laid_out(prompts, infill, new, block, mask_id, device)
+    least = max(0, (config.min_length or 0) - input_ids.shape[1])
+    # Given tokens are kept, so that no text ends before the last of them.
+    no_eos_before = torch.maximum(ends["prompt_length"] + least, ends["given_end"])
+    schedule, seed = config.schedule(block).to(device), config.seeds(len(input_ids)).to(device)
+    eos = torch.tensor(config.eos_ids(), dtype=torch.long, device=device)
+    request = Request(**ends, no_eos_before=no_eos_before, seed=seed, schedule=schedule, eos=eos)
+    sampler = replace(picker, entropy=mode.rule.needs_entropy)
+    head, drafter = model.mrp_head, sampler
+    if mode.drafting and mode.drafting.passes and head.draft_token_ids is not None and picker.processors is None:
+        drafter = picker.restricted(head.draft_token_ids)
+    bars_eos = bool((no_eos_before > ends["prompt_length"]).any())
+    reader = Reader(mode.rule, sampler, drafter, request, mask_id, device.type == "cpu", bars_eos)
+    stopping = Stopping(criteria, input_ids, _pad_id(config), mask_id) if criteria else None
+    task = Task(mode, reader, block, mask_id, int(schedule.max()) == 1, stopping)
+    cache = past_key_values
+    if cache is not None and mode.uses_head and not cache.head_layers:
+        cache = None
+    scratch = mode.width * block
+    if cache is None:
+        cache = model.block_cache(len(prompts), text.capacity, scratch, with_head=mode.uses_head)
+    cache = cache.with_room(len(prompts), text.capacity, scratch)
+    reused = cache.reusable(text.tokens, current.start, block, mode.uses_head)
+    # From here on the slots behind are overwritten, also by a call that does not come to its end.
+    cache.hold(text.tokens, reused, reused.minimum(cache.head_held.to(device)))
+    runner = Runner(model, cache, mode.uses_head, sampler.dispatch, takes_round_masks(model, sampler.dispatch), device)
+    state = begin(task, runner, text, current, reused)
+    stream = _Stream(streamer, request, block) if streamer is not None else None
+    cost = mode.drafting.passes * model.head_share() if mode.drafting and mode.drafting.passes else 0.0
+    state, remasked = decode(task, runner, state, cost, None, stream.on_round if stream is not None else None)
+    held = state.held
+    cache.hold(state.text.tokens, held.committed, held.head_committed if mode.uses_head else cache.head_held)
     if stream is not None:
-        stream.end(rows)
-    return _output(input_ids, rows, counts, decoder.cache, config)
+        stream.end(state)
+    return _output(input_ids, request, state, runner, remasked, cache, config)
 
 
 def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationConfig) -> Picker:
@@ -407,27 +426,25 @@ def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationCo
 class _Stream:
     """Feeds a streamer: finished blocks in order, and drafts to a streamer that has `put_draft`."""
 
-    def __init__(self, streamer: BaseStreamer, block_size: int) -> None:
-        self.streamer = streamer
-        self.block_size = block_size
-        self.sent: int | None = None
+    def __init__(self, streamer: BaseStreamer, request: Request, block_size: int) -> None:
+        self.streamer, self.block_size = streamer, block_size
+        self.sent, self.limit = int(request.prompt_length[0]), int(request.limit[0])
 
-    def on_round(self, rows: Rows) -> None:
-        self._put(rows, int(rows.start[0]))
-        if hasattr(self.streamer, "put_draft") and bool(rows.active[0]):
-            begin = max(int(rows.start[0]), int(rows.prompt_length[0]))
-            end = min(int(rows.start[0]) + self.block_size, int(rows.limit[0]))
-            self.streamer.put_draft(rows.tokens[:1, begin:end].cpu())
+    def on_round(self, state: DecodeState) -> None:
+        start = int(state.current.start[0])
+        begin, end = max(start, self.sent), min(start + self.block_size, self.limit)
+        self._put(state, start)
+        if hasattr(self.streamer, "put_draft") and bool(state.current.valid[0]):
+            self.streamer.put_draft(state.text.tokens[:1, begin:end].cpu())
 
-    def end(self, rows: Rows) -> None:
-        self._put(rows, int(rows.stop[0]))
+    def end(self, state: DecodeState) -> None:
+        self._put(state, int(state.text.stop[0]))
         self.streamer.end()
 
-    def _put(self, rows: Rows, upto: int) -> None:
-        begin = self.sent if self.sent is not None else int(rows.prompt_length[0])
-        upto = min(upto, int(rows.stop[0]))
-        if upto > begin:
-            self.streamer.put(rows.tokens[0, begin:upto].cpu())
+    def _put(self, state: DecodeState, upto: int) -> None:
+        upto = min(upto, int(state.text.stop[0]))
+        if upto > self.sent:
+            self.streamer.put(state.text.tokens[0, self.sent : upto].cpu())
             self.sent = upto
 
 
@@ -437,25 +454,51 @@ def _pad_id(config: MRPGenerationConfig) -> int:
 
 
 def _output(
-    input_ids: Tensor, rows: Rows, counts: Counts, cache: BlockCache, config: MRPGenerationConfig
+    input_ids: Tensor,
+    request: Request,
+    state: DecodeState,
+    runner: Runner,
+    remasked: list[Remasked],
+    cache: BlockCache,
+    config: MRPGenerationConfig,
 ) -> Tensor | MRPGenerateOutput:
-    lengths = rows.stop - rows.prompt_length
+    text, start = state.text, request.prompt_length
+    lengths = text.stop - start
     columns = torch.arange(int(lengths.max()), device=input_ids.device)
     inside = columns < lengths[:, None]
-    at = (rows.prompt_length[:, None] + columns).clamp(max=rows.tokens.shape[1] - 1)
+    at = (start[:, None] + columns).clamp(max=text.capacity)
     pad = torch.tensor(_pad_id(config), device=at.device)
-    sequences = torch.cat([input_ids, rows.tokens.gather(1, at).where(inside, pad)], 1)
+    sequences = torch.cat([input_ids, text.tokens.gather(1, at).where(inside, pad)], 1)
     if not config.return_dict_in_generate:
         return sequences
-    reveal_step = rows.reveal_step.gather(1, at).where(inside, torch.tensor(-1, device=at.device))
+    reveal_step = text.reveal_step.gather(1, at).where(inside, torch.tensor(-1, device=at.device))
+    counts = {name: count for name, count in vars(state.counts).items() if name != "verified"}
+    verify, held = int(state.counts.verified), state.held
+    forwards = {"prefill": 0, "denoise": 0, "verify": verify, **runner.forwards}
+    forwards["denoise"] -= verify
     return MRPGenerateOutput(
         sequences=sequences,
-        tokens_per_forward=(reveal_step >= 0).sum(1) / counts.row_forwards,
+        tokens_per_forward=(reveal_step >= 0).sum(1) / held.row_forwards,
         reveal_step=reveal_step,
-        token_logprobs=rows.logprob.gather(1, at).where(inside, torch.tensor(0.0, device=at.device)),
-        stats=MRPGenerateStats(**vars(counts)),
+        token_logprobs=text.logprob.gather(1, at).where(inside, torch.tensor(0.0, device=at.device)),
+        stats=MRPGenerateStats(
+            forwards=forwards,
+            row_forwards=held.row_forwards,
+            row_head_forwards=held.row_head_forwards,
+            revocations=_revocations(remasked, start),
+            **counts,
+        ),
         past_key_values=cache,
     )
+
+
+def _revocations(remasked: list[Remasked], prompt_length: Tensor) -> Tensor:
+    """[n, 3] long: row, column of the generated text and token of each reveal that was remasked, in order."""
+    if not remasked:
+        return prompt_length.new_zeros(0, 3)
+    start, where, token = (torch.stack([getattr(part, name) for part in remasked]) for name in ("start", "where", "token"))
+    step, row, column = where.nonzero(as_tuple=True)
+    return torch.stack([row, start[step, row] + column - prompt_length[row], token[step, row, column]], 1)
 
 
 __all__ = [

@@ -9,39 +9,33 @@ import torch
 from torch import Tensor
 from transformers.generation import GenerationConfig
 
-from .strategies import (
-    Direct,
-    Dynamic,
-    EntropyBound,
-    Remask,
-    RereadRemask,
-    ResidualRemask,
-    SelfSpec,
-    Sequential,
-    Spec,
-    Static,
-)
+from ..rules.rules import Dynamic, EntropyBound, Sequential, Static, logit, reveal_schedule
+from .modes import Direct, Drafting, Mode, RereadRemask, ResidualRemask, ThresholdRemask
 
 # Of options that were checked: none is None.
-_STRATEGIES: dict[str, Callable[[Any], Static]] = {
-    "static": lambda options: Static(),
-    "dynamic": lambda options: Dynamic(options.confidence_threshold),
-    "sequential": lambda options: Sequential(),
-    "entropy_bound": lambda options: EntropyBound(options.entropy_threshold),
-    "self_spec": lambda options: SelfSpec(options.num_draft_states, options.draft_branches, options.compute_bound_tokens),
-    "mrp_direct": lambda options: Direct(options.mrp_steps),
-    "mrp_spec": lambda options: Spec(
-        options.num_draft_states, options.draft_branches, options.draft_passes, options.compute_bound_tokens
-    ),
-    "mrp_remask": lambda options: _REMASKS[options.remask_rule](options),
+_MODES: dict[str, Callable[[Any], Mode]] = {
+    "static": lambda options: Mode(Static()),
+    "dynamic": lambda options: Mode(Dynamic(logit(options.confidence_threshold))),
+    "sequential": lambda options: Mode(Sequential()),
+    "entropy_bound": lambda options: Mode(EntropyBound(options.entropy_threshold)),
+    "self_spec": lambda options: Mode(Static(), drafting=_drafting(options, 0)),
+    "mrp_direct": lambda options: Mode(Static(), Direct(options.mrp_steps)),
+    "mrp_spec": lambda options: Mode(Static(), drafting=_drafting(options, options.draft_passes)),
+    "mrp_remask": lambda options: Mode(Dynamic(logit(options.confidence_threshold)), _REMASKS[options.remask_rule](options)),
 }
-_REMASKS: dict[str, Callable[[Any], Remask]] = {
-    "reread": lambda options: RereadRemask(options.confidence_threshold),
-    "threshold": lambda options: Remask(options.confidence_threshold),
-    "residual": lambda options: ResidualRemask(options.confidence_threshold, options.residual_delta),
+_REMASKS: dict[str, Callable[[Any], Any]] = {
+    "reread": lambda options: RereadRemask(logit(options.confidence_threshold), logit(0.5 * options.confidence_threshold)),
+    "threshold": lambda options: ThresholdRemask(logit(options.confidence_threshold)),
+    "residual": lambda options: ResidualRemask(options.residual_delta),
 }
-DECODINGS = tuple(_STRATEGIES)
+DECODINGS = tuple(_MODES)
 REMASK_RULES = tuple(_REMASKS)
+
+
+def _drafting(options: Any, passes: int) -> Drafting:
+    states = options.num_draft_states
+    return Drafting(states, options.draft_branches, min(passes, states - 1), options.compute_bound_tokens)
+
 
 # Options of `generate` whose meaning rests on one token per forward, one hypothesis per row, or a second model, and the
 # values that switch them off.
@@ -146,7 +140,7 @@ class MRPGenerationConfig(GenerationConfig):
     def check(self, block_size: int, has_head: bool) -> None:
         """Fills in defaults, then raises `ValueError`, with value and remedy, for the first option that cannot be honoured."""
         self.update(**_DEFAULTS, defaults_only=True)
-        if not isinstance(self.decoding, str) or self.decoding not in _STRATEGIES:
+        if not isinstance(self.decoding, str) or self.decoding not in _MODES:
             raise ValueError(f"decoding is {self.decoding!r}: choose one of {', '.join(DECODINGS)}")
         if self.decoding.startswith("mrp_") and not has_head:
             raise ValueError(
@@ -197,10 +191,10 @@ class MRPGenerationConfig(GenerationConfig):
                 why = _INSTEAD.get(name, _ONE_HYPOTHESIS)
                 raise ValueError(f"{name}={value!r} is not supported: {why}. Leave {name} unset")
 
-    def strategy(self) -> Static:
-        """What the mode reveals, refines and drafts."""
+    def mode(self) -> Mode:
+        """What is revealed, refined and drafted."""
         assert self.decoding is not None, "check fills in defaults"
-        return _STRATEGIES[self.decoding](self)
+        return _MODES[self.decoding](self)
 
     def eos_ids(self) -> list[int]:
         """The ids that end a row."""
@@ -227,11 +221,7 @@ class MRPGenerationConfig(GenerationConfig):
 
     def schedule(self, block_size: int) -> Tensor:
         """[block_size] long: how many positions each denoising step of a block reveals, then zeros."""
-        steps = self.denoising_steps or block_size
-        counts = torch.zeros(block_size, dtype=torch.long)
-        counts[:steps] = block_size // steps
-        counts[: block_size % steps] += 1
-        return counts
+        return reveal_schedule(block_size, self.denoising_steps)
 
 
 OPTION_NAMES = frozenset(name for name in vars(MRPGenerationConfig()) if not name.startswith("_"))

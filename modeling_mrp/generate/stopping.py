@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers.generation import StoppingCriteria
 
-from .rows import Rows
+from .decode_state import Request, Text
 
 
 class Stopping:
@@ -29,37 +29,40 @@ class Stopping:
         self.pad_id, self.mask_id = pad_token_id, mask_token_id
         self.asked = [0] * len(input_ids)  # how many tokens of each row have been shown
 
-    def ask(self, rows: Rows, end: Tensor, done: Tensor) -> None:
+    def ask(self, text: Text, request: Request, active: Tensor, end: Tensor, done: Tensor) -> None:
         """Asks about all newly final tokens; where a criterion ends a row's text, writes it into `end` and `done`.
 
         Args:
-            rows: What is known.
+            text: The rows' texts.
+            request: What was asked for.
+            active: [rows] bool, rows that have not ended.
             end: [rows] long, one past the last position of each text as far as eos and limit tell.
             done: [rows] bool, rows of which all before `end` is final.
         """
-        columns = torch.arange(int((rows.limit - rows.prompt_length).max()), device=end.device)
-        text = rows.tokens.gather(1, (rows.prompt_length[:, None] + columns).clamp(max=rows.capacity))
-        masked = text == self.mask_id
+        start = request.prompt_length
+        columns = torch.arange(int((request.limit - start).max()), device=end.device)
+        tokens = text.tokens.gather(1, (start[:, None] + columns).clamp(max=text.capacity))
+        masked = tokens == self.mask_id
         final = torch.where(masked.any(1), masked.int().argmax(1), len(columns))
-        final = final.minimum(torch.where(rows.active, end, rows.stop) - rows.prompt_length)
-        ended = done | ~rows.active
+        final = final.minimum(torch.where(active, end, text.stop) - start)
+        ended = done | ~active
         news = {
             row: range(self.asked[row], upto)
-            for row, (upto, active) in enumerate(zip(final.tolist(), rows.active.tolist(), strict=True))
-            if active
+            for row, (upto, going) in enumerate(zip(final.tolist(), active.tolist(), strict=True))
+            if going
         }
         for column in sorted({column for news_of_row in news.values() for column in news_of_row}):
             asking = [row for row, news_of_row in news.items() if column in news_of_row]
             if not asking:  # those that had a token here have been stopped
                 continue
             behind = torch.where(ended, self.pad_id, self.mask_id)[:, None]
-            shown = torch.where(columns[: column + 1] < final[:, None], text[:, : column + 1], behind)
+            shown = torch.where(columns[: column + 1] < final[:, None], tokens[:, : column + 1], behind)
             stops = self._answers(torch.cat([self.prompt, shown], 1))
             for row in asking:
                 self.asked[row] = column + 1
                 if stops[row]:
                     final[row] = column + 1
-                    end[row], done[row], ended[row] = rows.prompt_length[row] + column + 1, True, True
+                    end[row], done[row], ended[row] = start[row] + column + 1, True, True
                     del news[row]
 
     def _answers(self, ids: Tensor) -> list[bool]:

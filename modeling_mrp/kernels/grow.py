@@ -1,7 +1,7 @@
-"""A round's states, grown in one launch: what `Lattice.grow` does in a hundred small ones for each state that it adds.
+"""A round's states, grown in one launch: what `grow_ref` does in a hundred small ones for each state that it adds.
 
 Which state comes next depends on all those before, so a program goes through them one by one; the rows are side by side. Its
-twin is the loop in `Lattice`, which also does what is rarer: sampled drafts and several reveals a step.
+twin, in `drafting`, also does what is rarer: sampled drafts and several reveals a step.
 """
 
 from dataclasses import dataclass
@@ -21,90 +21,102 @@ MOST_ODDS = 1e4
 # For `base`: what the state's parent has.
 INHERITED = -2
 
-# Columns of a state behind its ids: start, parent, step, end, base, source (see `Lattice`).
-MORE = 6
+# Columns of a drafted state behind its ids: start, parent, step, end, base, source.
+DRAFT_COLUMNS = 6
 
 _LARGEST = 1 << 14  # numbers of a row's table of states, which a program holds in registers
 
 
 @dataclass(frozen=True)
-class Ground:
-    """What a lattice grows on. The states are [block + 6] long: see `Lattice`.
+class DraftTable:
+    """What the drafts of a round are read from.
+
+    A drafted state is a row of [block + 6] integers: ids, start, parent, step and end, as in `States`; then `base`, the source
+    that an estimate of it starts from, and `source`, the one that tells its followers: its own estimate if there is one, else
+    its base. Sources are numbered: 0 is the last accepted state, then come the remembered ones, then the head's estimates.
 
     Attributes:
-        slots: [rows, n, block + 6] long; only the first state is read.
-        valid: [rows, n] bool.
-        token: [rows, sources, block] long, what each source tells.
-        odds: [rows, sources, block] float, its log-odds.
-        known: [rows, m, block + 1] long, ids and start of states that lead elsewhere.
+        first: [rows, block + 6] long, each row's next state, from which all others are grown.
+        valid: [rows] bool, rows that draft.
+        token: [rows, sources, block] long, what each source tells: the token of each masked position,
+        odds: [rows, sources, block] float, and its log-odds.
+        known: [rows, m, block + 1] long, ids and start of states that need no slot, since what follows is known.
         known_valid: [rows, m] bool.
         ahead: [rows, m, block + 6] long, the states that they lead to.
-        rider: [rows, block + 6] long, the next block's state.
-        rides: [rows] bool, whether it may follow a clean one.
+        successor: [rows, block + 6] long, the next block's first state.
+        open_successor: [rows] bool, whether it may follow a clean one: it has masks.
         open_end: [rows] long, one past the last position that is not given.
         eos: [any] long, ids that end a text.
+        schedule: [block] long, reveals per denoising step.
         mask_id: The mask's id.
         branches: Followers of a state, at most; no more than a block has positions.
+        one_at_a_time: Whether no step of the schedule reveals more than one position.
     """
 
-    slots: Tensor
+    first: Tensor
     valid: Tensor
     token: Tensor
     odds: Tensor
     known: Tensor
     known_valid: Tensor
     ahead: Tensor
-    rider: Tensor
-    rides: Tensor
+    successor: Tensor
+    open_successor: Tensor
     open_end: Tensor
     eos: Tensor
+    schedule: Tensor
     mask_id: int
     branches: int
+    one_at_a_time: bool
 
     def fits(self, size: int) -> bool:
         """Whether the kernel holds what `size` states need."""
-        return self._entries(size) * power_of_two(self.slots.shape[-1]) <= _LARGEST
+        return _entries(size, self.branches) * power_of_two(self.first.shape[-1]) <= _LARGEST
 
-    def _entries(self, size: int) -> int:
-        """States in a row's table: those taken, then those that may be."""
-        return power_of_two(size * (1 + self.branches))
 
-    def grown(self, size: int, most: int) -> tuple[Tensor, Tensor]:
-        """The states of a round, best first, by the kernel: greedy drafts, one reveal a step.
+def _entries(size: int, branches: int) -> int:
+    """States in a row's table: those taken, then those that may be."""
+    return power_of_two(size * (1 + branches))
 
-        Floor: what is read, some 10 KB a row: microseconds, less than its launch; the steps of a program wait for each other.
 
-        Args:
-            size: How many.
-            most: The most that any call of this decode asks for: one program is compiled for all of them.
+def grow_kernel(table: DraftTable, size: int, most: int) -> tuple[Tensor, Tensor]:
+    """Grow the states of a round, best first, by the kernel: greedy drafts, one reveal a step.
 
-        Returns:
-            [rows, size, block + 6] long, and [rows, size] bool: which of them are states.
-        """
-        rows, _, width = self.slots.shape
-        slots = self.slots.new_empty(rows, size, width)
-        valid = self.valid.new_empty(rows, size)
-        if not rows:
-            return slots, valid
-        entries, columns = self._entries(max(size, most) if self.fits(most) else size), power_of_two(width)
-        _grow[(rows,)](
-            *(self.slots, self.valid.view(torch.uint8), self.token.contiguous(), self.odds.contiguous()),
-            *(self.known.contiguous(), self.known_valid.contiguous().view(torch.uint8), self.ahead.contiguous()),
-            *(self.rider.contiguous(), self.rides.contiguous().view(torch.uint8), self.open_end.contiguous(), self.eos),
-            *(slots, valid.view(torch.uint8)),
-            *(self.slots.stride(0), self.valid.stride(0), size, self.branches, self.token.shape[1], self.known.shape[1]),
-            *(len(self.eos), self.mask_id),
-            BLOCK=width - MORE,
-            COLUMNS=columns,
-            ENTRIES=entries,
-            TILE_KNOWN=max(1, 1024 // columns),
-            SHARPNESS=ORDER_SHARPNESS,
-            MOST=MOST_ODDS,
-            INHERITS=INHERITED,
-            num_warps=max(1, min(8, entries * columns // 1024)),
-            **MULTIPLY_ADD,
-        )
+    Floor: what is read, some 10 KB a row: microseconds, less than its launch; the steps of a program wait for each other.
+
+    Args:
+        table: What they are grown on; `fits(size)`.
+        size: How many.
+        most: The most that any call of this decode asks for: one program is compiled for all of them.
+
+    Returns:
+        [rows, size, block + 6] long, and [rows, size] bool: which of them are states.
+    """
+    rows, width = table.first.shape
+    slots = table.first.new_empty(rows, size, width)
+    valid = table.valid.new_empty(rows, size)
+    if not rows:
         return slots, valid
+    entries = _entries(max(size, most) if table.fits(most) else size, table.branches)
+    columns = power_of_two(width)
+    _grow[(rows,)](
+        *(table.first, table.valid.view(torch.uint8), table.token.contiguous(), table.odds.contiguous()),
+        *(table.known.contiguous(), table.known_valid.contiguous().view(torch.uint8), table.ahead.contiguous()),
+        *(table.successor.contiguous(), table.open_successor.contiguous().view(torch.uint8)),
+        *(table.open_end.contiguous(), table.eos, slots, valid.view(torch.uint8)),
+        *(table.first.stride(0), table.valid.stride(0), size, table.branches, table.token.shape[1], table.known.shape[1]),
+        *(len(table.eos), table.mask_id),
+        BLOCK=width - DRAFT_COLUMNS,
+        COLUMNS=columns,
+        ENTRIES=entries,
+        TILE_KNOWN=max(1, 1024 // columns),
+        SHARPNESS=ORDER_SHARPNESS,
+        MOST=MOST_ODDS,
+        INHERITS=INHERITED,
+        num_warps=max(1, min(8, entries * columns // 1024)),
+        **MULTIPLY_ADD,
+    )
+    return slots, valid
 
 
 if triton is not None:
@@ -186,8 +198,8 @@ if triton is not None:
         known,
         known_valid,
         ahead,
-        rider,
-        rides,
+        successor,
+        open_successor,
         open_end,
         eos,
         slots_out,
@@ -221,8 +233,8 @@ if triton is not None:
         valid_out += row * size
         state = tl.load(slots + row * slots_stride + column, mask=in_state, other=0).to(tl.int32)
         is_valid = tl.load(valid + row * valid_stride) != 0
-        behind = tl.load(rider + row * WIDTH + column, mask=in_state, other=0).to(tl.int32)
-        behind_chance = (tl.load(rides + row) != 0).to(tl.float32)
+        behind = tl.load(successor + row * WIDTH + column, mask=in_state, other=0).to(tl.int32)
+        behind_chance = (tl.load(open_successor + row) != 0).to(tl.float32)
         text_end = tl.load(open_end + row).to(tl.int32)
         table = tl.full((ENTRIES, COLUMNS), -1, tl.int32)  # no state starts at -1
         chance = tl.full((ENTRIES,), 0.0, tl.float32)
@@ -252,9 +264,9 @@ if triton is not None:
                 made = _looked_up(made, known, known_valid, ahead, known_count, BLOCK, COLUMNS, TILE_KNOWN, INHERITS)
                 # The reveal before a state that ends the row already tells; no number is no chance.
                 own = tl.where((own != own) | _done(made, text_end, mask_id, BLOCK, COLUMNS), 0.0, own)
-                rides_here = clean & (branch == 0)
-                made = tl.where(rides_here, tl.where(column == BLOCK + 1, slot, behind), made)
-                own = tl.where(rides_here, behind_chance, own)
+                follows_here = clean & (branch == 0)
+                made = tl.where(follows_here, tl.where(column == BLOCK + 1, slot, behind), made)
+                own = tl.where(follows_here, behind_chance, own)
                 own = tl.where(is_valid, own, 0.0) * reached
                 # Orders that meet in one state add up there.
                 differ = tl.sum(((column < BLOCK + 2)[None, :] & (table != made[None, :])).to(tl.int32), 1)
@@ -271,4 +283,4 @@ if triton is not None:
             _store(slots_out, valid_out, slot + 1, state, is_valid, WIDTH, COLUMNS)
 
 
-__all__ = ["INHERITED", "MORE", "MOST_ODDS", "ORDER_SHARPNESS", "Ground"]
+__all__ = ["DRAFT_COLUMNS", "INHERITED", "MOST_ODDS", "ORDER_SHARPNESS", "DraftTable", "grow_kernel"]

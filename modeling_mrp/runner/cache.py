@@ -123,18 +123,19 @@ class BlockCache(Cache):
         keys, values = self._buffers[self._device_of[layer]][:, self._index[layer], :, :, self._read]
         return keys, values
 
-    def commit(self, source: Tensor, start: Tensor, which: Tensor, length: int, layers: range) -> None:
-        """Copies one scored block per row from the scratch of the last forward to its committed slots.
+    def commit(self, width: int, source: Tensor, start: Tensor, which: Tensor, length: int, layers: range) -> None:
+        """Copy one scored block per row from the scratch to its committed slots.
 
         Args:
-            source: [rows] long, where the block begins in the last forward's scratch.
+            width: Tokens of each row in the forward that scored it.
+            source: [rows] long, where the block begins among these.
             start: [rows] long, the block's absolute position.
             which: [rows] bool, the rows that commit; another row's scratch is copied onto itself.
             length: Tokens in the block.
             layers: The layers whose forward that was.
         """
         offsets = torch.arange(length, device=start.device)
-        source = self._write.start + source[:, None] + offsets
+        source = self.scratch - width + source[:, None] + offsets
         slots = torch.where(which[:, None], self.scratch + start[:, None] + offsets, source)
         rows = torch.arange(len(start), device=start.device)[:, None]
         for device, buffer in self._buffers.items():

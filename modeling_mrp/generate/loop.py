@@ -1,0 +1,367 @@
+"""The one decoding loop: rounds of states side by side, over rows that never wait for each other.
+
+A row (one sequence of the batch) is a little state machine. Its *next* state is known: the backbone itself revealed it from the
+last state scored. A `round` goes
+
+1. **draft**: each row submits its next state, the likeliest ones to follow it and, behind a clean state (no masks left), the
+   all-mask state of the next block, which looks at the clean one;
+2. **verify**: one backbone forward scores all of them, [rows, states * block_size] tokens, and the reveal rule says what it
+   reveals at each;
+3. **accept**: these reveals lead from state to state; as far as they meet what this round or the one before scored, that is
+   accepted. The reveal at the last accepted state, refined by the mode, makes the row's next state;
+4. **commit**: what was revealed becomes text, and the KV of accepted clean blocks becomes prefix.
+
+A mode that drafts nothing submits one state a round (two where a block ends) and is otherwise the same code.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..kernels.grow import DraftTable
+from ..rules.drafting import BASE, SOURCE, Budget, Draft, Tell, as_slots, grow, growth, undrafted, with_estimates
+from ..rules.rules import Accepted, accept, offered_behind, remembered, stepped, steps_on_path
+from ..rules.states import Memory, Reveal, Scored, States
+from ..runner.runner import Held, Runner
+from .decode_state import Counts, DecodeState, Remasked, RoundPlan, Text, finished, first_state, summary
+from .modes import Mode
+from .scoring import Reader
+from .stopping import Stopping
+
+
+@dataclass(frozen=True)
+class Task:
+    """What one decode is to do; nothing of it changes.
+
+    Attributes:
+        mode: What is revealed, refined and drafted.
+        reader: How hidden states become reveals; it holds the `Request`.
+        block_size: Tokens of a block.
+        mask_token_id: The mask's id.
+        one_at_a_time: Whether no step of the schedule reveals more than one position.
+        stopping: Asks the stopping criteria; or None.
+    """
+
+    mode: Mode
+    reader: Reader
+    block_size: int
+    mask_token_id: int
+    one_at_a_time: bool
+    stopping: Stopping | None = None
+
+    def successor(self, state: DecodeState) -> States:
+        """[rows] the first state of the block behind each row's current one."""
+        return first_state(state.text, state.current.start + self.block_size, self.block_size)
+
+
+Step = Callable[[DecodeState, RoundPlan], tuple[DecodeState, list[int]]]
+
+
+def decode(
+    task: Task,
+    runner: Runner,
+    state: DecodeState,
+    head_cost: float,
+    step: Step | None = None,
+    on_round: Callable[[DecodeState], None] | None = None,
+) -> tuple[DecodeState, list[Remasked]]:
+    """Decode every row to its end.
+
+    Args:
+        task: What to do.
+        runner: Runs the model.
+        state: As `begin` gave it.
+        head_cost: Time of the round's head passes over that of the backbone's forward, at the same number of tokens.
+        step: Runs a round and reads its summary, from a recording for instance; by default `round` as it is.
+        on_round: Called after every round (for streamers); or None.
+
+    Returns:
+        The last state, and what each step remasked.
+    """
+    drafting = task.mode.drafting
+    width, branches, bound = (drafting.states, drafting.branches, drafting.compute_bound_tokens) if drafting else (1, 1, None)
+    budget = Budget(width, state.current.ids.numel(), bound, head_cost)
+    plan = RoundPlan.read(summary(state, task.mask_token_id).tolist()).with_slots(budget.width(), branches)
+    remasked: list[Remasked] = []
+    while True:
+        if task.mode.refine is not None and task.mode.refine.remasks:
+            remasked.append(replace(state.remasked, **{name: part.clone() for name, part in vars(state.remasked).items()}))
+        if not plan.active:
+            return state, remasked
+        if step is None:
+            state, accepted = round(task, runner, state, plan)
+            numbers = summary(state, task.mask_token_id, accepted).tolist()
+        else:
+            state, numbers = step(state, plan)
+        seen = RoundPlan.read(numbers)
+        budget.learn(list(seen.accepted[: min(plan.per_row, plan.room)]), plan.active - plan.clean)
+        plan = seen.with_slots(budget.width(), branches)
+        if on_round is not None:
+            on_round(state)
+
+
+def round(task: Task, runner: Runner, state: DecodeState, plan: RoundPlan) -> tuple[DecodeState, Tensor]:
+    """Run one round.
+
+    It takes the state over: tensors of the text and the counts are written to in place, all others are made anew.
+
+    Returns:
+        The state behind it, and how many rows accepted each of its states, [states] long, of those that had masks left.
+    """
+    drafts, successor = task.mode.drafting is not None, task.successor(state)
+    head = HeadPasses(runner, state.held, plan.head_used, plan.late)
+
+    draft = draft_states(task, head, state, successor, plan)
+
+    scratch, held = runner.score(draft.states, head.held, plan.used, state.current.valid)
+    reveal = task.reader.reveal(scratch.states, scratch.hidden, state.text)
+    scored = Scored(scratch.states, reveal, scratch.hidden)
+
+    accepted = accept(scored, state.memory if drafts else None, successor, task.reader.request.eos, task.mask_token_id)
+
+    count_round(task, state, draft, accepted)
+    scored_now = accepted.passed[:, : draft.valid.shape[1]]
+    if drafts or plan.clean:  # else no clean state was scored
+        held = runner.commit_clean(scratch, scored_now & accepted.clean[:, : draft.valid.shape[1]], held)
+    if drafts:
+        state = replace(state, memory=remembered(accepted, draft.valid.shape[1], task.mode.width))
+    late = head.late or (plan.clean > 0 and not drafts)  # where drafts are made, the next plan tells
+    state = advance(task, HeadPasses(runner, held, head.used, late), state, accepted, successor)
+    return state, (scored_now & ~accepted.clean[:, :1]).sum(0)
+
+
+class HeadPasses:
+    """The head's passes within a round.
+
+    Args:
+        runner: Runs the head.
+        held: What is held.
+        used: The longest committed text of the head; None: all slots are read.
+        late: Whether some row's head KV is late; the next pass computes it.
+    """
+
+    def __init__(self, runner: Runner, held: Held, used: int | None, late: bool) -> None:
+        self.runner, self.held, self.used, self.late = runner, held, used, late
+
+    def __call__(self, states: States, hidden: Tensor, blocked: Tensor | None = None) -> Tensor:
+        """Compute h_C at states [rows, n] from hidden states [rows, n, block, hidden_size]; `blocked` as in `head_pass`."""
+        blocked = blocked if self.late else None
+        residual, self.held = self.runner.head_pass(states, hidden, self.held, self.used, self.late, blocked)
+        if self.late:
+            self.late, self.used = False, None if self.used is None else self.used + self.runner.block
+        return residual
+
+
+def draft_states(task: Task, head: HeadPasses, state: DecodeState, successor: States, plan: RoundPlan) -> Draft:
+    """Choose the states of the round: each row's next one, the likeliest to follow it, the next block's behind a clean one."""
+    current, drafting = state.current, task.mode.drafting
+    blocked = state.held.late & current.valid & ~current.masked(task.mask_token_id).any(-1) if plan.blocked else None
+    if drafting is None or plan.per_row == 1:
+        if plan.blocked and head.late:  # no other pass catches up
+            head(current.only(torch.zeros_like(current.valid)).map(lambda t: t[:, None]), state.seed.hidden[:, None], blocked)
+        return undrafted(current, successor, task.mask_token_id, plan.room)
+    table, hidden = sources(task, state, successor)
+    dispatch = task.reader.sampler.dispatch
+    sizes = growth(plan.per_row, drafting.passes)
+    for turn, size in enumerate(sizes if plan.masks > 1 else sizes[:1]):  # behind a single mask nothing is read twice
+        tell = sampled_tell(task.reader, state.text, hidden)
+        draft = grow(table, min(size, plan.room), task.mode.width, dispatch, tell)
+        table, hidden = re_read(task, head, state.text, table, hidden, draft, min(turn, 1), blocked)
+    if plan.blocked and head.late:
+        head(current.only(torch.zeros_like(current.valid)).map(lambda t: t[:, None]), state.seed.hidden[:, None], blocked)
+    return grow(table, plan.room, task.mode.width, dispatch, sampled_tell(task.reader, state.text, hidden))
+
+
+def sources(task: Task, state: DecodeState, successor: States) -> tuple[DraftTable, Tensor]:
+    """Lay out what drafts are read from: the last accepted state and the remembered ones.
+
+    Returns:
+        The table, and the sources' hidden states [rows, sources, block, hidden_size].
+    """
+    assert task.mode.drafting is not None
+    seed, scored, request = state.seed, state.memory.scored, task.reader.request
+    block = task.block_size
+    table = DraftTable(
+        first=as_slots(state.current, torch.where(state.has_seed, 0, -1)),
+        valid=state.current.valid,
+        token=torch.cat([seed.reveal.token[:, None], scored.reveal.token], 1),
+        odds=torch.cat([seed.reveal.confidence[:, None], scored.reveal.confidence], 1),
+        known=scored.states.table[..., : block + 1],
+        known_valid=scored.states.valid,
+        ahead=state.memory.ahead,
+        successor=as_slots(successor, -1),
+        open_successor=successor.masked(task.mask_token_id).any(-1),
+        open_end=request.open_end,
+        eos=request.eos,
+        schedule=request.schedule,
+        mask_id=task.mask_token_id,
+        branches=min(task.mode.drafting.branches, block),
+        one_at_a_time=task.one_at_a_time,
+    )
+    return table, torch.cat([seed.hidden[:, None], scored.hidden], 1)
+
+
+def sampled_tell(reader: Reader, text: Text, hidden: Tensor) -> Tell | None:
+    """Tell what drafted states get where tokens are sampled: a pick for each from its source's `hidden`; None if greedy."""
+    if not reader.drafter.sample:
+        return None
+
+    def tell(slots: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+        rows, source = torch.arange(len(slots), device=slots.device), slots[:, SOURCE]
+        states = Draft(slots[:, None], (valid & (source >= 0))[:, None]).states
+        token, odds = reader.estimates(states, hidden[rows, source.clamp(min=0)][:, None], text)
+        return token[:, 0], odds[:, 0]
+
+    return tell
+
+
+def re_read(
+    task: Task,
+    head: HeadPasses,
+    text: Text,
+    table: DraftTable,
+    hidden: Tensor,
+    draft: Draft,
+    begin: int,
+    blocked: Tensor | None,
+) -> tuple[DraftTable, Tensor]:
+    """Let the head read a draft in one pass: an estimate of its own for each state, from which it is looked up later.
+
+    Args:
+        task: What is done.
+        head: The head.
+        text: The rows' texts.
+        table: What the draft was grown on.
+        hidden: [rows, sources, block, hidden_size] of the sources so far.
+        draft: What is read, from its `begin`-th state on: the first one's estimate cannot get better.
+        begin: See `draft`.
+        blocked: As in `Runner.head_pass`.
+
+    Returns:
+        The table and the hidden states with the new sources. Each estimate starts from what the state's parent has by now.
+    """
+    slots, base = draft.slots[:, begin:], draft.slots[:, begin:, BASE]
+    states = draft.states.map(lambda t: t[:, begin:])
+    states = states.only(states.masked(task.mask_token_id).any(-1) & (base >= 0))
+    rows = torch.arange(len(slots), device=slots.device)[:, None]
+    estimate = hidden[rows, base.clamp(min=0)]
+    estimate = estimate + head(states, estimate, blocked)
+    token, odds = task.reader.estimates(states, estimate, text)
+    return with_estimates(table, slots, states.valid, token, odds, begin), torch.cat([hidden, estimate], 1)
+
+
+def count_round(task: Task, state: DecodeState, draft: Draft, accepted: Accepted) -> None:
+    """Count what a round's drafts came to."""
+    counts, passed = state.counts, accepted.passed
+    counts.accepted_lengths.scatter_add_(1, passed.sum(-1, keepdim=True), draft.valid[:, :1].long())
+    if task.mode.drafting is None:
+        return
+    drafted, width = draft.drafted, draft.valid.shape[1]
+    counts.verified += drafted.any()
+    counts.drafted += drafted.sum(1)
+    depth = (passed[:, :width] & drafted).sum(-1) + passed[:, width:].sum(-1)
+    counts.accepted += depth
+    states = accepted.known.states
+    last = states.map(lambda t: t[torch.arange(len(t), device=t.device), accepted.last])
+    counts.add_path(depth, offered_behind(states, last, task.mask_token_id))
+
+
+def advance(task: Task, head: HeadPasses, state: DecodeState, accepted: Accepted, successor: States) -> DecodeState:
+    """From the last accepted states: reveal, refine, write what was revealed, and stand at the next state."""
+    rows, refine = torch.arange(len(accepted.last), device=accepted.last.device), task.mode.refine
+    text, counts = state.text, state.counts
+    active = accepted.passed[:, 0]
+    seed, at_mask = accepted.known.map(lambda t: t[rows, accepted.last]), active & ~accepted.clean[rows, accepted.last]
+    revealing = accepted.passed & ~accepted.clean
+    following = accepted.follower.map(lambda t: t[rows, accepted.last])
+    if refine is None:
+        steps = text.total_steps[:, None] + steps_on_path(accepted, state.current)
+        text.write(accepted.known.states, accepted.known.reveal, revealing, steps)
+    else:
+        asked = HeadQuestions(task, head, text)
+        refined = refine(asked, replace(seed.states, valid=at_mask), seed.hidden, seed.reveal)
+        if refine.remasks:
+            back = seed.reveal.where & ~refined.where & at_mask[:, None]
+            counts.revoked += back.sum(-1)
+            state = replace(state, remasked=Remasked(seed.states.start, back, seed.reveal.token))
+        one = tuple(part.map(lambda t: t[:, None]) for part in (seed.states, refined))
+        text.write(*one, at_mask[:, None], text.total_steps[:, None])
+        after = stepped(seed.states, refined, task.reader.request.eos)
+        following = replace(following, table=torch.where(at_mask[:, None], after.table, following.table))
+    text = replace(text, total_steps=text.total_steps + revealing.sum(-1))
+    table = torch.where(active[:, None], following.table, state.current.table)
+    table[:, -3] = -1  # the parent
+    current = States(table, state.current.valid)
+    end, done = finished(current, task.reader.request, task.mask_token_id)
+    if task.stopping is not None:
+        task.stopping.ask(text, task.reader.request, current.valid, end, done)
+    ends = current.valid & done
+    text = replace(text, stop=torch.where(ends, end, text.stop))
+    current = replace(current, valid=current.valid & ~done)
+    held = replace(head.held, late=head.held.late & current.valid)
+    return replace(state, text=text, current=current, seed=seed, has_seed=at_mask, held=held)
+
+
+@dataclass(frozen=True)
+class HeadQuestions:
+    """What a refinement asks (`HeadSteps`), on one state per row."""
+
+    task: Task
+    head: HeadPasses
+    text: Text
+
+    def head_hidden(self, states: States, hidden: Tensor) -> Tensor:
+        """See `HeadSteps`."""
+        return self.head(states.map(lambda t: t[:, None]), hidden[:, None])[:, 0]
+
+    def most_confident(self, states: States, hidden: Tensor, count: Tensor) -> Reveal:
+        """See `HeadSteps`."""
+        reveal = self.task.reader.reveal(states.map(lambda t: t[:, None]), hidden[:, None], self.text, count[:, None])
+        return reveal.map(lambda t: t[:, 0])
+
+    def token_confidence(self, states: States, hidden: Tensor, token: Tensor, where: Tensor) -> Tensor:
+        """See `HeadSteps`."""
+        one = states.map(lambda t: t[:, None])
+        return self.task.reader.token_confidence(one, hidden[:, None], token[:, None], where[:, None], self.text)[:, 0]
+
+    def residual_magnitude(self, hidden: Tensor, token: Tensor, where: Tensor) -> Tensor:
+        """See `HeadSteps`."""
+        return self.task.reader.residual_magnitude(hidden, token, where)
+
+
+def begin(task: Task, runner: Runner, text: Text, current: States, reused: Tensor) -> DecodeState:
+    """Prefill, and take the first step: the state before the first round.
+
+    Args:
+        task: What to do.
+        runner: Runs the model.
+        text: The rows' texts, laid out.
+        current: [rows] their first states.
+        reused: [rows] long, so many first tokens have their keys and values already.
+    """
+    drafts, width = task.mode.drafting is not None, task.mode.width
+    hidden, held = runner.prefill(text.tokens, current.start, reused, runner.start(current.start))
+    states = current.map(lambda t: t[:, None])
+    reveal = task.reader.reveal(states, hidden[:, None], text)
+    scored = Scored(states, reveal, hidden[:, None])
+    nowhere = current.only(torch.zeros_like(current.valid))
+    memory = Memory(Scored(nowhere.map(lambda t: t[:, None]), reveal, hidden[:, None]), as_slots(nowhere, -1)[:, None])
+    state = DecodeState(
+        text=text,
+        current=current,
+        seed=scored.map(lambda t: t[:, 0]),
+        has_seed=current.valid,
+        memory=memory.map(lambda t: t.repeat_interleave(width, 1)),
+        held=held,
+        counts=Counts.zeros(len(current.start), width, drafts, current.start.device),
+        remasked=Remasked(current.start, torch.zeros_like(reveal.where[:, 0]), current.ids),
+    )
+    successor = task.successor(state)
+    accepted = accept(scored, None, successor, task.reader.request.eos, task.mask_token_id)
+    used = int(held.committed.max())
+    return advance(task, HeadPasses(runner, held, used, False), state, accepted, successor)
+
+
+__all__ = ["HeadPasses", "HeadQuestions", "Task", "advance", "begin", "decode", "draft_states", "round"]

@@ -1,0 +1,176 @@
+"""From hidden states to what is revealed: picks at masked positions, and the reveal rule on them."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ..kernels.noise import noise_keys
+from ..kernels.pick import residual_magnitude
+from ..rules.rules import Candidates, RevealRule, top_by
+from ..rules.states import Reveal, States
+from .decode_state import Request, Text
+from .sampling import Picker
+
+# Positions that a kernel takes at once, so that there is nothing to win by their order.
+ONE_TILE = 64
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Reads tokens and reveals from hidden states.
+
+    Attributes:
+        rule: What a step reveals.
+        sampler: How tokens are picked.
+        drafter: How they are picked for drafts: from the draft vocabulary, if the head has one.
+        request: What was asked for.
+        mask_token_id: The mask's id.
+        seeks: Whether masked positions are sought out first. A device would make the host wait for their number; there all
+            positions are taken, the masked ones first, since kernels pass over tiles that hold none.
+        bars_eos: Whether some positions take no eos.
+    """
+
+    rule: RevealRule
+    sampler: Picker
+    drafter: Picker
+    request: Request
+    mask_token_id: int
+    seeks: bool
+    bars_eos: bool
+
+    def reveal(self, states: States, hidden: Tensor, text: Text, count: Tensor | None = None) -> Reveal:
+        """Pick tokens at the masked positions of states, and choose what is revealed.
+
+        Args:
+            states: [rows, n].
+            hidden: [rows, n, block, hidden_size].
+            text: The rows' texts, which logits processors are shown.
+            count: [rows, n] long: so many of the most confident positions, in place of what the rule says; or None.
+        """
+        candidates, token, logprob, confidence, entropy = self._picks(states, hidden, text, self.sampler)
+        if count is not None:
+            return Reveal(top_by(confidence, candidates, count), token, logprob, confidence)
+        quota = self.request.schedule[states.step.clamp(max=len(self.request.schedule) - 1)]
+        said = Candidates(candidates, token, confidence, entropy, states.ids, states.step, quota)
+        return Reveal(self.rule(said), token, logprob, confidence)
+
+    def estimates(self, states: States, hidden: Tensor, text: Text) -> tuple[Tensor, Tensor]:
+        """Pick what the masked positions of states are expected to get.
+
+        Returns:
+            Tokens and their log-odds, [rows, n, block] each; -inf where nothing may be revealed.
+        """
+        _, token, _, confidence, _ = self._picks(states, hidden, text, self.drafter)
+        return token, confidence
+
+    def token_confidence(self, states: States, hidden: Tensor, token: Tensor, where: Tensor, text: Text) -> Tensor:
+        """Compute the log-odds of given tokens under lm_head(hidden), [rows, n, block]; -inf outside `where`."""
+        at = self._chosen(where)
+        places = _Places(states, at)
+        odds = self.sampler.token_log_odds(
+            taken(hidden.flatten(0, 2), at),
+            taken(token.flatten(), at),
+            lambda part: places.contexts(text, part),
+            self._no_eos(places),
+            taken(where.flatten(), at),
+        )
+        return _spread(odds, at, where, -torch.inf)
+
+    def residual_magnitude(self, hidden: Tensor, token: Tensor, where: Tensor) -> Tensor:
+        """Compute |C| of given tokens [..., block], one dot product each; 0 outside `where`."""
+        at = self._chosen(where)
+        moved = residual_magnitude(self.sampler.lm_head_weight, taken(hidden.flatten(0, -2), at), taken(token.flatten(), at))
+        return _spread(moved, at, where, 0.0)
+
+    def _picks(
+        self, states: States, hidden: Tensor, text: Text, sampler: Picker
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+        masked = states.masked(self.mask_token_id)
+        offsets = torch.arange(masked.shape[-1], device=masked.device)
+        candidates = masked & (offsets < states.end[..., None]) & states.valid[..., None]
+        at = self._chosen(candidates)
+        places = _Places(states, at)
+        keys = at
+        if sampler.sample:
+            keys = noise_keys(self.request.seed[places.row], places.position, masked.sum(-1).flatten()[places.state])
+        picks = sampler(
+            taken(hidden.flatten(0, 2), at),
+            keys,
+            lambda part: places.contexts(text, part),
+            self._no_eos(places),
+            taken(candidates.flatten(), at),
+        )
+        token = _spread(picks.token, at, candidates, 0)
+        logprob, confidence = (_spread(t, at, candidates, -torch.inf) for t in (picks.logprob, picks.confidence))
+        entropy = _spread(picks.entropy, at, candidates, -torch.inf) if self.rule.needs_entropy else None
+        return candidates, token, logprob, confidence, entropy
+
+    def _no_eos(self, places: "_Places") -> Tensor | None:
+        """[n] bool: positions before the minimum length, or before the last given token."""
+        return places.position < self.request.no_eos_before[places.row] if self.bars_eos else None
+
+    def _chosen(self, where: Tensor) -> Tensor:
+        """Flat indices of `where`; of everything, those of `where` first, where positions are not sought out."""
+        if self.seeks or self.sampler.processors is not None:
+            return where.flatten().nonzero()[:, 0]
+        if where.numel() <= ONE_TILE:
+            return torch.arange(where.numel(), device=where.device)
+        return (~where).flatten().to(torch.int8).sort(stable=True).indices
+
+
+def in_order(at: Tensor, count: int) -> bool:
+    """Whether indices are all `count` places as they lie; those of more than a tile are sorted."""
+    return len(at) == count <= ONE_TILE
+
+
+def taken(values: Tensor, at: Tensor) -> Tensor:
+    """`values[at]`."""
+    return values if in_order(at, len(values)) else values[at]
+
+
+def _spread(values: Tensor, at: Tensor, where: Tensor, other: float) -> Tensor:
+    """Values [n] at flat indices `at`, in the shape of `where`, and `other` where that is False."""
+    if not in_order(at, where.numel()):
+        values = values.new_full((where.numel(),), other).index_copy_(0, at, values)
+    return values.view_as(where).where(where, other)
+
+
+@dataclass(frozen=True)
+class _Places:
+    """What flat indices `at` [n] over the positions of states [rows, n] stand for."""
+
+    states: States
+    at: Tensor
+
+    @cached_property
+    def state(self) -> Tensor:
+        """[n] long, flat over rows and states."""
+        return self.at // self.states.ids.shape[-1]
+
+    @cached_property
+    def row(self) -> Tensor:
+        """[n] long."""
+        return self.state // self.states.start.shape[1]
+
+    @cached_property
+    def position(self) -> Tensor:
+        """[n] long, absolute."""
+        return self.states.start.flatten()[self.state] + self.at % self.states.ids.shape[-1]
+
+    def contexts(self, text: Text, part: slice) -> list[tuple[Tensor, Tensor]]:
+        """For logits processors: which of some of the places belong to which committed ids."""
+        contexts, (states, state) = [], (self.states, self.state[part])
+        block = states.ids.shape[-1]
+        for each in state.unique().tolist():
+            row, slot = divmod(each, states.start.shape[1])
+            start, parent = int(states.start[row, slot]), int(states.parent[row, slot])
+            committed = text.tokens[row : row + 1, :start].clone()
+            if parent >= 0:  # a clean block that is not text yet
+                committed[:, start - block :] = states.ids[row, parent]
+            contexts.append(((state == each).nonzero()[:, 0], committed))
+        return contexts
+
+
+__all__ = ["ONE_TILE", "Reader", "in_order", "taken"]

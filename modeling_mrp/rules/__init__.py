@@ -1,0 +1,1 @@
+"""Decoding as pure functions of tensors, callable without a model: states, reveals, drafts, acceptance."""

@@ -1,0 +1,318 @@
+"""Drafts: which states a round submits, the likeliest followers of each row's next state first.
+
+An estimate of the backbone's hidden states tells, for each masked position, a token and how sure it is. Which position is
+revealed first is far less certain than which token it gets, so a state has several followers; orders that meet in one state
+add up there, and a state that the last round scored needs no slot, since what follows it is known.
+
+Estimates come from *sources*: the last accepted state and the remembered ones, at which the backbone itself spoke, and the
+drafted states that the head has re-read. A head pass costs nearly the same for many states as for one, so a few passes serve a
+round: the draft is grown a little, the head re-reads all of it in one pass, and it is grown anew, further.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..kernels.dispatch import Dispatch
+from ..kernels.grow import DRAFT_COLUMNS, INHERITED, MOST_ODDS, ORDER_SHARPNESS, DraftTable, grow_kernel
+from .rules import whole_text
+from .states import STATE_COLUMNS, States
+
+# Columns of a drafted state, counted from its end.
+START, PARENT, STEP, END, BASE, SOURCE = range(-DRAFT_COLUMNS, 0)
+# Tells token and log-odds [rows, block] of the masked positions of drafted states [rows, block + 6], valid where [rows] says so.
+Tell = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def growth(width: int, passes: int) -> list[int]:
+    """How many states of `width` are drafted at each head pass of a round: in even steps, up to all but the last."""
+    passes = min(passes, width - 1)
+    return [-(-done * (width - 1) // passes) for done in range(1, passes + 1)]
+
+
+def reachable(masks: int, branches: int, enough: int) -> int:
+    """How many states, up to `enough`, may follow one with so many masks, itself and the next block's included.
+
+    The tokens of a state depend on the way to it, so that ways to reveal the same positions are counted one by one.
+    """
+    states = 2  # without masks: itself, and the one behind it
+    for left in range(1, masks + 1):
+        if states >= enough:
+            break
+        states = 1 + min(left, branches) * states
+    return min(states, enough)
+
+
+class Budget:
+    """How many states a row submits in a round, by how often those of earlier rounds were accepted.
+
+    A forward over n tokens takes one unit of time up to `compute_bound_tokens` and n / `compute_bound_tokens` units beyond; a
+    head pass takes its share of that. The states that make the most tokens for the time are submitted; what is not submitted
+    is hoped to get better, so that it is tried again after a while. Every row of a batch has as many: a forward is a rectangle.
+
+    Args:
+        width: States at most.
+        state_tokens: Tokens of one state of every row.
+        compute_bound_tokens: See above; None: time does not grow.
+        head_cost: Time of the round's head passes over that of the backbone's forward, at the same number of tokens.
+    """
+
+    EMA_RATE, RECOVERY_RATE = 0.1, 0.01
+
+    def __init__(self, width: int, state_tokens: int, compute_bound_tokens: int | None, head_cost: float) -> None:
+        self.state_tokens, self.bound, self.head_cost = state_tokens, compute_bound_tokens, head_cost
+        self.right = [1.0] * width  # the chance that the state in each slot is accepted
+
+    def width(self) -> int:
+        """States to submit."""
+        if self.bound is None:
+            return len(self.right)
+        return max(range(1, 1 + len(self.right)), key=lambda n: (self._worth(n), -n))
+
+    def _worth(self, states: int) -> float:
+        """Tokens of a row in a unit of time: per state over per state, so that what is equal is so in floating point."""
+        assert self.bound is not None
+        time = max(1 / states, self.state_tokens / self.bound)
+        return sum(self.right[:states]) / states / time / (1 + self.head_cost if states > 1 else 1)
+
+    def learn(self, passed: list[int], rows: int) -> None:
+        """From a round in which so many rows could draft: how many of them accepted the state in each slot offered."""
+        for slot in range(1, len(self.right) if rows else 1):
+            if slot < len(passed):
+                self.right[slot] += self.EMA_RATE * (passed[slot] / rows - self.right[slot])
+            else:
+                self.right[slot] += self.RECOVERY_RATE * (1 - self.right[slot])
+
+
+@dataclass(frozen=True)
+class Draft:
+    """The states of a round.
+
+    Attributes:
+        slots: [rows, n, block + 6] long: see `DraftTable`.
+        valid: [rows, n] bool.
+    """
+
+    slots: Tensor
+    valid: Tensor
+
+    @property
+    def states(self) -> States:
+        """[rows, n], as they are scored."""
+        return States(self.slots[..., : STATE_COLUMNS - DRAFT_COLUMNS], self.valid)
+
+    @property
+    def drafted(self) -> Tensor:
+        """[rows, n] bool: states that are guesses; a row's next state and the block behind a clean one are not."""
+        drafted = self.valid & (self.slots[..., PARENT] < 0)
+        drafted[:, 0] = False
+        return drafted
+
+
+def as_slots(states: States, source: Tensor | int) -> Tensor:
+    """[..., block + 6] long: states with the number of the source that tells of them, [...] or one for all."""
+    column = torch.full_like(states.start, source) if isinstance(source, int) else source
+    return torch.cat([states.table, column[..., None], column[..., None]], -1)
+
+
+def undrafted(current: States, successor: States, mask_id: int, room: int) -> Draft:
+    """The states of a round without drafts: each row's own, and with room for two the next block's behind a clean one."""
+    slots = as_slots(current, -1)[:, None]
+    if room == 1:
+        return Draft(slots, current.valid[:, None])
+    behind = as_slots(successor, -1)
+    behind[:, PARENT] = 0
+    follows = current.valid & successor.masked(mask_id).any(-1) & ~current.masked(mask_id).any(-1)
+    second = torch.where(follows[:, None], behind, slots[:, 0])
+    return Draft(torch.stack([slots[:, 0], second], 1), torch.stack([current.valid, follows], 1))
+
+
+def grow(table: DraftTable, size: int, most: int, dispatch: Dispatch, tell: Tell | None = None) -> Draft:
+    """Grow the draft of a round from each row's next state.
+
+    Args:
+        table: What it is grown on.
+        size: States of it.
+        most: The most that any call of this decode asks for.
+        dispatch: Kernel or PyTorch.
+        tell: What drafted states are expected to get, where that depends on the state: sampled drafts, whose noise depends on
+            how many masks are left. None: what their sources tell.
+    """
+    if size == 1:
+        return Draft(table.first[:, None], table.valid[:, None])
+    if tell is not None or not table.one_at_a_time or not table.fits(size):
+        return Draft(*grow_ref(table, size, tell))
+    tensors = (table.first, table.token, table.odds, table.known, table.ahead, table.successor)
+    return Draft(*dispatch.run("grow", lambda: grow_kernel(table, size, most), lambda: grow_ref(table, size, None), *tensors))
+
+
+def grow_ref(table: DraftTable, size: int, tell: Tell | None) -> tuple[Tensor, Tensor]:
+    """The twin of `grow_kernel`, for everything that may be drafted."""
+    branches, named = table.branches, slice(None, STEP)
+    state, valid = table.first, table.valid
+    rows = torch.arange(len(state), device=state.device)
+    slots, valids, reached = [state], [valid], torch.ones_like(state[:, 0], dtype=table.odds.dtype)
+    # The states taken, then those that may be; no state starts at -1.
+    entries = state.new_full((len(rows), size * (1 + branches), state.shape[-1]), -1)
+    chance = reached.new_zeros(entries.shape[:2])
+    held = torch.arange(entries.shape[1], device=entries.device) < size
+    for slot in range(size - 1):
+        entries[:, slot] = state
+        followers, odds = followers_of(table, state, valid, slot, tell)
+        odds = odds * reached[:, None]
+        # Orders that meet in one state add up there: among these, and with those found before.
+        if branches > 1:
+            twins = (followers[:, :, None, named] == followers[:, None, :, named]).all(-1)
+            odds = (twins * odds[:, None]).sum(-1) * ~twins.tril(-1).any(-1)
+        met = (entries[:, :, None, named] == followers[:, None, :, named]).all(-1)
+        met &= (held | (chance > 0))[..., None]
+        chance += (met & ~held[:, None]).to(chance.dtype).mul_(odds[:, None]).sum(-1)
+        fresh = slice(size + slot * branches, size + (slot + 1) * branches)
+        entries[:, fresh] = followers
+        chance[:, fresh] = odds * ~met.any(1)
+        reached, place = chance.max(-1)  # where nothing is left, some state that is not valid
+        valid = reached > 0
+        state = entries[rows, place]
+        chance.scatter_(1, place[:, None], 0.0)  # as chance[rows, place] = 0, for whose number the host would wait
+        slots.append(state)
+        valids.append(valid)
+    return torch.stack(slots, 1), torch.stack(valids, 1)
+
+
+def followers_of(table: DraftTable, state: Tensor, valid: Tensor, slot: int, tell: Tell | None = None) -> tuple[Tensor, Tensor]:
+    """[rows, branches] followers of the states [rows] in a slot, and the chance of each there; 0 for none."""
+    block = state.shape[-1] - DRAFT_COLUMNS
+    offsets = torch.arange(block, device=state.device)
+    masked = state[:, :block] == table.mask_id
+    token, odds = (tell or table_tells(table))(state, valid)
+    candidates = masked & (offsets < state[:, END, None]) & ((state[:, SOURCE] >= 0) & valid)[:, None]
+    ranked, order = odds.where(candidates, -torch.inf).sort(dim=-1, descending=True, stable=True)
+    if table.one_at_a_time:
+        chance = (ORDER_SHARPNESS * ranked.clamp(max=MOST_ODDS)).softmax(-1)[:, : table.branches].nan_to_num(0.0)
+        last = order[:, : table.branches]
+        made = state[:, None].repeat(1, table.branches, 1)
+    else:
+        chance, last, made = _several(table, state, token, candidates, ranked, order)
+    picked = token.gather(1, last)
+    made.scatter_(2, last[..., None], picked[..., None])
+    ends = torch.where(_is_eos(table, picked), last, block)
+    made[..., END] = torch.minimum(made[..., END], ends)
+    made[..., STEP] += 1
+    made[..., BASE] = made[..., SOURCE]
+    made = _looked_up(table, made)
+    # The reveal before a state that ends the row already tells.
+    limit = table.open_end[:, None] - made[..., START]
+    chance = chance * ~whole_text(made[..., :block], made[..., END], limit, table.mask_id)
+    # Behind a clean state comes the next block, but one at a time: a given block without masks has to wait.
+    clean = ~masked.any(-1)
+    successor = table.successor.clone()
+    successor[:, PARENT] = slot
+    made[:, 0] = torch.where(clean[:, None], successor, made[:, 0])
+    chance[:, 0] = torch.where(clean, table.open_successor, chance[:, 0])
+    return made, chance * valid[:, None]
+
+
+def table_tells(table: DraftTable) -> Tell:
+    """What the sources of drafted states tell: greedy picks at a source stand for all that follows."""
+    rows = torch.arange(len(table.first), device=table.first.device)
+
+    def tell(state: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+        at = state[:, SOURCE].clamp(min=0)
+        return table.token[rows, at], table.odds[rows, at]
+
+    return tell
+
+
+def _several(
+    table: DraftTable, state: Tensor, token: Tensor, candidates: Tensor, ranked: Tensor, order: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """For steps that reveal several positions: all but the last are the surest, and the last one is uncertain.
+
+    Returns the chances [rows, branches], the last position of each branch, and the states with the others revealed.
+    """
+    block = candidates.shape[-1]
+    offsets = torch.arange(block, device=state.device)
+    sure = (table.schedule[state[:, STEP].clamp(max=block - 1)] - 1).clamp(min=0)[:, None]
+    at = sure + offsets[: table.branches]
+    choice = (ORDER_SHARPNESS * ranked.clamp(max=MOST_ODDS).masked_fill(offsets < sure, -torch.inf)).softmax(-1)
+    chance = choice.gather(1, at.clamp(max=block - 1)).where(at < block, 0.0).nan_to_num(0.0)
+    # Where a step reveals more than is left, all of it goes.
+    count = candidates.sum(-1, keepdim=True)
+    chance[:, :1] = torch.where((count > 0) & (count <= sure), 1.0, chance[:, :1])
+    last = order.gather(1, torch.minimum(at, (count - 1).clamp(min=0)))
+    rank = torch.empty_like(order).scatter_(1, order, offsets.expand_as(order))
+    surest = (rank < sure) & candidates
+    made = state.clone()
+    made[:, :block] = torch.where(surest, token, made[:, :block])
+    ends = torch.where(surest & _is_eos(table, token), offsets, block).amin(-1)
+    made[:, END] = torch.minimum(made[:, END], ends)
+    return chance, last, made[:, None].repeat(1, table.branches, 1)
+
+
+def _is_eos(table: DraftTable, ids: Tensor) -> Tensor:
+    return (ids[..., None] == table.eos).any(-1)
+
+
+def _looked_up(table: DraftTable, made: Tensor) -> Tensor:
+    """States [rows, n] that are remembered or re-read are replaced with what they lead to."""
+    named = table.known.shape[-1]
+    same = (made[:, :, None, :named] == table.known[:, None]).all(-1) & table.known_valid[:, None]
+    found, place = same.any(-1), same.int().argmax(-1)
+    ahead = table.ahead.gather(1, place[..., None].expand_as(made))
+    ahead[..., BASE] = torch.where(ahead[..., BASE] == INHERITED, made[..., BASE], ahead[..., BASE])
+    return torch.where(found[..., None], ahead, made)
+
+
+def with_estimates(table: DraftTable, slots: Tensor, which: Tensor, token: Tensor, odds: Tensor, begin: int = 0) -> DraftTable:
+    """Add the head's estimates of drafted states: from now on these are looked up, and told of by them.
+
+    Args:
+        table: What they were grown on.
+        slots: [rows, n, block + 6] long, the states, from the draft's `begin`-th on.
+        which: [rows, n] bool, those that have an estimate.
+        token: [rows, n, block] long, what each tells,
+        odds: [rows, n, block] float, and its log-odds.
+        begin: 0, or 1 where each row's next state has an estimate already, which does not get better.
+    """
+    named, before = table.known.shape[-1], table.token.shape[1]
+    read = slots.clone()
+    own = torch.arange(before, before + slots.shape[1], device=slots.device)
+    read[..., SOURCE] = torch.where(which, own, slots[..., SOURCE])
+    first = table.first if begin else read[:, 0].clone()
+    # What leads to a state that has an estimate now leads to that; the newest is found first.
+    same = (table.ahead[:, :, None, :named] == read[:, None, :, :named]).all(-1) & which[:, None]
+    newer = read.gather(1, same.int().argmax(-1)[..., None].expand_as(table.ahead))
+    read[..., BASE] = INHERITED
+    return replace(
+        table,
+        first=first,
+        token=torch.cat([table.token, token], 1),
+        odds=torch.cat([table.odds, odds], 1),
+        known=torch.cat([read[..., :named], table.known], 1),
+        known_valid=torch.cat([which, table.known_valid], 1),
+        ahead=torch.cat([read, torch.where(same.any(-1, keepdim=True), newer, table.ahead)], 1),
+    )
+
+
+__all__ = [
+    "BASE",
+    "END",
+    "ORDER_SHARPNESS",
+    "PARENT",
+    "SOURCE",
+    "START",
+    "STEP",
+    "Budget",
+    "Draft",
+    "as_slots",
+    "followers_of",
+    "grow",
+    "grow_ref",
+    "growth",
+    "reachable",
+    "table_tells",
+    "undrafted",
+    "with_estimates",
+]
