@@ -23,7 +23,7 @@ from torch import Tensor
 from ..kernels.grow import DraftTable
 from ..rules.drafting import BASE, SOURCE, Budget, Draft, Tell, as_slots, grow, growth, undrafted, with_estimates
 from ..rules.rules import Accepted, accept, offered_behind, remembered, stepped, steps_on_path
-from ..rules.states import Memory, Reveal, Scored, States
+from ..rules.states import PARENT, Memory, Reveal, Scored, States
 from ..runner.runner import Held, Runner
 from .decode_state import Counts, DecodeState, Remasked, RoundPlan, Text, finished, first_state, summary
 from .modes import Mode
@@ -280,6 +280,7 @@ def advance(task: Task, head: HeadPasses, state: DecodeState, accepted: Accepted
         steps = text.total_steps[:, None] + steps_on_path(accepted, state.current)
         text.write(accepted.known.states, accepted.known.reveal, revealing, steps)
     else:
+        seed.states.table[:, PARENT] = -1  # what it looked at is text by now
         asked = HeadQuestions(task, head, text)
         refined = refine(asked, replace(seed.states, valid=at_mask), seed.hidden, seed.reveal)
         if refine.remasks:
@@ -292,7 +293,7 @@ def advance(task: Task, head: HeadPasses, state: DecodeState, accepted: Accepted
         following = replace(following, table=torch.where(at_mask[:, None], after.table, following.table))
     text = replace(text, total_steps=text.total_steps + revealing.sum(-1))
     table = torch.where(active[:, None], following.table, state.current.table)
-    table[:, -3] = -1  # the parent
+    table[:, PARENT] = -1
     current = States(table, state.current.valid)
     end, done = finished(current, task.reader.request, task.mask_token_id)
     if task.stopping is not None:

@@ -20,9 +20,9 @@ from ..kernels.grow import DRAFT_COLUMNS, INHERITED, MOST_ODDS, ORDER_SHARPNESS,
 from .rules import whole_text
 from .states import STATE_COLUMNS, States
 
-# Columns of a drafted state, counted from its end.
-START, PARENT, STEP, END, BASE, SOURCE = range(-DRAFT_COLUMNS, 0)
-# Tells token and log-odds [rows, block] of the masked positions of drafted states [rows, block + 6], valid where [rows] says so.
+# Columns of a drafted state (see `DraftTable`), counted from its end: those of a state, then two more.
+DRAFT_START, DRAFT_PARENT, DRAFT_STEP, DRAFT_END, BASE, SOURCE = range(-DRAFT_COLUMNS, 0)
+# Tells token and log-odds [rows, block] of the masked positions of drafted states [rows, block + 6], where [rows] are valid.
 Tell = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -106,7 +106,7 @@ class Draft:
     @property
     def drafted(self) -> Tensor:
         """[rows, n] bool: states that are guesses; a row's next state and the block behind a clean one are not."""
-        drafted = self.valid & (self.slots[..., PARENT] < 0)
+        drafted = self.valid & (self.slots[..., DRAFT_PARENT] < 0)
         drafted[:, 0] = False
         return drafted
 
@@ -123,7 +123,7 @@ def undrafted(current: States, successor: States, mask_id: int, room: int) -> Dr
     if room == 1:
         return Draft(slots, current.valid[:, None])
     behind = as_slots(successor, -1)
-    behind[:, PARENT] = 0
+    behind[:, DRAFT_PARENT] = 0
     follows = current.valid & successor.masked(mask_id).any(-1) & ~current.masked(mask_id).any(-1)
     second = torch.where(follows[:, None], behind, slots[:, 0])
     return Draft(torch.stack([slots[:, 0], second], 1), torch.stack([current.valid, follows], 1))
@@ -150,7 +150,7 @@ def grow(table: DraftTable, size: int, most: int, dispatch: Dispatch, tell: Tell
 
 def grow_ref(table: DraftTable, size: int, tell: Tell | None) -> tuple[Tensor, Tensor]:
     """The twin of `grow_kernel`, for everything that may be drafted."""
-    branches, named = table.branches, slice(None, STEP)
+    branches, named = table.branches, slice(None, DRAFT_STEP)
     state, valid = table.first, table.valid
     rows = torch.arange(len(state), device=state.device)
     slots, valids, reached = [state], [valid], torch.ones_like(state[:, 0], dtype=table.odds.dtype)
@@ -187,7 +187,7 @@ def followers_of(table: DraftTable, state: Tensor, valid: Tensor, slot: int, tel
     offsets = torch.arange(block, device=state.device)
     masked = state[:, :block] == table.mask_id
     token, odds = (tell or table_tells(table))(state, valid)
-    candidates = masked & (offsets < state[:, END, None]) & ((state[:, SOURCE] >= 0) & valid)[:, None]
+    candidates = masked & (offsets < state[:, DRAFT_END, None]) & ((state[:, SOURCE] >= 0) & valid)[:, None]
     ranked, order = odds.where(candidates, -torch.inf).sort(dim=-1, descending=True, stable=True)
     if table.one_at_a_time:
         chance = (ORDER_SHARPNESS * ranked.clamp(max=MOST_ODDS)).softmax(-1)[:, : table.branches].nan_to_num(0.0)
@@ -198,17 +198,17 @@ def followers_of(table: DraftTable, state: Tensor, valid: Tensor, slot: int, tel
     picked = token.gather(1, last)
     made.scatter_(2, last[..., None], picked[..., None])
     ends = torch.where(_is_eos(table, picked), last, block)
-    made[..., END] = torch.minimum(made[..., END], ends)
-    made[..., STEP] += 1
+    made[..., DRAFT_END] = torch.minimum(made[..., DRAFT_END], ends)
+    made[..., DRAFT_STEP] += 1
     made[..., BASE] = made[..., SOURCE]
     made = _looked_up(table, made)
     # The reveal before a state that ends the row already tells.
-    limit = table.open_end[:, None] - made[..., START]
-    chance = chance * ~whole_text(made[..., :block], made[..., END], limit, table.mask_id)
+    limit = table.open_end[:, None] - made[..., DRAFT_START]
+    chance = chance * ~whole_text(made[..., :block], made[..., DRAFT_END], limit, table.mask_id)
     # Behind a clean state comes the next block, but one at a time: a given block without masks has to wait.
     clean = ~masked.any(-1)
     successor = table.successor.clone()
-    successor[:, PARENT] = slot
+    successor[:, DRAFT_PARENT] = slot
     made[:, 0] = torch.where(clean[:, None], successor, made[:, 0])
     chance[:, 0] = torch.where(clean, table.open_successor, chance[:, 0])
     return made, chance * valid[:, None]
@@ -234,7 +234,7 @@ def _several(
     """
     block = candidates.shape[-1]
     offsets = torch.arange(block, device=state.device)
-    sure = (table.schedule[state[:, STEP].clamp(max=block - 1)] - 1).clamp(min=0)[:, None]
+    sure = (table.schedule[state[:, DRAFT_STEP].clamp(max=block - 1)] - 1).clamp(min=0)[:, None]
     at = sure + offsets[: table.branches]
     choice = (ORDER_SHARPNESS * ranked.clamp(max=MOST_ODDS).masked_fill(offsets < sure, -torch.inf)).softmax(-1)
     chance = choice.gather(1, at.clamp(max=block - 1)).where(at < block, 0.0).nan_to_num(0.0)
@@ -247,7 +247,7 @@ def _several(
     made = state.clone()
     made[:, :block] = torch.where(surest, token, made[:, :block])
     ends = torch.where(surest & _is_eos(table, token), offsets, block).amin(-1)
-    made[:, END] = torch.minimum(made[:, END], ends)
+    made[:, DRAFT_END] = torch.minimum(made[:, DRAFT_END], ends)
     return chance, last, made[:, None].repeat(1, table.branches, 1)
 
 
@@ -298,12 +298,12 @@ def with_estimates(table: DraftTable, slots: Tensor, which: Tensor, token: Tenso
 
 __all__ = [
     "BASE",
-    "END",
+    "DRAFT_END",
+    "DRAFT_PARENT",
+    "DRAFT_START",
+    "DRAFT_STEP",
     "ORDER_SHARPNESS",
-    "PARENT",
     "SOURCE",
-    "START",
-    "STEP",
     "Budget",
     "Draft",
     "as_slots",

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .states import Memory, Reveal, Scored, States
+from .states import PARENT, Memory, Reveal, Scored, States
 
 
 @dataclass
@@ -256,7 +256,7 @@ def accept(scored: Scored, memory: Memory | None, successor: States, eos: Tensor
     after = stepped(known.states, known.reveal, eos)
     slot = torch.arange(clean.shape[1], device=clean.device)
     behind = successor.table[:, None].repeat(1, len(slot), 1)
-    behind[..., -3] = slot  # its parent
+    behind[..., PARENT] = slot
     follower = replace(after, table=torch.where(clean[..., None], behind, after.table))
     same = (follower.name[:, :, None] == known.states.name[:, None]).all(-1)
     same &= known.states.valid[:, None] & known.states.valid[..., None]

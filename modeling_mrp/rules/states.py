@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import register_dataclass
 
-# Columns of a state behind its ids: start, parent, step, end.
+# Columns of a state behind its ids, counted from its end.
 STATE_COLUMNS = 4
+START, PARENT, STEP, END = range(-STATE_COLUMNS, 0)
 
 
 class TensorFields:
@@ -55,27 +56,27 @@ class States(TensorFields):
     @property
     def name(self) -> Tensor:
         """[..., block + 2] long: ids, start and parent."""
-        return self.table[..., :-2]
+        return self.table[..., :STEP]
 
     @property
     def start(self) -> Tensor:
         """[...] long."""
-        return self.table[..., -4]
+        return self.table[..., START]
 
     @property
     def parent(self) -> Tensor:
         """[...] long."""
-        return self.table[..., -3]
+        return self.table[..., PARENT]
 
     @property
     def step(self) -> Tensor:
         """[...] long."""
-        return self.table[..., -2]
+        return self.table[..., STEP]
 
     @property
     def end(self) -> Tensor:
         """[...] long."""
-        return self.table[..., -1]
+        return self.table[..., END]
 
     def masked(self, mask_token_id: int) -> Tensor:
         """[..., block] bool: the positions that are not revealed."""
@@ -146,4 +147,4 @@ class Memory(TensorFields):
 for _kind in (States, Reveal, Scored, Memory):
     register_dataclass(_kind)
 
-__all__ = ["STATE_COLUMNS", "Memory", "Reveal", "Scored", "States", "TensorFields"]
+__all__ = ["END", "PARENT", "START", "STATE_COLUMNS", "STEP", "Memory", "Reveal", "Scored", "States", "TensorFields"]

@@ -16,7 +16,7 @@ from torch.utils._pytree import register_dataclass
 from ..kernels.dispatch import Dispatch
 from ..kernels.round_attention import RoundMask
 from ..model.diffusion import block_causal_mask
-from ..rules.states import States
+from ..rules.states import PARENT, States
 from .cache import BlockCache
 from .protocol import BlockDiffusionModel
 from .round_layers import under_round_masks
@@ -198,7 +198,7 @@ class Runner:
         zero = torch.zeros_like(held.head_committed)
         clean = States.of(held.late_ids, held.head_committed, zero - 1, zero, zero, behind)
         packed = clean.map(lambda t: t[:, None]).cat(states)
-        packed.table[:, 1:, -3] = torch.where(behind, 0, -1)[:, None]  # all states look at it
+        packed.table[:, 1:, PARENT] = torch.where(behind, 0, -1)[:, None]  # all states look at it
         residual = self._network(packed, held.head_committed, used, torch.cat([held.late_hidden[:, None], hidden], 1))
         scratch = self._scratch(packed, residual, self.head_layers)
         self.commit(scratch, zero, held.head_committed, behind)
