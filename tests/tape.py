@@ -1,4 +1,7 @@
-"""What stands for CUDA graphs on a CPU: a step's operations are written down once and then repeated, without its Python."""
+"""What stands for CUDA graphs on a CPU: a step's operations are written down once and then repeated, without its Python.
+
+Triton's launches, which the interpreter runs here, are operations like any other.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -8,10 +11,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from modeling_mrp.runner import graphs, recorded
+
+try:
+    from triton.runtime.interpreter import GridExecutor
+except ImportError:
+    GridExecutor = None
 
 # Their results' sizes or values are needed on the host, so that CUDA cannot record them.
 WAITS = (
@@ -115,8 +123,8 @@ class TapeRecorder:
     def first(self, step: Callable[[], None]) -> None:
         step()
 
-    def record(self, step: Callable[[], None]) -> Callable[[], None]:
-        with Tape() as tape, quiet():
+    def record(self, step: Callable[[], None]) -> tuple[Callable[[], None], int]:
+        with Tape() as tape, launches_on(tape), quiet():
             step()
         TapeRecorder.tapes.append(tape)
         repeat = tape.closed()
@@ -125,7 +133,44 @@ class TapeRecorder:
             TapeRecorder.replays += 1
             repeat()
 
-        return replay
+        return replay, 1000 * len(tape.operations)
+
+
+@contextmanager
+def launches_on(tape: Tape) -> Iterator[None]:
+    """Writes interpreted launches down as one operation each; what their Python does is no operation of the step."""
+    if GridExecutor is None:
+        yield
+        return
+    launch = GridExecutor.__call__
+
+    def launched(self: Any, *args: Any, **kwargs: Any) -> None:
+        def run(*given: Any, **named: Any) -> list[Any]:
+            with _disable_current_modes():
+                launch(self, *given, **named)
+            return []
+
+        run.__name__ = f"triton.{self.fn.__name__}"
+        tape.operations.append((run, *tree_map(tape._named, (args, kwargs)), []))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(GridExecutor, "__call__", launch)
+            for owner, name, real in HOST:  # the interpreter is allowed to
+                patch.setattr(owner, name, real)
+            run(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GridExecutor, "__call__", launched)
+        yield
+
+
+# Ways in which numbers go to the host and back that are not dispatched.
+HOST = [
+    (owner, name, getattr(owner, name))
+    for owner, name in (
+        *((Tensor, name) for name in ("tolist", "item", "numpy")),
+        *((torch, name) for name in ("tensor", "as_tensor")),
+    )
+]
 
 
 @contextmanager
@@ -136,7 +181,7 @@ def quiet() -> Iterator[None]:
         raise RuntimeError("numbers between host and device: they cannot be recorded")
 
     with pytest.MonkeyPatch.context() as patch:
-        for owner, name in ((Tensor, "tolist"), (Tensor, "item"), (Tensor, "numpy"), (torch, "tensor"), (torch, "as_tensor")):
+        for owner, name, _ in HOST:
             patch.setattr(owner, name, refused)
         yield
 
@@ -149,6 +194,7 @@ def strangers(model: nn.Module) -> list[Tensor]:
         fixed += [t for kept in place.parts.kept.values() for t in (*kept.inputs, kept.output) if t is not None]
         for registers in place.registers.values():
             fixed += [*registers.tensors, registers.numbers]
+        fixed += [] if place.draft_weight is None else [place.draft_weight]
     known = {tensor.untyped_storage().data_ptr() for tensor in fixed}
     found = [tensor for tape in TapeRecorder.tapes for tensor in tape.outside.values()]
     # A number that is written into a tensor becomes a tensor of its own.

@@ -2,7 +2,7 @@
 
 import logging
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -38,13 +38,16 @@ from transformers.utils import logging as transformers_logging
 
 from ..kernels.dispatch import Dispatch
 from ..runner.cache import BlockCache
-from ..runner.recorded import release_graphs
+from ..runner.graphs import Recorder
+from ..runner.recorded import RecordedCache, recorded_cache, recorder_for, release_graphs
 from ..runner.round_layers import takes_round_masks
 from ..runner.runner import Runner
 from .decode_state import DecodeState, Remasked, Request, laid_out
 from .loop import Task, begin, decode
+from .modes import Mode
 from .options import DECODINGS, OPTION_NAMES, REMASK_RULES, MRPGenerationConfig, did_you_mean
 from .prompts import check_infill, check_prompt, check_rows
+from .recording import RecordedRounds, replayable
 from .sampling import Picker
 from .scoring import Reader
 from .stopping import Stopping
@@ -358,40 +361,80 @@ def _decode(
     prompts = [ids[keep] for ids, keep in zip(input_ids, real, strict=True)]
     infill = None if infill_ids is None else infill_ids.to(device, torch.long)
     text, ends, current = laid_out(prompts, infill, new, block, mask_id, device)
-    least = max(0, (config.min_length or 0) - input_ids.shape[1])
-    # Given tokens are kept, so that no text ends before the last of them.
-    no_eos_before = torch.maximum(ends["prompt_length"] + least, ends["given_end"])
-    schedule, seed = config.schedule(block).to(device), config.seeds(len(input_ids)).to(device)
-    eos = torch.tensor(config.eos_ids(), dtype=torch.long, device=device)
-    request = Request(**ends, no_eos_before=no_eos_before, seed=seed, schedule=schedule, eos=eos)
-    sampler = replace(picker, entropy=mode.rule.needs_entropy)
-    head, drafter = model.mrp_head, sampler
-    if mode.drafting and mode.drafting.passes and head.draft_token_ids is not None and picker.processors is None:
-        drafter = picker.restricted(head.draft_token_ids)
-    bars_eos = bool((no_eos_before > ends["prompt_length"]).any())
-    reader = Reader(mode.rule, sampler, drafter, request, mask_id, device.type == "cpu", bars_eos)
+    request = _request(ends, config, input_ids.shape[1], block)
     stopping = Stopping(criteria, input_ids, _pad_id(config), mask_id) if criteria else None
-    task = Task(mode, reader, block, mask_id, int(schedule.max()) == 1, stopping)
-    cache = past_key_values
-    if cache is not None and mode.uses_head and not cache.head_layers:
-        cache = None
-    scratch = mode.width * block
-    if cache is None:
-        cache = model.block_cache(len(prompts), text.capacity, scratch, with_head=mode.uses_head)
-    cache = cache.with_room(len(prompts), text.capacity, scratch)
-    reused = cache.reusable(text.tokens, current.start, block, mode.uses_head)
-    # From here on the slots behind are overwritten, also by a call that does not come to its end.
-    cache.hold(text.tokens, reused, reused.minimum(cache.head_held.to(device)))
-    runner = Runner(model, cache, mode.uses_head, sampler.dispatch, takes_round_masks(model, sampler.dispatch), device)
-    state = begin(task, runner, text, current, reused)
     stream = _Stream(streamer, request, block) if streamer is not None else None
-    cost = mode.drafting.passes * model.head_share() if mode.drafting and mode.drafting.passes else 0.0
-    state, remasked = decode(task, runner, state, cost, None, stream.on_round if stream is not None else None)
-    held = state.held
-    cache.hold(state.text.tokens, held.committed, held.head_committed if mode.uses_head else cache.head_held)
+    room = (past_key_values, len(prompts), text.capacity, mode.width * block, mode.uses_head)
+    with _cache_for(model, recorder_for(model, config.graphs), *room) as (recorded, cache):
+        text = text.with_room(cache.capacity) if recorded is not None else text
+        reused = cache.reusable(text.tokens, current.start, block, mode.uses_head)
+        # From here on the slots behind are overwritten, also by a call that does not come to its end.
+        cache.hold(text.tokens, reused, reused.minimum(cache.head_held.to(device)))
+        reader = _reader(model, picker, mode, request, recorded)
+        task = Task(mode, reader, block, mask_id, int(request.schedule.max()) == 1, stopping)
+        whole = recorded is not None and replayable(task)
+        parts = None if recorded is None or whole else recorded.parts.call
+        round_masks = takes_round_masks(model, picker.dispatch)
+        runner = Runner(model, cache, mode.uses_head, picker.dispatch, round_masks, device, parts)
+        state = begin(task, runner, text, current, reused)
+        rounds = RecordedRounds(task, runner, state, recorded) if recorded is not None and whole else None
+        passes = mode.drafting.passes if mode.drafting else 0
+        cost = passes * model.head_share() if passes else 0.0
+        on_round = stream.on_round if stream is not None else None
+        state, remasked = decode(task, runner, state if rounds is None else rounds.state, cost, rounds, on_round)
+        state = state if rounds is None else rounds.end()
+        held = state.held
+        cache.hold(state.text.tokens, held.committed, held.head_committed if mode.uses_head else cache.head_held)
     if stream is not None:
         stream.end(state)
     return _output(input_ids, request, state, runner, remasked, cache, config)
+
+
+def _request(ends: dict[str, Tensor], config: MRPGenerationConfig, prompt_columns: int, block_size: int) -> Request:
+    """What is asked for, with `ends` of the rows as they are laid out."""
+    prompt_length = ends["prompt_length"]
+    device = prompt_length.device
+    least = max(0, (config.min_length or 0) - prompt_columns)
+    return Request(
+        **ends,
+        # Given tokens are kept, so that no text ends before the last of them.
+        no_eos_before=torch.maximum(prompt_length + least, ends["given_end"]),
+        seed=config.seeds(len(prompt_length)).to(device),
+        schedule=config.schedule(block_size).to(device),
+        eos=torch.tensor(config.eos_ids(), dtype=torch.long, device=device),
+    )
+
+
+def _reader(model: Any, picker: Picker, mode: Mode, request: Request, recorded: RecordedCache | None) -> Reader:
+    """How hidden states are read; drafts are picked from the head's own vocabulary, if it has one."""
+    sampler = drafter = replace(picker, entropy=mode.rule.needs_entropy)
+    ids = model.mrp_head.draft_token_ids if mode.drafting and mode.drafting.passes else None
+    if ids is not None and picker.processors is None:
+        weight = picker.lm_head_weight
+        drafter = picker.restricted(ids, weight[ids] if recorded is None else recorded.rows_of(weight, ids))
+    bars_eos = bool((request.no_eos_before > request.prompt_length).any())
+    seeks = recorded is None and request.seed.device.type == "cpu"
+    return Reader(mode.rule, sampler, drafter, request, model.config.mask_token_id, seeks, bars_eos)
+
+
+@contextmanager
+def _cache_for(
+    model: Any,
+    recorder: Callable[[], Recorder] | None,
+    past: BlockCache | None,
+    rows: int,
+    capacity: int,
+    scratch: int,
+    with_head: bool,
+) -> Iterator[tuple[RecordedCache | None, BlockCache]]:
+    """Where keys and values go: what is recorded is found again by the cache that it writes to."""
+    past = None if past is not None and with_head and not past.head_layers else past
+    if recorder is not None:
+        with recorded_cache(model, recorder, past, rows, capacity, scratch, with_head) as lent:
+            yield lent
+    else:
+        past = model.block_cache(rows, capacity, scratch, with_head=with_head) if past is None else past
+        yield None, past.with_room(rows, capacity, scratch)
 
 
 def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationConfig) -> Picker:

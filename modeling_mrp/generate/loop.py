@@ -287,8 +287,8 @@ def advance(task: Task, head: HeadPasses, state: DecodeState, accepted: Accepted
             back = seed.reveal.where & ~refined.where & at_mask[:, None]
             counts.revoked += back.sum(-1)
             state = replace(state, remasked=Remasked(seed.states.start, back, seed.reveal.token))
-        one = tuple(part.map(lambda t: t[:, None]) for part in (seed.states, refined))
-        text.write(*one, at_mask[:, None], text.total_steps[:, None])
+        one, shown = seed.states.map(lambda t: t[:, None]), refined.map(lambda t: t[:, None])
+        text.write(one, shown, at_mask[:, None], text.total_steps[:, None])
         after = stepped(seed.states, refined, task.reader.request.eos)
         following = replace(following, table=torch.where(at_mask[:, None], after.table, following.table))
     text = replace(text, total_steps=text.total_steps + revealing.sum(-1))

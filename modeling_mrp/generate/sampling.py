@@ -70,9 +70,9 @@ class Picker:
         """The distributions before any processors."""
         return Readout(self.lm_head_weight, self.mask_token_id, self.temperature, self.eos_token_ids, self.token_ids)
 
-    def restricted(self, token_ids: Tensor) -> "Picker":
-        """One that picks among some tokens [m] only, without the mask id."""
-        return replace(self, lm_head_weight=self.lm_head_weight[token_ids], token_ids=token_ids, entropy=False)
+    def restricted(self, token_ids: Tensor, weight: Tensor) -> "Picker":
+        """One that picks among some tokens [m] only, without the mask id; `weight` are their rows of `lm_head`."""
+        return replace(self, lm_head_weight=weight, token_ids=token_ids, entropy=False)
 
     def __call__(
         self,

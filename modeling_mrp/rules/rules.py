@@ -26,8 +26,8 @@ class Candidates:
     Attributes:
         where: [..., block] bool, the masked positions that may be revealed.
         token: [..., block] long, the token picked at each.
-        confidence: [..., block] float, log-odds of that token; -inf outside `where`. They order positions as probabilities do, and
-            keep their precision where these round to 1.
+        confidence: [..., block] float, log-odds of that token; -inf outside `where`. They order positions as probabilities
+            do, and keep their precision where these round to 1.
         entropy: [..., block] nats, -inf outside `where`; None unless the rule says that it `needs_entropy`.
         ids: [..., block] long, the state itself.
         step: [...] long, the denoising steps taken in the block.

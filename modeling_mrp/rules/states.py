@@ -34,9 +34,9 @@ class States(TensorFields):
     A state is named by its ids, its start and its parent.
 
     Attributes:
-        table: [..., block + 4] long, in these columns: ids [block]; start, the absolute position of the block; parent, the slot
-            in the round of the clean state that this one looks at beyond the prefix, -1 if none; step, the denoising steps taken
-            in the block; end, the column of the first eos that was revealed in it, the block's size if none was.
+        table: [..., block + 4] long, in these columns: ids [block]; start, the absolute position of the block; parent, the
+            slot in the round of the clean state that this one looks at beyond the prefix, -1 if none; step, the denoising steps
+            taken in the block; end, the column of the first eos that was revealed in it, the block's size if none was.
         valid: [...] bool; False for an unused slot.
     """
 

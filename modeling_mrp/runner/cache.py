@@ -1,5 +1,6 @@
 """Keys and values of committed blocks by absolute position, and the scratch of the states being scored."""
 
+import copy
 import weakref
 from collections.abc import Sequence
 
@@ -184,19 +185,39 @@ class BlockCache(Cache):
             rows: A multiple of this one's: each is then held so many times, one after the other.
             capacity, scratch: At least so many slots, and tokens that can be scored at once.
         """
-        if rows == self.rows and capacity <= self.capacity and scratch <= self.scratch and self.writable:
+        if self.fits(rows, capacity, scratch):
             return self
         capacity, scratch = max(capacity, self.capacity), max(scratch, self.scratch)
         heads, width, devices = self.num_key_value_heads, self.head_dim, self._device_of
         bigger = BlockCache(rows, heads, width, devices, capacity, scratch, self.dtype, self.head_layers)
         bigger.owner = self.owner
-        copies = rows // self.rows
-        bigger.hold(*(t.repeat_interleave(copies, 0) for t in (self.ids, self.held, self.head_held)))
-        used = int(self.held.max())
-        for device, buffer in self._buffers.items():
-            held = buffer[:, :, :, :, self.scratch : self.scratch + used]
-            bigger._buffers[device][:, :, :, :, scratch : scratch + used] = held.repeat_interleave(copies, 2)
+        bigger.fill_from(self)
         return bigger
+
+    def fits(self, rows: int, capacity: int, scratch: int) -> bool:
+        """Whether it has room for so much, and may be written to."""
+        return rows == self.rows and capacity <= self.capacity and scratch <= self.scratch and self.writable
+
+    def fill_from(self, other: "BlockCache") -> None:
+        """Hold what another cache of as many layers holds, a divisor of this one's rows: each so many times in turn."""
+        copies = self.rows // other.rows
+        self.hold(*(t.repeat_interleave(copies, 0) for t in (other.ids, other.held, other.head_held)))
+        used = int(other.held.max())
+        for device, buffer in other._buffers.items():
+            held = buffer[:, :, :, :, other.scratch : other.scratch + used]
+            self._buffers[device][:, :, :, :, self.scratch : self.scratch + used] = held.repeat_interleave(copies, 2)
+
+    def alias(self) -> "BlockCache":
+        """Another cache on the same memory."""
+        return copy.copy(self)
+
+    def shares(self, other: "BlockCache") -> bool:
+        """Whether two caches have the same memory."""
+        return self._buffers is other._buffers
+
+    def detach(self) -> None:
+        """Go on with a copy of the memory that is shared."""
+        self._buffers = {device: buffer.clone() for device, buffer in self._buffers.items()}
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Rows differ in length, so there is no common one; positions are always passed explicitly."""

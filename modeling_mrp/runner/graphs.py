@@ -10,24 +10,20 @@ compilers). The second run records and replays; a key that is met once costs no 
 thread, so a thread that ran none of the steps so far begins with an ordinary run too, unless there is something to replay.
 """
 
-import copy
 import sys
 import threading
 import warnings
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
-T = TypeVar("T")
-
-# Recordings of one set of registers; beyond, the one that was not used for longest goes. The driver keeps some 10 MB for a
-# round of a few thousand kernels.
-RECORDINGS = 24
+# Bytes that a recording of a round keeps at least, however little of it shows in the device's free memory.
+_LEAST_KEPT = 1 << 20
 
 # PyTorch allows one capture at a time in a process, and begins it with a wait that is illegal while another one goes on.
 _RECORDING = threading.Lock()
@@ -50,8 +46,8 @@ class Recorder(Protocol):
         """Runs a step so that it can be recorded later."""
         ...
 
-    def record(self, step: Callable[[], None]) -> Callable[[], None]:
-        """Runs a step once more and returns what repeats it.
+    def record(self, step: Callable[[], None]) -> tuple[Callable[[], None], int]:
+        """Runs a step once more; returns what repeats it, and the bytes that this keeps.
 
         Raises:
             RecordingFailedError: if it cannot be recorded. Its cause is the error that came first.
@@ -79,12 +75,14 @@ class CudaRecorder:
             step()
         main.wait_stream(self.stream)
 
-    def record(self, step: Callable[[], None]) -> Callable[[], None]:
+    def record(self, step: Callable[[], None]) -> tuple[Callable[[], None], int]:
         """See `Recorder.record`. Other threads that record wait; what they replay goes on."""
         with _RECORDING:
+            free, _ = torch.cuda.mem_get_info(self.device)
             graph = self._recorded(step)
             graph.replay()
-        return graph.replay
+            left, _ = torch.cuda.mem_get_info(self.device)
+        return graph.replay, max(free - left, _LEAST_KEPT)
 
     def _recorded(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
         if not self.graphs:  # a pool cannot be used again when the last graph in it is gone
@@ -119,44 +117,6 @@ def first_of(error: BaseException, handled: BaseException | None = None) -> Base
     return error
 
 
-def leaves(thing: Any) -> list[Tensor]:
-    """The tensors in a tensor, in a tuple or list, or in an object's attributes, in order."""
-    if isinstance(thing, Tensor):
-        return [thing]
-    if isinstance(thing, tuple | list):
-        return [leaf for part in thing for leaf in leaves(part)]
-    return [leaf for part in getattr(thing, "__dict__", {}).values() for leaf in leaves(part)]
-
-
-def refilled(thing: T, tensors: Iterator[Tensor]) -> T:
-    """The same with other tensors, in the order of `leaves`."""
-    made: Any = thing
-    if isinstance(thing, Tensor):
-        made = next(tensors)
-    elif isinstance(thing, tuple | list):
-        made = type(thing)([refilled(part, tensors) for part in thing])
-    elif hasattr(thing, "__dict__"):
-        made = copy.copy(thing)
-        for name, part in vars(thing).items():
-            object.__setattr__(made, name, refilled(part, tensors))  # frozen dataclasses too
-    return made
-
-
-def described(thing: Any) -> Hashable:
-    """What a recording depends on in plain values, containers, and objects of them; of a tensor its shape and dtype."""
-    if isinstance(thing, Tensor):
-        return tuple(thing.shape), thing.dtype, thing.device
-    if isinstance(thing, dict):
-        return tuple((described(name), described(part)) for name, part in thing.items())
-    if isinstance(thing, tuple | list | set | frozenset | range):
-        return type(thing), tuple(described(part) for part in thing)
-    if hasattr(thing, "__dict__") and not isinstance(thing, type) and not callable(thing):
-        return type(thing), described(vars(thing))
-    if hasattr(thing, "__dict__") and not isinstance(thing, type):  # a logits processor
-        return type(thing), id(thing) if not vars(thing) else described(vars(thing))
-    return type(thing), thing
-
-
 def fixed_copy(tensor: Tensor) -> Tensor:
     """A buffer with the same numbers that can be written to in and outside of inference mode."""
     with torch.inference_mode(False), torch.no_grad():
@@ -165,11 +125,12 @@ def fixed_copy(tensor: Tensor) -> Tensor:
 
 @dataclass
 class _Kept:
-    """What is known of a key: how to repeat it, None before it is recorded, and the buffers that came with it."""
+    """What is known of a key: how to repeat it, None before it is recorded; the buffers that came with it; its size."""
 
     replay: Callable[[], None] | None = None
     inputs: Sequence[Tensor] = ()
     output: Tensor | None = None
+    nbytes: int = 0
 
 
 class Graphs:
@@ -177,16 +138,23 @@ class Graphs:
 
     Args:
         recorder: What records.
-        limit: Recordings kept at most.
+
+    Attributes:
+        replays: Steps that were replayed.
     """
 
-    def __init__(self, recorder: Recorder, limit: int = RECORDINGS) -> None:
-        self.recorder, self.limit = recorder, limit
-        self.kept: OrderedDict[Hashable, _Kept] = OrderedDict()
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder, self.replays = recorder, 0
+        self.kept: dict[Hashable, _Kept] = {}
         self.thread = threading.local()  # whether the current one ran a step as it is
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all recordings."""
+        return sum(kept.nbytes for kept in self.kept.values())
+
     def run(self, key: Hashable, step: Callable[[], None]) -> None:
-        """Has a step's effect, once.
+        """Have a step's effect, once.
 
         Where recording fails there is one warning, and steps run as they are from then on.
         """
@@ -195,13 +163,14 @@ class Graphs:
         known = self.kept.get(key)
         if known is not None and known.replay is not None:
             known.replay()
+            self.replays += 1
         elif known is None or not hasattr(self.thread, "warm"):
             self.recorder.first(step)
             self.thread.warm = True
             self.kept.setdefault(key, _Kept())
         else:
             try:
-                known.replay = self.recorder.record(step)
+                known.replay, known.nbytes = self.recorder.record(step)
             except RecordingFailedError as error:
                 self.recorder.failed = True
                 self.kept.clear()
@@ -212,16 +181,13 @@ class Graphs:
                     stacklevel=2,
                 )
                 return step()
-        self.kept.move_to_end(key)
-        if len(self.kept) > self.limit:  # not before recording: the pool lives as long as a graph in it
-            self.kept.popitem(last=False)
 
     def call(self, key: Hashable, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         """`function(*inputs)`, which depends on nothing else but what the key and fixed buffers tell. The result is the
         caller's: a copy of what the next call with this key overwrites."""
         if self.recorder.failed:
             return function(*inputs)
-        key = key, described(inputs)
+        key = key, shapes_of(inputs)
         known = self.kept.get(key) or _Kept(None, [fixed_copy(tensor) for tensor in inputs])
         for register, tensor in zip(known.inputs, inputs, strict=True):
             register.copy_(tensor)
@@ -240,24 +206,41 @@ class Graphs:
         return known.output.clone()
 
 
+def shapes_of(tensors: Sequence[Tensor]) -> Hashable:
+    """What a recording depends on in tensors that it reads: shapes, dtypes and devices."""
+    return tuple((tuple(tensor.shape), tensor.dtype, tensor.device) for tensor in tensors)
+
+
 class Registers:
-    """Fixed buffers in the shape of some objects' tensors, and what was recorded on them.
+    """Fixed buffers for the tensors of a pytree, what is recorded on them, and numbers for the host.
 
     Args:
-        parts: Objects whose `leaves` are copied here.
+        tree: Whose leaves, all of them tensors, are copied here.
         recorder: For `graphs`.
+
+    Attributes:
+        tree: The same with the buffers for leaves.
+        graphs: What is recorded on them.
+        host: By key of a recording, what its step does on the host.
     """
 
-    def __init__(self, parts: Sequence[Any], recorder: Recorder) -> None:
-        self.tensors = [fixed_copy(leaf) for leaf in leaves(tuple(parts))]
+    def __init__(self, tree: Any, recorder: Recorder) -> None:
+        leaves, spec = tree_flatten(tree)
+        self.tensors: list[Tensor] = [fixed_copy(leaf) for leaf in leaves]
+        self.tree = tree_unflatten(self.tensors, spec)
         self.places = {tensor.untyped_storage().data_ptr() for tensor in self.tensors}
         self.graphs = Graphs(recorder)
         self.numbers: Tensor | None = None
-        self.host: dict[Hashable, Any] = {}  # what a key's steps do on the host
+        self.host: dict[Hashable, dict[str, int]] = {}
 
-    def write(self, parts: Sequence[Any]) -> None:
-        """Copies other objects of the same shape into the buffers. They may share memory with the buffers."""
-        new = leaves(tuple(parts))
+    @property
+    def nbytes(self) -> int:
+        """Bytes of buffers and recordings."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors) + self.graphs.nbytes
+
+    def write(self, tree: Any) -> None:
+        """Copy the leaves of another pytree of the same shape into the buffers. They may share memory with the buffers."""
+        new = tree_flatten(tree)[0]
         for own, tensor in zip(self.tensors, new, strict=True):
             assert (own.shape, own.dtype) == (tensor.shape, tensor.dtype), (own, tensor)
         changed: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
@@ -272,10 +255,11 @@ class Registers:
         for targets, sources in changed.values():  # a launch for each dtype
             torch._foreach_copy_(targets, sources)
 
-    def read(self, parts: Sequence[T]) -> list[T]:
-        """The objects with the buffers for tensors."""
-        tensors = iter(self.tensors)
-        return [refilled(part, tensors) for part in parts]
+    def numbers_for(self, count: int) -> Tensor:
+        """[count] long: where a step leaves what the host reads."""
+        if self.numbers is None:
+            self.numbers = fixed_copy(torch.zeros(count, dtype=torch.long, device=self.tensors[0].device))
+        return self.numbers
 
 
 __all__ = [
@@ -285,9 +269,7 @@ __all__ = [
     "Recorder",
     "RecordingFailedError",
     "Registers",
-    "described",
     "first_of",
     "fixed_copy",
-    "leaves",
-    "refilled",
+    "shapes_of",
 ]

@@ -1,36 +1,31 @@
 """Where rounds are recorded: KV caches that stay where they are, and what was recorded on them, kept between calls.
 
 Recordings are dear, so they outlive the call of `generate` that made them, together with the cache they write to: by model,
-until the model is gone, its weights lie elsewhere, or `release_graphs` is called. A cache that a call hands out is not used by
-another one as long as somebody holds it.
+until the model is gone, its weights lie elsewhere, `release_graphs` is called, or other calls need the room more. A cache that a
+call hands out stays its holder's: if the next call needs the place, what is held is first copied out of it.
 """
 
-import copy
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from .cache import BlockCache
-from .graphs import RECORDERS, Graphs, Recorder, Registers, described, leaves
+from .graphs import RECORDERS, Graphs, Recorder, Registers, fixed_copy, shapes_of
 from .round_layers import REPLACED, ROUND_ATTENTION
 
-# Sets of registers of a recorded cache: one for each way of decoding. Each is a few MB (hidden states of some blocks per row).
-REGISTERS = 4
-# Recorded caches of a model that are kept between calls: batch sizes, or caches that users hold on to.
-KEPT_CACHES = 2
-# A bigger cache is given back when its call is over, and what was recorded on it goes too: a share of the device's memory.
+# What a model keeps between calls, caches and recordings: a share of the device's memory. What was not used for longest goes.
 KEPT_SHARE = 1 / 8
 _NO_GPU_MEMORY = 32 << 30  # bytes of memory that are assumed of a device that only stands in for one
-# Capacities are multiples of so many tokens, so that prompts of about the same length find the same one.
-CAPACITY_STEP = 512
-# A recording reads at least so many committed slots.
-FIRST_BUCKET = 256
+# Tokens of the smallest cache. Others have twice as many, four times, ..., so that growing prompts find the same one.
+LEAST_CAPACITY = 1024
 
 _PLAIN = frozenset({bool, int, float, str, type(None)})
 
@@ -42,37 +37,58 @@ class RecordedCache:
         cache: Whose buffers these are.
         recorder: What records.
         weights: The model's `fingerprint`.
+
+    Attributes:
+        parts: Forwards that are recorded one by one.
+        registers: Rounds that are recorded whole, a set for each way of decoding.
+        busy: A call is using it.
     """
 
     def __init__(self, cache: BlockCache, recorder: Recorder, weights: Hashable) -> None:
-        self.cache, self.weights, self.recorder = copy.copy(cache), weights, recorder
+        self.cache, self.weights, self.recorder = cache.alias(), weights, recorder
         self.parts = Graphs(recorder)
         self.registers: OrderedDict[Hashable, Registers] = OrderedDict()
-        self.lent: weakref.ref[BlockCache] | None = weakref.ref(cache)
+        self.draft_weight: Tensor | None = None
+        self.busy = False
+        self._lent: weakref.ref[BlockCache] | None = None
 
     @property
-    def free(self) -> bool:
-        """Nobody holds the cache that was lent."""
-        return self.lent is None or self.lent() is None
+    def nbytes(self) -> int:
+        """Bytes of the cache and of all recordings."""
+        weight = 0 if self.draft_weight is None else self.draft_weight.numel() * self.draft_weight.element_size()
+        return self.cache.nbytes + self.parts.nbytes + weight + sum(each.nbytes for each in self.registers.values())
 
     def lend(self) -> BlockCache:
-        """The cache, emptied. It is free again when this object is gone."""
-        cache = copy.copy(self.cache)
+        """The cache, emptied. Whoever holds what was lent before keeps it, in memory of its own."""
+        holder = None if self._lent is None else self._lent()
+        if holder is not None and holder.shares(self.cache):
+            holder.detach()
+        cache = self.cache.alias()
         cache.empty()
-        self.lent = weakref.ref(cache)
+        self.take(cache)
         return cache
 
-    def registers_for(self, key: Hashable, parts: Sequence[Any]) -> Registers:
-        """Those of an earlier call of the same kind, or new ones, filled with the tensors of `parts`."""
-        key = key, described(leaves(tuple(parts)))
+    def take(self, cache: BlockCache) -> None:
+        """Note who holds the cache."""
+        self._lent = weakref.ref(cache)
+
+    def registers_for(self, key: Hashable, tree: Any) -> Registers:
+        """Those of an earlier call of the same kind, or new ones, filled with the leaves of `tree`."""
+        key = key, shapes_of(tree_leaves(tree))
         if key in self.registers:
-            self.registers[key].write(parts)
+            self.registers[key].write(tree)
         else:
-            self.registers[key] = Registers(parts, self.recorder)
+            self.registers[key] = Registers(tree, self.recorder)
         self.registers.move_to_end(key)
-        if len(self.registers) > REGISTERS:
-            self.registers.popitem(last=False)
         return self.registers[key]
+
+    def rows_of(self, weight: Tensor, ids: Tensor) -> Tensor:
+        """`weight[ids]`, computed anew into a place that stays."""
+        shape = (len(ids), weight.shape[1])
+        if self.draft_weight is None or self.draft_weight.shape != shape or self.draft_weight.dtype != weight.dtype:
+            self.draft_weight = fixed_copy(weight[:0].new_empty(shape))
+        with torch.no_grad():
+            return torch.index_select(weight.detach(), 0, ids, out=self.draft_weight)
 
 
 _KEPT: "weakref.WeakKeyDictionary[nn.Module, list[RecordedCache]]" = weakref.WeakKeyDictionary()
@@ -80,12 +96,25 @@ _LOCK = threading.Lock()
 
 
 def release_graphs(model: nn.Module | None = None) -> None:
-    """Frees what is kept between calls of `generate`, recordings and KV caches, of one model or of all."""
+    """Free what is kept between calls of `generate`, recordings and KV caches, of one model or of all."""
     with _LOCK:
         if model is None:
             _KEPT.clear()
         else:
             _KEPT.pop(model, None)
+
+
+def recording_report(model: nn.Module) -> dict[str, Any]:
+    """Count what is kept for a model: `recordings`, their `replays` so far, `bytes`, and whether one `failed`."""
+    with _LOCK:
+        kept = list(_KEPT.get(model, []))
+    graphs = [each for one in kept for each in (one.parts, *(registers.graphs for registers in one.registers.values()))]
+    return {
+        "recordings": sum(known.replay is not None for each in graphs for known in each.kept.values()),
+        "replays": sum(each.replays for each in graphs),
+        "bytes": sum(one.nbytes for one in kept),
+        "failed": any(one.recorder.failed for one in kept),
+    }
 
 
 def fingerprint(model: nn.Module) -> Hashable:
@@ -148,18 +177,8 @@ def recorder_for(model: Any, graphs: bool | None) -> Callable[[], Recorder] | No
     return partial(RECORDERS[device.type], device)
 
 
-def bucket(used: int, capacity: int) -> int:
-    """How many committed slots a recording reads for `used` of them: 256, 384, 512, 768, 1024, ... so that a text needs few.
-
-    At most half of what is read was for nothing: of an SDAR-4B, 147 KB a slot and row, 75 MB of 9 GB at 1,024 slots.
-    """
-    size = FIRST_BUCKET
-    while size < used:
-        size = size + size // 2 if size & (size - 1) == 0 else size // 3 * 4
-    return min(size, capacity)
-
-
-def recorded_cache_for(
+@contextmanager
+def recorded_cache(
     model: Any,
     recorder: Callable[[], Recorder],
     past: BlockCache | None,
@@ -167,41 +186,66 @@ def recorded_cache_for(
     capacity: int,
     scratch: int,
     with_head: bool,
-) -> tuple[RecordedCache, BlockCache]:
-    """A recorded cache with room, and the cache to work with: an earlier one that is free, the one of `past`, or a new one.
+) -> Iterator[tuple[RecordedCache, BlockCache]]:
+    """Lend a recorded cache with room for one call, and the cache to work with: one that is kept, or a new one.
 
     Args:
         model: The model.
         recorder: Makes one for a new recorded cache.
-        past: A cache to go on from, or None.
+        past: A cache to go on from, or None. It is taken over.
         rows, capacity, scratch: See `BlockCache`; room is left to go on.
         with_head: Whether the head's layers are needed.
     """
     weights = fingerprint(model)
-    roomy = -(-capacity // CAPACITY_STEP) * CAPACITY_STEP
     with _LOCK:
         kept = [one for one in _KEPT.get(model, []) if one.weights == weights]
+        found = None
         if past is not None:
-            cache = past.with_room(rows, roomy if capacity > past.capacity else capacity, scratch)
-            found = next((one for one in kept if one.cache._buffers is cache._buffers), None)
-            if found is not None:
-                found.lent = weakref.ref(cache)
+            found = next((one for one in kept if past.shares(one.cache) and past.fits(rows, capacity, scratch)), None)
+            with_head = with_head or bool(past.head_layers)
+        if found is not None:
+            assert past is not None
+            cache = past
+            found.take(cache)
         else:
-            found = next((one for one in kept if one.free and _fits(one.cache, rows, capacity, scratch, with_head)), None)
+            found = next((one for one in kept if not one.busy and _fits(one.cache, rows, capacity, scratch, with_head)), None)
             if found is None:
                 # A smaller one for as many rows makes room for the new one, before that takes its own.
-                kept = [one for one in kept if not (one.free and one.cache.rows == rows)][: KEPT_CACHES - 1]
-                _KEPT[model] = kept
+                kept = [
+                    one for one in kept if one.busy or one.cache.rows != rows or (past is not None and past.shares(one.cache))
+                ]
                 with torch.inference_mode(False), torch.no_grad():
-                    cache = model.block_cache(rows, roomy, scratch, with_head=with_head)
-            else:
-                cache = found.lend()
-        if found is None:
-            found = RecordedCache(cache, recorder(), weights)
-        kept = [found, *(one for one in kept if one is not found)]
-        most = KEPT_SHARE * _memory(model.lm_head.weight.device)
-        _KEPT[model] = [one for one in kept if one.cache.nbytes <= most][:KEPT_CACHES]
-        return found, cache
+                    fresh = model.block_cache(rows, _roomy(capacity), scratch, with_head=with_head)
+                found = RecordedCache(fresh, recorder(), weights)
+                del fresh
+            cache = found.lend()
+            if past is not None:
+                cache.fill_from(past)
+        found.busy = True
+        _KEPT[model] = [found, *(one for one in kept if one is not found)]
+    try:
+        yield found, cache
+    finally:
+        with _LOCK:
+            found.busy = False
+            if model in _KEPT:
+                _evict(_KEPT[model], int(KEPT_SHARE * _memory(model.lm_head.weight.device)))
+
+
+def _roomy(capacity: int) -> int:
+    roomy = LEAST_CAPACITY
+    while roomy < capacity:
+        roomy *= 2
+    return roomy
+
+
+def _evict(kept: list[RecordedCache], limit: int) -> None:
+    """Drop what was not used for longest until what is kept, newest first, fits `limit` bytes."""
+    for one in reversed(list(kept)):
+        while sum(each.nbytes for each in kept) > limit and len(one.registers) > (one is kept[0]):
+            one.registers.popitem(last=False)
+        if sum(each.nbytes for each in kept) > limit and not one.busy:
+            kept.remove(one)
 
 
 def _memory(device: torch.device) -> int:
@@ -209,16 +253,15 @@ def _memory(device: torch.device) -> int:
 
 
 def _fits(cache: BlockCache, rows: int, capacity: int, scratch: int, with_head: bool) -> bool:
-    room = cache.rows == rows and cache.capacity >= capacity and cache.scratch >= scratch
-    return room and cache.writable and (bool(cache.head_layers) or not with_head)
+    return cache.fits(rows, capacity, scratch) and (bool(cache.head_layers) or not with_head)
 
 
 __all__ = [
     "RecordedCache",
-    "bucket",
     "fingerprint",
     "obstacle",
+    "recorded_cache",
     "recorder_for",
+    "recording_report",
     "release_graphs",
-    "recorded_cache_for",
 ]

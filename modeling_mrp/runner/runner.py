@@ -1,7 +1,7 @@
 """The one owner of a model's forwards and of their keys and values: `prefill`, `score`, `head_pass`, `commit`.
 
-States lie side by side in one forward: each sees the committed text of its row, itself, and its parent if it has one. Their keys
-and values go to the cache's scratch; `commit` copies those of accepted clean states to the text's.
+States lie side by side in one forward: each sees the committed text of its row, itself, and its parent if it has one. Their
+keys and values go to the cache's scratch; `commit` copies those of accepted clean states to the text's.
 """
 
 from collections.abc import Callable
@@ -252,7 +252,8 @@ class Runner:
         inputs = [states.table, committed, *([] if hidden is None else [hidden])]
         if self.recorded is None:
             return forward(*inputs)
-        return self.recorded((hidden is None, parents, used, self.dispatch, self.with_round_masks), forward, *inputs)
+        used = None  # a recording is there for texts of any length
+        return self.recorded((hidden is None, parents, self.dispatch, self.with_round_masks), forward, *inputs)
 
     def _packed(
         self, states: States, committed: Tensor, used: int | None, parents: bool, hidden: Tensor | None = None

@@ -1,0 +1,110 @@
+"""Rounds that are recorded whole and replayed with one launch: what is a register, and what a recording depends on.
+
+A round is a function of a `Request` and a `DecodeState`, whose tensors lie in registers, of the task's numbers, which are in
+the key of the registers, and of a `RoundPlan`, reduced to the kind of round. Attention reads on the device how much is
+committed, so how long a text is plays no part. For each batch size there are so, at most: in `static` and the like, rounds with a clean block
+and without; in speculation, these two for rows that cannot draft, one in which a late block catches up alone, and the drafting
+round, once more for several head passes where at most one mask is left, and with `compute_bound_tokens` for each number of
+states that is chosen. A drafting round always has room for all of its states, though few masks may not let them be filled: what
+nobody fills is not valid. Below the compute-bound limit a forward takes no longer for it.
+
+Not replayed as a whole are calls with logits processors or stopping criteria, which are the user's code, with truncation
+other than top-k, top-p and min-p, and the remasking rule `reread`, which asks the device as it goes. Their forwards are
+recorded one by one, and the rest of the round runs as it is.
+"""
+
+from collections.abc import Hashable
+from dataclasses import replace
+
+import torch
+from torch.utils._pytree import tree_map
+from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from ..runner.recorded import RecordedCache
+from ..runner.runner import Runner
+from .decode_state import SUMMARY, DecodeState, RoundPlan, summary
+from .loop import Task, round
+from .sampling import Picker
+
+# Warpers that are tensor code from end to end, and numbers.
+_REPLAYED_WARPERS = (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
+
+
+def replayable(task: Task) -> bool:
+    """Whether a whole round of this task is tensor code and depends on nothing but registers and key."""
+    sampler, refine = task.reader.sampler, task.mode.refine
+    return (
+        not (refine is not None and refine.asks_host)
+        and task.stopping is None
+        and sampler.processors is None
+        and all(type(warper) in _REPLAYED_WARPERS for warper in sampler.truncation or [])
+    )
+
+
+class RecordedRounds:
+    """The rounds of one decode behind its prefill, recorded or replayed: a `Step` of `decode`.
+
+    Args:
+        task: What is done.
+        runner: Runs the model.
+        state: Where the decode stands.
+        recorded: Where the runner's cache is.
+    """
+
+    def __init__(self, task: Task, runner: Runner, state: DecodeState, recorded: RecordedCache) -> None:
+        reader = task.reader
+        key = (
+            *(task.mode, task.one_at_a_time, reader.bars_eos, runner.with_round_masks),
+            *(_sampling(sampler) for sampler in (reader.sampler, reader.drafter)),
+        )
+        self.runner, self.registers = runner, recorded.registers_for(key, (reader.request, state))
+        request, self.state = self.registers.tree
+        self.task = replace(task, reader=replace(reader, request=request))
+
+    def __call__(self, state: DecodeState, plan: RoundPlan) -> tuple[DecodeState, list[int]]:
+        """Run a round on the registers, where `state` lies; returns them and the numbers of the summary."""
+        task, registers, forwards = self.task, self.registers, self.runner.forwards
+        kind, before = self.kind(plan), dict(forwards)
+        numbers = registers.numbers_for(SUMMARY + task.mode.width)
+
+        def step() -> None:
+            after, accepted = round(task, self.runner, self.state, kind)
+            seen = summary(after, task.mask_token_id, accepted)
+            numbers[: len(seen)] = seen
+            registers.write((task.reader.request, after))
+
+        registers.graphs.run(kind, step)
+        ran = registers.host.setdefault(kind, {name: count - before[name] for name, count in forwards.items()})
+        forwards |= {name: count + ran[name] for name, count in before.items()}
+        return self.state, numbers.tolist()
+
+    def kind(self, plan: RoundPlan) -> RoundPlan:
+        """The plan as far as a recording depends on it."""
+        drafting, mode = plan.per_row > 1, self.task.mode
+        passes, branches = (mode.drafting.passes, mode.drafting.branches) if mode.drafting else (0, 1)
+        with_head = bool(self.runner.head_layers)
+        kind = RoundPlan(
+            active=1,
+            used=None,
+            head_used=None,
+            clean=0 if drafting else min(plan.clean, 1),
+            masks=1 if drafting and passes > 1 and plan.masks <= 1 else self.task.block_size,
+            drafting=drafting,
+            late=with_head if drafting else plan.late,
+            blocked=with_head if drafting else plan.blocked,
+        )
+        return replace(kind, per_row=plan.per_row, room=plan.per_row) if drafting else kind.with_slots(1, branches)
+
+    def end(self) -> DecodeState:
+        """The last state in tensors of its own: the next call writes to the registers."""
+        return tree_map(torch.clone, self.state)
+
+
+def _sampling(sampler: Picker) -> Hashable:
+    """What a recording depends on in a sampler, beside the weights, which stay where they are."""
+    warpers = tuple((type(warper), *sorted(vars(warper).items())) for warper in sampler.truncation or [])
+    numbers = (sampler.temperature, sampler.sample, sampler.eos_token_ids, sampler.entropy, sampler.dispatch)
+    return sampler.token_ids is None, *numbers, warpers
+
+
+__all__ = ["RecordedRounds", "replayable"]
