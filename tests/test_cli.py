@@ -18,8 +18,9 @@ from mrp_trainer.evaluate_options import EvaluateOptions, help_of, shown_default
 from mrp_trainer.objectives import HEAD_LOSSES
 from mrp_trainer.questions import JUDGES
 from mrp_trainer.reveals import REVEAL_RULES
-from mrp_trainer.settings import RunOptions, known_names, read_settings
+from mrp_trainer.settings import known_names, read_settings
 from mrp_trainer.tasks import FAMILIES, SPLITS, problem_from_json
+from mrp_trainer.train_options import RunOptions, TrainCommand
 from test_trainer import small_model
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from typer.testing import CliRunner
@@ -60,7 +61,7 @@ def choices(function: Any, name: str) -> set[str]:
 
 
 def test_help_waits_for_nothing_heavy() -> None:
-    code = "import sys, trainer.cli; print(sorted({'torch', 'transformers', 'numpy'} & sys.modules.keys()))"
+    code = "import sys, mrp_trainer.cli; print(sorted({'torch', 'transformers', 'numpy'} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
 
@@ -84,7 +85,9 @@ def test_flags_are_settings_and_show_their_defaults(name: str) -> None:
     defaults = {field.name: field.default for field in (*fields(RunOptions), *fields(MRPTrainingArguments))}
     read = read_settings(objective, None, {"model": "m", "output_dir": "o", "data": ["d"], "eval_data": ["e"]})
     defaults |= read.training
-    flags = {p.name: p for p in command("train", name).params if p.name not in (*cli_train._OF_THE_COMMAND, "help")}
+    flags = {
+        p.name: p for p in command("train", name).params if p.name not in (*(one.name for one in fields(TrainCommand)), "help")
+    }
     assert flags.keys() <= set(known_names(objective))
     shown = {n: p.show_default for n, p in flags.items() if isinstance(p.show_default, str)}
     in_words = {
