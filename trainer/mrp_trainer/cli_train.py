@@ -34,7 +34,6 @@ def train_backbone(**given: Any) -> None:
 
 def _train(objective: str, given: dict[str, Any]) -> None:
     """Train, or only reckon, as the flags say."""
-    given = {name: value for name, value in given.items() if value is not None}
     command = TrainCommand(**{one.name: given.pop(one.name) for one in fields(TrainCommand) if one.name in given})
     with told():
         # These import torch and transformers, for which `mrp --help` should not wait.

@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from enum import StrEnum
+from functools import wraps
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -91,13 +92,13 @@ def takes_flags(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Make a function that takes keyword arguments a command of typer with the flags of dataclasses.
 
-    It gets an argument for each, in the order of the fields: None for what was not given.
+    It gets an argument for each that was given; lists and their choices are plain.
 
     Args:
         groups: The dataclasses.
         only: Also the fields that only this command has.
         required: Fields that have to be given, whatever their default.
-        defaults: What was not given has the field's default instead of None, unless that is a list.
+        defaults: What was not given has the field's default, unless that is a list.
     """
     parameters = []
     for group in groups:
@@ -117,14 +118,20 @@ def takes_flags(
                     one.name,
                     inspect.Parameter.KEYWORD_ONLY,
                     default=inspect.Parameter.empty if must else default,
-                    annotation=Annotated[_for_typer(kind) if must else _for_typer(kind) | None, option],
+                    annotation=Annotated[for_typer(kind) if must else for_typer(kind) | None, option],
                 )
             )
 
-    def decorate(function: Any) -> Callable[..., Any]:
-        function.__signature__ = inspect.Signature(parameters)
-        function.__annotations__ = {one.name: one.annotation for one in parameters}
-        return function
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def command(**given: Any) -> Any:
+            plain = {name: _plain(value) for name, value in given.items()}
+            return function(**{name: value for name, value in plain.items() if value not in (None, [])})
+
+        described: Any = command
+        described.__signature__ = inspect.Signature(parameters)
+        described.__annotations__ = {one.name: one.annotation for one in parameters}
+        return command
 
     return decorate
 
@@ -155,12 +162,16 @@ def _without_none(hint: Any) -> Any:
     return next(one for one in get_args(hint) if one is not type(None)) if get_origin(hint) is UnionType else hint
 
 
-def _for_typer(kind: Any) -> Any:
-    """Typer knows lists of enums, not of literals."""
+def for_typer(kind: Any) -> Any:
+    """A type as typer takes it, which knows lists of enums and not of literals."""
     inner = get_args(kind)
     if get_origin(kind) is list and get_origin(inner[0]) is Literal:
         return list[StrEnum("Choice", {value: value for value in get_args(inner[0])})]  # type: ignore[misc]
     return kind
 
 
-__all__ = ["Flag", "argument_parser", "flag", "flagged", "shown_default", "takes_flags"]
+def _plain(value: Any) -> Any:
+    return [getattr(one, "value", one) for one in value] if isinstance(value, list | tuple) else value
+
+
+__all__ = ["Flag", "argument_parser", "flag", "flagged", "for_typer", "shown_default", "takes_flags"]
