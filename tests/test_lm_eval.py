@@ -87,7 +87,7 @@ def test_lm_eval_scores_as_we_do(tmp_path: Path, tiny_model: MRPForCausalLM, tin
     found = json.loads((tmp_path / "found.json").read_text())
     prompts = family_set("math", "heldout", COUNT, tiny_tokenizer).prompts
     assert len({len(prompt) for prompt in prompts}) > 1
-    ours = decode_prompts(tiny_model, tiny_tokenizer, prompts, [None] * COUNT, NEW_TOKENS, decoding="static")
+    ours = decode_prompts(tiny_model, tiny_tokenizer, prompts, None, NEW_TOKENS, decoding="static")
     right = [JUDGES["last_number"](answer, text) for answer, text in zip(answers, ours.texts, strict=True)]
     assert 0 < sum(right) < COUNT
     for mode in ("static", "mrp_spec"):
@@ -101,7 +101,7 @@ def test_its_stop_sequences(tiny_model: MRPForCausalLM, tiny_tokenizer: Any) -> 
     from lm_eval.models.utils_hf import stop_sequences_criteria
 
     prompts = family_set("math", "heldout", 3, tiny_tokenizer).prompts
-    free = decode_prompts(tiny_model, tiny_tokenizer, prompts, [None] * 3, NEW_TOKENS)
+    free = decode_prompts(tiny_model, tiny_tokenizer, prompts, None, NEW_TOKENS)
     for stop in ("has", " =", "####"):
         inputs = left_padded(prompts)
         for mode in ("static", "mrp_spec"):

@@ -68,11 +68,11 @@ def test_two_processes_share_the_steps(work: Path, tmp_path: Path) -> None:
 
 
 def test_an_export_loads_with_plain_transformers(work: Path, tmp_path: Path) -> None:
-    """Real code files outside `hub_configs`; a second export replaces the first."""
+    """With the code files of the embedded checkpoint; a second export replaces the first."""
     target = tmp_path / "exported"
     for _ in range(2):
         run(work, "export", "--head-name", "ours", "--target", str(target))
-    assert sorted(p.name for p in target.glob("*.py")) == sorted(p.name for p in (ROOT / "modeling_mrp").glob("*_mrp.py"))
+    assert sorted(p.name for p in target.glob("*.py")) == sorted(p.name for p in TINY.glob("*.py"))
     assert not any(path.is_symlink() for path in target.iterdir())
     assert list(tmp_path.iterdir()) == [target]
     model = AutoModelForCausalLM.from_pretrained(target, trust_remote_code=True)

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 from helpers import python_function
-from mrp_trainer.sandbox import call_function
+from mrp_trainer import tasks
+from mrp_trainer.sandbox import run_functions
 from mrp_trainer.tasks import (
     FAMILIES,
     SPLITS,
@@ -64,11 +65,15 @@ def result_that_the_words_say(prompt: str, argument: Any) -> Any:
     return sum(kept) if re.search("[Ss]um|add up", prompt) else kept
 
 
+def solves(problem: Problem, text: str) -> bool | None:
+    return judge([problem], [text])[0]
+
+
 @pytest.mark.parametrize("split", SPLITS)
 def test_math_answers_follow_from_the_words(split: Any) -> None:
     for problem in problems("math", split, 300):
         assert problem.number == number_that_the_words_say(problem.prompt), problem
-        assert judge(problem, problem.answer), problem
+        assert solves(problem, problem.answer), problem
 
 
 @pytest.mark.parametrize("split", SPLITS)
@@ -81,8 +86,8 @@ def test_code_cases_follow_from_the_words(split: Any) -> None:
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_code_answers_are_right(split: Any) -> None:
-    wrong = [problem.answer for problem in problems("code", split, 300) if not judge(problem, problem.answer)]
-    assert wrong == []
+    asked = problems("code", split, 300)
+    assert judge(asked, [problem.answer for problem in asked]) == [True] * 300
 
 
 @pytest.mark.parametrize("split", SPLITS)
@@ -90,22 +95,23 @@ def test_math_judge_refuses_every_single_slip(split: Any) -> None:
     for problem in problems("math", split, 300):
         opening, *equations, last = problem.answer.split("\n")
         unknown = equations[0].split(" ")[0]
-        assert not judge(problem, "\n".join([opening, *equations, f"#### {problem.number + 1}"]))
-        assert not judge(problem, "\n".join([re.sub(rf"\b{unknown}\b", "other", opening), *equations, last]))
+        assert not solves(problem, "\n".join([opening, *equations, f"#### {problem.number + 1}"]))
+        assert not solves(problem, "\n".join([re.sub(rf"\b{unknown}\b", "other", opening), *equations, last]))
         for i, equation in enumerate(equations):
             left, result = equation.rsplit(" ", 1)
             for slip in (f"{left} {int(result) + 1}", equation.replace(unknown, f"{unknown}_other", 1)):
-                assert not judge(problem, "\n".join([opening, *equations[:i], slip, *equations[i + 1 :], last])), slip
+                assert not solves(problem, "\n".join([opening, *equations[:i], slip, *equations[i + 1 :], last])), slip
 
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_code_judge_refuses_wrong_constants_and_names(split: Any) -> None:
+    wrong = []
     for problem in problems("code", split, 300):
         if len({str(result) for _, result in problem.cases}) > 1:  # a count that is always 0 survives any constant
-            constants = re.sub(r"\b\d+\b", lambda m: str(int(m[0]) + 100), problem.answer)
-            assert not judge(problem, constants), constants
-        misspelt = problem.answer.replace("):", "_other):", 1)
-        assert not judge(problem, misspelt), misspelt
+            wrong.append((problem, re.sub(r"\b\d+\b", lambda m: str(int(m[0]) + 100), problem.answer)))
+        wrong.append((problem, problem.answer.replace("):", "_other):", 1)))
+    verdicts = judge(*zip(*wrong, strict=True))
+    assert [text for (_, text), right in zip(wrong, verdicts, strict=True) if right] == []
 
 
 def passes_in_python(problem: Problem, source: str) -> bool:
@@ -117,29 +123,31 @@ def passes_in_python(problem: Problem, source: str) -> bool:
 
 
 def test_code_judge_agrees_with_python_on_every_single_slip() -> None:
-    verdicts = []
+    slips = []
     for problem in problems("code", "train", 30, seed=1):
         for match in re.finditer(r"\b(\d+|[a-z_]+)\b", problem.answer):
             slip = str(int(match[0]) + 1) if match[0].isdigit() else match[0] + "_other"
-            source = problem.answer[: match.start()] + slip + problem.answer[match.end() :]
-            verdicts.append(judge(problem, source))
-            assert verdicts[-1] == passes_in_python(problem, source), source
+            slips.append((problem, problem.answer[: match.start()] + slip + problem.answer[match.end() :]))
+    verdicts = judge(*zip(*slips, strict=True))
+    for (problem, source), verdict in zip(slips, verdicts, strict=True):
+        assert verdict == passes_in_python(problem, source), source
     # Some slips do no harm (the function's own name); most do.
     assert verdicts.count(False) > 4 * verdicts.count(True) > 0
 
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_code_cases_tell_every_wrong_constant(split: Any) -> None:
-    missed = []
+    slips = []
     for problem in problems("code", split, 100):
-        numbers = isinstance(problem.cases[0][0], int)
-        arguments = [value if numbers else [value] for value in range(-5, 20)]
-        expected = [result_that_the_words_say(problem.prompt, argument) for argument in arguments]
         for match in re.finditer(r"\b\d+\b", problem.answer):
-            slip = f"{problem.answer[: match.start()]}{int(match[0]) + 1}{problem.answer[match.end() :]}"
-            if judge(problem, slip) and [call_function(slip, argument) for argument in arguments] != expected:
-                missed.append(slip)
-    assert missed == []
+            slips.append((problem, f"{problem.answer[: match.start()]}{int(match[0]) + 1}{problem.answer[match.end() :]}"))
+    harmless = [slip for slip, right in zip(slips, judge(*zip(*slips, strict=True)), strict=True) if right]
+    programs, expected = [], []
+    for problem, source in harmless:
+        numbers = isinstance(problem.cases[0][0], int)
+        programs.append((source, [value if numbers else [value] for value in range(-5, 20)]))
+        expected.append([result_that_the_words_say(problem.prompt, argument) for argument in programs[-1][1]])
+    assert run_functions(programs) == expected
 
 
 MATH = Problem("math", "Ana has 3 pens. Ana buys 4 more. Ana loses 1. How many pens are there now?", "", number=6)
@@ -167,11 +175,11 @@ MATH = Problem("math", "Ana has 3 pens. Ana buys 4 more. Ana loses 1. How many p
     ],
 )
 def test_math_judge_by_hand(text: str, right: bool) -> None:
-    assert judge(MATH, text) is right
+    assert judge([MATH], [text]) == [right]
 
 
 def test_math_judge_survives_an_overlong_number() -> None:
-    assert not judge(MATH, f"Let n be the pens.\nn = {'9' * 5000} + 0 = 6\n#### 6")
+    assert not solves(MATH, f"Let n be the pens.\nn = {'9' * 5000} + 0 = 6\n#### 6")
 
 
 @pytest.mark.parametrize(
@@ -189,13 +197,21 @@ def test_math_judge_survives_an_overlong_number() -> None:
     ],
 )
 def test_code_judge_by_hand(text: str, right: bool) -> None:
-    assert judge(Problem("code", "", "", cases=[([], 0), ([1, 3, 5], 10), ([2, 2], 0)]), text) is right
+    assert judge([Problem("code", "", "", cases=[([], 0), ([1, 3, 5], 10), ([2, 2], 0)])], [text]) == [right]
+
+
+def test_a_batch_of_every_family_is_judged_in_order() -> None:
+    asked = [make_problem(family, "train", index) for index in range(3) for family in FAMILIES]
+    answers = [problem.answer for problem in asked]
+    assert judge(asked, answers) == [True, True, None] * 3
+    assert judge(asked, [*answers[:4], "import os", *answers[5:]]) == [True, True, None, True, False, None, True, True, None]
+    assert judge([], []) == []
 
 
 def test_source_has_no_right_answer() -> None:
     problem = make_problem("source", "train", 0)
     assert problem.answer
-    assert judge(problem, problem.answer) is False
+    assert judge([problem], [problem.answer]) == [None]
 
 
 def test_messages_hold_the_prompt() -> None:
@@ -215,7 +231,9 @@ def test_a_problem_is_a_function_of_its_arguments(family: Any, split: Any) -> No
 
 
 def test_a_problem_does_not_depend_on_the_process() -> None:
-    program = "from trainer.tasks import make_problem; print([make_problem(f, 'tune', 5) for f in ('math', 'code', 'source')])"
+    program = (
+        "from mrp_trainer.tasks import make_problem; print([make_problem(f, 'tune', 5) for f in ('math', 'code', 'source')])"
+    )
     expected = str([make_problem(family, "tune", 5) for family in FAMILIES])
     environment = {**os.environ, "PYTHONHASHSEED": "123", "PYTHONIOENCODING": "utf-8"}
     run = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, encoding="utf-8", check=True)
@@ -291,5 +309,5 @@ def test_more_problems_than_there_are() -> None:
 
 def few(family: Any, split: Any, count: int) -> list[Problem]:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(trainer.tasks, "make_problem", lambda f, s, index, seed: Problem(f, str(index % 3), ""))
+        patched.setattr(tasks, "make_problem", lambda f, s, index, seed: Problem(f, str(index % 3), ""))
         return problems(family, split, count)

@@ -122,6 +122,7 @@ class Run:
         file_limit: Bytes that a file may have behind the first checkpoint: writing more fails.
         eval_rows: How many rows are held out.
         eval_stream: Whether these come as a stream.
+        vocab_size: The model's.
     """
 
     folder: Path
@@ -138,6 +139,7 @@ class Run:
     file_limit: int | None = None
     eval_rows: int = 0
     eval_stream: bool = False
+    vocab_size: int = 64
 
 
 class _Watch(TrainerCallback):
@@ -197,7 +199,7 @@ def prepare(run: Run) -> MRPTrainer:
     arguments = MRPTrainingArguments(output_dir=str(run.folder), **chosen)
     if run.sharded:
         _let_accelerate_shard_on_cpus()
-    model: Any = small_model(run.double, run.seed)
+    model: Any = small_model(run.double, run.seed, vocab_size=run.vocab_size)
     if run.adapter:
         torch.manual_seed(run.seed)
         lora = LoraConfig(r=2, target_modules=LORA_TARGETS["mrp"], init_lora_weights=False)

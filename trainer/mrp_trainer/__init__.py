@@ -1,1 +1,25 @@
 """Training, evaluation and publishing of SDAR backbones and MRP heads."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .arguments import MRPTrainingArguments
+    from .trainer import MRPTrainer
+
+    __version__: str
+
+_HOMES = {"MRPTrainer": "trainer", "MRPTrainingArguments": "arguments"}
+
+
+def __getattr__(name: str) -> Any:
+    """What is exported, imported when it is asked for: torch and transformers take seconds, and `mrp --help` needs neither."""
+    from importlib import import_module, metadata
+
+    if name == "__version__":
+        return metadata.version("modeling-mrp")
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+
+
+__all__ = ["MRPTrainer", "MRPTrainingArguments", "__version__"]

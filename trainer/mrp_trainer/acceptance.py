@@ -131,7 +131,7 @@ def measure_acceptance(
             plain,
             tokenizer,
             ids,
-            [None] * len(ids),
+            None,
             max_new_tokens,
             batch_size,
             **{"decoding": "mrp_spec", "do_sample": False, **options},

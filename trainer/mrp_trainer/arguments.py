@@ -8,6 +8,7 @@ from transformers import TrainingArguments
 
 from .objectives import HEAD_LOSSES, HeadObjective
 from .reveals import REVEAL_RULES, Reveals
+from .train_options import TrainerFlags
 
 OBJECTIVES = ("block_diffusion", "mrp")
 ATTENTIONS = ("auto", "flex_attention", "sdpa", "eager")
@@ -74,19 +75,19 @@ class MRPTrainingArguments(TrainingArguments):
     """
 
     objective: str = field(default="block_diffusion", metadata={"choices": OBJECTIVES})
-    noisy_copies: int = 2
+    noisy_copies: int = TrainerFlags.noisy_copies
     inverse_level: bool = False
     noise_per: str = field(default="block", metadata={"choices": ("block", "sample")})
-    head_loss: str = field(default="kl", metadata={"choices": HEAD_LOSSES})
+    head_loss: str = field(default=TrainerFlags.head_loss, metadata={"choices": HEAD_LOSSES})
     loss_temperature: float = 1.0
-    unroll: int = 1
-    reveal_rule: str = field(default="on_policy", metadata={"choices": REVEAL_RULES})
+    unroll: int = TrainerFlags.unroll
+    reveal_rule: str = field(default=TrainerFlags.reveal_rule, metadata={"choices": REVEAL_RULES})
     eager_share: float = 0.5
     order_weight: float = 0.0
     reread_weight: float = 1.0
     packed_attention: str = field(default="auto", metadata={"choices": ATTENTIONS})
-    muon_learning_rate: float | None = None
-    eval_prompts: int = 0
+    muon_learning_rate: float | None = TrainerFlags.muon_learning_rate
+    eval_prompts: int = TrainerFlags.eval_prompts
     eval_new_tokens: int = 64
     rows_per_step: int | None = None
     remove_unused_columns: bool = False
@@ -112,7 +113,8 @@ class MRPTrainingArguments(TrainingArguments):
         if self.n_gpu > 1:
             raise ValueError(
                 f"one process sees {self.n_gpu} GPUs, and needs one for itself: start one on each, with accelerate launch "
-                f"--multi_gpu --num_processes {self.n_gpu} -m mrp_trainer.cli train ..., or show it one with CUDA_VISIBLE_DEVICES=0"
+                f"--multi_gpu --num_processes {self.n_gpu} -m mrp_trainer.cli train ..., or show it one with "
+                "CUDA_VISIBLE_DEVICES=0"
             )
         if self.eval_prompts and self.deepspeed_plugin is not None and self.deepspeed_plugin.zero_stage == 3:
             raise ValueError(

@@ -34,7 +34,7 @@ class RecordEncoder:
             token if there are none; give a model's `generation_config.eos_token_id`.
         template_options: Passed to the chat template, such as `enable_thinking`.
         vocab_size: Ids that decoded texts may have; the tokenizer's if None.
-        digest: Of the backbone that decoded texts are for (see `trainer.trajectories.digest`); None if it is not known.
+        digest: Of the backbone that decoded texts are for (see `mrp_trainer.trajectories.digest`); None if it is not known.
         with_decoded: Whether decoded texts may be among the records; not where `inverse_level` weighs random masks.
 
     Raises:

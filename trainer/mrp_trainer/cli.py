@@ -3,7 +3,6 @@
 Commands import what they need when they run, so that help comes at once.
 """
 
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -11,7 +10,9 @@ import typer
 
 from . import cli_train
 from .cli_errors import told
-from .evaluate_options import EvaluateOptions, help_of, shown_default
+from .evaluate_options import Dtype, EvaluateOptions
+from .flags import for_typer, takes_flags
+from .tasks import Family, Split
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -24,78 +25,12 @@ app.add_typer(cli_train.app, name="train")
 
 _WHAT, _HOW, _MODEL, _OUTPUT = "What is asked", "How it is decoded", "Model", "Output"
 _KIND, _TARGET, _CARD = "What is pushed", "Where to", "Card"
-_DEFAULT = EvaluateOptions()
-Splits = Literal["train", "tune", "heldout"]
-
-
-class Family(StrEnum):
-    """Of synthetic problems. (typer knows lists of enums, not of literals.)"""
-
-    MATH = "math"
-    CODE = "code"
-    SOURCE = "source"
-
-
-class Decoding(StrEnum):
-    """A mode of decoding."""
-
-    STATIC = "static"
-    DYNAMIC = "dynamic"
-    SEQUENTIAL = "sequential"
-    ENTROPY_BOUND = "entropy_bound"
-    SELF_SPEC = "self_spec"
-    MRP_DIRECT = "mrp_direct"
-    MRP_SPEC = "mrp_spec"
-    MRP_REMASK = "mrp_remask"
-
-
-def _option(name: str, panel: str, **more: Any) -> Any:
-    """A flag of `mrp evaluate`, with the help and the default that both of its commands show."""
-    return typer.Option(f"--{name.replace('_', '-')}", rich_help_panel=panel, help=help_of(name), **more)
-
-
-def _several(name: str, panel: str, metavar: str | None = None) -> Any:
-    shown = shown_default(name) or False
-    return typer.Option(
-        f"--{name}", rich_help_panel=panel, metavar=metavar, show_default=shown, help=f"{help_of(name)} Repeatable."
-    )
 
 
 @app.command()
-def evaluate(
-    context: typer.Context,
-    model: Annotated[str, _option("model", _MODEL, metavar="PATH")],
-    tokenizer: Annotated[
-        str | None, _option("tokenizer", _MODEL, metavar="PATH", show_default=shown_default("tokenizer"))
-    ] = None,
-    dtype: Annotated[
-        Literal["auto", "float64", "float32", "bfloat16", "float16"] | None,
-        _option("dtype", _MODEL, show_default=shown_default("dtype")),
-    ] = None,
-    device: Annotated[str | None, _option("device", _MODEL, show_default=shown_default("device"))] = None,
-    prompts: Annotated[list[str] | None, _several("prompts", _WHAT, "FILE")] = None,
-    judge: Annotated[Literal["exact", "last_number", "contains"], _option("judge", _WHAT)] = _DEFAULT.judge,  # type: ignore[assignment]
-    chat: Annotated[bool, _option("chat", _WHAT)] = False,
-    family: Annotated[list[Family] | None, _several("family", _WHAT)] = None,
-    split: Annotated[Splits, _option("split", _WHAT)] = _DEFAULT.split,  # type: ignore[assignment]
-    count: Annotated[int, _option("count", _WHAT, min=1)] = _DEFAULT.count,
-    limit: Annotated[int | None, _option("limit", _WHAT, min=1)] = None,
-    decoding: Annotated[list[Decoding] | None, _several("decoding", _HOW)] = None,
-    tau: Annotated[list[float] | None, _several("tau", _HOW)] = None,
-    states: Annotated[list[int] | None, _several("states", _HOW)] = None,
-    branches: Annotated[list[int] | None, _several("branches", _HOW)] = None,
-    set_: Annotated[list[str] | None, _several("set", _HOW, "NAME=VALUE")] = None,
-    max_new_tokens: Annotated[
-        int | None, _option("max_new_tokens", _HOW, min=1, show_default=shown_default("max_new_tokens"))
-    ] = None,
-    batch_size: Annotated[int, _option("batch_size", _HOW, min=1)] = _DEFAULT.batch_size,
-    output: Annotated[str | None, _option("output", _OUTPUT, metavar="FILE")] = None,
-    show: Annotated[int, _option("show", _OUTPUT, min=0)] = _DEFAULT.show,
-) -> None:
+@takes_flags(EvaluateOptions, required=["model"], defaults=True)
+def evaluate(**given: Any) -> None:
     """Measure accuracy, tokens per forward and acceptance, with 95 % intervals: one JSON line per set and mode."""
-    given = {name.rstrip("_"): value for name, value in context.params.items()}
-    for name in ("prompts", "family", "decoding", "tau", "states", "branches", "set"):
-        given[name] = [getattr(one, "value", one) for one in given[name] or ()] or getattr(_DEFAULT, name)
     with told():
         options = EvaluateOptions(**given)
         from .evaluate import evaluate as evaluate_model
@@ -117,7 +52,7 @@ def decode(
         str | None, typer.Option(metavar="PATH", rich_help_panel=_MODEL, show_default="the model's", help="Another tokenizer.")
     ] = None,
     dtype: Annotated[
-        Literal["auto", "float64", "float32", "bfloat16", "float16"] | None,
+        Dtype | None,
         typer.Option(rich_help_panel=_MODEL, show_default="the checkpoint's", help="Type of the weights."),
     ] = None,
     device: Annotated[
@@ -145,8 +80,8 @@ def decode(
 
 @app.command()
 def tasks(
-    family: Annotated[list[Family], typer.Option(help="Synthetic problems. Repeatable.")],
-    split: Annotated[Splits, typer.Option(help="Split; no prompt is in two of them.")] = "train",
+    family: Annotated[for_typer(list[Family]), typer.Option(help="Synthetic problems. Repeatable.")],  # type: ignore[valid-type]
+    split: Annotated[Split, typer.Option(help="Split; no prompt is in two of them.")] = "train",
     count: Annotated[int, typer.Option(min=1, help="Problems of each family.")] = 1000,
     seed: Annotated[int, typer.Option(help="Seed of the problems.")] = 0,
     problems: Annotated[

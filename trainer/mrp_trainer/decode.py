@@ -1,7 +1,7 @@
 """Texts that a model writes itself, step by step, as training data for a head: the command `mrp decode`.
 
-A head drafts best when it was trained on the states that decoding meets (see `trainer.trajectories`). The command decodes the
-prompts of a user's records with `static` and writes lines that `mrp train` reads (see `trainer.records`).
+A head drafts best when it was trained on the states that decoding meets (see `mrp_trainer.trajectories`). The command decodes
+the prompts of a user's records with `static` and writes lines that `mrp train` reads (see `mrp_trainer.records`).
 """
 
 import json

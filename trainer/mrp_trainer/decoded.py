@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from .data import encode
 from .tasks import Family, Problem, judge
 
 NEW_TOKENS: dict[Family, int] = {"math": 64, "code": 80, "source": 64}
-Judge = Callable[[str], bool]
+Judge = Callable[[list[str]], list[bool | None]]
 
 
 @dataclass
@@ -109,27 +110,26 @@ def decode_problems(
         options: For `generate`.
     """
     prompts = [encode(problem, tokenizer)[0] for problem in asked]
-    judges = [judge_of(problem) for problem in asked]
     limit = NEW_TOKENS[asked[0].family]
-    return decode_prompts(model, tokenizer, prompts, judges, limit, batch_size, on_batch, **options)
-
-
-def judge_of(problem: Problem) -> Judge | None:
-    """Judges answers to a problem; None for real source text, which has no right continuation."""
-    return None if problem.family == "source" else lambda text: judge(problem, text)
+    return decode_prompts(model, tokenizer, prompts, partial(judge, asked), limit, batch_size, on_batch, **options)
 
 
 def decode_prompts(
     model: Any,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Sequence[int]],
-    judges: Sequence[Judge | None],
+    judge_texts: Judge | None,
     max_new_tokens: int,
     batch_size: int = 32,
     on_batch: Callable[[int], None] | None = None,
     **options: Any,
 ) -> Decoded:
-    """Decodes prompts, given as ids; the arguments are those of `decode_problems`.
+    """Decode prompts, given as ids; the other arguments are those of `decode_problems`.
+
+    Args:
+        prompts: Their ids.
+        judge_texts: Says which of all texts are right, None where there is no right answer; without it, none is judged.
+        max_new_tokens: Per prompt.
 
     Raises:
         ValueError: without a prompt, and for options that `generate` refuses.
@@ -164,7 +164,7 @@ def decode_prompts(
     return Decoded(
         texts=texts,
         ids=ids,
-        right=[None if right is None else right(text) for right, text in zip(judges, texts, strict=True)],
+        right=judge_texts(texts) if judge_texts else [None] * len(texts),
         tokens_per_forward=tokens / sum(by_row["row_forwards"]),
         head_forwards_per_token=sum(by_row["row_head_forwards"]) / tokens,
         seconds=seconds,
@@ -207,4 +207,4 @@ def _revocations(out: Any) -> list[list[tuple[int, int]]]:
     return events
 
 
-__all__ = ["NEW_TOKENS", "Decoded", "Judge", "decode_problems", "decode_prompts", "judge_of", "pad_left", "padding_id"]
+__all__ = ["NEW_TOKENS", "Decoded", "Judge", "decode_problems", "decode_prompts", "pad_left", "padding_id"]

@@ -1,8 +1,8 @@
 """A draft vocabulary: the tokens that a head drafts from, the most frequent ones of a text.
 
-``python -m mrp_trainer.draft_vocabulary --model FOLDER --text FILE ... --size 16384 --save FOLDER`` counts the tokens of text files
-that are like what the model will write, keeps the most frequent, and saves the checkpoint with them. Generated text does not
-change; the head's vocabulary step reads a part of `lm_head` only, and prints how much of the text that part covers.
+``python -m mrp_trainer.draft_vocabulary --model FOLDER --text FILE ... --size 16384 --save FOLDER`` counts the tokens of text
+files that are like what the model will write, keeps the most frequent, and saves the checkpoint with them. Generated text does
+not change; the head's vocabulary step reads a part of `lm_head` only, and prints how much of the text that part covers.
 """
 
 import argparse

@@ -1,36 +1,35 @@
 """Accuracy and cost of decoding modes on problems, with 95 % intervals.
 
-``python -m mrp_trainer.evaluate --model FOLDER --decoding static mrp_spec --count 500`` prints one JSON line per family and mode;
-``--prompts FILE`` asks a file of prompts with answers instead (`trainer.questions`). Intervals are fields NAME_95, [low, high]:
-Wilson's for shares of problems, a bootstrap over problems for all else (`trainer.intervals`). What is counted by depth of a
-draft, and of reveals taken back, is defined in `trainer.acceptance`.
+``python -m mrp_trainer.evaluate --model FOLDER --decoding static mrp_spec --count 500`` prints one JSON line per family and
+mode; ``--prompts FILE`` asks a file of prompts with answers instead (`mrp_trainer.questions`). Intervals are fields NAME_95,
+[low, high]: Wilson's for shares of problems, a bootstrap over problems for all else (`mrp_trainer.intervals`). What is counted
+by depth of a draft, and of reveals taken back, is defined in `mrp_trainer.acceptance`.
 """
 
-import argparse
 import hashlib
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, cast, get_args, get_origin, get_type_hints
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from modeling_mrp.generate.options import DECODINGS, OPTION_NAMES, MRPGenerationConfig, did_you_mean
+from modeling_mrp.generate.options import OPTION_NAMES, MRPGenerationConfig, did_you_mean
 from modeling_mrp.model.configuration import MRPConfig
 
 from .acceptance import acceptance_by_depth, judged_revocations, mean_accepted_length
 from .data import encode
-from .decoded import NEW_TOKENS, Decoded, Judge, decode_problems, decode_prompts, judge_of, pad_left
-from .evaluate_options import FILE_NEW_TOKENS, EvaluateOptions, generate_options, help_of, shown_default
+from .decoded import NEW_TOKENS, Decoded, Judge, decode_problems, decode_prompts, pad_left
+from .evaluate_options import FILE_NEW_TOKENS, EvaluateOptions, generate_options
+from .flags import argument_parser
 from .intervals import Interval, ratio_of_sums, wilson
 from .loading import load_config, load_model, load_tokenizer
 from .questions import JUDGES, prompt_ids, read_questions
 from .results import ResultsFile
-from .tasks import FAMILIES, SPLITS, Family, Split, problems
-
-DTYPES = ("auto", "float64", "float32", "bfloat16", "float16")
+from .tasks import Family, Split, judge, problems
 
 
 @dataclass
@@ -41,7 +40,7 @@ class ProblemSet:
         name: The field of a line that says which: {"family": ...} or {"file": ...}.
         shown: What was asked, as text.
         prompts: As ids.
-        judges: What accepts an answer; None where there is no right one.
+        judge: Judges the answers to all of them.
         max_new_tokens: Per prompt.
         answers: The right answers, only to tell sets apart.
         where: What errors call each; by default its number.
@@ -50,7 +49,7 @@ class ProblemSet:
     name: dict[str, str]
     shown: list[str]
     prompts: list[list[int]]
-    judges: list[Judge | None]
+    judge: Judge
     max_new_tokens: int
     answers: list[str | None] = field(default_factory=list)
     where: list[str] = field(default_factory=list)
@@ -79,7 +78,7 @@ def family_set(
         {"family": family},
         [problem.prompt for problem in asked],
         [encode(problem, tokenizer)[0] for problem in asked],
-        [judge_of(problem) for problem in asked],
+        partial(judge, asked),
         max_new_tokens or NEW_TOKENS[family],
         [problem.answer for problem in asked],
     )
@@ -100,14 +99,15 @@ def file_set(
     """
     questions = read_questions(path, judge, limit)
 
-    def judged_by(answer: str | None) -> Judge | None:
-        return None if answer is None else lambda text: JUDGES[judge](answer, text)
+    def judged(texts: list[str]) -> list[bool | None]:
+        pairs = zip(questions, texts, strict=True)
+        return [None if one.answer is None else JUDGES[judge](one.answer, text) for one, text in pairs]
 
     return ProblemSet(
         {"file": path},
         [question.shown for question in questions],
         [prompt_ids(question, tokenizer, chat) for question in questions],
-        [judged_by(question.answer) for question in questions],
+        judged,
         max_new_tokens or FILE_NEW_TOKENS,
         [question.answer for question in questions],
         [question.where for question in questions],
@@ -195,7 +195,7 @@ class Evaluation:
                 self.model,
                 self.tokenizer,
                 asked.prompts,
-                asked.judges,
+                asked.judge,
                 asked.max_new_tokens,
                 self.batch_size,
                 **generate_options(settings),
@@ -205,34 +205,15 @@ class Evaluation:
     def line(self, settings: dict[str, Any], every: list[dict[str, Any]]) -> dict[str, Any]:
         """One setting's measurements; `every` are all settings of the command."""
         static = {"decoding": "static", **{name: value for name, value in settings.items() if name == "set"}}
-        compared = None in self.asked.judges or any(one["decoding"] in ("static", "mrp_remask") for one in every)
         first = self.decoded(every[0])
+        compared = None in first.right or any(one["decoding"] in ("static", "mrp_remask") for one in every)
         reference = self.decoded(static) if compared else None
         return measurements(self.decoded(settings), first, reference, self.model.config.block_size)
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Command line: one JSON line per problem set and setting."""
-    parser = argparse.ArgumentParser(prog="python -m mrp_trainer.evaluate", description=main.__doc__)
-    choices = {"judge": list(JUDGES), "family": FAMILIES, "split": SPLITS, "dtype": DTYPES, "decoding": DECODINGS}
-    metavars = {"set": "NAME=VALUE", "prompts": "FILE", "output": "FILE"}
-    hints = get_type_hints(EvaluateOptions)
-    for one in fields(EvaluateOptions):
-        flag, text = f"--{one.name.replace('_', '-')}", help_of(one.name)
-        if hints[one.name] is bool:
-            parser.add_argument(flag, action="store_true", help=text)
-            continue
-        shown = shown_default(one.name) or one.default
-        several = get_origin(hints[one.name]) is list
-        parser.add_argument(
-            flag,
-            nargs="+" if several else None,
-            type=next(kind for kind in (*get_args(hints[one.name]), hints[one.name]) if kind in (str, int, float)),
-            choices=choices.get(one.name),
-            metavar=metavars.get(one.name),
-            default=one.default_factory() if one.default_factory is not MISSING else one.default,
-            help=text if shown in (None, MISSING) else f"{text} [default: {shown}]",
-        )
+    parser = argument_parser(EvaluateOptions, "python -m mrp_trainer.evaluate", main.__doc__)
     try:
         evaluate(EvaluateOptions(**vars(parser.parse_args(arguments))))
     except (ValueError, OSError) as error:

@@ -1,16 +1,18 @@
-"""What `mrp evaluate` and ``python -m mrp_trainer.evaluate`` are asked to do: the options, their defaults and their help, once.
+"""What `mrp evaluate` and ``python -m mrp_trainer.evaluate`` are asked to do: every option, once.
 
 Nothing here imports torch, so that help comes at once.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import yaml
 
+from .flags import flag, flagged
+from .tasks import Family, Split
+
 FILE_NEW_TOKENS = 256
-_AT_LEAST_ONE = ("count", "limit", "max_new_tokens", "batch_size")
 # Options of `generate` that other flags give, and those that the measurement rests on.
 _BY_FLAG = {
     "decoding": "--decoding",
@@ -22,29 +24,10 @@ _BY_FLAG = {
 _FIXED = ("return_dict_in_generate", "num_return_sequences", "max_length")
 
 
-# Of each option: its help, and what help shows as the default where that is None or a list.
-_HELP: dict[str, tuple[str, str | None]] = {
-    "model": ("Checkpoint: folder or Hub id.", None),
-    "tokenizer": ("Another tokenizer: folder or Hub id.", "the model's"),
-    "dtype": ("Type of the weights.", "the checkpoint's"),
-    "device": ("Device, such as cuda:0.", "first GPU, or cpu"),
-    "prompts": ("JSON lines: prompt or messages, and answer.", None),
-    "judge": ("How answers to --prompts are compared.", None),
-    "chat": ("Chat template around each prompt of --prompts.", None),
-    "family": ("Synthetic problems.", "math, code"),
-    "split": ("Split of the synthetic problems.", None),
-    "count": ("Problems of a family.", None),
-    "limit": ("Only so many of each set.", None),
-    "decoding": ("Modes of decoding.", "static"),
-    "tau": ("confidence_threshold of dynamic, mrp_remask.", "0.9"),
-    "states": ("num_draft_states of mrp_spec, self_spec.", "4"),
-    "branches": ("draft_branches: followers considered per state.", "3"),
-    "set": ("Any other option of generate.", None),
-    "max_new_tokens": ("Tokens per answer.", "the family's, or 256"),
-    "batch_size": ("Prompts per call of generate.", None),
-    "output": ("Append lines here; what is there is skipped.", None),
-    "show": ("Answers to print.", None),
-}
+Judge = Literal["exact", "last_number", "contains"]
+Dtype = Literal["auto", "float64", "float32", "bfloat16", "float16"]
+Decoding = Literal["static", "dynamic", "sequential", "entropy_bound", "self_spec", "mrp_direct", "mrp_spec", "mrp_remask"]
+_WHAT, _HOW, _MODEL, _OUTPUT = "What is asked", "How it is decoded", "Model", "Output"
 
 
 @dataclass(kw_only=True)
@@ -55,32 +38,35 @@ class EvaluateOptions:
         ValueError: for a number below 1, and an assignment that is no NAME=VALUE.
     """
 
-    model: str = "hub_configs/sdar-tiny-mrp"
-    tokenizer: str | None = None
-    dtype: str | None = None
-    device: str | None = None
-    prompts: list[str] = field(default_factory=list)
-    judge: str = "exact"
-    chat: bool = False
-    family: list[str] = field(default_factory=list)
-    split: str = "heldout"
-    count: int = 500
-    limit: int | None = None
-    decoding: list[str] = field(default_factory=lambda: ["static"])
-    tau: list[float] = field(default_factory=lambda: [0.9])
-    states: list[int] = field(default_factory=lambda: [4])
-    branches: list[int] = field(default_factory=lambda: [3])
-    set: list[str] = field(default_factory=list)
-    max_new_tokens: int | None = None
-    batch_size: int = 32
-    output: str | None = None
-    show: int = 0
+    model: str = flag("Checkpoint: folder or Hub id.", "hub_configs/sdar-tiny-mrp", panel=_MODEL, metavar="PATH")
+    tokenizer: str | None = flag(
+        "Another tokenizer: folder or Hub id.", None, panel=_MODEL, metavar="PATH", shown="the model's"
+    )
+    dtype: str | None = flag("Type of the weights.", None, panel=_MODEL, kind=Dtype, shown="the checkpoint's")
+    device: str | None = flag("Device, such as cuda:0.", None, panel=_MODEL, shown="first GPU, or cpu")
+    prompts: list[str] = flag("JSON lines: prompt or messages, and answer.", [], panel=_WHAT, metavar="FILE")
+    judge: str = flag("How answers to --prompts are compared.", "exact", panel=_WHAT, kind=Judge)
+    chat: bool = flag("Chat template around each prompt of --prompts.", False, panel=_WHAT)
+    family: list[str] = flag("Synthetic problems.", [], panel=_WHAT, kind=list[Family], shown="math, code")
+    split: str = flag("Split of the synthetic problems.", "heldout", panel=_WHAT, kind=Split)
+    count: int = flag("Problems of a family.", 500, panel=_WHAT, min=1)
+    limit: int | None = flag("Only so many of each set.", None, panel=_WHAT, min=1)
+    decoding: list[str] = flag("Modes of decoding.", ["static"], panel=_HOW, kind=list[Decoding])
+    tau: list[float] = flag("confidence_threshold of dynamic, mrp_remask.", [0.9], panel=_HOW)
+    states: list[int] = flag("num_draft_states of mrp_spec, self_spec.", [4], panel=_HOW)
+    branches: list[int] = flag("draft_branches: followers considered per state.", [3], panel=_HOW)
+    set: list[str] = flag("Any other option of generate.", [], panel=_HOW, metavar="NAME=VALUE")
+    max_new_tokens: int | None = flag("Tokens per answer.", None, panel=_HOW, min=1, shown="the family's, or 256")
+    batch_size: int = flag("Prompts per call of generate.", 32, panel=_HOW, min=1)
+    output: str | None = flag("Append lines here; what is there is skipped.", None, panel=_OUTPUT, metavar="FILE")
+    show: int = flag("Answers to print.", 0, panel=_OUTPUT, min=0)
 
     def __post_init__(self) -> None:
-        for name in _AT_LEAST_ONE:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"--{name.replace('_', '-')} is {value}: at least 1{' problem' if name == 'count' else ''}")
+        for one, of_field, _ in flagged(EvaluateOptions):
+            value, least = getattr(self, one.name), of_field.more.get("min")
+            if value is not None and least is not None and value < least:
+                what = " problem" if one.name == "count" else ""
+                raise ValueError(f"--{one.name.replace('_', '-')} is {value}: at least {least}{what}")
         self.extra()
 
     @property
@@ -131,16 +117,6 @@ def generate_options(setting: Mapping[str, Any]) -> dict[str, Any]:
     return {**{name: value for name, value in setting.items() if name != "set"}, **setting.get("set", {})}
 
 
-def help_of(name: str) -> str:
-    """The help of an option."""
-    return _HELP[name][0]
-
-
-def shown_default(name: str) -> str | None:
-    """What help shows as an option's default, where that is None or a list."""
-    return _HELP[name][1]
-
-
 def _value(text: str, assignment: str) -> Any:
     try:
         value = yaml.safe_load(text)
@@ -154,4 +130,4 @@ def _value(text: str, assignment: str) -> Any:
     return value
 
 
-__all__ = ["FILE_NEW_TOKENS", "EvaluateOptions", "generate_options", "help_of", "shown_default"]
+__all__ = ["FILE_NEW_TOKENS", "EvaluateOptions", "generate_options"]

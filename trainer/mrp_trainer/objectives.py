@@ -1,7 +1,7 @@
 """The two objectives as functions of a model and a packed batch: sums over tokens, which the Trainer normalises."""
 
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -24,8 +24,8 @@ from modeling_mrp.modeling import MRPForCausalLM
 from .attention import TRAINING_FLEX
 from .packing import CleanCache
 from .reveals import Reveals, block_numbers
+from .train_options import HeadLoss
 
-HeadLoss = Literal["kl", "reverse_kl", "cross_entropy", "mse"]
 HEAD_LOSSES: tuple[str, ...] = get_args(HeadLoss)
 
 # By name, a sum and how many it is of.

@@ -77,7 +77,7 @@ class Backbone:
         vocab_size: How many ids there are.
         block_size: Tokens per block.
         mask_token_id: The mask's id, which no text has.
-        digest: Of its weights (see `trainer.trajectories.digest`); None if they are not there.
+        digest: Of its weights (see `mrp_trainer.trajectories.digest`); None if they are not there.
     """
 
     vocab_size: int

@@ -1,7 +1,7 @@
 """Which masked positions of a noisy copy are revealed next, and with what: the states a head is trained on."""
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -10,7 +10,8 @@ from modeling_mrp.generate.sampling import Picker
 from modeling_mrp.model.diffusion import PackedBatch
 from modeling_mrp.model.losses import BLANK
 
-RevealRule = Literal["on_policy", "random", "random_count"]
+from .train_options import RevealRule
+
 REVEAL_RULES: tuple[str, ...] = get_args(RevealRule)
 # Thresholds of eager reveals are drawn from here.
 _EAGER_FROM, _EAGER_TO = 0.2, 0.95

@@ -3,7 +3,7 @@
 import difflib
 import types
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from enum import Enum
 from functools import cache
 from pathlib import Path
@@ -14,77 +14,28 @@ import yaml
 from modeling_mrp.model.head import NEW_HEADS
 
 from .arguments import MRPTrainingArguments
+from .train_options import RunOptions, TrainerFlags
 
 RECIPES = Path(__file__).parent / "recipes"
 RUN_FILE = "run.yaml"
 # The run decides these.
 _NOT_SET = {"remove_unused_columns", "resume_from_checkpoint", "do_train", "do_eval", "do_predict"}
-_OF_HEADS = ("head", "head_revision", "head_layers", "head_init", "save")
-_OF_BACKBONES = ("block_size", "mask_token_id")
 # A resumed run may have others of these: they change what is measured, logged and kept, and not the weights.
 _FREE = {"output_dir", "save", "report_to", "run_name", "project", "disable_tqdm", "push_to_hub", "bf16_full_eval"}
 _FREE |= {"dataloader_num_workers", "dataloader_pin_memory", "dataloader_prefetch_factor", "dataloader_persistent_workers"}
 _FREE_PREFIXES = ("eval_", "save_", "log_", "logging_", "hub_", "trackio_")
 # Where the defaults of `TrainingArguments` suit other models.
 _DEFAULTS: dict[str, Any] = {
-    "num_train_epochs": 1.0,
-    "per_device_train_batch_size": 4,
+    "num_train_epochs": TrainerFlags.num_train_epochs,
+    "per_device_train_batch_size": TrainerFlags.per_device_train_batch_size,
     "lr_scheduler_type": "cosine_with_min_lr",
     "lr_scheduler_kwargs": {"min_lr_rate": 0.1},
-    "logging_steps": 10,
-    "save_steps": 500,
+    "logging_steps": TrainerFlags.logging_steps,
+    "save_steps": TrainerFlags.save_steps,
     "save_total_limit": 2,
     "report_to": "none",
 }
 _LEARNING_RATE = {"mrp": 1e-3, "block_diffusion": 1e-4}
-_EVAL_STEPS = 500
-
-
-@dataclass
-class RunOptions:
-    """What a run needs beside `MRPTrainingArguments`.
-
-    Attributes:
-        model: The backbone's checkpoint, a folder or an id on the Hub; for an adapter of a head, the head's.
-        revision: Its commit, branch or tag.
-        tokenizer: That of `model` if None.
-        data: What to train on: `.jsonl` files, or a folder or file that `datasets` reads, or "-".
-        split: The split of a folder.
-        eval_data: The same, held out.
-        eval_split: The split of that.
-        max_length: Tokens of a row; longer samples are cut.
-        packed: Whether rows hold several samples.
-        streaming: Whether the data are read as they come.
-        head: A head to go on from; a new one if None.
-        head_revision: Its commit, branch or tag.
-        head_layers: Layers of a new head.
-        head_init: How a new one starts.
-        save: `head`, or `full` to save it together with the backbone.
-        lora_rank: Above 0, only a LoRA adapter of this rank trains.
-        lora_alpha: Its scale; twice the rank if None.
-        block_size: For an autoregressive Qwen3 checkpoint that becomes a block-diffusion model.
-        mask_token_id: The same.
-    """
-
-    model: str
-    revision: str | None = None
-    tokenizer: str | None = None
-    data: list[str] = field(default_factory=list)
-    split: str = "train"
-    eval_data: list[str] = field(default_factory=list)
-    eval_split: str = "test"
-    max_length: int = 2048
-    packed: bool = True
-    streaming: bool = False
-    head: str | None = None
-    head_revision: str | None = None
-    head_layers: int = 3
-    head_init: str = "identity"
-    save: str = "head"
-    lora_rank: int = 0
-    lora_alpha: int | None = None
-    block_size: int | None = None
-    mask_token_id: int | None = None
 
 
 @dataclass
@@ -173,8 +124,7 @@ def recipe_names() -> list[str]:
 
 
 def _option_names(objective: str) -> tuple[str, ...]:
-    others = _OF_BACKBONES if objective == "mrp" else _OF_HEADS
-    return tuple(f.name for f in fields(RunOptions) if f.name not in others)
+    return tuple(f.name for f in fields(RunOptions) if f.metadata["only"] in (None, objective))
 
 
 def _with_defaults(given: dict[str, Any], objective: str, evaluated: bool) -> dict[str, Any]:
@@ -182,7 +132,7 @@ def _with_defaults(given: dict[str, Any], objective: str, evaluated: bool) -> di
     if "lr_scheduler_type" in given and "lr_scheduler_kwargs" not in given:
         del training["lr_scheduler_kwargs"]  # of the default schedule
     if evaluated:
-        training = {"eval_strategy": "steps", "eval_steps": _EVAL_STEPS, **training}
+        training = {"eval_strategy": "steps", "eval_steps": TrainerFlags.eval_steps, **training}
     return training
 
 

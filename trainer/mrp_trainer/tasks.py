@@ -20,13 +20,13 @@ import random
 import re
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from .sandbox import SandboxError, call_function
+from .sandbox import run_functions
 
 Family = Literal["math", "code", "source"]
 Split = Literal["train", "tune", "heldout"]
@@ -275,14 +275,6 @@ def _code_list(rng: random.Random) -> Problem:
     )
 
 
-def _judge_code(problem: Problem, text: str) -> bool:
-    """The text is one function, allowed by the sandbox, that reproduces every hidden case."""
-    try:
-        return all(call_function(text, argument) == result for argument, result in problem.cases)
-    except SandboxError:
-        return False
-
-
 _SOURCE_PROMPT_CHARS = 160
 _SOURCE_ANSWER_CHARS = 240
 
@@ -347,20 +339,26 @@ def problems(family: Family, split: Split, count: int, seed: int = 0) -> list[Pr
     return list(found.values())
 
 
-def judge(problem: Problem, text: str) -> bool:
-    """Whether ``text`` solves ``problem``.
+def judge(asked: Sequence[Problem], texts: Sequence[str]) -> list[bool | None]:
+    """Judge an answer to each problem; all code together, in one process of its own (see `run_functions`).
 
     Args:
-        problem: A problem of any family.
-        text: The decoded answer, without special tokens.
+        asked: Problems of any family.
+        texts: The decoded answers, without special tokens.
 
     Returns:
-        ``math``: the chain of equations is true and ends in the right number. ``code``: the function passes every
-        hidden case. ``source``: always False, since real text has no right continuation.
+        ``math``: the chain of equations is true and ends in the right number. ``code``: the text is one function, allowed by
+        the sandbox, that reproduces every hidden case. ``source``: None, since real text has no right continuation.
     """
-    if problem.family == "math":
-        return _judge_math(problem, text)
-    return problem.family == "code" and _judge_code(problem, text)
+    code = [(p, text) for p, text in zip(asked, texts, strict=True) if p.family == "code"]
+    results = iter(run_functions([(text, [argument for argument, _ in p.cases]) for p, text in code]))
+
+    def right(problem: Problem, text: str) -> bool | None:
+        if problem.family == "code":
+            return next(results) == [result for _, result in problem.cases]
+        return _judge_math(problem, text) if problem.family == "math" else None
+
+    return [right(problem, text) for problem, text in zip(asked, texts, strict=True)]
 
 
 def problem_from_json(line: str) -> Problem:

@@ -1,19 +1,19 @@
 """The recipe of the embedded checkpoint, up to `hub_configs/sdar-tiny-mrp`, with fixed seeds.
 
-``python -m mrp_trainer.train_tiny --stage all`` runs it (backbone, trajectories, head), or one stage at a time; the head alone is
-trained on the embedded backbone. Under ``torchrun --nproc-per-node 2 -m mrp_trainer.train_tiny`` two processes share every step,
-which two cores do faster than two threads of one process (give each its own: ``OMP_NUM_THREADS=1``). It keeps the
+``python -m mrp_trainer.train_tiny --stage all`` runs it (backbone, trajectories, head), or one stage at a time; the head alone
+is trained on the embedded backbone. Under ``torchrun --nproc-per-node 2 -m mrp_trainer.train_tiny`` two processes share every
+step, which two cores do faster than two threads of one process (give each its own: ``OMP_NUM_THREADS=1``). It keeps the
 embedded tokenizer, unless the stage ``tokenizer`` has made another in ``--work``, and stops short of ``export``, which
 replaces the checkpoint. A stage that was interrupted resumes from its last checkpoint in ``--work``, so a run with other
 settings wants another folder; every training stage logs to the console and to ``log.jsonl`` in its folder.
 """
 
-import argparse
 import json
 import os
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from accelerate import PartialState
@@ -28,6 +28,7 @@ from modeling_mrp.modeling import MRPForCausalLM
 from .arguments import MRPTrainingArguments
 from .checkpoints import last_whole_checkpoint
 from .data import TaskDataset
+from .flags import argument_parser, flag
 from .samples import Sample
 from .tasks import Family
 from .tokenizer import train_tokenizer
@@ -40,6 +41,31 @@ TRAJECTORIES = "trajectories.jsonl"
 RECORDED = 12800
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "hub_configs" / "sdar-tiny-mrp"
+
+
+@dataclass
+class TinyOptions:
+    """What the recipe takes; each field is a flag."""
+
+    stage: str = flag(
+        "What to do: all are backbone, trajectories and head.",
+        "all",
+        kind=Literal["tokenizer", "backbone", "trajectories", "head", "export", "all"],
+    )
+    work: Path = flag("Folder of everything that is made.", Path("runs/tiny"))
+    steps: int = flag("Steps of the backbone.", 11000)
+    batch_size: int = flag("Rows of each.", 24)
+    learning_rate: float = flag("Of AdamW; Muon has half of it.", 3e-3)
+    trajectories: int = flag("Problems decoded to train the head on.", RECORDED)
+    head_steps: int = flag("Steps of the head.", 5400)
+    head_batch_size: int = flag("Rows of each.", 16)
+    head_layers: int = flag("Layers of the head.", 3)
+    head_learning_rate: float = flag("Of AdamW; Muon has half of it.", 4e-3)
+    unroll: int = flag("Head steps unrolled in training.", 2)
+    order_weight: float = flag("Weight of the order of reveals in the head's loss.", 0.5)
+    head_init: str = flag("identity, backbone (its last layers), published, or a trained model's folder.", "backbone")
+    head_name: str = flag("The head's folder in --work.", "head")
+    target: Path = flag("Where export writes.", TINY, shown="hub_configs/sdar-tiny-mrp")
 
 
 class _JsonLog(TrainerCallback):
@@ -130,20 +156,20 @@ def _processes() -> PartialState:
     return PartialState(cpu=not torch.cuda.is_available())
 
 
-def train_backbone(work: Path, steps: int, batch_size: int, learning_rate: float) -> None:
-    """Block diffusion on the three task families."""
+def train_backbone(options: TinyOptions) -> None:
+    """Train a backbone by block diffusion on the three task families."""
     set_seed(0)
-    tokenizer = _tokenizer(work)
+    tokenizer = _tokenizer(options.work)
     model = MRPForCausalLM(tiny_config(tokenizer))
     _train(
         model,
-        TaskDataset(tokenizer, steps * batch_size, FAMILIES, "train", BLOCK_SIZE),
-        work / "backbone",
+        TaskDataset(tokenizer, options.steps * options.batch_size, FAMILIES, "train", BLOCK_SIZE),
+        options.work / "backbone",
         seed=0,
-        batch_size=batch_size,
-        max_steps=steps,
-        learning_rate=learning_rate,
-        muon_learning_rate=learning_rate / 2,
+        batch_size=options.batch_size,
+        max_steps=options.steps,
+        learning_rate=options.learning_rate,
+        muon_learning_rate=options.learning_rate / 2,
         lr_scheduler_type="linear",
         warmup_steps=100,
         weight_decay=0.01,
@@ -181,33 +207,23 @@ def trajectories(
     return TrajectoryDataset(work / TRAJECTORIES, size, BLOCK_SIZE, eos, pad, seed)
 
 
-def train_head(
-    work: Path,
-    steps: int,
-    batch_size: int,
-    learning_rate: float,
-    layers: int,
-    unroll: int,
-    order_weight: float,
-    init: str,
-    name: str = "head",
-    recorded: int = RECORDED,
-) -> None:
-    """Residual KL on the frozen backbone, at the states that decoding met."""
+def train_head(options: TinyOptions) -> None:
+    """Train a head by residual KL on the frozen backbone, at the states that decoding met."""
     set_seed(1)
-    model = head_on_backbone(_backbone(work), layers, init)
+    model = head_on_backbone(_backbone(options.work), options.head_layers, options.head_init)
+    size = options.head_steps * options.head_batch_size
     _train(
         model,
-        trajectories(work, _tokenizer(work), steps * batch_size, count=recorded),
-        work / name,
+        trajectories(options.work, _tokenizer(options.work), size, count=options.trajectories),
+        options.work / options.head_name,
         seed=1,
-        batch_size=batch_size,
+        batch_size=options.head_batch_size,
         objective="mrp",
-        unroll=unroll,
-        order_weight=order_weight,
-        max_steps=steps,
-        learning_rate=learning_rate,
-        muon_learning_rate=learning_rate / 2,
+        unroll=options.unroll,
+        order_weight=options.order_weight,
+        max_steps=options.head_steps,
+        learning_rate=options.head_learning_rate,
+        muon_learning_rate=options.head_learning_rate / 2,
         lr_scheduler_type="linear",
         warmup_steps=50,
         bf16=True,
@@ -217,10 +233,7 @@ def train_head(
 
 
 def export(work: Path, name: str, target: Path) -> None:
-    """Writes the trained model as a checkpoint; in `hub_configs/` its code files are links into the package.
-
-    All is written beside the target first, so that a failure leaves what was there.
-    """
+    """Write the trained model as a checkpoint, all of it beside the target first: a failure leaves what was there."""
     tokenizer = _tokenizer(work)
     model = MRPForCausalLM.from_pretrained(work / name / "final")
     model.generation_config = MRPGenerationConfig(
@@ -237,55 +250,21 @@ def export(work: Path, name: str, target: Path) -> None:
         for written in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
             place = target / written.relative_to(folder)
             place.parent.mkdir(exist_ok=True)
-            if target.parent == ROOT / "hub_configs" and written.suffix == ".py":
-                source = "custom_generate_mrp.py" if written.parent.name == "custom_generate" else written.name
-                written.unlink()
-                written.symlink_to(os.path.relpath(ROOT / "modeling_mrp" / source, place.parent))
             os.replace(written, place)
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Command line of the recipe."""
-    parser = argparse.ArgumentParser(
-        prog="python -m mrp_trainer.train_tiny", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--stage", choices=("tokenizer", "backbone", "trajectories", "head", "export", "all"), default="all")
-    parser.add_argument("--work", type=Path, default=Path("runs/tiny"))
-    parser.add_argument("--steps", type=int, default=11000, help="backbone steps")
-    parser.add_argument("--batch-size", type=int, default=24)
-    parser.add_argument("--learning-rate", type=float, default=3e-3)
-    parser.add_argument("--trajectories", type=int, default=RECORDED, help="problems decoded to train the head on")
-    parser.add_argument("--head-steps", type=int, default=5400)
-    parser.add_argument("--head-batch-size", type=int, default=16)
-    parser.add_argument("--head-layers", type=int, default=3)
-    parser.add_argument("--head-learning-rate", type=float, default=4e-3)
-    parser.add_argument("--unroll", type=int, default=2, help="head steps unrolled in training")
-    parser.add_argument("--order-weight", type=float, default=0.5, help="weight of the order of reveals in the head's loss")
-    parser.add_argument(
-        "--head-init", default="backbone", help="identity, backbone (its last layers), published, or a trained model's folder"
-    )
-    parser.add_argument("--head-name", default="head", help="the head's folder in --work")
-    parser.add_argument("--target", type=Path, default=TINY, help="where export writes")
-    options = parser.parse_args(arguments)
+    parser = argument_parser(TinyOptions, "python -m mrp_trainer.train_tiny", __doc__)
+    options = TinyOptions(**vars(parser.parse_args(arguments)))
     if options.stage == "tokenizer":
         train_tokenizer().save_pretrained(options.work / "tokenizer")
     if options.stage in ("backbone", "all"):
-        train_backbone(options.work, options.steps, options.batch_size, options.learning_rate)
+        train_backbone(options)
     if options.stage in ("trajectories", "all"):
         record(options.work, options.trajectories)
     if options.stage in ("head", "all"):
-        train_head(
-            options.work,
-            options.head_steps,
-            options.head_batch_size,
-            options.head_learning_rate,
-            options.head_layers,
-            options.unroll,
-            options.order_weight,
-            options.head_init,
-            options.head_name,
-            options.trajectories,
-        )
+        train_head(options)
     if options.stage == "export":
         export(options.work, options.head_name, options.target)
 

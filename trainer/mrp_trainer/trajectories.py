@@ -56,7 +56,7 @@ def record_trajectories(
 def decoded_lines(
     model: Any, prompts: Sequence[list[int]], pad_token_id: int, decoded_by: Mapping[str, Any] | None = None, **options: Any
 ) -> list[str]:
-    """What `static` makes of prompts, as lines that training reads (see `trainer.records`).
+    """What `static` makes of prompts, as lines that training reads (see `mrp_trainer.records`).
 
     Args:
         model: An `MRPForCausalLM`.
