@@ -183,6 +183,7 @@ class Graphs:
     def __init__(self, recorder: Recorder, limit: int = RECORDINGS) -> None:
         self.recorder, self.limit = recorder, limit
         self.kept: OrderedDict[Hashable, _Kept] = OrderedDict()
+        self.replays = 0
         self.thread = threading.local()  # whether the current one ran a step as it is
 
     def run(self, key: Hashable, step: Callable[[], None]) -> None:
@@ -195,6 +196,7 @@ class Graphs:
         known = self.kept.get(key)
         if known is not None and known.replay is not None:
             known.replay()
+            self.replays += 1
         elif known is None or not hasattr(self.thread, "warm"):
             self.recorder.first(step)
             self.thread.warm = True

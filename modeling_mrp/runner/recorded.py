@@ -213,12 +213,31 @@ def _fits(cache: BlockCache, rows: int, capacity: int, scratch: int, with_head: 
     return room and cache.writable and (bool(cache.head_layers) or not with_head)
 
 
+def recording_report(model: nn.Module) -> dict[str, int]:
+    """Count what is kept of a model's recordings.
+
+    Returns:
+        `recordings`; `replays`, of all of them; `bytes` of the KV caches they work on; `failed`, caches on which a step could
+        not be recorded, so that rounds run one launch at a time.
+    """
+    with _LOCK:
+        kept = list(_KEPT.get(model, []))
+    graphs = [graph for one in kept for graph in (one.parts, *(registers.graphs for registers in one.registers.values()))]
+    return {
+        "recordings": sum(known.replay is not None for graph in graphs for known in graph.kept.values()),
+        "replays": sum(graph.replays for graph in graphs),
+        "bytes": sum(one.cache.nbytes for one in kept),
+        "failed": sum(one.recorder.failed for one in kept),
+    }
+
+
 __all__ = [
     "RecordedCache",
     "bucket",
     "fingerprint",
     "obstacle",
     "recorder_for",
+    "recording_report",
     "release_graphs",
     "recorded_cache_for",
 ]
