@@ -1,6 +1,7 @@
 """Everything that benchmarks read of the engine beside `generate` and the kernels' own functions."""
 
 import inspect
+from collections.abc import Callable
 from types import CodeType
 from typing import Any
 
@@ -17,7 +18,7 @@ from modeling_mrp.runner.recorded import recording_report
 
 def code_of_parts() -> dict[CodeType, str]:
     """Give the part of a round that each function does, by the code that a profiler sees; none of them calls another."""
-    functions = {
+    functions: dict[str, list[Callable[..., Any]]] = {
         "backbone": [MRPForCausalLM.backbone],
         "head": [MRPForCausalLM.residual],
         "vocabulary": [pick, token_log_odds],
@@ -27,8 +28,16 @@ def code_of_parts() -> dict[CodeType, str]:
 
 
 def fallbacks(model: MRPForCausalLM) -> dict[str, Any]:
-    """Count what ran as it should and what fell back: `failed_kernels` of this process, and the keys of `recording_report`."""
-    return {"failed_kernels": failed_kernels(), **recording_report(model)}
+    """Count what ran as it should and what fell back.
+
+    Returns:
+        `recordings`, `replays` and `bytes` of the model's graphs, `failed_recordings`, `failed_kernels` of this process by
+        name, and `fell_back`: whether anything failed, or nothing was replayed on a GPU.
+    """
+    report, kernels = recording_report(model), failed_kernels()
+    failed = report.pop("failed")
+    fell_back = bool(kernels or failed or (model.device.type == "cuda" and not report["replays"]))
+    return {"fell_back": fell_back, **report, "failed_recordings": failed, "failed_kernels": kernels}
 
 
 def backbone_hidden(model: MRPForCausalLM, ids: Tensor, positions: Tensor, mask: Tensor, cache: Cache) -> Tensor:

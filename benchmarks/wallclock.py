@@ -22,9 +22,8 @@ from modeling_mrp.generate.generation import MRPGenerateOutput
 from modeling_mrp.model.configuration import MRPConfig
 from modeling_mrp.modeling import MRPForCausalLM
 
-from .common import HUB_CONFIGS, TINY, emit, header, load
+from .common import HUB_CONFIGS, TINY, emit, header, load, now
 from .meter import Meter, seconds_by_part
-from .timing import now
 
 SHAPES = ("tiny", "1.7b", "4b", "8b")
 MODES = ("static", "self_spec", "mrp_spec")
