@@ -1,4 +1,4 @@
-"""The script for a GPU, as far as a CPU can take it: interpreted kernels at a toy's size, the floor, and what it says is wrong."""
+"""The script for a GPU as far as a CPU takes it: interpreted kernels at a toy's size, the floor, and what it says is wrong."""
 
 import json
 import os
