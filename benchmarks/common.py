@@ -3,6 +3,7 @@
 import argparse
 import json
 import platform
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,13 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     """The measurements that a command left, without its first line."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     return [line for line in lines if "benchmark" not in line]
+
+
+def now(device: torch.device) -> float:
+    """Seconds on a host clock, read when the device has done all it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def load(folder: str | Path) -> tuple[MRPForCausalLM, PreTrainedTokenizerFast]:

@@ -128,8 +128,8 @@ def passes_that_pay(shape: Shape, device: Device, head: Counts, without: Counts,
 def counts_of(line: dict[str, Any], mode: str, states: int) -> Counts:
     """Counts from a line of results.
 
-    A line that does not say what a round computes stands for K states a forward, the head's forwards per token each with a
-    vocabulary step, and for `self_spec` a vocabulary step for every drafted state.
+    A line that does not say what a round computes stands for K states a forward and the head's forwards per token. Each head
+    pass takes a vocabulary step; `self_spec` drafts from what was picked already, and takes none.
     """
     tokens = line["tokens_per_forward"]
     passes = line.get("head_passes_per_round", line["head_per_token"] * tokens) if mode == "mrp_spec" else 0.0
@@ -138,7 +138,7 @@ def counts_of(line: dict[str, Any], mode: str, states: int) -> Counts:
         states_per_forward=line.get("states_per_forward", float(states)),
         head_passes=passes,
         states_per_head_pass=max(1.0, line.get("states_per_head_pass", 1.0)),
-        draft_picks=line.get("draft_picks_per_round", passes if mode == "mrp_spec" else states - 1.0),
+        draft_picks=line.get("draft_picks_per_round", passes),
     )
 
 

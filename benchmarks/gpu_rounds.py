@@ -1,43 +1,49 @@
 """A round of decoding on a GPU: ours, the same work in plain transformers, and the least time that bytes and FLOPs allow."""
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.benchmark import Timer
 from transformers.cache_utils import DynamicCache
 
 from modeling_mrp.generate.generation import MRPGenerateOutput
 from modeling_mrp.modeling import MRPForCausalLM
-from modeling_mrp.runner import recorded
-from modeling_mrp.runner.cache import BlockCache
 
 from .agreement import agreement, without_cache
-from .cost_model import Counts, Setting, round_seconds, round_work
-from .roofline import BYTES, Device, Shape, Work
-from .timing import NO_LIMIT, Budget, now, reason, still_there, taking_turns
+from .common import now
+from .cost_model import Counts, Setting, round_seconds
+from .engine import backbone_hidden, fallbacks, head_residual
+from .roofline import Device, Shape
 
+# Options of `generate` by name; the last is what the others are compared with.
+WAYS: dict[str, dict[str, Any]] = {
+    "ours": {},
+    "no graphs": {"graphs": False},
+    "no kernels": {"kernels": False},
+    "neither": {"graphs": False, "kernels": False},
+}
 # Tokens that the shorter and the longer of two calls generate: what they differ by is rounds alone.
 SHORT, LONG = 16, 64
-# Calls of each clock before it counts: a step runs as it is when it is first met, and is recorded when it is met again. What
-# comes once in a call is met again in the next one.
-_WARM_UPS = 2
-# A share of the device's memory is left to what is not counted.
-_USABLE = 0.9
+# Calls of each way before one counts: a step runs as it is when it is first met, and is recorded when it is met again.
+WARM_UPS = 2
+# By how much the log-probabilities of two texts may differ where they part: a near-tie that sums in another order decide.
+NEAR_TIE = {torch.float32: 1e-2, torch.bfloat16: 0.25}
 
 
 @dataclass(frozen=True)
 class Round:
-    """What is timed.
+    """What is checked and timed.
 
     Attributes:
         batch: Rows.
         states: K, the states of a row in a round; 1: `static`.
-        prefix: Committed tokens of each row.
+        prefix: Tokens of each row's prompt.
     """
 
     batch: int
@@ -49,89 +55,49 @@ class Round:
         """The mode that has such rounds."""
         return {"decoding": "static"} if self.states == 1 else {"decoding": "mrp_spec", "num_draft_states": self.states}
 
-    def kv_bytes(self, shape: Shape) -> int:
-        """Keys and values of the prefix in all layers of the backbone."""
-        return self.batch * self.prefix * shape.num_hidden_layers * shape.kv_size * BYTES
+    def ids(self, model: MRPForCausalLM, length: int) -> Tensor:
+        """Random tokens [batch, length] below the mask id."""
+        generator = torch.Generator(model.device).manual_seed(0)
+        shape = (self.batch, length)
+        return torch.randint(model.config.mask_token_id, shape, generator=generator, device=model.device)
+
+    def floor_seconds(self, shape: Shape, device: Device) -> float:
+        """The least time of a round: one backbone forward over K states, and with drafts one pass of the head over K - 1 of
+        them, each with picks at the half of the positions that are masked on average."""
+        drafts = float(self.states > 1)
+        counts = Counts(1.0, self.states, drafts, max(1, self.states - 1), drafts)
+        return sum(round_seconds(shape, device, counts, self.batch, Setting(self.prefix)).values())
 
 
-def _least(timed: Round) -> tuple[Counts, Setting]:
-    """What a round cannot do without: one backbone forward over K states, and with drafts one pass of the head over K - 1 of
-    them, each with picks at the half of the positions that are masked on average."""
-    drafts = timed.states > 1
-    return Counts(1.0, timed.states, float(drafts), max(1, timed.states - 1), float(drafts)), Setting(timed.prefix)
+def decode(model: MRPForCausalLM, inputs: dict[str, Tensor], tokens: int, **options: Any) -> tuple[float, MRPGenerateOutput]:
+    """Seconds of a call of `generate`, and what it gave but for its cache."""
+    began = now(model.device)
+    asked: dict[str, Any] = {**inputs, **options}
+    out = model.generate(**asked, max_new_tokens=tokens, return_dict_in_generate=True)
+    seconds = now(model.device) - began
+    assert isinstance(out, MRPGenerateOutput)
+    return seconds, without_cache(out)
 
 
-def floor_seconds(shape: Shape, device: Device, timed: Round) -> float:
-    """The least time of a round."""
-    counts, setting = _least(timed)
-    return sum(round_seconds(shape, device, counts, timed.batch, setting).values())
-
-
-def floor_work(shape: Shape, timed: Round) -> Work:
-    """The bytes and FLOPs behind `floor_seconds`, of all its parts together."""
-    counts, setting = _least(timed)
-    parts = round_work(shape, counts, timed.batch, setting).values()
-    done = [(times, work) for times, works in parts for work in works]
-    return Work(sum(times * work.bytes for times, work in done), sum(times * work.flops for times, work in done))
-
-
-class Conversation:
-    """Rows of random tokens whose keys and values are there already, random too: what comes is rounds alone.
+def check_texts(
+    model: MRPForCausalLM, inputs: dict[str, Tensor], tokens: int, options: dict[str, Any], ours: dict[str, Any]
+) -> dict[str, Any]:
+    """Compare a call as it is with one without graphs and kernels: equal up to near-ties, and on a GPU nothing fell back.
 
     Args:
-        model: A model whose texts do not end by themselves.
-        timed: How many rows, and how long.
+        model: The model.
+        inputs: Of `generate`.
+        tokens: New ones.
+        options: The mode.
+        ours: Options of the call that is checked; it is made so often that its rounds are replayed.
     """
-
-    def __init__(self, model: MRPForCausalLM, timed: Round) -> None:
-        self.model, self.timed = model, timed
-        generator = torch.Generator(model.device).manual_seed(0)
-        shape = (timed.batch, timed.prefix)
-        self.ids = torch.randint(model.config.mask_token_id, shape, generator=generator, device=model.device)
-        self.cache = self._filled(generator)
-        self.said: dict[str, MRPGenerateOutput] = {}
-
-    def _filled(self, generator: torch.Generator) -> BlockCache:
-        block = self.model.config.block_size
-        room = self.timed.prefix + LONG + 2 * block
-        cache = self.model.block_cache(self.timed.batch, room, max(2, self.timed.states) * block, with_head=True)
-        for buffer in cache._buffers.values():
-            for layer in buffer.flatten(0, 1):
-                layer.normal_(generator=generator)
-        return cache
-
-    def seconds_of_round(self, name: str, options: dict[str, Any]) -> float:
-        """From a shorter and a longer call of `generate`: their times' difference over that of their rounds.
-
-        Args:
-            name: What the longer call gave is in `said` by this name.
-            options: Of `generate`.
-        """
-        short, few, _ = self._call(SHORT, options)
-        long, many, out = self._call(LONG, options)
-        self.said[name] = without_cache(out)
-        return (long - short) / (many - few)
-
-    def _call(self, tokens: int, options: dict[str, Any]) -> tuple[float, int, MRPGenerateOutput]:
-        lengths = torch.full((self.timed.batch,), self.timed.prefix)
-        self.cache.hold(self.ids, lengths, lengths)
-        began = now(self.model.device)
-        out = self.model.generate(
-            self.ids,
-            attention_mask=torch.ones_like(self.ids),  # a random token may be the one for padding
-            past_key_values=self.cache,
-            max_new_tokens=tokens,
-            return_dict_in_generate=True,
-            **self.timed.options,
-            **options,
-        )
-        seconds = now(self.model.device) - began
-        assert isinstance(out, MRPGenerateOutput)
-        assert isinstance(out.past_key_values, BlockCache)
-        assert out.stats is not None
-        assert out.stats.forwards is not None
-        self.cache = out.past_key_values  # a bigger one, if graphs asked for more room
-        return seconds, out.stats.forwards["denoise"] + out.stats.forwards["verify"], out
+    for _ in range(WARM_UPS + 1):
+        _, checked = decode(model, inputs, tokens, **options, **ours)
+    ran = fallbacks(model)
+    _, plain = decode(model, inputs, tokens, **options, **WAYS["neither"])
+    told = agreement([checked], [plain])
+    same = told["texts_equal"] == 1 or told["gap"] <= NEAR_TIE[model.dtype]
+    return {"ok": same and not ran["fell_back"], **told, **ran}
 
 
 class PlainRound:
@@ -147,7 +113,7 @@ class PlainRound:
         self.model, self.timed = model, timed
         config, device, block = model.config, model.device, model.config.block_size
         tokens, generator = timed.states * block, torch.Generator(device).manual_seed(0)
-        self.ids = torch.randint(config.mask_token_id, (timed.batch, tokens), generator=generator, device=device)
+        self.ids = timed.ids(model, tokens)
         self.positions = timed.prefix + torch.arange(block, device=device).repeat(timed.batch, timed.states)
         own = torch.eye(timed.states, dtype=torch.bool, device=device).repeat_interleave(block, 0).repeat_interleave(block, 1)
         seen = torch.ones(tokens, timed.prefix, dtype=torch.bool, device=device)
@@ -162,13 +128,14 @@ class PlainRound:
     def __call__(self) -> Tensor:
         """[rows, tokens] the tokens that the backbone picks."""
         block = self.model.config.block_size
-        hidden = self.model.backbone(self.ids, self.positions, self.mask, self.cache)
+        hidden = backbone_hidden(self.model, self.ids, self.positions, self.mask, self.cache)
         for layer, (keys, values) in zip(self.cache.layers, self.prefixes, strict=True):
             layer.keys, layer.values = keys, values
         picked = self._pick(hidden)
         estimate, own = hidden[:, :block], self.mask[:, :, :block, self.timed.prefix : self.timed.prefix + block]
         for _ in range(self.timed.states - 1):
-            estimate = estimate + self.model.residual(self.ids[:, :block], estimate, self.positions[:, :block], own)
+            ids, positions = self.ids[:, :block], self.positions[:, :block]
+            estimate = estimate + head_residual(self.model, ids, estimate, positions, own)
             self._pick(estimate)
         return picked
 
@@ -177,93 +144,53 @@ class PlainRound:
 
 
 @torch.inference_mode()
-def rounds(
-    model: MRPForCausalLM,
-    shape: Shape,
-    device: Device,
-    grid: list[Round],
-    variants: dict[str, dict[str, Any]],
-    repeats: int,
-    budget: Budget = NO_LIMIT,
-    compiled: bool = False,
-) -> Iterator[dict[str, Any]]:
-    """A line for each round and each way to do it: its time, that over the floor, and the plain one's time over it; and one
-    for how far the ways' tokens are those of the last one.
+def time_round(model: MRPForCausalLM, shape: Shape, device: Device, timed: Round, repeats: int) -> Iterator[dict[str, Any]]:
+    """Time a round in every way and in plain transformers, in turns.
+
+    Our round is the difference of a longer and a shorter call over that of their rounds, so that the prompt drops out.
 
     Args:
-        model: Random weights at the shape.
+        model: Random weights at the shape, whose texts do not end by themselves.
         shape: For the floor.
         device: What the device can do, as measured.
-        grid: What is timed; a round whose cache does not fit beside the weights is left out, with a line that says so.
-        variants: Options of `generate` by name.
+        timed: The round.
         repeats: Turns.
-        budget: Rounds that it does not reach are left out, with a line for each.
-        compiled: Whether the model's parts are.
+
+    Yields:
+        By way: the time, its quartiles and what it is over the floor and over transformers.
     """
-    kept = recorded.KEPT_SHARE
-    recorded.KEPT_SHARE = 1  # else calls on a large cache would record anew, and that would be timed
-    try:
-        for timed in grid:
-            if budget.over:
-                yield {"left_out": "round", **_place(shape, timed), "why": "no time is left"}
-                continue
-            if compiled:
-                torch.compiler.reset()  # beyond 8 variants of one function, PyTorch would run it uncompiled
-            try:
-                lines = _timed(model, shape, device, timed, variants, repeats)
-            except Exception as error:  # the rest of the grid is measured all the same
-                still_there(model.device, error)
-                lines = [{"failed": "round", **_place(shape, timed), "error": reason(error)}]
-            yield from lines
-            model.release_graphs()
-            if model.device.type == "cuda":
-                torch.cuda.empty_cache()
-    finally:
-        recorded.KEPT_SHARE = kept
+    ids = timed.ids(model, timed.prefix)
+    inputs = {"inputs": ids, "attention_mask": torch.ones_like(ids)}  # a random token may be the one for padding
+
+    def ours(options: dict[str, Any]) -> float:
+        (short, few), (long, many) = (decode(model, inputs, n, **timed.options, **options) for n in (SHORT, LONG))
+        return (long - short) / (rounds_of(many) - rounds_of(few))
+
+    plain = Timer("plain()", globals={"plain": PlainRound(model, timed)})
+    clocks: dict[str, Callable[[], float]] = {way: partial(ours, options) for way, options in WAYS.items()}
+    clocks["transformers"] = lambda: plain.timeit(3).mean  # waits for the device
+    times: dict[str, list[float]] = {way: [] for way in clocks}
+    warm_ups = WARM_UPS if model.device.type == "cuda" else 0
+    for turn in range(warm_ups + repeats):
+        for way, clock in clocks.items():
+            seconds = clock()
+            times[way] += [seconds] if turn >= warm_ups else []
+    floor, base = timed.floor_seconds(shape, device), np.median(times["transformers"])
+    for way, seconds_of in times.items():
+        low, median, high = np.quantile(seconds_of, (0.25, 0.5, 0.75))
+        yield {
+            "way": way,
+            **{name: round(1e6 * float(value), 2) for name, value in (("us", median), ("us_25", low), ("us_75", high))},
+            "floor_us": round(1e6 * floor, 2),
+            "over_floor": round(float(median) / floor, 3),
+            "faster_than_transformers": round(float(base / median), 3),
+        }
+    ran = fallbacks(model)
+    yield {"way": "ours", "ok": not ran["fell_back"], **ran}
 
 
-def _place(shape: Shape, timed: Round) -> dict[str, Any]:
-    return {"shape": shape.name, "batch": timed.batch, "states": timed.states, "prefix": timed.prefix}
-
-
-def _timed(
-    model: MRPForCausalLM, shape: Shape, device: Device, timed: Round, variants: dict[str, dict[str, Any]], repeats: int
-) -> list[dict[str, Any]]:
-    place = _place(shape, timed)
-    memory = math.inf
-    if model.device.type == "cuda":
-        memory = _USABLE * torch.cuda.get_device_properties(model.device).total_memory
-    weights = BYTES * shape.parameters
-    if weights + 1.3 * timed.kv_bytes(shape) > memory:
-        return [{"left_out": "round", **place, "why": "its keys and values do not fit the device"}]
-    conversation = Conversation(model, timed)
-    clocks: dict[str, Callable[[], float]] = {
-        name: partial(conversation.seconds_of_round, name, options) for name, options in variants.items()
-    }
-    if weights + 3.5 * timed.kv_bytes(shape) <= memory:  # its cache is copied as it grows
-        clocks["transformers"] = partial(_clocked, PlainRound(model, timed), model.device)
-    for _ in range(_WARM_UPS if model.device.type == "cuda" else 1):
-        for clock in clocks.values():
-            clock()
-    times, floor = taking_turns(clocks, repeats), floor_seconds(shape, device, timed)
-    work = floor_work(shape, timed)
-    lines = []
-    for name, taken in times.items():
-        line = {**place, "way": name, **taken.line(), "floor_us": round(1e6 * floor, 2)}
-        line |= {"floor_bytes": int(work.bytes), "floor_flops": int(work.flops)}
-        line["over_floor"] = round(taken.median / floor, 3)
-        if "transformers" in times:
-            line["faster_than_transformers"] = round(times["transformers"].median / taken.median, 3)
-        lines.append(line)
-    *others, last = variants
-    for name in others:
-        told = agreement([conversation.said[name]], [conversation.said[last]])
-        lines.append({"same_tokens": "round", **place, "way": name, "as": last, **told})
-    return lines
-
-
-def _clocked(call: Callable[[], Any], device: torch.device, often: int = 3) -> float:
-    began = now(device)
-    for _ in range(often):
-        call()
-    return (now(device) - began) / often
+def rounds_of(out: MRPGenerateOutput) -> int:
+    """Backbone forwards behind the prompt's."""
+    assert out.stats is not None
+    assert out.stats.forwards is not None
+    return out.stats.forwards["denoise"] + out.stats.forwards["verify"]

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from modeling_mrp.modeling import MRPForCausalLM
 
 from .bootstrap import Cost, ratio, tokens_per_forward
-from .meter import metered
+from .meter import Meter
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ def measure(
     model: MRPForCausalLM, tokenizer: PreTrainedTokenizerBase, asked: Sequence[Problem], batch_size: int, **options: Any
 ) -> Measured:
     """Decodes problems of one family with options of `generate`."""
-    with metered(model.config.block_size) as meter:
-        decoded = decode_problems(model, tokenizer, asked, batch_size, **options)
+    meter = Meter(model)
+    decoded = decode_problems(meter, tokenizer, asked, batch_size, **options)
     return Measured(
         decoded.ids,
         Cost.of(decoded),

@@ -1,15 +1,15 @@
 """Wall clock of `self_spec` and `mrp_spec` over `static`, and what a round's time goes into.
 
 ``python -m benchmarks.wallclock`` decodes the same prompts in every mode, taking turns batch by batch in one process, several
-times over, and prints one line per mode: the median and spread of its speed over that of `static`, and from one more run the
-shares of backbone, head, vocabulary step, cache commits and bookkeeping (all else) in a round. `--shape tiny` decodes held-out
-problems with the embedded checkpoint; the published shapes get random weights and random prompts, so that only the time of
-a round and its shares mean anything there.
+times over, and prints one line per mode: the median and spread of its speed over that of `static`, and on a CPU from further
+runs the shares of backbone, head, vocabulary step, cache commits and bookkeeping (all else) in a round. `--shape tiny` decodes
+held-out problems with the embedded checkpoint; the published shapes get random weights and random prompts, so that only the
+time of a round and its shares mean anything there.
 """
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,9 +22,8 @@ from modeling_mrp.generate.generation import MRPGenerateOutput
 from modeling_mrp.model.configuration import MRPConfig
 from modeling_mrp.modeling import MRPForCausalLM
 
-from .common import HUB_CONFIGS, TINY, emit, header, load
-from .meter import metered
-from .timing import NO_LIMIT, Budget, now
+from .common import HUB_CONFIGS, TINY, emit, header, load, now
+from .meter import Meter, seconds_by_part
 
 SHAPES = ("tiny", "1.7b", "4b", "8b")
 MODES = ("static", "self_spec", "mrp_spec")
@@ -64,11 +63,11 @@ class Job:
     batches: list[dict[str, torch.Tensor]]
     new_tokens: int
 
-    def decode(self, batch: int, options: dict[str, Any]) -> tuple[int, float]:
-        """Tokens and seconds of one batch."""
+    def decode(self, batch: int, options: dict[str, Any], meter: Meter | None = None) -> tuple[int, float]:
+        """Decode one batch, through a meter if there is one; tokens and seconds."""
         inputs: dict[str, Any] = {name: value.to(self.model.device) for name, value in self.batches[batch].items()}
         began = now(self.model.device)
-        out = self.model.generate(**inputs, max_new_tokens=self.new_tokens, return_dict_in_generate=True, **options)
+        out = (meter or self.model).generate(**inputs, max_new_tokens=self.new_tokens, return_dict_in_generate=True, **options)
         seconds = now(self.model.device) - began
         assert isinstance(out, MRPGenerateOutput)
         assert out.reveal_step is not None
@@ -96,9 +95,7 @@ def make_job(options: argparse.Namespace) -> Job:
 
 
 @torch.inference_mode()
-def take_turns(
-    job: Job, modes: dict[str, dict[str, Any]], repeats: int, warm_ups: int = 0, budget: Budget = NO_LIMIT
-) -> dict[str, list[float]]:
+def take_turns(job: Job, modes: dict[str, dict[str, Any]], repeats: int, warm_ups: int = 0) -> dict[str, list[float]]:
     """Tokens a second of each mode, one number a repeat over all batches.
 
     Within a batch the modes follow one another, and every time another one begins.
@@ -106,10 +103,9 @@ def take_turns(
     Args:
         job: What is decoded.
         modes: Options of `generate` by name.
-        repeats: How often. Fewer where the budget is over, but once.
-        warm_ups: Passes of all modes over all batches before. Where rounds are recorded it takes 2 of them: the mode with the
-            most states replaces the cache that the others recorded on, and what comes once in a call is recorded in the next.
-        budget: Until when a repeat may begin.
+        repeats: How often.
+        warm_ups: Passes of all modes over all batches before. Where rounds are recorded it takes 2 of them: what comes once in
+            a call is recorded in the next.
     """
     for options in modes.values():
         job.decode(0, options)  # the first call of each pays for what is made once
@@ -119,8 +115,6 @@ def take_turns(
     speeds: dict[str, list[float]] = {mode: [] for mode in modes}
     names = list(modes)
     for repeat in range(repeats):
-        if repeat and budget.over:
-            break
         spent = {mode: np.zeros(2) for mode in modes}
         for batch in range(len(job.batches)):
             first = (repeat + batch) % len(names)
@@ -133,11 +127,26 @@ def take_turns(
 
 @torch.inference_mode()
 def breakdown(job: Job, options: dict[str, Any]) -> dict[str, Any]:
-    """Milliseconds of a round of one mode, the shares of its parts in percent, and what it computes."""
-    with metered(job.model.config.block_size) as meter:
-        for batch in range(len(job.batches)):
-            job.decode(batch, options)
-    return {"ms_per_round": round(1e3 * meter.round_seconds / meter.rounds, 3), "share": meter.shares(), **meter.per_round()}
+    """Milliseconds of a round of one mode, the shares of its parts in percent, and what it computes.
+
+    What rounds take is what calls take beyond calls for one token, which read the prompt too.
+    """
+    one, options = replace(job, new_tokens=1), {**options, "graphs": False}
+    batches = range(len(job.batches))
+
+    def decode(which: Job, meter: Meter | None = None) -> float:
+        return sum(which.decode(batch, options, meter)[1] for batch in batches)
+
+    first, meter = Meter(job.model), Meter(job.model)
+    seconds = decode(one, first), decode(job, meter)
+    before, spent = seconds_by_part(lambda: decode(one)), seconds_by_part(lambda: decode(job))
+    rounds = {part: max(0.0, taken - before[part]) for part, taken in spent.items()}
+    total = rounds.pop("whole")
+    shares = {part: 100 * taken / total for part, taken in rounds.items()}
+    shares["bookkeeping"] = 100 - sum(shares.values())
+    milliseconds = 1e3 * (seconds[1] - seconds[0]) / max(1, meter.rounds - first.rounds)
+    share = {part: round(value, 1) for part, value in shares.items()}
+    return {"ms_per_round": round(milliseconds, 3), "share": share, **meter.per_round()}
 
 
 def spread(values: Sequence[float], digits: int = 3) -> dict[str, Any]:
@@ -179,7 +188,7 @@ def main(arguments: list[str] | None = None) -> None:
                 "mode": mode,
                 "over_static": spread(over_static),
                 "tokens_per_second": spread(speeds[mode], 1),
-                **breakdown(job, settings),
+                **(breakdown(job, settings) if job.model.device.type == "cpu" else {}),
             }
         )
 

@@ -24,9 +24,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from hub_api import Request, Response, User
-from hub_store import Repository, Store
-from hub_transfer import HubTransfer
+from hub_api import HubApi, Repository, Request, Response, Store, User
 
 
 @dataclass
@@ -81,13 +79,13 @@ class HubServer:
     """Serves a store on two ports of loopback, the Hub's and the storage's; a context manager.
 
     Args:
-        folder: Where everything is kept. A server started on the folder of an earlier one serves its repositories.
+        folder: Where bytes are kept.
 
     Attributes:
         url: The Hub's address, for `HF_ENDPOINT`.
         users: The users by token; `add_user` adds one.
         requests: What was asked for, in order.
-        api: The interface; `api.part_size` makes uploads multipart.
+        store: The repositories.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -101,7 +99,7 @@ class HubServer:
         # Two names, so that every version of the client sees in the storage another host than the Hub's.
         self.url = f"http://127.0.0.1:{self._hub.server_address[1]}"
         self.storage_url = f"http://localhost:{self._storage.server_address[1]}"
-        self.api = HubTransfer(self.store, self.users, self.url, self.storage_url)
+        self.api = HubApi(self.store, self.users, self.url, self.storage_url)
 
     def _listen(self, name: str) -> ThreadingHTTPServer:
         server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self, "name": name}))
@@ -141,14 +139,8 @@ class HubServer:
         """Writes a commit with these files beside the ones before it, as if somebody else had pushed them; returns its id."""
         repo = self.store.find(repo_id) or self.store.create(repo_id, private, "test")
         base = repo.read(revision)
-        entries = {path: self._entry(repo, path, content) for path, content in files.items()}
-        ref = repo.find_ref(revision) or revision
-        return repo.commit(ref, "by the test", "", "test", base.files | entries, base.oid).oid
-
-    def _entry(self, repo: Repository, path: str, content: bytes) -> Any:
-        if path.endswith(".safetensors"):
-            return repo.large(repo.add_object(content), len(content))
-        return repo.regular(content)
+        entries = {path: repo.add(content, lfs=path.endswith(".safetensors")) for path, content in files.items()}
+        return repo.commit(repo.find_ref(revision) or revision, "by the test", "test", base.files | entries, base.oid).oid
 
     def asked(self, pattern: str) -> list[Logged]:
         """The logged requests whose "METHOD /path?query" the pattern matches from the start."""
@@ -197,8 +189,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.rfile.read(min(fault.cut_request_at, length))
             self._log(where.path, where.query, None, None)
             return self._cut()
-        chunked = "chunked" in self.headers.get("Transfer-Encoding", "")
-        body = self._read_chunks() if chunked else self.rfile.read(length)
+        body = self.rfile.read(length)
         if len(body) < length:
             return self._cut()
         headers = {name.lower(): value for name, value in self.headers.items()}
@@ -218,14 +209,6 @@ class _Handler(BaseHTTPRequestHandler):
             response.headers |= fault.headers
             response.body = fault.change(response.encoded()) if fault.change is not None else response.body
         return response
-
-    def _read_chunks(self) -> bytes:
-        body = b""
-        while size := int(self.rfile.readline().split(b";")[0], 16):
-            body += self.rfile.read(size)
-            self.rfile.readline()
-        self.rfile.readline()
-        return body
 
     def _log(self, path: str, query: str, status: int | None, user: User | None) -> None:
         headers = {name.lower(): value for name, value in self.headers.items()}

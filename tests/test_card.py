@@ -55,7 +55,7 @@ def test_the_embedded_card_is_what_the_command_prints(
 def test_the_embedded_card_is_valid_and_complete() -> None:
     text = (TINY / "README.md").read_text()
     check_card(text)
-    assert validate_card(text) == ([], [])
+    assert validate_card(text) == []
     headings = re.findall(r"^## (.*)$", text, re.MULTILINE)
     assert headings == ["Use", "Decoding modes", "Numbers", "Training", "Limits", "Versions", "Sources"]
     data = yaml.safe_load(text.split("---")[1])
@@ -198,7 +198,7 @@ def test_cards_of_heads_and_adapters_name_their_base(tmp_path: Path, kind: str) 
     assert 'AutoTokenizer.from_pretrained("org/base"' in text
     assert ("| of the backbone | `org/base` at `v1` |" in text) == (kind == "head")
     assert f"| parameters here | {16 if kind == 'adapter' else f'{HEAD:,}'} |" in text
-    assert validate_card(text) == ([], [])
+    assert validate_card(text) == []
 
 
 def test_a_backbones_card_asks_for_no_head(tmp_path: Path) -> None:

@@ -130,7 +130,7 @@ def test_counts_are_taken_from_results() -> None:
     assert cost_model.measured_counts(lines, "math", "mrp_spec", 8, 32) is None
     assert cost_model.measured_counts(lines, "math", "self_spec", 4, 32) is None
     alone = {**old, "mode": "self_spec K=4", "head_per_token": 0.0}
-    assert cost_model.measured_counts([alone], "math", "self_spec", 4, 1) == Counts(2.5, 4.0, 0.0, 1.0, 3.0)
+    assert cost_model.measured_counts([alone], "math", "self_spec", 4, 1) == Counts(2.5, 4.0, 0.0, 1.0, 0.0)
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

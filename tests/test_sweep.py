@@ -11,7 +11,7 @@ from mrp_trainer.tasks import problems, source_modules
 
 from benchmarks import sweep, yardstick
 from benchmarks.measure import measure
-from benchmarks.meter import metered
+from benchmarks.meter import Meter, seconds_by_part
 from modeling_mrp import MRPForCausalLM
 
 pytestmark = pytest.mark.skipif(not TINY.exists(), reason="the embedded checkpoint is not here")
@@ -20,26 +20,35 @@ pytestmark = pytest.mark.skipif(not TINY.exists(), reason="the embedded checkpoi
 def test_the_meter_counts_rounds_by_hand() -> None:
     """`static`, a prompt of one block of 4 and 8 new tokens. The prompt's forward also scores the first state; three states
     follow, then the clean one together with the next block's first, then three more, of which the last reveal ends the row."""
-    model = make_model()
-    with metered(4) as meter:
-        out = model.generate(torch.tensor([[1, 2, 3, 4]]), max_new_tokens=8, return_dict_in_generate=True)
+    meter = Meter(make_model())
+    out = meter.generate(torch.tensor([[1, 2, 3, 4]]), max_new_tokens=8, return_dict_in_generate=True)
+    assert out.stats is not None
+    assert out.stats.forwards is not None
     assert meter.rounds == out.stats.forwards["denoise"] == 7
-    assert meter.lengths["backbone"] == 4 * (7 + 1)
-    assert meter.calls["head"] == meter.per_round()["draft_picks_per_round"] == 0
-    assert meter.calls["vocabulary"] == 7
-    assert meter.lengths["vocabulary"] == 3 + 2 + 1 + 4 + 3 + 2 + 1
-    assert (meter.calls["commit"], meter.lengths["commit"]) == (1, 1)
-    assert sum(meter.shares().values()) == pytest.approx(100, abs=0.3)
-    assert 0 < sum(meter.seconds.values()) < meter.round_seconds
-    assert MRPForCausalLM.generate.__name__ == "generate"  # nothing stays wrapped
+    assert meter.lengths == {"backbone": 4 * (7 + 1), "head": 0}
+    assert meter.per_round() == {"states_per_forward": 1.143, "head_passes_per_round": 0.0, "states_per_head_pass": 0.0}
+    assert not any(module._forward_pre_hooks for module in meter.model.modules()), "nothing stays hooked"
+
+
+def test_the_profile_of_a_decode() -> None:
+    """Parts lie inside the whole, and each of them takes its time."""
+    model, ids = make_model(), torch.tensor([[1, 2, 3, 4]])
+    spent = seconds_by_part(lambda: model.generate(ids, max_new_tokens=8, decoding="mrp_spec"))
+    whole = spent.pop("whole")
+    assert spent.keys() == {"backbone", "head", "vocabulary", "commit"}
+    assert min(spent.values()) > 0
+    assert sum(spent.values()) < whole
+    assert seconds_by_part(lambda: model.generate(ids, max_new_tokens=8))["head"] == 0
 
 
 def test_the_meter_counts_the_head(random_model: MRPForCausalLM) -> None:
     """All of a batch's passes, and no less than the row that took most."""
-    with metered(4) as meter:
-        out = random_model.generate(
-            **left_padded([[1, 2, 3], [5, 6, 7, 8, 9]]), max_new_tokens=12, decoding="mrp_spec", return_dict_in_generate=True
-        )
+    meter = Meter(random_model)
+    out = meter.generate(
+        **left_padded([[1, 2, 3], [5, 6, 7, 8, 9]]), max_new_tokens=12, decoding="mrp_spec", return_dict_in_generate=True
+    )
+    assert out.stats is not None
+    assert out.stats.forwards is not None
     assert meter.rounds == out.stats.forwards["denoise"] + out.stats.forwards["verify"]
     assert meter.calls["head"] == out.stats.forwards["head"] - out.stats.forwards["prefill"]
     rounds = meter.per_round()

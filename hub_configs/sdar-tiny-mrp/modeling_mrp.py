@@ -218,6 +218,11 @@ def failed_before(name: str, device: torch.device) -> bool:
     return (name, device) in _failed
 
 
+def failed_kernels() -> list[str]:
+    """Name the kernels, with their devices, that failed in this process and whose PyTorch twins are used from then on."""
+    return sorted(f"{name} on {device}" for name, device in _failed)
+
+
 def kernels_usable(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether kernels can run compiled on tensors like these: triton, a GPU of the last generations, a dtype they know."""
     return _unusable(device, dtype, interpreted=False) is None
@@ -677,6 +682,7 @@ class Graphs:
     def __init__(self, recorder: Recorder, limit: int = RECORDINGS) -> None:
         self.recorder, self.limit = recorder, limit
         self.kept: OrderedDict[Hashable, _Kept] = OrderedDict()
+        self.replays = 0
         self.thread = threading.local()  # whether the current one ran a step as it is
 
     def run(self, key: Hashable, step: Callable[[], None]) -> None:
@@ -689,6 +695,7 @@ class Graphs:
         known = self.kept.get(key)
         if known is not None and known.replay is not None:
             known.replay()
+            self.replays += 1
         elif known is None or not hasattr(self.thread, "warm"):
             self.recorder.first(step)
             self.thread.warm = True
@@ -1488,6 +1495,24 @@ def _memory(device: torch.device) -> int:
 def _fits(cache: BlockCache, rows: int, capacity: int, scratch: int, with_head: bool) -> bool:
     room = cache.rows == rows and cache.capacity >= capacity and cache.scratch >= scratch
     return room and cache.writable and (bool(cache.head_layers) or not with_head)
+
+
+def recording_report(model: nn.Module) -> dict[str, int]:
+    """Count what is kept of a model's recordings.
+
+    Returns:
+        `recordings`; `replays`, of all of them; `bytes` of the KV caches they work on; `failed`, caches on which a step could
+        not be recorded, so that rounds run one launch at a time.
+    """
+    with _LOCK:
+        kept = list(_KEPT.get(model, []))
+    graphs = [graph for one in kept for graph in (one.parts, *(registers.graphs for registers in one.registers.values()))]
+    return {
+        "recordings": sum(known.replay is not None for graph in graphs for known in graph.kept.values()),
+        "replays": sum(graph.replays for graph in graphs),
+        "bytes": sum(one.cache.nbytes for one in kept),
+        "failed": sum(one.recorder.failed for one in kept),
+    }
 
 
 # ------------------

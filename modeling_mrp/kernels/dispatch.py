@@ -117,6 +117,11 @@ def failed_before(name: str, device: torch.device) -> bool:
     return (name, device) in _failed
 
 
+def failed_kernels() -> list[str]:
+    """Name the kernels, with their devices, that failed in this process and whose PyTorch twins are used from then on."""
+    return sorted(f"{name} on {device}" for name, device in _failed)
+
+
 def kernels_usable(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether kernels can run compiled on tensors like these: triton, a GPU of the last generations, a dtype they know."""
     return _unusable(device, dtype, interpreted=False) is None
@@ -212,6 +217,7 @@ __all__ = [
     "Dispatch",
     "ceil_div",
     "failed_before",
+    "failed_kernels",
     "kernels_usable",
     "power_of_two",
     "processors",

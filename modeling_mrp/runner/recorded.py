@@ -104,8 +104,8 @@ def release_graphs(model: nn.Module | None = None) -> None:
             _KEPT.pop(model, None)
 
 
-def recording_report(model: nn.Module) -> dict[str, Any]:
-    """Count what is kept for a model: `recordings`, their `replays` so far, `bytes`, and whether one `failed`."""
+def recording_report(model: nn.Module) -> dict[str, int]:
+    """Count what is kept for a model: `recordings`, their `replays` so far, `bytes`, and caches on which one `failed`."""
     with _LOCK:
         kept = list(_KEPT.get(model, []))
     graphs = [each for one in kept for each in (one.parts, *(registers.graphs for registers in one.registers.values()))]
@@ -113,7 +113,7 @@ def recording_report(model: nn.Module) -> dict[str, Any]:
         "recordings": sum(known.replay is not None for each in graphs for known in each.kept.values()),
         "replays": sum(each.replays for each in graphs),
         "bytes": sum(one.nbytes for one in kept),
-        "failed": any(one.recorder.failed for one in kept),
+        "failed": sum(one.recorder.failed for one in kept),
     }
 
 

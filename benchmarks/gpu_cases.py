@@ -1,0 +1,193 @@
+"""Each kernel on inputs of a round: its error against float64, and its time beside its PyTorch twin's and the floor."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.activations import ACT2FN
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+from modeling_mrp.kernels.dispatch import Dispatch
+from modeling_mrp.kernels.fused_layers import gated, rotated, rotated_ref, sum_and_norm, sum_and_norm_ref
+from modeling_mrp.kernels.noise import noise_keys
+from modeling_mrp.kernels.pick import pick, pick_ref, token_log_odds, token_log_odds_ref
+from modeling_mrp.kernels.unembedding import Picked, Readout
+
+from .engine import scratch_of_a_layer
+from .roofline import Device, Shape, Work
+from .round_attention import Round as Attention
+from .timing import copies_for, reason, timed
+
+KERNEL = Dispatch(forced=True)
+MASK_ID = 0
+Way = Callable[..., Any]
+Inputs = tuple[Tensor, ...]
+# Of a relative error. Rounding of inputs is shared with float64: left is that of sums, and of results rounded to 16 bits.
+SUMMED = {torch.float32: 1e-4, torch.bfloat16: 1e-3, torch.float16: 1e-3}
+ROUNDED = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kernel on one set of inputs.
+
+    Attributes:
+        name: Of the kernel.
+        inputs: By seed, other numbers of the same sizes in other places, but for what is too large to be cached.
+        ways: What computes the same of inputs: `kernel`, its twin `torch`, and others.
+        error: How far the kernel's result of inputs is from float64.
+        tolerance: What that may be.
+        floor: What any way must read, write and compute.
+    """
+
+    name: str
+    inputs: Callable[[int], Inputs]
+    ways: dict[str, Way]
+    error: Callable[[Inputs], float]
+    tolerance: float
+    floor: Work
+
+    def check(self) -> dict[str, Any]:
+        """Compare the kernel with float64."""
+        error = self.error(self.inputs(0))
+        return {"check": self.name, "ok": error <= self.tolerance, "error": float(f"{error:.3g}"), "tolerance": self.tolerance}
+
+    def time(self, ways: dict[str, Way], device: Device, on: torch.device) -> Iterator[dict[str, Any]]:
+        """Time some ways; a line for each, also for one that fails."""
+        copies, floor = copies_for(self.floor.bytes, on), 1e6 * device.seconds(self.floor)
+        inputs = [self.inputs(seed) for seed in range(copies)]
+        for way, call in ways.items():
+            line = {"time": self.name, "way": way}
+            try:
+                taken = timed([partial(call, *each) for each in inputs], on)
+            except Exception as error:  # the other ways are timed all the same
+                yield {"failed": f"time of {self.name}", "way": way, "error": reason(error)}
+            else:
+                yield {**line, **taken, "floor_us": round(floor, 3), "over_floor": round(taken["us"] / floor, 3)}
+
+
+def relative(ours: Tensor, exact: Tensor) -> float:
+    """Divide the norm of the difference by that of what is right; infinite if anything is not a number."""
+    difference = (ours.double() - exact.double()).norm() / exact.double().norm().clamp(min=1e-30)
+    return float(difference.nan_to_num(nan=torch.inf))
+
+
+def _against(exact: Way, kernel: Way) -> Callable[[Inputs], float]:
+    def error(inputs: Inputs) -> float:
+        ours, right = (result if isinstance(result, tuple) else (result,) for result in (kernel(*inputs), exact(*inputs)))
+        return max(relative(mine, other) for mine, other in zip(ours, right, strict=True))
+
+    return error
+
+
+def vocabulary_cases(shape: Shape, rows: int, dtype: torch.dtype, on: torch.device) -> Iterator[Case]:
+    """`pick`, greedy and sampled, and `token_log_odds` of so many rows, with logits of standard deviation 4."""
+    vocab, size = shape.vocab_size, shape.hidden_size
+    generator = torch.Generator(on).manual_seed(rows)
+    weight = torch.randn(vocab, size, generator=generator, device=on).div_(size**0.5).to(dtype)
+    plain, floor = Readout(weight, MASK_ID), Work((vocab + rows) * size * dtype.itemsize, 2 * rows * vocab * size)
+
+    def inputs(seed: int) -> Inputs:
+        generator = torch.Generator(on).manual_seed(seed)
+        hidden = torch.randn(rows, size, generator=generator, device=on).mul_(4).to(dtype)
+        keys = noise_keys(*torch.randint(1 << 20, (3, rows), generator=generator, device=on))
+        return hidden, keys, torch.randint(1, vocab, (rows,), generator=generator, device=on)
+
+    for name, readout in (("pick", plain), ("pick sampled", replace(plain, temperature=0.7))):
+        sampled = name != "pick"
+        ways: dict[str, Way] = {
+            "kernel": lambda h, keys, _, r=readout, s=sampled: pick(r, h, keys if s else None, dispatch=KERNEL),
+            "torch": lambda h, keys, _, r=readout, s=sampled: pick_ref(r, h, keys if s else None),
+        }
+        error = partial(_error_of_pick, readout, ways["kernel"], sampled)
+        yield Case(name, inputs, ways, error, SUMMED[dtype] * (10 if sampled else 1), floor)  # its noise is float32
+    exact = replace(plain, weight=weight.double())
+    ways = {
+        "kernel": lambda h, _, token: token_log_odds(plain, h, token, dispatch=KERNEL),
+        "torch": lambda h, _, token: token_log_odds_ref(plain, h, token),
+    }
+    against = _against(lambda h, _, token: token_log_odds_ref(exact, h.double(), token), ways["kernel"])
+    yield Case("token_log_odds", inputs, ways, against, SUMMED[dtype], floor)
+
+
+def _error_of_pick(readout: Readout, kernel: Callable[..., Picked], sampled: bool, inputs: Inputs) -> float:
+    """Find the larger of how far the picked token's score is from the best, and the error of its log-odds."""
+    (hidden, keys, _), exact = inputs, replace(readout, weight=readout.weight.double())
+    picked, worst, odds = kernel(*inputs), 0.0, []
+    for at in exact.chunks(len(hidden)):
+        scores = exact.shown(exact.tempered(exact.logits(hidden[at].double()), None), keys[at] if sampled else None)
+        own = scores.gather(1, picked.token[at, None])[:, 0]
+        worst = max(worst, float((scores.amax(-1) - own).max()))
+        odds.append(token_log_odds_ref(exact, hidden[at].double(), picked.token[at]))
+    return max(worst, relative(picked.log_odds, torch.cat(odds)))
+
+
+def attention_case(shape: Shape, batch: int, states: int, prefix: int, dtype: torch.dtype, on: torch.device) -> Iterator[Case]:
+    """One layer's attention in a round."""
+    sizes = (shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim)
+    round_ = Attention(batch, states, shape.block_size, prefix, *sizes, dtype, str(on))
+    found = round_.contenders()
+    ways: dict[str, Way] = {"kernel": found["kernel"], "torch": found["sdpa_mask"], "flex": found["flex"]}
+    yield Case("round_attention", round_.inputs, ways, _against(round_.exact, ways["kernel"]), ROUNDED[dtype], round_.floor)
+
+
+def layer_cases(shape: Shape, batch: int, states: int, dtype: torch.dtype, on: torch.device) -> Iterator[Case]:
+    """`sum_and_norm`, `rotated` and `gated`: what stands between the matrix products of a layer."""
+    tokens, dim = states * shape.block_size, shape.head_dim
+    size, silu = shape.hidden_size, ACT2FN["silu"]
+
+    def norm_of(width: int) -> Any:
+        made = Qwen3RMSNorm(width).to(on, dtype).requires_grad_(False)
+        made.weight.normal_(1.0, 0.2, generator=torch.Generator(on).manual_seed(width))
+        return made
+
+    def normed(x: Tensor, norm: Any) -> Tensor:  # in float64, without its casts
+        return x * (x.square().mean(-1, keepdim=True) + norm.variance_epsilon).rsqrt() * norm.weight.double()
+
+    def numbers(seed: int, *widths: int) -> Inputs:
+        generator = torch.Generator(on).manual_seed(seed)
+        return tuple(torch.randn(batch, tokens, width, generator=generator, device=on).to(dtype) for width in widths)
+
+    def case(name: str, widths: list[int], ways: dict[str, Way], exact: Way, moved: int, flops: int, rounded: int) -> Case:
+        """For a token `moved` numbers are read or written and `flops` computed; results are rounded so often in a row."""
+        floor = Work(batch * tokens * moved * dtype.itemsize, batch * tokens * flops)
+        tolerance = max(1, rounded / 2) * ROUNDED[dtype]
+        return Case(name, lambda seed: numbers(seed, *widths), ways, _against(exact, ways["kernel"]), tolerance, floor)
+
+    norm = norm_of(size)
+
+    def exact_sum(hidden: Tensor, added: Tensor) -> Inputs:
+        total = hidden.double() + added.double()
+        return total, normed(total.to(dtype).double(), norm)
+
+    ways: dict[str, Way] = {
+        "kernel": lambda hidden, added: sum_and_norm(hidden, added, norm, KERNEL),
+        "torch": lambda hidden, added: sum_and_norm_ref(hidden, added, norm),
+    }
+    yield case("sum_and_norm", [size, size], ways, exact_sum, 4 * size, 5 * size, 2)
+
+    attention = SimpleNamespace(head_dim=dim, layer_idx=0, q_norm=norm_of(dim), k_norm=norm_of(dim))
+    (angles,) = numbers(0, dim // 2)
+    rotary = angles.repeat(1, 1, 2).cos(), angles.repeat(1, 1, 2).sin()
+    cache = scratch_of_a_layer(batch, shape.num_key_value_heads, dim, tokens, like=angles)
+
+    def exact_rotated(*projected: Tensor) -> Inputs:
+        query, key, value = (x.double().unflatten(-1, (-1, dim)).transpose(1, 2) for x in projected)
+        cos, sin = (x.double()[:, None] for x in rotary)
+        turned = (normed(query, attention.q_norm), normed(key, attention.k_norm))
+        return *(x * cos + torch.cat([-x[..., dim // 2 :], x[..., : dim // 2]], -1) * sin for x in turned), value
+
+    ways = {
+        "kernel": lambda q, k, v: (rotated(attention, q, k, v, rotary, cache, KERNEL), *cache.written(0)),
+        "torch": lambda q, k, v: (rotated_ref(attention, q, k, v, rotary, cache), *cache.written(0)),
+    }
+    widths = [dim * shape.num_attention_heads, *2 * [dim * shape.num_key_value_heads]]
+    yield case("rotated", widths, ways, exact_rotated, 2 * sum(widths) + 2 * dim, 7 * sum(widths[:2]), 4)
+
+    size = shape.intermediate_size
+    ways = {"kernel": lambda gate, up: gated(gate, up, silu, KERNEL), "torch": lambda gate, up: silu(gate) * up}
+    yield case("gated", [size, size], ways, lambda g, u: silu(g.double()) * u.double(), 3 * size, 5 * size, 2)
