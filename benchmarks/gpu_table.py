@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from modeling_mrp.model.card import markdown_table
+from mrp_trainer.publishing.card import markdown_table
 
 Line = dict[str, Any]
 

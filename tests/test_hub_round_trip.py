@@ -5,6 +5,7 @@ And what lies on the Hub then: every file of every pushed repository is walked.
 
 import io
 import json
+import os
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ from conftest import ROOT
 from hub_server import HubServer, run_python
 from safetensors.torch import load as load_safetensors
 
+from modeling_mrp.model.saving import code_files
+
 KINDS = ("full", "head", "adapter", "load_adapter")
-CODE = {path.name: path.read_bytes() for path in (ROOT / "modeling_mrp").glob("*_mrp.py")}
-CODE["custom_generate/generate.py"] = CODE["custom_generate_mrp.py"]
+CODE = {name: text.encode() for name, text in code_files().items()}
 CONFIGS = {"config.json", "generation_config.json"}
 TOKENIZER = {"tokenizer.json", "tokenizer_config.json"}
 # What a pushed repository holds, beside what the Hub and the card add, and how its tensors' names begin.
@@ -100,7 +102,7 @@ def listen(event, arguments):
     elif event in ("socket.getaddrinfo", "socket.gethostbyname"):
         connected.add(f"name of {arguments[0]}")
 sys.addaudithook(listen)
-sys.modules["modeling_mrp"] = sys.modules["trainer"] = None
+sys.modules["modeling_mrp"] = sys.modules["mrp_trainer"] = None
 from peft import PeftModel
 from transformers import AutoModel, AutoTokenizer
 def load(name):
@@ -134,7 +136,11 @@ def trips(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     (folder / "two").mkdir()
     with HubServer(folder / "hub") as hub:
         hub.add_user("alice", token="hf_alice", organizations=["org"])
-        text = run_python(COMMON + PUSH, folder / "one", hub.environment(folder / "one", "hf_alice", PYTHONPATH=str(ROOT)))
+        text = run_python(
+            COMMON + PUSH,
+            folder / "one",
+            hub.environment(folder / "one", "hf_alice", PYTHONPATH=f"{ROOT}{os.pathsep}{ROOT / 'trainer'}"),
+        )
         there = hub.environment(folder / "two", "hf_alice")
         online = run_python(COMMON + LOAD + PUSH_AGAIN, folder / "two", there)
         files = {name.removeprefix("org/"): hub.files(name) for name in hub.store.repositories}

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from modeling_mrp.generate.sampling import Picker
 from modeling_mrp.model.diffusion import PackedBatch
-from modeling_mrp.model.losses import BLANK
+
+from .losses import BLANK
 
 RevealRule = Literal["on_policy", "random", "random_count"]
 REVEAL_RULES: tuple[str, ...] = get_args(RevealRule)

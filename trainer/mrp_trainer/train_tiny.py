@@ -1,8 +1,8 @@
 """The recipe of the embedded checkpoint, up to `hub_configs/sdar-tiny-mrp`, with fixed seeds.
 
-``python -m mrp_trainer.train_tiny --stage all`` runs it (backbone, trajectories, head), or one stage at a time; the head alone is
-trained on the embedded backbone. Under ``torchrun --nproc-per-node 2 -m mrp_trainer.train_tiny`` two processes share every step,
-which two cores do faster than two threads of one process (give each its own: ``OMP_NUM_THREADS=1``). It keeps the
+``python -m mrp_trainer.train_tiny --stage all`` runs it (backbone, trajectories, head), or one stage at a time; the head alone
+is trained on the embedded backbone. Under ``torchrun --nproc-per-node 2 -m mrp_trainer.train_tiny`` two processes share every
+step, which two cores do faster than two threads of one process (give each its own: ``OMP_NUM_THREADS=1``). It keeps the
 embedded tokenizer, unless the stage ``tokenizer`` has made another in ``--work``, and stops short of ``export``, which
 replaces the checkpoint. A stage that was interrupted resumes from its last checkpoint in ``--work``, so a run with other
 settings wants another folder; every training stage logs to the console and to ``log.jsonl`` in its folder.
@@ -10,8 +10,6 @@ settings wants another folder; every training stage logs to the console and to `
 
 import argparse
 import json
-import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ from transformers import PreTrainedTokenizerFast, TrainerCallback, set_seed
 from modeling_mrp.generate.generation import MRPGenerationConfig
 from modeling_mrp.model.configuration import MRPConfig
 from modeling_mrp.model.head import NEW_HEADS
+from modeling_mrp.model.saving import written_beside
 from modeling_mrp.modeling import MRPForCausalLM
 
 from .arguments import MRPTrainingArguments
@@ -217,10 +216,7 @@ def train_head(
 
 
 def export(work: Path, name: str, target: Path) -> None:
-    """Writes the trained model as a checkpoint; in `hub_configs/` its code files are links into the package.
-
-    All is written beside the target first, so that a failure leaves what was there.
-    """
+    """Write the trained model as a checkpoint with its code. A failure leaves what was there."""
     tokenizer = _tokenizer(work)
     model = MRPForCausalLM.from_pretrained(work / name / "final")
     model.generation_config = MRPGenerationConfig(
@@ -230,18 +226,9 @@ def export(work: Path, name: str, target: Path) -> None:
         eos_token_id=[tokenizer.eos_token_id, tokenizer.pad_token_id],
         pad_token_id=tokenizer.pad_token_id,
     )
-    target.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        for written in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
-            place = target / written.relative_to(folder)
-            place.parent.mkdir(exist_ok=True)
-            if target.parent == ROOT / "hub_configs" and written.suffix == ".py":
-                source = "custom_generate_mrp.py" if written.parent.name == "custom_generate" else written.name
-                written.unlink()
-                written.symlink_to(os.path.relpath(ROOT / "modeling_mrp" / source, place.parent))
-            os.replace(written, place)
+    with written_beside(target) as beside:
+        model.save_pretrained(beside)
+        tokenizer.save_pretrained(beside)
 
 
 def main(arguments: list[str] | None = None) -> None:
