@@ -146,6 +146,8 @@ def push_saved(
     """
     files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
     kind = str(kind_of(files, lambda name: files[name].read_bytes()))
+    if kind == "adapter":  # the options of `generate` are those of its base
+        files.pop("generation_config.json", None)
     base = json.loads(files[CONFIGS[kind]].read_text(encoding="utf-8")).get("base_model_name_or_path")
     check_base(base)
     api, branch = HfApi(token=token), revision or "main"
