@@ -117,9 +117,19 @@ found["ids"] = [AutoTokenizer.from_pretrained(f"org/{kind}", trust_remote_code=T
 found["connected"] = sorted(connected)
 print("FOUND:" + json.dumps(found))
 """
+# With remote code only: saved, loaded again from there, and pushed.
 PUSH_AGAIN = """
 load("org/full").push_to_hub("org/again")
-load("org/head").push_to_hub("org/head_again", head_only=True)
+load("org/head").save_pretrained("saved", head_only=True)
+again = load("./saved")
+assert outputs(again) == found["head"]
+again.push_to_hub("org/head_again", head_only=True)
+try:
+    again.push_to_hub("org/again", head_only=True)
+except ValueError as error:
+    assert "org/again holds a full model, and what is pushed is an MRP head" in str(error)
+else:
+    raise AssertionError("a full model was overwritten")
 """
 
 
@@ -144,11 +154,12 @@ def trips(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         there = hub.environment(folder / "two", "hf_alice")
         online = run_python(COMMON + LOAD + PUSH_AGAIN, folder / "two", there)
         files = {name.removeprefix("org/"): hub.files(name) for name in hub.store.repositories}
+        titles = [commit.title for commit in hub.repository("org/head_again").history("main")]
         private = {name: repository.state["private"] for name, repository in hub.store.repositories.items()}
         servers = [hub.url, hub.storage_url]
     offline = run_python(COMMON + LOAD, folder / "two", there | {"HF_HUB_OFFLINE": "1"})
     marks = {"pushed": printed(text, "EXPECTED:"), "online": printed(online, "FOUND:"), "offline": printed(offline, "FOUND:")}
-    return {**marks, "files": files, "private": private, "servers": servers}
+    return {**marks, "files": files, "private": private, "servers": servers, "titles": titles}
 
 
 @pytest.mark.parametrize("where", ["online", "offline"])
@@ -201,6 +212,11 @@ def test_every_file_of_a_pushed_repository(trips: dict[str, Any], kind: str) -> 
     for config in ("config.json", "adapter_config.json"):
         named = json.loads(files.get(config, b"{}")).get("auto_map", {})
         assert all(name.split(".")[0] + ".py" in CODE and "--" not in name for name in (named or {}).values())
+
+
+def test_remote_code_pushes_in_one_commit(trips: dict[str, Any]) -> None:
+    assert trips["titles"] == ["Upload an MRP head", "initial commit"]
+    assert "base_model: org/backbone\n" in trips["files"]["head_again"]["README.md"].decode()
 
 
 def test_repositories_are_private(trips: dict[str, Any]) -> None:
