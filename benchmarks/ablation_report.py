@@ -15,8 +15,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from mrp_trainer.intervals import Interval, percentiles
-
-from modeling_mrp.model.card import markdown_table
+from mrp_trainer.publishing.card import markdown_table
 
 from .common import RESULTS, read_lines
 

@@ -14,9 +14,8 @@ import time
 
 import torch
 import torch.nn.functional as F
+from mrp_trainer.losses import forward_kl, over_vocabulary, project
 from torch import Tensor
-
-from modeling_mrp.model.losses import forward_kl, over_vocabulary, project
 
 from .common import emit, header
 

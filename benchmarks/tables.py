@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from modeling_mrp.model.card import markdown_table as _markdown
-from modeling_mrp.model.card import mode_name, results_table
+from mrp_trainer.publishing.card import markdown_table as _markdown
+from mrp_trainer.publishing.card import mode_name, results_table
 
 from .common import RESULTS, read_lines
 

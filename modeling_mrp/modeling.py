@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 from transformers.cache_utils import Cache
@@ -25,15 +26,13 @@ from .model.configuration import MRPConfig
 from .model.diffusion import IGNORE_INDEX, block_causal_mask, pack_noisy
 from .model.head import MRPHead
 from .model.loading import MRPPreTrainedModel
-from .model.losses import weighted_cross_entropy
-from .model.publishing import MRPHubMixin
 from .runner.cache import BlockCache
 
 # What callers of transformers' models may pass beside the arguments that all of these have (`return_dict` is one).
 _PASSED_ON = ("output_hidden_states", "output_attentions", "cache_position")
 
 
-class MRPForCausalLM(MRPHubMixin, MRPPreTrainedModel, MRPGenerationMixin):
+class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
     """An SDAR block-diffusion language model with an optional MRP head.
 
     The backbone is transformers' `Qwen3Model`, unchanged, under a block-causal mask: a token sees every token of
@@ -288,14 +287,14 @@ class MRPForCausalLM(MRPHubMixin, MRPPreTrainedModel, MRPGenerationMixin):
         clean = torch.where(response, labels, input_ids)
         packed = pack_noisy(clean, response, valid, noise_mask, weight, self.config.mask_token_id)
         hidden = self.backbone(packed.input_ids, packed.position_ids, packed.attention_mask(self.config.block_size))
-        chosen = packed.supervised
+        logits, chosen = self.lm_head(hidden[:, :length]), packed.supervised[:, :length]  # the clean copy carries no loss
         items = (
             packed.response_tokens if num_items_in_batch is None else torch.as_tensor(num_items_in_batch, device=hidden.device)
         )
-        loss = weighted_cross_entropy(
-            hidden[chosen], self.lm_head.weight, packed.target_ids[chosen], packed.weight[chosen], items
-        )
-        return CausalLMOutputWithPast(loss=loss, logits=self.lm_head(hidden[:, :length]))
+        picked = logits[chosen] if logits.dtype == torch.float64 else logits[chosen].float()
+        losses = F.cross_entropy(picked, packed.target_ids[:, :length][chosen], reduction="none")
+        loss = (losses * packed.weight[:, :length][chosen]).sum() / items.clamp(min=1)
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
 
 
 def _called(module: nn.Module, compiled: bool) -> Callable[..., Any]:

@@ -14,10 +14,10 @@ from conftest import ROOT, TINY, make_model
 from hub_cards import validate_card
 from huggingface_hub import ModelCard
 from mrp_trainer.publish import main
+from mrp_trainer.publishing.card import About, check_card, is_own_card, read_results, renamed, render_card, results_table
 from safetensors.torch import save_file
 
 from benchmarks import tables
-from modeling_mrp.model.card import About, check_card, is_own_card, read_results, renamed, render_card, results_table
 
 RESULTS = [f"benchmarks/results/tiny_heldout_{family}.jsonl" for family in ("math", "code")]
 ABOUT = "benchmarks/results/tiny_card.md"

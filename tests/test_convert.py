@@ -11,9 +11,11 @@ from conftest import make_model
 from mrp_trainer.convert import convert, copy_renamed, main
 from published import backbone_config, backbone_shapes, heavyball_tensors, published_config, random_tensors, write
 from safetensors import safe_open
+from stock import stock_of
 from transformers import AutoModel, GenerationConfig
 
 from modeling_mrp import MRPForCausalLM
+from modeling_mrp.model.saving import code_files
 
 PROMPT = torch.tensor([[5, 17, 80, 3, 44, 9]])
 
@@ -72,11 +74,16 @@ def test_what_is_converted_is_a_repository(tmp_path: Path) -> None:
     """It runs its own code; a checkpoint of ours goes to theirs and back."""
     source = write(tmp_path / "theirs", published_config(), heavyball_tensors(), 2)
     convert(source, tmp_path / "ours")
+    assert {name: (tmp_path / "ours" / name).read_text() for name in code_files()} == code_files()
     model = AutoModel.from_pretrained(tmp_path / "ours", trust_remote_code=True)
     assert type(model).__module__.startswith("transformers_modules.")
     options = {"decoding": "mrp_spec", "max_new_tokens": 8, "pad_token_id": 1}
     expected = MRPForCausalLM.from_pretrained(source).generate(PROMPT, **options)
     assert torch.equal(model.generate(PROMPT, **options), expected)
+    stock = stock_of(MRPForCausalLM.from_pretrained(source))
+    assert torch.equal(
+        stock.generate(PROMPT, custom_generate=str(tmp_path / "ours"), trust_remote_code=True, **options), expected
+    )
 
 
 @pytest.mark.parametrize("with_head", [True, False])

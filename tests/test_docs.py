@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from mrp_trainer.arguments import MRPTrainingArguments
-from mrp_trainer.convert import convert
+from mrp_trainer.convert import Layout, convert
 from mrp_trainer.intervals import Interval
 from transformers import AutoTokenizer
 from transformers.generation import GenerationConfig
@@ -18,7 +18,6 @@ from benchmarks.common import read_lines
 from modeling_mrp import MRPForCausalLM
 from modeling_mrp.generate.generation import MRPGenerationConfig
 from modeling_mrp.model.configuration import MRPConfig
-from modeling_mrp.model.layouts import Layout
 
 ROOT = Path(__file__).parent.parent
 TINY = ROOT / "hub_configs" / "sdar-tiny-mrp"

@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from modeling_mrp import MRPForCausalLM, MRPHead
-from modeling_mrp.model.card import check_card
 from modeling_mrp.model.layouts import backbone_location
 from modeling_mrp.model.saving import written_beside
 
@@ -76,12 +75,7 @@ def test_what_a_head_repository_holds(folders: dict[str, Path]) -> None:
         "generation_config.json",
         "model.safetensors",
         "generate.py",
-        "README.md",
     }
-    card = (folders["head"] / "README.md").read_text()
-    assert f'AutoModel.from_pretrained("{folders["head"]}", trust_remote_code=True)' in card
-    assert f"| of the backbone | `{folders['backbone']}` |" in card
-    check_card(card)
 
 
 def test_a_persons_card_of_a_head_is_kept(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -89,7 +83,6 @@ def test_a_persons_card_of_a_head_is_kept(folders: dict[str, Path], tmp_path: Pa
     (tmp_path / "README.md").write_text("mine")
     model.save_pretrained(tmp_path, head_only=True)
     assert (tmp_path / "README.md").read_text() == "mine"
-    assert "README.md" not in {path.name for path in folders["full"].iterdir()}
 
 
 def test_a_head_repository_loads_its_backbone(folders: dict[str, Path], tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The folders of the published shapes: they load as they lie, and have the published dimensions to the last parameter."""
 
 import json
+import os
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -8,17 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationConfig
+from conftest import ROOT, TINY
+from mrp_trainer.publishing.folder import read_folder
+from transformers import GenerationConfig
 
-from modeling_mrp.generate.generation import MRPGenerationConfig
+from modeling_mrp import MRPConfig, MRPForCausalLM, MRPGenerationConfig
+from modeling_mrp.model.saving import code_files
 
 VOCAB = 151936
 HEAD_DIM = 128
 KV_WIDTH = 8 * HEAD_DIM
 HEAD_LAYERS = 3
-PACKAGE = ROOT / "modeling_mrp"
-CODE = sorted(path.name for path in PACKAGE.glob("*_mrp.py"))
 
 
 @dataclass(frozen=True)
@@ -95,13 +96,13 @@ def folder_of(size: str) -> Path:
 
 @cache
 def config_of(size: str) -> Any:
-    return AutoConfig.from_pretrained(folder_of(size), trust_remote_code=True)
+    return MRPConfig.from_pretrained(folder_of(size))
 
 
 @cache
 def meta_model(size: str) -> torch.nn.Module:
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config_of(size), trust_remote_code=True)
+        return MRPForCausalLM(config_of(size)).to(config_of(size).dtype)
 
 
 def count(module: torch.nn.Module) -> int:
@@ -141,30 +142,27 @@ def test_config_has_the_published_values(size: str) -> None:
 
 
 @each_size
-def test_folder_runs_its_own_code(size: str) -> None:
-    auto_map = json.loads((folder_of(size) / "config.json").read_text())["auto_map"]
-    assert auto_map == {
-        "AutoConfig": "configuration_mrp.MRPConfig",
-        "AutoModel": "modeling_mrp.MRPForCausalLM",
-        "AutoModelForCausalLM": "modeling_mrp.MRPForCausalLM",
-    }
-    for reference in auto_map.values():
-        assert (folder_of(size) / f"{reference.split('.')[0]}.py").is_file()
-    assert type(config_of(size)).__module__.startswith("transformers_modules.")
-    assert type(meta_model(size)).__module__.startswith("transformers_modules.")
-    with torch.device("meta"):
-        assert type(AutoModel.from_config(config_of(size), trust_remote_code=True)) is type(meta_model(size))
+def test_a_folder_without_weights_holds_no_code(size: str) -> None:
+    """Nor does its config name any: the installed package reads it."""
+    names = {path.relative_to(folder_of(size)).as_posix() for path in folder_of(size).rglob("*")}
+    assert names == {"README.md", "config.json", "generation_config.json"}
+    assert "auto_map" not in json.loads((folder_of(size) / "config.json").read_text())
 
 
-@each_size
-def test_code_is_linked_to_the_package(size: str) -> None:
-    folder = folder_of(size)
-    assert sorted(path.name for path in folder.glob("*.py")) == CODE
-    for name in CODE:
-        link = folder / name
-        assert link.is_symlink()
-        assert link.readlink() == Path("../../modeling_mrp") / name
-        assert link.resolve() == (PACKAGE / name).resolve()
+def test_the_embedded_checkpoint_holds_what_its_repository_would() -> None:
+    """Its code to the letter as the exporter generates it, in three files at most, and nothing that a push would leave out."""
+    found = read_folder(TINY)
+    assert {name: (TINY / name).read_text(encoding="utf-8") for name in found.code} == code_files()
+    assert len(found.code) <= 3
+    assert found.left_out == []
+
+
+def test_the_project_has_no_symbolic_links() -> None:
+    """A checkout on a file system without them loads all the same."""
+    for folder, folders, names in os.walk(ROOT):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        links = [name for name in (*folders, *names) if (Path(folder) / name).is_symlink()]
+        assert not links, f"{folder}: {links}"
 
 
 @each_size

@@ -5,6 +5,7 @@ And what lies on the Hub then: every file of every pushed repository is walked.
 
 import io
 import json
+import os
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ from conftest import ROOT
 from hub_server import HubServer, run_python
 from safetensors.torch import load as load_safetensors
 
+from modeling_mrp.model.saving import code_files
+
 KINDS = ("full", "head", "adapter", "load_adapter")
-CODE = {path.name: path.read_bytes() for path in (ROOT / "modeling_mrp").glob("*_mrp.py")}
-CODE["custom_generate/generate.py"] = CODE["custom_generate_mrp.py"]
+CODE = {name: text.encode() for name, text in code_files().items()}
 CONFIGS = {"config.json", "generation_config.json"}
 TOKENIZER = {"tokenizer.json", "tokenizer_config.json"}
 # What a pushed repository holds, beside what the Hub and the card add, and how its tensors' names begin.
@@ -100,7 +102,7 @@ def listen(event, arguments):
     elif event in ("socket.getaddrinfo", "socket.gethostbyname"):
         connected.add(f"name of {arguments[0]}")
 sys.addaudithook(listen)
-sys.modules["modeling_mrp"] = sys.modules["trainer"] = None
+sys.modules["modeling_mrp"] = sys.modules["mrp_trainer"] = None
 from peft import PeftModel
 from transformers import AutoModel, AutoTokenizer
 def load(name):
@@ -115,9 +117,19 @@ found["ids"] = [AutoTokenizer.from_pretrained(f"org/{kind}", trust_remote_code=T
 found["connected"] = sorted(connected)
 print("FOUND:" + json.dumps(found))
 """
+# With remote code only: saved, loaded again from there, and pushed.
 PUSH_AGAIN = """
 load("org/full").push_to_hub("org/again")
-load("org/head").push_to_hub("org/head_again", head_only=True)
+load("org/head").save_pretrained("saved", head_only=True)
+again = load("./saved")
+assert outputs(again) == found["head"]
+again.push_to_hub("org/head_again", head_only=True)
+try:
+    again.push_to_hub("org/again", head_only=True)
+except ValueError as error:
+    assert "org/again holds a full model, and what is pushed is an MRP head" in str(error)
+else:
+    raise AssertionError("a full model was overwritten")
 """
 
 
@@ -134,15 +146,20 @@ def trips(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     (folder / "two").mkdir()
     with HubServer(folder / "hub") as hub:
         hub.add_user("alice", token="hf_alice", organizations=["org"])
-        text = run_python(COMMON + PUSH, folder / "one", hub.environment(folder / "one", "hf_alice", PYTHONPATH=str(ROOT)))
+        text = run_python(
+            COMMON + PUSH,
+            folder / "one",
+            hub.environment(folder / "one", "hf_alice", PYTHONPATH=f"{ROOT}{os.pathsep}{ROOT / 'trainer'}"),
+        )
         there = hub.environment(folder / "two", "hf_alice")
         online = run_python(COMMON + LOAD + PUSH_AGAIN, folder / "two", there)
         files = {name.removeprefix("org/"): hub.files(name) for name in hub.store.repositories}
+        titles = [commit.title for commit in hub.repository("org/head_again").history("main")]
         private = {name: repository.state["private"] for name, repository in hub.store.repositories.items()}
         servers = [hub.url, hub.storage_url]
     offline = run_python(COMMON + LOAD, folder / "two", there | {"HF_HUB_OFFLINE": "1"})
     marks = {"pushed": printed(text, "EXPECTED:"), "online": printed(online, "FOUND:"), "offline": printed(offline, "FOUND:")}
-    return {**marks, "files": files, "private": private, "servers": servers}
+    return {**marks, "files": files, "private": private, "servers": servers, "titles": titles}
 
 
 @pytest.mark.parametrize("where", ["online", "offline"])
@@ -195,6 +212,11 @@ def test_every_file_of_a_pushed_repository(trips: dict[str, Any], kind: str) -> 
     for config in ("config.json", "adapter_config.json"):
         named = json.loads(files.get(config, b"{}")).get("auto_map", {})
         assert all(name.split(".")[0] + ".py" in CODE and "--" not in name for name in (named or {}).values())
+
+
+def test_remote_code_pushes_in_one_commit(trips: dict[str, Any]) -> None:
+    assert trips["titles"] == ["Upload an MRP head", "initial commit"]
+    assert "base_model: org/backbone\n" in trips["files"]["head_again"]["README.md"].decode()
 
 
 def test_repositories_are_private(trips: dict[str, Any]) -> None:

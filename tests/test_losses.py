@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 import torch
 from helpers import close
+from mrp_trainer import losses
+from mrp_trainer.losses import BLANK, order_kl, over_vocabulary, project, weighted_cross_entropy
 from torch import Tensor
-
-from modeling_mrp.model import losses as losses
-from modeling_mrp.model.losses import BLANK, order_kl, over_vocabulary, project, weighted_cross_entropy
 
 
 def normal(seed: int, *shape: int) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from conftest import ROOT, make_model
 from mrp_trainer import memory
 from mrp_trainer.collator import DiffusionCollator
+from mrp_trainer.losses import _LOGITS_AT_ONCE as CHUNK
 from mrp_trainer.memory import Load, MemoryEstimate, estimate
 from mrp_trainer.objectives import HeadObjective, block_diffusion
 from mrp_trainer.reveals import Reveals
@@ -16,7 +17,6 @@ from mrp_trainer.samples import make_sample
 from mrp_trainer.settings import read_settings, recipe_names
 
 from modeling_mrp.model.diffusion import PackedBatch
-from modeling_mrp.model.losses import _LOGITS_AT_ONCE as CHUNK
 
 WITHIN = 1.25
 # By hand: hidden, intermediate, query width; key width 1024 and heads of 128 at every size.

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from conftest import make_model
 from helpers import ALPHA, BLOCK, MASK, chi_square_p, collate, sample
+from mrp_trainer.losses import BLANK
 from mrp_trainer.objectives import HeadObjective, block_diffusion
 from mrp_trainer.reveals import Reveals
 from mrp_trainer.samples import Sample
@@ -18,7 +19,6 @@ from torch import Tensor, nn
 from modeling_mrp import MRPForCausalLM
 from modeling_mrp.generate.sampling import Picker
 from modeling_mrp.model.diffusion import PackedBatch
-from modeling_mrp.model.losses import BLANK
 
 
 def blocks_of(batch: PackedBatch, samples: list[Sample]) -> Iterable[tuple[int, list[int], list[int], int]]:

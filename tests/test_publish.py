@@ -16,15 +16,17 @@ from hub_client import Done, HubClient
 from hub_server import HubServer
 from huggingface_hub import ModelCard
 from mrp_trainer.publish import main
+from mrp_trainer.publishing import publish
+from mrp_trainer.publishing.card import check_card, is_own_card
+from mrp_trainer.publishing.folder import read_folder
 from safetensors.torch import save_file
 
 from modeling_mrp import MRPForCausalLM
-from modeling_mrp.model.folder import read_folder
-from modeling_mrp.model.publishing import publish
+from modeling_mrp.model.saving import code_files
 
-PACKAGE = {path.name: path.read_bytes() for path in (ROOT / "modeling_mrp").glob("*_mrp.py")}
+PACKAGE = {name: text.encode() for name, text in code_files().items()}
 WRITTEN = "---\nlicense: mit\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n\n# Mine\n"
-USED = ("config.json", "generation_config.json", "model.safetensors", "custom_generate/generate.py")
+USED = ("config.json", "generation_config.json", "model.safetensors")
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +60,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubServer]:
 @pytest.fixture(scope="module")
 def client(server: HubServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubClient]:
     home = tmp_path_factory.mktemp("client")
-    with HubClient(home, server.environment(home, "hf_alice"), ROOT) as process:
+    with HubClient(home, server.environment(home, "hf_alice"), ROOT, ROOT / "trainer") as process:
         yield process
 
 
@@ -82,7 +84,7 @@ def push(client: HubClient) -> Callable[..., Done]:
         return client.run(
             f"""
             import pathlib
-            from modeling_mrp.model.publishing import Retries, publish
+            from mrp_trainer.publishing import Retries, publish
             quick = Retries(times=2, first_wait=0.01, longest_wait=5)
             print(publish({str(folder)!r}, {repo_id!r}, retries=quick, **{options!r}))
             """
@@ -110,8 +112,7 @@ def test_a_full_model_arrives_whole_in_one_commit_and_private(
     assert titles(hub, repo) == ["Upload a full model", "initial commit"]
     files = hub.files(repo)
     assert {name: files[name] for name in USED} == {name: (folders["full"] / name).read_bytes() for name in USED}
-    assert {name: content for name, content in files.items() if name.endswith("_mrp.py")} == PACKAGE
-    assert files["custom_generate/generate.py"] == PACKAGE["custom_generate_mrp.py"]
+    assert {name: content for name, content in files.items() if name.endswith(".py")} == PACKAGE
     assert set(files) == {*USED, *PACKAGE, "README.md", ".gitattributes"}
     assert f'AutoModel.from_pretrained("{repo}", trust_remote_code=True)' in files["README.md"].decode()
     assert hashes(folders["full"]) == before
@@ -163,9 +164,9 @@ def test_a_head_and_an_adapter_arrive(
 def test_of_a_model_with_a_peft_adapter_the_adapter_is_published(
     hub: HubServer, client: HubClient, folders: dict[str, Path], repo: str
 ) -> None:
-    """Under the name of the model it was made for; a local path is none. Its dry run makes no connection either."""
+    """Under the name of the model it was made for; a local path is none."""
     prepared = f"""
-        import os, warnings
+        import warnings
         from peft import LoraConfig
         from modeling_mrp import MRPForCausalLM
         warnings.simplefilter("ignore")
@@ -174,49 +175,102 @@ def test_of_a_model_with_a_peft_adapter_the_adapter_is_published(
     """
     done = client.run(f"{prepared}    model.push_to_hub({repo!r})")
     assert f"base_model is '{folders['full']}': it must be the id of a model on the Hub" in str(done.error)
-    done = client.run(
-        f"""{prepared}
-        model.peft_config["default"].base_model_name_or_path = "org/head"
-        print(model.push_to_hub({repo!r}, dry_run=True).kind, os.environ.get("HF_HUB_OFFLINE"))
-        """
-    )
-    assert (done.printed, done.error) == ("adapter None\n", None)
     assert hub.requests == []
     done = client.run(
         f"""{prepared}
         model.peft_config["default"].base_model_name_or_path = "org/head"
-        print(model.push_to_hub({repo!r}).kind)
+        print(model.push_to_hub({repo!r}).commit_message)
         """
     )
-    assert (done.printed, done.error) == ("adapter\n", None)
-    assert hub.asked("HEAD /org/head/resolve/main/config.json"), "what peft looks up, and the dry run kept it from"
+    assert (done.printed, done.error) == ("Upload an adapter\n", None)
     assert set(hub.files(repo)) == {"adapter_config.json", "adapter_model.safetensors", "README.md", ".gitattributes"}
 
 
 def test_a_loaded_model_pushes_itself(hub: HubServer, client: HubClient, folders: dict[str, Path], repo: str) -> None:
+    """In one commit, with a card of a few lines that a push of the command replaces."""
     done = client.run(
         f"""
-        import os
         from modeling_mrp import MRPForCausalLM
         model = MRPForCausalLM.from_pretrained({str(folders["full"])!r})
-        plan = model.push_to_hub({repo!r}, dry_run=True)
-        assert plan.commit is None
-        head = model.push_to_hub("org/name", head_only=True, base_model_name_or_path="org/b", dry_run=True)
-        assert head.kind == "head" and head.sizes["model.safetensors"] < plan.sizes["model.safetensors"]
-        done = model.push_to_hub({repo!r}, commit_message="My first", tags=["small"], max_shard_size="40KB")
-        assert plan.kind == done.kind == "full"
-        print(done.commit.oid)
+        done = model.push_to_hub({repo!r}, commit_message="My first", max_shard_size="40KB")
+        print(done.oid)
         model.save_pretrained("again", push_to_hub=True, repo_id={repo!r}, revision="second")
+        print(model.push_to_hub({repo!r}, create_pr=True).pr_url)
         """
     )
     assert done.error is None
-    first = done.printed.strip()
+    first, pull_request = done.printed.split()
+    assert pull_request.endswith(f"/{repo}/discussions/1")
     assert titles(hub, repo) == ["My first", "initial commit"]
     assert hub.repository(repo).read("main").oid == first
     assert hub.repository(repo).state["private"] is True
-    assert sum(name.startswith("model-0000") for name in hub.files(repo)) > 1
-    assert "\n- small\n" in hub.files(repo)["README.md"].decode()
-    assert hub.files(repo, "second")["model.safetensors"] == (folders["full"] / "model.safetensors").read_bytes()
+    shards = {name for name in hub.files(repo) if name.startswith("model-0000")}
+    assert len(shards) > 1
+    assert titles(hub, repo, "second")[0] == "Upload a full model"
+    for revision in ("second", "refs/pr/1"):
+        assert not shards & set(hub.files(repo, revision)), "what the earlier push left is removed in the same commit"
+        assert hub.files(repo, revision)["model.safetensors"] == (folders["full"] / "model.safetensors").read_bytes()
+    card = hub.files(repo)["README.md"].decode()
+    check_card(card)
+    assert "Here is a full model. Nothing is told of it yet" in card
+    assert not is_own_card(card)
+
+
+@pytest.mark.parametrize("there", ["full", "adapter", "other"])
+def test_a_loaded_model_overwrites_nothing_of_another_kind(
+    hub: HubServer, client: HubClient, folders: dict[str, Path], repo: str, there: str
+) -> None:
+    """And a commit that fails, or that somebody else was faster than, leaves the repository as it was."""
+    files = {"notes.bin": b"1"} if there == "other" else {p.name: p.read_bytes() for p in folders[there].glob("*.json")}
+    commit = hub.commit(repo, files)
+    head = f"""
+        from modeling_mrp import MRPForCausalLM
+        model = MRPForCausalLM.from_pretrained({str(folders["full"])!r})
+        model.push_to_hub({{!r}}, head_only=True, base_model_name_or_path="org/b")
+    """
+    done = client.run(head.format(repo))
+    assert "and what is pushed is an MRP head: push it to a repository of its own" in str(done.error)
+    assert {logged.method for logged in hub.requests} <= {"GET", "HEAD"}
+    assert hub.repository(repo).read("main").oid == commit
+
+
+@pytest.mark.parametrize("failure", ["refused", "late"])
+def test_a_loaded_models_commit_is_made_whole_or_not_at_all(
+    hub: HubServer, client: HubClient, folders: dict[str, Path], repo: str, failure: str
+) -> None:
+    hub.commit(repo, {"README.md": b"mine"})
+
+    def meanwhile(body: bytes) -> bytes:
+        hub.commit(repo, {"README.md": b"theirs"})
+        return body
+
+    if failure == "refused":
+        hub.fail("POST .*/commit/", status=400)
+    else:
+        hub.fail("POST .*/preupload/", change=meanwhile)
+    push = f"""
+        from modeling_mrp import MRPForCausalLM
+        MRPForCausalLM.from_pretrained({str(folders["full"])!r}).push_to_hub({repo!r})
+    """
+    assert {"refused": "BadRequestError: ", "late": "412 Precondition Failed"}[failure] in str(client.run(push).error)
+    assert set(hub.files(repo)) == {".gitattributes", "README.md"}
+    hub.faults.clear()
+    assert client.run(push).error is None
+    assert hub.files(repo)["README.md"] == {"refused": b"mine", "late": b"theirs"}[failure], "a card that is there is kept"
+
+
+def test_the_code_is_what_the_package_generates(
+    hub: HubServer, push: Callable[..., Done], folders: dict[str, Path], tmp_path: Path, repo: str, caplog: Any
+) -> None:
+    """Whatever lies in the folder; what is replaced is named."""
+    folder = shutil.copytree(folders["full"], tmp_path / "model")
+    (folder / "modeling_mrp.py").write_text("from .rows_mrp import rows")
+    (folder / "rows_mrp.py").write_text("rows = 1")
+    (folder / "configuration_mrp.py").unlink()
+    assert publish(folder, repo, dry_run=True).left_out == ["rows_mrp.py"]
+    assert f"{folder}/modeling_mrp.py is not what this package generates: that is published instead" in caplog.text
+    assert push(folder, repo).error is None
+    assert {name: content for name, content in hub.files(repo).items() if name.endswith(".py")} == PACKAGE
 
 
 def test_a_branch_or_a_pull_request_leaves_main_alone(
@@ -283,7 +337,7 @@ def test_a_given_card_is_published(hub: HubServer, client: HubClient, folders: d
     done = client.run(
         f"""
         from huggingface_hub import ModelCard
-        from modeling_mrp.model.publishing import publish
+        from mrp_trainer.publishing import publish
         publish({str(folders["full"])!r}, {repo!r}, card=ModelCard({WRITTEN!r}))
         """
     )
@@ -325,7 +379,7 @@ def test_the_command_names_another_base(
     config.write_text(json.dumps(fields))
     before = hashes(folder)
     arguments = ["push", str(folder), repo, "--base-model", "org/b", "--base-revision", "v1"]
-    assert client.run(f"from trainer.publish import main; main({arguments!r})").error is None
+    assert client.run(f"from mrp_trainer.publish import main; main({arguments!r})").error is None
     assert hashes(folder) == before
     files = hub.files(repo)
     revision = {"head": "base_model_revision", "adapter": "revision"}[kind]
@@ -334,7 +388,7 @@ def test_the_command_names_another_base(
     assert files[weights] == (folder / weights).read_bytes()
     assert "base_model: org/b\n" in files["README.md"].decode()
     (folder / "README.md").write_text(WRITTEN)
-    assert client.run(f"from trainer.publish import main; main({arguments!r})").error is None
+    assert client.run(f"from mrp_trainer.publish import main; main({arguments!r})").error is None
     assert hub.files(repo)["README.md"].decode() == WRITTEN
 
 
@@ -388,12 +442,9 @@ def test_a_wrong_argument_is_refused(folders: dict[str, Path], repo_id: str, opt
 @pytest.mark.parametrize(
     ("repo_id", "options", "kind", "message"),
     [
-        ("org/name", {"privat": True}, TypeError, "push_to_hub has no option privat: did you mean private"),
-        ("org/name", {"folder": "x"}, TypeError, "push_to_hub has no option folder: it takes private, revision, "),
+        ("org/name", {"privat": True}, TypeError, "unexpected keyword argument 'privat'"),
         ("x", {}, ValueError, "repo_id is 'x': name the owner too"),
         ("org/name", {"revision": "b", "create_pr": True}, ValueError, "push to a branch, or open a pull request"),
-        ("org/name", {"results": ["missing.jsonl"]}, ValueError, "missing.jsonl is not a file"),
-        ("org/name", {"about": "missing.md"}, ValueError, "missing.md is not a file"),
     ],
 )
 def test_a_loaded_model_is_not_written_for_a_wrong_argument(

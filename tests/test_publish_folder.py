@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from conftest import make_model
 from helpers import hashes
+from mrp_trainer.publishing import publish
 from safetensors.torch import load_file, save_file
 
-from modeling_mrp.model.folder import kind_of
-from modeling_mrp.model.publishing import publish
+from modeling_mrp.model.pushing import kind_of
 
 
 @pytest.fixture(scope="module")
@@ -32,9 +32,6 @@ def broken_folders() -> list[Any]:
 
     def no_weights(folder: Path) -> None:
         (folder / "model.safetensors").unlink()
-
-    def no_code(folder: Path) -> None:
-        (folder / "rows_mrp.py").unlink()
 
     def no_auto_map(folder: Path) -> None:
         config = json.loads((folder / "config.json").read_text())
@@ -69,7 +66,6 @@ def broken_folders() -> list[Any]:
         (pickled, "pytorch_model.bin: files of that kind can run code when loaded and are never published"),
         (cut, "model.safetensors is not a whole safetensors file"),
         (no_weights, "lacks model.safetensors: save the weights again"),
-        (no_code, "lacks rows_mrp.py, which its config.json needs"),
         (no_auto_map, "has no auto_map"),
         (foreign, "holds a model of type 'llama': give a folder that save_pretrained"),
         (empty, "holds no checkpoint: give a folder"),

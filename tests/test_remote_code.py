@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, TINY, make_model
+from conftest import TINY, make_model
 
 from modeling_mrp import MRPForCausalLM
+from modeling_mrp.model.saving import code_files
 
 pytestmark = pytest.mark.skipif(not TINY.exists(), reason="the embedded checkpoint is not here")
 
@@ -21,7 +22,7 @@ SHA = "0123456789abcdef0123456789abcdef01234567"
 # A machine without optional packages that knows nothing of this checkout: these names cannot be imported.
 PRELUDE = """
 import sys
-for name in ("triton", "flash_attn", "modeling_mrp", "trainer"):
+for name in ("triton", "flash_attn", "modeling_mrp", "mrp_trainer"):
     sys.modules[name] = None
 import torch
 torch.set_num_threads(1)
@@ -42,7 +43,8 @@ for auto in (AutoModel, AutoModelForCausalLM):
 assert type(config).__name__ == "MRPConfig" and config.has_head
 assert texts[0] == texts[1] and "####" in texts[0], texts
 assert float(out.tokens_per_forward[0]) > 1
-assert not any(name.split(".")[0] in ("triton", "modeling_mrp", "trainer") for name, module in sys.modules.items() if module)
+loaded = {{name.split(".")[0] for name, module in sys.modules.items() if module}}
+assert not loaded & {{"triton", "modeling_mrp", "mrp_trainer"}}
 print("TEXT:" + repr(texts[0]))
 """
 
@@ -91,14 +93,52 @@ def test_pipeline(tmp_path: Path) -> None:
     assert "TEXT:def " in printed
 
 
-def test_the_folder_links_to_the_package() -> None:
-    package = {path.name for path in (ROOT / "modeling_mrp").glob("*_mrp.py")}
-    for folder in sorted((ROOT / "hub_configs").iterdir()):
-        linked = {path.name for path in folder.glob("*_mrp.py")}
-        assert linked == package, folder
-        for path in folder.glob("*_mrp.py"):
-            assert path.is_symlink()
-            assert path.resolve() == ROOT / "modeling_mrp" / path.name
+# Process i + 1 makes its whole load while process i waits behind the copy of its n-th file: every order that can come about
+# where a copy itself is one step.
+FIRST_LOADS = """
+import multiprocessing, pathlib, shutil
+import transformers.generation, transformers.models.qwen3.modeling_qwen3
+from transformers import AutoModel, dynamic_module_utils
+copy_whole, fork = shutil.copyfile, multiprocessing.get_context("fork")
+def load(modules, nth, begin, finished, next_begin, next_finished):
+    copied = []
+    def copyfile(source, target):
+        copy_whole(source, target)
+        copied.append(target)
+        if len(copied) == nth:
+            next_begin.set()
+            next_finished.wait()
+    begin.wait()
+    dynamic_module_utils.HF_MODULES_CACHE, shutil.copyfile = modules, copyfile
+    try:
+        model = AutoModel.from_pretrained("someone/small", trust_remote_code=True)
+        assert type(model).__module__.startswith("transformers_modules.someone.small.")
+    finally:
+        next_begin.set()
+        finished.set()
+for nth in range(1, 6):
+    modules = str(pathlib.Path(f"modules-{nth}").resolve())
+    begin, finished = [fork.Event() for _ in range(5)], [fork.Event() for _ in range(5)]
+    begin[0].set()
+    finished[4].set()
+    events = zip(begin, finished, begin[1:], finished[1:])
+    processes = [fork.Process(target=load, args=(modules, nth, *of)) for of in events]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    print("EXIT:", *(process.exitcode for process in processes))
+"""
+
+
+def test_first_loads_by_four_processes_at_once(tmp_path: Path) -> None:
+    """As `torchrun` starts them, with an empty module cache: in twenty loads none meets code that another one has half copied.
+    The processes are forks of one that has imported transformers, and none of its remote code."""
+    snapshot = tmp_path / "hf" / "hub" / "models--someone--small" / "snapshots" / SHA
+    make_model().save_pretrained(snapshot)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text(SHA)
+    assert run_fresh(FIRST_LOADS, tmp_path) == "EXIT: 0 0 0 0\n" * 5
 
 
 def test_save_and_load_again(tiny_model: MRPForCausalLM, tiny_tokenizer: Any, tmp_path: Path) -> None:
@@ -106,8 +146,7 @@ def test_save_and_load_again(tiny_model: MRPForCausalLM, tiny_tokenizer: Any, tm
     saved = tmp_path / "saved"
     tiny_model.save_pretrained(saved)
     tiny_tokenizer.save_pretrained(saved)
-    assert {path.name for path in saved.glob("*_mrp.py")} == {path.name for path in TINY.glob("*_mrp.py")}
-    assert not any(path.is_symlink() for path in saved.iterdir())
+    assert {path.relative_to(saved).as_posix() for path in saved.rglob("*.py")} == code_files().keys()
     assert not list(saved.glob("*.bin"))
     again = MRPForCausalLM.from_pretrained(saved).eval()
     ids = torch.arange(5, 40)[None]
@@ -116,14 +155,6 @@ def test_save_and_load_again(tiny_model: MRPForCausalLM, tiny_tokenizer: Any, tm
         options = {"decoding": decoding, "max_new_tokens": 20}
         assert torch.equal(again.generate(ids, **options), tiny_model.generate(ids, **options))
     assert run_fresh(USE.format(where=str(saved)), tmp_path) == run_fresh(USE.format(where=str(TINY)), tmp_path)
-
-
-def test_the_package_imports_nothing_of_the_project() -> None:
-    for path in (ROOT / "modeling_mrp").glob("*.py"):
-        for line in path.read_text().splitlines():
-            words = line.split()
-            if words[:1] in (["from"], ["import"]):
-                assert words[1].split(".")[0] not in ("trainer", "tests", "benchmarks", "modeling_mrp"), f"{path.name}: {line}"
 
 
 def test_saving_a_backbone_without_a_head(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import torch
 from helpers import ALPHA, BLOCK, MASK, PAD, chi_square_p, collate, sample
 from mrp_trainer.collator import DiffusionCollator
 from mrp_trainer.data import TaskDataset, encode
+from mrp_trainer.losses import BLANK
 from mrp_trainer.sampler import LengthBucketSampler
 from mrp_trainer.samples import Sample
 from mrp_trainer.tasks import Problem
@@ -24,7 +25,6 @@ from mrp_trainer.trajectories import TrajectoryDataset, record_trajectories
 from transformers import PreTrainedTokenizerFast
 
 from modeling_mrp import MRPForCausalLM
-from modeling_mrp.model.losses import BLANK
 
 # ------------------------------------------------------------------------------------------------ dataset
 

@@ -14,11 +14,11 @@ import pytest
 import torch
 from conftest import ROOT, make_model
 from hub_server import HubServer, run_python
+from mrp_trainer.publishing.folder import read_folder
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from modeling_mrp import MRPForCausalLM
-from modeling_mrp.model.folder import read_folder
 
 IDS = torch.tensor([[1, 2, 3, 4, 5]])
 
@@ -220,7 +220,7 @@ ELSEWHERE = ["org/evil--modeling_mrp.MRPForCausalLM", "../../evil_mrp.MRPForCaus
 def test_code_from_elsewhere_is_not_published(copy: Callable[[str], Path], reference: str) -> None:
     folder = copy("full")
     change_json(folder / "config.json", auto_map={"AutoModel": reference})
-    with pytest.raises(ValueError, match="only code in the folder itself is published"):
+    with pytest.raises(ValueError, match="only the code of this package is published"):
         read_folder(folder)
 
 
@@ -238,7 +238,7 @@ def test_code_in_a_folder_does_not_run_when_the_installed_package_loads_it(
 
 REVISIONS = """
 import json, os, sys
-sys.modules["modeling_mrp"] = sys.modules["trainer"] = None
+sys.modules["modeling_mrp"] = sys.modules["mrp_trainer"] = None
 import torch
 from transformers import AutoModel
 def load(name, **options):
@@ -321,17 +321,17 @@ def test_imports_connect_nowhere(tmp_path: Path) -> None:
         def listen(event, arguments):
             if event in ("socket.connect", "socket.bind", "socket.getaddrinfo", "socket.gethostbyname"):
                 seen.append((event, arguments))
-        sys.path.insert(0, {str(ROOT)!r})
+        sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "trainer")!r}]
         import torch, transformers, peft
         sys.addaudithook(listen)
         threads = threading.active_count()
-        for name in ("modeling_mrp", "trainer"):
+        for name in ("modeling_mrp", "mrp_trainer"):
             package = importlib.import_module(name)
-            for module in pkgutil.iter_modules(package.__path__, name + "."):
+            for module in pkgutil.walk_packages(package.__path__, name + "."):
                 if not module.name.endswith("__main__"):
                     importlib.import_module(module.name)
             assert not seen, seen
-            assert name == "trainer" or threading.active_count() == threads
+            assert name == "mrp_trainer" or threading.active_count() == threads
         """,
         tmp_path,
         {"HOME": str(tmp_path), "PATH": "", "HF_HOME": str(tmp_path)},

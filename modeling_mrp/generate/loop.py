@@ -1,7 +1,7 @@
 """The one decoding loop: rounds of states side by side, over rows that never wait for each other.
 
 A row (one sequence of the batch) is a little state machine. Its *next* state is known: the backbone itself revealed it from the
-last state scored. A `round` goes
+last state scored. A round (`decode_round`) goes
 
 1. **draft**: each row submits its next state, the likeliest ones to follow it and, behind a clean state (no masks left), the
    all-mask state of the next block, which looks at the clean one;
@@ -74,7 +74,7 @@ def decode(
         runner: Runs the model.
         state: As `begin` gave it.
         head_cost: Time of the round's head passes over that of the backbone's forward, at the same number of tokens.
-        step: Runs a round and reads its summary, from a recording for instance; by default `round` as it is.
+        step: Runs a round and reads its summary, from a recording for instance; by default `decode_round` as it is.
         on_round: Called after every round (for streamers); or None.
 
     Returns:
@@ -91,7 +91,7 @@ def decode(
         if not plan.active:
             return state, remasked
         if step is None:
-            state, accepted = round(task, runner, state, plan)
+            state, accepted = decode_round(task, runner, state, plan)
             numbers = summary(state, task.mask_token_id, accepted).tolist()
         else:
             state, numbers = step(state, plan)
@@ -102,7 +102,7 @@ def decode(
             on_round(state)
 
 
-def round(task: Task, runner: Runner, state: DecodeState, plan: RoundPlan) -> tuple[DecodeState, Tensor]:
+def decode_round(task: Task, runner: Runner, state: DecodeState, plan: RoundPlan) -> tuple[DecodeState, Tensor]:
     """Run one round.
 
     It takes the state over: tensors of the text and the counts are written to in place, all others are made anew.
@@ -365,4 +365,4 @@ def begin(task: Task, runner: Runner, text: Text, current: States, reused: Tenso
     return advance(task, HeadPasses(runner, held, used, False), state, accepted, successor)
 
 
-__all__ = ["HeadPasses", "HeadQuestions", "Task", "advance", "begin", "decode", "draft_states", "round"]
+__all__ = ["HeadPasses", "HeadQuestions", "Task", "advance", "begin", "decode", "decode_round", "draft_states"]

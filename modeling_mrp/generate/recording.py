@@ -23,7 +23,7 @@ from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsW
 from ..runner.recorded import RecordedCache
 from ..runner.runner import Runner
 from .decode_state import SUMMARY, DecodeState, RoundPlan, summary
-from .loop import Task, round
+from .loop import Task, decode_round
 from .sampling import Picker
 
 # Warpers that are tensor code from end to end, and numbers.
@@ -68,7 +68,7 @@ class RecordedRounds:
         numbers = registers.numbers_for(SUMMARY + task.mode.width)
 
         def step() -> None:
-            after, accepted = round(task, self.runner, self.state, kind)
+            after, accepted = decode_round(task, self.runner, self.state, kind)
             seen = summary(after, task.mask_token_id, accepted)
             numbers[: len(seen)] = seen
             registers.write((task.reader.request, after))

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from ..kernels.noise import mix32, noise_keys
-from .losses import BLANK
 
 IGNORE_INDEX = -100
 CLEAN_VIEW = 0  # views above 0 are noisy copies
@@ -83,7 +82,7 @@ class PackedBatch:
 
     Attributes:
         input_ids: [batch, length] long; masked positions hold `mask_token_id`.
-        target_ids: [batch, length] long; the true token; `BLANK` behind the end of a text in noisy copies.
+        target_ids: [batch, length] long; the true token; -1 behind the end of a text in noisy copies of the trainer.
         position_ids: [batch, length] long; absolute positions.
         view: [batch, length] long; 0 clean, 1, 2, ... noisy copies, -1 padding.
         sample: [batch, length] long; which sample of the row a token belongs to.
@@ -170,7 +169,6 @@ def pack_noisy(
 
 
 __all__ = [
-    "BLANK",
     "CLEAN_VIEW",
     "IGNORE_INDEX",
     "NO_VIEW",

@@ -15,12 +15,11 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
-Layout = Literal["mrp", "sdar", "heavyball"]
 HEAD = "mrp_head."
 PUBLISHED_HEAD = "mrp_modules.0.model."
 KEY_MAPPING = {r"^mrp_modules\.0\.model\.": HEAD}  # transformers renames by it while it loads
@@ -234,7 +233,6 @@ __all__ = [
     "HUB_OPTIONS",
     "KEY_MAPPING",
     "PUBLISHED_HEAD",
-    "Layout",
     "StoredTensor",
     "backbone_location",
     "check_depth",

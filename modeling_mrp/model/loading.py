@@ -5,9 +5,11 @@ import logging
 import os
 from dataclasses import fields
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from huggingface_hub import CommitInfo
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import initialization as init
@@ -17,7 +19,6 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_NAME, cached_file, find_adapter_config_file
 
 from .attaching import HeadMixin
-from .card import write_card
 from .configuration import MRPConfig
 from .head import MRPHead, ResidualNorm, check_draft_tokens, first_tokens
 from .layouts import (
@@ -32,13 +33,14 @@ from .layouts import (
     stored_tensors,
     weight_files,
 )
+from .pushing import check_target, push_saved
 from .saving import AUTO_MAP, BackboneSource, head_to_save, write_code, written_beside
 from .stock import StockMixin
 
 log = logging.getLogger(__name__)
 
 QWEN3_VOCABULARY = 151936  # the one in which MRPConfig's default mask id is free
-_OF_THE_HUB = ("repo_id", "commit_message", "commit_description", "private", "token", "create_pr", "revision", "tags")
+_OF_THE_HUB = ("repo_id", "commit_message", "commit_description", "private", "token", "create_pr", "revision")
 
 
 class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
@@ -198,8 +200,7 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
             is_main_process: As in transformers.
             state_dict: As in transformers.
             push_to_hub: As in transformers; pushes with `push_to_hub` once the folder is written.
-            head_only: Whether to write the head alone, with a card unless a person wrote one. The folder names the backbone,
-                and loads it when it is loaded.
+            head_only: Whether to write the head alone. The folder names the backbone, and loads it when it is loaded.
             base_model_name_or_path: With `head_only`, the backbone's name (an id or an absolute path) instead of what the model
                 was loaded from (`backbone_source`). Needed if the backbone was changed since, or made from a config.
             base_model_revision: With it, the backbone's commit, branch or tag.
@@ -221,7 +222,6 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
                     config.save_pretrained(beside)
                     self.generation_config.save_pretrained(beside)
                     write_code(beside)
-                    write_card(beside, folder)
         elif base_model_name_or_path is not None or base_model_revision is not None:
             raise ValueError(
                 f"base_model_name_or_path={base_model_name_or_path!r}, base_model_revision={base_model_revision!r}: a full "
@@ -247,6 +247,60 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
                     "base_model_revision": base_model_revision,
                 }
             self.push_to_hub(hub.pop("repo_id", folder.name), **hub)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        head_only: bool = False,
+        base_model_name_or_path: str | None = None,
+        base_model_revision: str | None = None,
+        tokenizer: Any = None,
+        max_shard_size: int | str = "5GB",
+        private: bool = True,
+        revision: str | None = None,
+        create_pr: bool = False,
+        commit_message: str | None = None,
+        commit_description: str | None = None,
+        token: str | bool | None = None,
+    ) -> CommitInfo:
+        """Publish the model in one commit, with a card of a few lines where there is none; `mrp push` renders a whole one.
+
+        Args:
+            repo_id: "org/name".
+            head_only: Publishes the head alone, which names its backbone, instead of the whole model. Of a model with a peft
+                adapter, the adapter alone is published.
+            base_model_name_or_path: With `head_only`, the backbone's name on the Hub, if it was not loaded from there.
+            base_model_revision: With it, the backbone's commit, branch or tag.
+            tokenizer: Is published beside the model.
+            max_shard_size: As in `save_pretrained`.
+            private: Whether to create the repository private; one that is there stays as it is.
+            revision: The branch, created if it is not there; `main` by default.
+            create_pr: Opens a pull request instead of changing `main`.
+            commit_message: The commit's title.
+            commit_description: Its text.
+            token: As `huggingface_hub` takes it; the saved one by default.
+
+        Returns:
+            The commit.
+
+        Raises:
+            ValueError: as from `save_pretrained`; for a `repo_id` without an owner; if the name of the base is not that of a
+                repository, or the target holds another kind of thing.
+            HfHubHTTPError: if the Hub refuses, or somebody else committed meanwhile; no commit is then made.
+        """
+        check_target(repo_id, revision, create_pr)
+        with TemporaryDirectory() as folder:
+            self.save_pretrained(
+                folder,
+                max_shard_size=max_shard_size,
+                head_only=head_only,
+                base_model_name_or_path=base_model_name_or_path,
+                base_model_revision=base_model_revision,
+            )
+            if tokenizer is not None:
+                tokenizer.save_pretrained(folder)
+            return push_saved(Path(folder), repo_id, private, revision, create_pr, commit_message, commit_description, token)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

@@ -4,7 +4,6 @@ import copy
 import inspect
 import os
 import re
-import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -69,17 +68,21 @@ def head_to_save(
     return head, config
 
 
-def write_code(folder: Path) -> None:
-    """Puts the remote code beside a checkpoint: this file, where it is remote code itself, or what the package generates."""
+def code_files() -> dict[str, str]:
+    """The remote code that a repository carries, by path: these files, where they are that code, or what `bundle` generates."""
     own = Path(__file__)
     if own.name == MODELING:
-        for name in (CONFIGURATION, MODELING):
-            shutil.copyfile(own.with_name(name), folder / name)
+        files = {name: own.with_name(name).read_text(encoding="utf-8") for name in (CONFIGURATION, MODELING)}
     else:
-        import_module(f"{__name__.partition('.')[0]}.bundle").write(folder)
-    target = folder / CUSTOM_GENERATE
-    target.parent.mkdir(exist_ok=True)
-    target.write_text(f"from typing import Any\n\n\n{inspect.getsource(generate)}", encoding="utf-8")
+        files = import_module(f"{__name__.partition('.')[0]}.bundle").files()
+    return {**files, CUSTOM_GENERATE: f"from typing import Any\n\n\n{inspect.getsource(generate)}"}
+
+
+def write_code(folder: Path) -> None:
+    """Put the remote code beside a checkpoint."""
+    for name, text in code_files().items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text, encoding="utf-8")
 
 
 @contextmanager
@@ -113,6 +116,7 @@ __all__ = [
     "CUSTOM_GENERATE",
     "MODELING",
     "BackboneSource",
+    "code_files",
     "head_to_save",
     "write_code",
     "written_beside",

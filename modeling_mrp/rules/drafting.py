@@ -201,7 +201,7 @@ def followers_of(table: DraftTable, state: Tensor, valid: Tensor, slot: int, tel
     made[..., DRAFT_END] = torch.minimum(made[..., DRAFT_END], ends)
     made[..., DRAFT_STEP] += 1
     made[..., BASE] = made[..., SOURCE]
-    made = _looked_up(table, made)
+    made = led_ahead(table, made)
     # The reveal before a state that ends the row already tells.
     limit = table.open_end[:, None] - made[..., DRAFT_START]
     chance = chance * ~whole_text(made[..., :block], made[..., DRAFT_END], limit, table.mask_id)
@@ -255,7 +255,7 @@ def _is_eos(table: DraftTable, ids: Tensor) -> Tensor:
     return (ids[..., None] == table.eos).any(-1)
 
 
-def _looked_up(table: DraftTable, made: Tensor) -> Tensor:
+def led_ahead(table: DraftTable, made: Tensor) -> Tensor:
     """States [rows, n] that are remembered or re-read are replaced with what they lead to."""
     named = table.known.shape[-1]
     same = (made[:, :, None, :named] == table.known[:, None]).all(-1) & table.known_valid[:, None]

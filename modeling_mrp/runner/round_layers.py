@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +19,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..kernels.dispatch import Dispatch, failed_before, kernels_usable
 from ..kernels.round_attention import KERNEL, RoundMask, attend
 from .cache import BlockCache
-
-if TYPE_CHECKING:
-    from ..modeling import MRPForCausalLM
 
 # What `attn_implementation` is during a forward under a `RoundMask`. Each copy of this file (remote code of two repositories in
 # one process) has masks of its own class, so also a name of its own.
@@ -34,7 +31,7 @@ _here = threading.local()  # `cache`: that of the round which this thread is in
 _operators: list[Callable[..., Tensor]] = []  # `_attend_in_round` as an operation, once there has been a round
 
 
-def takes_round_masks(model: "MRPForCausalLM", dispatch: Dispatch) -> bool:
+def takes_round_masks(model: Any, dispatch: Dispatch) -> bool:
     """Whether the layers of a model are to be given a `RoundMask` in rounds.
 
     Automatically so in half precision, on a GPU that has the kernel; in float32 SDPA computes as fast. An attention that was
@@ -60,7 +57,7 @@ def takes_round_masks(model: "MRPForCausalLM", dispatch: Dispatch) -> bool:
 
 
 @contextmanager
-def under_round_masks(model: "MRPForCausalLM", cache: BlockCache) -> Iterator[None]:
+def under_round_masks(model: Any, cache: BlockCache) -> Iterator[None]:
     """Lets the layers of a model know what a `RoundMask` is, and where their keys and values go.
 
     Layers look their attention up by the name in the config that they all share, so there is no way around a name of

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from modeling_mrp.model.diffusion import CLEAN_VIEW, NO_VIEW, PackedBatch
-from modeling_mrp.model.losses import BLANK
 
+from .losses import BLANK
 from .samples import Sample, samples_of
 
 

@@ -1,8 +1,8 @@
 """Writes a checkpoint in another layout: ours, the published backbone's (`sdar`) or the published head's (`heavyball`).
 
-``python -m mrp_trainer.convert heavyball/sdar-4b-mrp-3lyr converted --layout mrp``. The layouts differ in the names of the head's
-tensors and in the fields of the config, so that only the header of each safetensors file is written anew: the numbers are
-copied as bytes, a piece at a time, whatever their type.
+``python -m mrp_trainer.convert heavyball/sdar-4b-mrp-3lyr converted --layout mrp``. The layouts differ in the names of the
+head's tensors and in the fields of the config, so that only the header of each safetensors file is written anew: the numbers
+are copied as bytes, a piece at a time, whatever their type.
 """
 
 import argparse
@@ -11,18 +11,16 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from huggingface_hub import snapshot_download
 from transformers.generation import GenerationConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
-import modeling_mrp
 from modeling_mrp.generate.options import MRPGenerationConfig
 from modeling_mrp.model.configuration import MRPConfig
 from modeling_mrp.model.layouts import (
     DRAFT_TOKENS,
-    Layout,
     check_fit,
     config_file,
     our_name,
@@ -30,9 +28,10 @@ from modeling_mrp.model.layouts import (
     stored_tensors,
     weight_files,
 )
-from modeling_mrp.model.saving import AUTO_MAP
+from modeling_mrp.model.saving import AUTO_MAP, write_code
 from modeling_mrp.modeling import MRPForCausalLM
 
+Layout = Literal["mrp", "sdar", "heavyball"]
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 _PIECE = 16 << 20  # bytes held at a time
 _COPIED = {".json", ".txt", ".jinja", ".model"}  # tokenizers and generation configs: never code, never pickles
@@ -160,8 +159,7 @@ def _write(folder: Path, beside: Path, files: list[Path], config: MRPConfig, lay
     if layout == "mrp":
         config.architectures, config.auto_map = ["MRPForCausalLM"], dict(AUTO_MAP)
         config.save_pretrained(beside)
-        for code in sorted(Path(modeling_mrp.__file__).parent.glob("*_mrp.py")):
-            shutil.copyfile(code, beside / code.name)
+        write_code(beside)
         return
     (beside / "config.json").write_text(json.dumps(published_fields(config), indent=2, sort_keys=True) + "\n")
     if (options_path := beside / "generation_config.json").exists():
@@ -197,7 +195,8 @@ def main(arguments: list[str] | None = None) -> None:
         target = convert(options.source, options.target, options.layout)
     except (ValueError, OSError) as error:
         parser.exit(1, f"{error}\n")
-    print(f"wrote {target} in the layout {options.layout}: {sum(path.stat().st_size for path in target.iterdir()):,} bytes")
+    size = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
+    print(f"wrote {target} in the layout {options.layout}: {size:,} bytes")
 
 
 if __name__ == "__main__":

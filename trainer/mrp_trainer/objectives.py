@@ -8,7 +8,10 @@ from torch import Tensor
 
 from modeling_mrp.generate.sampling import Picker
 from modeling_mrp.model.diffusion import PackedBatch
-from modeling_mrp.model.losses import (
+from modeling_mrp.modeling import MRPForCausalLM
+
+from .attention import TRAINING_FLEX
+from .losses import (
     BLANK,
     DIVERGENCES,
     cross_entropy,
@@ -19,9 +22,6 @@ from modeling_mrp.model.losses import (
     project,
     weighted_cross_entropy,
 )
-from modeling_mrp.modeling import MRPForCausalLM
-
-from .attention import TRAINING_FLEX
 from .packing import CleanCache
 from .reveals import Reveals, block_numbers
 from .train_options import HeadLoss

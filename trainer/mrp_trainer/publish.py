@@ -1,7 +1,8 @@
 """Publishes checkpoints, and renders their cards.
 
-``python -m mrp_trainer.publish push FOLDER org/name`` pushes a full model, a head or an adapter in one commit, private unless told;
-``--dry-run`` only lists what would be sent. ``python -m mrp_trainer.publish card FOLDER --results FILE...`` prints the card.
+``python -m mrp_trainer.publish push FOLDER org/name`` pushes a full model, a head or an adapter in one commit, private unless
+told; ``--dry-run`` only lists what would be sent. ``python -m mrp_trainer.publish card FOLDER --results FILE...`` prints the
+card.
 """
 
 import argparse
@@ -18,20 +19,13 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
 from modeling_mrp import MRPForCausalLM
-from modeling_mrp.model.card import About, is_own_card, read_results, render_card
-from modeling_mrp.model.folder import CONFIGS, KINDS, Folder, read_folder
-from modeling_mrp.model.publishing import Publication, publish
+from modeling_mrp.model.pushing import CONFIGS, KINDS
 
-_DOWNLOADED = [
-    "*.safetensors",
-    "*.json",
-    "*.jinja",
-    "*.txt",
-    "tokenizer.model",
-    "*_mrp.py",
-    "custom_generate/*.py",
-    "README.md",
-]
+from .publishing import Publication, publish
+from .publishing.card import About, is_own_card, read_results, render_card
+from .publishing.folder import Folder, read_folder
+
+_DOWNLOADED = ["*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model", "README.md"]  # code is written anew
 
 
 def _folder_of(folder_or_id: str, dry_run: bool) -> Path:
@@ -115,7 +109,7 @@ def push(
             default, if the full model came from one, that one.
         base_revision: The backbone's commit, branch or tag.
         dry_run: Only says what would be sent, without any connection.
-        options: As `modeling_mrp.model.publishing.publish` takes them.
+        options: As `mrp_trainer.publishing.publish` takes them.
     """
     folder = _folder_of(folder_or_id, dry_run)
     if kind == "head" and base_model is None and not Path(folder_or_id).is_dir() and read_folder(folder).kind == "full":

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from modeling_mrp.generate.sampling import Picker
 from modeling_mrp.model.diffusion import PackedBatch
-from modeling_mrp.model.losses import BLANK
+
+from .losses import BLANK
 
 from .train_options import RevealRule
 

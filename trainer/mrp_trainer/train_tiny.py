@@ -9,8 +9,6 @@ settings wants another folder; every training stage logs to the console and to `
 """
 
 import json
-import os
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -23,6 +21,7 @@ from transformers import PreTrainedTokenizerFast, TrainerCallback, set_seed
 from modeling_mrp.generate.generation import MRPGenerationConfig
 from modeling_mrp.model.configuration import MRPConfig
 from modeling_mrp.model.head import NEW_HEADS
+from modeling_mrp.model.saving import written_beside
 from modeling_mrp.modeling import MRPForCausalLM
 
 from .arguments import MRPTrainingArguments
@@ -233,7 +232,7 @@ def train_head(options: TinyOptions) -> None:
 
 
 def export(work: Path, name: str, target: Path) -> None:
-    """Write the trained model as a checkpoint, all of it beside the target first: a failure leaves what was there."""
+    """Write the trained model as a checkpoint with its code. A failure leaves what was there."""
     tokenizer = _tokenizer(work)
     model = MRPForCausalLM.from_pretrained(work / name / "final")
     model.generation_config = MRPGenerationConfig(
@@ -243,14 +242,9 @@ def export(work: Path, name: str, target: Path) -> None:
         eos_token_id=[tokenizer.eos_token_id, tokenizer.pad_token_id],
         pad_token_id=tokenizer.pad_token_id,
     )
-    target.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        for written in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
-            place = target / written.relative_to(folder)
-            place.parent.mkdir(exist_ok=True)
-            os.replace(written, place)
+    with written_beside(target) as beside:
+        model.save_pretrained(beside)
+        tokenizer.save_pretrained(beside)
 
 
 def main(arguments: list[str] | None = None) -> None:

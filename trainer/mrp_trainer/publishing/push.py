@@ -1,29 +1,25 @@
 """Publishing a checkpoint: one commit with everything in it, or none; and what a broken connection left is not sent again.
 
-`publish` pushes a folder, `MRPHubMixin.push_to_hub` a loaded model.
+`publish` pushes a folder; a loaded model's own `push_to_hub` is the short form of it.
 """
 
-import difflib
-import inspect
+import hashlib
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard
-from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, RepositoryNotFoundError, RevisionNotFoundError
-from huggingface_hub.utils import validate_repo_id
-from huggingface_hub.utils.sha import git_hash
+from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+from modeling_mrp.model.pushing import KINDS, Remote, check_base, check_target, look
 
 from .card import About, check_card, is_own_card, read_results, renamed, render_card
-from .folder import KINDS, Folder, is_ours, kind_of, read_folder
-from .layouts import is_hub_id
+from .folder import Folder, read_folder
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -104,7 +100,7 @@ def publish(
 
     A repository that is new is created private. Large files go first: as long as the commit is not made nobody sees them, and
     a second push after a broken connection does not send them again. Weights and code that an earlier push left and this
-    one does not have are removed in the same commit.
+    one does not have are removed in the same commit. The remote code is what the installed package generates.
 
     Args:
         folder: What `save_pretrained` wrote: a full model, a head (`head_only=True`) or a peft adapter.
@@ -132,15 +128,12 @@ def publish(
         PermissionError: if the token may not write there.
         ConnectionError: if the Hub could not be reached, or was changed meanwhile. The folder and the branch are as they were.
     """
-    _check_target(repo_id, revision, create_pr)
+    check_target(repo_id, revision, create_pr)
     found = read_folder(folder)
-    if found.base is not None and not is_hub_id(found.base):
-        raise ValueError(
-            f"base_model is {found.base!r}: it must be the id of a model on the Hub, 'org/name', where others find it. Name it "
-            "when saving (base_model_name_or_path), or with --base-model of the command"
-        )
+    check_base(found.base)
     text, is_rendered = _card(found, repo_id, card, new_card, read_results(results), about, tags)
     additions = {name: CommitOperationAdd(name, path) for name, path in found.files.items() if name != "README.md"}
+    additions |= {name: CommitOperationAdd(name, code.encode()) for name, code in found.code.items()}
     additions["README.md"] = CommitOperationAdd("README.md", text.encode())
     sizes = {name: additions[name].upload_info.size for name in sorted(additions)}
     where = "a pull request" if create_pr else f"branch {revision or 'main'}"
@@ -153,18 +146,10 @@ def publish(
         if is_rendered and not new_card and remote.card is not None and is_own_card(remote.card):
             log.warning("%s keeps its README.md, which a person wrote: pass new_card=True to replace it", repo_id)
             del additions["README.md"], sizes["README.md"]
-        deleted = sorted(name for name in remote.names if is_ours(name) and name not in additions)
+        deleted = remote.stale(additions)
         title = commit_message or f"Upload {KINDS[found.kind]}"
         commit = push.send(remote, list(additions.values()), deleted, title, commit_description)
     return replace(publication, deleted=deleted, commit=commit)
-
-
-def _check_target(repo_id: str, revision: str | None = None, create_pr: bool = False) -> None:
-    if revision is not None and create_pr:
-        raise ValueError(f"revision={revision!r} and create_pr=True: push to a branch, or open a pull request")
-    validate_repo_id(repo_id)
-    if repo_id.count("/") != 1:
-        raise ValueError(f"repo_id is {repo_id!r}: name the owner too, 'org/name'")
 
 
 def _card(
@@ -199,63 +184,24 @@ def _card(
     return text, is_rendered
 
 
-@dataclass(frozen=True)
-class _Remote:
-    """A repository as a push found it; `branch` says whether the branch is there, `card` is its README.md."""
-
-    sha: str
-    names: frozenset[str]
-    branch: bool
-    card: str | None
-
-
 class _Push:
     """The steps of one push, each repeated as long as the Hub merely does not answer."""
 
     def __init__(self, api: HfApi, repo_id: str, branch: str, create_pr: bool, retries: Retries) -> None:
         self.api, self.repo_id, self.branch, self.create_pr, self.retries = api, repo_id, branch, create_pr, retries
 
-    def prepare(self, folder: Folder, private: bool) -> _Remote:
+    def prepare(self, folder: Folder, private: bool) -> Remote:
         """Looks at the repository, creates it if it is not there, and refuses one of another kind."""
-        remote = self.patiently(partial(self._look, folder.kind))
+        remote = self.patiently(partial(look, self.api, self.repo_id, self.branch, folder.kind))
         if remote is None:
             self.patiently(partial(self.api.create_repo, self.repo_id, private=private, exist_ok=True))
-            remote = self.patiently(partial(self._look, folder.kind))
+            remote = self.patiently(partial(look, self.api, self.repo_id, self.branch, folder.kind))
         if remote is None:
             raise ConnectionError(f"{self.repo_id} was created and cannot be found: push again")
         return remote
 
-    def _look(self, kind: str) -> _Remote | None:
-        """What the branch holds; None where there is no repository.
-
-        Raises:
-            ValueError: if it is of another kind than what is pushed.
-        """
-        branch = True
-        try:
-            try:
-                info = self.api.model_info(self.repo_id, revision=self.branch)
-            except RevisionNotFoundError:
-                branch, info = False, self.api.model_info(self.repo_id)
-        except RepositoryNotFoundError:
-            return None
-        names = frozenset(sibling.rfilename for sibling in info.siblings or ())
-        with TemporaryDirectory() as cache:
-
-            def read(name: str) -> bytes:
-                return Path(self.api.hf_hub_download(self.repo_id, name, revision=info.sha, cache_dir=cache)).read_bytes()
-
-            there = kind_of(names, read)
-            if there not in (None, kind):
-                raise ValueError(
-                    f"{self.repo_id} holds {KINDS.get(str(there), there)}, and what is pushed is {KINDS[kind]}: push it to a "
-                    "repository of its own, or delete that one on the Hub first"
-                )
-            card = read("README.md").decode(errors="replace") if "README.md" in names else None
-        return _Remote(str(info.sha), names, branch, card)
-
     def send(
-        self, remote: _Remote, additions: list[CommitOperationAdd], deleted: list[str], title: str, text: str | None
+        self, remote: Remote, additions: list[CommitOperationAdd], deleted: list[str], title: str, text: str | None
     ) -> CommitInfo:
         """Uploads what is large, then makes the commit."""
         known = self.branch if remote.branch else "main"
@@ -272,7 +218,7 @@ class _Push:
             )
 
     @contextmanager
-    def _branch(self, remote: _Remote) -> Iterator[None]:
+    def _branch(self, remote: Remote) -> Iterator[None]:
         """The branch, made if it is not there, and removed again if nothing comes to stand on it."""
         if not remote.branch:
             make = partial(self.api.create_branch, self.repo_id, branch=self.branch, revision=remote.sha, exist_ok=True)
@@ -297,7 +243,8 @@ class _Push:
             if file is None or file.lfs is not None:
                 return file is not None and file.lfs is not None and file.lfs.sha256 == operation.upload_info.sha256.hex()
             with operation.as_file() as stream:
-                return file.blob_id == git_hash(stream.read())
+                content = stream.read()
+            return file.blob_id == hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()  # git's
 
         if info.sha == before or any(name in files for name in deleted) or not all(map(holds, additions)):
             return None
@@ -395,77 +342,4 @@ def _first_line(error: BaseException) -> str:
     return f"{type(told).__name__}: {str(told).strip()}".splitlines()[0]
 
 
-@contextmanager
-def _without_look_ups() -> Iterator[None]:
-    """Keeps peft, which reads this variable whenever it saves an adapter, from asking the Hub for the base model's config."""
-    before = os.environ.get("HF_HUB_OFFLINE")
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["HF_HUB_OFFLINE"]
-        else:
-            os.environ["HF_HUB_OFFLINE"] = before
-
-
-class MRPHubMixin:
-    """`push_to_hub` of an MRP model."""
-
-    def push_to_hub(
-        self,
-        repo_id: str,
-        *,
-        head_only: bool = False,
-        base_model_name_or_path: str | None = None,
-        base_model_revision: str | None = None,
-        tokenizer: Any = None,
-        max_shard_size: int | str = "5GB",
-        dry_run: bool = False,
-        **options: Any,
-    ) -> Publication:
-        """Publishes the model in one commit: private unless told, on a branch or as a pull request on request.
-
-        Args:
-            repo_id: "org/name".
-            head_only: Publishes the head alone, which names its backbone, instead of the whole model. Of a model with a peft
-                adapter, the adapter alone is published.
-            base_model_name_or_path: With `head_only`, the backbone's name on the Hub, if it was not loaded from there.
-            base_model_revision: With it, the backbone's commit, branch or tag.
-            tokenizer: Is published beside the model.
-            max_shard_size: As in `save_pretrained`.
-            dry_run: Only says what would be sent, without any connection.
-            options: `private`, `revision`, `create_pr`, `commit_message`, `commit_description`, `token`, `card`, `new_card`,
-                `results`, `about`, `tags`, `retries`, as `publish` takes them.
-
-        Returns:
-            What was sent, with the commit.
-
-        Raises:
-            TypeError: for another option, before anything is written.
-            ValueError, PermissionError, ConnectionError: as `publish` says.
-        """
-        known = [name for name, one in inspect.signature(publish).parameters.items() if one.kind is one.KEYWORD_ONLY]
-        for name in options:
-            if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                hint = f"did you mean {near[0]}?" if near else f"it takes {', '.join(known)}"
-                raise TypeError(f"push_to_hub has no option {name}: {hint}")
-        _check_target(repo_id, options.get("revision"), options.get("create_pr", False))
-        read_results(options.get("results", ()))
-        if options.get("about") is not None:
-            About.load(options["about"])
-        with TemporaryDirectory() as folder, _without_look_ups() if dry_run else nullcontext():
-            self.save_pretrained(  # type: ignore[attr-defined]  # the model's
-                folder,
-                max_shard_size=max_shard_size,
-                head_only=head_only,
-                base_model_name_or_path=base_model_name_or_path,
-                base_model_revision=base_model_revision,
-            )
-            if tokenizer is not None:
-                tokenizer.save_pretrained(folder)
-            return publish(folder, repo_id, dry_run=dry_run, **options)
-
-
-__all__ = ["MRPHubMixin", "Publication", "Retries", "publish"]
+__all__ = ["Publication", "Retries", "publish"]

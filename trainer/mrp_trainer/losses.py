@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ..kernels.unembedding import log_odds
+from modeling_mrp.kernels.unembedding import log_odds
 
 BLANK = -1  # the target behind the end of a text: no token is more likely than another
 # Elements of a logits matrix that are alive at once: 64 MB in float32.
-_LOSS_LOGITS_AT_ONCE = 1 << 24
+_LOGITS_AT_ONCE = 1 << 24
 
 # From the student's logits [n, vocab] and a slice of each further argument: values [n, m], which have gradients, and notes
 # [n, k].
@@ -30,7 +30,7 @@ def project(hidden: Tensor, lm_head_weight: Tensor) -> Tensor:
 
 
 def over_vocabulary(
-    loss: TokenLoss, hidden: Tensor, lm_head_weight: Tensor, *others: Tensor, at_once: int = _LOSS_LOGITS_AT_ONCE
+    loss: TokenLoss, hidden: Tensor, lm_head_weight: Tensor, *others: Tensor, at_once: int = _LOGITS_AT_ONCE
 ) -> tuple[Tensor, Tensor]:
     """A loss of logits applied to hidden states in chunks of tokens.
 

@@ -17,16 +17,17 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from huggingface_hub.utils import validate_repo_id
 
-from ..generate.options import MRPGenerationConfig
+from modeling_mrp.generate.options import MRPGenerationConfig
+from modeling_mrp.model.layouts import HEAD, is_hub_id
+from modeling_mrp.model.pushing import CONFIGS, NOT_FILLED_IN, TAGS
+
 from .cardtext import LICENSES, MODES, RELATIONS, SOURCES, SUMMARIES, TEMPLATE, USE
-from .folder import CONFIGS, json_of, tensors_in
-from .layouts import HEAD, is_hub_id
+from .folder import json_of, tensors_in
 
 PACKAGE_VERSION = "0.1.0"
 _RENDERED = re.compile(r"<!-- Rendered from a template for (.+); without this line, pushing keeps the card as it is\. -->")
-TAGS = ["diffusion-lm", "block-diffusion", "speculative-decoding", "sdar", "mrp"]
 _OURS = ("families", "versions")  # of an about file's metadata: for the rendering, not for the card
-_PEFT_BOILERPLATE = "[More Information Needed]"
+_FORMS = ("[More Information Needed]", NOT_FILLED_IN)  # of peft, and of a model that pushed itself
 
 
 @dataclass
@@ -289,16 +290,9 @@ def _told(about: About, results: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     return sections
 
 
-def write_card(written: Path, folder: Path) -> None:
-    """Puts the card of a head that was written into `written` beside it, unless a person wrote the one in `folder`."""
-    there = folder / "README.md"
-    if not there.is_file() or not is_own_card(there.read_text(encoding="utf-8")):
-        (written / "README.md").write_text(str(render_card(written, "head", str(folder))), encoding="utf-8")
-
-
 def is_own_card(text: str) -> bool:
     """Whether a person wrote or edited this card: neither one of ours as rendered, nor a form that was never filled in."""
-    return _RENDERED.search(text) is None and _PEFT_BOILERPLATE not in text
+    return _RENDERED.search(text) is None and not any(form in text for form in _FORMS)
 
 
 def renamed(text: str, name: str, base: str | None = None) -> str | None:
@@ -403,5 +397,4 @@ __all__ = [
     "render_card",
     "renamed",
     "results_table",
-    "write_card",
 ]

@@ -1,0 +1,70 @@
+"""Who imports whom in the package: one way, and nothing of the project's other parts."""
+
+import ast
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+PACKAGE = ROOT / "modeling_mrp"
+MODULES = {path.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): path for path in PACKAGE.rglob("*.py")}
+ROOMS = sorted(path.parent.name + "." for path in PACKAGE.glob("*/__init__.py"))
+
+
+def imported(name: str, path: Path) -> set[str]:
+    """What a module imports, dotted and absolute, wherever the import stands: in functions and under `TYPE_CHECKING` too."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            above = name.split(".")[: -node.level] if node.level else []
+            source = ".".join([*above, *([node.module] if node.module else [])])
+            found |= {source, *(f"{source}.{alias.name}" for alias in node.names)}  # a name may be a module
+    return found
+
+
+GRAPH = {name: imported(name, path) for name, path in MODULES.items()}
+
+
+def circle_through(start: str) -> list[str] | None:
+    """A way from a module back to itself by imports, if there is one."""
+    ways = [[start]]
+    seen: set[str] = set()
+    while ways:
+        way = ways.pop()
+        for other in sorted(GRAPH[way[-1]] & MODULES.keys()):
+            if other == start:
+                return [*way, start]
+            if other not in seen:
+                seen.add(other)
+                ways.append([*way, other])
+    return None
+
+
+@pytest.mark.parametrize("room", [*ROOMS, ""])
+def test_no_module_of_a_room_is_in_a_circle(room: str) -> None:
+    circles = [circle_through(name) for name in MODULES if name.startswith(f"modeling_mrp.{room}")]
+    assert not any(circles), "\n".join(" -> ".join(circle) for circle in circles if circle)
+
+
+def test_a_circle_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(GRAPH, "modeling_mrp.model.layouts", {"modeling_mrp.model.loading"})
+    way = circle_through("modeling_mrp.model.loading")
+    assert way is not None
+    assert (way[0], way[-1], way[-2]) == ("modeling_mrp.model.loading",) * 2 + ("modeling_mrp.model.layouts",)
+
+
+def test_the_package_imports_nothing_of_the_projects_other_parts() -> None:
+    for name, others in GRAPH.items():
+        tops = {other.split(".")[0] for other in others}
+        assert not tops & {"mrp_trainer", "trainer", "tests", "benchmarks", "serving"}, name
+
+
+def test_a_repositorys_code_uses_public_names_only() -> None:
+    """A private name of another library can one day stop every published repository from loading."""
+    for name, others in GRAPH.items():
+        # torch has pytrees under this name only.
+        others = {other for other in others if not other.startswith("torch.utils._pytree")}
+        private = [other for other in others if any(part.startswith("_") for part in other.split(".") if part != "__future__")]
+        assert not private, f"{name}: {private}"
