@@ -321,17 +321,17 @@ def test_imports_connect_nowhere(tmp_path: Path) -> None:
         def listen(event, arguments):
             if event in ("socket.connect", "socket.bind", "socket.getaddrinfo", "socket.gethostbyname"):
                 seen.append((event, arguments))
-        sys.path.insert(0, {str(ROOT)!r})
+        sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "trainer")!r}]
         import torch, transformers, peft
         sys.addaudithook(listen)
         threads = threading.active_count()
-        for name in ("modeling_mrp", "trainer"):
+        for name in ("modeling_mrp", "mrp_trainer"):
             package = importlib.import_module(name)
-            for module in pkgutil.iter_modules(package.__path__, name + "."):
+            for module in pkgutil.walk_packages(package.__path__, name + "."):
                 if not module.name.endswith("__main__"):
                     importlib.import_module(module.name)
             assert not seen, seen
-            assert name == "trainer" or threading.active_count() == threads
+            assert name == "mrp_trainer" or threading.active_count() == threads
         """,
         tmp_path,
         {"HOME": str(tmp_path), "PATH": "", "HF_HOME": str(tmp_path)},
