@@ -310,10 +310,15 @@ class HubApi:
         errors = validate_card(request.json()["content"])
         return Response({"errors": [{"message": text} for text in errors], "warnings": []}, 400 if errors else 200)
 
+    @route("GET", "/api/models/{repo}/tree/{revision}/{path}")
     @route("GET", "/api/models/{repo}/tree/{revision}")
-    def tree(self, request: Request, repo: Repository, revision: str) -> Response:
-        """All files of a revision: the client asks for them with `recursive`, and leaves folders out."""
-        return Response([described(path, entry) for path, entry in repo.read(revision).files.items()])
+    def tree(self, request: Request, repo: Repository, revision: str, path: str = "") -> Response:
+        """All files of a revision or of one of its folders; the folders themselves are left out."""
+        files = repo.read(revision).files
+        inside = [described(name, entry) for name, entry in files.items() if name.startswith(f"{path}/" if path else "")]
+        if not inside:
+            raise HubError(404, f"{path} does not exist on {revision}", "EntryNotFound")
+        return Response(inside)
 
     @route("POST", "/api/models/{repo}/branch/{name}")
     def create_branch(self, request: Request, repo: Repository, name: str) -> Response:

@@ -10,7 +10,8 @@ import typer
 
 from . import cli_train
 from .cli_errors import told
-from .evaluate_options import Dtype, EvaluateOptions
+from .decode_options import DecodeOptions
+from .evaluate_options import EvaluateOptions
 from .flags import for_typer, takes_flags
 from .tasks import Family, Split
 
@@ -23,7 +24,6 @@ app = typer.Typer(
 )
 app.add_typer(cli_train.app, name="train")
 
-_WHAT, _HOW, _MODEL, _OUTPUT = "What is asked", "How it is decoded", "Model", "Output"
 _KIND, _TARGET, _CARD = "What is pushed", "Where to", "Card"
 
 
@@ -39,40 +39,14 @@ def evaluate(**given: Any) -> None:
 
 
 @app.command()
-def decode(
-    context: typer.Context,
-    model: Annotated[str, typer.Option(metavar="PATH", rich_help_panel=_MODEL, help="Checkpoint: folder or Hub id.")],
-    data: Annotated[
-        list[str],
-        typer.Option(metavar="FILE", rich_help_panel=_WHAT, help="JSON lines or a datasets folder, with prompts. Repeatable."),
-    ],
-    output: Annotated[str, typer.Option(metavar="FILE", rich_help_panel=_OUTPUT, help="JSON lines that mrp train reads.")],
-    revision: Annotated[str | None, typer.Option(rich_help_panel=_MODEL, help="The model's commit, branch or tag.")] = None,
-    tokenizer: Annotated[
-        str | None, typer.Option(metavar="PATH", rich_help_panel=_MODEL, show_default="the model's", help="Another tokenizer.")
-    ] = None,
-    dtype: Annotated[
-        Dtype | None,
-        typer.Option(rich_help_panel=_MODEL, show_default="the checkpoint's", help="Type of the weights."),
-    ] = None,
-    device: Annotated[
-        str | None, typer.Option(rich_help_panel=_MODEL, show_default="own GPU, or cpu", help="Device of the model.")
-    ] = None,
-    split: Annotated[str, typer.Option(rich_help_panel=_WHAT, help="Split of a datasets folder.")] = "train",
-    limit: Annotated[int | None, typer.Option(min=1, rich_help_panel=_WHAT, help="Decode only so many records.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, rich_help_panel=_HOW, help="Limit of tokens per prompt.")] = 256,
-    temperature: Annotated[
-        float, typer.Option(min=0, rich_help_panel=_HOW, help="Temperature of sampling; 0 is greedy.")
-    ] = 0.0,
-    seed: Annotated[int, typer.Option(min=0, rich_help_panel=_HOW, help="Seed of sampling.")] = 0,
-    batch_size: Annotated[int, typer.Option(min=1, rich_help_panel=_HOW, help="Prompts per generate.")] = 32,
-) -> None:
+@takes_flags(DecodeOptions, required=["model", "data", "output"], defaults=True)
+def decode(**given: Any) -> None:
     """Have a model answer prompts with static decoding: training data for its head. Run again, it goes on."""
     with told():
-        from .decode import DecodeOptions
+        options = DecodeOptions(**given)
         from .decode import decode as decode_prompts
 
-        written = decode_prompts(DecodeOptions(**context.params))
+        written = decode_prompts(options)
     if written is not None:
         cut = f", {written.cut} of them without an end (of these training takes whole blocks)" if written.cut else ""
         typer.echo(f"wrote {written.texts} texts to {written.path}{cut}")

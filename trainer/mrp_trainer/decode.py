@@ -18,6 +18,7 @@ from accelerate import PartialState
 from modeling_mrp.modeling import MRPForCausalLM
 
 from .chat import RecordEncoder
+from .decode_options import DecodeOptions
 from .decoded import padding_id
 from .records import FieldError
 from .runs import encoder_of, run_tokenizer
@@ -27,51 +28,6 @@ from .trajectories import decoded_lines, digest, write_lines
 
 # Processes that are done wait for the others, longer than what communicates would have it.
 _PATIENCE = timedelta(days=30)
-
-
-@dataclass(frozen=True)
-class DecodeOptions:
-    """What is decoded, and how.
-
-    Attributes:
-        model: A checkpoint of any kind, a folder or an id on the Hub.
-        data: Records with prompts, as `open_source` takes them.
-        output: A `.jsonl` file, which all processes see.
-        revision: The model's commit, branch or tag.
-        tokenizer: That of `model` if None.
-        dtype: Of the weights; the checkpoint's if None.
-        device: The process's own GPU if None, or the CPU where there is none.
-        split: The split of a folder.
-        limit: Only so many records.
-        max_new_tokens: Per prompt.
-        temperature: 0 is greedy.
-        seed: Of sampling; with a record's number it decides its text, whatever the batch and the number of processes.
-        batch_size: Prompts per `generate`.
-    """
-
-    model: str
-    data: list[str]
-    output: str
-    revision: str | None = None
-    tokenizer: str | None = None
-    dtype: str | None = None
-    device: str | None = None
-    split: str = "train"
-    limit: int | None = None
-    max_new_tokens: int = 256
-    temperature: float = 0.0
-    seed: int = 0
-    batch_size: int = 32
-
-    def __post_init__(self) -> None:
-        if Path(self.output).suffix not in (".jsonl", ".ndjson"):
-            raise ValueError(f"output is {self.output!r}: give a name that ends in .jsonl, so that training reads it")
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature is {self.temperature}: it must be 0 (greedy) or more")
-        for name, least in (("limit", 1), ("batch_size", 1), ("max_new_tokens", 1), ("seed", 0)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"{name} is {value}: it must be {least} or more")
 
 
 @dataclass(frozen=True)

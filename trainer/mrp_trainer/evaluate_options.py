@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import yaml
 
-from .flags import flag, flagged
+from .flags import flag, too_small
 from .tasks import Family, Split
 
 FILE_NEW_TOKENS = 256
@@ -62,11 +62,8 @@ class EvaluateOptions:
     show: int = flag("Answers to print.", 0, panel=_OUTPUT, min=0)
 
     def __post_init__(self) -> None:
-        for one, of_field, _ in flagged(EvaluateOptions):
-            value, least = getattr(self, one.name), of_field.more.get("min")
-            if value is not None and least is not None and value < least:
-                what = " problem" if one.name == "count" else ""
-                raise ValueError(f"--{one.name.replace('_', '-')} is {value}: at least {least}{what}")
+        for name, value, least in too_small(self):
+            raise ValueError(f"--{name.replace('_', '-')} is {value}: at least {least}{' problem' if name == 'count' else ''}")
         self.extra()
 
     @property

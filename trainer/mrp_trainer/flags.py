@@ -6,7 +6,7 @@ comes at once.
 
 import argparse
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from enum import StrEnum
 from functools import wraps
@@ -85,6 +85,14 @@ def shown_default(one: Field[Any]) -> str | None:
     if isinstance(default, list):
         return ", ".join(map(str, default))
     return f"{default:g}" if isinstance(default, float) else str(default)
+
+
+def too_small(options: Any) -> Iterator[tuple[str, Any, Any]]:
+    """The name, value and least value of each field that is below its flag's `min`."""
+    for one, of_field, _ in flagged(type(options)):
+        value, least = getattr(options, one.name), of_field.more.get("min")
+        if value is not None and least is not None and value < least:
+            yield one.name, value, least
 
 
 def takes_flags(
@@ -174,4 +182,4 @@ def _plain(value: Any) -> Any:
     return [getattr(one, "value", one) for one in value] if isinstance(value, list | tuple) else value
 
 
-__all__ = ["Flag", "argument_parser", "flag", "flagged", "for_typer", "shown_default", "takes_flags"]
+__all__ = ["Flag", "argument_parser", "flag", "flagged", "for_typer", "shown_default", "takes_flags", "too_small"]
