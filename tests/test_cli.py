@@ -60,7 +60,7 @@ def choices(function: Any, name: str) -> set[str]:
 
 
 def test_help_waits_for_nothing_heavy() -> None:
-    code = "import sys, trainer.cli; print(sorted({'torch', 'transformers', 'numpy'} & sys.modules.keys()))"
+    code = "import sys, mrp_trainer.cli; print(sorted({'torch', 'transformers', 'numpy'} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
 
