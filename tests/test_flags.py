@@ -39,22 +39,8 @@ def given(*arguments: str, **how: Any) -> dict[str, Any]:
 
 def test_a_command_gets_what_was_given() -> None:
     assert given() == {}
-    line = [
-        "--source",
-        "a",
-        "--names",
-        "b",
-        "--names",
-        "c",
-        "--kinds",
-        "small",
-        "--number",
-        "2",
-        "--rate",
-        "0.5",
-        "--not-packed",
-        "--dry-run",
-    ]
+    line = ["--source", "a", "--names", "b", "--names", "c", "--kinds", "small", "--number", "2", "--rate", "0.5"]
+    line += ["--not-packed", "--dry-run"]
     expected = {
         "source": "a",
         "names": ["b", "c"],
