@@ -18,7 +18,7 @@ from .model.saving import CONFIGURATION, MODELING, write_code
 PACKAGE = Path(__file__).parent
 # The file of a bundle, and the module whose imports it takes in.
 ENTRIES = {CONFIGURATION: "model.configuration", MODELING: "modeling"}
-ROOMS = ("model", "kernels", "runner", "generate")
+ROOMS = ("model", "kernels", "rules", "runner", "generate")
 _WIDTH = 128
 
 
@@ -90,7 +90,7 @@ class Module:
         for node in self.tree.body:
             of_all = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
             emptied = isinstance(node, ast.If) and all(inside in self.siblings for inside in node.body)
-            if isinstance(node, ast.Import | ast.ImportFrom) or of_all or emptied or _for_types(node):
+            if isinstance(node, ast.Import | ast.ImportFrom) or of_all or emptied:
                 dropped.append(node)
         gone = {line for node in dropped for line in range(node.lineno, (node.end_lineno or 0) + 1)}
         body = "\n".join(line for number, line in enumerate(self.text.splitlines(), 1) if number not in gone)
@@ -107,18 +107,13 @@ def _statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
             yield from _statements(node.body)
 
 
-def _for_types(node: ast.stmt) -> bool:
-    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-
-
 def _siblings(name: str, tree: ast.Module, package: str) -> Iterator[tuple[ast.ImportFrom, str]]:
     """Iterate over a module's imports of its package."""
     at_import = set(_statements(tree.body))
-    for_types = {inside for node in tree.body if _for_types(node) for inside in ast.walk(node)}
     for node in ast.walk(tree):
         plain = isinstance(node, ast.Import) and any(alias.name.split(".")[0] == package for alias in node.names)
         relative = isinstance(node, ast.ImportFrom) and (node.level > 0 or str(node.module).split(".")[0] == package)
-        if node in for_types or not (plain or relative):
+        if not (plain or relative):
             continue
         if (
             not isinstance(node, ast.ImportFrom)

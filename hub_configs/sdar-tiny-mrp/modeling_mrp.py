@@ -18,21 +18,21 @@ Its parts, in this order:
     model/saving.py             How MRP models are written: heads on their own, and everything beside what is there before it is replaced.
     model/pushing.py            Publication of a saved checkpoint in one commit, or none: all that a model which was loaded as remote code needs for it.
     model/loading.py            Loading and saving of MRP models: the layouts that are read, backbones with heads from elsewhere, heads on their own.
+    rules/states.py             States of a block, what is revealed at them, and sets of scored states: tensors with names, and nothing that decides.
+    rules/rules.py              Rules of decoding: pure functions of tensors, callable without a model.
+    rules/drafting.py           Drafts: which states a round submits, the likeliest followers of each row's next state first.
     runner/cache.py             Keys and values of committed blocks by absolute position, and the scratch of the states being scored.
     runner/graphs.py            CUDA graphs: steps that run again and again on fixed buffers are recorded once and then replayed with one launch.
     runner/protocol.py          What decoding needs of a model, and no more: a test's model of twenty lines has it, and so has `MRPForCausalLM`.
     runner/round_layers.py      How the layers of a model come to attend by `round_attention_mrp`: in a round they are given a `RoundMask`.
     runner/recorded.py          Where rounds are recorded: KV caches that stay where they are, and what was recorded on them, kept between calls.
-    kernels/fused_layers.py     Qwen3 layers in a round of decoding, with what lies between their matrix products fused.
-    generate/prompts.py         What `generate` is given to go on from, checked: prompts, their mask, and the tokens that stand behind them already.
-    generate/sampling.py        Picks: the token and its confidence at every masked position, greedy or sampled, reproducible to the bit.
-    rules/states.py             States of a block, what is revealed at them, and sets of scored states: tensors with names, and nothing that decides.
-    rules/rules.py              Rules of decoding: pure functions of tensors, callable without a model.
-    rules/drafting.py           Drafts: which states a round submits, the likeliest followers of each row's next state first.
     runner/runner.py            The one owner of a model's forwards and of their keys and values: `prefill`, `score`, `head_pass`, `commit`.
+    kernels/fused_layers.py     Qwen3 layers in a round of decoding, with what lies between their matrix products fused.
     generate/decode_state.py    One decode in tensors: what was asked, what a round changes, and what the host reads of it once a round.
     generate/modes.py           Modes of decoding, each three answers: what a step reveals, what the head changes about that, and what is drafted ahead.
     generate/options.py         The options of `generate` for MRP models: `MRPGenerationConfig`, its defaults and checks.
+    generate/prompts.py         What `generate` is given to go on from, checked: prompts, their mask, and the tokens that stand behind them already.
+    generate/sampling.py        Picks: the token and its confidence at every masked position, greedy or sampled, reproducible to the bit.
     generate/scoring.py         From hidden states to what is revealed: picks at masked positions, and the reveal rule on them.
     generate/stopping.py        Stopping criteria, asked as transformers' own loop would ask them, of rows that come along at different speeds.
     generate/loop.py            The one decoding loop: rounds of states side by side, over rows that never wait for each other.
@@ -3284,6 +3284,755 @@ def _as_block_diffusion(source: str, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 # ----------------------------------------------------------------------------------------------------
+# rules/states.py
+#
+# States of a block, what is revealed at them, and sets of scored states: tensors with names, and nothing that decides.
+
+# Columns of a state behind its ids, counted from its end.
+STATE_COLUMNS = 4
+START, PARENT, STEP, END = range(-STATE_COLUMNS, 0)
+
+
+class TensorFields:
+    """A dataclass whose fields are tensors, or such dataclasses, of one leading shape."""
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """Apply one change of shape or choice to every field."""
+        fields = vars(self).values()
+        return type(self)(*(field.map(change) if isinstance(field, TensorFields) else change(field) for field in fields))
+
+    def cat(self, other: Self) -> Self:
+        """Concatenate [rows, a] and [rows, b] to [rows, a + b]."""
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return type(self)(*(a.cat(b) if isinstance(a, TensorFields) else torch.cat([a, b], 1) for a, b in pairs))
+
+
+@dataclass
+class States(TensorFields):
+    """States of blocks, each a row of integers: its ids with masks, then where it stands.
+
+    A state is named by its ids, its start and its parent.
+
+    Attributes:
+        table: [..., block + 4] long, in these columns: ids [block]; start, the absolute position of the block; parent, the
+            slot in the round of the clean state that this one looks at beyond the prefix, -1 if none; step, the denoising steps
+            taken in the block; end, the column of the first eos that was revealed in it, the block's size if none was.
+        valid: [...] bool; False for an unused slot.
+    """
+
+    table: Tensor
+    valid: Tensor
+
+    @staticmethod
+    def of(ids: Tensor, start: Tensor, parent: Tensor, step: Tensor, end: Tensor, valid: Tensor) -> "States":
+        """States from their columns."""
+        return States(torch.cat([ids, torch.stack([start, parent, step, end], -1)], -1), valid)
+
+    @property
+    def ids(self) -> Tensor:
+        """[..., block] long."""
+        return self.table[..., :-STATE_COLUMNS]
+
+    @property
+    def name(self) -> Tensor:
+        """[..., block + 2] long: ids, start and parent."""
+        return self.table[..., :STEP]
+
+    @property
+    def start(self) -> Tensor:
+        """[...] long."""
+        return self.table[..., START]
+
+    @property
+    def parent(self) -> Tensor:
+        """[...] long."""
+        return self.table[..., PARENT]
+
+    @property
+    def step(self) -> Tensor:
+        """[...] long."""
+        return self.table[..., STEP]
+
+    @property
+    def end(self) -> Tensor:
+        """[...] long."""
+        return self.table[..., END]
+
+    def masked(self, mask_token_id: int) -> Tensor:
+        """[..., block] bool: the positions that are not revealed."""
+        return self.ids == mask_token_id
+
+    def only(self, which: Tensor) -> "States":
+        """The same, of which those outside `which` [...] are not valid."""
+        return replace(self, valid=self.valid & which)
+
+
+@dataclass
+class Reveal(TensorFields):
+    """What one denoising step reveals of [...] states.
+
+    Attributes:
+        where: [..., block] bool.
+        token: [..., block] long, meaningful where revealed.
+        logprob: [..., block] float, the token's log-probability when picked.
+        confidence: [..., block] float, its log-odds.
+    """
+
+    where: Tensor
+    token: Tensor
+    logprob: Tensor
+    confidence: Tensor
+
+    def only(self, where: Tensor) -> "Reveal":
+        """The same at fewer positions, `where` [..., block] bool."""
+        return replace(self, where=where)
+
+    def and_then(self, later: "Reveal") -> "Reveal":
+        """Both reveals as one."""
+        fields = ("token", "logprob", "confidence")
+        return Reveal(
+            self.where | later.where, *(torch.where(later.where, getattr(later, f), getattr(self, f)) for f in fields)
+        )
+
+
+@dataclass
+class Scored(TensorFields):
+    """States that the backbone has scored, and what it reveals there.
+
+    Attributes:
+        states: [rows, n].
+        reveal: [rows, n].
+        hidden: [rows, n, block, hidden_size].
+    """
+
+    states: States
+    reveal: Reveal
+    hidden: Tensor
+
+
+@dataclass
+class Memory(TensorFields):
+    """What the last round scored in vain, and where each of its states leads without another forward.
+
+    Attributes:
+        scored: [rows, n], none of them clean.
+        ahead: [rows, n, block + 6] long: the state that each leads to, which is not scored; a state's columns, then twice the
+            number of the source that tells of it (see `DraftTable`).
+    """
+
+    scored: Scored
+    ahead: Tensor
+
+
+for _kind in (States, Reveal, Scored, Memory):
+    register_dataclass(_kind)
+
+
+# ----------------------------------------------------------------------------------------------------
+# rules/rules.py
+#
+# Rules of decoding: pure functions of tensors, callable without a model.
+#
+# Which positions a step of the backbone reveals (`RevealRule`), which reveals the head takes back (`threshold_remask` and its
+# kin), which scored states are accepted (`accept`), where a text ends, and how many reveals a step has (`reveal_schedule`).
+#
+# A reveal rule is a function of **one scored state** and of nothing else: not of what was scored before, of other states of the
+# round, or of the way that led to the state. That is what makes drafting lossless: a state that was guessed and scored reveals
+# what it would have revealed had the text come to it step by step.
+
+@dataclass
+class Candidates:
+    """What the backbone says of [...] scored states: what a reveal rule decides from.
+
+    Attributes:
+        where: [..., block] bool, the masked positions that may be revealed.
+        token: [..., block] long, the token picked at each.
+        confidence: [..., block] float, log-odds of that token; -inf outside `where`. They order positions as probabilities
+            do, and keep their precision where these round to 1.
+        entropy: [..., block] nats, -inf outside `where`; None unless the rule says that it `needs_entropy`.
+        ids: [..., block] long, the state itself.
+        step: [...] long, the denoising steps taken in the block.
+        quota: [...] long, how many positions the schedule reveals at this step.
+    """
+
+    where: Tensor
+    token: Tensor
+    confidence: Tensor
+    entropy: Tensor | None
+    ids: Tensor
+    step: Tensor
+    quota: Tensor
+
+
+class RevealRule(Protocol):
+    """Decides what a step of the backbone reveals: a frozen dataclass of its numbers, called with `Candidates`.
+
+    It returns [..., block] bool, at least one where there is a candidate, and is a function of one scored state (see above).
+    """
+
+    needs_entropy: ClassVar[bool]
+
+    def __call__(self, scored: Candidates) -> Tensor:
+        """Choose the positions that are revealed."""
+        ...
+
+
+def ranks(score: Tensor, candidates: Tensor) -> Tensor:
+    """[..., block] long: the place of each candidate by score [..., block], best first, ties to the left; the others follow."""
+    order = score.masked_fill(~candidates, -torch.inf).sort(dim=-1, descending=True, stable=True).indices
+    places = torch.arange(order.shape[-1], device=order.device).expand_as(order)
+    return torch.empty_like(order).scatter_(-1, order, places)
+
+
+def top_by(score: Tensor, candidates: Tensor, count: Tensor) -> Tensor:
+    """The `count` [...] best of the candidates [..., block] by score [..., block], ties to the left; bool [..., block]."""
+    return candidates & (ranks(score, candidates) < count[..., None])
+
+
+def best_by(score: Tensor, candidates: Tensor) -> Tensor:
+    """The best of the candidates [..., block] by score [..., block], ties to the left; bool [..., block]."""
+    best = score.masked_fill(~candidates, -torch.inf).argmax(-1, keepdim=True)
+    return candidates & (torch.arange(score.shape[-1], device=score.device) == best)
+
+
+def logit(probability: float) -> float:
+    """log p - log (1 - p), infinite at 0 and 1."""
+    if probability <= 0:
+        return -math.inf
+    return math.inf if probability >= 1 else math.log(probability) - math.log1p(-probability)
+
+
+# ---------------------------------------------------------------------------------------------------- what is revealed
+
+
+@dataclass(frozen=True)
+class Static:
+    """Reveal the n most confident positions; n = block_size / denoising_steps, the remainder to the first steps."""
+
+    needs_entropy: ClassVar[bool] = False
+
+    def __call__(self, scored: Candidates) -> Tensor:
+        """See `RevealRule`."""
+        return top_by(scored.confidence, scored.where, scored.quota)
+
+
+@dataclass(frozen=True)
+class Sequential:
+    """Reveal the n leftmost masked positions."""
+
+    needs_entropy: ClassVar[bool] = False
+
+    def __call__(self, scored: Candidates) -> Tensor:
+        """See `RevealRule`."""
+        return scored.where & (scored.where.cumsum(-1) <= scored.quota[..., None])
+
+
+@dataclass(frozen=True)
+class Dynamic:
+    """Reveal every position whose confidence exceeds tau; at least the most confident one.
+
+    Attributes:
+        threshold: tau, in log-odds (`logit`).
+    """
+
+    threshold: float
+    needs_entropy: ClassVar[bool] = False
+
+    def __call__(self, scored: Candidates) -> Tensor:
+        """See `RevealRule`."""
+        return (scored.where & (scored.confidence > self.threshold)) | best_by(scored.confidence, scored.where)
+
+
+@dataclass(frozen=True)
+class EntropyBound:
+    """Reveal in order of entropy while the running sum stays under a bound; at least one.
+
+    Attributes:
+        bound: In nats.
+    """
+
+    bound: float
+    needs_entropy: ClassVar[bool] = True
+
+    def __call__(self, scored: Candidates) -> Tensor:
+        """See `RevealRule`."""
+        assert scored.entropy is not None
+        entropy = scored.entropy.masked_fill(~scored.where, torch.inf)
+        ordered, order = entropy.sort(dim=-1, descending=False, stable=True)
+        below = ordered.cumsum(-1) < self.bound
+        under = torch.empty_like(below).scatter_(-1, order, below)
+        return (scored.where & under) | best_by(-entropy, scored.where)
+
+
+def reveal_schedule(block_size: int, denoising_steps: int | None) -> Tensor:
+    """[block_size] long: how many positions each denoising step of a block reveals, then zeros."""
+    steps = denoising_steps or block_size
+    counts = torch.zeros(block_size, dtype=torch.long)
+    counts[:steps] = block_size // steps
+    counts[: block_size % steps] += 1
+    return counts
+
+
+# ------------------------------------------------------------------------------------------------- what is taken back
+
+
+def kept_reveal(reveal: Reveal, passed: Tensor, belief: Tensor) -> Reveal:
+    """Keep what passed [n, block] of a reveal, and its most believed token by `belief` [n, block] where nothing did."""
+    kept = reveal.where & passed
+    return reveal.only(kept | (best_by(belief, reveal.where) & ~kept.any(-1, keepdim=True)))
+
+
+def least_believed(reveal: Reveal, belief: Tensor, threshold: float, which: Tensor) -> tuple[Tensor, Tensor]:
+    """Find the one reveal of each state that its belief condemns first.
+
+    Args:
+        reveal: [n].
+        belief: [n, block] log-odds of the revealed tokens under all of them.
+        threshold: Those under it are doubted, but for the most believed.
+        which: [n] bool, the states that are looked at.
+
+    Returns:
+        The least believed doubted position, [n, block] bool, and whether any was doubted, [n] bool.
+    """
+    doubted = reveal.where & ~best_by(belief, reveal.where) & (belief < threshold) & which[:, None]
+    return best_by(-belief, doubted), doubted.any(-1)
+
+
+# ------------------------------------------------------------------------------------------------- where a text ends
+
+
+def whole_text(ids: Tensor, eos_column: Tensor, limit: Tensor, mask_id: int) -> Tensor:
+    """[...] bool: nothing is left to reveal before the end of the text, and that end lies in the block.
+
+    Args:
+        ids: [..., block] long.
+        eos_column: [...] long, the first column that ends the text, the block's size or more if none does.
+        limit: [...] long, the column at which the text ends at the latest.
+        mask_id: The mask's id.
+    """
+    block = ids.shape[-1]
+    end = torch.minimum(eos_column + 1, limit)
+    hidden = (ids == mask_id) & (torch.arange(block, device=ids.device) < end[..., None])
+    return (end <= block) & ~hidden.any(-1)
+
+
+# ------------------------------------------------------------------------------------------------- what is accepted
+
+
+def stepped(states: States, reveal: Reveal, eos: Tensor) -> States:
+    """Apply a reveal to [...] states: the states one denoising step later.
+
+    Args:
+        states: [...].
+        reveal: [...].
+        eos: [any] long, ids that end a text.
+    """
+    ids, block = states.ids, states.ids.shape[-1]
+    hit = reveal.where & (reveal.token[..., None] == eos).any(-1)
+    column = torch.where(hit, torch.arange(block, device=ids.device), block).amin(-1)
+    made = torch.where(reveal.where, reveal.token, ids)
+    parent = torch.full_like(column, -1)
+    return States.of(made, states.start, parent, states.step + 1, torch.minimum(states.end, column), states.valid)
+
+
+@dataclass
+class Accepted:
+    """Which of the states that are known in a round the backbone's own reveals lead through.
+
+    Known are the n states of the round, then the m remembered ones.
+
+    Attributes:
+        known: [rows, n + m].
+        follower: [rows, n + m] the state that each leads to: what its reveal makes; behind a clean one the next block's.
+        clean: [rows, n + m] bool, states without masks.
+        next_index: [rows, n + m] long, the place of that follower among the known ones, -1 if it is not known.
+        passed: [rows, n + m] bool, the accepted path; empty for a row whose first state is not valid.
+        last: [rows] long, the place of the path's last state, the frontier.
+    """
+
+    known: Scored
+    follower: States
+    clean: Tensor
+    next_index: Tensor
+    passed: Tensor
+    last: Tensor
+
+
+def accept(scored: Scored, memory: Memory | None, successor: States, eos: Tensor, mask_id: int) -> Accepted:
+    """Accept the longest verified path of each row.
+
+    A path starts at the row's first state, which is its text. A state's own reveal makes its follower; where that was scored
+    too, in this round or the last one, the path goes on there. What was drafted therefore decides how far a path leads, never
+    where.
+
+    Args:
+        scored: [rows, n] the states of the round, the row's own one first.
+        memory: Those that the last round scored in vain, or None.
+        successor: [rows] the first state of the next block; clean states lead there.
+        eos: [any] long, ids that end a text.
+        mask_id: The mask's id.
+    """
+    known = scored if memory is None else scored.cat(memory.scored)
+    clean = ~known.states.masked(mask_id).any(-1)
+    after = stepped(known.states, known.reveal, eos)
+    slot = torch.arange(clean.shape[1], device=clean.device)
+    behind = successor.table[:, None].repeat(1, len(slot), 1)
+    behind[..., PARENT] = slot
+    follower = replace(after, table=torch.where(clean[..., None], behind, after.table))
+    same = (follower.name[:, :, None] == known.states.name[:, None]).all(-1)
+    same &= known.states.valid[:, None] & known.states.valid[..., None]
+    next_index = torch.where(same.any(-1), same.int().argmax(-1), -1)
+    active = scored.states.valid[:, 0]
+    passed, last = path_from_first(next_index)
+    return Accepted(known, follower, clean, next_index, passed & active[:, None], last)
+
+
+def path_from_first(next_index: Tensor) -> tuple[Tensor, Tensor]:
+    """Follow links from place 0.
+
+    Args:
+        next_index: [rows, n] long, where each place leads, -1 to nowhere.
+
+    Returns:
+        Which places are on the way, [rows, n] bool, and the last of them, [rows] long.
+    """
+    count = next_index.shape[1]
+    jump = torch.where(next_index < 0, torch.arange(count, device=next_index.device), next_index)
+    passed = torch.zeros_like(next_index)
+    passed[:, 0] = 1
+    for _ in range((count - 1).bit_length()):  # all that 1, 2, 4, ... steps reach
+        passed = passed.scatter_reduce(1, jump, passed, "amax")
+        jump = jump.gather(1, jump)
+    return passed.bool(), jump[:, 0]
+
+
+def remembered(accepted: Accepted, count: int, width: int) -> Memory:
+    """Keep what a round scored for the next one, in `width` places.
+
+    Kept are its `count` states but the clean ones, and those that looked at a clean one, which may turn out not to be text.
+    """
+    scored = accepted.known.map(lambda t: t[:, :count])
+    keep = scored.states.only(~accepted.clean[:, :count] & (scored.states.parent < 0))
+    next_index = accepted.next_index[:, :count]
+    known = (next_index >= 0) & (next_index < count)
+    known &= keep.valid.gather(1, next_index.clamp(0, count - 1))
+    frontier = torch.where(known, next_index, torch.arange(count, device=next_index.device))
+    for _ in range(count.bit_length()):
+        frontier = frontier.gather(1, frontier)
+    table = accepted.follower.table
+    ahead = table.gather(1, frontier[..., None].expand(-1, -1, table.shape[-1]))
+    source = (1 + frontier)[..., None]
+    memory = Memory(replace(scored, states=keep), torch.cat([ahead, source, source], -1))
+    return memory if count == width else memory.map(lambda t: F.pad(t, (0, 0) * (t.dim() - 2) + (0, width - count)))
+
+
+def offered_behind(states: States, last: States, mask_id: int) -> Tensor:
+    """[rows] bool: one of states [rows, n] is a denoising step behind `last` [rows] and keeps all that is revealed there."""
+    revealed = last.ids[:, None]
+    agrees = ((states.ids == revealed) | (revealed == mask_id)).all(-1)
+    agrees &= (states.start == last.start[:, None]) & (states.step == last.step[:, None] + 1)
+    return (agrees & states.valid & (states.parent < 0)).any(-1) & last.valid
+
+
+def steps_on_path(accepted: Accepted, current: States) -> Tensor:
+    """[rows, n] long: the denoising steps between a row's next state `current` and each state on its accepted path."""
+    states = accepted.known.states
+    steps = states.step - current.step[:, None]
+    here = states.start == current.start[:, None]
+    in_block = (steps * (here & accepted.passed)).amax(1, keepdim=True)  # those of a block that became clean
+    return torch.where(here, steps, in_block + states.step)
+
+
+# ----------------------------------------------------------------------------------------------------
+# rules/drafting.py
+#
+# Drafts: which states a round submits, the likeliest followers of each row's next state first.
+#
+# An estimate of the backbone's hidden states tells, for each masked position, a token and how sure it is. Which position is
+# revealed first is far less certain than which token it gets, so a state has several followers; orders that meet in one state
+# add up there, and a state that the last round scored needs no slot, since what follows it is known.
+#
+# Estimates come from *sources*: the last accepted state and the remembered ones, at which the backbone itself spoke, and the
+# drafted states that the head has re-read. A head pass costs nearly the same for many states as for one, so a few passes serve a
+# round: the draft is grown a little, the head re-reads all of it in one pass, and it is grown anew, further.
+
+# Columns of a drafted state (see `DraftTable`), counted from its end: those of a state, then two more.
+DRAFT_START, DRAFT_PARENT, DRAFT_STEP, DRAFT_END, BASE, SOURCE = range(-DRAFT_COLUMNS, 0)
+# Tells token and log-odds [rows, block] of the masked positions of drafted states [rows, block + 6], where [rows] are valid.
+Tell = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def growth(width: int, passes: int) -> list[int]:
+    """How many states of `width` are drafted at each head pass of a round: in even steps, up to all but the last."""
+    passes = min(passes, width - 1)
+    return [-(-done * (width - 1) // passes) for done in range(1, passes + 1)]
+
+
+def reachable(masks: int, branches: int, enough: int) -> int:
+    """How many states, up to `enough`, may follow one with so many masks, itself and the next block's included.
+
+    The tokens of a state depend on the way to it, so that ways to reveal the same positions are counted one by one.
+    """
+    states = 2  # without masks: itself, and the one behind it
+    for left in range(1, masks + 1):
+        if states >= enough:
+            break
+        states = 1 + min(left, branches) * states
+    return min(states, enough)
+
+
+class Budget:
+    """How many states a row submits in a round, by how often those of earlier rounds were accepted.
+
+    A forward over n tokens takes one unit of time up to `compute_bound_tokens` and n / `compute_bound_tokens` units beyond; a
+    head pass takes its share of that. The states that make the most tokens for the time are submitted; what is not submitted
+    is hoped to get better, so that it is tried again after a while. Every row of a batch has as many: a forward is a rectangle.
+
+    Args:
+        width: States at most.
+        state_tokens: Tokens of one state of every row.
+        compute_bound_tokens: See above; None: time does not grow.
+        head_cost: Time of the round's head passes over that of the backbone's forward, at the same number of tokens.
+    """
+
+    EMA_RATE, RECOVERY_RATE = 0.1, 0.01
+
+    def __init__(self, width: int, state_tokens: int, compute_bound_tokens: int | None, head_cost: float) -> None:
+        self.state_tokens, self.bound, self.head_cost = state_tokens, compute_bound_tokens, head_cost
+        self.right = [1.0] * width  # the chance that the state in each slot is accepted
+
+    def width(self) -> int:
+        """States to submit."""
+        if self.bound is None:
+            return len(self.right)
+        return max(range(1, 1 + len(self.right)), key=lambda n: (self._worth(n), -n))
+
+    def _worth(self, states: int) -> float:
+        """Tokens of a row in a unit of time: per state over per state, so that what is equal is so in floating point."""
+        assert self.bound is not None
+        time = max(1 / states, self.state_tokens / self.bound)
+        return sum(self.right[:states]) / states / time / (1 + self.head_cost if states > 1 else 1)
+
+    def learn(self, passed: list[int], rows: int) -> None:
+        """From a round in which so many rows could draft: how many of them accepted the state in each slot offered."""
+        for slot in range(1, len(self.right) if rows else 1):
+            if slot < len(passed):
+                self.right[slot] += self.EMA_RATE * (passed[slot] / rows - self.right[slot])
+            else:
+                self.right[slot] += self.RECOVERY_RATE * (1 - self.right[slot])
+
+
+@dataclass(frozen=True)
+class Draft:
+    """The states of a round.
+
+    Attributes:
+        slots: [rows, n, block + 6] long: see `DraftTable`.
+        valid: [rows, n] bool.
+    """
+
+    slots: Tensor
+    valid: Tensor
+
+    @property
+    def states(self) -> States:
+        """[rows, n], as they are scored."""
+        return States(self.slots[..., : STATE_COLUMNS - DRAFT_COLUMNS], self.valid)
+
+    @property
+    def drafted(self) -> Tensor:
+        """[rows, n] bool: states that are guesses; a row's next state and the block behind a clean one are not."""
+        drafted = self.valid & (self.slots[..., DRAFT_PARENT] < 0)
+        drafted[:, 0] = False
+        return drafted
+
+
+def as_slots(states: States, source: Tensor | int) -> Tensor:
+    """[..., block + 6] long: states with the number of the source that tells of them, [...] or one for all."""
+    column = torch.full_like(states.start, source) if isinstance(source, int) else source
+    return torch.cat([states.table, column[..., None], column[..., None]], -1)
+
+
+def undrafted(current: States, successor: States, mask_id: int, room: int) -> Draft:
+    """The states of a round without drafts: each row's own, and with room for two the next block's behind a clean one."""
+    slots = as_slots(current, -1)[:, None]
+    if room == 1:
+        return Draft(slots, current.valid[:, None])
+    behind = as_slots(successor, -1)
+    behind[:, DRAFT_PARENT] = 0
+    follows = current.valid & successor.masked(mask_id).any(-1) & ~current.masked(mask_id).any(-1)
+    second = torch.where(follows[:, None], behind, slots[:, 0])
+    return Draft(torch.stack([slots[:, 0], second], 1), torch.stack([current.valid, follows], 1))
+
+
+def grow(table: DraftTable, size: int, most: int, dispatch: Dispatch, tell: Tell | None = None) -> Draft:
+    """Grow the draft of a round from each row's next state.
+
+    Args:
+        table: What it is grown on.
+        size: States of it.
+        most: The most that any call of this decode asks for.
+        dispatch: Kernel or PyTorch.
+        tell: What drafted states are expected to get, where that depends on the state: sampled drafts, whose noise depends on
+            how many masks are left. None: what their sources tell.
+    """
+    if size == 1:
+        return Draft(table.first[:, None], table.valid[:, None])
+    if tell is not None or not table.one_at_a_time or not table.fits(size):
+        return Draft(*grow_ref(table, size, tell))
+    tensors = (table.first, table.token, table.odds, table.known, table.ahead, table.successor)
+    return Draft(*dispatch.run("grow", lambda: grow_kernel(table, size, most), lambda: grow_ref(table, size, None), *tensors))
+
+
+def grow_ref(table: DraftTable, size: int, tell: Tell | None) -> tuple[Tensor, Tensor]:
+    """The twin of `grow_kernel`, for everything that may be drafted."""
+    branches, named = table.branches, slice(None, DRAFT_STEP)
+    state, valid = table.first, table.valid
+    rows = torch.arange(len(state), device=state.device)
+    slots, valids, reached = [state], [valid], torch.ones_like(state[:, 0], dtype=table.odds.dtype)
+    # The states taken, then those that may be; no state starts at -1.
+    entries = state.new_full((len(rows), size * (1 + branches), state.shape[-1]), -1)
+    chance = reached.new_zeros(entries.shape[:2])
+    held = torch.arange(entries.shape[1], device=entries.device) < size
+    for slot in range(size - 1):
+        entries[:, slot] = state
+        followers, odds = followers_of(table, state, valid, slot, tell)
+        odds = odds * reached[:, None]
+        # Orders that meet in one state add up there: among these, and with those found before.
+        if branches > 1:
+            twins = (followers[:, :, None, named] == followers[:, None, :, named]).all(-1)
+            odds = (twins * odds[:, None]).sum(-1) * ~twins.tril(-1).any(-1)
+        met = (entries[:, :, None, named] == followers[:, None, :, named]).all(-1)
+        met &= (held | (chance > 0))[..., None]
+        chance += (met & ~held[:, None]).to(chance.dtype).mul_(odds[:, None]).sum(-1)
+        fresh = slice(size + slot * branches, size + (slot + 1) * branches)
+        entries[:, fresh] = followers
+        chance[:, fresh] = odds * ~met.any(1)
+        reached, place = chance.max(-1)  # where nothing is left, some state that is not valid
+        valid = reached > 0
+        state = entries[rows, place]
+        chance.scatter_(1, place[:, None], 0.0)  # as chance[rows, place] = 0, for whose number the host would wait
+        slots.append(state)
+        valids.append(valid)
+    return torch.stack(slots, 1), torch.stack(valids, 1)
+
+
+def followers_of(table: DraftTable, state: Tensor, valid: Tensor, slot: int, tell: Tell | None = None) -> tuple[Tensor, Tensor]:
+    """[rows, branches] followers of the states [rows] in a slot, and the chance of each there; 0 for none."""
+    block = state.shape[-1] - DRAFT_COLUMNS
+    offsets = torch.arange(block, device=state.device)
+    masked = state[:, :block] == table.mask_id
+    token, odds = (tell or table_tells(table))(state, valid)
+    candidates = masked & (offsets < state[:, DRAFT_END, None]) & ((state[:, SOURCE] >= 0) & valid)[:, None]
+    ranked, order = odds.where(candidates, -torch.inf).sort(dim=-1, descending=True, stable=True)
+    if table.one_at_a_time:
+        chance = (ORDER_SHARPNESS * ranked.clamp(max=MOST_ODDS)).softmax(-1)[:, : table.branches].nan_to_num(0.0)
+        last = order[:, : table.branches]
+        made = state[:, None].repeat(1, table.branches, 1)
+    else:
+        chance, last, made = _several(table, state, token, candidates, ranked, order)
+    picked = token.gather(1, last)
+    made.scatter_(2, last[..., None], picked[..., None])
+    ends = torch.where(_is_eos(table, picked), last, block)
+    made[..., DRAFT_END] = torch.minimum(made[..., DRAFT_END], ends)
+    made[..., DRAFT_STEP] += 1
+    made[..., BASE] = made[..., SOURCE]
+    made = led_ahead(table, made)
+    # The reveal before a state that ends the row already tells.
+    limit = table.open_end[:, None] - made[..., DRAFT_START]
+    chance = chance * ~whole_text(made[..., :block], made[..., DRAFT_END], limit, table.mask_id)
+    # Behind a clean state comes the next block, but one at a time: a given block without masks has to wait.
+    clean = ~masked.any(-1)
+    successor = table.successor.clone()
+    successor[:, DRAFT_PARENT] = slot
+    made[:, 0] = torch.where(clean[:, None], successor, made[:, 0])
+    chance[:, 0] = torch.where(clean, table.open_successor, chance[:, 0])
+    return made, chance * valid[:, None]
+
+
+def table_tells(table: DraftTable) -> Tell:
+    """What the sources of drafted states tell: greedy picks at a source stand for all that follows."""
+    rows = torch.arange(len(table.first), device=table.first.device)
+
+    def tell(state: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+        at = state[:, SOURCE].clamp(min=0)
+        return table.token[rows, at], table.odds[rows, at]
+
+    return tell
+
+
+def _several(
+    table: DraftTable, state: Tensor, token: Tensor, candidates: Tensor, ranked: Tensor, order: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """For steps that reveal several positions: all but the last are the surest, and the last one is uncertain.
+
+    Returns the chances [rows, branches], the last position of each branch, and the states with the others revealed.
+    """
+    block = candidates.shape[-1]
+    offsets = torch.arange(block, device=state.device)
+    sure = (table.schedule[state[:, DRAFT_STEP].clamp(max=block - 1)] - 1).clamp(min=0)[:, None]
+    at = sure + offsets[: table.branches]
+    choice = (ORDER_SHARPNESS * ranked.clamp(max=MOST_ODDS).masked_fill(offsets < sure, -torch.inf)).softmax(-1)
+    chance = choice.gather(1, at.clamp(max=block - 1)).where(at < block, 0.0).nan_to_num(0.0)
+    # Where a step reveals more than is left, all of it goes.
+    count = candidates.sum(-1, keepdim=True)
+    chance[:, :1] = torch.where((count > 0) & (count <= sure), 1.0, chance[:, :1])
+    last = order.gather(1, torch.minimum(at, (count - 1).clamp(min=0)))
+    rank = torch.empty_like(order).scatter_(1, order, offsets.expand_as(order))
+    surest = (rank < sure) & candidates
+    made = state.clone()
+    made[:, :block] = torch.where(surest, token, made[:, :block])
+    ends = torch.where(surest & _is_eos(table, token), offsets, block).amin(-1)
+    made[:, DRAFT_END] = torch.minimum(made[:, DRAFT_END], ends)
+    return chance, last, made[:, None].repeat(1, table.branches, 1)
+
+
+def _is_eos(table: DraftTable, ids: Tensor) -> Tensor:
+    return (ids[..., None] == table.eos).any(-1)
+
+
+def led_ahead(table: DraftTable, made: Tensor) -> Tensor:
+    """States [rows, n] that are remembered or re-read are replaced with what they lead to."""
+    named = table.known.shape[-1]
+    same = (made[:, :, None, :named] == table.known[:, None]).all(-1) & table.known_valid[:, None]
+    found, place = same.any(-1), same.int().argmax(-1)
+    ahead = table.ahead.gather(1, place[..., None].expand_as(made))
+    ahead[..., BASE] = torch.where(ahead[..., BASE] == INHERITED, made[..., BASE], ahead[..., BASE])
+    return torch.where(found[..., None], ahead, made)
+
+
+def with_estimates(table: DraftTable, slots: Tensor, which: Tensor, token: Tensor, odds: Tensor, begin: int = 0) -> DraftTable:
+    """Add the head's estimates of drafted states: from now on these are looked up, and told of by them.
+
+    Args:
+        table: What they were grown on.
+        slots: [rows, n, block + 6] long, the states, from the draft's `begin`-th on.
+        which: [rows, n] bool, those that have an estimate.
+        token: [rows, n, block] long, what each tells,
+        odds: [rows, n, block] float, and its log-odds.
+        begin: 0, or 1 where each row's next state has an estimate already, which does not get better.
+    """
+    named, before = table.known.shape[-1], table.token.shape[1]
+    read = slots.clone()
+    own = torch.arange(before, before + slots.shape[1], device=slots.device)
+    read[..., SOURCE] = torch.where(which, own, slots[..., SOURCE])
+    first = table.first if begin else read[:, 0].clone()
+    # What leads to a state that has an estimate now leads to that; the newest is found first.
+    same = (table.ahead[:, :, None, :named] == read[:, None, :, :named]).all(-1) & which[:, None]
+    newer = read.gather(1, same.int().argmax(-1)[..., None].expand_as(table.ahead))
+    read[..., BASE] = INHERITED
+    return replace(
+        table,
+        first=first,
+        token=torch.cat([table.token, token], 1),
+        odds=torch.cat([table.odds, odds], 1),
+        known=torch.cat([read[..., :named], table.known], 1),
+        known_valid=torch.cat([which, table.known_valid], 1),
+        ahead=torch.cat([read, torch.where(same.any(-1, keepdim=True), newer, table.ahead)], 1),
+    )
+
+
+# ----------------------------------------------------------------------------------------------------
 # runner/cache.py
 #
 # Keys and values of committed blocks by absolute position, and the scratch of the states being scored.
@@ -4176,6 +4925,273 @@ def _fits(cache: BlockCache, rows: int, capacity: int, scratch: int, with_head: 
 
 
 # ----------------------------------------------------------------------------------------------------
+# runner/runner.py
+#
+# The one owner of a model's forwards and of their keys and values: `prefill`, `score`, `head_pass`, `commit`.
+#
+# States lie side by side in one forward: each sees the committed text of its row, itself, and its parent if it has one. Their
+# keys and values go to the cache's scratch; `commit` copies those of accepted clean states to the text's.
+
+# Attention reads a multiple of so many committed slots, so that a compiled forward meets few shapes.
+READ_BUCKET = 64
+# Prompt tokens per prefill forward, at most, in whole blocks.
+PREFILL_CHUNK = 2048
+
+
+@dataclass
+class Held:
+    """What the cache holds of each row, and what its forwards were: the part of a `DecodeState` that is the runner's.
+
+    Attributes:
+        committed, head_committed: [rows] long, so many tokens have keys and values of the backbone, of the head.
+        late: [rows] bool, the head's share of a clean block is still to be computed:
+        late_ids: [rows, block] long, the tokens of that block,
+        late_hidden: [rows, block, hidden_size], and its hidden states.
+        row_forwards, row_head_forwards: [rows] long, forwards of backbone and head in which each row took part.
+    """
+
+    committed: Tensor
+    head_committed: Tensor
+    late: Tensor
+    late_ids: Tensor
+    late_hidden: Tensor
+    row_forwards: Tensor
+    row_head_forwards: Tensor
+
+
+register_dataclass(Held)
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """The scored states whose keys and values lie in the cache's scratch, until the next forward of the same layers.
+
+    Attributes:
+        states: [rows, n].
+        hidden: [rows, n, block, hidden_size], final hidden states.
+        layers: Whose keys and values those are.
+        turn: The forward of these layers that this was.
+    """
+
+    states: States
+    hidden: Tensor
+    layers: range
+    turn: int
+
+
+class Runner:
+    """Runs backbone and head for one decode.
+
+    Args:
+        model: Whose forwards these are.
+        cache: Keys and values of backbone and head.
+        with_head: Whether the head takes part.
+        dispatch: Kernels or PyTorch.
+        with_round_masks: Whether attention takes a `RoundMask`, not a dense mask.
+        device: Where the rows are.
+        recorded: Runs a forward from a recording (`Graphs.call`), where forwards are recorded one by one; or None.
+
+    Attributes:
+        forwards: Forwards of the whole batch by role, `prefill`, `denoise` (those over rounds' states) and `head`.
+    """
+
+    def __init__(
+        self,
+        model: BlockDiffusionModel,
+        cache: BlockCache,
+        with_head: bool,
+        dispatch: Dispatch,
+        with_round_masks: bool,
+        device: torch.device,
+        recorded: Callable[..., Tensor] | None = None,
+    ) -> None:
+        self.model, self.cache, self.device, self.recorded = model, cache, device, recorded
+        self.dispatch, self.with_round_masks = dispatch, with_round_masks
+        config = model.config
+        depth = config.num_hidden_layers
+        self.backbone_layers = range(depth)
+        self.head_layers = range(depth, depth + (config.num_nextn_predict_layers if with_head else 0))
+        self.block = config.block_size
+        self.turns = {self.backbone_layers: 0, self.head_layers: 0}
+        self.forwards = {"prefill": 0, "denoise": 0, "head": 0}
+
+    def start(self, committed: Tensor) -> Held:
+        """What is held once `prefill` has stored `committed` [rows] tokens: nothing is late."""
+        rows, config = len(committed), self.model.config
+        zero = torch.zeros_like(committed)
+        return Held(
+            committed=committed.clone(),
+            head_committed=committed.clone(),
+            late=zero.bool(),
+            late_ids=zero[:, None].repeat(1, self.block),
+            late_hidden=torch.zeros(rows, self.block, config.hidden_size, dtype=self.model.dtype, device=self.device),
+            row_forwards=zero.clone(),
+            row_head_forwards=zero.clone(),
+        )
+
+    def prefill(self, tokens: Tensor, start: Tensor, reused: Tensor, held: Held) -> tuple[Tensor, Held]:
+        """Compute the whole blocks before each row's first mask and, in the same forward, the row's first state.
+
+        It starts where the first row's reused keys and values end. So, behind a cache and beyond one chunk, a row's forwards
+        here may depend on its neighbours; its text does not. Nothing is compiled: each call would have another length.
+
+        Args:
+            tokens: [rows, at least the longest text] long, by absolute position.
+            start: [rows] long, each row's first block with a mask.
+            reused: [rows] long, so many first tokens have their keys and values already.
+            held: What is held.
+
+        Returns:
+            Hidden states of the first states, [rows, block, hidden_size], and what is held.
+        """
+        length = int(start.max()) + self.block
+        positions = torch.arange(length, device=self.device).expand(len(start), length)
+        valid = torch.ones_like(positions, dtype=torch.bool)
+        offsets = torch.arange(self.block, device=self.device)
+        chunk = max(1, PREFILL_CHUNK // self.block) * self.block
+        first = held.late_hidden
+        for begin in range(int(reused.min()), length, chunk):
+            end = min(length, begin + chunk)
+            here, ids = positions[:, begin:end], tokens[:, begin:end]
+            mask = block_causal_mask(here, positions[:, :end], valid[:, :end], self.block)
+            self.cache.target_slots(begin, end - begin)
+            hidden = self.model.backbone(ids, here, mask, self.cache, compiled=False).to(self.device)
+            takes_part = (start >= begin) & (reused < end)
+            self.forwards["prefill"] += 1
+            held = replace(held, row_forwards=held.row_forwards + takes_part)
+            if self.head_layers:
+                self.model.residual(ids, hidden, here, mask, self.cache, compiled=False)
+                self.forwards["head"] += 1
+                held = replace(held, row_head_forwards=held.row_head_forwards + takes_part)
+            inside = (start >= begin) & (start < end)
+            at = (start - begin).clamp(0, end - begin - self.block)[:, None] + offsets
+            block = hidden.gather(1, at[..., None].expand(-1, -1, hidden.shape[-1]))
+            first = torch.where(inside[:, None, None], block, first)
+        return first, held
+
+    def score(self, states: States, held: Held, used: int | None, taking_part: Tensor) -> tuple[Scratch, Held]:
+        """Score states [rows, n] side by side, in one forward of the backbone.
+
+        Args:
+            states: [rows, n].
+            held: What is held.
+            used: The longest committed text; None: all slots are read.
+            taking_part: [rows] bool, rows whose forward this counts as.
+        """
+        hidden = self._network(states, held.committed, used)
+        self.forwards["denoise"] += 1
+        scratch = self._scratch(states, hidden, self.backbone_layers)
+        return scratch, replace(held, row_forwards=held.row_forwards + taking_part)
+
+    def head_pass(
+        self, states: States, hidden: Tensor, held: Held, used: int | None, late: bool, blocked: Tensor | None = None
+    ) -> tuple[Tensor, Held]:
+        """Compute h_C at states [rows, n], given hidden states [rows, n, block, hidden_size], in one pass of the head.
+
+        Rows that take part and have a clean block behind them whose head KV is late compute it on the way.
+
+        Args:
+            states: [rows, n]; a row takes part that has a valid one.
+            hidden: h_A, or estimates of it.
+            held: What is held.
+            used: The longest committed text of the head; None: all slots are read.
+            late: Whether some row's head KV may be late.
+            blocked: [rows] bool, rows whose late block has to be computed now, whether they take part or not; None: none.
+        """
+        takes_part = states.valid.any(1)
+        if blocked is not None:
+            takes_part = takes_part | blocked
+        self.forwards["head"] += 1
+        held = replace(held, row_head_forwards=held.row_head_forwards + takes_part)
+        if not late:
+            return self._network(states, held.head_committed, used, hidden, parents=False), held
+        behind = held.late & takes_part
+        zero = torch.zeros_like(held.head_committed)
+        clean = States.of(held.late_ids, held.head_committed, zero - 1, zero, zero, behind)
+        packed = clean.map(lambda t: t[:, None]).cat(states)
+        packed.table[:, 1:, PARENT] = torch.where(behind, 0, -1)[:, None]  # all states look at it
+        residual = self._network(packed, held.head_committed, used, torch.cat([held.late_hidden[:, None], hidden], 1))
+        scratch = self._scratch(packed, residual, self.head_layers)
+        self.commit(scratch, zero, held.head_committed, behind)
+        held = replace(held, head_committed=held.head_committed + self.block * behind, late=held.late & ~behind)
+        return residual[:, 1:], held
+
+    def commit(self, scored: Scratch, slot: Tensor, start: Tensor, which: Tensor) -> None:
+        """Keep the keys and values of one scored clean state per row.
+
+        Args:
+            scored: What was scored.
+            slot: [rows] long, the place of the clean state in it.
+            start: [rows] long, its absolute position.
+            which: [rows] bool, the rows that commit.
+
+        Raises:
+            RuntimeError: if the same layers have scored something else since, so that it is gone.
+        """
+        if scored.turn != self.turns[scored.layers]:
+            raise RuntimeError("what was scored has been overwritten by a later forward: commit before the next one")
+        width = scored.states.start.shape[1] * self.block
+        self.cache.commit(width, slot * self.block, start, which, self.block, scored.layers)
+
+    def commit_clean(self, scored: Scratch, which: Tensor, held: Held) -> Held:
+        """Commit accepted clean states, at most one a row by `which` [rows, n] bool; the head's share of them is late."""
+        row, slot = which.any(-1), which.int().argmax(-1)
+        self.commit(scored, slot, held.committed, row)
+        held = replace(held, committed=held.committed + self.block * row)
+        if not self.head_layers:
+            return held
+        rows = torch.arange(len(row), device=row.device)
+        return replace(
+            held,
+            late=held.late | row,
+            late_ids=torch.where(row[:, None], scored.states.ids[rows, slot], held.late_ids),
+            late_hidden=torch.where(row[:, None, None], scored.hidden[rows, slot], held.late_hidden),
+        )
+
+    def _scratch(self, states: States, hidden: Tensor, layers: range) -> Scratch:
+        self.turns[layers] += 1
+        return Scratch(states, hidden, layers, self.turns[layers])
+
+    def _network(
+        self, states: States, committed: Tensor, used: int | None, hidden: Tensor | None = None, parents: bool = True
+    ) -> Tensor:
+        """The backbone's hidden states, or with `hidden` the head's h_C, [rows, n, block, hidden_size]."""
+
+        def forward(table: Tensor, committed: Tensor, *more: Tensor) -> Tensor:
+            return self._packed(States(table, states.valid), committed, used, parents, *more)
+
+        inputs = [states.table, committed, *([] if hidden is None else [hidden])]
+        if self.recorded is None:
+            return forward(*inputs)
+        used = None  # a recording is there for texts of any length
+        return self.recorded((hidden is None, parents, self.dispatch, self.with_round_masks), forward, *inputs)
+
+    def _packed(
+        self, states: States, committed: Tensor, used: int | None, parents: bool, hidden: Tensor | None = None
+    ) -> Tensor:
+        width = states.start.shape[1]
+        capacity = self.cache.capacity
+        used = capacity if used is None else min(-(-used // READ_BUCKET) * READ_BUCKET, capacity)
+        self.cache.target_scratch(width * self.block, used)
+        mask = RoundMask(committed, states.parent if parents and width > 1 else None, width, self.block, self.dispatch)
+        ids = states.ids.flatten(1)
+        positions = (states.start[..., None] + torch.arange(self.block, device=self.device)).flatten(1)
+        network: Callable[..., Tensor] = self.model.backbone
+        if hidden is not None:
+            network = partial(self._residual, hidden.flatten(1, 2))
+        if self.with_round_masks:
+            model: Any = self.model
+            with under_round_masks(model, self.cache):
+                scored = network(ids, positions, mask, self.cache)
+        else:
+            scored = network(ids, positions, mask.dense(used), self.cache)
+        return scored.to(self.device).unflatten(1, (width, self.block))
+
+    def _residual(self, hidden: Tensor, ids: Tensor, positions: Tensor, mask: Any, cache: BlockCache) -> Tensor:
+        return self.model.residual(ids, hidden, positions, mask, cache)
+
+
+# ----------------------------------------------------------------------------------------------------
 # kernels/fused_layers.py
 #
 # Qwen3 layers in a round of decoding, with what lies between their matrix products fused.
@@ -4547,1233 +5563,6 @@ if triton is not None:
         x = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
         opened = (x / (1.0 + tl.exp(-x))).to(kind).to(tl.float32)
         tl.store(out + at, (opened * tl.load(up + at, mask=inside, other=0.0).to(tl.float32)).to(kind), mask=inside)
-
-
-# ----------------------------------------------------------------------------------------------------
-# generate/prompts.py
-#
-# What `generate` is given to go on from, checked: prompts, their mask, and the tokens that stand behind them already.
-
-def check_prompt(prompt: Any, attention_mask: Tensor | None, mask_token_id: int, vocab_size: int) -> None:
-    """Raises `ValueError` unless `prompt` is [rows, length] ids, and `attention_mask` None or as large."""
-    if prompt is None:
-        raise ValueError("generate needs input_ids: pass a [rows, length] tensor of ids")
-    _check_type("input_ids", prompt, "[rows, length]")
-    if prompt.dim() == 1:
-        raise ValueError(
-            f"input_ids have shape {list(prompt.shape)}, without a dimension of rows: pass input_ids[None] for one row"
-        )
-    if prompt.dim() != 2 or prompt.shape[0] == 0 or prompt.shape[1] == 0:
-        raise ValueError(
-            f"input_ids have shape {list(prompt.shape)}: pass [rows, length], at least one row with at least one token"
-        )
-    real = torch.ones_like(prompt, dtype=torch.bool)
-    if attention_mask is not None:
-        if attention_mask.dim() != 2 or attention_mask.shape != prompt.shape:
-            raise ValueError(
-                f"attention_mask has shape {list(attention_mask.shape)} for input_ids of {list(prompt.shape)}: "
-                "generate takes a 2-D mask of the same shape (a 4-D mask works with forward only)"
-            )
-        real = attention_mask.bool()
-    if bool(((prompt == mask_token_id) & real).any()):
-        raise ValueError(
-            f"the prompt holds the mask id {mask_token_id}: pass what stands before the first mask as input_ids, and the rest, "
-            "masks and given tokens, as infill_ids"
-        )
-    _check_range("the prompt holds", prompt[real], vocab_size)
-
-
-def check_infill(infill_ids: Any, rows: int, vocab_size: int) -> None:
-    """Raises `ValueError` unless `infill_ids` are [rows, n] ids."""
-    _check_type("infill_ids", infill_ids, "[rows, n]")
-    if infill_ids.dim() != 2 or len(infill_ids) != rows or infill_ids.shape[1] == 0:
-        raise ValueError(
-            f"infill_ids have shape {list(infill_ids.shape)} for {rows} prompts: pass [{rows}, n], with n of 1 or more"
-        )
-    _check_range("infill_ids hold", infill_ids, vocab_size)
-
-
-def check_rows(real: Tensor, new_tokens: int, max_positions: int) -> None:
-    """Checks the attention mask that transformers was given or inferred, [rows, length] bool, and the room for the text.
-
-    Raises:
-        ValueError: for a row without a token or with holes, and for more tokens than positions.
-    """
-    empty = ~real.any(-1)
-    if bool(empty.any()):
-        raise ValueError(f"row {int(empty.nonzero()[0])} has no token (its attention_mask is all zeros): drop the row")
-    holes = (real[:, 1:] & ~real[:, :-1]).sum(-1) + real[:, 0] > 1
-    if bool(holes.any()):
-        raise ValueError(
-            f"attention_mask of row {int(holes.nonzero()[0])} has holes: a row's tokens must be contiguous, with padding on "
-            "one side or both"
-        )
-    longest = int(real.sum(-1).max())
-    if longest + new_tokens > max_positions:
-        raise ValueError(
-            f"a prompt of {longest} tokens and {new_tokens} new ones make {longest + new_tokens}, which exceeds "
-            f"max_position_embeddings={max_positions}: shorten the prompt or lower max_new_tokens (or max_length)"
-        )
-
-
-def _check_type(name: str, ids: Any, shape: str) -> None:
-    if not isinstance(ids, Tensor) or ids.dtype not in (torch.long, torch.int):
-        kind = ids.dtype if isinstance(ids, Tensor) else f"a {type(ids).__name__}"
-        hint = ". Of what a tokenizer returns with return_tensors='pt', pass **inputs" if hasattr(ids, "keys") else ""
-        raise ValueError(f"{name} are {kind}: pass a {shape} tensor of ids, torch.long{hint}")
-
-
-def _check_range(what: str, ids: Tensor, vocab_size: int) -> None:
-    outside = (ids < 0) | (ids >= vocab_size)
-    if bool(outside.any()):
-        raise ValueError(
-            f"{what} the id {int(ids[outside][0])}, outside the vocabulary of {vocab_size}: use this model's tokenizer"
-        )
-
-
-# ----------------------------------------------------------------------------------------------------
-# generate/sampling.py
-#
-# Picks: the token and its confidence at every masked position, greedy or sampled, reproducible to the bit.
-#
-# A sampled pick is a Gumbel-max whose noise is a pure function of (the row's seed, absolute position, masks left in
-# the block, token id). So two decoders that reach the same state draw the same token, whatever way they came there.
-
-# For logits processors: for a slice of positions, pairs of (indices into the slice, committed ids [1, length]).
-Context = Callable[[slice], list[tuple[Tensor, Tensor]]]
-
-
-@dataclass
-class Picks:
-    """What the model says at n positions.
-
-    Attributes:
-        token: [n] long.
-        logprob: [n] float; log-probability of the token after temperature and processors, before truncation.
-        confidence: [n] float; the log-odds of that probability. It orders positions as the probability does, but
-            keeps its precision where the probability rounds to 1.
-        entropy: [n] float, in nats; 0 where the picker computes none.
-    """
-
-    token: Tensor
-    logprob: Tensor
-    confidence: Tensor
-    entropy: Tensor
-
-
-@dataclass(frozen=True)
-class Picker:
-    """Turns hidden states into picks with one set of sampling options.
-
-    Attributes:
-        lm_head_weight: [vocab, hidden_size].
-        mask_token_id: Never picked, and outside the softmax.
-        temperature: Divides the logits.
-        sample: Add Gumbel noise, else take the arg max.
-        processors: The user's logits processors, applied before temperature.
-        truncation: top-k, top-p and their kin, applied after the confidence is taken.
-        eos_token_ids: Ids that positions before a minimum length must not take.
-        token_ids: [vocab] long, the ids that the rows of `lm_head_weight` stand for; None: their places.
-        entropy: Whether to compute it.
-        dispatch: Kernels or PyTorch, where no logits are written: without processors, truncation and entropy.
-    """
-
-    lm_head_weight: Tensor
-    mask_token_id: int
-    temperature: float = 1.0
-    sample: bool = False
-    processors: LogitsProcessorList | None = None
-    truncation: LogitsProcessorList | None = None
-    eos_token_ids: tuple[int, ...] = ()
-    token_ids: Tensor | None = None
-    entropy: bool = True
-    dispatch: Dispatch = AUTOMATIC
-
-    @property
-    def readout(self) -> Readout:
-        """The distributions before any processors."""
-        return Readout(self.lm_head_weight, self.mask_token_id, self.temperature, self.eos_token_ids, self.token_ids)
-
-    def restricted(self, token_ids: Tensor, weight: Tensor) -> "Picker":
-        """One that picks among some tokens [m] only, without the mask id; `weight` are their rows of `lm_head`."""
-        return replace(self, lm_head_weight=weight, token_ids=token_ids, entropy=False)
-
-    def __call__(
-        self,
-        hidden: Tensor,
-        keys: Tensor,
-        context: Context | None = None,
-        no_eos: Tensor | None = None,
-        active: Tensor | None = None,
-    ) -> Picks:
-        """Picks at n positions; no [n, vocab] logits exist for large n, and none for any n where kernels run.
-
-        Args:
-            hidden: [n, hidden_size] final hidden states.
-            keys: [n] long, from `noise_keys`; unused when greedy.
-            context: For processors: gives, for a slice of the n positions, pairs (index into the slice, committed ids).
-            no_eos: [n] bool, positions before the minimum length.
-            active: [n] bool, positions whose picks are wanted; what the others get is left open.
-        """
-        if not (self.processors or self.truncation or self.entropy):
-            picked = pick(self.readout, hidden, keys if self.sample else None, no_eos, active, self.dispatch)
-            return Picks(*picked, torch.zeros_like(picked.logprob))
-        parts = [self._pick(self._scores(hidden[at], at, context, no_eos), keys[at]) for at in self.readout.chunks(len(hidden))]
-        return Picks(
-            *(torch.cat([getattr(part, name) for part in parts]) for name in ("token", "logprob", "confidence", "entropy"))
-        )
-
-    def token_log_odds(
-        self,
-        hidden: Tensor,
-        token: Tensor,
-        context: Context | None = None,
-        no_eos: Tensor | None = None,
-        active: Tensor | None = None,
-    ) -> Tensor:
-        """[n] log-odds of given tokens [n] under the same softmax: what `confidence` is for a picked token."""
-        if not self.processors:
-            return token_log_odds(self.readout, hidden, token, no_eos, active, self.dispatch)
-        parts = [
-            log_odds(self._scores(hidden[at], at, context, no_eos), token[at])[1] for at in self.readout.chunks(len(hidden))
-        ]
-        return torch.cat(parts)
-
-    def _scores(self, hidden: Tensor, at: slice, context: Context | None, no_eos: Tensor | None) -> Tensor:
-        """Logits after processors, temperature and the minimum length; `at` says which of the positions `hidden` belongs to."""
-        scores = self.readout.logits(hidden)
-        for index, committed in context(at) if self.processors and context else []:
-            assert self.processors is not None
-            processed = self.processors(committed.expand(len(index), -1), scores[index])
-            scores[index] = processed.masked_fill(processed.isnan(), -torch.inf)
-            scores[index, self.mask_token_id] = -torch.inf
-        return self.readout.tempered(scores, None if no_eos is None else no_eos[at])
-
-    def _pick(self, scores: Tensor, keys: Tensor) -> Picks:
-        shown = self.truncation(keys[:, None], scores.clone()) if self.truncation else scores
-        token = self.readout.shown(shown, keys if self.sample else None).argmax(-1)
-        logprob, confidence = log_odds(scores, token)
-        entropy = torch.zeros_like(logprob)
-        if self.entropy:
-            logp = scores.log_softmax(-1)
-            entropy = -(logp.exp() * logp.nan_to_num(neginf=0.0)).sum(-1)
-        return Picks(token if self.token_ids is None else self.token_ids[token], logprob, confidence, entropy)
-
-
-# ----------------------------------------------------------------------------------------------------
-# rules/states.py
-#
-# States of a block, what is revealed at them, and sets of scored states: tensors with names, and nothing that decides.
-
-# Columns of a state behind its ids, counted from its end.
-STATE_COLUMNS = 4
-START, PARENT, STEP, END = range(-STATE_COLUMNS, 0)
-
-
-class TensorFields:
-    """A dataclass whose fields are tensors, or such dataclasses, of one leading shape."""
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> Self:
-        """Apply one change of shape or choice to every field."""
-        fields = vars(self).values()
-        return type(self)(*(field.map(change) if isinstance(field, TensorFields) else change(field) for field in fields))
-
-    def cat(self, other: Self) -> Self:
-        """Concatenate [rows, a] and [rows, b] to [rows, a + b]."""
-        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
-        return type(self)(*(a.cat(b) if isinstance(a, TensorFields) else torch.cat([a, b], 1) for a, b in pairs))
-
-
-@dataclass
-class States(TensorFields):
-    """States of blocks, each a row of integers: its ids with masks, then where it stands.
-
-    A state is named by its ids, its start and its parent.
-
-    Attributes:
-        table: [..., block + 4] long, in these columns: ids [block]; start, the absolute position of the block; parent, the
-            slot in the round of the clean state that this one looks at beyond the prefix, -1 if none; step, the denoising steps
-            taken in the block; end, the column of the first eos that was revealed in it, the block's size if none was.
-        valid: [...] bool; False for an unused slot.
-    """
-
-    table: Tensor
-    valid: Tensor
-
-    @staticmethod
-    def of(ids: Tensor, start: Tensor, parent: Tensor, step: Tensor, end: Tensor, valid: Tensor) -> "States":
-        """States from their columns."""
-        return States(torch.cat([ids, torch.stack([start, parent, step, end], -1)], -1), valid)
-
-    @property
-    def ids(self) -> Tensor:
-        """[..., block] long."""
-        return self.table[..., :-STATE_COLUMNS]
-
-    @property
-    def name(self) -> Tensor:
-        """[..., block + 2] long: ids, start and parent."""
-        return self.table[..., :STEP]
-
-    @property
-    def start(self) -> Tensor:
-        """[...] long."""
-        return self.table[..., START]
-
-    @property
-    def parent(self) -> Tensor:
-        """[...] long."""
-        return self.table[..., PARENT]
-
-    @property
-    def step(self) -> Tensor:
-        """[...] long."""
-        return self.table[..., STEP]
-
-    @property
-    def end(self) -> Tensor:
-        """[...] long."""
-        return self.table[..., END]
-
-    def masked(self, mask_token_id: int) -> Tensor:
-        """[..., block] bool: the positions that are not revealed."""
-        return self.ids == mask_token_id
-
-    def only(self, which: Tensor) -> "States":
-        """The same, of which those outside `which` [...] are not valid."""
-        return replace(self, valid=self.valid & which)
-
-
-@dataclass
-class Reveal(TensorFields):
-    """What one denoising step reveals of [...] states.
-
-    Attributes:
-        where: [..., block] bool.
-        token: [..., block] long, meaningful where revealed.
-        logprob: [..., block] float, the token's log-probability when picked.
-        confidence: [..., block] float, its log-odds.
-    """
-
-    where: Tensor
-    token: Tensor
-    logprob: Tensor
-    confidence: Tensor
-
-    def only(self, where: Tensor) -> "Reveal":
-        """The same at fewer positions, `where` [..., block] bool."""
-        return replace(self, where=where)
-
-    def and_then(self, later: "Reveal") -> "Reveal":
-        """Both reveals as one."""
-        fields = ("token", "logprob", "confidence")
-        return Reveal(
-            self.where | later.where, *(torch.where(later.where, getattr(later, f), getattr(self, f)) for f in fields)
-        )
-
-
-@dataclass
-class Scored(TensorFields):
-    """States that the backbone has scored, and what it reveals there.
-
-    Attributes:
-        states: [rows, n].
-        reveal: [rows, n].
-        hidden: [rows, n, block, hidden_size].
-    """
-
-    states: States
-    reveal: Reveal
-    hidden: Tensor
-
-
-@dataclass
-class Memory(TensorFields):
-    """What the last round scored in vain, and where each of its states leads without another forward.
-
-    Attributes:
-        scored: [rows, n], none of them clean.
-        ahead: [rows, n, block + 6] long: the state that each leads to, which is not scored; a state's columns, then twice the
-            number of the source that tells of it (see `DraftTable`).
-    """
-
-    scored: Scored
-    ahead: Tensor
-
-
-for _kind in (States, Reveal, Scored, Memory):
-    register_dataclass(_kind)
-
-
-# ----------------------------------------------------------------------------------------------------
-# rules/rules.py
-#
-# Rules of decoding: pure functions of tensors, callable without a model.
-#
-# Which positions a step of the backbone reveals (`RevealRule`), which reveals the head takes back (`threshold_remask` and its
-# kin), which scored states are accepted (`accept`), where a text ends, and how many reveals a step has (`reveal_schedule`).
-#
-# A reveal rule is a function of **one scored state** and of nothing else: not of what was scored before, of other states of the
-# round, or of the way that led to the state. That is what makes drafting lossless: a state that was guessed and scored reveals
-# what it would have revealed had the text come to it step by step.
-
-@dataclass
-class Candidates:
-    """What the backbone says of [...] scored states: what a reveal rule decides from.
-
-    Attributes:
-        where: [..., block] bool, the masked positions that may be revealed.
-        token: [..., block] long, the token picked at each.
-        confidence: [..., block] float, log-odds of that token; -inf outside `where`. They order positions as probabilities
-            do, and keep their precision where these round to 1.
-        entropy: [..., block] nats, -inf outside `where`; None unless the rule says that it `needs_entropy`.
-        ids: [..., block] long, the state itself.
-        step: [...] long, the denoising steps taken in the block.
-        quota: [...] long, how many positions the schedule reveals at this step.
-    """
-
-    where: Tensor
-    token: Tensor
-    confidence: Tensor
-    entropy: Tensor | None
-    ids: Tensor
-    step: Tensor
-    quota: Tensor
-
-
-class RevealRule(Protocol):
-    """Decides what a step of the backbone reveals: a frozen dataclass of its numbers, called with `Candidates`.
-
-    It returns [..., block] bool, at least one where there is a candidate, and is a function of one scored state (see above).
-    """
-
-    needs_entropy: ClassVar[bool]
-
-    def __call__(self, scored: Candidates) -> Tensor:
-        """Choose the positions that are revealed."""
-        ...
-
-
-def ranks(score: Tensor, candidates: Tensor) -> Tensor:
-    """[..., block] long: the place of each candidate by score [..., block], best first, ties to the left; the others follow."""
-    order = score.masked_fill(~candidates, -torch.inf).sort(dim=-1, descending=True, stable=True).indices
-    places = torch.arange(order.shape[-1], device=order.device).expand_as(order)
-    return torch.empty_like(order).scatter_(-1, order, places)
-
-
-def top_by(score: Tensor, candidates: Tensor, count: Tensor) -> Tensor:
-    """The `count` [...] best of the candidates [..., block] by score [..., block], ties to the left; bool [..., block]."""
-    return candidates & (ranks(score, candidates) < count[..., None])
-
-
-def best_by(score: Tensor, candidates: Tensor) -> Tensor:
-    """The best of the candidates [..., block] by score [..., block], ties to the left; bool [..., block]."""
-    best = score.masked_fill(~candidates, -torch.inf).argmax(-1, keepdim=True)
-    return candidates & (torch.arange(score.shape[-1], device=score.device) == best)
-
-
-def logit(probability: float) -> float:
-    """log p - log (1 - p), infinite at 0 and 1."""
-    if probability <= 0:
-        return -math.inf
-    return math.inf if probability >= 1 else math.log(probability) - math.log1p(-probability)
-
-
-# ---------------------------------------------------------------------------------------------------- what is revealed
-
-
-@dataclass(frozen=True)
-class Static:
-    """Reveal the n most confident positions; n = block_size / denoising_steps, the remainder to the first steps."""
-
-    needs_entropy: ClassVar[bool] = False
-
-    def __call__(self, scored: Candidates) -> Tensor:
-        """See `RevealRule`."""
-        return top_by(scored.confidence, scored.where, scored.quota)
-
-
-@dataclass(frozen=True)
-class Sequential:
-    """Reveal the n leftmost masked positions."""
-
-    needs_entropy: ClassVar[bool] = False
-
-    def __call__(self, scored: Candidates) -> Tensor:
-        """See `RevealRule`."""
-        return scored.where & (scored.where.cumsum(-1) <= scored.quota[..., None])
-
-
-@dataclass(frozen=True)
-class Dynamic:
-    """Reveal every position whose confidence exceeds tau; at least the most confident one.
-
-    Attributes:
-        threshold: tau, in log-odds (`logit`).
-    """
-
-    threshold: float
-    needs_entropy: ClassVar[bool] = False
-
-    def __call__(self, scored: Candidates) -> Tensor:
-        """See `RevealRule`."""
-        return (scored.where & (scored.confidence > self.threshold)) | best_by(scored.confidence, scored.where)
-
-
-@dataclass(frozen=True)
-class EntropyBound:
-    """Reveal in order of entropy while the running sum stays under a bound; at least one.
-
-    Attributes:
-        bound: In nats.
-    """
-
-    bound: float
-    needs_entropy: ClassVar[bool] = True
-
-    def __call__(self, scored: Candidates) -> Tensor:
-        """See `RevealRule`."""
-        assert scored.entropy is not None
-        entropy = scored.entropy.masked_fill(~scored.where, torch.inf)
-        ordered, order = entropy.sort(dim=-1, descending=False, stable=True)
-        below = ordered.cumsum(-1) < self.bound
-        under = torch.empty_like(below).scatter_(-1, order, below)
-        return (scored.where & under) | best_by(-entropy, scored.where)
-
-
-def reveal_schedule(block_size: int, denoising_steps: int | None) -> Tensor:
-    """[block_size] long: how many positions each denoising step of a block reveals, then zeros."""
-    steps = denoising_steps or block_size
-    counts = torch.zeros(block_size, dtype=torch.long)
-    counts[:steps] = block_size // steps
-    counts[: block_size % steps] += 1
-    return counts
-
-
-# ------------------------------------------------------------------------------------------------- what is taken back
-
-
-def kept_reveal(reveal: Reveal, passed: Tensor, belief: Tensor) -> Reveal:
-    """Keep what passed [n, block] of a reveal, and its most believed token by `belief` [n, block] where nothing did."""
-    kept = reveal.where & passed
-    return reveal.only(kept | (best_by(belief, reveal.where) & ~kept.any(-1, keepdim=True)))
-
-
-def least_believed(reveal: Reveal, belief: Tensor, threshold: float, which: Tensor) -> tuple[Tensor, Tensor]:
-    """Find the one reveal of each state that its belief condemns first.
-
-    Args:
-        reveal: [n].
-        belief: [n, block] log-odds of the revealed tokens under all of them.
-        threshold: Those under it are doubted, but for the most believed.
-        which: [n] bool, the states that are looked at.
-
-    Returns:
-        The least believed doubted position, [n, block] bool, and whether any was doubted, [n] bool.
-    """
-    doubted = reveal.where & ~best_by(belief, reveal.where) & (belief < threshold) & which[:, None]
-    return best_by(-belief, doubted), doubted.any(-1)
-
-
-# ------------------------------------------------------------------------------------------------- where a text ends
-
-
-def whole_text(ids: Tensor, eos_column: Tensor, limit: Tensor, mask_id: int) -> Tensor:
-    """[...] bool: nothing is left to reveal before the end of the text, and that end lies in the block.
-
-    Args:
-        ids: [..., block] long.
-        eos_column: [...] long, the first column that ends the text, the block's size or more if none does.
-        limit: [...] long, the column at which the text ends at the latest.
-        mask_id: The mask's id.
-    """
-    block = ids.shape[-1]
-    end = torch.minimum(eos_column + 1, limit)
-    hidden = (ids == mask_id) & (torch.arange(block, device=ids.device) < end[..., None])
-    return (end <= block) & ~hidden.any(-1)
-
-
-# ------------------------------------------------------------------------------------------------- what is accepted
-
-
-def stepped(states: States, reveal: Reveal, eos: Tensor) -> States:
-    """Apply a reveal to [...] states: the states one denoising step later.
-
-    Args:
-        states: [...].
-        reveal: [...].
-        eos: [any] long, ids that end a text.
-    """
-    ids, block = states.ids, states.ids.shape[-1]
-    hit = reveal.where & (reveal.token[..., None] == eos).any(-1)
-    column = torch.where(hit, torch.arange(block, device=ids.device), block).amin(-1)
-    made = torch.where(reveal.where, reveal.token, ids)
-    parent = torch.full_like(column, -1)
-    return States.of(made, states.start, parent, states.step + 1, torch.minimum(states.end, column), states.valid)
-
-
-@dataclass
-class Accepted:
-    """Which of the states that are known in a round the backbone's own reveals lead through.
-
-    Known are the n states of the round, then the m remembered ones.
-
-    Attributes:
-        known: [rows, n + m].
-        follower: [rows, n + m] the state that each leads to: what its reveal makes; behind a clean one the next block's.
-        clean: [rows, n + m] bool, states without masks.
-        next_index: [rows, n + m] long, the place of that follower among the known ones, -1 if it is not known.
-        passed: [rows, n + m] bool, the accepted path; empty for a row whose first state is not valid.
-        last: [rows] long, the place of the path's last state, the frontier.
-    """
-
-    known: Scored
-    follower: States
-    clean: Tensor
-    next_index: Tensor
-    passed: Tensor
-    last: Tensor
-
-
-def accept(scored: Scored, memory: Memory | None, successor: States, eos: Tensor, mask_id: int) -> Accepted:
-    """Accept the longest verified path of each row.
-
-    A path starts at the row's first state, which is its text. A state's own reveal makes its follower; where that was scored
-    too, in this round or the last one, the path goes on there. What was drafted therefore decides how far a path leads, never
-    where.
-
-    Args:
-        scored: [rows, n] the states of the round, the row's own one first.
-        memory: Those that the last round scored in vain, or None.
-        successor: [rows] the first state of the next block; clean states lead there.
-        eos: [any] long, ids that end a text.
-        mask_id: The mask's id.
-    """
-    known = scored if memory is None else scored.cat(memory.scored)
-    clean = ~known.states.masked(mask_id).any(-1)
-    after = stepped(known.states, known.reveal, eos)
-    slot = torch.arange(clean.shape[1], device=clean.device)
-    behind = successor.table[:, None].repeat(1, len(slot), 1)
-    behind[..., PARENT] = slot
-    follower = replace(after, table=torch.where(clean[..., None], behind, after.table))
-    same = (follower.name[:, :, None] == known.states.name[:, None]).all(-1)
-    same &= known.states.valid[:, None] & known.states.valid[..., None]
-    next_index = torch.where(same.any(-1), same.int().argmax(-1), -1)
-    active = scored.states.valid[:, 0]
-    passed, last = path_from_first(next_index)
-    return Accepted(known, follower, clean, next_index, passed & active[:, None], last)
-
-
-def path_from_first(next_index: Tensor) -> tuple[Tensor, Tensor]:
-    """Follow links from place 0.
-
-    Args:
-        next_index: [rows, n] long, where each place leads, -1 to nowhere.
-
-    Returns:
-        Which places are on the way, [rows, n] bool, and the last of them, [rows] long.
-    """
-    count = next_index.shape[1]
-    jump = torch.where(next_index < 0, torch.arange(count, device=next_index.device), next_index)
-    passed = torch.zeros_like(next_index)
-    passed[:, 0] = 1
-    for _ in range((count - 1).bit_length()):  # all that 1, 2, 4, ... steps reach
-        passed = passed.scatter_reduce(1, jump, passed, "amax")
-        jump = jump.gather(1, jump)
-    return passed.bool(), jump[:, 0]
-
-
-def remembered(accepted: Accepted, count: int, width: int) -> Memory:
-    """Keep what a round scored for the next one, in `width` places.
-
-    Kept are its `count` states but the clean ones, and those that looked at a clean one, which may turn out not to be text.
-    """
-    scored = accepted.known.map(lambda t: t[:, :count])
-    keep = scored.states.only(~accepted.clean[:, :count] & (scored.states.parent < 0))
-    next_index = accepted.next_index[:, :count]
-    known = (next_index >= 0) & (next_index < count)
-    known &= keep.valid.gather(1, next_index.clamp(0, count - 1))
-    frontier = torch.where(known, next_index, torch.arange(count, device=next_index.device))
-    for _ in range(count.bit_length()):
-        frontier = frontier.gather(1, frontier)
-    table = accepted.follower.table
-    ahead = table.gather(1, frontier[..., None].expand(-1, -1, table.shape[-1]))
-    source = (1 + frontier)[..., None]
-    memory = Memory(replace(scored, states=keep), torch.cat([ahead, source, source], -1))
-    return memory if count == width else memory.map(lambda t: F.pad(t, (0, 0) * (t.dim() - 2) + (0, width - count)))
-
-
-def offered_behind(states: States, last: States, mask_id: int) -> Tensor:
-    """[rows] bool: one of states [rows, n] is a denoising step behind `last` [rows] and keeps all that is revealed there."""
-    revealed = last.ids[:, None]
-    agrees = ((states.ids == revealed) | (revealed == mask_id)).all(-1)
-    agrees &= (states.start == last.start[:, None]) & (states.step == last.step[:, None] + 1)
-    return (agrees & states.valid & (states.parent < 0)).any(-1) & last.valid
-
-
-def steps_on_path(accepted: Accepted, current: States) -> Tensor:
-    """[rows, n] long: the denoising steps between a row's next state `current` and each state on its accepted path."""
-    states = accepted.known.states
-    steps = states.step - current.step[:, None]
-    here = states.start == current.start[:, None]
-    in_block = (steps * (here & accepted.passed)).amax(1, keepdim=True)  # those of a block that became clean
-    return torch.where(here, steps, in_block + states.step)
-
-
-# ----------------------------------------------------------------------------------------------------
-# rules/drafting.py
-#
-# Drafts: which states a round submits, the likeliest followers of each row's next state first.
-#
-# An estimate of the backbone's hidden states tells, for each masked position, a token and how sure it is. Which position is
-# revealed first is far less certain than which token it gets, so a state has several followers; orders that meet in one state
-# add up there, and a state that the last round scored needs no slot, since what follows it is known.
-#
-# Estimates come from *sources*: the last accepted state and the remembered ones, at which the backbone itself spoke, and the
-# drafted states that the head has re-read. A head pass costs nearly the same for many states as for one, so a few passes serve a
-# round: the draft is grown a little, the head re-reads all of it in one pass, and it is grown anew, further.
-
-# Columns of a drafted state (see `DraftTable`), counted from its end: those of a state, then two more.
-DRAFT_START, DRAFT_PARENT, DRAFT_STEP, DRAFT_END, BASE, SOURCE = range(-DRAFT_COLUMNS, 0)
-# Tells token and log-odds [rows, block] of the masked positions of drafted states [rows, block + 6], where [rows] are valid.
-Tell = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-
-
-def growth(width: int, passes: int) -> list[int]:
-    """How many states of `width` are drafted at each head pass of a round: in even steps, up to all but the last."""
-    passes = min(passes, width - 1)
-    return [-(-done * (width - 1) // passes) for done in range(1, passes + 1)]
-
-
-def reachable(masks: int, branches: int, enough: int) -> int:
-    """How many states, up to `enough`, may follow one with so many masks, itself and the next block's included.
-
-    The tokens of a state depend on the way to it, so that ways to reveal the same positions are counted one by one.
-    """
-    states = 2  # without masks: itself, and the one behind it
-    for left in range(1, masks + 1):
-        if states >= enough:
-            break
-        states = 1 + min(left, branches) * states
-    return min(states, enough)
-
-
-class Budget:
-    """How many states a row submits in a round, by how often those of earlier rounds were accepted.
-
-    A forward over n tokens takes one unit of time up to `compute_bound_tokens` and n / `compute_bound_tokens` units beyond; a
-    head pass takes its share of that. The states that make the most tokens for the time are submitted; what is not submitted
-    is hoped to get better, so that it is tried again after a while. Every row of a batch has as many: a forward is a rectangle.
-
-    Args:
-        width: States at most.
-        state_tokens: Tokens of one state of every row.
-        compute_bound_tokens: See above; None: time does not grow.
-        head_cost: Time of the round's head passes over that of the backbone's forward, at the same number of tokens.
-    """
-
-    EMA_RATE, RECOVERY_RATE = 0.1, 0.01
-
-    def __init__(self, width: int, state_tokens: int, compute_bound_tokens: int | None, head_cost: float) -> None:
-        self.state_tokens, self.bound, self.head_cost = state_tokens, compute_bound_tokens, head_cost
-        self.right = [1.0] * width  # the chance that the state in each slot is accepted
-
-    def width(self) -> int:
-        """States to submit."""
-        if self.bound is None:
-            return len(self.right)
-        return max(range(1, 1 + len(self.right)), key=lambda n: (self._worth(n), -n))
-
-    def _worth(self, states: int) -> float:
-        """Tokens of a row in a unit of time: per state over per state, so that what is equal is so in floating point."""
-        assert self.bound is not None
-        time = max(1 / states, self.state_tokens / self.bound)
-        return sum(self.right[:states]) / states / time / (1 + self.head_cost if states > 1 else 1)
-
-    def learn(self, passed: list[int], rows: int) -> None:
-        """From a round in which so many rows could draft: how many of them accepted the state in each slot offered."""
-        for slot in range(1, len(self.right) if rows else 1):
-            if slot < len(passed):
-                self.right[slot] += self.EMA_RATE * (passed[slot] / rows - self.right[slot])
-            else:
-                self.right[slot] += self.RECOVERY_RATE * (1 - self.right[slot])
-
-
-@dataclass(frozen=True)
-class Draft:
-    """The states of a round.
-
-    Attributes:
-        slots: [rows, n, block + 6] long: see `DraftTable`.
-        valid: [rows, n] bool.
-    """
-
-    slots: Tensor
-    valid: Tensor
-
-    @property
-    def states(self) -> States:
-        """[rows, n], as they are scored."""
-        return States(self.slots[..., : STATE_COLUMNS - DRAFT_COLUMNS], self.valid)
-
-    @property
-    def drafted(self) -> Tensor:
-        """[rows, n] bool: states that are guesses; a row's next state and the block behind a clean one are not."""
-        drafted = self.valid & (self.slots[..., DRAFT_PARENT] < 0)
-        drafted[:, 0] = False
-        return drafted
-
-
-def as_slots(states: States, source: Tensor | int) -> Tensor:
-    """[..., block + 6] long: states with the number of the source that tells of them, [...] or one for all."""
-    column = torch.full_like(states.start, source) if isinstance(source, int) else source
-    return torch.cat([states.table, column[..., None], column[..., None]], -1)
-
-
-def undrafted(current: States, successor: States, mask_id: int, room: int) -> Draft:
-    """The states of a round without drafts: each row's own, and with room for two the next block's behind a clean one."""
-    slots = as_slots(current, -1)[:, None]
-    if room == 1:
-        return Draft(slots, current.valid[:, None])
-    behind = as_slots(successor, -1)
-    behind[:, DRAFT_PARENT] = 0
-    follows = current.valid & successor.masked(mask_id).any(-1) & ~current.masked(mask_id).any(-1)
-    second = torch.where(follows[:, None], behind, slots[:, 0])
-    return Draft(torch.stack([slots[:, 0], second], 1), torch.stack([current.valid, follows], 1))
-
-
-def grow(table: DraftTable, size: int, most: int, dispatch: Dispatch, tell: Tell | None = None) -> Draft:
-    """Grow the draft of a round from each row's next state.
-
-    Args:
-        table: What it is grown on.
-        size: States of it.
-        most: The most that any call of this decode asks for.
-        dispatch: Kernel or PyTorch.
-        tell: What drafted states are expected to get, where that depends on the state: sampled drafts, whose noise depends on
-            how many masks are left. None: what their sources tell.
-    """
-    if size == 1:
-        return Draft(table.first[:, None], table.valid[:, None])
-    if tell is not None or not table.one_at_a_time or not table.fits(size):
-        return Draft(*grow_ref(table, size, tell))
-    tensors = (table.first, table.token, table.odds, table.known, table.ahead, table.successor)
-    return Draft(*dispatch.run("grow", lambda: grow_kernel(table, size, most), lambda: grow_ref(table, size, None), *tensors))
-
-
-def grow_ref(table: DraftTable, size: int, tell: Tell | None) -> tuple[Tensor, Tensor]:
-    """The twin of `grow_kernel`, for everything that may be drafted."""
-    branches, named = table.branches, slice(None, DRAFT_STEP)
-    state, valid = table.first, table.valid
-    rows = torch.arange(len(state), device=state.device)
-    slots, valids, reached = [state], [valid], torch.ones_like(state[:, 0], dtype=table.odds.dtype)
-    # The states taken, then those that may be; no state starts at -1.
-    entries = state.new_full((len(rows), size * (1 + branches), state.shape[-1]), -1)
-    chance = reached.new_zeros(entries.shape[:2])
-    held = torch.arange(entries.shape[1], device=entries.device) < size
-    for slot in range(size - 1):
-        entries[:, slot] = state
-        followers, odds = followers_of(table, state, valid, slot, tell)
-        odds = odds * reached[:, None]
-        # Orders that meet in one state add up there: among these, and with those found before.
-        if branches > 1:
-            twins = (followers[:, :, None, named] == followers[:, None, :, named]).all(-1)
-            odds = (twins * odds[:, None]).sum(-1) * ~twins.tril(-1).any(-1)
-        met = (entries[:, :, None, named] == followers[:, None, :, named]).all(-1)
-        met &= (held | (chance > 0))[..., None]
-        chance += (met & ~held[:, None]).to(chance.dtype).mul_(odds[:, None]).sum(-1)
-        fresh = slice(size + slot * branches, size + (slot + 1) * branches)
-        entries[:, fresh] = followers
-        chance[:, fresh] = odds * ~met.any(1)
-        reached, place = chance.max(-1)  # where nothing is left, some state that is not valid
-        valid = reached > 0
-        state = entries[rows, place]
-        chance.scatter_(1, place[:, None], 0.0)  # as chance[rows, place] = 0, for whose number the host would wait
-        slots.append(state)
-        valids.append(valid)
-    return torch.stack(slots, 1), torch.stack(valids, 1)
-
-
-def followers_of(table: DraftTable, state: Tensor, valid: Tensor, slot: int, tell: Tell | None = None) -> tuple[Tensor, Tensor]:
-    """[rows, branches] followers of the states [rows] in a slot, and the chance of each there; 0 for none."""
-    block = state.shape[-1] - DRAFT_COLUMNS
-    offsets = torch.arange(block, device=state.device)
-    masked = state[:, :block] == table.mask_id
-    token, odds = (tell or table_tells(table))(state, valid)
-    candidates = masked & (offsets < state[:, DRAFT_END, None]) & ((state[:, SOURCE] >= 0) & valid)[:, None]
-    ranked, order = odds.where(candidates, -torch.inf).sort(dim=-1, descending=True, stable=True)
-    if table.one_at_a_time:
-        chance = (ORDER_SHARPNESS * ranked.clamp(max=MOST_ODDS)).softmax(-1)[:, : table.branches].nan_to_num(0.0)
-        last = order[:, : table.branches]
-        made = state[:, None].repeat(1, table.branches, 1)
-    else:
-        chance, last, made = _several(table, state, token, candidates, ranked, order)
-    picked = token.gather(1, last)
-    made.scatter_(2, last[..., None], picked[..., None])
-    ends = torch.where(_is_eos(table, picked), last, block)
-    made[..., DRAFT_END] = torch.minimum(made[..., DRAFT_END], ends)
-    made[..., DRAFT_STEP] += 1
-    made[..., BASE] = made[..., SOURCE]
-    made = led_ahead(table, made)
-    # The reveal before a state that ends the row already tells.
-    limit = table.open_end[:, None] - made[..., DRAFT_START]
-    chance = chance * ~whole_text(made[..., :block], made[..., DRAFT_END], limit, table.mask_id)
-    # Behind a clean state comes the next block, but one at a time: a given block without masks has to wait.
-    clean = ~masked.any(-1)
-    successor = table.successor.clone()
-    successor[:, DRAFT_PARENT] = slot
-    made[:, 0] = torch.where(clean[:, None], successor, made[:, 0])
-    chance[:, 0] = torch.where(clean, table.open_successor, chance[:, 0])
-    return made, chance * valid[:, None]
-
-
-def table_tells(table: DraftTable) -> Tell:
-    """What the sources of drafted states tell: greedy picks at a source stand for all that follows."""
-    rows = torch.arange(len(table.first), device=table.first.device)
-
-    def tell(state: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-        at = state[:, SOURCE].clamp(min=0)
-        return table.token[rows, at], table.odds[rows, at]
-
-    return tell
-
-
-def _several(
-    table: DraftTable, state: Tensor, token: Tensor, candidates: Tensor, ranked: Tensor, order: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """For steps that reveal several positions: all but the last are the surest, and the last one is uncertain.
-
-    Returns the chances [rows, branches], the last position of each branch, and the states with the others revealed.
-    """
-    block = candidates.shape[-1]
-    offsets = torch.arange(block, device=state.device)
-    sure = (table.schedule[state[:, DRAFT_STEP].clamp(max=block - 1)] - 1).clamp(min=0)[:, None]
-    at = sure + offsets[: table.branches]
-    choice = (ORDER_SHARPNESS * ranked.clamp(max=MOST_ODDS).masked_fill(offsets < sure, -torch.inf)).softmax(-1)
-    chance = choice.gather(1, at.clamp(max=block - 1)).where(at < block, 0.0).nan_to_num(0.0)
-    # Where a step reveals more than is left, all of it goes.
-    count = candidates.sum(-1, keepdim=True)
-    chance[:, :1] = torch.where((count > 0) & (count <= sure), 1.0, chance[:, :1])
-    last = order.gather(1, torch.minimum(at, (count - 1).clamp(min=0)))
-    rank = torch.empty_like(order).scatter_(1, order, offsets.expand_as(order))
-    surest = (rank < sure) & candidates
-    made = state.clone()
-    made[:, :block] = torch.where(surest, token, made[:, :block])
-    ends = torch.where(surest & _is_eos(table, token), offsets, block).amin(-1)
-    made[:, DRAFT_END] = torch.minimum(made[:, DRAFT_END], ends)
-    return chance, last, made[:, None].repeat(1, table.branches, 1)
-
-
-def _is_eos(table: DraftTable, ids: Tensor) -> Tensor:
-    return (ids[..., None] == table.eos).any(-1)
-
-
-def led_ahead(table: DraftTable, made: Tensor) -> Tensor:
-    """States [rows, n] that are remembered or re-read are replaced with what they lead to."""
-    named = table.known.shape[-1]
-    same = (made[:, :, None, :named] == table.known[:, None]).all(-1) & table.known_valid[:, None]
-    found, place = same.any(-1), same.int().argmax(-1)
-    ahead = table.ahead.gather(1, place[..., None].expand_as(made))
-    ahead[..., BASE] = torch.where(ahead[..., BASE] == INHERITED, made[..., BASE], ahead[..., BASE])
-    return torch.where(found[..., None], ahead, made)
-
-
-def with_estimates(table: DraftTable, slots: Tensor, which: Tensor, token: Tensor, odds: Tensor, begin: int = 0) -> DraftTable:
-    """Add the head's estimates of drafted states: from now on these are looked up, and told of by them.
-
-    Args:
-        table: What they were grown on.
-        slots: [rows, n, block + 6] long, the states, from the draft's `begin`-th on.
-        which: [rows, n] bool, those that have an estimate.
-        token: [rows, n, block] long, what each tells,
-        odds: [rows, n, block] float, and its log-odds.
-        begin: 0, or 1 where each row's next state has an estimate already, which does not get better.
-    """
-    named, before = table.known.shape[-1], table.token.shape[1]
-    read = slots.clone()
-    own = torch.arange(before, before + slots.shape[1], device=slots.device)
-    read[..., SOURCE] = torch.where(which, own, slots[..., SOURCE])
-    first = table.first if begin else read[:, 0].clone()
-    # What leads to a state that has an estimate now leads to that; the newest is found first.
-    same = (table.ahead[:, :, None, :named] == read[:, None, :, :named]).all(-1) & which[:, None]
-    newer = read.gather(1, same.int().argmax(-1)[..., None].expand_as(table.ahead))
-    read[..., BASE] = INHERITED
-    return replace(
-        table,
-        first=first,
-        token=torch.cat([table.token, token], 1),
-        odds=torch.cat([table.odds, odds], 1),
-        known=torch.cat([read[..., :named], table.known], 1),
-        known_valid=torch.cat([which, table.known_valid], 1),
-        ahead=torch.cat([read, torch.where(same.any(-1, keepdim=True), newer, table.ahead)], 1),
-    )
-
-
-# ----------------------------------------------------------------------------------------------------
-# runner/runner.py
-#
-# The one owner of a model's forwards and of their keys and values: `prefill`, `score`, `head_pass`, `commit`.
-#
-# States lie side by side in one forward: each sees the committed text of its row, itself, and its parent if it has one. Their
-# keys and values go to the cache's scratch; `commit` copies those of accepted clean states to the text's.
-
-# Attention reads a multiple of so many committed slots, so that a compiled forward meets few shapes.
-READ_BUCKET = 64
-# Prompt tokens per prefill forward, at most, in whole blocks.
-PREFILL_CHUNK = 2048
-
-
-@dataclass
-class Held:
-    """What the cache holds of each row, and what its forwards were: the part of a `DecodeState` that is the runner's.
-
-    Attributes:
-        committed, head_committed: [rows] long, so many tokens have keys and values of the backbone, of the head.
-        late: [rows] bool, the head's share of a clean block is still to be computed:
-        late_ids: [rows, block] long, the tokens of that block,
-        late_hidden: [rows, block, hidden_size], and its hidden states.
-        row_forwards, row_head_forwards: [rows] long, forwards of backbone and head in which each row took part.
-    """
-
-    committed: Tensor
-    head_committed: Tensor
-    late: Tensor
-    late_ids: Tensor
-    late_hidden: Tensor
-    row_forwards: Tensor
-    row_head_forwards: Tensor
-
-
-register_dataclass(Held)
-
-
-@dataclass(frozen=True)
-class Scratch:
-    """The scored states whose keys and values lie in the cache's scratch, until the next forward of the same layers.
-
-    Attributes:
-        states: [rows, n].
-        hidden: [rows, n, block, hidden_size], final hidden states.
-        layers: Whose keys and values those are.
-        turn: The forward of these layers that this was.
-    """
-
-    states: States
-    hidden: Tensor
-    layers: range
-    turn: int
-
-
-class Runner:
-    """Runs backbone and head for one decode.
-
-    Args:
-        model: Whose forwards these are.
-        cache: Keys and values of backbone and head.
-        with_head: Whether the head takes part.
-        dispatch: Kernels or PyTorch.
-        with_round_masks: Whether attention takes a `RoundMask`, not a dense mask.
-        device: Where the rows are.
-        recorded: Runs a forward from a recording (`Graphs.call`), where forwards are recorded one by one; or None.
-
-    Attributes:
-        forwards: Forwards of the whole batch by role, `prefill`, `denoise` (those over rounds' states) and `head`.
-    """
-
-    def __init__(
-        self,
-        model: BlockDiffusionModel,
-        cache: BlockCache,
-        with_head: bool,
-        dispatch: Dispatch,
-        with_round_masks: bool,
-        device: torch.device,
-        recorded: Callable[..., Tensor] | None = None,
-    ) -> None:
-        self.model, self.cache, self.device, self.recorded = model, cache, device, recorded
-        self.dispatch, self.with_round_masks = dispatch, with_round_masks
-        config = model.config
-        depth = config.num_hidden_layers
-        self.backbone_layers = range(depth)
-        self.head_layers = range(depth, depth + (config.num_nextn_predict_layers if with_head else 0))
-        self.block = config.block_size
-        self.turns = {self.backbone_layers: 0, self.head_layers: 0}
-        self.forwards = {"prefill": 0, "denoise": 0, "head": 0}
-
-    def start(self, committed: Tensor) -> Held:
-        """What is held once `prefill` has stored `committed` [rows] tokens: nothing is late."""
-        rows, config = len(committed), self.model.config
-        zero = torch.zeros_like(committed)
-        return Held(
-            committed=committed.clone(),
-            head_committed=committed.clone(),
-            late=zero.bool(),
-            late_ids=zero[:, None].repeat(1, self.block),
-            late_hidden=torch.zeros(rows, self.block, config.hidden_size, dtype=self.model.dtype, device=self.device),
-            row_forwards=zero.clone(),
-            row_head_forwards=zero.clone(),
-        )
-
-    def prefill(self, tokens: Tensor, start: Tensor, reused: Tensor, held: Held) -> tuple[Tensor, Held]:
-        """Compute the whole blocks before each row's first mask and, in the same forward, the row's first state.
-
-        It starts where the first row's reused keys and values end. So, behind a cache and beyond one chunk, a row's forwards
-        here may depend on its neighbours; its text does not. Nothing is compiled: each call would have another length.
-
-        Args:
-            tokens: [rows, at least the longest text] long, by absolute position.
-            start: [rows] long, each row's first block with a mask.
-            reused: [rows] long, so many first tokens have their keys and values already.
-            held: What is held.
-
-        Returns:
-            Hidden states of the first states, [rows, block, hidden_size], and what is held.
-        """
-        length = int(start.max()) + self.block
-        positions = torch.arange(length, device=self.device).expand(len(start), length)
-        valid = torch.ones_like(positions, dtype=torch.bool)
-        offsets = torch.arange(self.block, device=self.device)
-        chunk = max(1, PREFILL_CHUNK // self.block) * self.block
-        first = held.late_hidden
-        for begin in range(int(reused.min()), length, chunk):
-            end = min(length, begin + chunk)
-            here, ids = positions[:, begin:end], tokens[:, begin:end]
-            mask = block_causal_mask(here, positions[:, :end], valid[:, :end], self.block)
-            self.cache.target_slots(begin, end - begin)
-            hidden = self.model.backbone(ids, here, mask, self.cache, compiled=False).to(self.device)
-            takes_part = (start >= begin) & (reused < end)
-            self.forwards["prefill"] += 1
-            held = replace(held, row_forwards=held.row_forwards + takes_part)
-            if self.head_layers:
-                self.model.residual(ids, hidden, here, mask, self.cache, compiled=False)
-                self.forwards["head"] += 1
-                held = replace(held, row_head_forwards=held.row_head_forwards + takes_part)
-            inside = (start >= begin) & (start < end)
-            at = (start - begin).clamp(0, end - begin - self.block)[:, None] + offsets
-            block = hidden.gather(1, at[..., None].expand(-1, -1, hidden.shape[-1]))
-            first = torch.where(inside[:, None, None], block, first)
-        return first, held
-
-    def score(self, states: States, held: Held, used: int | None, taking_part: Tensor) -> tuple[Scratch, Held]:
-        """Score states [rows, n] side by side, in one forward of the backbone.
-
-        Args:
-            states: [rows, n].
-            held: What is held.
-            used: The longest committed text; None: all slots are read.
-            taking_part: [rows] bool, rows whose forward this counts as.
-        """
-        hidden = self._network(states, held.committed, used)
-        self.forwards["denoise"] += 1
-        scratch = self._scratch(states, hidden, self.backbone_layers)
-        return scratch, replace(held, row_forwards=held.row_forwards + taking_part)
-
-    def head_pass(
-        self, states: States, hidden: Tensor, held: Held, used: int | None, late: bool, blocked: Tensor | None = None
-    ) -> tuple[Tensor, Held]:
-        """Compute h_C at states [rows, n], given hidden states [rows, n, block, hidden_size], in one pass of the head.
-
-        Rows that take part and have a clean block behind them whose head KV is late compute it on the way.
-
-        Args:
-            states: [rows, n]; a row takes part that has a valid one.
-            hidden: h_A, or estimates of it.
-            held: What is held.
-            used: The longest committed text of the head; None: all slots are read.
-            late: Whether some row's head KV may be late.
-            blocked: [rows] bool, rows whose late block has to be computed now, whether they take part or not; None: none.
-        """
-        takes_part = states.valid.any(1)
-        if blocked is not None:
-            takes_part = takes_part | blocked
-        self.forwards["head"] += 1
-        held = replace(held, row_head_forwards=held.row_head_forwards + takes_part)
-        if not late:
-            return self._network(states, held.head_committed, used, hidden, parents=False), held
-        behind = held.late & takes_part
-        zero = torch.zeros_like(held.head_committed)
-        clean = States.of(held.late_ids, held.head_committed, zero - 1, zero, zero, behind)
-        packed = clean.map(lambda t: t[:, None]).cat(states)
-        packed.table[:, 1:, PARENT] = torch.where(behind, 0, -1)[:, None]  # all states look at it
-        residual = self._network(packed, held.head_committed, used, torch.cat([held.late_hidden[:, None], hidden], 1))
-        scratch = self._scratch(packed, residual, self.head_layers)
-        self.commit(scratch, zero, held.head_committed, behind)
-        held = replace(held, head_committed=held.head_committed + self.block * behind, late=held.late & ~behind)
-        return residual[:, 1:], held
-
-    def commit(self, scored: Scratch, slot: Tensor, start: Tensor, which: Tensor) -> None:
-        """Keep the keys and values of one scored clean state per row.
-
-        Args:
-            scored: What was scored.
-            slot: [rows] long, the place of the clean state in it.
-            start: [rows] long, its absolute position.
-            which: [rows] bool, the rows that commit.
-
-        Raises:
-            RuntimeError: if the same layers have scored something else since, so that it is gone.
-        """
-        if scored.turn != self.turns[scored.layers]:
-            raise RuntimeError("what was scored has been overwritten by a later forward: commit before the next one")
-        width = scored.states.start.shape[1] * self.block
-        self.cache.commit(width, slot * self.block, start, which, self.block, scored.layers)
-
-    def commit_clean(self, scored: Scratch, which: Tensor, held: Held) -> Held:
-        """Commit accepted clean states, at most one a row by `which` [rows, n] bool; the head's share of them is late."""
-        row, slot = which.any(-1), which.int().argmax(-1)
-        self.commit(scored, slot, held.committed, row)
-        held = replace(held, committed=held.committed + self.block * row)
-        if not self.head_layers:
-            return held
-        rows = torch.arange(len(row), device=row.device)
-        return replace(
-            held,
-            late=held.late | row,
-            late_ids=torch.where(row[:, None], scored.states.ids[rows, slot], held.late_ids),
-            late_hidden=torch.where(row[:, None, None], scored.hidden[rows, slot], held.late_hidden),
-        )
-
-    def _scratch(self, states: States, hidden: Tensor, layers: range) -> Scratch:
-        self.turns[layers] += 1
-        return Scratch(states, hidden, layers, self.turns[layers])
-
-    def _network(
-        self, states: States, committed: Tensor, used: int | None, hidden: Tensor | None = None, parents: bool = True
-    ) -> Tensor:
-        """The backbone's hidden states, or with `hidden` the head's h_C, [rows, n, block, hidden_size]."""
-
-        def forward(table: Tensor, committed: Tensor, *more: Tensor) -> Tensor:
-            return self._packed(States(table, states.valid), committed, used, parents, *more)
-
-        inputs = [states.table, committed, *([] if hidden is None else [hidden])]
-        if self.recorded is None:
-            return forward(*inputs)
-        used = None  # a recording is there for texts of any length
-        return self.recorded((hidden is None, parents, self.dispatch, self.with_round_masks), forward, *inputs)
-
-    def _packed(
-        self, states: States, committed: Tensor, used: int | None, parents: bool, hidden: Tensor | None = None
-    ) -> Tensor:
-        width = states.start.shape[1]
-        capacity = self.cache.capacity
-        used = capacity if used is None else min(-(-used // READ_BUCKET) * READ_BUCKET, capacity)
-        self.cache.target_scratch(width * self.block, used)
-        mask = RoundMask(committed, states.parent if parents and width > 1 else None, width, self.block, self.dispatch)
-        ids = states.ids.flatten(1)
-        positions = (states.start[..., None] + torch.arange(self.block, device=self.device)).flatten(1)
-        network: Callable[..., Tensor] = self.model.backbone
-        if hidden is not None:
-            network = partial(self._residual, hidden.flatten(1, 2))
-        if self.with_round_masks:
-            model: Any = self.model
-            with under_round_masks(model, self.cache):
-                scored = network(ids, positions, mask, self.cache)
-        else:
-            scored = network(ids, positions, mask.dense(used), self.cache)
-        return scored.to(self.device).unflatten(1, (width, self.block))
-
-    def _residual(self, hidden: Tensor, ids: Tensor, positions: Tensor, mask: Any, cache: BlockCache) -> Tensor:
-        return self.model.residual(ids, hidden, positions, mask, cache)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -6525,6 +6314,217 @@ def _require(config: MRPGenerationConfig, name: str, kind: type, holds: Callable
         raise ValueError(f"{name} is {value!r}, of type {type(value).__name__}: it must be {wanted}")
     if not holds(value):
         raise ValueError(f"{name} is {value!r}: it must be {wanted}")
+
+
+# ----------------------------------------------------------------------------------------------------
+# generate/prompts.py
+#
+# What `generate` is given to go on from, checked: prompts, their mask, and the tokens that stand behind them already.
+
+def check_prompt(prompt: Any, attention_mask: Tensor | None, mask_token_id: int, vocab_size: int) -> None:
+    """Raises `ValueError` unless `prompt` is [rows, length] ids, and `attention_mask` None or as large."""
+    if prompt is None:
+        raise ValueError("generate needs input_ids: pass a [rows, length] tensor of ids")
+    _check_type("input_ids", prompt, "[rows, length]")
+    if prompt.dim() == 1:
+        raise ValueError(
+            f"input_ids have shape {list(prompt.shape)}, without a dimension of rows: pass input_ids[None] for one row"
+        )
+    if prompt.dim() != 2 or prompt.shape[0] == 0 or prompt.shape[1] == 0:
+        raise ValueError(
+            f"input_ids have shape {list(prompt.shape)}: pass [rows, length], at least one row with at least one token"
+        )
+    real = torch.ones_like(prompt, dtype=torch.bool)
+    if attention_mask is not None:
+        if attention_mask.dim() != 2 or attention_mask.shape != prompt.shape:
+            raise ValueError(
+                f"attention_mask has shape {list(attention_mask.shape)} for input_ids of {list(prompt.shape)}: "
+                "generate takes a 2-D mask of the same shape (a 4-D mask works with forward only)"
+            )
+        real = attention_mask.bool()
+    if bool(((prompt == mask_token_id) & real).any()):
+        raise ValueError(
+            f"the prompt holds the mask id {mask_token_id}: pass what stands before the first mask as input_ids, and the rest, "
+            "masks and given tokens, as infill_ids"
+        )
+    _check_range("the prompt holds", prompt[real], vocab_size)
+
+
+def check_infill(infill_ids: Any, rows: int, vocab_size: int) -> None:
+    """Raises `ValueError` unless `infill_ids` are [rows, n] ids."""
+    _check_type("infill_ids", infill_ids, "[rows, n]")
+    if infill_ids.dim() != 2 or len(infill_ids) != rows or infill_ids.shape[1] == 0:
+        raise ValueError(
+            f"infill_ids have shape {list(infill_ids.shape)} for {rows} prompts: pass [{rows}, n], with n of 1 or more"
+        )
+    _check_range("infill_ids hold", infill_ids, vocab_size)
+
+
+def check_rows(real: Tensor, new_tokens: int, max_positions: int) -> None:
+    """Checks the attention mask that transformers was given or inferred, [rows, length] bool, and the room for the text.
+
+    Raises:
+        ValueError: for a row without a token or with holes, and for more tokens than positions.
+    """
+    empty = ~real.any(-1)
+    if bool(empty.any()):
+        raise ValueError(f"row {int(empty.nonzero()[0])} has no token (its attention_mask is all zeros): drop the row")
+    holes = (real[:, 1:] & ~real[:, :-1]).sum(-1) + real[:, 0] > 1
+    if bool(holes.any()):
+        raise ValueError(
+            f"attention_mask of row {int(holes.nonzero()[0])} has holes: a row's tokens must be contiguous, with padding on "
+            "one side or both"
+        )
+    longest = int(real.sum(-1).max())
+    if longest + new_tokens > max_positions:
+        raise ValueError(
+            f"a prompt of {longest} tokens and {new_tokens} new ones make {longest + new_tokens}, which exceeds "
+            f"max_position_embeddings={max_positions}: shorten the prompt or lower max_new_tokens (or max_length)"
+        )
+
+
+def _check_type(name: str, ids: Any, shape: str) -> None:
+    if not isinstance(ids, Tensor) or ids.dtype not in (torch.long, torch.int):
+        kind = ids.dtype if isinstance(ids, Tensor) else f"a {type(ids).__name__}"
+        hint = ". Of what a tokenizer returns with return_tensors='pt', pass **inputs" if hasattr(ids, "keys") else ""
+        raise ValueError(f"{name} are {kind}: pass a {shape} tensor of ids, torch.long{hint}")
+
+
+def _check_range(what: str, ids: Tensor, vocab_size: int) -> None:
+    outside = (ids < 0) | (ids >= vocab_size)
+    if bool(outside.any()):
+        raise ValueError(
+            f"{what} the id {int(ids[outside][0])}, outside the vocabulary of {vocab_size}: use this model's tokenizer"
+        )
+
+
+# ----------------------------------------------------------------------------------------------------
+# generate/sampling.py
+#
+# Picks: the token and its confidence at every masked position, greedy or sampled, reproducible to the bit.
+#
+# A sampled pick is a Gumbel-max whose noise is a pure function of (the row's seed, absolute position, masks left in
+# the block, token id). So two decoders that reach the same state draw the same token, whatever way they came there.
+
+# For logits processors: for a slice of positions, pairs of (indices into the slice, committed ids [1, length]).
+Context = Callable[[slice], list[tuple[Tensor, Tensor]]]
+
+
+@dataclass
+class Picks:
+    """What the model says at n positions.
+
+    Attributes:
+        token: [n] long.
+        logprob: [n] float; log-probability of the token after temperature and processors, before truncation.
+        confidence: [n] float; the log-odds of that probability. It orders positions as the probability does, but
+            keeps its precision where the probability rounds to 1.
+        entropy: [n] float, in nats; 0 where the picker computes none.
+    """
+
+    token: Tensor
+    logprob: Tensor
+    confidence: Tensor
+    entropy: Tensor
+
+
+@dataclass(frozen=True)
+class Picker:
+    """Turns hidden states into picks with one set of sampling options.
+
+    Attributes:
+        lm_head_weight: [vocab, hidden_size].
+        mask_token_id: Never picked, and outside the softmax.
+        temperature: Divides the logits.
+        sample: Add Gumbel noise, else take the arg max.
+        processors: The user's logits processors, applied before temperature.
+        truncation: top-k, top-p and their kin, applied after the confidence is taken.
+        eos_token_ids: Ids that positions before a minimum length must not take.
+        token_ids: [vocab] long, the ids that the rows of `lm_head_weight` stand for; None: their places.
+        entropy: Whether to compute it.
+        dispatch: Kernels or PyTorch, where no logits are written: without processors, truncation and entropy.
+    """
+
+    lm_head_weight: Tensor
+    mask_token_id: int
+    temperature: float = 1.0
+    sample: bool = False
+    processors: LogitsProcessorList | None = None
+    truncation: LogitsProcessorList | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    token_ids: Tensor | None = None
+    entropy: bool = True
+    dispatch: Dispatch = AUTOMATIC
+
+    @property
+    def readout(self) -> Readout:
+        """The distributions before any processors."""
+        return Readout(self.lm_head_weight, self.mask_token_id, self.temperature, self.eos_token_ids, self.token_ids)
+
+    def restricted(self, token_ids: Tensor, weight: Tensor) -> "Picker":
+        """One that picks among some tokens [m] only, without the mask id; `weight` are their rows of `lm_head`."""
+        return replace(self, lm_head_weight=weight, token_ids=token_ids, entropy=False)
+
+    def __call__(
+        self,
+        hidden: Tensor,
+        keys: Tensor,
+        context: Context | None = None,
+        no_eos: Tensor | None = None,
+        active: Tensor | None = None,
+    ) -> Picks:
+        """Picks at n positions; no [n, vocab] logits exist for large n, and none for any n where kernels run.
+
+        Args:
+            hidden: [n, hidden_size] final hidden states.
+            keys: [n] long, from `noise_keys`; unused when greedy.
+            context: For processors: gives, for a slice of the n positions, pairs (index into the slice, committed ids).
+            no_eos: [n] bool, positions before the minimum length.
+            active: [n] bool, positions whose picks are wanted; what the others get is left open.
+        """
+        if not (self.processors or self.truncation or self.entropy):
+            picked = pick(self.readout, hidden, keys if self.sample else None, no_eos, active, self.dispatch)
+            return Picks(*picked, torch.zeros_like(picked.logprob))
+        parts = [self._pick(self._scores(hidden[at], at, context, no_eos), keys[at]) for at in self.readout.chunks(len(hidden))]
+        return Picks(
+            *(torch.cat([getattr(part, name) for part in parts]) for name in ("token", "logprob", "confidence", "entropy"))
+        )
+
+    def token_log_odds(
+        self,
+        hidden: Tensor,
+        token: Tensor,
+        context: Context | None = None,
+        no_eos: Tensor | None = None,
+        active: Tensor | None = None,
+    ) -> Tensor:
+        """[n] log-odds of given tokens [n] under the same softmax: what `confidence` is for a picked token."""
+        if not self.processors:
+            return token_log_odds(self.readout, hidden, token, no_eos, active, self.dispatch)
+        parts = [
+            log_odds(self._scores(hidden[at], at, context, no_eos), token[at])[1] for at in self.readout.chunks(len(hidden))
+        ]
+        return torch.cat(parts)
+
+    def _scores(self, hidden: Tensor, at: slice, context: Context | None, no_eos: Tensor | None) -> Tensor:
+        """Logits after processors, temperature and the minimum length; `at` says which of the positions `hidden` belongs to."""
+        scores = self.readout.logits(hidden)
+        for index, committed in context(at) if self.processors and context else []:
+            assert self.processors is not None
+            processed = self.processors(committed.expand(len(index), -1), scores[index])
+            scores[index] = processed.masked_fill(processed.isnan(), -torch.inf)
+            scores[index, self.mask_token_id] = -torch.inf
+        return self.readout.tempered(scores, None if no_eos is None else no_eos[at])
+
+    def _pick(self, scores: Tensor, keys: Tensor) -> Picks:
+        shown = self.truncation(keys[:, None], scores.clone()) if self.truncation else scores
+        token = self.readout.shown(shown, keys if self.sample else None).argmax(-1)
+        logprob, confidence = log_odds(scores, token)
+        entropy = torch.zeros_like(logprob)
+        if self.entropy:
+            logp = scores.log_softmax(-1)
+            entropy = -(logp.exp() * logp.nan_to_num(neginf=0.0)).sum(-1)
+        return Picks(token if self.token_ids is None else self.token_ids[token], logprob, confidence, entropy)
 
 
 # ----------------------------------------------------------------------------------------------------
