@@ -9,56 +9,81 @@ import argparse
 import json
 from collections import Counter
 from pathlib import Path
-from unittest.mock import patch
 
 import torch
-from mrp_trainer.evaluate import decode_problems
-from mrp_trainer.tasks import FAMILIES, problems
+from mrp_trainer.data import encode
+from mrp_trainer.evaluate import NEW_TOKENS
+from mrp_trainer.tasks import FAMILIES, Problem, problems
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from modeling_mrp.generate.decoding import Decoder
-from modeling_mrp.generate.drafting import Lattice
-from modeling_mrp.generate.states import Proposal
-from modeling_mrp.generate.strategies import ranks
+from modeling_mrp.generate.decode_state import DecodeState, RoundPlan, summary
+from modeling_mrp.generate.loop import HeadPasses, Task, begin, decode, decode_round, draft_states
+from modeling_mrp.generate.modes import Drafting, Mode
 from modeling_mrp.modeling import MRPForCausalLM
+from modeling_mrp.rules.drafting import SOURCE, table_tells
+from modeling_mrp.rules.rules import Static, ranks
+from modeling_mrp.rules.states import Reveal
+from modeling_mrp.runner.runner import Runner
+
+from .common import greedy_decode
 
 TINY = Path(__file__).parent.parent / "hub_configs" / "sdar-tiny-mrp"
 
 
-class WatchedDecoder(Decoder):
-    """Counts, over all calls, what became of each expected reveal."""
+class Watched:
+    """Rounds of a decode that count what became of each expected reveal (a `Step` of `decode`).
 
+    Args:
+        task: What is done.
+        runner: Runs the model.
+        counted: Over all decodes.
+    """
+
+    def __init__(self, task: Task, runner: Runner, counted: Counter[str]) -> None:
+        self.task, self.runner, self.counted = task, runner, counted
+
+    def __call__(self, state: DecodeState, plan: RoundPlan) -> tuple[DecodeState, list[int]]:
+        """Draft once to see what is expected, run the round, and compare."""
+        successor, mask_id = self.task.successor(state), self.task.mask_token_id
+        head = HeadPasses(self.runner, state.held, plan.head_used, plan.late)
+        draft = draft_states(self.task, head, state, successor, plan)
+        after, accepted = decode_round(self.task, self.runner, state, plan)
+        if draft.table is not None:
+            tell = table_tells(draft.table)
+            for slot in range(draft.valid.shape[1] - 1):  # nothing is drafted from the last
+                drafted, valid = draft.slots[:, slot], draft.valid[:, slot]
+                self._compare(
+                    drafted, valid, *tell(drafted, valid), after.memory.scored.reveal.map(lambda t, at=slot: t[:, at])
+                )
+        return after, summary(after, mask_id, accepted).tolist()
+
+    def _compare(self, drafted: Tensor, valid: Tensor, token: Tensor, odds: Tensor, actual: Reveal) -> None:
+        block = token.shape[-1]
+        candidates = (drafted[:, :block] == self.task.mask_token_id) & (odds > -torch.inf)
+        odds, told = odds.where(candidates, -torch.inf), valid & (drafted[:, SOURCE] >= 0)
+        row, column = (actual.where & told[:, None]).nonzero(as_tuple=True)
+        place = ranks(odds, odds > -torch.inf)[row, column]
+        right = token[row, column] == actual.token[row, column]
+        self.counted["states"] += len(row)
+        self.counted["token right"] += int(right.sum())
+        self.counted["all right"] += int((right & (place == 0)).sum())
+        self.counted["only the order wrong"] += int((right & (place > 0)).sum())
+        for n in range(3):
+            self.counted[f"position expected in place {n + 1}"] += int((place == n).sum())
+
+
+@torch.inference_mode()
+def watch(model: MRPForCausalLM, tokenizer: PreTrainedTokenizerFast, asked: list[Problem], passes: int) -> Counter[str]:
+    """Count over a decode of problems of one family by chains of K = 4, with so many head passes a round."""
     counted: Counter[str] = Counter()
-    expected: list[tuple[Tensor, Tensor, Tensor]]
-
-    def draft(self) -> Lattice:
-        """Keeps what was expected at each state but the last, from which nothing is drafted."""
-        lattice = super().draft()
-        self.expected = []
-        for slot in range(lattice.width - 1):
-            state, valid = lattice.slots[:, slot], lattice.valid[:, slot]
-            token, odds = lattice.tells(state, valid)
-            candidates = (state[:, : self.block] == self.mask_id) & (odds > -torch.inf)
-            told = valid & (state[:, lattice.source] >= 0)
-            self.expected.append((told, token, odds.where(candidates, -torch.inf)))
-        return lattice
-
-    def walk(self, proposal: Proposal, hidden: Tensor) -> Tensor:
-        """Compares it with the backbone's reveal; a drafting step's place in the round is its state's slot."""
-        for slot, (valid, token, odds) in enumerate(self.expected):
-            states = proposal.states.map(lambda t, slot=slot: t[:, slot])  # type: ignore[misc]
-            actual = self.reveal_from(states, hidden[:, slot], behind=proposal.behind()[:, slot])
-            row, column = (actual.where & (valid & states.valid)[:, None]).nonzero(as_tuple=True)
-            place = ranks(odds, odds > -torch.inf)[row, column]
-            right = token[row, column] == actual.token[row, column]
-            self.counted["states"] += len(row)
-            self.counted["token right"] += int(right.sum())
-            self.counted["all right"] += int((right & (place == 0)).sum())
-            self.counted["only the order wrong"] += int((right & (place > 0)).sum())
-            for n in range(3):
-                self.counted[f"position expected in place {n + 1}"] += int((place == n).sum())
-        return super().walk(proposal, hidden)
+    mode = Mode(Static(), drafting=Drafting(4, 1, passes))
+    eos = [tokenizer.eos_token_id, tokenizer.pad_token_id]
+    prompts = [encode(problem, tokenizer)[0] for problem in asked]
+    task, runner, text, current = greedy_decode(model, mode, prompts, NEW_TOKENS[asked[0].family], eos, 4)
+    state = begin(task, runner, text, current, torch.zeros_like(current.start))
+    decode(task, runner, state, 0.0, Watched(task, runner, counted))
+    return counted
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -69,15 +94,13 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     model = MRPForCausalLM.from_pretrained(options.model).eval()
     tokenizer = PreTrainedTokenizerFast.from_pretrained(options.model)
-    with patch("modeling_mrp.generate.generation.Decoder", WatchedDecoder):
-        for family in FAMILIES:
-            for mode in ("self_spec", "mrp_spec"):
-                WatchedDecoder.counted = Counter()
-                asked = problems(family, "heldout", options.count)
-                decode_problems(model, tokenizer, asked, decoding=mode, num_draft_states=4, draft_branches=1, draft_passes=3)
-                states = WatchedDecoder.counted.pop("states")
-                shares = {name: round(100 * n / states, 1) for name, n in WatchedDecoder.counted.items()}
-                print(json.dumps({"family": family, "mode": mode, "states": states, **shares}), flush=True)
+    for family in FAMILIES:
+        asked = problems(family, "heldout", options.count)
+        for mode, passes in (("self_spec", 0), ("mrp_spec", 3)):
+            counted = watch(model, tokenizer, asked, passes)
+            states = counted.pop("states")
+            shares = {name: round(100 * n / states, 1) for name, n in counted.items()}
+            print(json.dumps({"family": family, "mode": mode, "states": states, **shares}), flush=True)
 
 
 if __name__ == "__main__":

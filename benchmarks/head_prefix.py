@@ -12,9 +12,7 @@ import torch
 from mrp_trainer.decoded import decode_problems
 from mrp_trainer.tasks import problems
 from torch import Tensor
-from transformers.cache_utils import Cache
 
-from modeling_mrp.kernels.dispatch import PYTORCH, Dispatch
 from modeling_mrp.modeling import MRPForCausalLM
 
 from .bootstrap import Cost, ratio
@@ -25,20 +23,13 @@ class BlockOnly(MRPForCausalLM):
     """A model whose head sees nothing before the block."""
 
     def residual(
-        self,
-        input_ids: Tensor,
-        hidden_states: Tensor,
-        position_ids: Tensor,
-        mask: Any,
-        past_key_values: Cache | None = None,
-        dispatch: Dispatch = PYTORCH,
-        compiled: bool = True,
+        self, input_ids: Tensor, hidden_states: Tensor, position_ids: Tensor, mask: Any, *cache: Any, **options: Any
     ) -> Tensor:
         """As the model's, under a mask without the prefix: neither what is stored nor a clean block in the same pass."""
         block = position_ids // self.config.block_size
         own = torch.zeros_like(mask)
         own[..., -input_ids.shape[1] :] = (block[:, :, None] == block[:, None, :])[:, None]
-        return super().residual(input_ids, hidden_states, position_ids, mask & own, past_key_values, dispatch, compiled)
+        return super().residual(input_ids, hidden_states, position_ids, mask & own, *cache, **options)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -52,15 +43,12 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     emit(header("head_prefix", options))
     model, tokenizer = load(options.model)
+    blind = BlockOnly.from_pretrained(options.model).eval()
     for family in options.family:
         asked = problems(family, "heldout", options.count)
         for states in options.states:
-            decoded = {}
-            for kind in (MRPForCausalLM, BlockOnly):
-                model.__class__ = kind
-                settings = {"decoding": "mrp_spec", "num_draft_states": states}
-                decoded[kind] = decode_problems(model, tokenizer, asked, options.batch_size, **settings)
-            whole, block = decoded[MRPForCausalLM], decoded[BlockOnly]
+            settings = {"decoding": "mrp_spec", "num_draft_states": states}
+            whole, block = (decode_problems(each, tokenizer, asked, options.batch_size, **settings) for each in (model, blind))
             assert whole.ids == block.ids, "drafts never change the text"
             over = ratio(Cost.of(whole), Cost.of(block))
             emit(

@@ -12,6 +12,7 @@ clean block's KV. The head sees its own block only. For CPU.
 import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import reduce
 from typing import Any
 
 import torch
@@ -21,104 +22,108 @@ from mrp_trainer.tasks import FAMILIES, Problem, problems
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from modeling_mrp.generate.decoding import Counts, Decoder, Rows
-from modeling_mrp.generate.generation import MRPGenerationConfig
-from modeling_mrp.generate.sampling import Picker
-from modeling_mrp.generate.states import States
-from modeling_mrp.generate.strategies import Spec
-from modeling_mrp.kernels.round_attention import RoundMask
+from modeling_mrp.generate.decode_state import Text, finished, first_state
+from modeling_mrp.generate.loop import Task
+from modeling_mrp.generate.modes import Drafting, Mode
+from modeling_mrp.model.diffusion import block_causal_mask
 from modeling_mrp.modeling import MRPForCausalLM
-from modeling_mrp.runner.cache import BlockCache
+from modeling_mrp.rules.rules import Static, stepped
+from modeling_mrp.rules.states import States
+from modeling_mrp.runner.runner import Held, Runner, Scratch
 
 from .bootstrap import Cost
-from .common import TINY, emit, header, load
+from .common import TINY, emit, greedy_decode, header, load, tokens_of
 from .measure import Measured, measure
 
 
-class PublishedDecoder(Decoder):
-    """Lockstep speculation with a seed forward and a KV-store forward per block."""
+class Published:
+    """Lockstep speculation with a seed forward and a KV-store forward per block, from the engine's own parts.
 
-    def run(self) -> tuple[Rows, Counts]:
-        """Decodes all rows, block after block."""
+    Args:
+        task: Which mode's rule and reader are used.
+        runner: Runs the model.
+        text: The rows' texts, laid out.
+        current: [rows] their first states.
+        drafts: K, the states drafted for a verify.
+    """
+
+    def __init__(self, task: Task, runner: Runner, text: Text, current: States, drafts: int) -> None:
+        self.task, self.runner, self.text, self.current, self.drafts = task, runner, text, current, drafts
+        self.held = runner.start(current.start)
+        self.rows = torch.arange(len(current.start))
+
+    def run(self) -> tuple[Text, Held]:
+        """Decode all rows, block after block."""
         self._store_prompt()
-        while bool(self.rows.active.any()):
-            hidden = self._forward(self.current().map(lambda t: t[:, None]), "denoise")[:, 0]
+        while bool(self.current.valid.any()):
+            hidden = self._score(self.current.map(lambda t: t[:, None])).hidden[:, 0]
             while bool(self._unfinished().any()):
                 hidden = self._speculate(hidden)
             self._store_block()
-        return self.rows, self.counts
+        return self.text, self.held
 
     def _unfinished(self) -> Tensor:
-        return self.rows.active & ~self._clean(self.current())
+        return self.current.valid & self.current.masked(self.task.mask_token_id).any(-1)
 
     def _store_prompt(self) -> None:
         """One forward over the prompt's whole blocks."""
-        longest = int(self.rows.start.max())
+        longest = int(self.current.start.max())
         if longest:
-            positions = torch.arange(longest).expand(len(self.rows.start), longest)
-            mask = positions[:, None, :] // self.block <= positions[:, :, None] // self.block
-            self.cache.target_slots(0, longest)
-            self.model.backbone(self.rows.tokens[:, :longest], positions, mask[:, None], self.cache)
-            self._count("prefill")
+            positions = torch.arange(longest).expand(len(self.rows), longest)
+            mask = block_causal_mask(positions, positions, torch.ones_like(positions).bool(), self.task.block_size)
+            self.runner.cache.target_slots(0, longest)
+            self.runner.model.backbone(self.text.tokens[:, :longest], positions, mask, self.runner.cache)
+            self.held.row_forwards += self.current.valid
 
-    def _count(self, role: str) -> None:
-        self.counts.forwards[role] += 1
-        self.counts.row_forwards += self.rows.active
-
-    def _forward(self, states: States, role: str) -> Tensor:
-        self._count(role)
-        return self._packed_forward(states, None, self.committed, int(self.committed.max()), self.model.backbone)
-
-    def _speculate(self, hidden: Tensor) -> Tensor:
-        """Drafts K states, scores them with the known one, and accepts as many as every unfinished row had right."""
-        moving = self._unfinished()
-        chain = [replace(self.current(), valid=moving)]
-        estimate = hidden
-        for k in range(self.strategy.width):
-            if k > 0:
-                estimate = estimate + self._head(chain[-1], estimate)
-            chain.append(self._stepped(chain[-1], self.reveal_from(chain[-1], estimate)))
-        states = States.stack(chain)
-        scored = self._forward(states, "verify")
-        width = len(chain)
-        reveals = self.reveal_from(states.map(lambda t: t.flatten(0, 1)), scored.flatten(0, 1))
-        reveals = reveals.map(lambda t: t.unflatten(0, (len(moving), width)))
-        right = (self._stepped(states, reveals).ids[:, :-1] == states.ids[:, 1:]).all(-1) & ~self._clean(states)[:, :-1]
-        masks = (states.ids[:, 0] == self.mask_id).sum(-1)
-        accepted = right.long().cumprod(1).sum(1)
-        common = torch.where(moving & (accepted < masks), accepted, width - 1).min()
-        taken = torch.minimum(common.expand_as(masks), masks) * moving
-        steps = torch.arange(width - 1)
-        self._record(
-            states.map(lambda t: t[:, :-1]),
-            reveals.map(lambda t: t[:, :-1]),
-            steps < taken[:, None],
-            steps.expand(len(moving), -1),
-        )
-        self.rows.clock += taken
-        self.rows.step += taken
-        self._stop_finished()
-        return torch.where(moving[:, None, None], scored[self.all_rows, taken], hidden)
+    def _score(self, states: States) -> Scratch:
+        scratch, self.held = self.runner.score(states, self.held, int(self.held.committed.max()), self.current.valid)
+        return scratch
 
     def _head(self, states: States, hidden: Tensor) -> Tensor:
         """The head without the prefix's KV."""
+        blind = replace(self.held, head_committed=torch.zeros_like(self.held.head_committed))
+        residual, after = self.runner.head_pass(states.map(lambda t: t[:, None]), hidden[:, None], blind, 0, late=False)
+        self.held = replace(self.held, row_head_forwards=after.row_head_forwards)
+        return residual[:, 0]
 
-        def forward(ids: Tensor, positions: Tensor, mask: Tensor | RoundMask, cache: BlockCache) -> Tensor:
-            return self.model.residual(ids, hidden, positions, mask, cache)
-
-        self._count_head(states.valid)
-        return self._packed_forward(states.map(lambda t: t[:, None]), None, torch.zeros_like(self.committed), 0, forward)[:, 0]
+    def _speculate(self, hidden: Tensor) -> Tensor:
+        """Draft K states, score them with the known one, and accept as many as every unfinished row had right."""
+        reader, eos, mask_id = self.task.reader, self.task.reader.request.eos, self.task.mask_token_id
+        moving = self._unfinished()
+        chain = [self.current.only(moving).map(lambda t: t[:, None])]
+        estimate = hidden
+        for k in range(self.drafts):
+            if k > 0:
+                estimate = estimate + self._head(chain[-1].map(lambda t: t[:, 0]), estimate)
+            chain.append(stepped(chain[-1], reader.reveal(chain[-1], estimate[:, None], self.text), eos))
+        states = reduce(States.cat, chain)
+        scored = self._score(states).hidden
+        reveals = reader.reveal(states, scored, self.text)
+        masked = states.masked(mask_id)
+        right = (stepped(states, reveals, eos).ids[:, :-1] == states.ids[:, 1:]).all(-1) & masked[:, :-1].any(-1)
+        masks = masked[:, 0].sum(-1)
+        accepted = right.long().cumprod(1).sum(1)
+        common = torch.where(moving & (accepted < masks), accepted, self.drafts).min()
+        taken = torch.minimum(common.expand_as(masks), masks) * moving
+        steps = torch.arange(self.drafts).expand(len(moving), -1)
+        before = states.map(lambda t: t[:, :-1]), reveals.map(lambda t: t[:, :-1])
+        self.text.write(*before, steps < taken[:, None], self.text.total_steps[:, None] + steps)
+        self.text.total_steps += taken
+        table = torch.where(moving[:, None], states.table[self.rows, taken], self.current.table)
+        end, done = finished(replace(self.current, table=table), reader.request, mask_id)
+        self.text.stop = torch.where(self.current.valid & done, end, self.text.stop)
+        self.current = States(table, self.current.valid & ~done)
+        return torch.where(moving[:, None, None], scored[self.rows, taken], hidden)
 
     def _store_block(self) -> None:
         """One more forward over the clean block, for its KV."""
-        if not bool(self.rows.active.any()):
+        active = self.current.valid
+        if not bool(active.any()):
             return
-        states = self.current()
-        self._forward(states.map(lambda t: t[:, None]), "denoise")
-        self.cache.commit(torch.zeros_like(states.start), states.start, self.rows.active, self.block, self.backbone_layers)
-        self.committed = torch.where(self.rows.active, states.start + self.block, self.committed)
-        self.rows.start = torch.where(self.rows.active, self.rows.start + self.block, self.rows.start)
-        self.rows.step = torch.where(self.rows.active, 0, self.rows.step)
+        scratch = self._score(self.current.map(lambda t: t[:, None]))
+        self.held = self.runner.commit_clean(scratch, active[:, None], self.held)
+        after = first_state(self.text, self.current.start + self.task.block_size, self.task.block_size)
+        self.current = replace(self.current, table=torch.where(active[:, None], after.table, self.current.table))
 
 
 @torch.inference_mode()
@@ -126,21 +131,10 @@ def decode_published(
     model: MRPForCausalLM, prompts: list[list[int]], states: int, new_tokens: int, eos: list[int]
 ) -> tuple[list[list[int]], list[int], list[int]]:
     """Greedy texts of a batch, and the forwards of backbone and head that each row took part in."""
-    schedule = MRPGenerationConfig().schedule(model.config.block_size)
-    decoder = PublishedDecoder(
-        model,
-        Spec(states + 1, 1, states),  # room for the known state
-        Picker(model.lm_head.weight, model.config.mask_token_id),
-        [torch.tensor(prompt) for prompt in prompts],
-        new_tokens,
-        schedule,
-        eos,
-        torch.zeros(len(prompts), dtype=torch.long),
-    )
-    decoder.strategy.width = states
-    rows, counts = decoder.run()
-    texts = [rows.tokens[i, len(prompt) : int(rows.stop[i])].tolist() for i, prompt in enumerate(prompts)]
-    return texts, counts.row_forwards.tolist(), counts.row_head_forwards.tolist()
+    mode = Mode(Static(), drafting=Drafting(states, 1, states))
+    decode = greedy_decode(model, mode, prompts, new_tokens, eos, states + 1)  # room for the known state
+    text, held = Published(*decode, drafts=states).run()
+    return tokens_of(text, prompts), held.row_forwards.tolist(), held.row_head_forwards.tolist()
 
 
 def measure_published(

@@ -3829,10 +3829,12 @@ class Draft:
     Attributes:
         slots: [rows, n, block + 6] long: see `DraftTable`.
         valid: [rows, n] bool.
+        table: What it was grown on; None where nothing is drafted.
     """
 
     slots: Tensor
     valid: Tensor
+    table: DraftTable | None = None
 
     @property
     def states(self) -> States:
@@ -3877,11 +3879,12 @@ def grow(table: DraftTable, size: int, most: int, dispatch: Dispatch, tell: Tell
             how many masks are left. None: what their sources tell.
     """
     if size == 1:
-        return Draft(table.first[:, None], table.valid[:, None])
+        return Draft(table.first[:, None], table.valid[:, None], table)
     if tell is not None or not table.one_at_a_time or not table.fits(size):
-        return Draft(*grow_ref(table, size, tell))
+        return Draft(*grow_ref(table, size, tell), table)
     tensors = (table.first, table.token, table.odds, table.known, table.ahead, table.successor)
-    return Draft(*dispatch.run("grow", lambda: grow_kernel(table, size, most), lambda: grow_ref(table, size, None), *tensors))
+    grown = dispatch.run("grow", lambda: grow_kernel(table, size, most), lambda: grow_ref(table, size, None), *tensors)
+    return Draft(*grown, table)
 
 
 def grow_ref(table: DraftTable, size: int, tell: Tell | None) -> tuple[Tensor, Tensor]:
@@ -4686,8 +4689,8 @@ def _as_operation() -> Callable[..., Tensor]:
 # Where rounds are recorded: KV caches that stay where they are, and what was recorded on them, kept between calls.
 #
 # Recordings are dear, so they outlive the call of `generate` that made them, together with the cache they write to: by model,
-# until the model is gone, its weights lie elsewhere, `release_graphs` is called, or other calls need the room more. A cache that a
-# call hands out stays its holder's: if the next call needs the place, what is held is first copied out of it.
+# until the model is gone, its weights lie elsewhere, `release_graphs` is called, or other calls need the room more. A cache
+# that a call hands out stays its holder's: if the next call needs the place, what is held is first copied out of it.
 
 # What a model keeps between calls, caches and recordings: a share of the device's memory. What was not used for longest goes.
 KEPT_SHARE = 1 / 8
@@ -7120,11 +7123,11 @@ def begin(task: Task, runner: Runner, text: Text, current: States, reused: Tenso
 #
 # A round is a function of a `Request` and a `DecodeState`, whose tensors lie in registers, of the task's numbers, which are in
 # the key of the registers, and of a `RoundPlan`, reduced to the kind of round. Attention reads on the device how much is
-# committed, so how long a text is plays no part. For each batch size there are so, at most: in `static` and the like, rounds with a clean block
-# and without; in speculation, these two for rows that cannot draft, one in which a late block catches up alone, and the drafting
-# round, once more for several head passes where at most one mask is left, and with `compute_bound_tokens` for each number of
-# states that is chosen. A drafting round always has room for all of its states, though few masks may not let them be filled: what
-# nobody fills is not valid. Below the compute-bound limit a forward takes no longer for it.
+# committed, so how long a text is plays no part. For each batch size there are so, at most: in `static` and the like, rounds
+# with a clean block and without; in speculation, these two for rows that cannot draft, one in which a late block catches up
+# alone, and the drafting round, once more for several head passes where at most one mask is left, and with
+# `compute_bound_tokens` for each number of states that is chosen. A drafting round always has room for all of its states, though
+# few masks may not let them be filled: what nobody fills is not valid. Below the compute-bound limit a forward takes no longer.
 #
 # Not replayed as a whole are calls with logits processors or stopping criteria, which are the user's code, with truncation
 # other than top-k, top-p and min-p, and the remasking rule `reread`, which asks the device as it goes. Their forwards are

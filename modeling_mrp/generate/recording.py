@@ -2,11 +2,11 @@
 
 A round is a function of a `Request` and a `DecodeState`, whose tensors lie in registers, of the task's numbers, which are in
 the key of the registers, and of a `RoundPlan`, reduced to the kind of round. Attention reads on the device how much is
-committed, so how long a text is plays no part. For each batch size there are so, at most: in `static` and the like, rounds with a clean block
-and without; in speculation, these two for rows that cannot draft, one in which a late block catches up alone, and the drafting
-round, once more for several head passes where at most one mask is left, and with `compute_bound_tokens` for each number of
-states that is chosen. A drafting round always has room for all of its states, though few masks may not let them be filled: what
-nobody fills is not valid. Below the compute-bound limit a forward takes no longer for it.
+committed, so how long a text is plays no part. For each batch size there are so, at most: in `static` and the like, rounds
+with a clean block and without; in speculation, these two for rows that cannot draft, one in which a late block catches up
+alone, and the drafting round, once more for several head passes where at most one mask is left, and with
+`compute_bound_tokens` for each number of states that is chosen. A drafting round always has room for all of its states, though
+few masks may not let them be filled: what nobody fills is not valid. Below the compute-bound limit a forward takes no longer.
 
 Not replayed as a whole are calls with logits processors or stopping criteria, which are the user's code, with truncation
 other than top-k, top-p and min-p, and the remasking rule `reread`, which asks the device as it goes. Their forwards are

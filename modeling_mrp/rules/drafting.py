@@ -93,10 +93,12 @@ class Draft:
     Attributes:
         slots: [rows, n, block + 6] long: see `DraftTable`.
         valid: [rows, n] bool.
+        table: What it was grown on; None where nothing is drafted.
     """
 
     slots: Tensor
     valid: Tensor
+    table: DraftTable | None = None
 
     @property
     def states(self) -> States:
@@ -141,11 +143,12 @@ def grow(table: DraftTable, size: int, most: int, dispatch: Dispatch, tell: Tell
             how many masks are left. None: what their sources tell.
     """
     if size == 1:
-        return Draft(table.first[:, None], table.valid[:, None])
+        return Draft(table.first[:, None], table.valid[:, None], table)
     if tell is not None or not table.one_at_a_time or not table.fits(size):
-        return Draft(*grow_ref(table, size, tell))
+        return Draft(*grow_ref(table, size, tell), table)
     tensors = (table.first, table.token, table.odds, table.known, table.ahead, table.successor)
-    return Draft(*dispatch.run("grow", lambda: grow_kernel(table, size, most), lambda: grow_ref(table, size, None), *tensors))
+    grown = dispatch.run("grow", lambda: grow_kernel(table, size, most), lambda: grow_ref(table, size, None), *tensors)
+    return Draft(*grown, table)
 
 
 def grow_ref(table: DraftTable, size: int, tell: Tell | None) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,8 @@
 """Where rounds are recorded: KV caches that stay where they are, and what was recorded on them, kept between calls.
 
 Recordings are dear, so they outlive the call of `generate` that made them, together with the cache they write to: by model,
-until the model is gone, its weights lie elsewhere, `release_graphs` is called, or other calls need the room more. A cache that a
-call hands out stays its holder's: if the next call needs the place, what is held is first copied out of it.
+until the model is gone, its weights lie elsewhere, `release_graphs` is called, or other calls need the room more. A cache
+that a call hands out stays its holder's: if the next call needs the place, what is held is first copied out of it.
 """
 
 import threading
