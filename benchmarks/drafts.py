@@ -53,9 +53,8 @@ class Watched:
             tell = table_tells(draft.table)
             for slot in range(draft.valid.shape[1] - 1):  # nothing is drafted from the last
                 drafted, valid = draft.slots[:, slot], draft.valid[:, slot]
-                self._compare(
-                    drafted, valid, *tell(drafted, valid), after.memory.scored.reveal.map(lambda t, at=slot: t[:, at])
-                )
+                actual = Reveal(*(part[:, slot] for part in vars(after.memory.scored.reveal).values()))
+                self._compare(drafted, valid, *tell(drafted, valid), actual)
         return after, summary(after, mask_id, accepted).tolist()
 
     def _compare(self, drafted: Tensor, valid: Tensor, token: Tensor, odds: Tensor, actual: Reveal) -> None:

@@ -1,0 +1,45 @@
+"""What a round launches beside the layers of its networks, counted on a tape of the shipped combination: graphs and kernels."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_model
+from tape import TapeRecorder, tapes
+
+__all__ = ["tapes"]  # a fixture
+
+LAYERS = 4
+# Operations of layers: products, and the kernels between them.
+OF_LAYERS = {"mm.default", "addmm.default", "triton._sum_and_norm", "triton._rotate", "triton._attend", "triton._merge", "triton._gate"}
+# What launches nothing: another look at the same numbers, or memory alone.
+FREE = ("view", "_unsafe_view", "expand", "transpose", "t.", "slice.", "select.int", "unsqueeze", "squeeze", "detach", "alias")
+FREE += ("permute", "as_strided", "split", "unbind", "_reshape_alias", "lift_fresh", "empty", "new_empty", "empty_like")
+
+
+def launches(states: int, sampled: bool) -> Counter[str]:
+    """Launches of a drafting round of SDAR's block size, by operation."""
+    model = make_model(4, block_size=16, num_hidden_layers=LAYERS, num_nextn_predict_layers=1).float()
+    options: dict[str, Any] = {"decoding": "mrp_spec", "num_draft_states": states, "max_new_tokens": 20, "eos_token_id": None}
+    options |= {"do_sample": sampled, "top_k": 0, "seed": 1, "graphs": True, "kernels": True}
+    model.generate(torch.tensor([[1, 2, 3, 4, 5, 6]]), **options)
+    counted = []
+    for tape in TapeRecorder.tapes:
+        names = [getattr(func, "__name__", str(func)) if not hasattr(func, "overloadpacket") else str(func) for func, *_ in tape.operations]
+        names = [name.removeprefix("aten.") for name in names]
+        counted.append(Counter(name for name in names if not name.startswith(FREE)))
+    return max(counted, key=lambda each: each["triton._grow"] + each["sort.stable"])
+
+
+@pytest.mark.usefixtures("tapes")
+@pytest.mark.parametrize(("states", "most"), [(4, 199), (8, 199)])
+def test_bookkeeping_of_a_drafting_round(states: int, most: int) -> None:
+    counted = launches(states, sampled=False)
+    layers = sum(counted[name] for name in OF_LAYERS)
+    assert counted["triton._grow"] == 2
+    assert counted["triton._attend"] == LAYERS + 1
+    assert layers >= 12 * (LAYERS + 1)
+    rest = {name: count for name, count in counted.items() if name not in OF_LAYERS}
+    print(sum(counted.values()), sum(rest.values()), sorted(rest.items(), key=lambda item: -item[1]))
+    assert sum(rest.values()) <= most, rest
