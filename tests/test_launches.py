@@ -12,7 +12,15 @@ __all__ = ["tapes"]  # a fixture
 
 LAYERS = 4
 # Operations of layers: products, and the kernels between them.
-OF_LAYERS = {"mm.default", "addmm.default", "triton._sum_and_norm", "triton._rotate", "triton._attend", "triton._merge", "triton._gate"}
+OF_LAYERS = {
+    "mm.default",
+    "addmm.default",
+    "triton._sum_and_norm",
+    "triton._rotate",
+    "triton._attend",
+    "triton._merge",
+    "triton._gate",
+}
 # What launches nothing: another look at the same numbers, or memory alone.
 FREE = ("view", "_unsafe_view", "expand", "transpose", "t.", "slice.", "select.int", "unsqueeze", "squeeze", "detach", "alias")
 FREE += ("permute", "as_strided", "split", "unbind", "_reshape_alias", "lift_fresh", "empty", "new_empty", "empty_like")
@@ -26,7 +34,10 @@ def launches(states: int, sampled: bool) -> Counter[str]:
     model.generate(torch.tensor([[1, 2, 3, 4, 5, 6]]), **options)
     counted = []
     for tape in TapeRecorder.tapes:
-        names = [getattr(func, "__name__", str(func)) if not hasattr(func, "overloadpacket") else str(func) for func, *_ in tape.operations]
+        names = [
+            getattr(func, "__name__", str(func)) if not hasattr(func, "overloadpacket") else str(func)
+            for func, *_ in tape.operations
+        ]
         names = [name.removeprefix("aten.") for name in names]
         counted.append(Counter(name for name in names if not name.startswith(FREE)))
     return max(counted, key=lambda each: each["triton._grow"] + each["sort.stable"])

@@ -8,7 +8,7 @@ from torch.utils._pytree import register_dataclass
 
 from ..rules.drafting import reachable
 from ..rules.rules import whole_text
-from ..rules.states import Memory, Reveal, Scored, States
+from ..rules.states import Memory, Reveal, Source, States
 from ..runner.runner import Held
 
 
@@ -150,8 +150,8 @@ class DecodeState:
     Attributes:
         text: The rows' texts so far.
         current: [rows] each row's next state, which the backbone revealed; not valid for a row that has ended.
-        seed: [rows] the last accepted state, from which drafts start,
-        has_seed: [rows] bool, and whether there is one: not right behind a clean block whose successor has not been scored.
+        seed: What was said at the last accepted states, from which drafts start,
+        has_seed: [rows] bool, and whether it is there: not right behind a clean block whose successor has not been scored.
         memory: What the last round scored in vain.
         held: What the runner's cache holds of each row.
         counts: What drafts came to.
@@ -160,7 +160,7 @@ class DecodeState:
 
     text: Text
     current: States
-    seed: Scored
+    seed: Source
     has_seed: Tensor
     memory: Memory
     held: Held

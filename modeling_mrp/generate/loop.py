@@ -16,18 +16,20 @@ A mode that drafts nothing submits one state a round (two where a block ends) an
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from ..kernels.grow import DraftTable
 from ..rules.drafting import BASE, SOURCE, Budget, Draft, Tell, as_slots, grow, growth, undrafted, with_estimates
-from ..rules.rules import Accepted, accept, offered_behind, remembered, stepped, steps_on_path
-from ..rules.states import PARENT, Memory, Reveal, Scored, States
+from ..rules.rules import Accepted, accept, padded, remembered, stepped, steps_on_path
+from ..rules.states import PARENT, Memory, Reveal, Scored, Source, States
 from ..runner.runner import Held, Runner
-from .decode_state import Counts, DecodeState, Remasked, RoundPlan, Text, finished, first_state, summary
+from .decode_state import Counts, DecodeState, Remasked, RoundPlan, Text, first_state, summary
 from .modes import Mode
 from .scoring import Reader
+from .settle import clean_slot, count_round, settle, stand_at
 from .stopping import Stopping
 
 
@@ -119,17 +121,67 @@ def decode_round(task: Task, runner: Runner, state: DecodeState, plan: RoundPlan
     reveal = task.reader.reveal(scratch.states, scratch.hidden, state.text)
     scored = Scored(scratch.states, reveal, scratch.hidden)
 
-    accepted = accept(scored, state.memory if drafts else None, successor, task.reader.request.eos, task.mask_token_id)
+    commit = partial(runner.commit_clean, scratch) if drafts or plan.clean else None  # else no clean state was scored
+    if task.mode.refine is not None or task.stopping is not None:
+        accepted = accept(scored, state.memory if drafts else None, successor, task.reader.request.eos, task.mask_token_id)
+        return refined_round(task, runner, state, head, draft, accepted, held, commit, plan)
 
-    count_round(task, state, draft, accepted)
-    scored_now = accepted.passed[:, : draft.valid.shape[1]]
-    if drafts or plan.clean:  # else no clean state was scored
-        held = runner.commit_clean(scratch, scored_now & accepted.clean[:, : draft.valid.shape[1]], held)
+    settled = settle(
+        state,
+        draft,
+        scored,
+        successor,
+        task.reader.request,
+        task.mask_token_id,
+        task.mode.width,
+        drafts,
+        task.reader.sampler.dispatch,
+    )
+
+    held = commit(settled.clean_slot, held) if commit else held
+    hidden = torch.cat([scored.hidden, state.memory.scored.hidden], 1) if drafts else scored.hidden
+    rows = torch.arange(len(hidden), device=hidden.device)
+    state = replace(
+        state,
+        current=States(settled.table, settled.valid),
+        seed=Source(settled.token, settled.odds, hidden[rows, settled.last]),
+        has_seed=settled.at_mask,
+        held=replace(held, late=held.late & settled.valid),
+    )
     if drafts:
-        state = replace(state, memory=remembered(accepted, draft.valid.shape[1], task.mode.width))
+        state.counts.verified += (settled.drafted > 0).any()
+        state = replace(state, memory=memory_of(scored, settled.keep, settled.ahead))
+    return state, settled.passed.sum(0)
+
+
+def refined_round(
+    task: Task,
+    runner: Runner,
+    state: DecodeState,
+    head: "HeadPasses",
+    draft: Draft,
+    accepted: Accepted,
+    held: Held,
+    commit: Callable[[Tensor, Held], Held] | None,
+    plan: RoundPlan,
+) -> tuple[DecodeState, Tensor]:
+    """Run the second half of a round whose reveals are refined by the head, or whose texts stopping criteria may end."""
+    drafts, count = task.mode.drafting is not None, draft.valid.shape[1]
+    submitted = count_round(state.counts, draft, accepted, task.mask_token_id, drafts)
+    held = commit(clean_slot(accepted, count), held) if commit else held
+    if drafts:
+        state.counts.verified += (submitted > 0).any()
+        scored = accepted.known.map(lambda t: t[:, :count])
+        state = replace(state, memory=memory_of(scored, *remembered(accepted, count, task.mode.width)))
     late = head.late or (plan.clean > 0 and not drafts)  # where drafts are made, the next plan tells
-    state = advance(task, HeadPasses(runner, held, head.used, late), state, accepted, successor)
-    return state, (scored_now & ~accepted.clean[:, :1]).sum(0)
+    state = advance(task, HeadPasses(runner, held, head.used, late), state, accepted)
+    return state, (accepted.passed & ~accepted.clean[:, :1])[:, :count].sum(0)
+
+
+def memory_of(scored: Scored, keep: Tensor, ahead: Tensor) -> Memory:
+    """What is remembered of scored states [rows, n]: those of `keep` [rows, width], and where they lead (see `Memory`)."""
+    wide = scored.map(lambda t: padded(t, keep.shape[1]))
+    return Memory(replace(wide, states=replace(wide.states, valid=keep)), ahead)
 
 
 class HeadPasses:
@@ -186,8 +238,8 @@ def sources(task: Task, state: DecodeState, successor: States) -> tuple[DraftTab
     table = DraftTable(
         first=as_slots(state.current, torch.where(state.has_seed, 0, -1)),
         valid=state.current.valid,
-        token=torch.cat([seed.reveal.token[:, None], scored.reveal.token], 1),
-        odds=torch.cat([seed.reveal.confidence[:, None], scored.reveal.confidence], 1),
+        token=torch.cat([seed.token[:, None], scored.reveal.token], 1),
+        odds=torch.cat([seed.odds[:, None], scored.reveal.confidence], 1),
         known=scored.states.table[..., : block + 1],
         known_valid=scored.states.valid,
         ahead=state.memory.ahead,
@@ -252,57 +304,40 @@ def re_read(
     return with_estimates(table, slots, states.valid, token, odds, begin), torch.cat([hidden, estimate], 1)
 
 
-def count_round(task: Task, state: DecodeState, draft: Draft, accepted: Accepted) -> None:
-    """Count what a round's drafts came to."""
-    counts, passed = state.counts, accepted.passed
-    counts.accepted_lengths.scatter_add_(1, passed.sum(-1, keepdim=True), draft.valid[:, :1].long())
-    if task.mode.drafting is None:
-        return
-    drafted, width = draft.drafted, draft.valid.shape[1]
-    counts.verified += drafted.any()
-    counts.drafted += drafted.sum(1)
-    depth = (passed[:, :width] & drafted).sum(-1) + passed[:, width:].sum(-1)
-    counts.accepted += depth
-    states = accepted.known.states
-    last = states.map(lambda t: t[torch.arange(len(t), device=t.device), accepted.last])
-    counts.add_path(depth, offered_behind(states, last, task.mask_token_id))
-
-
-def advance(task: Task, head: HeadPasses, state: DecodeState, accepted: Accepted, successor: States) -> DecodeState:
+def advance(task: Task, head: HeadPasses, state: DecodeState, accepted: Accepted) -> DecodeState:
     """From the last accepted states: reveal, refine, write what was revealed, and stand at the next state."""
-    rows, refine = torch.arange(len(accepted.last), device=accepted.last.device), task.mode.refine
-    text, counts = state.text, state.counts
+    refine, text, request = task.mode.refine, state.text, task.reader.request
     active = accepted.passed[:, 0]
-    seed, at_mask = accepted.known.map(lambda t: t[rows, accepted.last]), active & ~accepted.clean[rows, accepted.last]
+    last = accepted.at_last(accepted.known)
+    at_mask = active & last.states.masked(task.mask_token_id).any(-1)
     revealing = accepted.passed & ~accepted.clean
-    following = accepted.follower.map(lambda t: t[rows, accepted.last])
+    following = accepted.at_last(accepted.follower)
     if refine is None:
         steps = text.total_steps[:, None] + steps_on_path(accepted, state.current)
         text.write(accepted.known.states, accepted.known.reveal, revealing, steps)
     else:
-        seed.states.table[:, PARENT] = -1  # what it looked at is text by now
+        last.states.table[:, PARENT] = -1  # what it looked at is text by now
         asked = HeadQuestions(task, head, text)
-        refined = refine(asked, replace(seed.states, valid=at_mask), seed.hidden, seed.reveal)
+        refined = refine(asked, replace(last.states, valid=at_mask), last.hidden, last.reveal)
         if refine.remasks:
-            back = seed.reveal.where & ~refined.where & at_mask[:, None]
-            counts.revoked += back.sum(-1)
-            state = replace(state, remasked=Remasked(seed.states.start, back, seed.reveal.token))
-        one, shown = seed.states.map(lambda t: t[:, None]), refined.map(lambda t: t[:, None])
+            back = last.reveal.where & ~refined.where & at_mask[:, None]
+            state.counts.revoked += back.sum(-1)
+            state = replace(state, remasked=Remasked(last.states.start, back, last.reveal.token))
+        one, shown = last.states.map(lambda t: t[:, None]), refined.map(lambda t: t[:, None])
         text.write(one, shown, at_mask[:, None], text.total_steps[:, None])
-        after = stepped(seed.states, refined, task.reader.request.eos)
+        after = stepped(last.states, refined, request.eos)
         following = replace(following, table=torch.where(at_mask[:, None], after.table, following.table))
-    text = replace(text, total_steps=text.total_steps + revealing.sum(-1))
-    table = torch.where(active[:, None], following.table, state.current.table)
-    table[:, PARENT] = -1
-    current = States(table, state.current.valid)
-    end, done = finished(current, task.reader.request, task.mask_token_id)
-    if task.stopping is not None:
-        task.stopping.ask(text, task.reader.request, current.valid, end, done)
-    ends = current.valid & done
-    text = replace(text, stop=torch.where(ends, end, text.stop))
-    current = replace(current, valid=current.valid & ~done)
-    held = replace(head.held, late=head.held.late & current.valid)
-    return replace(state, text=text, current=current, seed=seed, has_seed=at_mask, held=held)
+    text.total_steps += revealing.sum(-1)
+    ask = None if task.stopping is None else partial(task.stopping.ask, text, request)
+    current, stop = stand_at(state, following, active, request, task.mask_token_id, ask)
+    return replace(
+        state,
+        text=replace(text, stop=stop),
+        current=current,
+        seed=Source(last.reveal.token, last.reveal.confidence, last.hidden),
+        has_seed=at_mask,
+        held=replace(head.held, late=head.held.late & current.valid),
+    )
 
 
 @dataclass(frozen=True)
@@ -352,7 +387,7 @@ def begin(task: Task, runner: Runner, text: Text, current: States, reused: Tenso
     state = DecodeState(
         text=text,
         current=current,
-        seed=scored.map(lambda t: t[:, 0]),
+        seed=Source(reveal.token[:, 0], reveal.confidence[:, 0], hidden),
         has_seed=current.valid,
         memory=memory.map(lambda t: t.repeat_interleave(width, 1)),
         held=held,
@@ -362,7 +397,7 @@ def begin(task: Task, runner: Runner, text: Text, current: States, reused: Tenso
     successor = task.successor(state)
     accepted = accept(scored, None, successor, task.reader.request.eos, task.mask_token_id)
     used = int(held.committed.max())
-    return advance(task, HeadPasses(runner, held, used, False), state, accepted, successor)
+    return advance(task, HeadPasses(runner, held, used, False), state, accepted)
 
 
 __all__ = ["HeadPasses", "HeadQuestions", "Task", "advance", "begin", "decode", "decode_round", "draft_states"]

@@ -10,13 +10,13 @@ what it would have revealed had the text come to it step by step.
 
 import math
 from dataclasses import dataclass, replace
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .states import PARENT, Memory, Reveal, Scored, States
+from .states import PARENT, Memory, Reveal, Scored, States, TensorFields
 
 
 @dataclass
@@ -41,6 +41,9 @@ class Candidates:
     ids: Tensor
     step: Tensor
     quota: Tensor
+
+
+TensorPart = TypeVar("TensorPart", bound=TensorFields)
 
 
 class RevealRule(Protocol):
@@ -236,6 +239,11 @@ class Accepted:
     passed: Tensor
     last: Tensor
 
+    def at_last(self, part: TensorPart) -> TensorPart:
+        """One of each row: that of the last accepted state, of what is [rows, n + m]."""
+        rows = torch.arange(len(self.last), device=self.last.device)
+        return part.map(lambda t: t[rows, self.last])
+
 
 def accept(scored: Scored, memory: Memory | None, successor: States, eos: Tensor, mask_id: int) -> Accepted:
     """Accept the longest verified path of each row.
@@ -285,24 +293,32 @@ def path_from_first(next_index: Tensor) -> tuple[Tensor, Tensor]:
     return passed.bool(), jump[:, 0]
 
 
-def remembered(accepted: Accepted, count: int, width: int) -> Memory:
-    """Keep what a round scored for the next one, in `width` places.
+def remembered(accepted: Accepted, count: int, width: int) -> tuple[Tensor, Tensor]:
+    """Choose what a round has scored for the next one to remember.
 
     Kept are its `count` states but the clean ones, and those that looked at a clean one, which may turn out not to be text.
+
+    Returns:
+        Which of them are kept, [rows, width] bool, and where they lead, [rows, width, block + 6] long: see `Memory`.
     """
-    scored = accepted.known.map(lambda t: t[:, :count])
-    keep = scored.states.only(~accepted.clean[:, :count] & (scored.states.parent < 0))
+    states = accepted.known.states.map(lambda t: t[:, :count])
+    keep = states.valid & ~accepted.clean[:, :count] & (states.parent < 0)
     next_index = accepted.next_index[:, :count]
     known = (next_index >= 0) & (next_index < count)
-    known &= keep.valid.gather(1, next_index.clamp(0, count - 1))
+    known &= keep.gather(1, next_index.clamp(0, count - 1))
     frontier = torch.where(known, next_index, torch.arange(count, device=next_index.device))
     for _ in range(count.bit_length()):
         frontier = frontier.gather(1, frontier)
     table = accepted.follower.table
     ahead = table.gather(1, frontier[..., None].expand(-1, -1, table.shape[-1]))
     source = (1 + frontier)[..., None]
-    memory = Memory(replace(scored, states=keep), torch.cat([ahead, source, source], -1))
-    return memory if count == width else memory.map(lambda t: F.pad(t, (0, 0) * (t.dim() - 2) + (0, width - count)))
+    return padded(keep, width), padded(torch.cat([ahead, source, source], -1), width)
+
+
+def padded(values: Tensor, width: int) -> Tensor:
+    """[rows, width, ...] of [rows, n, ...]: zeros behind the n."""
+    more = width - values.shape[1]
+    return F.pad(values, (0, 0) * (values.dim() - 2) + (0, more)) if more else values
 
 
 def offered_behind(states: States, last: States, mask_id: int) -> Tensor:
@@ -336,6 +352,7 @@ __all__ = [
     "least_believed",
     "logit",
     "offered_behind",
+    "padded",
     "path_from_first",
     "ranks",
     "remembered",

@@ -131,6 +131,21 @@ class Scored(TensorFields):
 
 
 @dataclass
+class Source(TensorFields):
+    """What the backbone said at one state of each row: where drafts start from.
+
+    Attributes:
+        token: [rows, block] long, the token of each masked position,
+        odds: [rows, block] float, and its log-odds.
+        hidden: [rows, block, hidden_size].
+    """
+
+    token: Tensor
+    odds: Tensor
+    hidden: Tensor
+
+
+@dataclass
 class Memory(TensorFields):
     """What the last round scored in vain, and where each of its states leads without another forward.
 
@@ -144,7 +159,7 @@ class Memory(TensorFields):
     ahead: Tensor
 
 
-for _kind in (States, Reveal, Scored, Memory):
+for _kind in (States, Reveal, Scored, Source, Memory):
     register_dataclass(_kind)
 
-__all__ = ["END", "PARENT", "START", "STATE_COLUMNS", "STEP", "Memory", "Reveal", "Scored", "States", "TensorFields"]
+__all__ = ["END", "PARENT", "START", "STATE_COLUMNS", "STEP", "Memory", "Reveal", "Scored", "Source", "States", "TensorFields"]

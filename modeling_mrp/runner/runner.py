@@ -222,9 +222,9 @@ class Runner:
         width = scored.states.start.shape[1] * self.block
         self.cache.commit(width, slot * self.block, start, which, self.block, scored.layers)
 
-    def commit_clean(self, scored: Scratch, which: Tensor, held: Held) -> Held:
-        """Commit accepted clean states, at most one a row by `which` [rows, n] bool; the head's share of them is late."""
-        row, slot = which.any(-1), which.int().argmax(-1)
+    def commit_clean(self, scored: Scratch, slot: Tensor, held: Held) -> Held:
+        """Commit the accepted clean state of each row, in `slot` [rows] long, -1 for none; the head's share of it is late."""
+        row, slot = slot >= 0, slot.clamp(min=0)
         self.commit(scored, slot, held.committed, row)
         held = replace(held, committed=held.committed + self.block * row)
         if not self.head_layers:
