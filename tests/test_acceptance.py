@@ -1,7 +1,5 @@
 """Drafts by depth and reveals taken back: by hand, and recounted from recorded states and by the slow decoder."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -13,13 +11,14 @@ from mrp_trainer.acceptance import acceptance_by_depth, judged_revocations, mean
 from mrp_trainer.decoded import Decoded, decode_prompts
 from peft import LoraConfig, get_peft_model
 from reference import reference_decode
-from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from modeling_mrp import MRPForCausalLM
-from modeling_mrp.generate.decoding import Decoder
-from modeling_mrp.generate.rows import Counts
-from modeling_mrp.generate.states import Proposal, Reveal, Scored, States
+from modeling_mrp.generate import loop
+from modeling_mrp.generate.decode_state import Counts, DecodeState, RoundPlan
+from modeling_mrp.rules.drafting import Draft
+from modeling_mrp.rules.rules import offered_behind
+from modeling_mrp.rules.states import States
 
 M = MASK
 
@@ -50,15 +49,12 @@ def made(**fields: Any) -> Decoded:
 # ------------------------------------------------------------------------------------------------ depth
 
 
-def test_walks_by_hand() -> None:
-    """Row 0: walks of 0, 2 and 3 drafts, the first and the last with a draft behind their end. Row 1: 1 draft and nothing
+def test_paths_by_hand() -> None:
+    """Row 0: paths of 0, 2 and 3 drafts, the first and the last with a draft behind their end. Row 1: 1 draft and nothing
     behind, then nothing at all."""
-    zeros = torch.zeros(2, dtype=torch.long)
-    counts = Counts(
-        {}, *(zeros.clone() for _ in range(5)), zeros[:, None], *(torch.zeros(2, 5).long() for _ in range(2)), zeros
-    )
+    counts = Counts.zeros(2, 3, True, torch.device("cpu"))
     for depth, offered in (([0, 1], [True, False]), ([2, 0], [False, False]), ([3, 0], [True, False])):
-        counts.add_walk(torch.tensor(depth), torch.tensor(offered))
+        counts.add_path(torch.tensor(depth), torch.tensor(offered))
     assert counts.accepted_at_depth.tolist() == [[2, 2, 1, 0, 0], [1, 0, 0, 0, 0]]
     assert counts.offered_at_depth.tolist() == [[3, 2, 1, 1, 0], [1, 0, 0, 0, 0]]
 
@@ -78,15 +74,12 @@ def test_walks_by_hand() -> None:
     ],
 )
 def test_what_may_follow(candidate: list[int], step: int, start: int, parent: int, valid: bool, offers: bool) -> None:
-    def states(ids: list[int], step: int, start: int, valid: bool, *shape: int) -> States:
-        one = torch.zeros(shape, dtype=torch.long)
-        return States(torch.tensor(ids).expand(*shape, 4), one + start, one + step, one, one.bool() | valid)
+    def state(ids: list[int], step: int, start: int, parent: int, valid: bool) -> States:
+        return States(torch.tensor([[*ids, start, parent, step, 4]]), torch.tensor([valid]))
 
-    candidates = states(candidate, step, start, valid, 1, 1)
-    nothing = Reveal(candidates.ids.bool(), candidates.ids, candidates.ids.float(), candidates.ids.float())
-    scored = Scored(candidates, torch.tensor([[parent]]), nothing, torch.zeros(1, 1, 4, 2))
-    assert scored.offers_behind(states([1, M, M, M], 1, 8, True, 1), M).tolist() == [offers]
-    assert scored.offers_behind(states([1, M, M, M], 1, 8, False, 1), M).tolist() == [False]
+    candidates = state(candidate, step, start, parent, valid).map(lambda t: t[None])
+    assert offered_behind(candidates, state([1, M, M, M], 1, 8, -1, True), M).tolist() == [offers]
+    assert offered_behind(candidates, state([1, M, M, M], 1, 8, -1, False), M).tolist() == [False]
 
 
 def test_rates_by_hand() -> None:
@@ -107,33 +100,25 @@ def test_rates_by_hand() -> None:
     assert mean_accepted_length(made()) is None
 
 
-@contextmanager
-def recorded(patch: pytest.MonkeyPatch) -> Iterator[list[list[tuple[int, list[tuple[tuple[int, ...], int]]]]]]:
-    """For each round and row: the row's clock, and the states submitted, the row's own first: ids and block start."""
-    rounds: list[list[tuple[int, list[tuple[tuple[int, ...], int]]]]] = []
-    walk = Decoder.walk
+Submitted = list[tuple[tuple[int, ...], int]]  # states: ids and block start
 
-    def watched(self: Decoder, proposal: Proposal, hidden: Tensor) -> Tensor:
-        rows = []
-        for row, active in enumerate(self.rows.active.tolist()):
-            submitted = [
-                (tuple(ids), start)
-                for ids, start, valid, parent in zip(
-                    proposal.states.ids[row].tolist(),
-                    proposal.states.start[row].tolist(),
-                    proposal.states.valid[row].tolist(),
-                    proposal.parent[row].tolist(),
-                    strict=True,
-                )
-                if valid and parent < 0
-            ]
-            rows.append((int(self.rows.clock[row]), submitted if active else []))
-        rounds.append(rows)
-        return walk(self, proposal, hidden)
 
-    with patch.context() as context:
-        context.setattr(Decoder, "walk", watched)
-        yield rounds
+@pytest.fixture
+def rounds(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Submitted]]:
+    """Of every round of one row from now on: the steps taken before, and the states submitted, the row's own first."""
+    noted: list[tuple[int, Submitted]] = []
+    draft_states = loop.draft_states
+
+    def drafted(task: loop.Task, head: loop.HeadPasses, state: DecodeState, successor: States, plan: RoundPlan) -> Draft:
+        draft = draft_states(task, head, state, successor, plan)
+        ((table, which),) = zip(draft.states.table, draft.valid & (draft.states.parent < 0), strict=True)
+        own = States(table, which).map(lambda t: t[which])
+        submitted = [(tuple(ids), start) for ids, start in zip(own.ids.tolist(), own.start.tolist(), strict=True)]
+        noted.append((int(state.text.total_steps[0]), submitted))
+        return draft
+
+    monkeypatch.setattr(loop, "draft_states", drafted)
+    return noted
 
 
 @pytest.mark.parametrize(
@@ -147,38 +132,37 @@ def recorded(patch: pytest.MonkeyPatch) -> Iterator[list[list[tuple[int, list[tu
     ],
     ids=str,
 )
-def test_depths_recounted(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_depths_recounted(options: dict[str, Any], rounds: list[tuple[int, Submitted]]) -> None:
     """The states that the backbone goes through are told by the text and the step of each token: at step t a block shows what
     was revealed before. A round goes on along them as far as they were submitted, in it or in the round before."""
     model = make_model(3, block_size=8)
     torch.nn.init.normal_(model.mrp_head.norm.weight, std=0.05, generator=torch.Generator().manual_seed(0))
     prompts = [list(range(1, 9)), list(range(11, 17))]
     for prompt in prompts:  # alone, to the end of a block: nothing is revealed that is not in the text
-        with recorded(monkeypatch) as rounds:
-            new = 32 - len(prompt)
-            out = generate(model, [prompt], max_new_tokens=new, eos_token_id=None, **options)
+        rounds.clear()
+        out = generate(model, [prompt], max_new_tokens=32 - len(prompt), eos_token_id=None, **options)
         text, steps = out.sequences[0].tolist(), [-1] * len(prompt) + out.reveal_step[0].tolist()
         offered, accepted = [0] * 40, [0] * 40
-        before: list[tuple[tuple[int, ...], int]] = []
-        for ((clock, submitted),) in rounds:
+        before: Submitted = []
+        for taken, submitted in rounds:
             start = submitted[0][1]
 
             def at(step: int, start: int = start, text: list[int] = text, steps: list[int] = steps) -> tuple[int, ...]:
                 return tuple(text[i] if steps[i] < step else M for i in range(start, start + 8))
 
-            assert submitted[0][0] == at(clock), "the row's next state is known"
+            assert submitted[0][0] == at(taken), "the row's next state is known"
             known = {ids for ids, begin in submitted[1:] + before if begin == start}
             k = 0
-            while M in at(clock + k):
-                behind = at(clock + k)
+            while M in at(taken + k):
+                behind = at(taken + k)
                 offers = {
                     ids
                     for ids in known
-                    if ids.count(M) == at(clock + k + 1).count(M) and all(b in (M, i) for b, i in zip(behind, ids, strict=True))
+                    if ids.count(M) == at(taken + k + 1).count(M) and all(b in (M, i) for b, i in zip(behind, ids, strict=True))
                 }
                 offered[k] += bool(offers)
-                accepted[k] += at(clock + k + 1) in offers
-                if at(clock + k + 1) not in offers:
+                accepted[k] += at(taken + k + 1) in offers
+                if at(taken + k + 1) not in offers:
                     break
                 k += 1
             before = [state for state in submitted if M in state[0]]

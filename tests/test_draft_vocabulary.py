@@ -13,10 +13,13 @@ from torch import Tensor
 from transformers.generation import LogitsProcessor, LogitsProcessorList, TopKLogitsWarper
 
 from modeling_mrp import MRPConfig, MRPForCausalLM
-from modeling_mrp.generate.decoding import Decoder
+from modeling_mrp.generate import generation
+from modeling_mrp.generate.decode_state import Text
+from modeling_mrp.generate.loop import Task
 from modeling_mrp.generate.sampling import Picker
-from modeling_mrp.generate.states import Reveal
+from modeling_mrp.generate.scoring import Reader
 from modeling_mrp.kernels.noise import gumbel_noise, noise_keys
+from modeling_mrp.rules.states import States
 
 N = 200
 
@@ -27,6 +30,10 @@ def random_picker(**options: Any) -> tuple[Picker, Tensor, Tensor]:
     weight, hidden = (torch.randn(n, 6, generator=generator, dtype=torch.float64) for n in (40, N))
     at = torch.arange(N)
     return Picker(weight, 39, **options), hidden, noise_keys(at * 7, at % 13, at % 5)
+
+
+def restricted(picker: Picker, ids: Tensor) -> Picker:
+    return picker.restricted(ids, picker.lm_head_weight[ids])
 
 
 def subset(size: int) -> Tensor:
@@ -42,7 +49,7 @@ def test_a_winner_inside_is_picked(size: int, temperature: float, sample: bool) 
     higher, as the softmax is over less."""
     picker, hidden, keys = random_picker(sample=sample, temperature=temperature)
     ids = subset(size)
-    full, some = picker(hidden, keys), picker.restricted(ids)(hidden, keys)
+    full, some = picker(hidden, keys), restricted(picker, ids)(hidden, keys)
     inside = torch.isin(full.token, ids)
     assert 0 < inside.sum() < N
     assert torch.equal(some.token[inside], full.token[inside])
@@ -60,7 +67,7 @@ def test_restricted_picks_by_the_formulas(size: int) -> None:
     assert torch.equal(gumbel_noise(keys, ids, torch.float64), noise[:, ids])
     scores = (hidden @ picker.lm_head_weight.T)[:, ids] / 0.7
     best = (scores + noise[:, ids]).argmax(1)
-    picks = picker.restricted(ids)(hidden, keys)
+    picks = restricted(picker, ids)(hidden, keys)
     assert torch.equal(picks.token, ids[best])
     logp = scores.log_softmax(1).gather(1, best[:, None])[:, 0]
     torch.testing.assert_close(picks.logprob, logp)
@@ -74,7 +81,7 @@ def test_truncation_counts_inside_the_subset() -> None:
     picker, hidden, keys = random_picker(sample=True, truncation=LogitsProcessorList([TopKLogitsWarper(1)]))
     ids = subset(7)
     best = (hidden @ picker.lm_head_weight[ids].T).argmax(1)
-    assert torch.equal(picker.restricted(ids)(hidden, keys).token, ids[best])
+    assert torch.equal(restricted(picker, ids)(hidden, keys).token, ids[best])
 
 
 @pytest.mark.parametrize("sample", [False, True], ids=["greedy", "sampled"])
@@ -83,7 +90,7 @@ def test_the_minimum_length_bars_eos_in_the_subset(sample: bool) -> None:
     eos = (int(ids[2]), int(ids[5]), 38)
     picker, hidden, keys = random_picker(sample=sample, eos_token_ids=eos)
     early = torch.arange(N) % 2 == 0
-    free, barred = (picker.restricted(ids)(hidden, keys, no_eos=no_eos) for no_eos in (None, early))
+    free, barred = (restricted(picker, ids)(hidden, keys, no_eos=no_eos) for no_eos in (None, early))
     ends = torch.isin(free.token, torch.tensor(eos))
     assert (ends & early).any()
     assert not torch.isin(barred.token[early], torch.tensor(eos)).any()
@@ -167,8 +174,14 @@ def test_head_share_counts_the_draft_vocabulary() -> None:
 # ------------------------------------------------------------------------------------------------ whole decodes
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=("greedy", "sampled", "top_k", "top_p"))
-@pytest.mark.parametrize("holds", ["none", "few", "one eos", "all"])
+@pytest.mark.parametrize(
+    ("holds", "sampling"),
+    [
+        *(("few", sampling) for sampling in SAMPLINGS),
+        *((holds, SAMPLINGS[i]) for holds in ("none", "one eos", "all") for i in (0, 1)),
+    ],
+    ids=str,
+)
 def test_the_text_stays(holds: str, sampling: dict[str, Any]) -> None:
     """Whether the vocabulary has all of the tokens that come, a few or none."""
     prompts = random_prompts(random.Random(holds), 3)
@@ -181,16 +194,16 @@ def test_the_text_stays(holds: str, sampling: dict[str, Any]) -> None:
     small = dampened(with_vocabulary(ids, 1, block_size=8), 0.3)
     assert texts(small, prompts, decoding="static", **options) == static
     read: set[int] = set()
-    reveal_from = Decoder.reveal_from
+    estimates = Reader.estimates
 
-    def revealed(self: Decoder, *args: Any, drafting: bool = False, **kwargs: Any) -> Reveal:
-        reveal = reveal_from(self, *args, drafting=drafting, **kwargs)
-        if drafting:
-            read.update(reveal.token[reveal.where].tolist())
-        return reveal
+    def estimated(self: Reader, states: States, hidden: Tensor, text: Text) -> tuple[Tensor, Tensor]:
+        token, odds = estimates(self, states, hidden, text)
+        open_positions = torch.arange(8) < states.end[..., None]
+        read.update(token[states.masked(MASK) & states.valid[..., None] & open_positions].tolist())
+        return token, odds
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Decoder, "reveal_from", revealed)
+        patch.setattr(Reader, "estimates", estimated)
         assert texts(small, prompts, decoding="mrp_spec", num_draft_states=6, **options) == static
     assert read
     assert read <= set(ids)
@@ -222,12 +235,12 @@ def test_processors_take_the_whole_vocabulary() -> None:
 def test_who_drafts_from_it(mode: str, restricted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The head does; the backbone's stale logits have been read whole anyway."""
     drafters = []
-    run = Decoder.run
+    decode = generation.decode
 
-    def noted(self: Decoder) -> Any:
-        drafters.append((self.drafter.token_ids is not None, self.picker.token_ids is None))
-        return run(self)
+    def noted(task: Task, *args: Any) -> Any:
+        drafters.append((task.reader.drafter.token_ids is not None, task.reader.sampler.token_ids is None))
+        return decode(task, *args)
 
-    monkeypatch.setattr(Decoder, "run", noted)
+    monkeypatch.setattr(generation, "decode", noted)
     with_vocabulary([1, 2, 3]).generate(torch.tensor([[1, 2]]), decoding=mode, max_new_tokens=3)
     assert drafters == [(restricted, True)]

@@ -1,19 +1,22 @@
-"""The kernel that grows a lattice against its twin, on the lattices of real decodes and on odds that are no numbers."""
+"""The kernel that grows drafts against its twin, in real decodes and on odds that are no numbers."""
 
+import copy
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 import torch
 from conftest import make_model
+from draft_tables import A, B, C, D, M, draft_table, memory_of
 from mrp_trainer.data import encode
 from mrp_trainer.tasks import make_problem
-from test_lattice import drafting_decoder, remember
 from torch import Tensor
 
 from modeling_mrp import MRPForCausalLM
-from modeling_mrp.generate.decoding import Decoder
-from modeling_mrp.generate.drafting import Lattice
-from modeling_mrp.kernels.dispatch import triton
+from modeling_mrp.generate import loop
+from modeling_mrp.kernels.dispatch import Dispatch, triton
+from modeling_mrp.kernels.grow import DraftTable, grow_kernel
+from modeling_mrp.rules.drafting import SOURCE, Draft, Tell, grow, grow_ref
 
 pytestmark = [
     pytest.mark.skipif(triton is None, reason="needs triton"),
@@ -21,30 +24,28 @@ pytestmark = [
 ]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NEAR = 1e-5  # chances this close, relatively, are a tie to float32 sums in another order
-M, A, B, C, D = 60, 10, 11, 12, 13
 
 
 class Compared:
-    """Grows every drafting lattice both ways; rows that differ had a tie in the twin. Decodes go on with the twin's states."""
+    """Grows every draft of a decode both ways; rows that differ had a tie in the twin. Decodes go on with the twin's states."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.rows = self.differing = self.states = self.found = 0
-        twin = Lattice._grown_ref
 
-        def both(lattice: Lattice, size: int) -> tuple[Tensor, Tensor]:
-            ground = lattice._ground()
-            slots, valid = ground.grown(size, lattice.decoder.width)
+        def both(table: DraftTable, size: int, most: int, dispatch: Dispatch, tell: Tell | None) -> Draft:
+            assert tell is None
+            slots, valid = grow_kernel(table, size, most)
             with pytest.MonkeyPatch.context() as inner:
                 margins = Margins(inner)
-                expected = twin(lattice, size)
-            differs = (slots != expected[0]).any(-1).any(-1) | (valid != expected[1]).any(-1)
+                expected = Draft(*grow_ref(table, size, None))
+            differs = (slots != expected.slots).any(-1).any(-1) | (valid != expected.valid).any(-1)
             assert not (differs & (margins.least > NEAR)).any()
             self.rows, self.differing = self.rows + len(slots), self.differing + int(differs.sum())
             self.states += int(valid[:, 1:].sum())
-            self.found += int((slots[..., lattice.source] > 0).sum())  # told by a remembered or re-read state
+            self.found += int((slots[..., SOURCE] > 0).sum())  # told by a remembered or re-read state
             return expected
 
-        patch.setattr(Lattice, "_grown_ref", both)
+        patch.setattr(loop, "grow", both)
 
 
 class Margins:
@@ -70,9 +71,8 @@ def model() -> MRPForCausalLM:
 
 PROMPTS = torch.tensor([[1, 2, 3, 4, 5, 6], [0, 0, 13, 14, 15, 16]], device=DEVICE)
 DECODES: dict[str, dict[str, Any]] = {
-    "chains of two": {"decoding": "self_spec", "num_draft_states": 2, "draft_branches": 1},
-    "four states": {"decoding": "mrp_spec", "num_draft_states": 4, "draft_branches": 3},
-    "eight states": {"decoding": "mrp_spec", "num_draft_states": 8, "draft_branches": 2, "max_new_tokens": 4},
+    "four states": {"decoding": "mrp_spec", "draft_branches": 3, "max_new_tokens": 4},
+    "eight states": {"decoding": "mrp_spec", "num_draft_states": 8, "max_new_tokens": 3},
     "a chain of eight": {"decoding": "self_spec", "num_draft_states": 8, "draft_branches": 1},
     "an end in the block": {"decoding": "self_spec", "eos_token_id": [12, 20, 65], "min_new_tokens": 2},
     "rows of other lengths": {"decoding": "self_spec", "eos_token_id": [97], "draft_branches": 3},
@@ -81,7 +81,7 @@ DECODES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", DECODES)
 def test_equals_its_twin_in_decodes(name: str, model: MRPForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slots and validity of every lattice; at most one row in twenty was near a tie and differs."""
+    """Slots and validity of every draft; at most one row in twenty was near a tie and differs."""
     compared = Compared(monkeypatch)
     options = {"num_draft_states": 4, "draft_branches": 2, "max_new_tokens": 6, "eos_token_id": None} | DECODES[name]
     model.generate(PROMPTS, attention_mask=(PROMPTS > 0).long(), kernels=False, **options)
@@ -99,21 +99,20 @@ def test_equals_its_twin_where_text_is_filled_in(model: MRPForCausalLM, monkeypa
     assert compared.differing <= 1
 
 
-@pytest.mark.parametrize("mode", ["mrp_spec", "self_spec"])
 def test_equals_its_twin_in_a_trained_model(
-    mode: str, tiny_model: MRPForCausalLM, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+    tiny_model: MRPForCausalLM, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compared = Compared(monkeypatch)
-    ids = torch.tensor([encode(make_problem("math", "tune", 1), tiny_tokenizer)[0]])
-    tiny_model.generate(ids, decoding=mode, num_draft_states=4, draft_branches=2, max_new_tokens=20, kernels=False)
+    ids = torch.tensor([encode(make_problem("math", "tune", 1), tiny_tokenizer)[0]], device=DEVICE)
+    options: dict[str, Any] = {"num_draft_states": 4, "draft_branches": 2, "max_new_tokens": 12, "kernels": False}
+    copy.deepcopy(tiny_model).to(DEVICE).generate(ids, decoding="mrp_spec", **options)
     assert compared.states > 8
     assert compared.differing <= max(1, compared.rows // 20)
 
 
-@pytest.mark.parametrize("mode", ["mrp_spec", "self_spec"])
-def test_decodes_cost_the_same(mode: str, model: MRPForCausalLM) -> None:
+def test_decodes_cost_the_same(model: MRPForCausalLM) -> None:
     """All kernels on or off: the same text from the same drafts."""
-    options: dict[str, Any] = {"decoding": mode, "num_draft_states": 4, "draft_branches": 2, "max_new_tokens": 4}
+    options: dict[str, Any] = {"decoding": "mrp_spec", "num_draft_states": 4, "draft_branches": 2, "max_new_tokens": 4}
     options |= {"eos_token_id": None, "return_dict_in_generate": True}
     on, off = (model.generate(PROMPTS[:1], kernels=kernels, **options) for kernels in (True, False))
     assert torch.equal(on.sequences, off.sequences)
@@ -121,15 +120,12 @@ def test_decodes_cost_the_same(mode: str, model: MRPForCausalLM) -> None:
         assert torch.equal(getattr(on.stats, name), getattr(off.stats, name))
 
 
-# ------------------------------------------------------------------------------------------------ by hand
+def both_ways(table: DraftTable, size: int) -> tuple[Draft, Draft]:
+    on_device = {f.name: getattr(table, f.name).to(DEVICE) for f in fields(table) if f.type is Tensor}
+    table = replace(table, **on_device)
+    return Draft(*grow_kernel(table, size, size)), Draft(*grow_ref(table, size, None))
 
 
-def both_ways(decoder: Decoder, size: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    lattice = Lattice(decoder, size, drafting=True)
-    return lattice._ground().grown(size, size), lattice._grown_ref(size)
-
-
-@pytest.mark.skipif(DEVICE == "cuda", reason="made-up decoders are on the CPU, where the kernel is interpreted")
 @pytest.mark.parametrize(
     ("odds", "states"),
     [
@@ -144,33 +140,30 @@ def both_ways(decoder: Decoder, size: int) -> tuple[tuple[Tensor, Tensor], tuple
     ids=str,
 )
 def test_odds_of_all_kinds(odds: list[float], states: int) -> None:
-    """Beside a row that has no seed."""
-    table = ([A, B, C, D], odds)
-    decoder = drafting_decoder([table, table], branches=2)
-    decoder.has_seed[1] = False
-    (slots, valid), (expected, expected_valid) = both_ways(decoder, 5)
-    assert torch.equal(valid, expected_valid)
-    assert torch.equal(slots[valid], expected[valid])
-    assert valid[1].tolist() == [True, False, False, False, False]
-    assert valid[0].sum() == states
+    """Beside a row of which nothing tells."""
+    table = draft_table(*[([A, B, C, D], odds)] * 2, branches=2)
+    table.first[1, SOURCE] = -1
+    draft, expected = both_ways(table, 5)
+    assert torch.equal(draft.valid, expected.valid)
+    assert torch.equal(draft.slots[draft.valid], expected.slots[draft.valid])
+    assert draft.valid[1].tolist() == [True, False, False, False, False]
+    assert draft.valid[0].sum() == states
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="made-up decoders are on the CPU, where the kernel is interpreted")
 def test_remembered_twins_meet() -> None:
     """0.3 and 0.3 for two ways to one state: it comes before the one of 0.4."""
-    decoder = drafting_decoder([([A, B, C], [-0.301, -0.301, -0.229])])
     said = ([A, B, C], [0.0, 0.0, 0.0])
-    remember(decoder, [([A, M, M], [A, B, M], said), ([M, B, M], [A, B, M], said), ([M, M, 7], [A, M, 7], said)])
-    (slots, valid), (expected, expected_valid) = both_ways(decoder, 5)
-    assert slots[0, 1, :3].tolist() == [A, B, M]
-    assert torch.equal(slots, expected)
-    assert torch.equal(valid, expected_valid)
+    entries = [([A, M, M], [A, B, M], said), ([M, B, M], [A, B, M], said), ([M, M, 7], [A, M, 7], said)]
+    table = draft_table(([A, B, C], [-0.301, -0.301, -0.229]), memory=memory_of(*entries, start=3))
+    draft, expected = both_ways(table, 5)
+    assert draft.slots[0, 1, :3].tolist() == [A, B, M]
+    assert torch.equal(draft.slots, expected.slots)
+    assert torch.equal(draft.valid, expected.valid)
 
 
-def test_a_table_that_registers_do_not_hold_is_left_to_the_twin(model: MRPForCausalLM) -> None:
+def test_a_table_that_registers_do_not_hold_is_left_to_the_twin() -> None:
     """A state of a block of four is 16 numbers: 2 ** 14 of them are 1,024 states, taken or not."""
-    assert model.config.block_size == 4
-    decoder = drafting_decoder([([A, B, C, D], [0.9, 0.5, 0.2, 0.0])], branches=3)
-    ground = Lattice(decoder, 5, drafting=True)._ground()
-    assert ground.fits(256)
-    assert not ground.fits(257)
+    table = draft_table(([A, B, C, D], [0.9, 0.5, 0.2, 0.0]), branches=3)
+    assert table.fits(256)
+    assert not table.fits(257)
+    assert grow(table, 257, 257, Dispatch(True)).valid.sum() > 5
