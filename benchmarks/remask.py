@@ -19,7 +19,7 @@ from mrp_trainer.intervals import wilson
 from mrp_trainer.tasks import SPLITS, problems
 from transformers import PreTrainedTokenizerFast
 
-from modeling_mrp.generate.generation import REMASK_RULES
+from modeling_mrp.generate.option_table import REMASK_RULES
 from modeling_mrp.modeling import MRPForCausalLM
 
 TINY = Path(__file__).parent.parent / "hub_configs" / "sdar-tiny-mrp"

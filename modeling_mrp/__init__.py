@@ -1,9 +1,26 @@
 """MRP for SDAR block-diffusion models: everything a Hub repository carries as remote code."""
 
-from .generate.generation import MRPGenerateOutput
-from .generate.options import MRPGenerationConfig
-from .model.configuration import MRPConfig
-from .modeling import MRPForCausalLM, MRPHead
-from .runner.cache import BlockCache
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .generate.generation import MRPGenerateOutput
+    from .generate.options import MRPGenerationConfig
+    from .model.configuration import MRPConfig
+    from .modeling import MRPForCausalLM, MRPHead
+    from .runner.cache import BlockCache
+
+_HOMES = {"MRPGenerateOutput": "generate.generation", "MRPGenerationConfig": "generate.options"}
+_HOMES |= {"MRPConfig": "model.configuration", "BlockCache": "runner.cache"}
+_HOMES |= {"MRPForCausalLM": "modeling", "MRPHead": "modeling"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is exported when it is asked for: torch takes seconds, and `mrp --help` needs only the table of options."""
+    from importlib import import_module
+
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+
 
 __all__ = ["BlockCache", "MRPConfig", "MRPForCausalLM", "MRPGenerateOutput", "MRPGenerationConfig", "MRPHead"]

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import StoppingCriteria
 
 from modeling_mrp import MRPForCausalLM
-from modeling_mrp.generate.generation import DECODINGS
+from modeling_mrp.generate.option_table import DECODINGS
 from modeling_mrp.model.diffusion import PackedBatch
 
 BLOCK, MASK, PAD, VOCAB = 4, 60, 0, 64  # of make_model

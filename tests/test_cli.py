@@ -14,7 +14,7 @@ from conftest import ROOT, TINY
 from mrp_trainer import cli, cli_train, evaluate
 from mrp_trainer.arguments import MRPTrainingArguments
 from mrp_trainer.convert import LAYOUTS
-from mrp_trainer.evaluate_options import Decoding, EvaluateOptions
+from mrp_trainer.evaluate_options import EvaluateOptions
 from mrp_trainer.objectives import HEAD_LOSSES
 from mrp_trainer.questions import JUDGES
 from mrp_trainer.reveals import REVEAL_RULES
@@ -26,7 +26,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from modeling_mrp import MRPForCausalLM
-from modeling_mrp.generate.options import DECODINGS
 from modeling_mrp.model.head import NEW_HEADS
 
 TRAIN = ["--model", "m", "--output-dir", "o"]
@@ -118,7 +117,6 @@ def test_choices_are_those_of_the_modules() -> None:
     assert choices(cli_train.train_head, "reveal_rule") == set(REVEAL_RULES)
     assert choices(cli.evaluate, "judge") == set(JUDGES)
     assert choices(cli.convert, "layout") == set(LAYOUTS)
-    assert set(get_args(Decoding)) == set(DECODINGS)
 
 
 def test_evaluation_shows_the_same_help_twice(capsys: pytest.CaptureFixture[str]) -> None:

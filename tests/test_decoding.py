@@ -9,7 +9,7 @@ from conftest import make_model
 from reference import reference_decode
 
 from modeling_mrp import MRPForCausalLM
-from modeling_mrp.generate.generation import REMASK_RULES
+from modeling_mrp.generate.option_table import REMASK_RULES
 
 BACKBONE_MODES = ("static", "dynamic", "sequential", "entropy_bound")
 ALL_MODES = (*BACKBONE_MODES, "self_spec", "mrp_direct", "mrp_spec", "mrp_remask")

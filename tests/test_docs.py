@@ -11,7 +11,6 @@ from mrp_trainer.arguments import MRPTrainingArguments
 from mrp_trainer.convert import Layout, convert
 from mrp_trainer.intervals import Interval
 from transformers import AutoTokenizer
-from transformers.generation import GenerationConfig
 
 from benchmarks import ablation_report, tables
 from benchmarks.common import read_lines
@@ -172,16 +171,6 @@ def test_the_readmes_code_for_published_repositories_runs_none_of_theirs(tmp_pat
     assert torch.equal(names["model"].generate(**ids, decoding="mrp_spec", max_new_tokens=8), expected)
     AutoTokenizer.from_pretrained(folders["JetLM/SDAR-4B-Chat-b16"], trust_remote_code=True)
     assert mark.exists(), "the trap works"
-
-
-def test_the_readme_has_all_options_and_their_defaults() -> None:
-    section = (ROOT / "README.md").read_text().split("\n## Options\n")[1].split("\n## ")[0]
-    rows = [[cell.strip(" `") for cell in row.split("|")[1:3]] for row in section.splitlines() if row.startswith("| `")]
-    options, plain = MRPGenerationConfig(), GenerationConfig()
-    names = [name for name in vars(options) if not hasattr(plain, name)]
-    options.check(block_size=16, has_head=True)
-    defaults = {name: str(getattr(options, name)) for name in names} | {"denoising_steps": "block_size"}
-    assert dict(rows) == defaults
 
 
 def test_the_readme_names_every_file_of_the_remote_code() -> None:

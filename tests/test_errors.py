@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers import DynamicCache, GenerationConfig
 
 from modeling_mrp import MRPForCausalLM
-from modeling_mrp.generate.generation import DECODINGS, REMASK_RULES, MRPGenerationConfig
+from modeling_mrp.generate.option_table import DECODINGS, REMASK_RULES
+from modeling_mrp.generate.options import MRPGenerationConfig
 
 __all__ = ["headless", "model"]  # fixtures
 

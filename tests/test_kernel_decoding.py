@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from modeling_mrp import MRPForCausalLM
 from modeling_mrp.generate.decoding import Decoder
-from modeling_mrp.generate.options import DECODINGS, REMASK_RULES
+from modeling_mrp.generate.option_table import DECODINGS, REMASK_RULES
 from modeling_mrp.kernels.dispatch import PYTORCH, Dispatch, triton
 from modeling_mrp.kernels.head_input import normed_pair, normed_pair_ref
 from modeling_mrp.kernels.unembedding import Readout

@@ -30,7 +30,8 @@ Its parts, in this order:
     kernels/fused_layers.py     Qwen3 layers in a round of decoding, with what lies between their matrix products fused.
     generate/decode_state.py    One decode in tensors: what was asked, what a round changes, and what the host reads of it once a round.
     generate/modes.py           Modes of decoding, each three answers: what a step reveals, what the head changes about that, and what is drafted ahead.
-    generate/options.py         The options of `generate` for MRP models: `MRPGenerationConfig`, its defaults and checks.
+    generate/option_table.py    The options of `generate` beyond those of transformers, each declared once.
+    generate/options.py         The options of `generate` for MRP models: the config that holds, checks and interprets them.
     generate/prompts.py         What `generate` is given to go on from, checked: prompts, their mask, and the tokens that stand behind them already.
     generate/sampling.py        Picks: the token and its confidence at every masked position, greedy or sampled, reproducible to the bit.
     generate/scoring.py         From hidden states to what is revealed: picks at masked positions, and the reveal rule on them.
@@ -61,6 +62,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from importlib import import_module
+from math import inf
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
@@ -6077,9 +6079,99 @@ class Mode:
 
 
 # ----------------------------------------------------------------------------------------------------
+# generate/option_table.py
+#
+# The options of `generate` beyond those of transformers, each declared once.
+#
+# From `OPTIONS` come the fields of `MRPGenerationConfig`, their defaults and checks, the flags of command lines and the README's
+# table. Nothing here imports torch, so that the help of a command line comes at once.
+
+DECODINGS = ("static", "dynamic", "sequential", "entropy_bound", "self_spec", "mrp_direct", "mrp_spec", "mrp_remask")
+REMASK_RULES = ("reread", "threshold", "residual")
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option of `generate`.
+
+    Attributes:
+        name: The keyword argument, and the field of the config.
+        default: The value of an option that nobody sets. None stays allowed where it is the default.
+        kind: The type of its values, as `isinstance` takes it; a bool is no number.
+        holds: The range: True of the values allowed, given one of that type and the model's block size.
+        remedy: The end of the error for others; `{block_size}` stands for the model's.
+        help: Its meaning, a line of Markdown.
+        modes: The values of `decoding` in which it has an effect.
+    """
+
+    name: str
+    default: Any
+    kind: Any
+    holds: Callable[[Any, int], bool]
+    remedy: str
+    help: str = ""
+    modes: tuple[str, ...] = DECODINGS
+
+    def check(self, value: Any, block_size: int) -> None:
+        """Raise `ValueError`, with value and remedy, for a value of another type or out of range."""
+        if value is None and self.default is None:
+            return
+        fits = isinstance(value, self.kind) and (self.kind is bool or not isinstance(value, bool))
+        if not fits or not self.holds(value, block_size):
+            kind = "" if fits else f", of type {type(value).__name__}"
+            raise ValueError(f"{self.name} is {value!r}{kind}: {self.remedy.format(block_size=block_size)}")
+
+
+# Type, range and remedy.
+_Values = tuple[Any, Callable[[Any, int], bool], str]
+_COUNT: _Values = (int, lambda v, _: v >= 1, "it must be an int of 1 or more")
+_STEPS: _Values = (int, lambda v, size: 1 <= v <= size, "it must be an int from 1 to block_size ({block_size})")
+_PROBABILITY: _Values = (int | float, lambda v, _: 0 <= v <= 1, "it must be a probability, a float from 0 to 1")
+_NATS: _Values = (int | float, lambda v, _: v >= 0, "it must be a number of nats, a float of 0 or more")
+_LOGITS: _Values = (int | float, lambda v, _: v > 0, "it must be a positive number of logits, a float")
+_KERNELS: _Values = (bool, lambda *_: True, "use None (where they can be used), True (or an error) or False (PyTorch only)")
+_GRAPHS: _Values = (bool, lambda *_: True, "use True, False, or None for CUDA graphs where they are possible")
+_SEED: _Values = (
+    int | list,
+    lambda v, _: all(type(one) is int and 0 <= one < 1 << 62 for one in (v if isinstance(v, list) else [v])),
+    "use None, an int of 0 or more and below 2**62, or a list of one such int per row",
+)
+
+
+def _one_of(names: tuple[str, ...]) -> _Values:
+    return str, lambda v, _: v in names, f"choose one of {', '.join(names)}"
+
+
+_SCHEDULED, _DRAFTED = ("static", "sequential", "self_spec", "mrp_direct", "mrp_spec"), ("self_spec", "mrp_spec")
+OPTIONS = (
+    Option("decoding", "static", *_one_of(DECODINGS), "the mode"),
+    Option("denoising_steps", None, *_STEPS, "steps per block; None: `block_size`, one token a step", _SCHEDULED),
+    Option("confidence_threshold", 0.9, *_PROBABILITY, "tau, a probability", ("dynamic", "mrp_remask")),
+    Option("entropy_threshold", 0.35, *_NATS, "bound in nats on the summed entropy of a step's reveals", ("entropy_bound",)),
+    Option("mrp_steps", 1, *_COUNT, "reveals of the head after each backbone step, unverified", ("mrp_direct",)),
+    Option("num_draft_states", 4, *_COUNT, "K: states a row submits per round, at most: the next one, and drafts", _DRAFTED),
+    Option("draft_branches", 3, *_COUNT, "followers considered per state; 1 drafts a chain", _DRAFTED),
+    Option("draft_passes", 1, *_COUNT, "head passes per round, at most; each re-reads what is drafted so far", ("mrp_spec",)),
+    Option(
+        "compute_bound_tokens",
+        None,
+        *_COUNT,
+        "tokens in a forward up to which its time hardly grows (about 140 for bf16 on an H200): drafts are submitted as far as "
+        "they are worth their time; None: only forwards count",
+        _DRAFTED,
+    ),
+    Option("remask_rule", "reread", *_one_of(REMASK_RULES), "`reread`, `threshold` or `residual`", ("mrp_remask",)),
+    Option("residual_delta", 1.0, *_LOGITS, "for the rule `residual`, in logits", ("mrp_remask",)),
+    Option("seed", None, *_SEED, "with `do_sample`: int s gives row i s + i, a list one per row, None torch's generator"),
+    Option("kernels", None, *_KERNELS, "Triton kernels: None where possible, True or an error, False never"),
+    Option("graphs", None, *_GRAPHS, "CUDA graphs: None where possible, True or an error, False never"),
+)
+
+
+# ----------------------------------------------------------------------------------------------------
 # generate/options.py
 #
-# The options of `generate` for MRP models: `MRPGenerationConfig`, its defaults and checks.
+# The options of `generate` for MRP models: the config that holds, checks and interprets them.
 
 # Of options that were checked: none is None.
 _MODES: dict[str, Callable[[Any], Mode]] = {
@@ -6097,8 +6189,6 @@ _REMASKS: dict[str, Callable[[Any], Any]] = {
     "threshold": lambda options: ThresholdRemask(logit(options.confidence_threshold)),
     "residual": lambda options: ResidualRemask(options.residual_delta),
 }
-DECODINGS = tuple(_MODES)
-REMASK_RULES = tuple(_REMASKS)
 
 
 def _drafting(options: Any, passes: int) -> Drafting:
@@ -6106,31 +6196,25 @@ def _drafting(options: Any, passes: int) -> Drafting:
     return Drafting(states, options.draft_branches, min(passes, states - 1), options.compute_bound_tokens)
 
 
-# Options of `generate` whose meaning rests on one token per forward, one hypothesis per row, or a second model, and the
-# values that switch them off.
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "num_beams": (None, 1),
-    "num_beam_groups": (None, 1),
-    "penalty_alpha": (None, 0, 0.0),
-    "dola_layers": (None,),
-    "constraints": (None,),
-    "force_words_ids": (None,),
-    "prompt_lookup_num_tokens": (None,),
-    "assistant_early_exit": (None,),
-    "use_mtp": (None, False),
-    "guidance_scale": (None, 1, 1.0),
-    "token_healing": (None, False),
-    "output_scores": (None, False),
-    "output_logits": (None, False),
-    "output_attentions": (None, False),
-    "output_hidden_states": (None, False),
-    "cache_implementation": (None,),
-    "watermarking_config": (None,),
-    "exponential_decay_length_penalty": (None,),
-    "begin_suppress_tokens": (None,),
-    "forced_bos_token_id": (None,),
-    "forced_eos_token_id": (None,),
-    "prefill_chunk_size": (None,),
+# Options of transformers that it checks later, or not.
+_CHECKED = (
+    Option("max_new_tokens", None, int, lambda v, _: v >= 1, "it must be an int of 1 or more"),
+    Option(
+        "temperature",
+        None,
+        int | float,
+        lambda v, _: 0 < v < inf,
+        "it must be a positive number (greedy decoding is do_sample=False)",
+    ),
+)
+# Those whose meaning rests on one token per forward, one hypothesis per row, or a second model, and what switches them off
+# beside None.
+_UNSUPPORTED: dict[str, Any] = {
+    **{"num_beams": 1, "num_beam_groups": 1, "penalty_alpha": 0, "guidance_scale": 1, "use_mtp": False, "token_healing": False},
+    **{"output_scores": False, "output_logits": False, "output_attentions": False, "output_hidden_states": False},
+    **dict.fromkeys(("dola_layers", "constraints", "force_words_ids", "prompt_lookup_num_tokens", "assistant_early_exit")),
+    **dict.fromkeys(("cache_implementation", "watermarking_config", "exponential_decay_length_penalty", "prefill_chunk_size")),
+    **dict.fromkeys(("begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id")),
 }
 _ONE_HYPOTHESIS = "block-diffusion decoding follows one hypothesis per row through its own rounds"
 _LOGPROBS = "with return_dict_in_generate=True the output has token_logprobs, the log-probability of every token"
@@ -6141,139 +6225,56 @@ _INSTEAD = {
     "output_attentions": _FORWARD,
     "output_hidden_states": _FORWARD,
 }
-# Values of our own options that are left open everywhere.
-_DEFAULTS: dict[str, Any] = {
-    "decoding": "static",
-    "confidence_threshold": 0.9,
-    "entropy_threshold": 0.35,
-    "mrp_steps": 1,
-    "num_draft_states": 4,
-    "draft_branches": 3,
-    "draft_passes": 1,
-    "remask_rule": "reread",
-    "residual_delta": 1.0,
-}
 
 
 class MRPGenerationConfig(GenerationConfig):
-    """A `GenerationConfig` plus the options of block-diffusion decoding.
+    """A `GenerationConfig` plus the options of block-diffusion decoding: one field for each of `OPTIONS`.
 
-    As with every generation config, None leaves an option to the model's own config, and then to the default in brackets.
-
-    Args:
-        decoding: `static`, `dynamic`, `sequential`, `entropy_bound` (backbone alone), `self_spec` (lossless, no head
-            needed), `mrp_direct`, `mrp_spec` (lossless) or `mrp_remask` [`static`].
-        denoising_steps: Steps per block [`block_size`, one token a step].
-        confidence_threshold: tau of `dynamic` and `mrp_remask`, a probability [0.9].
-        entropy_threshold: Bound of `entropy_bound`, in nats [0.35].
-        mrp_steps: Unverified head reveals after each backbone step of `mrp_direct` [1].
-        num_draft_states: K, the states a row may submit per round in `mrp_spec` and `self_spec`; 1 drafts nothing, though the
-            next block's first state rides behind a clean one in every mode [4].
-        draft_branches: How many followers of a state are considered in drafting; 1 drafts a chain [3].
-        draft_passes: Head passes per round of `mrp_spec`, at most; each re-reads what is drafted so far [1].
-        compute_bound_tokens: Tokens in a forward up to which its time hardly grows, a property of the device (about 140 for
-            bf16 on an H200). Drafts are then submitted only as far as they were right often enough so far to be worth their
-            time, none if the batch alone fills the device [None: the number of forwards is all that counts].
-        remask_rule: Which reveals `mrp_remask` takes back: `reread` (the least believed one at a time, then echoes of the
-            others), `threshold` (published) or `residual` (released code) [`reread`].
-        residual_delta: Largest residual logit that the `residual` rule lets stand [1.0].
-        kernels: Triton kernels in place of PyTorch. None: where they can be used (an NVIDIA GPU of compute capability 8.0 or
-            more, float16, bfloat16 or float32), with PyTorch where one fails to compile; True: kernels or an error, also
-            interpreted (`TRITON_INTERPRET=1`); False: PyTorch only [None].
-        graphs: Whether rounds are recorded as CUDA graphs and replayed: True, or an error where that is impossible; False, or
-            None: on CUDA where it is possible [None].
-        seed: An int s gives row i the seed s + i; a list gives one per row [one per row from torch's generator].
+    As with every generation config, None leaves an option to the model's own config, and then to the option's default.
     """
 
     def __init__(self, **kwargs: Any) -> None:
-        self.decoding: str | None = kwargs.pop("decoding", None)
-        self.denoising_steps: int | None = kwargs.pop("denoising_steps", None)
-        self.confidence_threshold: float | None = kwargs.pop("confidence_threshold", None)
-        self.entropy_threshold: float | None = kwargs.pop("entropy_threshold", None)
-        self.mrp_steps: int | None = kwargs.pop("mrp_steps", None)
-        self.num_draft_states: int | None = kwargs.pop("num_draft_states", None)
-        self.draft_branches: int | None = kwargs.pop("draft_branches", None)
-        self.draft_passes: int | None = kwargs.pop("draft_passes", None)
-        self.compute_bound_tokens: int | None = kwargs.pop("compute_bound_tokens", None)
-        self.remask_rule: str | None = kwargs.pop("remask_rule", None)
-        self.residual_delta: float | None = kwargs.pop("residual_delta", None)
-        self.kernels: bool | None = kwargs.pop("kernels", None)
-        self.graphs: bool | None = kwargs.pop("graphs", None)
-        self.seed: int | list[int] | None = kwargs.pop("seed", None)
+        for option in OPTIONS:
+            setattr(self, option.name, kwargs.pop(option.name, None))
         super().__init__(**kwargs)
 
     def to_diff_dict(self) -> dict[str, Any]:
-        """What is saved: the options that are set."""
+        """Leave out the options that are not set: they are not saved."""
         return {name: value for name, value in super().to_diff_dict().items() if value is not None}
 
     def check(self, block_size: int, has_head: bool) -> None:
-        """Fills in defaults, then raises `ValueError`, with value and remedy, for the first option that cannot be honoured."""
-        self.update(**_DEFAULTS, defaults_only=True)
-        if not isinstance(self.decoding, str) or self.decoding not in _MODES:
-            raise ValueError(f"decoding is {self.decoding!r}: choose one of {', '.join(DECODINGS)}")
+        """Fill in defaults, then raise `ValueError`, with value and remedy, for the first option that cannot be honoured."""
+        self.update(**{option.name: option.default for option in OPTIONS}, defaults_only=True)
+        for option in (*OPTIONS, *_CHECKED):
+            option.check(getattr(self, option.name), block_size)
         if self.decoding.startswith("mrp_") and not has_head:
             raise ValueError(
                 f"decoding={self.decoding!r} needs an MRP head, and this model has none: load one with "
                 "MRPForCausalLM.from_backbone(backbone, head=...) or model.attach_head(head), or use 'self_spec', which is "
                 "lossless and needs no head"
             )
-        if self.denoising_steps is not None:
-            _require(
-                self, "denoising_steps", int, lambda v: 1 <= v <= block_size, f"an int from 1 to block_size ({block_size})"
-            )
-        _require(self, "confidence_threshold", float, lambda v: 0 <= v <= 1, "a probability, a float from 0 to 1")
-        _require(self, "entropy_threshold", float, lambda v: v >= 0, "a number of nats, a float of 0 or more")
-        _require(self, "mrp_steps", int, lambda v: v >= 1, "an int of 1 or more")
-        _require(self, "num_draft_states", int, lambda v: v >= 1, "an int of 1 or more")
-        _require(self, "draft_branches", int, lambda v: v >= 1, "an int of 1 or more")
-        _require(self, "draft_passes", int, lambda v: v >= 1, "an int of 1 or more")
-        if self.compute_bound_tokens is not None:
-            _require(self, "compute_bound_tokens", int, lambda v: v >= 1, "an int of 1 or more tokens, or None")
-        _require(self, "residual_delta", float, lambda v: v > 0, "a positive number of logits, a float")
-        if not isinstance(self.kernels, bool | None):
-            raise ValueError(
-                f"kernels is {self.kernels!r}: use None (where they can be used), True (or an error) or False (PyTorch only)"
-            )
-        if self.remask_rule not in REMASK_RULES:
-            raise ValueError(f"remask_rule is {self.remask_rule!r}: choose one of {', '.join(REMASK_RULES)}")
-        if self.graphs is not None and not isinstance(self.graphs, bool):
-            raise ValueError(f"graphs is {self.graphs!r}: use True, False, or None for CUDA graphs where they are possible")
-        if self.temperature is not None:
-            _require(
-                self,
-                "temperature",
-                float,
-                lambda v: 0 < v < float("inf"),
-                "a positive number (greedy decoding is do_sample=False)",
-            )
         for name, ids in (("eos_token_id", self.eos_ids()), ("pad_token_id", [self.pad_token_id])):
             if any(not (one is None and name == "pad_token_id") and not _is_id(one) for one in ids):
                 value, several = getattr(self, name), " or a list of them" if name == "eos_token_id" else ""
                 raise ValueError(f"{name} is {value!r}: it must be an id, an int,{several} or None")
-        seeds = self.seed if isinstance(self.seed, list) else [self.seed]
-        if any(not (s is None or (isinstance(s, int) and not isinstance(s, bool) and 0 <= s < 1 << 62)) for s in seeds):
-            raise ValueError(
-                f"seed is {self.seed!r}: use None, an int of 0 or more and below 2**62, or a list of one such int per row"
-            )
         for name, off in _UNSUPPORTED.items():
-            if (value := getattr(self, name, None)) not in off:
+            if (value := getattr(self, name, None)) not in (None, off):
                 why = _INSTEAD.get(name, _ONE_HYPOTHESIS)
                 raise ValueError(f"{name}={value!r} is not supported: {why}. Leave {name} unset")
 
     def mode(self) -> Mode:
-        """What is revealed, refined and drafted."""
-        assert self.decoding is not None, "check fills in defaults"
+        """Look up what is revealed, refined and drafted, of options that were checked."""
         return _MODES[self.decoding](self)
 
     def eos_ids(self) -> list[int]:
-        """The ids that end a row."""
+        """List the ids that end a row."""
         eos: Any = self.eos_token_id
         if isinstance(eos, Tensor):
             return list(eos.flatten().tolist())
         return [] if eos is None else list(eos) if isinstance(eos, list | tuple) else [eos]
 
     def seeds(self, rows: int) -> Tensor:
-        """[rows] long: the seed of every row.
+        """Give every row its seed, [rows] long.
 
         Raises:
             ValueError: if `seed` lists another number of them.
@@ -6289,7 +6290,7 @@ class MRPGenerationConfig(GenerationConfig):
         return torch.randint(1 << 62, (rows,)) if self.do_sample else torch.zeros(rows, dtype=torch.long)
 
     def schedule(self, block_size: int) -> Tensor:
-        """[block_size] long: how many positions each denoising step of a block reveals, then zeros."""
+        """Count the positions that each denoising step of a block reveals, [block_size] long, zeros behind the last step."""
         return reveal_schedule(block_size, self.denoising_steps)
 
 
@@ -6297,7 +6298,7 @@ OPTION_NAMES = frozenset(name for name in vars(MRPGenerationConfig()) if not nam
 
 
 def did_you_mean(name: str) -> str:
-    """ ": did you mean ...?" for a name that is like one or several options, and "" for others."""
+    """Suggest the option whose name is most like this one, with a space before; "" if none is."""
     near = difflib.get_close_matches(name, sorted(OPTION_NAMES), n=1, cutoff=0.75)
     return f" (did you mean {near[0]}?)" if near else ""
 
@@ -6308,15 +6309,6 @@ def _is_id(value: Any) -> bool:
     except TypeError:
         return False
     return not isinstance(value, bool)
-
-
-def _require(config: MRPGenerationConfig, name: str, kind: type, holds: Callable[[Any], bool], wanted: str) -> None:
-    value = getattr(config, name)
-    allowed = (int, float) if kind is float else (int,)
-    if not isinstance(value, allowed) or isinstance(value, bool):
-        raise ValueError(f"{name} is {value!r}, of type {type(value).__name__}: it must be {wanted}")
-    if not holds(value):
-        raise ValueError(f"{name} is {value!r}: it must be {wanted}")
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -7417,9 +7409,6 @@ class MRPGenerationMixin(GenerationMixin):
             criteria.append(StopStringCriteria(tokenizer, config.stop_strings))
             model_kwargs["stopping_criteria"] = criteria
             config.stop_strings = None
-        new = config.max_new_tokens
-        if new is not None and (not isinstance(new, int) or isinstance(new, bool) or new < 1):
-            raise ValueError(f"max_new_tokens is {new!r}: it must be an int of 1 or more")
         if (mask_id := self.config.mask_token_id) in config.eos_ids():
             raise ValueError(f"eos_token_id holds the mask id {mask_id}, which is never picked: leave it out")
         return config, model_kwargs

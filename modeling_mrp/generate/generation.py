@@ -45,7 +45,7 @@ from ..runner.runner import Runner
 from .decode_state import DecodeState, Remasked, Request, laid_out
 from .loop import Task, begin, decode
 from .modes import Mode
-from .options import DECODINGS, OPTION_NAMES, REMASK_RULES, MRPGenerationConfig, did_you_mean
+from .options import OPTION_NAMES, MRPGenerationConfig, did_you_mean
 from .prompts import check_infill, check_prompt, check_rows
 from .recording import RecordedRounds, replayable
 from .sampling import Picker
@@ -250,9 +250,6 @@ class MRPGenerationMixin(GenerationMixin):
             criteria.append(StopStringCriteria(tokenizer, config.stop_strings))
             model_kwargs["stopping_criteria"] = criteria
             config.stop_strings = None
-        new = config.max_new_tokens
-        if new is not None and (not isinstance(new, int) or isinstance(new, bool) or new < 1):
-            raise ValueError(f"max_new_tokens is {new!r}: it must be an int of 1 or more")
         if (mask_id := self.config.mask_token_id) in config.eos_ids():
             raise ValueError(f"eos_token_id holds the mask id {mask_id}, which is never picked: leave it out")
         return config, model_kwargs
@@ -544,11 +541,4 @@ def _revocations(remasked: list[Remasked], prompt_length: Tensor) -> Tensor:
     return torch.stack([row, start[step, row] + column - prompt_length[row], token[step, row, column]], 1)
 
 
-__all__ = [
-    "DECODINGS",
-    "REMASK_RULES",
-    "MRPGenerateOutput",
-    "MRPGenerateStats",
-    "MRPGenerationConfig",
-    "MRPGenerationMixin",
-]
+__all__ = ["MRPGenerateOutput", "MRPGenerateStats", "MRPGenerationConfig", "MRPGenerationMixin"]

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from huggingface_hub import snapshot_download
-from transformers.generation import GenerationConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
-from modeling_mrp.generate.options import MRPGenerationConfig
+from modeling_mrp.generate.option_table import OPTIONS
 from modeling_mrp.model.configuration import MRPConfig
 from modeling_mrp.model.layouts import (
     DRAFT_TOKENS,
@@ -163,7 +162,7 @@ def _write(folder: Path, beside: Path, files: list[Path], config: MRPConfig, lay
         return
     (beside / "config.json").write_text(json.dumps(published_fields(config), indent=2, sort_keys=True) + "\n")
     if (options_path := beside / "generation_config.json").exists():
-        ours = vars(MRPGenerationConfig()).keys() - vars(GenerationConfig()).keys()
+        ours = {option.name for option in OPTIONS}
         options = {name: value for name, value in json.loads(options_path.read_text()).items() if name not in ours}
         options_path.write_text(json.dumps(options, indent=2, sort_keys=True) + "\n")
 

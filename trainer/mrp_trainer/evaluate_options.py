@@ -5,29 +5,34 @@ Nothing here imports torch, so that help comes at once.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, Literal
 
 import yaml
+
+from modeling_mrp.generate.option_table import DECODINGS, OPTIONS
 
 from .flags import flag, too_small
 from .tasks import Family, Split
 
 FILE_NEW_TOKENS = 256
-# Options of `generate` that other flags give, and those that the measurement rests on.
-_BY_FLAG = {
-    "decoding": "--decoding",
-    "confidence_threshold": "--tau",
-    "num_draft_states": "--states",
-    "draft_branches": "--branches",
-    "max_new_tokens": "--max-new-tokens",
-}
+_OPTIONS = {option.name: option for option in OPTIONS}
+# Options of `generate` that have a flag for several values, others that have a flag, and those that the measurement rests on.
+_SWEPT = {"confidence_threshold": "tau", "num_draft_states": "states", "draft_branches": "branches"}
+_BY_FLAG = {**_SWEPT, "decoding": "decoding", "max_new_tokens": "max-new-tokens"}
 _FIXED = ("return_dict_in_generate", "num_return_sequences", "max_length")
 
 
 Judge = Literal["exact", "last_number", "contains"]
 Dtype = Literal["auto", "float64", "float32", "bfloat16", "float16"]
-Decoding = Literal["static", "dynamic", "sequential", "entropy_bound", "self_spec", "mrp_direct", "mrp_spec", "mrp_remask"]
+Decoding: Any = Literal[DECODINGS]
 _WHAT, _HOW, _MODEL, _OUTPUT = "What is asked", "How it is decoded", "Model", "Output"
+
+
+def _of(name: str) -> dict[str, Any]:
+    """Take the help and the default of an option's flag, which may have several values, from its declaration."""
+    option = _OPTIONS[name]
+    return {"help": f"{option.help} ({name} of {', '.join(option.modes)}).", "default": [option.default], "panel": _HOW}
 
 
 @dataclass(kw_only=True)
@@ -51,10 +56,10 @@ class EvaluateOptions:
     split: str = flag("Split of the synthetic problems.", "heldout", panel=_WHAT, kind=Split)
     count: int = flag("Problems of a family.", 500, panel=_WHAT, min=1)
     limit: int | None = flag("Only so many of each set.", None, panel=_WHAT, min=1)
-    decoding: list[str] = flag("Modes of decoding.", ["static"], panel=_HOW, kind=list[Decoding])
-    tau: list[float] = flag("confidence_threshold of dynamic, mrp_remask.", [0.9], panel=_HOW)
-    states: list[int] = flag("num_draft_states of mrp_spec, self_spec.", [4], panel=_HOW)
-    branches: list[int] = flag("draft_branches: followers considered per state.", [3], panel=_HOW)
+    decoding: list[str] = flag("Modes of decoding.", [_OPTIONS["decoding"].default], panel=_HOW, kind=list[Decoding])
+    tau: list[float] = flag(**_of("confidence_threshold"))
+    states: list[int] = flag(**_of("num_draft_states"))
+    branches: list[int] = flag(**_of("draft_branches"))
     set: list[str] = flag("Any other option of generate.", [], panel=_HOW, metavar="NAME=VALUE")
     max_new_tokens: int | None = flag("Tokens per answer.", None, panel=_HOW, min=1, shown="the family's, or 256")
     batch_size: int = flag("Prompts per call of generate.", 32, panel=_HOW, min=1)
@@ -85,7 +90,7 @@ class EvaluateOptions:
             if name in found:
                 raise ValueError(f"--set {assignment}: {name} is given twice, leave one out")
             if name in _BY_FLAG:
-                raise ValueError(f"--set {assignment}: use {_BY_FLAG[name]}")
+                raise ValueError(f"--set {assignment}: use --{_BY_FLAG[name]}")
             if name in _FIXED:
                 raise ValueError(f"--set {assignment}: the measurement decides on {name}, leave it out")
             found[name] = _value(text, assignment)
@@ -96,16 +101,8 @@ class EvaluateOptions:
         extra = self.extra()
         settings: list[dict[str, Any]] = []
         for decoding in self.decoding:
-            if decoding in ("dynamic", "mrp_remask"):
-                settings += [{"decoding": decoding, "confidence_threshold": tau} for tau in self.tau]
-            elif decoding in ("mrp_spec", "self_spec"):
-                settings += [
-                    {"decoding": decoding, "num_draft_states": states, "draft_branches": branches}
-                    for states in self.states
-                    for branches in self.branches
-                ]
-            else:
-                settings.append({"decoding": decoding})
+            values = {name: getattr(self, flag) for name, flag in _SWEPT.items() if decoding in _OPTIONS[name].modes}
+            settings += [{"decoding": decoding, **dict(zip(values, one, strict=True))} for one in product(*values.values())]
         return [{**one, "set": extra} for one in settings] if extra else settings
 
 

@@ -1,0 +1,92 @@
+"""The options of `generate` beyond those of transformers, each declared once.
+
+From `OPTIONS` come the fields of `MRPGenerationConfig`, their defaults and checks, the flags of command lines and the README's
+table. Nothing here imports torch, so that the help of a command line comes at once.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+DECODINGS = ("static", "dynamic", "sequential", "entropy_bound", "self_spec", "mrp_direct", "mrp_spec", "mrp_remask")
+REMASK_RULES = ("reread", "threshold", "residual")
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option of `generate`.
+
+    Attributes:
+        name: The keyword argument, and the field of the config.
+        default: The value of an option that nobody sets. None stays allowed where it is the default.
+        kind: The type of its values, as `isinstance` takes it; a bool is no number.
+        holds: The range: True of the values allowed, given one of that type and the model's block size.
+        remedy: The end of the error for others; `{block_size}` stands for the model's.
+        help: Its meaning, a line of Markdown.
+        modes: The values of `decoding` in which it has an effect.
+    """
+
+    name: str
+    default: Any
+    kind: Any
+    holds: Callable[[Any, int], bool]
+    remedy: str
+    help: str = ""
+    modes: tuple[str, ...] = DECODINGS
+
+    def check(self, value: Any, block_size: int) -> None:
+        """Raise `ValueError`, with value and remedy, for a value of another type or out of range."""
+        if value is None and self.default is None:
+            return
+        fits = isinstance(value, self.kind) and (self.kind is bool or not isinstance(value, bool))
+        if not fits or not self.holds(value, block_size):
+            kind = "" if fits else f", of type {type(value).__name__}"
+            raise ValueError(f"{self.name} is {value!r}{kind}: {self.remedy.format(block_size=block_size)}")
+
+
+# Type, range and remedy.
+_Values = tuple[Any, Callable[[Any, int], bool], str]
+_COUNT: _Values = (int, lambda v, _: v >= 1, "it must be an int of 1 or more")
+_STEPS: _Values = (int, lambda v, size: 1 <= v <= size, "it must be an int from 1 to block_size ({block_size})")
+_PROBABILITY: _Values = (int | float, lambda v, _: 0 <= v <= 1, "it must be a probability, a float from 0 to 1")
+_NATS: _Values = (int | float, lambda v, _: v >= 0, "it must be a number of nats, a float of 0 or more")
+_LOGITS: _Values = (int | float, lambda v, _: v > 0, "it must be a positive number of logits, a float")
+_KERNELS: _Values = (bool, lambda *_: True, "use None (where they can be used), True (or an error) or False (PyTorch only)")
+_GRAPHS: _Values = (bool, lambda *_: True, "use True, False, or None for CUDA graphs where they are possible")
+_SEED: _Values = (
+    int | list,
+    lambda v, _: all(type(one) is int and 0 <= one < 1 << 62 for one in (v if isinstance(v, list) else [v])),
+    "use None, an int of 0 or more and below 2**62, or a list of one such int per row",
+)
+
+
+def _one_of(names: tuple[str, ...]) -> _Values:
+    return str, lambda v, _: v in names, f"choose one of {', '.join(names)}"
+
+
+_SCHEDULED, _DRAFTED = ("static", "sequential", "self_spec", "mrp_direct", "mrp_spec"), ("self_spec", "mrp_spec")
+OPTIONS = (
+    Option("decoding", "static", *_one_of(DECODINGS), "the mode"),
+    Option("denoising_steps", None, *_STEPS, "steps per block; None: `block_size`, one token a step", _SCHEDULED),
+    Option("confidence_threshold", 0.9, *_PROBABILITY, "tau, a probability", ("dynamic", "mrp_remask")),
+    Option("entropy_threshold", 0.35, *_NATS, "bound in nats on the summed entropy of a step's reveals", ("entropy_bound",)),
+    Option("mrp_steps", 1, *_COUNT, "reveals of the head after each backbone step, unverified", ("mrp_direct",)),
+    Option("num_draft_states", 4, *_COUNT, "K: states a row submits per round, at most: the next one, and drafts", _DRAFTED),
+    Option("draft_branches", 3, *_COUNT, "followers considered per state; 1 drafts a chain", _DRAFTED),
+    Option("draft_passes", 1, *_COUNT, "head passes per round, at most; each re-reads what is drafted so far", ("mrp_spec",)),
+    Option(
+        "compute_bound_tokens",
+        None,
+        *_COUNT,
+        "tokens in a forward up to which its time hardly grows (about 140 for bf16 on an H200): drafts are submitted as far as "
+        "they are worth their time; None: only forwards count",
+        _DRAFTED,
+    ),
+    Option("remask_rule", "reread", *_one_of(REMASK_RULES), "`reread`, `threshold` or `residual`", ("mrp_remask",)),
+    Option("residual_delta", 1.0, *_LOGITS, "for the rule `residual`, in logits", ("mrp_remask",)),
+    Option("seed", None, *_SEED, "with `do_sample`: int s gives row i s + i, a list one per row, None torch's generator"),
+    Option("kernels", None, *_KERNELS, "Triton kernels: None where possible, True or an error, False never"),
+    Option("graphs", None, *_GRAPHS, "CUDA graphs: None where possible, True or an error, False never"),
+)
+
+__all__ = ["DECODINGS", "OPTIONS", "REMASK_RULES", "Option"]

@@ -1,0 +1,65 @@
+"""The table of `generate`'s options: what the README, a config and the modes of decoding make of it."""
+
+from typing import Any
+
+import pytest
+from conftest import ROOT
+from mrp_trainer.evaluate_options import EvaluateOptions
+from transformers import GenerationConfig
+
+from modeling_mrp.generate.option_table import DECODINGS, OPTIONS
+from modeling_mrp.generate.options import MRPGenerationConfig
+
+NAMED = {option.name: option for option in OPTIONS}
+# Of each option that a mode is made of, values of it and others under which it differs from that of the defaults.
+CHANGES: dict[str, dict[str, Any]] = {
+    "confidence_threshold": {"confidence_threshold": 0.5},
+    "entropy_threshold": {"entropy_threshold": 0.1},
+    "mrp_steps": {"mrp_steps": 2},
+    "num_draft_states": {"num_draft_states": 3},
+    "draft_branches": {"draft_branches": 1},
+    "draft_passes": {"draft_passes": 2},
+    "compute_bound_tokens": {"compute_bound_tokens": 140},
+    "remask_rule": {"remask_rule": "threshold"},
+    "residual_delta": {"residual_delta": 0.5, "remask_rule": "residual"},
+}
+
+
+def checked(**options: Any) -> MRPGenerationConfig:
+    config = MRPGenerationConfig(**options)
+    config.check(block_size=4, has_head=True)
+    return config
+
+
+def test_the_readme_has_the_table() -> None:
+    section = (ROOT / "README.md").read_text().split("\n## Options\n")[1].split("\n## ")[0]
+    expected = ["| option | default | modes | what it sets |", "|---|---|---|---|"]
+    for option in OPTIONS:
+        default = f"`{option.default}`" if isinstance(option.default, str) else option.default
+        modes = "all" if option.modes == DECODINGS else ", ".join(f"`{mode}`" for mode in option.modes)
+        expected.append(f"| `{option.name}` | {default} | {modes} | {option.help} |")
+    shown = [line for line in section.splitlines() if line.startswith("|")]
+    assert shown == expected, "the table is:\n" + "\n".join(expected)
+
+
+def test_a_config_has_the_options_and_no_others() -> None:
+    assert vars(MRPGenerationConfig()).keys() - vars(GenerationConfig()).keys() == NAMED.keys()
+    defaults = checked()
+    assert {name: getattr(defaults, name) for name in NAMED} == {option.name: option.default for option in OPTIONS}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_an_option_counts_in_its_modes_only(name: str) -> None:
+    others = {other: value for other, value in CHANGES[name].items() if other != name}
+    changed = [
+        mode for mode in DECODINGS if checked(decoding=mode, **others).mode() != checked(decoding=mode, **CHANGES[name]).mode()
+    ]
+    assert tuple(changed) == NAMED[name].modes
+
+
+def test_the_evaluations_flags_begin_with_the_defaults() -> None:
+    flags = EvaluateOptions(decoding=["mrp_spec", "dynamic"])
+    spec, dynamic = flags.settings()
+    assert spec == {"decoding": "mrp_spec", "num_draft_states": 4, "draft_branches": 3}
+    assert dynamic == {"decoding": "dynamic", "confidence_threshold": 0.9}
+    assert all(NAMED[name].default == value for name, value in {**spec, **dynamic}.items() if name != "decoding")
