@@ -313,6 +313,10 @@ class HeadQuestions:
     head: HeadPasses
     text: Text
 
+    def after(self, states: States, reveal: Reveal) -> States:
+        """See `HeadSteps`."""
+        return stepped(states, reveal, self.task.reader.request.eos)
+
     def head_hidden(self, states: States, hidden: Tensor) -> Tensor:
         """See `HeadSteps`."""
         return self.head(states.map(lambda t: t[:, None]), hidden[:, None])[:, 0]

@@ -13,6 +13,10 @@ from ..rules.states import Reveal, States
 class HeadSteps(Protocol):
     """What a refinement may ask for: head passes and picks on one state per row."""
 
+    def after(self, states: States, reveal: Reveal) -> States:
+        """Apply a reveal to states [rows], for the head to read; an eos in it ends the text."""
+        ...
+
     def head_hidden(self, states: States, hidden: Tensor) -> Tensor:
         """h_C [rows, block, hidden] at states [rows], given hidden states h_A, or their estimate, of the same shape."""
         ...
@@ -46,13 +50,6 @@ class Refinement(Protocol):
         ...
 
 
-def applied(reveal: Reveal, states: States) -> States:
-    """The states with a reveal's tokens, for the head to read."""
-    block = reveal.where.shape[-1]
-    ids = torch.where(reveal.where, reveal.token, states.ids)
-    return replace(states, table=torch.cat([ids, states.table[..., block:]], -1))
-
-
 @dataclass(frozen=True)
 class Direct:
     """`mrp_direct`: after each backbone step the head reveals one more position at a time, unverified (MRP, section 5)."""
@@ -65,7 +62,7 @@ class Direct:
         """See `Refinement`."""
         one = torch.ones_like(states.start)
         for _ in range(self.head_reveals):
-            after = applied(reveal, states)
+            after = steps.after(states, reveal)
             hidden = hidden + steps.head_hidden(after, hidden)
             reveal = reveal.and_then(steps.most_confident(after, hidden, one))
         return reveal
@@ -83,7 +80,7 @@ def belief(steps: HeadSteps, states: States, hidden: Tensor, reveal: Reveal, giv
         reveal: [rows] the tokens in question.
         given: [rows, block] bool, the part of the reveal that the head sees.
     """
-    corrected = hidden + steps.head_hidden(applied(reveal.only(given), states), hidden)
+    corrected = hidden + steps.head_hidden(steps.after(states, reveal.only(given)), hidden)
     return steps.token_confidence(states, corrected, reveal.token, reveal.where & states.valid[:, None])
 
 
