@@ -13,16 +13,18 @@ from ..rules.states import Reveal, States
 class HeadSteps(Protocol):
     """What a refinement may ask for: head passes and picks on one state per row."""
 
-    def after(self, states: States, reveal: Reveal) -> States:
-        """Apply a reveal to states [rows], for the head to read; an eos in it ends the text."""
-        ...
-
     def head_hidden(self, states: States, hidden: Tensor) -> Tensor:
         """h_C [rows, block, hidden] at states [rows], given hidden states h_A, or their estimate, of the same shape."""
         ...
 
-    def most_confident(self, states: States, hidden: Tensor, count: Tensor) -> Reveal:
-        """Reveal the `count` [rows] most confident positions of states [rows] by hidden states [rows, block, hidden]."""
+    def most_confident(self, states: States, reveal: Reveal, hidden: Tensor) -> Reveal:
+        """Reveal the most confident position that `reveal` leaves open, up to an eos in it.
+
+        Args:
+            states: [rows] before the reveal.
+            reveal: [rows] what is revealed there already.
+            hidden: [rows, block, hidden] at the states behind it.
+        """
         ...
 
     def token_confidence(self, states: States, hidden: Tensor, token: Tensor, where: Tensor) -> Tensor:
@@ -50,6 +52,13 @@ class Refinement(Protocol):
         ...
 
 
+def applied(reveal: Reveal, states: States) -> States:
+    """The states with a reveal's tokens, for the head to read."""
+    block = reveal.where.shape[-1]
+    ids = torch.where(reveal.where, reveal.token, states.ids)
+    return replace(states, table=torch.cat([ids, states.table[..., block:]], -1))
+
+
 @dataclass(frozen=True)
 class Direct:
     """`mrp_direct`: after each backbone step the head reveals one more position at a time, unverified (MRP, section 5)."""
@@ -60,11 +69,9 @@ class Direct:
 
     def __call__(self, steps: HeadSteps, states: States, hidden: Tensor, reveal: Reveal) -> Reveal:
         """See `Refinement`."""
-        one = torch.ones_like(states.start)
         for _ in range(self.head_reveals):
-            after = steps.after(states, reveal)
-            hidden = hidden + steps.head_hidden(after, hidden)
-            reveal = reveal.and_then(steps.most_confident(after, hidden, one))
+            hidden = hidden + steps.head_hidden(applied(reveal, states), hidden)
+            reveal = reveal.and_then(steps.most_confident(states, reveal, hidden))
         return reveal
 
 
@@ -80,7 +87,7 @@ def belief(steps: HeadSteps, states: States, hidden: Tensor, reveal: Reveal, giv
         reveal: [rows] the tokens in question.
         given: [rows, block] bool, the part of the reveal that the head sees.
     """
-    corrected = hidden + steps.head_hidden(steps.after(states, reveal.only(given)), hidden)
+    corrected = hidden + steps.head_hidden(applied(reveal.only(given), states), hidden)
     return steps.token_confidence(states, corrected, reveal.token, reveal.where & states.valid[:, None])
 
 
