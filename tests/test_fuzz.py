@@ -15,7 +15,7 @@ from test_decoding import batch_of, dampened
 
 from modeling_mrp import MRPForCausalLM
 
-SEEDS, CASES = 24, 2
+SEEDS, CASES = 24, 3
 # What a decode cost each row.
 COSTS = ("row_forwards", "row_head_forwards", "drafted", "accepted", "accepted_lengths")
 
