@@ -316,8 +316,8 @@ def result(run: Run, rank: int = 0) -> Result:
 
 
 def start(run: Run | Settings | list[str], processes: int = 1) -> list[int | None]:
-    """Trains, as the commands do if settings are given, as the recipe of the embedded checkpoint if its arguments are, and waits
-    for all processes; their exit codes, None for one that was not done in two minutes (it is ended)."""
+    """Trains, as the commands do if settings are given, as the recipe of the embedded checkpoint if its arguments are, and
+    waits for all processes; their exit codes, None for one that was not done in two minutes (it is ended)."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):  # Python 3.11 does not pass it on
