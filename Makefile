@@ -4,13 +4,20 @@ VENV := .venv
 BIN := $(VENV)/bin
 COUNT ?= 64
 
-.PHONY: demo test lint clean
+# The inner loop: rules, drafts and rounds without a model, and every mode on random and embedded weights.
+CHECKED := rules drafting_rules drafting_budget round losses golden_traces imports bundle
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+
+.PHONY: demo check test lint clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m mrp_trainer.demo --count $(COUNT)
 
+check: $(VENV)/.dev
+	$(PYTEST) $(CHECKED:%=tests/test_%.py)
+
 test: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+	$(PYTEST)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .

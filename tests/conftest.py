@@ -14,6 +14,7 @@ import torch
 if not torch.cuda.is_available():  # kernels that a test forces are interpreted; triton reads this where they are defined
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from fresh import Fresh
 from helpers import VOCAB, naive_norm
 from hub_server import HubServer
 from mrp_trainer.tasks import make_problem
@@ -62,6 +63,14 @@ def hub(tmp_path: Path) -> Iterator[HubServer]:
         server.add_user("alice", token="hf_alice", organizations=["org"])
         server.add_user("bob", token="hf_bob")
         yield server
+
+
+@pytest.fixture(scope="session")
+def fresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fresh]:
+    """What runs scripts that know nothing of this checkout."""
+    runner = Fresh(tmp_path_factory.mktemp("fresh"))
+    yield runner
+    runner.close()
 
 
 @pytest.fixture

@@ -100,7 +100,7 @@ def cases() -> Iterator[tuple[str, dict[str, Any]]]:
             yield f"{where}, one row", trace(model, ROWS[1:2], **given)[0]
             told, _ = trace(model, ROWS, **given)
             yield f"{where}, eight rows", told
-            if trace(model, ROWS, "right", **given)[0] != told:
+            if sampling == "sampled" and trace(model, ROWS, "right", **given)[0] != told:
                 raise AssertionError(f"{where}: padding on the right gives another text or cost")
         greedy, sampled = ({**options, **SAMPLINGS[name]} for name in ("greedy", "sampled"))
         infill = torch.tensor(_GIVEN)

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_model
+from fresh import Fresh
 from helpers import close
 from peft import LoraConfig, PeftModel, get_peft_model
 from test_heads import PROMPT, SHA, SPEC, in_hub_cache, speculate
-from test_remote_code import run_fresh
 
 from modeling_mrp import MRPForCausalLM
 
@@ -100,10 +100,10 @@ def test_an_adapter_for_a_head_repository(saved: tuple[Path, Path], tmp_path: Pa
     assert not torch.equal(residual(again), residual(MRPForCausalLM.from_pretrained(named)))
 
 
-def test_offline_in_a_fresh_process(saved: tuple[Path, Path], tmp_path: Path) -> None:
+def test_offline_in_a_fresh_process(saved: tuple[Path, Path], fresh: Fresh, tmp_path: Path) -> None:
     """`AutoModel` on a head repository, on it with another backbone, and on an adapter for it: all from the cache."""
     full, adapter = saved
-    hub = tmp_path / "hf" / "hub"
+    hub = fresh.hub_cache
     in_hub_cache(full, hub, "org/backbone")
     model = MRPForCausalLM.from_pretrained(full)
     model.save_pretrained(tmp_path / "head", head_only=True, base_model_name_or_path="org/backbone", base_model_revision=SHA)
@@ -111,7 +111,7 @@ def test_offline_in_a_fresh_process(saved: tuple[Path, Path], tmp_path: Path) ->
     in_hub_cache(adapter, hub, "org/adapter")
     path = hub / "models--org--adapter" / "snapshots" / SHA / "adapter_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "base_model_name_or_path": "org/head"}))
-    printed = run_fresh(
+    printed = fresh(
         f"""
         from transformers import AutoModel, AutoModelForCausalLM
         for auto, name, options in (
@@ -123,8 +123,7 @@ def test_offline_in_a_fresh_process(saved: tuple[Path, Path], tmp_path: Path) ->
             out = model.generate(torch.tensor({PROMPT.tolist()}), **{SPEC!r})
             print(out.sequences[0].tolist(), out.stats.drafted.tolist(), out.stats.accepted.tolist())
             print(model.backbone_source.name, model.name_or_path, type(model).__module__.split(".")[0])
-        """,
-        tmp_path,
+        """
     )
     plain, tuned = (" ".join(map(str, speculate(m))) for m in (model, adapted(MRPForCausalLM.from_pretrained(full))))
     assert plain != tuned

@@ -173,10 +173,24 @@ def test_the_readmes_code_for_published_repositories_runs_none_of_theirs(tmp_pat
     assert mark.exists(), "the trap works"
 
 
-def test_the_readme_names_every_file_of_the_remote_code() -> None:
-    section = (ROOT / "README.md").read_text().split("\n## Code\n")[1].split("\n## ")[0]
-    named = [name for row in section.splitlines() if row.startswith("|") for name in re.findall(r"`(\w+)`", row.split("|")[2])]
-    assert sorted(named) == sorted(path.stem.removesuffix("_mrp") for path in (ROOT / "modeling_mrp").glob("*_mrp.py"))
+def what_is_where() -> str:
+    return (ROOT / "README.md").read_text().split("\n## What is where\n")[1].split("\n## ")[0]
+
+
+def test_the_readme_says_what_every_room_holds() -> None:
+    rows = [
+        [cell.strip() for cell in row.strip("|").split("|")] for row in what_is_where().splitlines() if row.startswith("| `")
+    ]
+    rooms = {name.strip("`/").removeprefix("modeling_mrp/"): described for name, described, *_ in rows}
+    assert sorted(rooms) == sorted(path.parent.name for path in (ROOT / "modeling_mrp").glob("*/__init__.py"))
+    assert all(len(described.split()) >= 3 for described in rooms.values()), rooms
+
+
+def test_the_readme_knows_the_length_of_the_generated_files() -> None:
+    """To 10 %."""
+    told = dict(re.findall(r"`(\w+\.py)` \(([\d,]+) lines\)", what_is_where()))
+    lines = {path.name: len(path.read_text().splitlines()) for path in TINY.glob("*.py")}
+    assert {name: int(count.replace(",", "")) for name, count in told.items()} == pytest.approx(lines, rel=0.1)
 
 
 @pytest.mark.parametrize("family", ["math", "code"])

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from conftest import TINY
 from mrp_trainer import demo, evaluate
+from mrp_trainer.decoded import NEW_TOKENS
 from mrp_trainer.evaluate import Decoded, decode_problems
 from mrp_trainer.tasks import judge, problems
 
@@ -224,7 +225,10 @@ def test_the_precision_and_device_asked_for(asked: str, used: str, capsys: pytes
     assert (line["asked"]["dtype"], line["asked"]["device"]) == (used, "cpu")
 
 
-def test_the_demo_ends_with_its_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_demo_ends_with_its_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of short texts."""
+    for family in NEW_TOKENS:
+        monkeypatch.setitem(NEW_TOKENS, family, 20)
     demo.main(["--count", "2", "--batch-size", "2"])
     out = capsys.readouterr().out
     rows = {line.split("│")[1].strip(): line.split("│")[2:-1] for line in out.splitlines() if line.startswith("│")}

@@ -128,7 +128,7 @@ def test_random_decodes(mode: str, seed: int) -> None:
         drafted, _ = decode_rows(model, prompts, rng.choice(("left", "right")), infill, seed=seeds, **options)
         for a, b in zip(static, drafted, strict=True):
             assert_same_text(a, b, case)
-        for row in range(count):
+        for row in rng.sample(range(count), min(count, 2)):
             own = None if infill is None else infill[row : row + 1]
             (alone,), _ = decode_rows(model, [prompts[row]], "left", own, seed=[seeds[row]], **options)
             assert_same_text(alone, drafted[row], case)

@@ -1,15 +1,14 @@
 """The recipe of the embedded checkpoint at toy length: every stage, a resumed run, and an export that loads anywhere."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, TINY
+from conftest import TINY
 from mrp_trainer import train_tiny
+from training_runs import start
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from modeling_mrp import MRPForCausalLM
@@ -44,28 +43,21 @@ def test_a_head_is_trained_on_its_backbone(work: Path) -> None:
 
 
 def test_two_processes_share_the_steps(work: Path, tmp_path: Path) -> None:
-    """The same losses as in one process, to the rounding of bfloat16; on the embedded backbone, recorded on the way."""
+    """As `torchrun` starts them: the same losses as in one process, to the rounding of bfloat16; on the embedded backbone,
+    recorded on the way."""
     settings = ["--trajectories", "6", "--head-steps", "3", "--head-batch-size", "2"]
     run(tmp_path / "one", "head", *settings)
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "--standalone",
-        "-m",
-        "mrp_trainer.train_tiny",
-    ]
-    command = [*torchrun, "--stage", "head", "--work", str(tmp_path / "two"), *settings]
-    subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, check=True)
+    assert start(["--stage", "head", "--work", str(tmp_path / "two"), *settings], 2) == [0, 0]
     one, two = ((tmp_path / name / "head" / "log.jsonl").read_text().splitlines() for name in ("one", "two"))
     assert len(one) == len(two) == 2
     assert json.loads(two[0])["kl_head"] == pytest.approx(json.loads(one[0])["kl_head"], rel=2e-2)
     assert MRPForCausalLM.from_pretrained(tmp_path / "two" / "head" / "final").mrp_head.norm.weight.abs().max() > 0
-    odd = [*command[:-1], "3"]
-    refused = subprocess.run(odd, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, check=False)
-    assert b"the batch size is 3, and 2 processes share it" in refused.stderr
+
+
+def test_processes_share_whole_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train_tiny, "_processes", lambda: SimpleNamespace(num_processes=2))
+    with pytest.raises(ValueError, match="the batch size is 3, and 2 processes share it: use a multiple of 2"):
+        run(tmp_path, "backbone", "--steps", "3", "--batch-size", "3")
 
 
 def test_an_export_loads_with_plain_transformers(work: Path, tmp_path: Path) -> None:

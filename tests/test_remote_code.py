@@ -1,32 +1,18 @@
 """The embedded checkpoint as users load it: as remote code, in fresh processes, from outside the checkout, without triton."""
 
-import os
-import shutil
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import TINY, make_model
+from fresh import Fresh
+from test_heads import in_hub_cache
 
 from modeling_mrp import MRPForCausalLM
 from modeling_mrp.model.saving import code_files
 
 pytestmark = pytest.mark.skipif(not TINY.exists(), reason="the embedded checkpoint is not here")
-
-SHA = "0123456789abcdef0123456789abcdef01234567"
-
-# A machine without optional packages that knows nothing of this checkout: these names cannot be imported.
-PRELUDE = """
-import sys
-for name in ("triton", "flash_attn", "modeling_mrp", "mrp_trainer"):
-    sys.modules[name] = None
-import torch
-torch.set_num_threads(1)
-"""
 
 USE = """
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
@@ -49,46 +35,30 @@ print("TEXT:" + repr(texts[0]))
 """
 
 
-def run_fresh(code: str, tmp_path: Path, **environment: str) -> str:
-    """Runs code in a new interpreter, outside the checkout, with an empty module cache; returns what it prints."""
-    script = tmp_path / "fresh.py"
-    script.write_text(PRELUDE + textwrap.dedent(code))
-    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    env |= {
-        "HF_HOME": str(tmp_path / "hf"),
-        "HF_HUB_OFFLINE": "1",
-        "HF_MODULES_CACHE": str(tmp_path / "modules"),
-        **environment,
-    }
-    done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+@pytest.fixture(scope="module")
+def as_it_lies(fresh: Fresh) -> str:
+    """The text that the folder of the embedded checkpoint gives."""
+    return fresh(USE.format(where=str(TINY)))
 
 
-def test_loads_from_the_folder_as_it_lies(tmp_path: Path) -> None:
-    assert "TEXT:" in run_fresh(USE.format(where=str(TINY)), tmp_path)
+def test_loads_from_the_folder_as_it_lies(as_it_lies: str) -> None:
+    assert "TEXT:" in as_it_lies
 
 
-def test_loads_from_an_offline_hub_cache(tmp_path: Path) -> None:
+def test_loads_from_an_offline_hub_cache(fresh: Fresh, as_it_lies: str) -> None:
     """A snapshot has no sub-packages and no siblings but its own: what survives there survives on the Hub."""
-    repository = tmp_path / "hf" / "hub" / "models--someone--sdar-tiny-mrp"
-    snapshot = repository / "snapshots" / SHA
-    shutil.copytree(TINY, snapshot, symlinks=False)
-    (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text(SHA)
-    from_hub = run_fresh(USE.format(where="someone/sdar-tiny-mrp"), tmp_path)
-    assert from_hub == run_fresh(USE.format(where=str(TINY)), tmp_path)
+    in_hub_cache(TINY, fresh.hub_cache, "someone/sdar-tiny-mrp")
+    assert fresh(USE.format(where="someone/sdar-tiny-mrp")) == as_it_lies
 
 
-def test_pipeline(tmp_path: Path) -> None:
-    printed = run_fresh(
+def test_pipeline(fresh: Fresh) -> None:
+    printed = fresh(
         f"""
         from transformers import pipeline
         pipe = pipeline("text-generation", model={str(TINY)!r}, trust_remote_code=True)
         chat = [{{"role": "user", "content": "Write a function of a number: plus 9 when even, otherwise plus 3."}}]
         print("TEXT:" + pipe(chat, max_new_tokens=64)[0]["generated_text"][-1]["content"])
-        """,
-        tmp_path,
+        """
     )
     assert "TEXT:def " in printed
 
@@ -131,17 +101,17 @@ for nth in range(1, 6):
 """
 
 
-def test_first_loads_by_four_processes_at_once(tmp_path: Path) -> None:
+def test_first_loads_by_four_processes_at_once(fresh: Fresh, tmp_path: Path) -> None:
     """As `torchrun` starts them, with an empty module cache: in twenty loads none meets code that another one has half copied.
     The processes are forks of one that has imported transformers, and none of its remote code."""
-    snapshot = tmp_path / "hf" / "hub" / "models--someone--small" / "snapshots" / SHA
-    make_model().save_pretrained(snapshot)
-    (snapshot.parents[1] / "refs").mkdir()
-    (snapshot.parents[1] / "refs" / "main").write_text(SHA)
-    assert run_fresh(FIRST_LOADS, tmp_path) == "EXIT: 0 0 0 0\n" * 5
+    make_model().save_pretrained(tmp_path / "small")
+    in_hub_cache(tmp_path / "small", fresh.hub_cache, "someone/small")
+    assert fresh(FIRST_LOADS) == "EXIT: 0 0 0 0\n" * 5
 
 
-def test_save_and_load_again(tiny_model: MRPForCausalLM, tiny_tokenizer: Any, tmp_path: Path) -> None:
+def test_save_and_load_again(
+    tiny_model: MRPForCausalLM, tiny_tokenizer: Any, fresh: Fresh, as_it_lies: str, tmp_path: Path
+) -> None:
     """The saved folder holds real files, loads on its own and gives equal outputs."""
     saved = tmp_path / "saved"
     tiny_model.save_pretrained(saved)
@@ -154,7 +124,7 @@ def test_save_and_load_again(tiny_model: MRPForCausalLM, tiny_tokenizer: Any, tm
     for decoding in ("static", "mrp_spec", "mrp_remask"):
         options = {"decoding": decoding, "max_new_tokens": 20}
         assert torch.equal(again.generate(ids, **options), tiny_model.generate(ids, **options))
-    assert run_fresh(USE.format(where=str(saved)), tmp_path) == run_fresh(USE.format(where=str(TINY)), tmp_path)
+    assert fresh(USE.format(where=str(saved))) == as_it_lies
 
 
 def test_saving_a_backbone_without_a_head(tmp_path: Path) -> None:

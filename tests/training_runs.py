@@ -20,6 +20,7 @@ from unittest import mock
 import numpy as np
 import torch
 from helpers import naive_norm
+from mrp_trainer import train_tiny
 from mrp_trainer.arguments import MRPTrainingArguments
 from mrp_trainer.runs import LORA_TARGETS, open_run
 from mrp_trainer.samples import Sample
@@ -252,6 +253,11 @@ def _train_as_commands_do(settings: Settings, rank: int, processes: int, port: i
     open_run(settings).train()
 
 
+def _follow_the_recipe(arguments: list[str], rank: int, processes: int, port: int) -> None:
+    _join(rank, processes, port)
+    train_tiny.main(arguments)
+
+
 def _train(run: Run, rank: int, processes: int, port: int) -> None:
     _join(rank, processes, port)
     if processes > 1:
@@ -309,9 +315,9 @@ def result(run: Run, rank: int = 0) -> Result:
     )
 
 
-def start(run: Run | Settings, processes: int = 1) -> list[int | None]:
-    """Trains, as the commands do if settings are given, and waits for all processes; their exit codes, None for one that was
-    not done in two minutes (it is ended)."""
+def start(run: Run | Settings | list[str], processes: int = 1) -> list[int | None]:
+    """Trains, as the commands do if settings are given, as the recipe of the embedded checkpoint if its arguments are, and
+    waits for all processes; their exit codes, None for one that was not done in two minutes (it is ended)."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):  # Python 3.11 does not pass it on
@@ -319,7 +325,7 @@ def start(run: Run | Settings, processes: int = 1) -> list[int | None]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    work: Any = _train if isinstance(run, Run) else _train_as_commands_do
+    work: Any = {Run: _train, Settings: _train_as_commands_do, list: _follow_the_recipe}[type(run)]
     ranks = [context.Process(target=work, args=(run, rank, processes, port)) for rank in range(processes)]
     for process in ranks:
         process.start()

@@ -352,10 +352,11 @@ class HeadQuestions:
         """See `HeadSteps`."""
         return self.head(states.map(lambda t: t[:, None]), hidden[:, None])[:, 0]
 
-    def most_confident(self, states: States, hidden: Tensor, count: Tensor) -> Reveal:
+    def most_confident(self, states: States, reveal: Reveal, hidden: Tensor) -> Reveal:
         """See `HeadSteps`."""
-        reveal = self.task.reader.reveal(states.map(lambda t: t[:, None]), hidden[:, None], self.text, count[:, None])
-        return reveal.map(lambda t: t[:, 0])
+        after = stepped(states, reveal, self.task.reader.request.eos).map(lambda t: t[:, None])
+        best = self.task.reader.reveal(after, hidden[:, None], self.text, torch.ones_like(after.start))
+        return best.map(lambda t: t[:, 0])
 
     def token_confidence(self, states: States, hidden: Tensor, token: Tensor, where: Tensor) -> Tensor:
         """See `HeadSteps`."""

@@ -17,8 +17,14 @@ class HeadSteps(Protocol):
         """h_C [rows, block, hidden] at states [rows], given hidden states h_A, or their estimate, of the same shape."""
         ...
 
-    def most_confident(self, states: States, hidden: Tensor, count: Tensor) -> Reveal:
-        """Reveal the `count` [rows] most confident positions of states [rows] by hidden states [rows, block, hidden]."""
+    def most_confident(self, states: States, reveal: Reveal, hidden: Tensor) -> Reveal:
+        """Reveal the most confident position that `reveal` leaves open, up to an eos in it.
+
+        Args:
+            states: [rows] before the reveal.
+            reveal: [rows] what is revealed there already.
+            hidden: [rows, block, hidden] at the states behind it.
+        """
         ...
 
     def token_confidence(self, states: States, hidden: Tensor, token: Tensor, where: Tensor) -> Tensor:
@@ -63,11 +69,9 @@ class Direct:
 
     def __call__(self, steps: HeadSteps, states: States, hidden: Tensor, reveal: Reveal) -> Reveal:
         """See `Refinement`."""
-        one = torch.ones_like(states.start)
         for _ in range(self.head_reveals):
-            after = applied(reveal, states)
-            hidden = hidden + steps.head_hidden(after, hidden)
-            reveal = reveal.and_then(steps.most_confident(after, hidden, one))
+            hidden = hidden + steps.head_hidden(applied(reveal, states), hidden)
+            reveal = reveal.and_then(steps.most_confident(states, reveal, hidden))
         return reveal
 
 

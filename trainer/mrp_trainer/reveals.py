@@ -10,7 +10,6 @@ from modeling_mrp.generate.sampling import Picker
 from modeling_mrp.model.diffusion import PackedBatch
 
 from .losses import BLANK
-
 from .train_options import RevealRule
 
 REVEAL_RULES: tuple[str, ...] = get_args(RevealRule)

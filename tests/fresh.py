@@ -1,0 +1,80 @@
+"""Scripts in processes that know nothing of this checkout: forks of one interpreter that has imported transformers, and none of
+a repository's code."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+# A machine without optional packages: these names cannot be imported. A script that takes five minutes is ended.
+LOOP = """
+import contextlib, io, json, os, pathlib, signal, sys, traceback
+for name in ("triton", "flash_attn", "modeling_mrp", "mrp_trainer"):
+    sys.modules[name] = None
+import torch
+torch.set_num_threads(1)
+import transformers.generation, transformers.models.qwen3.modeling_qwen3
+from transformers import AutoModel, AutoTokenizer, PreTrainedTokenizerFast, dynamic_module_utils
+for number, line in enumerate(sys.stdin):
+    child = os.fork()
+    if child:
+        _, status = os.waitpid(child, 0)
+        if status:
+            print(json.dumps(["", f"ended with status {status}"]), flush=True)
+        continue
+    signal.alarm(300)
+    dynamic_module_utils.HF_MODULES_CACHE = str(pathlib.Path(f"modules-of-{number}").resolve())
+    printed, error = io.StringIO(), None
+    with contextlib.redirect_stdout(printed):
+        try:
+            exec(json.loads(line), {"torch": torch, "sys": sys})
+        except BaseException:
+            error = traceback.format_exc()
+    print(json.dumps([printed.getvalue(), error]), flush=True)
+    os._exit(0)
+"""
+
+
+class Fresh:
+    """Runs scripts offline, each with an empty cache of remote code.
+
+    Args:
+        folder: Where they run.
+
+    Attributes:
+        hub_cache: The Hub's cache that they look in.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.hub_cache, self._log = folder / "hf" / "hub", folder / "fresh.log"
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        environment |= {"HF_HOME": str(folder / "hf"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", LOOP],
+                cwd=folder,
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
+
+    def __call__(self, script: str) -> str:
+        """Return what a script prints; `torch` and `sys` are there."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(textwrap.dedent(script)) + "\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        assert answer, self._log.read_text()[-3000:]
+        printed, error = json.loads(answer)
+        assert error is None, error
+        return printed
+
+    def close(self) -> None:
+        """End the interpreter."""
+        self._process.kill()
+        self._process.communicate()
