@@ -67,7 +67,7 @@ def reference_options(options: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=("greedy", "sampled", "top_k", "top_p"))
 @pytest.mark.parametrize("mode", [*BACKBONE_MODES, "mrp_direct", *(f"mrp_remask-{rule}" for rule in REMASK_RULES)])
 def test_equals_the_reference(mode: str, sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("modeling_mrp.generate.decoding.PREFILL_CHUNK", 9)  # no multiple of a block
+    monkeypatch.setattr("modeling_mrp.runner.runner.PREFILL_CHUNK", 9)  # no multiple of a block
     rng = random.Random(f"{mode}{sampling}")
     for trial in range(6):
         block = rng.choice((4, 8, 16))
@@ -128,7 +128,7 @@ def test_speculation_is_lossless_on_random_weights(mode: str, sampling: dict[str
 def test_batch_invariance(mode: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a row gets and what it cost do not depend on its neighbours, their order or the padding; in small and large chunks
     of the prompt."""
-    monkeypatch.setattr("modeling_mrp.generate.decoding.PREFILL_CHUNK", chunk)
+    monkeypatch.setattr("modeling_mrp.runner.runner.PREFILL_CHUNK", chunk)
     rng = random.Random(mode)
     for trial, sampling in enumerate(SAMPLINGS):
         model = dampened(make_model(trial), (1.0, 0.3)[trial % 2])
