@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from modeling_mrp.generate.decoding import READ_BUCKET
+from modeling_mrp.runner.runner import READ_BUCKET
 from modeling_mrp.kernels.dispatch import ceil_div
 from modeling_mrp.kernels.round_attention import RoundMask, round_attention, round_attention_twin
 
