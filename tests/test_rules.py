@@ -53,7 +53,9 @@ def candidates(confidence: list[float], quota: int = 1, entropy: list[float] | N
     )
 
 
-@pytest.mark.parametrize(("quota", "revealed"), [(0, []), (1, [1]), (2, [1, 3]), (3, [1, 2, 3]), (4, [1, 2, 3]), (9, [1, 2, 3])])
+@pytest.mark.parametrize(
+    ("quota", "revealed"), [(0, []), (1, [1]), (2, [1, 3]), (3, [1, 2, 3]), (4, [1, 2, 3]), (9, [1, 2, 3])]
+)
 def test_static_takes_the_most_confident_and_the_left_of_equals(quota: int, revealed: list[int]) -> None:
     assert columns(Static()(candidates([NO, 3.0, -2.0, 3.0], quota))) == revealed
 
