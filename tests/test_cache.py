@@ -70,7 +70,7 @@ def test_commit_copies_one_block_of_some_rows_and_layers() -> None:
     which = torch.tensor([row in (0, 2) for row in range(ROWS)])
     source, start = torch.zeros(ROWS, dtype=torch.long), torch.full((ROWS,), 4)
     source[2], source[0], start[2], start[0] = 4, 1, 8, 0
-    cache.commit(source, start, which, 4, range(1, 4))
+    cache.commit(SCRATCH, source, start, which, 4, range(1, 4))
     for layer in (0, 2, 4):
         for got, before, new in zip(slots_of(cache, layer), kept[layer], fresh[layer], strict=True):
             expected = before.clone()
@@ -88,7 +88,7 @@ def test_commit_counts_from_the_scratch_of_the_last_forward() -> None:
     keys, _ = cache.update(new, -new, 0)
     close(keys, new, atol=0)
     which = torch.arange(ROWS) == 1
-    cache.commit(torch.zeros(ROWS, dtype=torch.long), torch.full((ROWS,), 4), which, 4, range(1))
+    cache.commit(4, torch.zeros(ROWS, dtype=torch.long), torch.full((ROWS,), 4), which, 4, range(1))
     expected = torch.zeros(ROWS, KV_HEADS, CAPACITY, WIDTH, dtype=torch.float64)
     expected[1, :, 4:8] = new[1]
     keys, values = slots_of(cache, 0)
@@ -149,7 +149,8 @@ def test_packed_scoring_equals_separate_forwards(random_model: MRPForCausalLM) -
     first[0][0][1] = first[1][0][3] = MASK
     check(first, [0, 0, 1])
     layers = range(model.config.num_hidden_layers + model.config.num_nextn_predict_layers)
-    cache.commit(torch.tensor([BLOCK, 0]), torch.tensor([8, 0]), torch.tensor([True, False]), BLOCK, layers)
+    which = torch.tensor([True, False])
+    cache.commit(width * BLOCK, torch.tensor([BLOCK, 0]), torch.tensor([8, 0]), which, BLOCK, layers)
     prefix[0] += first[0][1]
     check([random_ids(24 + row, 3, BLOCK).tolist() for row in range(2)], [0, 0, 0])
 
@@ -186,6 +187,6 @@ def test_compiled_backbone_with_a_block_cache(random_model: MRPForCausalLM) -> N
         for cache, backbone in zip(caches, (random_model.backbone, compiled), strict=True):
             cache.target_scratch(8, 8)
             results.append(backbone(ids, positions + 4 * turn, sees, cache))
-            cache.commit(torch.tensor([0, 4]), torch.tensor([4, 4]), torch.tensor([False, True]), BLOCK, range(2))
+            cache.commit(8, torch.tensor([0, 4]), torch.tensor([4, 4]), torch.tensor([False, True]), BLOCK, range(2))
         close(results[1], results[0])
     assert len(graphs) == 1

@@ -22,7 +22,7 @@ each_sampling = pytest.mark.parametrize("sampling", SAMPLINGS, ids=("greedy", "s
 @pytest.fixture
 def _block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
     """One forward per block of the prompt, so that the count of prefill forwards tells which blocks were computed."""
-    monkeypatch.setattr("modeling_mrp.generate.decoding.PREFILL_CHUNK", 4)
+    monkeypatch.setattr("modeling_mrp.runner.runner.PREFILL_CHUNK", 4)
 
 
 def padded(rows: list[list[int]], side: str) -> dict[str, Tensor]:
@@ -76,7 +76,7 @@ def test_two_halves_are_one_long_text(random_model: MRPForCausalLM, mode: str, s
 @every_mode
 def test_a_conversation_of_three_turns(mode: str, sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of different length that end anywhere, padded on either side; and a row whose user changes what was said."""
-    monkeypatch.setattr("modeling_mrp.generate.decoding.PREFILL_CHUNK", 8)
+    monkeypatch.setattr("modeling_mrp.runner.runner.PREFILL_CHUNK", 8)
     rng = random.Random(f"{mode}{sampling}")
     for trial in range(2):
         model = make_model(trial, block_size=rng.choice((4, 8)))
@@ -142,7 +142,7 @@ def test_the_embedded_checkpoint_answers_twice(
     tiny_model_float64: MRPForCausalLM, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_model_float64
-    monkeypatch.setattr("modeling_mrp.generate.decoding.PREFILL_CHUNK", model.config.block_size)
+    monkeypatch.setattr("modeling_mrp.runner.runner.PREFILL_CHUNK", model.config.block_size)
     chat = [{"role": "user", "content": "Ana has 3 pens. Ana buys 4 more. Bo gives Ana 2 more. How many pens does Ana have?"}]
     cache, prefills = None, []
     for question in ("Sum the numbers of a list that are even, each plus 5.", None):

@@ -76,7 +76,7 @@ def keeps(tokens: list[int], infill: list[int]) -> bool:
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=("greedy", "sampled"))
 @pytest.mark.parametrize("mode", ["static", "dynamic", "sequential", "entropy_bound", "mrp_direct", "mrp_remask"])
 def test_equals_the_reference(mode: str, sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("modeling_mrp.generate.decoding.PREFILL_CHUNK", 9)
+    monkeypatch.setattr("modeling_mrp.runner.runner.PREFILL_CHUNK", 9)
     rng = random.Random(f"{mode}{sampling}")
     for trial in range(6):
         block = rng.choice((4, 8))

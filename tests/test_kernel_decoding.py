@@ -9,8 +9,8 @@ from helpers import every_mode
 from torch import Tensor, nn
 
 from modeling_mrp import MRPForCausalLM
-from modeling_mrp.generate.decoding import Decoder
-from modeling_mrp.generate.option_table import DECODINGS, REMASK_RULES
+from modeling_mrp.generate.options import DECODINGS, REMASK_RULES
+from modeling_mrp.generate.scoring import Reader
 from modeling_mrp.kernels.dispatch import PYTORCH, Dispatch, triton
 from modeling_mrp.kernels.head_input import normed_pair, normed_pair_ref
 from modeling_mrp.kernels.unembedding import Readout
@@ -110,7 +110,7 @@ def test_positions_that_need_no_pick(mode: str, model: MRPForCausalLM, monkeypat
     """On a device every position goes in, and which of them are wanted is a mask."""
     options: dict[str, Any] = {"decoding": mode, "max_new_tokens": 4, "eos_token_id": None, "confidence_threshold": 0.05}
     usual = model.generate(PROMPTS[:2], kernels=False, **options, **SAMPLINGS["sampled"])
-    monkeypatch.setattr(Decoder, "_chosen", lambda _, where: torch.arange(where.numel(), device=where.device))
+    monkeypatch.setattr(Reader, "_chosen", lambda _, where: torch.arange(where.numel(), device=where.device))
     assert torch.equal(model.generate(PROMPTS[:2], kernels=True, **options, **SAMPLINGS["sampled"]), usual)
 
 

@@ -14,8 +14,8 @@ from test_decoding import decode
 from torch import Tensor
 
 from modeling_mrp import MRPForCausalLM
-from modeling_mrp.generate.decoding import Decoder
-from modeling_mrp.generate.states import Reveal, States
+from modeling_mrp.generate.decode_state import Text
+from modeling_mrp.rules.states import Reveal, States
 
 pytestmark = pytest.mark.skipif(not TINY.exists(), reason="the embedded checkpoint is not here")
 
@@ -140,23 +140,26 @@ class Reveals:
     """What decodes reveal: position and token by step, also behind the end of the text that they give."""
 
     def __init__(self) -> None:
-        self.of: dict[Decoder, list[dict[int, tuple[int, int]]]] = {}
+        self.of: dict[int, list[dict[int, tuple[int, int]]]] = {}  # by the tokens that a decode writes to
+        self.tokens: list[Tensor] = []  # alive, so that no two have the same id
 
     @classmethod
     @contextmanager
     def noted(cls, patch: pytest.MonkeyPatch) -> Iterator["Reveals"]:
         """Of every decode in the body; `[i]` is its i-th row, of all batches."""
-        reveals, record = cls(), Decoder._record
+        reveals, write = cls(), Text.write
 
-        def noted(decoder: Decoder, states: States, reveal: Reveal, which: Tensor, tick: Tensor) -> None:
-            rows = reveals.of.setdefault(decoder, [{} for _ in decoder.rows.start])
+        def noted(text: Text, states: States, reveal: Reveal, which: Tensor, step: Tensor) -> None:
+            if id(text.tokens) not in reveals.of:
+                reveals.tokens.append(text.tokens)
+            rows = reveals.of.setdefault(id(text.tokens), [{} for _ in text.tokens])
             for row, slot, column in (reveal.where & which[..., None]).nonzero().tolist():
-                step = int(decoder.rows.clock[row] + tick[row, slot])
-                rows[row][step] = int(states.start[row, slot]) + column, int(reveal.token[row, slot, column])
-            record(decoder, states, reveal, which, tick)
+                place = int(states.start[row, slot]) + column
+                rows[row][int(step[row, slot])] = place, int(reveal.token[row, slot, column])
+            write(text, states, reveal, which, step)
 
         with patch.context() as inner:
-            inner.setattr(Decoder, "_record", noted)
+            inner.setattr(Text, "write", noted)
             yield reveals
 
     def __getitem__(self, index: int) -> dict[int, tuple[int, int]]:

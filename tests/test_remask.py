@@ -9,14 +9,15 @@ from conftest import TINY
 from torch import Tensor
 
 from benchmarks import remask
-from modeling_mrp.generate.states import Reveal, States
-from modeling_mrp.generate.strategies import Remask, RereadRemask, ResidualRemask
+from modeling_mrp.generate.modes import HeadSteps, Refinement, RereadRemask, ResidualRemask, ThresholdRemask
+from modeling_mrp.rules.rules import logit
+from modeling_mrp.rules.states import Reveal, States
 
 M = 60
 A, B, C = 0, 1, 2  # columns of the reveals; column 3 stays masked
 
 
-class TableHead:
+class TableHead(HeadSteps):
     """A head whose log-odds for columns A, B and C depend on which of them it is shown, by a table per row."""
 
     def __init__(self, *tables: dict[tuple[int, ...], list[float]]) -> None:
@@ -37,25 +38,22 @@ class TableHead:
     def residual_magnitude(self, hidden: Tensor, token: Tensor, where: Tensor) -> Tensor:
         return hidden[..., 0].abs().masked_fill(~where, 0)
 
-    def reveal_from(self, states: States, hidden: Tensor, count: Tensor | None = None) -> Reveal:
+    def most_confident(self, states: States, hidden: Tensor, count: Tensor) -> Reveal:
         raise AssertionError("remasking picks nothing")
 
 
-def refine(rule: Remask, head: TableHead, confidence: list[list[float]]) -> list[list[int]]:
+def refine(rule: Refinement, head: TableHead, confidence: list[list[float]]) -> list[list[int]]:
     """The columns that stay, by row; a confidence of -inf is a position that was not revealed."""
     log_odds = torch.tensor(confidence)
     rows = len(confidence)
-    states = States(
-        torch.full((rows, 4), M),
-        *torch.zeros(2, rows, dtype=torch.long),
-        torch.arange(rows),
-        torch.ones(rows, dtype=torch.bool),
-    )
+    zero = torch.zeros(rows, dtype=torch.long)
+    states = States.of(torch.full((rows, 4), M), zero, zero - 1, zero, zero + 4, zero == 0)
     reveal = Reveal(log_odds > -torch.inf, torch.full((rows, 4), 7), log_odds, log_odds)
-    where = rule.refine(head, states, torch.zeros(rows, 4, 1), reveal).where
+    where = rule(head, states, torch.zeros(rows, 4, 1), reveal).where
     return [row.nonzero()[:, 0].tolist() for row in where]
 
 
+REREAD = RereadRemask(logit(0.5), logit(0.25))
 NO = -torch.inf
 SURE = [3.0, 2.0, 1.0, NO]  # A is the surest
 CASES: dict[str, tuple[dict[tuple[int, ...], list[float]], list[int], list[int]]] = {
@@ -74,9 +72,9 @@ CASES: dict[str, tuple[dict[tuple[int, ...], list[float]], list[int], list[int]]
 def test_threshold_and_reread_by_hand(case: str) -> None:
     beliefs, by_threshold, by_reread = CASES[case]
     head = TableHead(beliefs)
-    assert refine(Remask(0.5), head, [SURE]) == [by_threshold]
+    assert refine(ThresholdRemask(logit(0.5)), head, [SURE]) == [by_threshold]
     assert head.shown == [[(A, B, C)]]
-    assert refine(RereadRemask(0.5), TableHead(beliefs), [SURE]) == [by_reread]
+    assert refine(REREAD, TableHead(beliefs), [SURE]) == [by_reread]
 
 
 def test_rows_are_read_as_often_as_they_need() -> None:
@@ -86,7 +84,7 @@ def test_rows_are_read_as_often_as_they_need() -> None:
     loses_one = {(A, B, C): [2.0, -1, 1], (A, C): [1.0, 9, 0], (A,): [3.0, 1, 1]}
     loses_all = {(A, B, C): [2.0, -1, -2], (A, B): [2.0, -1, 9]}
     head = TableHead({}, settled, loses_one, loses_all)
-    assert refine(RereadRemask(0.5), head, [[NO, 1.0, NO, NO], SURE, SURE, SURE]) == [[B], [A, B, C], [A, C], [A]]
+    assert refine(REREAD, head, [[NO, 1.0, NO, NO], SURE, SURE, SURE]) == [[B], [A, B, C], [A, C], [A]]
     assert head.shown == [[], [(A, B, C), (A,)], [(A, B, C), (A, C), (A,)], [(A, B, C), (A, B)]]
 
 
@@ -94,7 +92,7 @@ def test_rows_are_read_as_often_as_they_need() -> None:
 def test_residual_by_hand(delta: float, kept: list[int]) -> None:
     """The head reads the state before the reveal; where everything moves too much, the backbone's surest stays."""
     head = TableHead({(): [-2.0, 0.5, 9.0]})
-    assert refine(ResidualRemask(0.5, delta), head, [[3.0, 2.0, NO, NO]]) == [kept]
+    assert refine(ResidualRemask(delta), head, [[3.0, 2.0, NO, NO]]) == [kept]
     assert head.shown == [[()]]
 
 

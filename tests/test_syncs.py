@@ -1,6 +1,7 @@
 """What a device would make the host wait for, buffers that stay where they are, and a compiled backbone in a whole decode."""
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,10 +13,11 @@ from test_decoding import dampened
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from modeling_mrp.generate.decoding import Decoder
-from modeling_mrp.generate.rows import Outlook
-from modeling_mrp.generate.states import Proposal
+from modeling_mrp.generate import generation, loop
+from modeling_mrp.generate.decode_state import DecodeState, RoundPlan
+from modeling_mrp.generate.loop import Task
 from modeling_mrp.runner.cache import BlockCache
+from modeling_mrp.runner.runner import Runner
 
 PROMPTS = torch.tensor([[0, 0, 1, 2, 3], [4, 5, 6, 7, 8], [0, 9, 10, 11, 12]])
 SAMPLINGS: dict[str, dict[str, Any]] = {
@@ -44,59 +46,50 @@ class Waits(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class Rounds:
-    """Watches the rounds of all decodes while it is installed."""
+class Watched:
+    """For what the host waits in each call of a function, while it is installed."""
 
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.waits: list[str] = []
-        self.rounds = self.looks = 0
+    def __init__(self, patch: pytest.MonkeyPatch, name: str) -> None:
+        self.calls: list[list[str]] = []
         self.inside = False
-        for name in ("draft", "score", "walk"):
-            patch.setattr(Decoder, name, self.watched(getattr(Decoder, name)))
-        look_ahead = Decoder.look_ahead
-
-        def looked(decoder: Decoder, passed: Tensor | None = None) -> Outlook:
-            self.looks += 1
-            was, self.inside = self.inside, False
-            with torch.utils._python_dispatch._disable_current_modes():
-                outlook = look_ahead(decoder, passed)
-            self.inside = was
-            return outlook
-
-        patch.setattr(Decoder, "look_ahead", looked)
+        patch.setattr(generation, name, self.watched(getattr(generation, name)))
         # Lists of numbers, to the host and from it, need no operation that is dispatched.
-        for owner, name in ((Tensor, "tolist"), (Tensor, "item"), (Tensor, "numpy"), (torch, "tensor"), (torch, "as_tensor")):
-            patch.setattr(owner, name, self.noted(getattr(owner, name), name))
+        for owner, way in ((Tensor, "tolist"), (Tensor, "item"), (Tensor, "numpy"), (torch, "tensor"), (torch, "as_tensor")):
+            patch.setattr(owner, way, self.noted(getattr(owner, way), way))
 
-    def watched(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        def run(decoder: Decoder, *args: Any) -> Any:
-            self.rounds += method.__name__ == "walk"
-            was, self.inside = self.inside, True
-            with Waits(self.waits):
-                result = method(decoder, *args)
-            self.inside = was
+    def watched(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            self.calls.append([])
+            self.inside = True
+            with Waits(self.calls[-1]):
+                result = function(*args)
+            self.inside = False
             return result
 
         return run
 
-    def noted(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def noted(self, function: Callable[..., Any], way: str) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             if self.inside:
-                self.waits.append(name)
+                self.calls[-1].append(way)
             return function(*args, **kwargs)
 
         return run
 
 
-def everything(self: Decoder, where: Tensor) -> Tensor:
-    """What `Decoder._chosen` gives on a device."""
-    return torch.arange(where.numel(), device=where.device)
+@pytest.fixture
+def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masked positions are not sought out."""
+    made = generation._reader
+    monkeypatch.setattr(generation, "_reader", lambda *args: replace(made(*args), seeks=False))
 
 
 @every_mode
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_the_host_waits_once_a_round(sampling: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And twice for prefill; and what is done on a device to that end gives the same text.
+def test_the_host_waits_once_a_round(
+    sampling: str, mode: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """And once before the first, three times for prefill; what is done on a device to that end gives the same text.
 
     The remasking rule `reread` goes on until nothing is doubted, and asks once a pass whether there is.
     """
@@ -106,15 +99,21 @@ def test_the_host_waits_once_a_round(sampling: str, mode: str, monkeypatch: pyte
     vocabulary = {"draft_vocab_size": 30} if mode == "mrp_spec" else {}
     model = dampened(make_model(4, **vocabulary), 0.3)
     usual = model.generate(**inputs, **options)
-    monkeypatch.setattr(Decoder, "_chosen", everything)
+    request.getfixturevalue("as_on_a_device")
     with monkeypatch.context() as patch:
-        rounds = Rounds(patch)
+        prefill, rounds = Watched(patch, "begin"), Watched(patch, "decode")
         dense = model.generate(**inputs, **options)
     passes = dense.stats.forwards["head"] if mode == "mrp_remask" else 0
-    assert rounds.waits == ["_local_scalar_dense.default"] * len(rounds.waits)
-    assert len(rounds.waits) <= passes + 2 * (rounds.rounds + 1) if passes else rounds.waits == []
-    assert rounds.looks == rounds.rounds + 2
-    assert rounds.rounds == dense.stats.forwards["denoise"] + dense.stats.forwards["verify"] > 2
+    count = dense.stats.forwards["denoise"] + dense.stats.forwards["verify"]
+    (before,), (found,) = prefill.calls, rounds.calls
+    asked = [way for way in found if way != "tolist"]
+    assert count > 2
+    assert found.count("tolist") == 1 + count
+    assert {*before, *asked} <= {"_local_scalar_dense.default"}
+    if passes:
+        assert len(before) - 3 + len(asked) <= passes + 2 * (count + 1)
+    else:
+        assert (len(before), asked) == (3, [])
     assert torch.equal(dense.sequences, usual.sequences)
     assert torch.equal(dense.reveal_step, usual.reveal_step)
     torch.testing.assert_close(dense.token_logprobs, usual.token_logprobs)
@@ -155,22 +154,22 @@ def test_the_cache_stays_where_it_is(mode: str, monkeypatch: pytest.MonkeyPatch)
     of 2 + 2 layers, from the first round to the last."""
     held: list[tuple[list[int], int]] = []
     built: list[BlockCache] = []
-    walk, init = Decoder.walk, BlockCache.__init__
+    decode_round, init = loop.decode_round, BlockCache.__init__
 
-    def walked(self: Decoder, proposal: Proposal, hidden: Tensor) -> Tensor:
-        passed = walk(self, proposal, hidden)
-        cache = self.cache
+    def ran(task: Task, runner: Runner, state: DecodeState, plan: RoundPlan) -> tuple[DecodeState, Tensor]:
+        after = decode_round(task, runner, state, plan)
+        cache = runner.cache
         held.append(([buffer.data_ptr() for buffer in cache._buffers.values()], cache.nbytes))
-        width = 5 if self.strategy.drafts else 2
-        layers = 2 + 2 * self.strategy.uses_head
-        assert cache.nbytes == 2 * layers * 3 * 2 * (width * 4 + self.rows.capacity) * 8 * 8
-        return passed
+        width = 5 if task.mode.drafting else 2
+        layers = 2 + 2 * task.mode.uses_head
+        assert cache.nbytes == 2 * layers * 3 * 2 * (width * 4 + state.text.capacity) * 8 * 8
+        return after
 
     def counted(self: BlockCache, *args: Any, **kwargs: Any) -> None:
         built.append(self)
         init(self, *args, **kwargs)
 
-    monkeypatch.setattr(Decoder, "walk", walked)
+    monkeypatch.setattr(loop, "decode_round", ran)
     monkeypatch.setattr(BlockCache, "__init__", counted)
     options = {"num_draft_states": 5, "max_new_tokens": 30, "eos_token_id": None, "confidence_threshold": 0.5}
     out = make_model().generate(PROMPTS + 1, decoding=mode, return_dict_in_generate=True, **options)

@@ -107,9 +107,10 @@ class Runner:
     def start(self, committed: Tensor) -> Held:
         """What is held once `prefill` has stored `committed` [rows] tokens: nothing is late."""
         rows, config = len(committed), self.model.config
+        committed = committed.clone(memory_format=torch.contiguous_format)  # strides of a column would be compiled for anew
         zero = torch.zeros_like(committed)
         return Held(
-            committed=committed.clone(),
+            committed=committed,
             head_committed=committed.clone(),
             late=zero.bool(),
             late_ids=zero[:, None].repeat(1, self.block),
