@@ -19,7 +19,7 @@ from unittest.mock import patch
 
 import torch
 import triton
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -27,8 +27,7 @@ from triton.runtime.jit import JITFunction
 
 from modeling_mrp.kernels.fused_layers import _gated_kernel, _rotated_kernel, _sum_and_norm_kernel
 from modeling_mrp.kernels.grow import MORE, Ground
-from modeling_mrp.kernels.head_input import _normed_pair_kernel
-from modeling_mrp.kernels.pick import Plan, _magnitude_kernel, _pick_kernel
+from modeling_mrp.kernels.pick import Plan, _pick_kernel
 from modeling_mrp.kernels.round_attention import RoundMask, round_attention
 from modeling_mrp.kernels.unembedding import Readout
 
@@ -130,15 +129,6 @@ def attention_launch(batch: int, states: int, used: int, dtype: torch.dtype, blo
     round_attention(query, keys[0], keys[1], RoundMask(_empty(batch, dtype=torch.int64), parent, states, block), 0.1)
 
 
-def head_input_launch(rows: int, dtype: torch.dtype) -> None:
-    """Embeddings and hidden states under their norms."""
-    with torch.device("meta"):
-        embed = nn.Embedding(VOCAB, HIDDEN, dtype=dtype)
-        enorm, hnorm = (Qwen3RMSNorm(HIDDEN).to(dtype) for _ in range(2))
-    ids, hidden = _empty(rows, dtype=torch.int64), _empty(rows, HIDDEN, dtype=dtype)
-    _normed_pair_kernel(embed, enorm, hnorm, ids, hidden)
-
-
 def layer_launch(kernel: str, tokens: int, dtype: torch.dtype) -> None:
     """One of the kernels between a layer's matrix products, in a round of a row."""
     with torch.device("meta"):
@@ -189,13 +179,9 @@ def launches(dtype: torch.dtype) -> Iterator[tuple[dict[str, Any], Callable[[], 
         yield sizes, partial(attention_launch, batch, states, used, dtype)
     for kernel in ("sum_and_norm", "rotated", "gated"):
         yield {"launch": kernel, "tokens": 16}, partial(layer_launch, kernel, 16, dtype)
-    yield {"launch": "head_input", "rows": 16}, partial(head_input_launch, 16, dtype)
     for states, branches, block in ((4, 3, 4), (8, 3, 4), (8, 1, 16), (16, 3, 16)):
         sizes = {"launch": "grow", "states": states, "branches": branches, "block": block}
         yield sizes, partial(grow_launch, 1, states, branches, block)
-    weight, hidden = _empty(VOCAB, HIDDEN, dtype=dtype), _empty(16, HIDDEN, dtype=dtype)
-    token = _empty(16, dtype=torch.int64)
-    yield {"launch": "residual_magnitude", "rows": 16}, partial(_magnitude_kernel, weight, hidden, token)
 
 
 def main(arguments: list[str] | None = None) -> None:

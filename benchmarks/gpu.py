@@ -36,7 +36,7 @@ from . import gpu_rounds
 from .agreement import agreement, without_cache
 from .common import HUB_CONFIGS, header
 from .cost_model import DEVICES
-from .gpu_kernels import KERNEL, MASK_ID, Case, Vocabulary, attention_case, head_input_case
+from .gpu_kernels import KERNEL, MASK_ID, Case, Vocabulary, attention_case
 from .gpu_layers import Layer
 from .gpu_rounds import Round
 from .gpu_table import Line, table
@@ -113,7 +113,6 @@ def groups(shape: str, options: Namespace, on: torch.device) -> Iterator[tuple[L
 
 def _on_rows(sizes: Shape, rows: int, dtype: torch.dtype, on: torch.device) -> Iterator[Case]:
     yield from Vocabulary.random(sizes.vocab_size, sizes.hidden_size, rows, dtype, on).cases()
-    yield head_input_case(sizes.vocab_size, sizes.hidden_size, rows, dtype, on)
 
 
 def _layer(sizes: Shape, batch: int, states: int, prefix: int, dtype: torch.dtype, on: torch.device) -> Iterator[Case]:

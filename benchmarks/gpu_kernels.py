@@ -6,17 +6,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+from torch import Tensor
 
 from modeling_mrp.kernels.dispatch import Dispatch
-from modeling_mrp.kernels.head_input import normed_pair, normed_pair_ref
 from modeling_mrp.kernels.noise import noise_keys
 from modeling_mrp.kernels.pick import (
     pick,
     pick_ref,
-    residual_magnitude,
-    residual_magnitude_ref,
     token_log_odds,
     token_log_odds_ref,
 )
@@ -154,7 +150,7 @@ class Vocabulary:
         return Case(name, fields, self.inputs, ways, error, tolerance, work)
 
     def cases(self) -> Iterator[Case]:
-        """`pick`, greedy and sampled, `token_log_odds` and `residual_magnitude`."""
+        """`pick`, greedy and sampled, and `token_log_odds`."""
         readout, exact, tolerance = self.readout, self.exact, TOLERANCE[self.readout.weight.dtype]
         yield self._pick_case("pick", readout, False, tolerance)
         yield self._pick_case("pick sampled", replace(readout, temperature=0.7), True, 10 * tolerance)  # its noise is float32
@@ -164,16 +160,6 @@ class Vocabulary:
         }
         error = partial(between, self.inputs, ways["kernel"], lambda h, _, token: token_log_odds_ref(exact, h.double(), token))
         yield self._case("token_log_odds", ways, error, tolerance, self.work)
-        weight = readout.weight
-        ways = {
-            "kernel": lambda hidden, _, token: residual_magnitude(weight, hidden, token, KERNEL),
-            "torch": lambda hidden, _, token: residual_magnitude_ref(weight, hidden, token),
-        }
-        error = partial(
-            between, self.inputs, ways["kernel"], lambda h, _, t: residual_magnitude_ref(weight.double(), h.double(), t)
-        )
-        read = self.rows * weight.shape[1]
-        yield self._case("residual_magnitude", ways, error, tolerance, Work(2 * read * weight.element_size(), 2 * read))
 
     def _pick_case(self, name: str, readout: Readout, sampled: bool, tolerance: float) -> Case:
         ways: dict[str, Way] = {
@@ -200,34 +186,6 @@ class Vocabulary:
 def normed_exactly(x: Tensor, norm: Any) -> Tensor:
     """Float64 numbers under a `Qwen3RMSNorm`, without its casts."""
     return x * (x.square().mean(-1, keepdim=True) + norm.variance_epsilon).rsqrt() * norm.weight.double()
-
-
-def head_input_case(vocab: int, hidden_size: int, rows: int, dtype: torch.dtype, device: torch.device) -> Case:
-    """Embeddings and hidden states under their norms."""
-    generator = torch.Generator(device).manual_seed(rows)
-    embed = nn.Embedding(vocab, hidden_size, device=device, dtype=dtype)
-    enorm, hnorm = (Qwen3RMSNorm(hidden_size).to(device, dtype) for _ in range(2))
-    for module in (embed, enorm, hnorm):
-        module.requires_grad_(False)
-        module.weight.normal_(1.0, 0.2, generator=generator)
-
-    def inputs(seed: int) -> tuple[Tensor, Tensor]:
-        generator = torch.Generator(device).manual_seed(seed)
-        ids = torch.randint(vocab, (rows,), generator=generator, device=device)
-        return ids, torch.randn(rows, hidden_size, generator=generator, device=device).to(dtype)
-
-    def exact(ids: Tensor, hidden: Tensor) -> Tensor:
-        return torch.cat([normed_exactly(embed.weight[ids].double(), enorm), normed_exactly(hidden.double(), hnorm)], -1)
-
-    ways: dict[str, Way] = {
-        "kernel": lambda ids, hidden: normed_pair(embed, enorm, hnorm, ids, hidden, KERNEL),
-        "torch": lambda ids, hidden: normed_pair_ref(embed(ids), hidden, enorm, hnorm),
-    }
-    numbers = rows * hidden_size
-    work = Work((4 * numbers + 2 * hidden_size) * dtype.itemsize, 8 * numbers)
-    fields = {"rows": rows, "hidden": hidden_size, "dtype": str(dtype)[6:]}
-    error = partial(between, inputs, ways["kernel"], exact)
-    return Case("head_input", fields, inputs, ways, error, ROUNDED[dtype], work)
 
 
 def attention_case(shape: Shape, batch: int, states: int, prefix: int, dtype: torch.dtype, device: torch.device) -> Case:

@@ -14,7 +14,6 @@ from mrp_trainer.tasks import problems
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from modeling_mrp.kernels.dispatch import PYTORCH, Dispatch
 from modeling_mrp.modeling import MRPForCausalLM
 
 from .bootstrap import Cost, ratio
@@ -31,14 +30,13 @@ class BlockOnly(MRPForCausalLM):
         position_ids: Tensor,
         mask: Any,
         past_key_values: Cache | None = None,
-        dispatch: Dispatch = PYTORCH,
         compiled: bool = True,
     ) -> Tensor:
         """As the model's, under a mask without the prefix: neither what is stored nor a clean block in the same pass."""
         block = position_ids // self.config.block_size
         own = torch.zeros_like(mask)
         own[..., -input_ids.shape[1] :] = (block[:, :, None] == block[:, None, :])[:, None]
-        return super().residual(input_ids, hidden_states, position_ids, mask & own, past_key_values, dispatch, compiled)
+        return super().residual(input_ids, hidden_states, position_ids, mask & own, past_key_values, compiled)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -46,8 +46,8 @@ def test_every_kernel_is_within_its_bounds(ran: tuple[list[dict[str, Any]], str]
     checks = [line for line in ran[0] if "check" in line]
     assert all(line["ok"] for line in checks), checks
     kernels = {line["check"] for line in checks}
-    vocabulary, layers = {"pick", "pick sampled", "token_log_odds", "residual_magnitude"}, {"sum_and_norm", "rotated", "gated"}
-    assert kernels == vocabulary | layers | {"head_input", "round_attention"}
+    vocabulary, layers = {"pick", "pick sampled", "token_log_odds"}, {"sum_and_norm", "rotated", "gated"}
+    assert kernels == vocabulary | layers | {"round_attention"}
     assert {line["dtype"] for line in checks} == {"bfloat16", "float16", "float32"}
 
 

@@ -6,13 +6,12 @@ import pytest
 import torch
 from conftest import make_model
 from helpers import every_mode
-from torch import Tensor, nn
+from torch import Tensor
 
 from modeling_mrp import MRPForCausalLM
 from modeling_mrp.generate.decoding import Decoder
 from modeling_mrp.generate.options import DECODINGS, REMASK_RULES
-from modeling_mrp.kernels.dispatch import PYTORCH, Dispatch, triton
-from modeling_mrp.kernels.head_input import normed_pair, normed_pair_ref
+from modeling_mrp.kernels.dispatch import Dispatch, triton
 from modeling_mrp.kernels.unembedding import Readout
 
 pytestmark = [
@@ -83,7 +82,7 @@ def test_the_same_tokens_in_every_mode(
 
 @every_mode
 def test_forced_kernels_run(mode: str, model: MRPForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The twins are not called in a mode that needs no logits, and what a head reads comes from its kernel."""
+    """The twins are not called in a mode that needs no logits."""
     asked: list[str] = []
     run = Dispatch.run
 
@@ -99,8 +98,6 @@ def test_forced_kernels_run(mode: str, model: MRPForCausalLM, monkeypatch: pytes
     rounds = out.stats.forwards["denoise"] + out.stats.forwards["verify"] + mode.startswith("mrp_")
     layers = {"fused_layers", "sum_and_norm", "rotated", "gated", "round_attention"}
     used |= layers if rounds else set()  # the prefill's own reveals may be all
-    used |= {"head_input"} if mode.startswith("mrp_") else set()
-    used |= {"residual_magnitude"} if mode == "mrp_remask" else set()
     used |= {"grow"} if mode.endswith("_spec") else set()
     assert set(asked) == used
 
@@ -127,61 +124,3 @@ def test_float64_is_left_to_pytorch() -> None:
         model.generate(PROMPTS[:1].cpu(), kernels=True, max_new_tokens=2)
     usual = model.generate(PROMPTS[:1].cpu(), max_new_tokens=2)
     assert torch.equal(model.generate(PROMPTS[:1].cpu(), kernels=False, max_new_tokens=2), usual)
-
-
-# ------------------------------------------------------------------------------------------------ the head's input
-
-
-def norms(model: MRPForCausalLM, size: int, dtype: torch.dtype) -> tuple[nn.Module, nn.Module, nn.Module]:
-    kind = type(model.mrp_head.enorm)  # type: ignore[union-attr]
-    torch.manual_seed(0)
-    modules = nn.Embedding(50, size), kind(size, eps=1e-6), kind(size, eps=1e-5)
-    for module in modules:
-        nn.init.normal_(module.weight)
-    return tuple(module.to(DEVICE, dtype).requires_grad_(False) for module in modules)  # type: ignore[return-value]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("rows", "size"), [(1, 32), (3, 40), (2, 127)])
-def test_the_heads_input(rows: int, size: int, dtype: torch.dtype, model: MRPForCausalLM) -> None:
-    """At and off a power of two; 16 bits as `Qwen3RMSNorm` rounds them, up to a last bit where its sum rounds otherwise."""
-    embeddings, enorm, hnorm = norms(model, size, dtype)
-    ids = torch.arange(2 * rows, device=DEVICE).view(2, rows) * 7 % 50
-    hidden = torch.randn(2, rows, size, device=DEVICE).to(dtype) * 30
-    hidden[0, 0] = 0
-    got = normed_pair(embeddings, enorm, hnorm, ids, hidden, FORCED)
-    wanted = normed_pair_ref(embeddings(ids), hidden, enorm, hnorm)
-    assert got is not None
-    assert got.dtype == dtype
-    # The interpreter cuts the last bits of a bfloat16 off, twice here, where a GPU rounds.
-    cut = dtype == torch.bfloat16 and DEVICE == "cpu"
-    tolerance = 2**-6 if cut else {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}[dtype]
-    torch.testing.assert_close(got, wanted, rtol=tolerance, atol=1e-6)
-    assert (got == wanted).float().mean() > 0.98 or dtype == torch.float32 or cut
-    apart = normed_pair(
-        embeddings, enorm, hnorm, ids.T.contiguous().T, hidden.transpose(0, 1).contiguous().transpose(0, 1), FORCED
-    )
-    assert apart is not None
-    assert torch.equal(apart, got)
-
-
-def test_the_heads_input_is_pytorchs_where_it_must_be(model: MRPForCausalLM) -> None:
-    """With gradients, hooks, mixed dtypes and other classes; forced, these are errors that say what to do."""
-    embeddings, enorm, hnorm = norms(model, 32, torch.float32)
-    ids, hidden = torch.ones(1, 2, dtype=torch.long, device=DEVICE), torch.ones(1, 2, 32, device=DEVICE)
-    assert normed_pair(embeddings, enorm, hnorm, ids, hidden, PYTORCH) is None
-    refused: list[tuple[str, Any]] = [
-        ("no gradients", (embeddings, enorm, hnorm, ids, hidden.clone().requires_grad_())),
-        ("differ in dtype", (embeddings, enorm, hnorm, ids, hidden.half())),
-        ("a Sequential is wrapped or no Embedding", (nn.Sequential(embeddings), enorm, hnorm, ids, hidden)),
-        ("strides", (nn.Embedding(8, 32, _weight=torch.ones(32, 8, device=DEVICE).T), enorm, hnorm, ids, hidden)),
-    ]
-    for reason, arguments in refused:
-        assert normed_pair(*arguments, Dispatch()) is None
-        with torch.set_grad_enabled("gradients" in reason), pytest.raises(ValueError, match=reason + ".*kernels=False"):
-            normed_pair(*arguments, FORCED)
-    hook = enorm.register_forward_hook(lambda *_: None)
-    with pytest.raises(ValueError, match="a Qwen3RMSNorm carries hooks: remove them"):
-        normed_pair(embeddings, enorm, hnorm, ids, hidden, FORCED)
-    hook.remove()
-    assert normed_pair(embeddings, enorm, hnorm, ids, hidden, FORCED) is not None

@@ -14,7 +14,8 @@ from torch._dynamo.backends.common import aot_autograd
 
 from benchmarks.round_attention import Round
 from modeling_mrp import MRPForCausalLM
-from modeling_mrp.kernels import dispatch, round_attention
+from modeling_mrp.kernels import dispatch
+from modeling_mrp.kernels import round_attention as kernel_file
 from modeling_mrp.kernels.dispatch import Dispatch, triton
 from modeling_mrp.kernels.round_attention import RoundMask, round_attention, round_attention_twin
 from modeling_mrp.runner import round_layers
@@ -171,7 +172,7 @@ def test_a_decode_gives_the_same_tokens(decoding: str) -> None:
 @interpreted
 def test_a_compiled_backbone_keeps_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """`model.model.compile()` fuses what lies between the kernels, and leaves them in."""
-    model, ran, kernel = make_model().float(), [], round_attention.round_attention
+    model, ran, kernel = make_model().float(), [], kernel_file.round_attention
     options: dict[str, Any] = {"decoding": "static", "max_new_tokens": 5}
     expected = texts(model, PROMPTS[:1], kernels=False, **options)
 
@@ -179,7 +180,7 @@ def test_a_compiled_backbone_keeps_the_kernel(monkeypatch: pytest.MonkeyPatch) -
         ran.append(torch.compiler.is_compiling())
         return kernel(*args)
 
-    monkeypatch.setattr(round_attention, "round_attention", noted)
+    monkeypatch.setattr(kernel_file, "round_attention", noted)
     torch.compiler.reset()
     model.model.compile(backend="eager")
     assert texts(model, PROMPTS[:1], kernels=True, **options) == expected

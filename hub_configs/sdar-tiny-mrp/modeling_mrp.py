@@ -194,7 +194,10 @@ PYTORCH = Dispatch(False)
 
 
 def with_fallback(name: str, device: torch.device, kernel: Callable[[], T], twin: Callable[[], T]) -> T:
-    """The kernel's result; its twin's if it fails on this device now, which is reported, or has failed there before."""
+    """Take the kernel's result; its twin's if it fails on this device now, which is reported, or has failed there before.
+
+    While a CUDA graph is captured every error is raised: most are the capture's, and a twin would go into the graph.
+    """
     if failed_before(name, device):
         return twin()
     try:
@@ -203,6 +206,8 @@ def with_fallback(name: str, device: torch.device, kernel: Callable[[], T], twin
     except torch.OutOfMemoryError:
         raise  # says nothing about the kernel, and its twin needs more
     except Exception as error:
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise
         _failed.add((name, device))
         warnings.warn(
             f"the Triton kernel {name!r} failed on {device} and PyTorch is used in its place, which is slower "
@@ -1648,7 +1653,7 @@ def log_odds(scores: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
 #
 # The vocabulary-wide step: from hidden states to a token and its log-odds, fused over the vocabulary on CUDA.
 #
-# `pick`, `token_log_odds` and `residual_magnitude` have a Triton kernel and a plain PyTorch twin (`*_ref`) here. The kernels
+# `pick` and `token_log_odds` have a Triton kernel and a plain PyTorch twin (`*_ref`) here. The kernels
 # never write [rows, vocab]. Their logits are float32 sums of products, where PyTorch rounds those of 16-bit weights to 16 bits:
 # the two agree up to that rounding, so up to near-ties in the token.
 
@@ -1721,29 +1726,6 @@ def token_log_odds(
     )
 
 
-def residual_magnitude(weight: Tensor, hidden: Tensor, token: Tensor, dispatch: Dispatch = AUTOMATIC) -> Tensor:
-    """[n] |logit| of one token per row, in at least float32: one dot product each.
-
-    Args:
-        weight: [vocab, hidden_size].
-        hidden: [n, hidden_size].
-        token: [n] long, rows of `weight`.
-        dispatch: Kernel or PyTorch.
-
-    Raises:
-        ValueError: as `pick` does.
-    """
-    _check(weight, hidden, token=token)
-    return dispatch.run(
-        "residual_magnitude",
-        lambda: _magnitude_kernel(weight, hidden, token),
-        lambda: residual_magnitude_ref(weight, hidden, token),
-        weight,
-        hidden,
-        obstacle=_layout(weight),
-    )
-
-
 def pick_ref(
     readout: Readout,
     hidden: Tensor,
@@ -1775,8 +1757,17 @@ def token_log_odds_ref(
     return odds if active is None else odds.where(active, -torch.inf)
 
 
-def residual_magnitude_ref(weight: Tensor, hidden: Tensor, token: Tensor) -> Tensor:
-    """`residual_magnitude` in PyTorch."""
+def residual_magnitude(weight: Tensor, hidden: Tensor, token: Tensor) -> Tensor:
+    """Take the magnitude of one token's logit per row: one dot product each.
+
+    Args:
+        weight: [vocab, hidden_size].
+        hidden: [n, hidden_size].
+        token: [n] long, rows of `weight`.
+
+    Returns:
+        [n], in at least float32.
+    """
     wide = torch.promote_types(hidden.dtype, torch.float32)
     return (hidden.to(wide) * weight[token].to(wide)).sum(-1).abs()
 
@@ -1899,25 +1890,6 @@ def _pick_kernel(
         **MULTIPLY_ADD,
     )
     return picked
-
-
-def _magnitude_kernel(weight: Tensor, hidden: Tensor, token: Tensor) -> Tensor:
-    """Floor: 2 * rows * hidden_size * element size bytes: microseconds, less than its launch."""
-    rows, size = hidden.shape
-    result = torch.empty(rows, dtype=torch.float32, device=hidden.device)
-    if rows:
-        _magnitudes[(rows,)](
-            hidden.contiguous(),
-            weight,
-            token.contiguous(),
-            result,
-            size,
-            weight.stride(0),
-            TILE=1024,
-            num_warps=4,
-            **MULTIPLY_ADD,
-        )
-    return result
 
 
 if triton is not None:
@@ -2102,19 +2074,6 @@ if triton is not None:
         tl.store(token_out + row, tl.where(live, token, 0), mask=in_rows)
         tl.store(logprob_out + row, tl.where(live, logprob, float("-inf")), mask=in_rows)
         tl.store(odds_out + row, tl.where(live, odds, float("-inf")), mask=in_rows)
-
-    @triton.jit
-    def _magnitudes(hidden, weight, token, out, size, stride, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-        row = tl.program_id(0).to(tl.int64)
-        states = hidden + row * size
-        weights = weight + tl.load(token + row).to(tl.int64) * stride
-        total = tl.full((TILE,), 0.0, dtype=tl.float32)
-        for begin in range(0, size, TILE):
-            column = begin + tl.arange(0, TILE)
-            inside = column < size
-            h = tl.load(states + column, mask=inside, other=0.0).to(tl.float32)
-            total += h * tl.load(weights + column, mask=inside, other=0.0).to(tl.float32)
-        tl.store(out + row, tl.abs(tl.sum(total, 0)))
 
 
 # -----------------
@@ -3572,7 +3531,7 @@ class Forwards(Texts):
         return scored
 
     def _reading(self, hidden: Tensor, ids: Tensor, positions: Tensor, mask: Tensor | RoundMask, cache: BlockCache) -> Tensor:
-        return self.model.residual(ids, hidden.flatten(1, 2), positions, mask, cache, self.picker.dispatch)
+        return self.model.residual(ids, hidden.flatten(1, 2), positions, mask, cache)
 
     def _count_head(self, rows: Tensor) -> None:
         self.counts.forwards["head"] += 1
@@ -4482,7 +4441,7 @@ class Decoder(Forwards):
             self.counts.forwards["prefill"] += 1
             self.counts.row_forwards += takes_part
             if self.head_layers:
-                self.model.residual(ids, hidden, here, mask, self.cache, self.picker.dispatch, compiled=False)
+                self.model.residual(ids, hidden, here, mask, self.cache, compiled=False)
                 self._count_head(takes_part)
             inside = (first >= begin) & (first < end)
             at = (first - begin).clamp(0, end - begin - self.block)[:, None] + self.offsets
@@ -4722,8 +4681,8 @@ class Decoder(Forwards):
     def residual_magnitude(self, hidden: Tensor, token: Tensor, where: Tensor) -> Tensor:
         """[n, block] |C| of given tokens: one dot product each; 0 outside `where`."""
         at = self._chosen(where)
-        weight, dispatch = self.picker.lm_head_weight, self.picker.dispatch
-        moved = residual_magnitude(weight, taken(hidden.flatten(0, 1), at), taken(token.flatten(), at), dispatch)
+        weight = self.picker.lm_head_weight
+        moved = residual_magnitude(weight, taken(hidden.flatten(0, 1), at), taken(token.flatten(), at))
         return self._spread(moved, at, where, 0.0)
 
     def _contexts(self, states: States, state: Tensor, behind: Tensor | None) -> list[tuple[Tensor, Tensor]]:
@@ -5506,20 +5465,46 @@ _GATED = 1024  # numbers that a program of `_gate` takes
 _HEADS = 8  # heads, of one token or more, that a program of `_rotate` takes
 
 
+def run_layers(owner: Any, hidden: Tensor, mask: Any, rotary: tuple[Tensor, Tensor], cache: Cache | None) -> Tensor:
+    """Run all layers of a module and the norm behind them, `fused` or one by one.
+
+    Args:
+        owner: Has decoder layers, `layers`, and the norm, `norm`.
+        hidden: [rows, tokens, hidden_size], what the first layer reads.
+        mask: As `Qwen3DecoderLayer` takes it, [rows, 1, tokens, keys]; in a round a `RoundMask`.
+        rotary: cos and sin, [rows, tokens, head_dim] each.
+        cache: Gets keys and values, or None.
+
+    Returns:
+        [rows, tokens, hidden_size].
+
+    Raises:
+        ValueError: if kernels are forced and cannot be used here.
+        RuntimeError: if a forced kernel fails.
+    """
+    if (walk := fused(owner, len(owner.layers), mask, cache)) is not None:
+        return walk(hidden, rotary)
+    for layer in owner.layers:
+        hidden = layer(
+            hidden, attention_mask=mask, position_embeddings=rotary, past_key_values=cache, use_cache=cache is not None
+        )
+    return owner.norm(hidden)
+
+
 def fused(
-    owner: Any, kind: type[nn.Module], depth: int, mask: object, cache: object
+    owner: Any, depth: int, mask: object, cache: object, kind: type[nn.Module] | None = None
 ) -> Callable[[Tensor, tuple[Tensor, Tensor]], Tensor] | None:
-    """What stands in a round for calling layers and the norm behind them, or None: they are to be called.
+    """Find what stands in a round for calling layers and the norm behind them; None: they are to be called.
 
     They are called outside of rounds, where kernels are off or cannot be used, where something of them was compiled (then torch
     fuses), and where a module does more than its class does, hooks for instance.
 
     Args:
         owner: Has decoder layers, `layers`, and the norm, `norm`.
-        kind: What the owner has to be.
         depth: So many of its first layers are meant.
         mask: In a round a `RoundMask`, whose dispatch decides.
         cache: In a round the `BlockCache` that gets keys and values, at its target.
+        kind: What the owner has to be if it is not called either; None: this is asked for by its own forward.
 
     Returns:
         A function of what the first layer reads, [rows, tokens, hidden_size], and of cos and sin, [rows, tokens, head_dim]
@@ -5530,8 +5515,11 @@ def fused(
     """
     if not isinstance(mask, RoundMask) or not isinstance(cache, BlockCache) or mask.dispatch.forced is False:
         return None
-    layers, obstacle = list(owner.layers)[:depth], None
-    for module, expected in _parts(owner, kind, layers):
+    if owner._compiled_call_impl is not None:
+        return None
+    layers = list(owner.layers)[:depth]
+    obstacle = None if kind is None else more_than(owner, kind)
+    for module, expected in _parts(owner, layers) if obstacle is None else ():
         if module._compiled_call_impl is not None:
             return None
         if (obstacle := more_than(module, expected)) is not None:
@@ -5540,10 +5528,9 @@ def fused(
     return mask.dispatch.run("fused_layers", lambda: walk, lambda: None, next(owner.parameters()), obstacle=obstacle)
 
 
-def _parts(owner: Any, kind: type[nn.Module], layers: Sequence[Any]) -> Iterator[tuple[Any, type[nn.Module]]]:
+def _parts(owner: Any, layers: Sequence[Any]) -> Iterator[tuple[Any, type[nn.Module]]]:
     """The modules that are not called, each with what it has to be; to be looked at one by one, since what is not as
     expected need not have the parts that would come next."""
-    yield owner, kind
     yield owner.norm, Qwen3RMSNorm
     for layer in layers:
         yield layer, Qwen3DecoderLayer
@@ -5864,103 +5851,6 @@ if triton is not None:
         tl.store(out + at, (opened * tl.load(up + at, mask=inside, other=0.0).to(tl.float32)).to(kind), mask=inside)
 
 
-# -----------------------
-# kernels/head_input.py
-#
-# What the head reads: the embeddings of x' and h_A, each under its norm, side by side: one launch before `eh_proj`.
-
-def normed_pair_ref(embeds: Tensor, hidden: Tensor, enorm: nn.Module, hnorm: nn.Module) -> Tensor:
-    """[..., 2 * hidden_size]: [enorm(embeds) ; hnorm(hidden)]."""
-    return torch.cat([enorm(embeds), hnorm(hidden)], -1)
-
-
-def normed_pair(
-    embed_tokens: nn.Embedding, enorm: Qwen3RMSNorm, hnorm: Qwen3RMSNorm, input_ids: Tensor, hidden: Tensor, dispatch: Dispatch
-) -> Tensor | None:
-    """The same from ids, in one kernel; None where that does not run and the modules are to be called.
-
-    The casts are those of `Qwen3RMSNorm`: normalised in float32, rounded to the input's dtype, times the weight.
-
-    Args:
-        embed_tokens: The embeddings, a plain `nn.Embedding`.
-        enorm: The norm of the embeddings.
-        hnorm: The norm of the hidden states.
-        input_ids: [...] long.
-        hidden: [..., hidden_size].
-        dispatch: Kernel or PyTorch.
-
-    Returns:
-        [..., 2 * hidden_size], or None.
-
-    Raises:
-        ValueError: if kernels are forced and cannot be used here.
-    """
-    reason = more_than(embed_tokens, nn.Embedding) or more_than(enorm, Qwen3RMSNorm) or more_than(hnorm, Qwen3RMSNorm)
-    tensors: tuple[Tensor, ...] = (hidden,)
-    if reason is None:
-        tensors = (hidden, embed_tokens.weight, enorm.weight, hnorm.weight)
-        reason = (
-            _head_input_layout(*tensors) if embed_tokens.max_norm is None else "the embeddings have a max_norm: use plain ones"
-        )
-    return dispatch.run(
-        "head_input",
-        lambda: _normed_pair_kernel(embed_tokens, enorm, hnorm, input_ids, hidden),
-        lambda: None,
-        *tensors,
-        input_ids,
-        obstacle=reason,
-    )
-
-
-def _head_input_layout(hidden: Tensor, embeddings: Tensor, *scales: Tensor) -> str | None:
-    if len({t.dtype for t in (hidden, embeddings, *scales)}) > 1:
-        return "embeddings, norms and hidden states differ in dtype: load the model in one"
-    if embeddings.stride(1) != 1:
-        return f"the embeddings have strides {embeddings.stride()}: make their rows contiguous"
-    if hidden.shape[-1] > LARGEST_ROW:
-        return f"hidden_size is {hidden.shape[-1]}, more than {LARGEST_ROW}: run without this kernel"
-    return None
-
-
-def _normed_pair_kernel(
-    embed_tokens: nn.Embedding, enorm: Qwen3RMSNorm, hnorm: Qwen3RMSNorm, input_ids: Tensor, hidden: Tensor
-) -> Tensor | None:
-    """Floor: 4 * rows * hidden_size numbers read and written: microseconds, less than its launch."""
-    size, rows = hidden.shape[-1], input_ids.numel()
-    pair = torch.empty(*hidden.shape[:-1], 2 * size, dtype=hidden.dtype, device=hidden.device)
-    if rows:
-        _normed_pairs[(rows,)](
-            *(input_ids.contiguous(), embed_tokens.weight, hidden.contiguous(), enorm.weight, hnorm.weight, pair),
-            *(size, embed_tokens.weight.stride(0), enorm.variance_epsilon, hnorm.variance_epsilon),
-            TILE=power_of_two(size),
-            num_warps=4 if size <= 4096 else 8,
-            **MULTIPLY_ADD,
-        )
-    return pair
-
-
-if triton is not None:
-
-    @triton.jit
-    def _normed(source, scale, target, size, epsilon, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-        column = tl.arange(0, TILE)
-        inside = column < size
-        x = tl.load(source + column, mask=inside, other=0.0).to(tl.float32)
-        unit = x * tl.rsqrt(tl.sum(x * x, 0) / size + epsilon)
-        kind = target.dtype.element_ty
-        scaled = tl.load(scale + column, mask=inside, other=0.0).to(tl.float32) * unit.to(kind).to(tl.float32)
-        tl.store(target + column, scaled.to(kind), mask=inside)
-
-    @triton.jit
-    def _normed_pairs(  # type: ignore[no-untyped-def]
-        input_ids, embeddings, hidden, enorm, hnorm, pair, size, stride, e_epsilon, h_epsilon, TILE: tl.constexpr
-    ):
-        row = tl.program_id(0).to(tl.int64)
-        token = tl.load(input_ids + row).to(tl.int64)
-        _normed(embeddings + token * stride, enorm, pair + row * 2 * size, size, e_epsilon, TILE)
-        _normed(hidden + row * size, hnorm, pair + row * 2 * size + size, size, h_epsilon, TILE)
-
-
 # ------------------
 # model/layouts.py
 #
@@ -6256,44 +6146,29 @@ class MRPHead(nn.Module):
 
     def forward(
         self,
-        inputs_embeds: Tensor | None,
+        inputs_embeds: Tensor,
         hidden_states: Tensor,
-        attention_mask: Tensor | None,
+        attention_mask: Tensor | RoundMask | None,
         position_embeddings: tuple[Tensor, Tensor],
         past_key_values: Cache | None = None,
-        normed: Tensor | None = None,
     ) -> Tensor:
-        """One residual.
+        """Predict one residual; with and without kernels, this is what a head computes.
 
         Args:
-            inputs_embeds: [batch, length, hidden_size], the embeddings of x' (the state after the reveal); or None, if
-                `normed` is given.
+            inputs_embeds: [batch, length, hidden_size], the embeddings of x' (the state after the reveal).
             hidden_states: [batch, length, hidden_size], h_A or the accumulated estimate of it.
-            attention_mask: As `Qwen3DecoderLayer` takes it: [batch, 1, length, keys].
-            position_embeddings: cos and sin of the backbone's rotary embedding.
+            attention_mask: As `Qwen3DecoderLayer` takes it, [batch, 1, length, keys]; in a round a `RoundMask`.
+            position_embeddings: cos and sin of the backbone's rotary embedding, [batch, length, head_dim] each.
             past_key_values: The cache that the head's layers update.
-            normed: [batch, length, 2 * hidden_size], both under their norms, if that is already computed (`normed_pair`).
 
         Returns:
             [batch, length, hidden_size], h_C.
-        """
-        hidden = self.joined(inputs_embeds, hidden_states, normed)
-        for layer in self.layers:
-            hidden = layer(
-                hidden,
-                attention_mask=attention_mask,
-                position_embeddings=position_embeddings,
-                past_key_values=past_key_values,
-                use_cache=past_key_values is not None,
-            )
-        return self.norm(hidden)
 
-    def joined(self, inputs_embeds: Tensor | None, hidden_states: Tensor, normed: Tensor | None = None) -> Tensor:
-        """[batch, length, hidden_size], what the first layer reads; arguments as for `forward`."""
-        if normed is None:
-            assert inputs_embeds is not None
-            normed = normed_pair_ref(inputs_embeds, hidden_states, self.enorm, self.hnorm)
-        return self.eh_proj(normed)
+        Raises:
+            ValueError: if a `RoundMask` forces kernels that cannot be used here.
+        """
+        hidden = self.eh_proj(torch.cat([self.enorm(inputs_embeds), self.hnorm(hidden_states)], -1))
+        return run_layers(self, hidden, attention_mask, position_embeddings, past_key_values)
 
 
 @torch.no_grad()
@@ -8263,7 +8138,7 @@ class MRPForCausalLM(MRPHubMixin, MRPPreTrainedModel, MRPGenerationMixin):
         Raises:
             ValueError: if a `RoundMask` forces kernels that cannot be used here.
         """
-        if (walk := fused(self.model, Qwen3Model, self.config.num_hidden_layers, mask, past_key_values)) is not None:
+        if (walk := fused(self.model, self.config.num_hidden_layers, mask, past_key_values, Qwen3Model)) is not None:
             embeds = self.model.embed_tokens(input_ids)
             return walk(embeds, self.model.rotary_emb(embeds, position_ids))
         return _called(self.model, compiled)(
@@ -8281,7 +8156,6 @@ class MRPForCausalLM(MRPHubMixin, MRPPreTrainedModel, MRPGenerationMixin):
         position_ids: Tensor,
         mask: Tensor | BlockMask | RoundMask,
         past_key_values: Cache | None = None,
-        dispatch: Dispatch = PYTORCH,
         compiled: bool = True,
     ) -> Tensor:
         """The head's residual h_C = Head(embed(x'), h_A); `lm_head(h_A + h_C)` estimates the logits at x'.
@@ -8292,29 +8166,23 @@ class MRPForCausalLM(MRPHubMixin, MRPPreTrainedModel, MRPGenerationMixin):
             position_ids: [batch, length] long, absolute.
             mask: As for `backbone`.
             past_key_values: A cache with room for the head's layers, or None.
-            dispatch: Kernels or PyTorch, for what the head reads.
             compiled: As for `backbone`.
 
         Returns:
             [batch, length, hidden_size].
 
         Raises:
-            ValueError: if the model has no head, or kernels are forced that cannot be used here.
+            ValueError: if the model has no head, or a `RoundMask` forces kernels that cannot be used here.
         """
         if self.mrp_head is None:
             raise ValueError(
                 "this model has no MRP head (num_nextn_predict_layers is 0): load one with attach_head(head) or "
                 "from_backbone(backbone, head=...), or train a head"
             )
-        head, embed_tokens = self.mrp_head, self.model.embed_tokens
-        normed = normed_pair(embed_tokens, head.enorm, head.hnorm, input_ids, hidden_states, dispatch)
-        embeds = embed_tokens(input_ids) if normed is None else None
-        rotary = self.model.rotary_emb(hidden_states if embeds is None else embeds, position_ids)
-        if (walk := fused(head, MRPHead, len(head.layers), mask, past_key_values)) is not None:
-            output = walk(head.joined(embeds, hidden_states, normed), rotary)
-        else:
-            run = _called(head, compiled)
-            output = run(embeds, hidden_states, self._attention_bias(mask), rotary, past_key_values, normed)
+        embeds = self.model.embed_tokens(input_ids)
+        rotary = self.model.rotary_emb(embeds, position_ids)
+        head = _called(self.mrp_head, compiled)
+        output = head(embeds, hidden_states, self._attention_bias(mask), rotary, past_key_values)
         return output if self.config.head_predicts == "residual" else output - hidden_states
 
     def head_share(self) -> float:

@@ -170,7 +170,7 @@ class Decoder(Forwards):
             self.counts.forwards["prefill"] += 1
             self.counts.row_forwards += takes_part
             if self.head_layers:
-                self.model.residual(ids, hidden, here, mask, self.cache, self.picker.dispatch, compiled=False)
+                self.model.residual(ids, hidden, here, mask, self.cache, compiled=False)
                 self._count_head(takes_part)
             inside = (first >= begin) & (first < end)
             at = (first - begin).clamp(0, end - begin - self.block)[:, None] + self.offsets
@@ -410,8 +410,8 @@ class Decoder(Forwards):
     def residual_magnitude(self, hidden: Tensor, token: Tensor, where: Tensor) -> Tensor:
         """[n, block] |C| of given tokens: one dot product each; 0 outside `where`."""
         at = self._chosen(where)
-        weight, dispatch = self.picker.lm_head_weight, self.picker.dispatch
-        moved = residual_magnitude(weight, taken(hidden.flatten(0, 1), at), taken(token.flatten(), at), dispatch)
+        weight = self.picker.lm_head_weight
+        moved = residual_magnitude(weight, taken(hidden.flatten(0, 1), at), taken(token.flatten(), at))
         return self._spread(moved, at, where, 0.0)
 
     def _contexts(self, states: States, state: Tensor, behind: Tensor | None) -> list[tuple[Tensor, Tensor]]:

@@ -93,7 +93,10 @@ PYTORCH = Dispatch(False)
 
 
 def with_fallback(name: str, device: torch.device, kernel: Callable[[], T], twin: Callable[[], T]) -> T:
-    """The kernel's result; its twin's if it fails on this device now, which is reported, or has failed there before."""
+    """Take the kernel's result; its twin's if it fails on this device now, which is reported, or has failed there before.
+
+    While a CUDA graph is captured every error is raised: most are the capture's, and a twin would go into the graph.
+    """
     if failed_before(name, device):
         return twin()
     try:
@@ -102,6 +105,8 @@ def with_fallback(name: str, device: torch.device, kernel: Callable[[], T], twin
     except torch.OutOfMemoryError:
         raise  # says nothing about the kernel, and its twin needs more
     except Exception as error:
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise
         _failed.add((name, device))
         warnings.warn(
             f"the Triton kernel {name!r} failed on {device} and PyTorch is used in its place, which is slower "

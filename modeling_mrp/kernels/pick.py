@@ -1,6 +1,6 @@
 """The vocabulary-wide step: from hidden states to a token and its log-odds, fused over the vocabulary on CUDA.
 
-`pick`, `token_log_odds` and `residual_magnitude` have a Triton kernel and a plain PyTorch twin (`*_ref`) here. The kernels
+`pick` and `token_log_odds` have a Triton kernel and a plain PyTorch twin (`*_ref`) here. The kernels
 never write [rows, vocab]. Their logits are float32 sums of products, where PyTorch rounds those of 16-bit weights to 16 bits:
 the two agree up to that rounding, so up to near-ties in the token.
 """
@@ -85,29 +85,6 @@ def token_log_odds(
     )
 
 
-def residual_magnitude(weight: Tensor, hidden: Tensor, token: Tensor, dispatch: Dispatch = AUTOMATIC) -> Tensor:
-    """[n] |logit| of one token per row, in at least float32: one dot product each.
-
-    Args:
-        weight: [vocab, hidden_size].
-        hidden: [n, hidden_size].
-        token: [n] long, rows of `weight`.
-        dispatch: Kernel or PyTorch.
-
-    Raises:
-        ValueError: as `pick` does.
-    """
-    _check(weight, hidden, token=token)
-    return dispatch.run(
-        "residual_magnitude",
-        lambda: _magnitude_kernel(weight, hidden, token),
-        lambda: residual_magnitude_ref(weight, hidden, token),
-        weight,
-        hidden,
-        obstacle=_layout(weight),
-    )
-
-
 def pick_ref(
     readout: Readout,
     hidden: Tensor,
@@ -139,8 +116,17 @@ def token_log_odds_ref(
     return odds if active is None else odds.where(active, -torch.inf)
 
 
-def residual_magnitude_ref(weight: Tensor, hidden: Tensor, token: Tensor) -> Tensor:
-    """`residual_magnitude` in PyTorch."""
+def residual_magnitude(weight: Tensor, hidden: Tensor, token: Tensor) -> Tensor:
+    """Take the magnitude of one token's logit per row: one dot product each.
+
+    Args:
+        weight: [vocab, hidden_size].
+        hidden: [n, hidden_size].
+        token: [n] long, rows of `weight`.
+
+    Returns:
+        [n], in at least float32.
+    """
     wide = torch.promote_types(hidden.dtype, torch.float32)
     return (hidden.to(wide) * weight[token].to(wide)).sum(-1).abs()
 
@@ -263,25 +249,6 @@ def _pick_kernel(
         **MULTIPLY_ADD,
     )
     return picked
-
-
-def _magnitude_kernel(weight: Tensor, hidden: Tensor, token: Tensor) -> Tensor:
-    """Floor: 2 * rows * hidden_size * element size bytes: microseconds, less than its launch."""
-    rows, size = hidden.shape
-    result = torch.empty(rows, dtype=torch.float32, device=hidden.device)
-    if rows:
-        _magnitudes[(rows,)](
-            hidden.contiguous(),
-            weight,
-            token.contiguous(),
-            result,
-            size,
-            weight.stride(0),
-            TILE=1024,
-            num_warps=4,
-            **MULTIPLY_ADD,
-        )
-    return result
 
 
 if triton is not None:
@@ -467,26 +434,12 @@ if triton is not None:
         tl.store(logprob_out + row, tl.where(live, logprob, float("-inf")), mask=in_rows)
         tl.store(odds_out + row, tl.where(live, odds, float("-inf")), mask=in_rows)
 
-    @triton.jit
-    def _magnitudes(hidden, weight, token, out, size, stride, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-        row = tl.program_id(0).to(tl.int64)
-        states = hidden + row * size
-        weights = weight + tl.load(token + row).to(tl.int64) * stride
-        total = tl.full((TILE,), 0.0, dtype=tl.float32)
-        for begin in range(0, size, TILE):
-            column = begin + tl.arange(0, TILE)
-            inside = column < size
-            h = tl.load(states + column, mask=inside, other=0.0).to(tl.float32)
-            total += h * tl.load(weights + column, mask=inside, other=0.0).to(tl.float32)
-        tl.store(out + row, tl.abs(tl.sum(total, 0)))
-
 
 __all__ = [
     "Plan",
     "pick",
     "pick_ref",
     "residual_magnitude",
-    "residual_magnitude_ref",
     "token_log_odds",
     "token_log_odds_ref",
 ]

@@ -152,7 +152,7 @@ class Forwards(Texts):
         return scored
 
     def _reading(self, hidden: Tensor, ids: Tensor, positions: Tensor, mask: Tensor | RoundMask, cache: BlockCache) -> Tensor:
-        return self.model.residual(ids, hidden.flatten(1, 2), positions, mask, cache, self.picker.dispatch)
+        return self.model.residual(ids, hidden.flatten(1, 2), positions, mask, cache)
 
     def _count_head(self, rows: Tensor) -> None:
         self.counts.forwards["head"] += 1
