@@ -17,9 +17,8 @@ import sys
 import threading
 import traceback
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ import triton
 
 from modeling_mrp.generate.generation import MRPGenerateOutput
 from modeling_mrp.kernels.pick import pick, pick_ref
-from modeling_mrp.kernels.unembedding import Readout
+from modeling_mrp.kernels.unembedding import Unembedding
 from modeling_mrp.model.configuration import MRPConfig
 
 from . import gpu_rounds
@@ -121,8 +120,7 @@ def _layer(sizes: Shape, batch: int, states: int, prefix: int, dtype: torch.dtyp
 
 
 def kernels(options: Namespace, device: Device, on: torch.device, budget: Budget) -> Iterator[Line]:
-    """Errors of all; times in bfloat16, and of `pick` also in float32, whose products are not made by matrix units."""
-    devices = {"bfloat16": device, "float32": replace(device, peak=_flops(on, torch.float32))}
+    """Errors of all; times in bfloat16."""
     for shape in options.shape:
         for sizes, group in groups(shape, options, on):
             if budget.over:
@@ -130,15 +128,13 @@ def kernels(options: Namespace, device: Device, on: torch.device, budget: Budget
                 continue
             try:
                 for case in group():
-                    yield from ({"shape": shape, **line} for line in _measured(case, options, devices, on, budget))
+                    yield from ({"shape": shape, **line} for line in _measured(case, options, device, on, budget))
             except Exception as error:  # of inputs that do not fit, for instance
                 still_there(on, error)
                 yield {"failed": "kernels", "shape": shape, **sizes, "error": reason(error)}
 
 
-def _measured(
-    case: Case, options: Namespace, devices: Mapping[str, Device], on: torch.device, budget: Budget
-) -> Iterator[Line]:
+def _measured(case: Case, options: Namespace, device: Device, on: torch.device, budget: Budget) -> Iterator[Line]:
     if budget.over:
         yield {"left_out": case.name, **case.fields, "why": "no time is left"}
         return
@@ -147,9 +143,8 @@ def _measured(
     except Exception as error:
         still_there(on, error)
         yield {"failed": case.name, **case.fields, "way": "check", "error": reason(error)}
-    dtype = case.fields["dtype"]
-    if dtype == "bfloat16" or (dtype == "float32" and case.name == "pick"):
-        yield from case.time(devices[dtype], on, options.repeats)
+    if case.fields["dtype"] == "bfloat16":
+        yield from case.time(device, on, options.repeats)
 
 
 def rounds(options: Namespace, device: Device, on: torch.device, budget: Budget) -> Iterator[Line]:
@@ -231,13 +226,13 @@ def memory(options: Namespace, device: Device, on: torch.device, budget: Budget)
         return
     hidden = torch.randn(64, 2560, device=on, dtype=torch.bfloat16)
     for vocab in (37_984, 151_936):
-        readout = Readout(torch.randn(vocab, 2560, device=on).bfloat16(), MASK_ID)
+        unembedding = Unembedding(torch.randn(vocab, 2560, device=on).bfloat16(), MASK_ID)
         for way, call in (("kernel", lambda r: pick(r, hidden, dispatch=KERNEL)), ("torch", lambda r: pick_ref(r, hidden))):
-            call(readout)
+            call(unembedding)
             torch.cuda.synchronize(on)
             torch.cuda.reset_peak_memory_stats(on)
             before = torch.cuda.memory_allocated(on)
-            call(readout)
+            call(unembedding)
             torch.cuda.synchronize(on)
             yield {"memory": "pick", "vocab": vocab, "way": way, "bytes": torch.cuda.max_memory_allocated(on) - before}
 

@@ -16,7 +16,7 @@ from modeling_mrp.kernels.pick import (
     token_log_odds,
     token_log_odds_ref,
 )
-from modeling_mrp.kernels.unembedding import Picked, Readout
+from modeling_mrp.kernels.unembedding import Picked, Unembedding
 
 from .roofline import Device, Shape, Work
 from .round_attention import Round
@@ -107,14 +107,14 @@ def _each(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Inputs of the vocabulary-wide kernels: rows of hidden states on a readout.
+    """Inputs of the vocabulary-wide kernels: rows of hidden states on a unembedding.
 
     Attributes:
-        readout: Random weights.
+        unembedding: Random weights.
         rows: Of hidden states.
     """
 
-    readout: Readout
+    unembedding: Unembedding
     rows: int
 
     @staticmethod
@@ -122,51 +122,53 @@ class Vocabulary:
         """Logits of standard deviation 4."""
         generator = torch.Generator(device).manual_seed(rows)
         weight = torch.randn(vocab, hidden_size, generator=generator, device=device).div_(hidden_size**0.5).to(dtype)
-        return Vocabulary(Readout(weight, MASK_ID), rows)
+        return Vocabulary(Unembedding(weight, MASK_ID), rows)
 
     def inputs(self, seed: int) -> tuple[Tensor, Tensor, Tensor]:
         """Hidden states [rows, hidden_size], keys of the noise [rows], and given tokens [rows]."""
-        (vocab, size), device, rows = self.readout.weight.shape, self.readout.weight.device, self.rows
+        (vocab, size), device, rows = self.unembedding.weight.shape, self.unembedding.weight.device, self.rows
         generator = torch.Generator(device).manual_seed(seed)
-        hidden = torch.randn(rows, size, generator=generator, device=device).mul_(4).to(self.readout.weight.dtype)
+        hidden = torch.randn(rows, size, generator=generator, device=device).mul_(4).to(self.unembedding.weight.dtype)
         keys = noise_keys(*torch.randint(1 << 20, (3, rows), generator=generator, device=device))
         return hidden, keys, torch.randint(1, vocab, (rows,), generator=generator, device=device)
 
     @property
-    def exact(self) -> Readout:
-        """The readout in float64."""
-        return replace(self.readout, weight=self.readout.weight.double())
+    def exact(self) -> Unembedding:
+        """The unembedding in float64."""
+        return replace(self.unembedding, weight=self.unembedding.weight.double())
 
     @property
     def work(self) -> Work:
         """All weights read once, and multiplied with every row."""
-        weight = self.readout.weight
+        weight = self.unembedding.weight
         hidden = self.rows * weight.shape[1]
         return Work((weight.numel() + hidden) * weight.element_size(), 2 * self.rows * weight.numel())
 
     def _case(self, name: str, ways: dict[str, Way], error: Callable[[], float], tolerance: float, work: Work) -> Case:
-        (vocab, size), dtype = self.readout.weight.shape, self.readout.weight.dtype
+        (vocab, size), dtype = self.unembedding.weight.shape, self.unembedding.weight.dtype
         fields = {"rows": self.rows, "vocab": vocab, "hidden": size, "dtype": str(dtype)[6:]}
         return Case(name, fields, self.inputs, ways, error, tolerance, work)
 
     def cases(self) -> Iterator[Case]:
         """`pick`, greedy and sampled, and `token_log_odds`."""
-        readout, exact, tolerance = self.readout, self.exact, TOLERANCE[self.readout.weight.dtype]
-        yield self._pick_case("pick", readout, False, tolerance)
-        yield self._pick_case("pick sampled", replace(readout, temperature=0.7), True, 10 * tolerance)  # its noise is float32
+        unembedding, exact, tolerance = self.unembedding, self.exact, TOLERANCE[self.unembedding.weight.dtype]
+        yield self._pick_case("pick", unembedding, False, tolerance)
+        yield self._pick_case(
+            "pick sampled", replace(unembedding, temperature=0.7), True, 10 * tolerance
+        )  # its noise is float32
         ways: dict[str, Way] = {
-            "kernel": lambda hidden, _, token: token_log_odds(readout, hidden, token, dispatch=KERNEL),
-            "torch": lambda hidden, _, token: token_log_odds_ref(readout, hidden, token),
+            "kernel": lambda hidden, _, token: token_log_odds(unembedding, hidden, token, dispatch=KERNEL),
+            "torch": lambda hidden, _, token: token_log_odds_ref(unembedding, hidden, token),
         }
         error = partial(between, self.inputs, ways["kernel"], lambda h, _, token: token_log_odds_ref(exact, h.double(), token))
         yield self._case("token_log_odds", ways, error, tolerance, self.work)
 
-    def _pick_case(self, name: str, readout: Readout, sampled: bool, tolerance: float) -> Case:
+    def _pick_case(self, name: str, unembedding: Unembedding, sampled: bool, tolerance: float) -> Case:
         ways: dict[str, Way] = {
-            "kernel": lambda hidden, keys, _: pick(readout, hidden, keys if sampled else None, dispatch=KERNEL),
-            "torch": lambda hidden, keys, _: pick_ref(readout, hidden, keys if sampled else None),
+            "kernel": lambda hidden, keys, _: pick(unembedding, hidden, keys if sampled else None, dispatch=KERNEL),
+            "torch": lambda hidden, keys, _: pick_ref(unembedding, hidden, keys if sampled else None),
         }
-        asked = replace(self, readout=readout)
+        asked = replace(self, unembedding=unembedding)
         return self._case(name, ways, partial(asked.error_of_pick, ways["kernel"], sampled), tolerance, self.work)
 
     def error_of_pick(self, kernel: Callable[..., Picked], sampled: bool) -> float:

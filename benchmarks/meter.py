@@ -14,7 +14,7 @@ from unittest.mock import patch
 import torch
 
 from modeling_mrp.generate.generation import MRPGenerateOutput
-from modeling_mrp.generate.sampling import Picker
+from modeling_mrp.generate.sampling import Sampler
 from modeling_mrp.modeling import MRPForCausalLM
 from modeling_mrp.runner.cache import BlockCache
 
@@ -133,8 +133,8 @@ def metered(block_size: int) -> Iterator[Meter]:
     with ExitStack() as stack:
         stack.enter_context(watch(MRPForCausalLM, "backbone", "backbone", tokens))
         stack.enter_context(watch(MRPForCausalLM, "residual", "head", tokens))
-        stack.enter_context(watch(Picker, "__call__", "vocabulary", positions))
-        stack.enter_context(watch(Picker, "token_log_odds", "vocabulary", positions))
+        stack.enter_context(watch(Sampler, "__call__", "vocabulary", positions))
+        stack.enter_context(watch(Sampler, "token_log_odds", "vocabulary", positions))
         stack.enter_context(watch(BlockCache, "commit", "commit", lambda rows, *_: len(rows)))
         stack.enter_context(patch.object(MRPForCausalLM, "generate", whole))
         yield meter

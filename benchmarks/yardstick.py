@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from modeling_mrp.generate.decoding import Counts, Decoder, Rows
 from modeling_mrp.generate.generation import MRPGenerationConfig
-from modeling_mrp.generate.sampling import Picker
+from modeling_mrp.generate.sampling import Sampler
 from modeling_mrp.generate.states import States
 from modeling_mrp.generate.strategies import Spec
 from modeling_mrp.kernels.round_attention import RoundMask
@@ -130,7 +130,7 @@ def decode_published(
     decoder = PublishedDecoder(
         model,
         Spec(states + 1, 1, states),  # room for the known state
-        Picker(model.lm_head.weight, model.config.mask_token_id),
+        Sampler(model.lm_head.weight, model.config.mask_token_id),
         [torch.tensor(prompt) for prompt in prompts],
         new_tokens,
         schedule,

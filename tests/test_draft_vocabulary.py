@@ -14,19 +14,19 @@ from transformers.generation import LogitsProcessor, LogitsProcessorList, TopKLo
 
 from modeling_mrp import MRPConfig, MRPForCausalLM
 from modeling_mrp.generate.decoding import Decoder
-from modeling_mrp.generate.sampling import Picker
+from modeling_mrp.generate.sampling import Sampler
 from modeling_mrp.generate.states import Reveal
 from modeling_mrp.kernels.noise import gumbel_noise, noise_keys
 
 N = 200
 
 
-def random_picker(**options: Any) -> tuple[Picker, Tensor, Tensor]:
-    """A picker, hidden states [N, 6] and keys [N]."""
+def random_sampler(**options: Any) -> tuple[Sampler, Tensor, Tensor]:
+    """A sampler, hidden states [N, 6] and keys [N]."""
     generator = torch.Generator().manual_seed(0)
     weight, hidden = (torch.randn(n, 6, generator=generator, dtype=torch.float64) for n in (40, N))
     at = torch.arange(N)
-    return Picker(weight, 39, **options), hidden, noise_keys(at * 7, at % 13, at % 5)
+    return Sampler(weight, 39, **options), hidden, noise_keys(at * 7, at % 13, at % 5)
 
 
 def subset(size: int) -> Tensor:
@@ -38,11 +38,11 @@ def subset(size: int) -> Tensor:
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("size", [1, 7, 38])
 def test_a_winner_inside_is_picked(size: int, temperature: float, sample: bool) -> None:
-    """The same token where the full picker takes one of the subset; else one of the subset all the same. Its confidence is
+    """The same token where the full sampler takes one of the subset; else one of the subset all the same. Its confidence is
     higher, as the softmax is over less."""
-    picker, hidden, keys = random_picker(sample=sample, temperature=temperature)
+    sampler, hidden, keys = random_sampler(sample=sample, temperature=temperature)
     ids = subset(size)
-    full, some = picker(hidden, keys), picker.restricted(ids)(hidden, keys)
+    full, some = sampler(hidden, keys), sampler.restricted(ids)(hidden, keys)
     inside = torch.isin(full.token, ids)
     assert 0 < inside.sum() < N
     assert torch.equal(some.token[inside], full.token[inside])
@@ -54,13 +54,13 @@ def test_a_winner_inside_is_picked(size: int, temperature: float, sample: bool) 
 @pytest.mark.parametrize("size", [1, 7])
 def test_restricted_picks_by_the_formulas(size: int) -> None:
     """The noise is that of the full vocabulary at the same ids; the confidence is the log-odds among the subset."""
-    picker, hidden, keys = random_picker(sample=True, temperature=0.7)
+    sampler, hidden, keys = random_sampler(sample=True, temperature=0.7)
     ids = subset(size)
     noise = gumbel_noise(keys, 40, torch.float64)
     assert torch.equal(gumbel_noise(keys, ids, torch.float64), noise[:, ids])
-    scores = (hidden @ picker.lm_head_weight.T)[:, ids] / 0.7
+    scores = (hidden @ sampler.lm_head_weight.T)[:, ids] / 0.7
     best = (scores + noise[:, ids]).argmax(1)
-    picks = picker.restricted(ids)(hidden, keys)
+    picks = sampler.restricted(ids)(hidden, keys)
     assert torch.equal(picks.token, ids[best])
     logp = scores.log_softmax(1).gather(1, best[:, None])[:, 0]
     torch.testing.assert_close(picks.logprob, logp)
@@ -71,19 +71,19 @@ def test_restricted_picks_by_the_formulas(size: int) -> None:
 
 
 def test_truncation_counts_inside_the_subset() -> None:
-    picker, hidden, keys = random_picker(sample=True, truncation=LogitsProcessorList([TopKLogitsWarper(1)]))
+    sampler, hidden, keys = random_sampler(sample=True, truncation=LogitsProcessorList([TopKLogitsWarper(1)]))
     ids = subset(7)
-    best = (hidden @ picker.lm_head_weight[ids].T).argmax(1)
-    assert torch.equal(picker.restricted(ids)(hidden, keys).token, ids[best])
+    best = (hidden @ sampler.lm_head_weight[ids].T).argmax(1)
+    assert torch.equal(sampler.restricted(ids)(hidden, keys).token, ids[best])
 
 
 @pytest.mark.parametrize("sample", [False, True], ids=["greedy", "sampled"])
 def test_the_minimum_length_bars_eos_in_the_subset(sample: bool) -> None:
     ids = subset(7)
     eos = (int(ids[2]), int(ids[5]), 38)
-    picker, hidden, keys = random_picker(sample=sample, eos_token_ids=eos)
+    sampler, hidden, keys = random_sampler(sample=sample, eos_token_ids=eos)
     early = torch.arange(N) % 2 == 0
-    free, barred = (picker.restricted(ids)(hidden, keys, no_eos=no_eos) for no_eos in (None, early))
+    free, barred = (sampler.restricted(ids)(hidden, keys, no_eos=no_eos) for no_eos in (None, early))
     ends = torch.isin(free.token, torch.tensor(eos))
     assert (ends & early).any()
     assert not torch.isin(barred.token[early], torch.tensor(eos)).any()

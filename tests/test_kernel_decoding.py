@@ -12,7 +12,7 @@ from modeling_mrp import MRPForCausalLM
 from modeling_mrp.generate.decoding import Decoder
 from modeling_mrp.generate.options import DECODINGS, REMASK_RULES
 from modeling_mrp.kernels.dispatch import Dispatch, triton
-from modeling_mrp.kernels.unembedding import Readout
+from modeling_mrp.kernels.unembedding import Unembedding
 
 pytestmark = [
     pytest.mark.skipif(triton is None, reason="needs triton"),
@@ -29,6 +29,11 @@ def model() -> MRPForCausalLM:
     return make_model(3, vocab_size=99, draft_vocab_size=60).float().to(DEVICE)
 
 
+@pytest.fixture(scope="module")
+def half() -> MRPForCausalLM:
+    return make_model(3, vocab_size=99, draft_vocab_size=60).bfloat16().to(DEVICE)
+
+
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
     "sampled": {"do_sample": True, "temperature": 0.7, "top_k": 0, "seed": 5},
@@ -41,16 +46,16 @@ class Margins:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.least = float("inf")
-        shown = Readout.shown
+        shown = Unembedding.shown
 
-        def noted(readout: Readout, scores: Tensor, keys: Tensor | None) -> Tensor:
-            result = shown(readout, scores, keys)
+        def noted(unembedding: Unembedding, scores: Tensor, keys: Tensor | None) -> Tensor:
+            result = shown(unembedding, scores, keys)
             if len(result):
                 best = result.topk(2).values
                 self.least = min(self.least, (best[:, 0] - best[:, 1]).min().item())
             return result
 
-        patch.setattr(Readout, "shown", noted)
+        patch.setattr(Unembedding, "shown", noted)
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
@@ -80,26 +85,48 @@ def test_the_same_tokens_in_every_mode(
     assert differing <= rows // 20
 
 
-@every_mode
-def test_forced_kernels_run(mode: str, model: MRPForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The twins are not called in a mode that needs no logits."""
-    asked: list[str] = []
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The kernels that are asked for; all by force."""
+    names: set[str] = set()
     run = Dispatch.run
 
     def noted(dispatch: Dispatch, name: str, *others: Any, **more: Any) -> Any:
-        asked.append(name)
+        names.add(name)
         assert dispatch == FORCED
         return run(dispatch, name, *others, **more)
 
     monkeypatch.setattr(Dispatch, "run", noted)
+    return names
+
+
+@every_mode
+def test_forced_kernels_run(mode: str, half: MRPForCausalLM, asked: set[str]) -> None:
+    """The twins are not called in a mode that needs no logits, of 16-bit weights."""
     options: dict[str, Any] = {"decoding": mode, "max_new_tokens": 2, "remask_rule": "residual", "confidence_threshold": 0.05}
-    out = model.generate(PROMPTS[:1], kernels=True, eos_token_id=None, return_dict_in_generate=True, **options)
+    out = half.generate(PROMPTS[:1], kernels=True, eos_token_id=None, return_dict_in_generate=True, **options)
     used = {"pick"} if mode != "entropy_bound" else set()
     rounds = out.stats.forwards["denoise"] + out.stats.forwards["verify"] + mode.startswith("mrp_")
     layers = {"fused_layers", "sum_and_norm", "rotated", "gated", "round_attention"}
     used |= layers if rounds else set()  # the prefill's own reveals may be all
     used |= {"grow"} if mode.endswith("_spec") else set()
-    assert set(asked) == used
+    assert asked == used
+
+
+def test_a_top_k_writes_no_float32_logits(half: MRPForCausalLM, asked: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does a top-p behind it."""
+    monkeypatch.setattr(Unembedding, "logits", lambda *_: 1 / 0)
+    options: dict[str, Any] = {
+        "do_sample": True,
+        "top_k": 5,
+        "top_p": 0.9,
+        "seed": 1,
+        "max_new_tokens": 6,
+        "eos_token_id": None,
+    }
+    half.generate(PROMPTS[:2], kernels=True, decoding="mrp_spec", **options)
+    assert asked >= {"pick_above", "round_attention", "grow"}
+    assert "pick" not in asked
 
 
 @pytest.mark.parametrize("mode", ["mrp_spec", "mrp_remask"])
@@ -112,7 +139,7 @@ def test_positions_that_need_no_pick(mode: str, model: MRPForCausalLM, monkeypat
 
 
 def test_processors_and_truncation_need_logits(model: MRPForCausalLM) -> None:
-    """They run in PyTorch, also under `kernels=True`: no kernel exists for what they do."""
+    """Of float32 weights they are picked from in PyTorch, also under `kernels=True`."""
     options: dict[str, Any] = {"do_sample": True, "top_k": 5, "seed": 1, "max_new_tokens": 4, "eos_token_id": None}
     on, off = (model.generate(PROMPTS[:2], kernels=kernels, **options) for kernels in (True, False))
     assert torch.equal(on, off)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from modeling_mrp.generate.decoding import Decoder
 from modeling_mrp.generate.drafting import ORDER_SHARPNESS, Lattice
-from modeling_mrp.generate.sampling import Picker
+from modeling_mrp.generate.sampling import Sampler
 from modeling_mrp.generate.states import Memory, Reveal, Scored, States
 from modeling_mrp.generate.strategies import SelfSpec
 
@@ -50,7 +50,7 @@ def drafting_decoder(
     model = make_model(block_size=block)
     prompts = [torch.arange(1, block + 1)] * len(tables)
     steps = torch.tensor(schedule or [1] * block)
-    picker = Picker(model.lm_head.weight, M)
+    picker = Sampler(model.lm_head.weight, M)
     room, seeds = max_new_tokens or 3 * block, torch.zeros(len(tables), dtype=torch.long)
     decoder = Decoder(model, SelfSpec(9, branches), picker, prompts, room, steps, list(eos), seeds, infill=infill)
     decoder.seed = scored_by(decoder.current(), tables)

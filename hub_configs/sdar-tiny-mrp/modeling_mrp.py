@@ -139,6 +139,11 @@ def processors(device: torch.device, otherwise: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else otherwise
 
 
+def tensor_memory(device: torch.device) -> bool:
+    """Whether the matrix units of a GPU write to a memory of their own, as those of data-centre Blackwell do."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 10
+
+
 @dataclass(frozen=True)
 class Dispatch:
     """Decides between a kernel and its PyTorch twin.
@@ -936,11 +941,10 @@ def round_attention(
 
 def _tiles(rows: int, head_dim: int, dtype: torch.dtype) -> tuple[int, int, int]:
     """Rows and keys of a tile, and warps: what fits the registers and, two tiles of keys deep, 99 KB of shared memory."""
-    if dtype == torch.float32:
-        most, keys = 32, 32
-    else:
-        most, keys = (128, 64) if head_dim <= 128 else (64, 32)
+    most = 32 if dtype == torch.float32 else 128 if head_dim <= 128 else 64
     tile_rows = max(16, min(power_of_two(rows), most))
+    # With 64 rows, 64 keys would spill registers and leave room for one program less.
+    keys = 32 if dtype == torch.float32 or head_dim > 128 or tile_rows == 64 else 64
     return tile_rows, keys, 8 if tile_rows == 128 else 4
 
 
@@ -1573,7 +1577,7 @@ if triton is not None:
 # ------------------------
 # kernels/unembedding.py
 #
-# What hidden states say about tokens: the distribution of a readout, and log-odds without cancellation.
+# What hidden states say about tokens: the distributions of an unembedding, and log-odds without cancellation.
 
 # Elements of logits that are alive at once: 64 MB in float32.
 _LOGITS_AT_ONCE = 1 << 24
@@ -1594,7 +1598,7 @@ class Picked(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Readout:
+class Unembedding:
     """The distributions over tokens that hidden states stand for.
 
     Attributes:
@@ -1611,22 +1615,29 @@ class Readout:
     eos_token_ids: tuple[int, ...] = ()
     token_ids: Tensor | None = None
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[n, vocab] in at least float32, the mask id at -inf."""
+    def product(self, hidden: Tensor) -> Tensor:
+        """[n, vocab] logits in the weights' dtype, the mask id at -inf."""
         logits = F.linear(hidden, self.weight)
-        if logits.dtype != torch.float64:
-            logits = logits.float()
         if self.token_ids is None:
             logits[:, self.mask_token_id] = -torch.inf
         return logits
 
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[n, vocab] in at least float32, the mask id at -inf."""
+        return widened(self.product(hidden))
+
     def tempered(self, logits: Tensor, no_eos: Tensor | None) -> Tensor:
         """Logits [n, vocab] over the temperature, those of an eos at -inf where `no_eos` [n] says so."""
+        logits = self.barred(logits, no_eos)
+        return logits if self.temperature == 1.0 else logits / self.temperature
+
+    def barred(self, logits: Tensor, no_eos: Tensor | None) -> Tensor:
+        """Logits [n, vocab], those of an eos at -inf where `no_eos` [n] says so."""
         if no_eos is not None:
             ids = torch.arange(logits.shape[1], device=logits.device) if self.token_ids is None else self.token_ids
             for eos in self.eos_token_ids:  # numbers, not a tensor of them, for whose copy to a device the host would wait
                 logits = logits.masked_fill(no_eos[:, None] & (ids == eos), -torch.inf)
-        return logits if self.temperature == 1.0 else logits / self.temperature
+        return logits
 
     def chunks(self, rows: int) -> list[slice]:
         """`rows` in slices so small that their logits are no burden; one, empty, of none."""
@@ -1638,6 +1649,11 @@ class Readout:
         if keys is None:
             return scores
         return scores + gumbel_noise(keys, scores.shape[1] if self.token_ids is None else self.token_ids, scores.dtype)
+
+
+def widened(logits: Tensor) -> Tensor:
+    """Logits in at least float32."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def log_odds(scores: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
@@ -1653,15 +1669,16 @@ def log_odds(scores: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
 #
 # The vocabulary-wide step: from hidden states to a token and its log-odds, fused over the vocabulary on CUDA.
 #
-# `pick` and `token_log_odds` have a Triton kernel and a plain PyTorch twin (`*_ref`) here. The kernels
-# never write [rows, vocab]. Their logits are float32 sums of products, where PyTorch rounds those of 16-bit weights to 16 bits:
-# the two agree up to that rounding, so up to near-ties in the token.
+# `pick`, `pick_above` and `token_log_odds` have a Triton kernel for 16-bit weights and a plain PyTorch twin (`*_ref`) here. The
+# twin takes float32 also where kernels are forced: there are no matrix units for it, and cuBLAS is faster. But for `pick_above`,
+# which is given logits, the kernels never write [rows, vocab]. Their logits are float32 sums of products, where PyTorch rounds
+# them to 16 bits: the two agree up to that rounding, so up to near-ties in the token.
 
 _NO_GPU = 1  # multiprocessors that are assumed where kernels are interpreted
 
 
 def pick(
-    readout: Readout,
+    unembedding: Unembedding,
     hidden: Tensor,
     keys: Tensor | None = None,
     no_eos: Tensor | None = None,
@@ -1673,29 +1690,29 @@ def pick(
     NaN counts as larger than any number, as in `torch.argmax`, and makes the probability NaN.
 
     Args:
-        readout: The distributions.
+        unembedding: The distributions.
         hidden: [n, hidden_size] final hidden states.
         keys: [n] long, from `noise_keys`, to sample; None: greedy.
-        no_eos: [n] bool, positions that take none of the readout's `eos_token_ids`.
+        no_eos: [n] bool, positions that take none of the unembedding's `eos_token_ids`.
         active: [n] bool, positions that need a pick; the others get token 0 with log-probability and log-odds -inf.
         dispatch: Kernel or PyTorch.
 
     Raises:
         ValueError: if the shapes, dtypes or devices do not fit together, or kernels are forced and cannot be used.
     """
-    _check(readout.weight, hidden, keys=keys, no_eos=no_eos, active=active)
-    return dispatch.run(
+    _check(unembedding.weight, hidden, keys=keys, no_eos=no_eos, active=active)
+    return _of_dtype(unembedding.weight, dispatch).run(
         "pick",
-        lambda: _pick_kernel(readout, hidden, keys, None, no_eos, active),
-        lambda: pick_ref(readout, hidden, keys, no_eos, active),
-        readout.weight,
+        lambda: _pick_kernel(unembedding, hidden, keys, None, no_eos, active),
+        lambda: pick_ref(unembedding, hidden, keys, no_eos, active),
+        unembedding.weight,
         hidden,
-        obstacle=_layout(readout.weight),
+        obstacle=_layout(unembedding.weight),
     )
 
 
 def token_log_odds(
-    readout: Readout,
+    unembedding: Unembedding,
     hidden: Tensor,
     token: Tensor,
     no_eos: Tensor | None = None,
@@ -1705,9 +1722,9 @@ def token_log_odds(
     """[n] log-odds of given tokens: what `pick` gives for one that it picks.
 
     Args:
-        readout: The distributions.
+        unembedding: The distributions.
         hidden: [n, hidden_size].
-        token: [n] long, places in the readout's vocabulary.
+        token: [n] long, places in the unembedding's vocabulary.
         no_eos: As in `pick`.
         active: [n] bool, positions of interest; -inf at the others.
         dispatch: Kernel or PyTorch.
@@ -1715,19 +1732,19 @@ def token_log_odds(
     Raises:
         ValueError: as `pick` does.
     """
-    _check(readout.weight, hidden, token=token, no_eos=no_eos, active=active)
-    return dispatch.run(
+    _check(unembedding.weight, hidden, token=token, no_eos=no_eos, active=active)
+    return _of_dtype(unembedding.weight, dispatch).run(
         "token_log_odds",
-        lambda: _pick_kernel(readout, hidden, None, token, no_eos, active).log_odds,
-        lambda: token_log_odds_ref(readout, hidden, token, no_eos, active),
-        readout.weight,
+        lambda: _pick_kernel(unembedding, hidden, None, token, no_eos, active).log_odds,
+        lambda: token_log_odds_ref(unembedding, hidden, token, no_eos, active),
+        unembedding.weight,
         hidden,
-        obstacle=_layout(readout.weight),
+        obstacle=_layout(unembedding.weight),
     )
 
 
 def pick_ref(
-    readout: Readout,
+    unembedding: Unembedding,
     hidden: Tensor,
     keys: Tensor | None = None,
     no_eos: Tensor | None = None,
@@ -1735,26 +1752,69 @@ def pick_ref(
 ) -> Picked:
     """`pick` in PyTorch, walked in chunks of rows so that no [n, vocab] logits exist for large n."""
     parts = []
-    for at in readout.chunks(len(hidden)):
-        scores = readout.tempered(readout.logits(hidden[at]), None if no_eos is None else no_eos[at])
-        token = readout.shown(scores, None if keys is None else keys[at]).argmax(-1)
-        parts.append((token if readout.token_ids is None else readout.token_ids[token], *log_odds(scores, token)))
-    token, logprob, odds = (torch.cat(part) for part in zip(*parts, strict=True))
-    if active is not None:
-        token, logprob, odds = token * active, logprob.where(active, -torch.inf), odds.where(active, -torch.inf)
-    return Picked(token, logprob, odds)
+    for at in unembedding.chunks(len(hidden)):
+        scores = unembedding.tempered(unembedding.logits(hidden[at]), None if no_eos is None else no_eos[at])
+        token = unembedding.shown(scores, None if keys is None else keys[at]).argmax(-1)
+        parts.append((token if unembedding.token_ids is None else unembedding.token_ids[token], *log_odds(scores, token)))
+    return _where_active(Picked(*(torch.cat(part) for part in zip(*parts, strict=True))), active)
+
+
+def pick_above_ref(
+    unembedding: Unembedding, logits: Tensor, least: Tensor, keys: Tensor | None = None, active: Tensor | None = None
+) -> Picked:
+    """`pick_above` in PyTorch."""
+    scores = unembedding.tempered(widened(logits), None)
+    token = unembedding.shown(scores.masked_fill(logits < least[:, None], -torch.inf), keys).argmax(-1)
+    ids = token if unembedding.token_ids is None else unembedding.token_ids[token]
+    return _where_active(Picked(ids, *log_odds(scores, token)), active)
+
+
+def _where_active(picked: Picked, active: Tensor | None) -> Picked:
+    if active is None:
+        return picked
+    return Picked(picked.token * active, *(numbers.where(active, -torch.inf) for numbers in picked[1:]))
 
 
 def token_log_odds_ref(
-    readout: Readout, hidden: Tensor, token: Tensor, no_eos: Tensor | None = None, active: Tensor | None = None
+    unembedding: Unembedding, hidden: Tensor, token: Tensor, no_eos: Tensor | None = None, active: Tensor | None = None
 ) -> Tensor:
     """`token_log_odds` in PyTorch, in chunks of rows."""
     parts = [
-        log_odds(readout.tempered(readout.logits(hidden[at]), None if no_eos is None else no_eos[at]), token[at])[1]
-        for at in readout.chunks(len(hidden))
+        log_odds(unembedding.tempered(unembedding.logits(hidden[at]), None if no_eos is None else no_eos[at]), token[at])[1]
+        for at in unembedding.chunks(len(hidden))
     ]
     odds = torch.cat(parts)
     return odds if active is None else odds.where(active, -torch.inf)
+
+
+def pick_above(
+    unembedding: Unembedding,
+    logits: Tensor,
+    least: Tensor,
+    keys: Tensor | None = None,
+    active: Tensor | None = None,
+    dispatch: Dispatch = AUTOMATIC,
+) -> Picked:
+    """Pick among tokens whose logits are not under a threshold; probabilities are those among all tokens.
+
+    Args:
+        unembedding: The distributions.
+        logits: [n, vocab], the unembedding's `product` of hidden states, `barred` or not.
+        least: [n] of the same dtype, the least logit that may be picked.
+        keys: [n] long, from `noise_keys`, to sample; None: greedy.
+        active: As in `pick`.
+        dispatch: Kernel or PyTorch.
+
+    Raises:
+        ValueError: if kernels are forced and cannot be used.
+    """
+    return _of_dtype(logits, dispatch).run(
+        "pick_above",
+        lambda: _pick_above_kernel(unembedding, logits, least, keys, active),
+        lambda: pick_above_ref(unembedding, logits, least, keys, active),
+        logits,
+        least,
+    )
 
 
 def residual_magnitude(weight: Tensor, hidden: Tensor, token: Tensor) -> Tensor:
@@ -1795,19 +1855,27 @@ class Plan:
     num_stages: int
 
     @staticmethod
-    def of(rows: int, vocab_size: int, element_size: int, processors: int) -> "Plan":
-        """The plan for `rows` hidden states and weights of `element_size` bytes on a GPU with so many multiprocessors.
+    def of(rows: int, vocab_size: int, processors: int, tensor_memory: bool = False) -> "Plan":
+        """Make the plan for `rows` hidden states on a GPU with so many multiprocessors, whose products lie in tensor memory.
 
-        The one place to tune. Two programs fit on a Hopper multiprocessor, each with about 96 KB of tiles, so that one
-        computes while the other loads; a tile of 128 rows would spill, and leave room for one. Tiles of more rows run side by
-        side, so that all but the first find the weights in the L2 cache. float32 is for exactness, not speed: its products
-        use no matrix units.
+        The one place to tune. With 8 warps no tile spills registers, also where noise is computed beside its logits: 4 warps
+        would keep 500 bytes a thread in local memory with 64 rows, as 8 would on their way out of tensor memory with 128
+        tokens. Tiles of more rows run side by side, so that all but the first find the weights in the L2 cache.
         """
-        tile, warps = min(64, max(16, power_of_two(rows))), 4
-        vocab, hidden, stages = (64, 32, 3) if element_size > 2 else (128, 64, 4 if tile == 64 else 5)
-        wanted = max(1, 2 * processors // ceil_div(rows, tile))
-        length = ceil_div(ceil_div(vocab_size, wanted), 16) * 16
-        return Plan(tile, vocab, hidden, ceil_div(vocab_size, length), length, warps, stages)
+        tile = min(64, max(16, power_of_two(rows)))
+        vocab = 64 if tensor_memory and tile == 64 else 128
+        return Plan._cut(Plan(tile, vocab, 64, 1, vocab_size, 8, 4), rows, 2 * processors)
+
+    @staticmethod
+    def of_logits(rows: int, vocab_size: int, processors: int) -> "Plan":
+        """Make the plan for `rows` of logits, which are only read: more programs, since none loads ahead."""
+        return Plan._cut(Plan(min(4, power_of_two(rows)), 512, 1, 1, vocab_size, 4, 1), rows, 8 * processors)
+
+    def _cut(self, rows: int, programs: int) -> "Plan":
+        """Slices of the vocabulary, of which each is for a program of one tile of rows."""
+        wanted = max(1, programs // max(1, ceil_div(rows, self.rows)))
+        length = ceil_div(ceil_div(self.slice_length, wanted), 16) * 16
+        return replace(self, slices=ceil_div(self.slice_length, length), slice_length=length)
 
 
 def _check(weight: Tensor, hidden: Tensor, **per_row: Tensor | None) -> None:
@@ -1827,6 +1895,11 @@ def _layout(weight: Tensor) -> str | None:
     return f"weight has shape {list(weight.shape)} and strides {weight.stride()}: pass rows that are contiguous"
 
 
+def _of_dtype(weight: Tensor, dispatch: Dispatch) -> Dispatch:
+    """A dispatch to PyTorch for float32, also where kernels are forced."""
+    return PYTORCH if weight.dtype == torch.float32 else dispatch
+
+
 def _bytes(flags: Tensor) -> Tensor:
     return flags.contiguous().view(torch.uint8)
 
@@ -1837,7 +1910,7 @@ def _ids(tokens: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def _pick_kernel(
-    readout: Readout,
+    unembedding: Unembedding,
     hidden: Tensor,
     keys: Tensor | None,
     given: Tensor | None,
@@ -1847,7 +1920,44 @@ def _pick_kernel(
 ) -> Picked:
     """Floor: vocab * hidden_size * element size bytes (778 MB for 151,936 x 2,560 in bfloat16: 0.18 ms at 4.3 TB/s), and
     2 * rows * vocab * hidden_size operations (50 GFLOP for 64 rows: 0.06 ms at 790 TFLOP/s)."""
-    (rows, size), device, vocab = hidden.shape, hidden.device, len(readout.weight)
+    rows, vocab, device = len(hidden), len(unembedding.weight), hidden.device
+    plan = plan or Plan.of(rows, vocab, processors(device, _NO_GPU), tensor_memory(device))
+    barred = None if no_eos is None or not unembedding.eos_token_ids else _ids(unembedding.eos_token_ids, device)
+    return _pick_in_slices(
+        unembedding, plan, hidden.contiguous(), None, None, keys, given, None if barred is None else no_eos, barred, active
+    )
+
+
+def _pick_above_kernel(
+    unembedding: Unembedding,
+    logits: Tensor,
+    least: Tensor,
+    keys: Tensor | None,
+    active: Tensor | None,
+    plan: Plan | None = None,
+) -> Picked:
+    """Floor: rows * vocab * element size bytes (19 MB for 64 rows of 151,936: 5 us at 4.3 TB/s)."""
+    plan = plan or Plan.of_logits(*logits.shape, processors(logits.device, _NO_GPU))
+    return _pick_in_slices(unembedding, plan, None, logits.contiguous(), least.contiguous(), keys, None, None, None, active)
+
+
+def _pick_in_slices(
+    unembedding: Unembedding,
+    plan: Plan,
+    hidden: Tensor | None,
+    logits: Tensor | None,
+    least: Tensor | None,
+    keys: Tensor | None,
+    given: Tensor | None,
+    no_eos: Tensor | None,
+    barred: Tensor | None,
+    active: Tensor | None,
+) -> Picked:
+    """Two launches, of slices and of what they found; from hidden states, or from `logits`."""
+    source = hidden if hidden is not None else logits
+    assert source is not None
+    rows, device, (vocab, size) = len(source), source.device, unembedding.weight.shape
+    stride = unembedding.weight.stride(0) if logits is None else logits.stride(0)
     picked = Picked(
         torch.empty(rows, dtype=torch.long, device=device),
         torch.empty(rows, dtype=torch.float32, device=device),
@@ -1855,21 +1965,17 @@ def _pick_kernel(
     )
     if not rows:
         return picked
-    plan = plan or Plan.of(rows, vocab, hidden.element_size(), processors(device, _NO_GPU))
-    hidden = hidden.contiguous()
     keys, given = (t if t is None else t.contiguous() for t in (keys, given))
-    no_eos = None if no_eos is None or not readout.eos_token_ids else _bytes(no_eos)
-    active = None if active is None else _bytes(active)
-    barred = None if no_eos is None else _ids(readout.eos_token_ids, device)
+    no_eos, active = (t if t is None else _bytes(t) for t in (no_eos, active))
     place = torch.empty(rows, plan.slices, dtype=torch.int32, device=device)
     best, own, others = torch.empty(3, rows, plan.slices, dtype=torch.float32, device=device)
     _score_slices[(ceil_div(rows, plan.rows), plan.slices)](
-        *(hidden, readout.weight, keys, given, no_eos, barred, active, readout.token_ids),
-        *(best, place, own, others),
-        *(rows, vocab, size, readout.weight.stride(0), plan.slices, plan.slice_length),
-        readout.mask_token_id if readout.token_ids is None else -1,
+        *(hidden, None if hidden is None else unembedding.weight, logits, least),
+        *(keys, given, no_eos, barred, active, unembedding.token_ids, best, place, own, others),
+        *(rows, vocab, size, stride, plan.slices, plan.slice_length),
+        unembedding.mask_token_id if unembedding.token_ids is None else -1,
         0 if barred is None else len(barred),
-        1.0 / readout.temperature,
+        1.0 / unembedding.temperature,
         TILE_ROWS=plan.rows,
         TILE_VOCAB=plan.vocab,
         TILE_HIDDEN=plan.hidden,
@@ -1880,7 +1986,7 @@ def _pick_kernel(
     )
     merged = max(1, min(16, 2048 // power_of_two(plan.slices)))  # rows of a program
     _merge_slices[(ceil_div(rows, merged),)](
-        *(best, place, own, others, given, active, readout.token_ids),
+        *(best, place, own, others, given, active, unembedding.token_ids),
         *picked,
         rows,
         plan.slices,
@@ -1937,11 +2043,13 @@ if triton is not None:
             logits = tl.dot(w, tl.trans(h), logits, input_precision="ieee")
         return logits
 
-    # Sizes that change from call to call are not compiled for; `size`, `stride` and `slice_length` tell of aligned rows.
-    @triton.jit(do_not_specialize=["rows", "vocab", "slices", "mask_token_id", "barred_count"])
+    # Sizes that change from call to call are not compiled for; `vocab`, `size`, `stride`, `slice_length` tell of aligned rows.
+    @triton.jit(do_not_specialize=["rows", "slices", "mask_token_id", "barred_count"])
     def _score_slices(  # type: ignore[no-untyped-def]
         hidden,
         weight,
+        logits_in,
+        least,
         keys,
         given,
         no_eos,
@@ -1967,7 +2075,8 @@ if triton is not None:
         INTERPRETED: tl.constexpr,
     ):
         """Of one slice of the vocabulary, for each row of a tile: the best score and its place, that token's logit (`own`), and
-        the log-sum-exp of all other logits. With a `given` token, that one in place of the best."""
+        the log-sum-exp of all other logits. With a `given` token, that one in place of the best. Logits are products of
+        `hidden` and `weight`, or those of `logits_in`, of which none under `least` is the best."""
         row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
         in_rows = row < rows
         live = in_rows
@@ -1987,9 +2096,13 @@ if triton is not None:
         for first in range(begin, end, TILE_VOCAB):
             token = first + tl.arange(0, TILE_VOCAB)
             in_slice = token < end
-            logits = _tile_logits(
-                hidden, weight, row, in_rows, token, in_slice, size, stride, TILE_ROWS, TILE_VOCAB, TILE_HIDDEN, INTERPRETED
-            )
+            if logits_in is None:
+                logits = _tile_logits(
+                    hidden, weight, row, in_rows, token, in_slice, size, stride, TILE_ROWS, TILE_VOCAB, TILE_HIDDEN, INTERPRETED
+                )
+            else:
+                cell = row.to(tl.int64)[None, :] * stride + token[:, None]
+                logits = tl.load(logits_in + cell, mask=in_rows[None, :] & in_slice[:, None], other=0.0).to(tl.float32)
             ids = token
             if token_ids is not None:
                 ids = tl.load(token_ids + token, mask=in_slice, other=0).to(tl.int32)
@@ -2008,6 +2121,9 @@ if triton is not None:
                 shown = raw
                 if keys is not None:
                     shown = raw + gumbel_of_bits(token_noise_bits(tl.load(keys + row, mask=in_rows, other=0), ids))
+                if least is not None:
+                    lowest_shown = tl.load(least + row, mask=in_rows, other=0.0).to(tl.float32)
+                    shown = tl.where(logits < lowest_shown[None, :], float("-inf"), shown)
                 shown = tl.where(shown != shown, float("inf"), shown)  # NaN is more than any number
                 top = tl.max(shown, 0)
                 at = tl.min(tl.where(shown == top[None, :], token[:, None], 0x7FFFFFFF), 0)
@@ -2627,6 +2743,8 @@ class Slots(NamedTuple):
 
 # For logits processors: for a slice of positions, pairs of (indices into the slice, committed ids [1, length]).
 Context = Callable[[slice], list[tuple[Tensor, Tensor]]]
+# What keeps the likeliest tokens, however many: all of it that there is behind a top-k needs only its k logits.
+_KEEPS_THE_LIKELIEST = (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper, EpsilonLogitsWarper, EtaLogitsWarper)
 
 
 @dataclass
@@ -2638,7 +2756,7 @@ class Picks:
         logprob: [n] float; log-probability of the token after temperature and processors, before truncation.
         confidence: [n] float; the log-odds of that probability. It orders positions as the probability does, but
             keeps its precision where the probability rounds to 1.
-        entropy: [n] float, in nats; 0 where the picker computes none.
+        entropy: [n] float, in nats; 0 where the sampler computes none.
     """
 
     token: Tensor
@@ -2648,7 +2766,7 @@ class Picks:
 
 
 @dataclass(frozen=True)
-class Picker:
+class Sampler:
     """Turns hidden states into picks with one set of sampling options.
 
     Attributes:
@@ -2661,7 +2779,8 @@ class Picker:
         eos_token_ids: Ids that positions before a minimum length must not take.
         token_ids: [vocab] long, the ids that the rows of `lm_head_weight` stand for; None: their places.
         entropy: Whether to compute it.
-        dispatch: Kernels or PyTorch, where no logits are written: without processors, truncation and entropy.
+        dispatch: Kernels or PyTorch, without processors and entropy: no logits are written, or under a `top_k` those of the
+            weights' dtype.
     """
 
     lm_head_weight: Tensor
@@ -2676,11 +2795,11 @@ class Picker:
     dispatch: Dispatch = AUTOMATIC
 
     @property
-    def readout(self) -> Readout:
+    def unembedding(self) -> Unembedding:
         """The distributions before any processors."""
-        return Readout(self.lm_head_weight, self.mask_token_id, self.temperature, self.eos_token_ids, self.token_ids)
+        return Unembedding(self.lm_head_weight, self.mask_token_id, self.temperature, self.eos_token_ids, self.token_ids)
 
-    def restricted(self, token_ids: Tensor) -> "Picker":
+    def restricted(self, token_ids: Tensor) -> "Sampler":
         """One that picks among some tokens [m] only, without the mask id."""
         return replace(self, lm_head_weight=self.lm_head_weight[token_ids], token_ids=token_ids, entropy=False)
 
@@ -2692,7 +2811,7 @@ class Picker:
         no_eos: Tensor | None = None,
         active: Tensor | None = None,
     ) -> Picks:
-        """Picks at n positions; no [n, vocab] logits exist for large n, and none for any n where kernels run.
+        """Picks at n positions; no [n, vocab] logits exist for large n, and none for any n where `pick`'s kernel runs.
 
         Args:
             hidden: [n, hidden_size] final hidden states.
@@ -2702,9 +2821,16 @@ class Picker:
             active: [n] bool, positions whose picks are wanted; what the others get is left open.
         """
         if not (self.processors or self.truncation or self.entropy):
-            picked = pick(self.readout, hidden, keys if self.sample else None, no_eos, active, self.dispatch)
+            picked = pick(self.unembedding, hidden, keys if self.sample else None, no_eos, active, self.dispatch)
             return Picks(*picked, torch.zeros_like(picked.logprob))
-        parts = [self._pick(self._scores(hidden[at], at, context, no_eos), keys[at]) for at in self.readout.chunks(len(hidden))]
+        top_k = None if self.processors or self.entropy else self._top_k()
+        parts = []
+        for at in self.unembedding.chunks(len(hidden)):
+            if top_k is None:
+                parts.append(self._pick(self._scores(hidden[at], at, context, no_eos), keys[at]))
+            else:
+                some = (None if flags is None else flags[at] for flags in (no_eos, active))
+                parts.append(self._pick_top(hidden[at], keys[at], top_k, *some))
         return Picks(
             *(torch.cat([getattr(part, name) for part in parts]) for name in ("token", "logprob", "confidence", "entropy"))
         )
@@ -2719,25 +2845,44 @@ class Picker:
     ) -> Tensor:
         """[n] log-odds of given tokens [n] under the same softmax: what `confidence` is for a picked token."""
         if not self.processors:
-            return token_log_odds(self.readout, hidden, token, no_eos, active, self.dispatch)
+            return token_log_odds(self.unembedding, hidden, token, no_eos, active, self.dispatch)
         parts = [
-            log_odds(self._scores(hidden[at], at, context, no_eos), token[at])[1] for at in self.readout.chunks(len(hidden))
+            log_odds(self._scores(hidden[at], at, context, no_eos), token[at])[1] for at in self.unembedding.chunks(len(hidden))
         ]
         return torch.cat(parts)
 
     def _scores(self, hidden: Tensor, at: slice, context: Context | None, no_eos: Tensor | None) -> Tensor:
         """Logits after processors, temperature and the minimum length; `at` says which of the positions `hidden` belongs to."""
-        scores = self.readout.logits(hidden)
+        scores = self.unembedding.logits(hidden)
         for index, committed in context(at) if self.processors and context else []:
             assert self.processors is not None
             processed = self.processors(committed.expand(len(index), -1), scores[index])
             scores[index] = processed.masked_fill(processed.isnan(), -torch.inf)
             scores[index, self.mask_token_id] = -torch.inf
-        return self.readout.tempered(scores, None if no_eos is None else no_eos[at])
+        return self.unembedding.tempered(scores, None if no_eos is None else no_eos[at])
+
+    def _top_k(self) -> int | None:
+        """The k of a truncation that begins with a top-k, and goes on with what its k logits suffice for."""
+        warpers = self.truncation or []
+        if not all(type(warper) in _KEEPS_THE_LIKELIEST and warper.filter_value == -torch.inf for warper in warpers):
+            return None
+        first = next(iter(warpers), None)
+        return first.top_k if isinstance(first, TopKLogitsWarper) else None
+
+    def _pick_top(self, hidden: Tensor, keys: Tensor, top_k: int, no_eos: Tensor | None, active: Tensor | None) -> Picks:
+        """`_pick` from logits in the weights' dtype: those that it keeps are those not under one, which is found among k."""
+        assert self.truncation is not None
+        unembedding = self.unembedding
+        logits = unembedding.barred(unembedding.product(hidden), no_eos)
+        top = logits.topk(min(top_k, logits.shape[1])).values
+        kept = self.truncation(keys[:, None], unembedding.tempered(widened(top), None)) > -torch.inf
+        least = top.masked_fill(~kept, torch.inf).amin(-1)
+        picked = pick_above(unembedding, logits, least, keys if self.sample else None, active, self.dispatch)
+        return Picks(*picked, torch.zeros_like(picked.logprob))
 
     def _pick(self, scores: Tensor, keys: Tensor) -> Picks:
         shown = self.truncation(keys[:, None], scores.clone()) if self.truncation else scores
-        token = self.readout.shown(shown, keys if self.sample else None).argmax(-1)
+        token = self.unembedding.shown(shown, keys if self.sample else None).argmax(-1)
         logprob, confidence = log_odds(scores, token)
         entropy = torch.zeros_like(logprob)
         if self.entropy:
@@ -3431,7 +3576,7 @@ class Forwards(Texts):
 
     model: "MRPForCausalLM"
     strategy: Static
-    picker: Picker
+    picker: Sampler
     device: torch.device
     width: int
     with_round_masks: bool
@@ -4344,7 +4489,7 @@ class Decoder(Forwards):
         self,
         model: "MRPForCausalLM",
         strategy: Static,
-        picker: Picker,
+        picker: Sampler,
         prompts: list[Tensor],
         max_new_tokens: int,
         schedule: Tensor,
@@ -5324,7 +5469,7 @@ def _decode(
     model: Any,
     input_ids: Tensor,
     attention_mask: Tensor | None,
-    picker: Picker,
+    picker: Sampler,
     criteria: list[StoppingCriteria],
     config: MRPGenerationConfig,
     streamer: BaseStreamer | None,
@@ -5366,7 +5511,7 @@ def _decode(
     return _output(input_ids, rows, counts, decoder.cache, config)
 
 
-def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationConfig) -> Picker:
+def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationConfig) -> Sampler:
     """Sorts transformers' list into processors, temperature and truncation.
 
     Some of transformers' own processors count columns of the padded batch. The ids shown here have no padding, so
@@ -5383,7 +5528,7 @@ def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationCo
             before.append(RepetitionPenaltyLogitsProcessor(processor.penalty))
         elif not isinstance(processor, MinLengthLogitsProcessor | MinNewTokensLengthLogitsProcessor):
             before.append(processor)
-    return Picker(
+    return Sampler(
         model.lm_head.weight,
         model.config.mask_token_id,
         temperature,

@@ -31,7 +31,7 @@ from ..runner.replay import Replay, replayable
 from ..runner.round_layers import takes_round_masks
 from .drafting import Budget, Lattice, growth, reachable
 from .rows import Counts, Outlook, Rows, Slots
-from .sampling import Picker
+from .sampling import Sampler
 from .states import Memory, Proposal, Reveal, Scored, States, follow
 from .stopping import Stopping
 from .strategies import Static, top_by
@@ -73,7 +73,7 @@ class Decoder(Forwards):
         self,
         model: "MRPForCausalLM",
         strategy: Static,
-        picker: Picker,
+        picker: Sampler,
         prompts: list[Tensor],
         max_new_tokens: int,
         schedule: Tensor,

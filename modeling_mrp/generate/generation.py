@@ -43,7 +43,7 @@ from .decoding import Decoder
 from .options import DECODINGS, OPTION_NAMES, REMASK_RULES, MRPGenerationConfig, did_you_mean
 from .prompts import check_infill, check_prompt, check_rows
 from .rows import Counts, Rows
-from .sampling import Picker
+from .sampling import Sampler
 from .stopping import Stopping
 
 logger = transformers_logging.get_logger(__name__)
@@ -333,7 +333,7 @@ def _decode(
     model: Any,
     input_ids: Tensor,
     attention_mask: Tensor | None,
-    picker: Picker,
+    picker: Sampler,
     criteria: list[StoppingCriteria],
     config: MRPGenerationConfig,
     streamer: BaseStreamer | None,
@@ -375,7 +375,7 @@ def _decode(
     return _output(input_ids, rows, counts, decoder.cache, config)
 
 
-def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationConfig) -> Picker:
+def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationConfig) -> Sampler:
     """Sorts transformers' list into processors, temperature and truncation.
 
     Some of transformers' own processors count columns of the padded batch. The ids shown here have no padding, so
@@ -392,7 +392,7 @@ def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationCo
             before.append(RepetitionPenaltyLogitsProcessor(processor.penalty))
         elif not isinstance(processor, MinLengthLogitsProcessor | MinNewTokensLengthLogitsProcessor):
             before.append(processor)
-    return Picker(
+    return Sampler(
         model.lm_head.weight,
         model.config.mask_token_id,
         temperature,

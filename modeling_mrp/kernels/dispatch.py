@@ -38,6 +38,11 @@ def processors(device: torch.device, otherwise: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else otherwise
 
 
+def tensor_memory(device: torch.device) -> bool:
+    """Whether the matrix units of a GPU write to a memory of their own, as those of data-centre Blackwell do."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 10
+
+
 @dataclass(frozen=True)
 class Dispatch:
     """Decides between a kernel and its PyTorch twin.
@@ -222,6 +227,7 @@ __all__ = [
     "processors",
     "more_than",
     "recent_enough",
+    "tensor_memory",
     "tl",
     "triton",
     "with_fallback",

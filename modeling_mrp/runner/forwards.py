@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..generate.rows import Counts, Outlook
-from ..generate.sampling import Picker
+from ..generate.sampling import Sampler
 from ..generate.states import States
 from ..generate.strategies import Static
 from ..generate.texts import Texts
@@ -52,7 +52,7 @@ class Forwards(Texts):
 
     model: "MRPForCausalLM"
     strategy: Static
-    picker: Picker
+    picker: Sampler
     device: torch.device
     width: int
     with_round_masks: bool
