@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from modeling_mrp.generate.decode_state import Request, Text, laid_out
 from modeling_mrp.generate.loop import Task
 from modeling_mrp.generate.modes import Mode
-from modeling_mrp.generate.sampling import Picker
+from modeling_mrp.generate.sampling import Sampler
 from modeling_mrp.generate.scoring import Reader
 from modeling_mrp.modeling import MRPForCausalLM
 from modeling_mrp.rules.rules import reveal_schedule
@@ -91,7 +91,7 @@ def greedy_decode(
         schedule=reveal_schedule(config.block_size, None),
         eos=torch.tensor(eos, dtype=torch.long),
     )
-    sampler = Picker(model.lm_head.weight, config.mask_token_id, entropy=False)
+    sampler = Sampler(model.lm_head.weight, config.mask_token_id, entropy=False)
     reader = Reader(mode.rule, sampler, sampler, request, config.mask_token_id, seeks=True, bars_eos=False)
     cache = model.block_cache(rows, text.capacity, scratch_states * config.block_size, with_head=mode.uses_head)
     runner = Runner(model, cache, mode.uses_head, sampler.dispatch, False, model.device)

@@ -1,9 +1,10 @@
 """What the compiler makes of the kernels, for a GPU that need not be there: registers, stack, shared memory, accesses.
 
 ``python -m benchmarks.compiled > benchmarks/results/compiled.jsonl`` launches every kernel at sizes of the 4B shape on tensors
-without memory; each launch is caught and compiled for `--capability` (90: Hopper, 80: Ampere) with just the arguments that it
-came with. Narrow accesses are instructions that load or store a number of 16 bits or less by itself. It takes half a minute,
-needs triton and no GPU, and must not run under TRITON_INTERPRET.
+without memory; each launch is caught and compiled for `--capability` (80: Ampere, 90: Hopper, 100 and 120: Blackwell) with just
+the arguments that it came with. Programs are those that a multiprocessor holds at once. Narrow accesses are instructions that
+load or store a number of 16 bits or less by itself. It takes a minute, needs triton and no GPU, and must not run under
+TRITON_INTERPRET.
 """
 
 import argparse
@@ -19,18 +20,18 @@ from unittest.mock import patch
 
 import torch
 import triton
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from modeling_mrp.kernels.fused_layers import _gated_kernel, _rotated_kernel, _sum_and_norm_kernel
-from modeling_mrp.kernels.grow import MORE, Ground
-from modeling_mrp.kernels.head_input import _normed_pair_kernel
-from modeling_mrp.kernels.pick import Plan, _magnitude_kernel, _pick_kernel
+from modeling_mrp.kernels.grow import DRAFT_COLUMNS, DraftTable, grow_kernel
+from modeling_mrp.kernels.pick import Plan, _pick_above_kernel, _pick_kernel
 from modeling_mrp.kernels.round_attention import RoundMask, round_attention
-from modeling_mrp.kernels.unembedding import Readout
+from modeling_mrp.kernels.settle import Known, Written, settle_kernel
+from modeling_mrp.kernels.unembedding import Unembedding
 
 from .common import emit, header
 
@@ -43,6 +44,9 @@ POINTERS = {
     torch.uint8: "*u8",
 }
 PROCESSORS = 132
+# KB of shared memory of a multiprocessor, by capability.
+SHARED = {80: 164, 86: 100, 89: 100, 90: 228, 100: 228, 120: 100}
+REGISTERS, THREADS = 65_536, {80: 2048, 86: 1536, 89: 1536, 90: 2048, 100: 2048, 120: 1536}
 _OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 VOCAB, HIDDEN, MLP, HEADS, KV_HEADS, HEAD_DIM = 151_936, 2560, 9728, 32, 8, 128
 
@@ -83,10 +87,17 @@ def compiled(kernel: JITFunction, given: dict[str, Any], options: dict[str, Any]
         "registers": used["REG"],
         "stack_bytes": used["STACK"],
         "shared_bytes": made.metadata.shared,
-        "matrix_instructions": len(re.findall(r"wgmma\.mma_async|mma\.sync", ptx)),
+        "programs": programs(used["REG"], 32 * made.metadata.num_warps, made.metadata.shared, capability),
+        "matrix_instructions": len(re.findall(r"wgmma\.mma_async|mma\.sync|tcgen05\.mma", ptx)),
         "asynchronous_copies": ptx.count("cp.async.c"),
         "narrow_accesses": len(re.findall(r"(?:ld|st)\.global\S*\.[bsu](?:8|16)\b", ptx)),
     }
+
+
+def programs(registers: int, threads: int, shared: int, capability: int) -> int:
+    """How many programs a multiprocessor holds at once; the hardware keeps a KB of shared memory for each."""
+    of_registers = REGISTERS // (-(-registers // 8) * 8 * threads)
+    return min(of_registers, THREADS[capability] // threads, (SHARED[capability] << 10) // (shared + 1024))
 
 
 def caught(launch: Callable[[], Any], capability: int) -> list[dict[str, Any]]:
@@ -107,18 +118,28 @@ def _empty(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(*shape, dtype=dtype, device="meta")
 
 
-def pick_launch(rows: int, dtype: torch.dtype, given: bool = False, everything: bool = False) -> None:
-    """`pick` over the whole vocabulary: greedy, a given token's log-odds, or sampled with all options."""
-    some = {name: _empty(rows, dtype=torch.int64) for name in ("keys", "given")}
+def pick_launch(
+    rows: int, dtype: torch.dtype, capability: int, given: bool = False, sampled: bool = False, barred: bool = False
+) -> None:
+    """`pick` over the whole vocabulary, greedy or sampled, or a given token's log-odds; with ids that are barred from rows."""
+    keys, token = (_empty(rows, dtype=torch.int64) for _ in range(2))
     _pick_kernel(
-        Readout(_empty(VOCAB, HIDDEN, dtype=dtype), VOCAB - 1, 0.7 if everything else 1.0, (1, 2) if everything else ()),
+        Unembedding(_empty(VOCAB, HIDDEN, dtype=dtype), VOCAB - 1, 0.7 if sampled else 1.0, (1, 2) if barred else ()),
         _empty(rows, HIDDEN, dtype=dtype),
-        some["keys"] if everything else None,
-        some["given"] if given else None,
-        _empty(rows, dtype=torch.bool) if everything else None,
+        keys if sampled else None,
+        token if given else None,
+        _empty(rows, dtype=torch.bool) if barred else None,
         _empty(rows, dtype=torch.bool),
-        Plan.of(rows, VOCAB, dtype.itemsize, PROCESSORS),
+        Plan.of(rows, VOCAB, PROCESSORS, tensor_memory=capability // 10 == 10),
     )
+
+
+def pick_above_launch(rows: int, dtype: torch.dtype) -> None:
+    """A sampled `pick_above`, as behind a top-k."""
+    unembedding = Unembedding(_empty(VOCAB, HIDDEN, dtype=dtype), VOCAB - 1, 0.7)
+    logits, least, keys = _empty(rows, VOCAB, dtype=dtype), _empty(rows, dtype=dtype), _empty(rows, dtype=torch.int64)
+    active, plan = _empty(rows, dtype=torch.bool), Plan.of_logits(rows, VOCAB, PROCESSORS)
+    _pick_above_kernel(unembedding, logits, least, keys, active, plan)
 
 
 def attention_launch(batch: int, states: int, used: int, dtype: torch.dtype, block: int = 4) -> None:
@@ -128,15 +149,6 @@ def attention_launch(batch: int, states: int, used: int, dtype: torch.dtype, blo
     query = _empty(batch, queries, HEADS, HEAD_DIM, dtype=dtype).transpose(1, 2)
     parent = _empty(batch, states, dtype=torch.int64) if states > 1 else None
     round_attention(query, keys[0], keys[1], RoundMask(_empty(batch, dtype=torch.int64), parent, states, block), 0.1)
-
-
-def head_input_launch(rows: int, dtype: torch.dtype) -> None:
-    """Embeddings and hidden states under their norms."""
-    with torch.device("meta"):
-        embed = nn.Embedding(VOCAB, HIDDEN, dtype=dtype)
-        enorm, hnorm = (Qwen3RMSNorm(HIDDEN).to(dtype) for _ in range(2))
-    ids, hidden = _empty(rows, dtype=torch.int64), _empty(rows, HIDDEN, dtype=dtype)
-    _normed_pair_kernel(embed, enorm, hnorm, ids, hidden)
 
 
 def layer_launch(kernel: str, tokens: int, dtype: torch.dtype) -> None:
@@ -160,62 +172,102 @@ def grow_launch(batch: int, states: int, branches: int, block: int = 4) -> None:
     """The states of a drafting round; log-odds are float32 whatever the model's dtype."""
     long, flags = partial(_empty, dtype=torch.int64), partial(_empty, dtype=torch.bool)
     known = 3 * states
-    ground = Ground(
-        slots=long(batch, 1, block + MORE),
-        valid=flags(batch, 1),
+    table = DraftTable(
+        first=long(batch, block + DRAFT_COLUMNS),
+        valid=flags(batch),
         token=long(batch, known, block),
         odds=_empty(batch, known, block, dtype=torch.float32),
         known=long(batch, known, block + 1),
         known_valid=flags(batch, known),
-        ahead=long(batch, known, block + MORE),
-        rider=long(batch, block + MORE),
-        rides=flags(batch),
+        ahead=long(batch, known, block + DRAFT_COLUMNS),
+        successor=long(batch, block + DRAFT_COLUMNS),
+        open_successor=flags(batch),
         open_end=long(batch),
         eos=long(2),
+        schedule=long(block),
         mask_id=VOCAB - 1,
         branches=branches,
+        one_at_a_time=True,
     )
-    ground.grown(states, states)
+    grow_kernel(table, states, states)
 
 
-def launches(dtype: torch.dtype) -> Iterator[tuple[dict[str, Any], Callable[[], Any]]]:
-    """What is compiled, each with what it is called and which sizes it has."""
-    for rows in (16, 64, 512):
-        yield {"launch": "pick", "rows": rows}, partial(pick_launch, rows, dtype)
-    yield {"launch": "pick", "rows": 16, "given": True}, partial(pick_launch, 16, dtype, given=True)
-    yield {"launch": "pick", "rows": 16, "sampled": True}, partial(pick_launch, 16, dtype, everything=True)
+def settle_launch(batch: int, states: int, block: int = 4, drafts: bool = True) -> None:
+    """What a round of so many states a row settles, and as many remembered ones."""
+    long, flags = partial(_empty, dtype=torch.int64), partial(_empty, dtype=torch.bool)
+    single = partial(_empty, dtype=torch.float32)
+
+    def known() -> Known:
+        of_block = batch, states, block
+        return Known(
+            *(long(batch, states, block + 4), flags(batch, states), flags(*of_block), long(*of_block)),
+            *(single(*of_block), single(*of_block)),
+        )
+
+    text, depths = (batch, 4097), 2 * states - 1 if drafts else 0
+    written = Written(
+        *(long(*text), single(*text), long(*text)),
+        *(long(batch) for _ in range(4)),
+        *(long(batch, 2 * states + 1), long(batch, depths), long(batch, depths)),
+    )
+    current = long(batch, block + 4), flags(batch)
+    others = long(batch, block + 4), long(batch), long(batch), long(2)
+    settle_kernel(known(), known() if drafts else None, written, current, *others, VOCAB - 1, max(2, states))
+
+
+def shipped(dtype: torch.dtype, capability: int) -> Iterator[tuple[dict[str, Any], Callable[[], Any]]]:
+    """What a row of SDAR-4B launches in blocks of 16, plain and with K = 4 and 8 states, greedy and sampled."""
+    block = 16
+    for states in (1, 4, 8):
+        tokens = states * block
+        if dtype != torch.float32:
+            yield {"launch": "pick", "rows": tokens}, partial(pick_launch, tokens, dtype, capability)
+            yield (
+                {"launch": "pick", "rows": tokens, "sampled": True},
+                partial(pick_launch, tokens, dtype, capability, sampled=True),
+            )
+            yield {"launch": "pick_above", "rows": tokens}, partial(pick_above_launch, tokens, dtype)
+        sizes = {"launch": "round_attention", "batch": 1, "states": states, "block": block, "used": 512}
+        yield sizes, partial(attention_launch, 1, states, 512, dtype, block)
+        for kernel in ("sum_and_norm", "rotated", "gated"):
+            yield {"launch": kernel, "tokens": tokens}, partial(layer_launch, kernel, tokens, dtype)
+        if states > 1:
+            yield {"launch": "grow", "states": states, "branches": 3, "block": block}, partial(grow_launch, 1, states, 3, block)
+        settled = partial(settle_launch, 1, states, block, states > 1)
+        yield {"launch": "settle", "states": states, "block": block}, settled
+
+
+def others(dtype: torch.dtype, capability: int) -> Iterator[tuple[dict[str, Any], Callable[[], Any]]]:
+    """What blocks of 4, larger batches and rarer options launch."""
+    if dtype != torch.float32:
+        yield {"launch": "pick", "rows": 512}, partial(pick_launch, 512, dtype, capability)
+        for rows in (16, 64):
+            yield {"launch": "pick", "rows": rows, "given": True}, partial(pick_launch, rows, dtype, capability, given=True)
+            asked = {"sampled": True, "barred": True}
+            yield {"launch": "pick", "rows": rows, **asked}, partial(pick_launch, rows, dtype, capability, **asked)
     for batch, states, used in ((1, 4, 512), (1, 1, 512), (8, 8, 4096)):
-        sizes = {"launch": "round_attention", "batch": batch, "states": states, "used": used}
+        sizes = {"launch": "round_attention", "batch": batch, "states": states, "block": 4, "used": used}
         yield sizes, partial(attention_launch, batch, states, used, dtype)
-    for kernel in ("sum_and_norm", "rotated", "gated"):
-        yield {"launch": kernel, "tokens": 16}, partial(layer_launch, kernel, 16, dtype)
-    yield {"launch": "head_input", "rows": 16}, partial(head_input_launch, 16, dtype)
-    for states, branches, block in ((4, 3, 4), (8, 3, 4), (8, 1, 16), (16, 3, 16)):
+    for states, branches, block in ((4, 3, 4), (8, 3, 4), (16, 3, 16)):
         sizes = {"launch": "grow", "states": states, "branches": branches, "block": block}
         yield sizes, partial(grow_launch, 1, states, branches, block)
-    weight, hidden = _empty(VOCAB, HIDDEN, dtype=dtype), _empty(16, HIDDEN, dtype=dtype)
-    token = _empty(16, dtype=torch.int64)
-    yield {"launch": "residual_magnitude", "rows": 16}, partial(_magnitude_kernel, weight, hidden, token)
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Command line: a JSON line for each kernel of each launch."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.compiled", description=__doc__)
-    parser.add_argument("--capability", type=int, default=90, choices=(80, 86, 89, 90))
+    parser.add_argument("--capability", type=int, default=90, choices=sorted(SHARED))
     parser.add_argument("--dtype", nargs="+", choices=("bfloat16", "float16", "float32"), default=["bfloat16", "float32"])
-    parser.add_argument("--least", action="store_true", help="only the first launch of each kernel")
+    parser.add_argument("--shipped", action="store_true", help="only what a row of SDAR-4B launches in blocks of 16")
     options = parser.parse_args(arguments)
     if triton.knobs.runtime.interpret:
         parser.error("TRITON_INTERPRET is set, under which nothing is compiled: unset it")
     emit({**header("compiled", options), "triton": triton.__version__})
     for name in options.dtype:
-        done: set[str] = set()
-        for described, launch in launches(getattr(torch, name)):
-            if options.least and described["launch"] in done:
-                continue
-            done.add(described["launch"])
-            for line in caught(launch, options.capability):
-                emit({"dtype": name, **described, **line})
+        for launches in (shipped,) if options.shipped else (shipped, others):
+            for described, launch in launches(getattr(torch, name), options.capability):
+                for line in caught(launch, options.capability):
+                    emit({"dtype": name, **described, **line})
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from modeling_mrp.kernels.pick import pick, pick_ref
-from modeling_mrp.kernels.unembedding import Readout
+from modeling_mrp.kernels.unembedding import Unembedding
 from modeling_mrp.model.configuration import MRPConfig
 from modeling_mrp.modeling import MRPForCausalLM
 
@@ -121,12 +121,12 @@ class Bench:
         hidden = torch.randn(64, 2560, device=self.on, dtype=torch.bfloat16)
         most: dict[str, list[int]] = {"kernel": [], "torch": []}
         for vocab in (37_984, 151_936):
-            readout = Readout(torch.randn(vocab, 2560, device=self.on).bfloat16(), MASK_ID)
+            unembedding = Unembedding(torch.randn(vocab, 2560, device=self.on).bfloat16(), MASK_ID)
             for way, call in (("kernel", partial(pick, dispatch=KERNEL)), ("torch", pick_ref)):
-                call(readout, hidden)
+                call(unembedding, hidden)
                 torch.cuda.reset_peak_memory_stats(self.on)
                 before = torch.cuda.memory_allocated(self.on)
-                call(readout, hidden)
+                call(unembedding, hidden)
                 most[way].append(torch.cuda.max_memory_allocated(self.on) - before)
         small, large = most["kernel"]
         yield {"check": "memory of pick", "ok": large <= MEMORY_GROWTH * small + (1 << 20), "bytes": most}

@@ -15,7 +15,7 @@ from modeling_mrp.kernels.dispatch import Dispatch
 from modeling_mrp.kernels.fused_layers import gated, rotated, rotated_ref, sum_and_norm, sum_and_norm_ref
 from modeling_mrp.kernels.noise import noise_keys
 from modeling_mrp.kernels.pick import pick, pick_ref, token_log_odds, token_log_odds_ref
-from modeling_mrp.kernels.unembedding import Picked, Readout
+from modeling_mrp.kernels.unembedding import Picked, Unembedding
 
 from .engine import scratch_of_a_layer
 from .roofline import Device, Shape, Work
@@ -89,7 +89,7 @@ def vocabulary_cases(shape: Shape, rows: int, dtype: torch.dtype, on: torch.devi
     vocab, size = shape.vocab_size, shape.hidden_size
     generator = torch.Generator(on).manual_seed(rows)
     weight = torch.randn(vocab, size, generator=generator, device=on).div_(size**0.5).to(dtype)
-    plain, floor = Readout(weight, MASK_ID), Work((vocab + rows) * size * dtype.itemsize, 2 * rows * vocab * size)
+    plain, floor = Unembedding(weight, MASK_ID), Work((vocab + rows) * size * dtype.itemsize, 2 * rows * vocab * size)
 
     def inputs(seed: int) -> Inputs:
         generator = torch.Generator(on).manual_seed(seed)
@@ -97,13 +97,13 @@ def vocabulary_cases(shape: Shape, rows: int, dtype: torch.dtype, on: torch.devi
         keys = noise_keys(*torch.randint(1 << 20, (3, rows), generator=generator, device=on))
         return hidden, keys, torch.randint(1, vocab, (rows,), generator=generator, device=on)
 
-    for name, readout in (("pick", plain), ("pick sampled", replace(plain, temperature=0.7))):
+    for name, unembedding in (("pick", plain), ("pick sampled", replace(plain, temperature=0.7))):
         sampled = name != "pick"
         ways: dict[str, Way] = {
-            "kernel": lambda h, keys, _, r=readout, s=sampled: pick(r, h, keys if s else None, dispatch=KERNEL),
-            "torch": lambda h, keys, _, r=readout, s=sampled: pick_ref(r, h, keys if s else None),
+            "kernel": lambda h, keys, _, r=unembedding, s=sampled: pick(r, h, keys if s else None, dispatch=KERNEL),
+            "torch": lambda h, keys, _, r=unembedding, s=sampled: pick_ref(r, h, keys if s else None),
         }
-        error = partial(_error_of_pick, readout, ways["kernel"], sampled)
+        error = partial(_error_of_pick, unembedding, ways["kernel"], sampled)
         yield Case(name, inputs, ways, error, SUMMED[dtype] * (10 if sampled else 1), floor)  # its noise is float32
     exact = replace(plain, weight=weight.double())
     ways = {
@@ -114,9 +114,9 @@ def vocabulary_cases(shape: Shape, rows: int, dtype: torch.dtype, on: torch.devi
     yield Case("token_log_odds", inputs, ways, against, SUMMED[dtype], floor)
 
 
-def _error_of_pick(readout: Readout, kernel: Callable[..., Picked], sampled: bool, inputs: Inputs) -> float:
+def _error_of_pick(unembedding: Unembedding, kernel: Callable[..., Picked], sampled: bool, inputs: Inputs) -> float:
     """Find the larger of how far the picked token's score is from the best, and the error of its log-odds."""
-    (hidden, keys, _), exact = inputs, replace(readout, weight=readout.weight.double())
+    (hidden, keys, _), exact = inputs, replace(unembedding, weight=unembedding.weight.double())
     picked, worst, odds = kernel(*inputs), 0.0, []
     for at in exact.chunks(len(hidden)):
         scores = exact.shown(exact.tempered(exact.logits(hidden[at].double()), None), keys[at] if sampled else None)

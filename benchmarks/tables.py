@@ -278,6 +278,7 @@ def compiled(folder: Path = RESULTS) -> str:
         "registers",
         "stack_bytes",
         "shared_bytes",
+        "programs",
         "matrix_instructions",
         "asynchronous_copies",
         "narrow_accesses",
@@ -288,7 +289,15 @@ def compiled(folder: Path = RESULTS) -> str:
         numbers = (f"{line['shared_bytes'] / 1024:.0f}", *(str(line[name]) for name in known[6:]))
         named = (line["launch"], sizes, line["dtype"], line["kernel"])
         rows.append([*named, str(line["registers"]), str(line["stack_bytes"]), *numbers])
-    columns = ["registers", "stack, bytes", "shared, KB", "matrix instructions", "asynchronous copies", "narrow accesses"]
+    columns = [
+        "registers",
+        "stack, bytes",
+        "shared, KB",
+        "programs",
+        "matrix instructions",
+        "asynchronous copies",
+        "narrow accesses",
+    ]
     return _markdown(["launch", "sizes", "dtype", "kernel", *columns], rows)
 
 

@@ -18,9 +18,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Model
 from transformers.utils import can_return_tuple
 
 from .generate.generation import MRPGenerationMixin
-from .kernels.dispatch import PYTORCH, Dispatch
 from .kernels.fused_layers import fused
-from .kernels.head_input import normed_pair
 from .kernels.round_attention import RoundMask
 from .model.configuration import MRPConfig
 from .model.diffusion import IGNORE_INDEX, block_causal_mask, pack_noisy
@@ -72,7 +70,7 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
         Raises:
             ValueError: if a `RoundMask` forces kernels that cannot be used here.
         """
-        if (walk := fused(self.model, Qwen3Model, self.config.num_hidden_layers, mask, past_key_values)) is not None:
+        if (walk := fused(self.model, self.config.num_hidden_layers, mask, past_key_values, Qwen3Model)) is not None:
             embeds = self.model.embed_tokens(input_ids)
             return walk(embeds, self.model.rotary_emb(embeds, position_ids))
         return _called(self.model, compiled)(
@@ -90,7 +88,6 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
         position_ids: Tensor,
         mask: Tensor | BlockMask | RoundMask,
         past_key_values: Cache | None = None,
-        dispatch: Dispatch = PYTORCH,
         compiled: bool = True,
     ) -> Tensor:
         """The head's residual h_C = Head(embed(x'), h_A); `lm_head(h_A + h_C)` estimates the logits at x'.
@@ -101,29 +98,23 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
             position_ids: [batch, length] long, absolute.
             mask: As for `backbone`.
             past_key_values: A cache with room for the head's layers, or None.
-            dispatch: Kernels or PyTorch, for what the head reads.
             compiled: As for `backbone`.
 
         Returns:
             [batch, length, hidden_size].
 
         Raises:
-            ValueError: if the model has no head, or kernels are forced that cannot be used here.
+            ValueError: if the model has no head, or a `RoundMask` forces kernels that cannot be used here.
         """
         if self.mrp_head is None:
             raise ValueError(
                 "this model has no MRP head (num_nextn_predict_layers is 0): load one with attach_head(head) or "
                 "from_backbone(backbone, head=...), or train a head"
             )
-        head, embed_tokens = self.mrp_head, self.model.embed_tokens
-        normed = normed_pair(embed_tokens, head.enorm, head.hnorm, input_ids, hidden_states, dispatch)
-        embeds = embed_tokens(input_ids) if normed is None else None
-        rotary = self.model.rotary_emb(hidden_states if embeds is None else embeds, position_ids)
-        if (walk := fused(head, MRPHead, len(head.layers), mask, past_key_values)) is not None:
-            output = walk(head.joined(embeds, hidden_states, normed), rotary)
-        else:
-            run = _called(head, compiled)
-            output = run(embeds, hidden_states, self._attention_bias(mask), rotary, past_key_values, normed)
+        embeds = self.model.embed_tokens(input_ids)
+        rotary = self.model.rotary_emb(embeds, position_ids)
+        head = _called(self.mrp_head, compiled)
+        output = head(embeds, hidden_states, self._attention_bias(mask), rotary, past_key_values)
         return output if self.config.head_predicts == "residual" else output - hidden_states
 
     def head_share(self) -> float:

@@ -16,7 +16,7 @@ from modeling_mrp import MRPConfig, MRPForCausalLM
 from modeling_mrp.generate import generation
 from modeling_mrp.generate.decode_state import Text
 from modeling_mrp.generate.loop import Task
-from modeling_mrp.generate.sampling import Picker
+from modeling_mrp.generate.sampling import Sampler
 from modeling_mrp.generate.scoring import Reader
 from modeling_mrp.kernels.noise import gumbel_noise, noise_keys
 from modeling_mrp.rules.states import States
@@ -24,15 +24,15 @@ from modeling_mrp.rules.states import States
 N = 200
 
 
-def random_picker(**options: Any) -> tuple[Picker, Tensor, Tensor]:
+def random_picker(**options: Any) -> tuple[Sampler, Tensor, Tensor]:
     """A picker, hidden states [N, 6] and keys [N]."""
     generator = torch.Generator().manual_seed(0)
     weight, hidden = (torch.randn(n, 6, generator=generator, dtype=torch.float64) for n in (40, N))
     at = torch.arange(N)
-    return Picker(weight, 39, **options), hidden, noise_keys(at * 7, at % 13, at % 5)
+    return Sampler(weight, 39, **options), hidden, noise_keys(at * 7, at % 13, at % 5)
 
 
-def restricted(picker: Picker, ids: Tensor) -> Picker:
+def restricted(picker: Sampler, ids: Tensor) -> Sampler:
     return picker.restricted(ids, picker.lm_head_weight[ids])
 
 

@@ -1,8 +1,11 @@
 """Layers of a round with their small steps fused: each kernel (interpreted) against PyTorch, layers against their modules."""
 
 import copy
+import inspect
 import math
+import textwrap
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +27,7 @@ from modeling_mrp.kernels.fused_layers import fused, gated, rotated, rotated_ref
 from modeling_mrp.kernels.round_attention import RoundMask
 from modeling_mrp.model.head import MRPHead
 from modeling_mrp.runner.cache import BlockCache
+from modeling_mrp.runner.round_layers import under_round_masks
 
 pytestmark = [
     pytest.mark.skipif(triton is None, reason="needs triton"),
@@ -196,7 +200,7 @@ def a_round(model: MRPForCausalLM, rows: int = 2) -> tuple[Tensor, tuple[Tensor,
 
 def walked(owner: Any, hidden: Tensor, rotary: tuple[Tensor, Tensor], mask: RoundMask, cache: BlockCache) -> Tensor:
     """A round through the fused layers."""
-    walk = fused(owner, type(owner), len(owner.layers), mask, cache)
+    walk = fused(owner, len(owner.layers), mask, cache)
     assert walk is not None
     return walk(hidden, rotary)
 
@@ -271,12 +275,12 @@ def test_what_a_layer_launches(monkeypatch: pytest.MonkeyPatch) -> None:
 # ------------------------------------------------------------------------------------------------ where it runs
 
 
-def fuses(owner: Any, kind: type[nn.Module], dispatch: Dispatch) -> bool:
+def fuses(owner: Any, kind: type[nn.Module] | None, dispatch: Dispatch) -> bool:
     """Whether a round of an owner goes through the fused layers."""
     weight = owner.norm.weight
     cache = BlockCache(1, 1, 2, [weight.device], 4, 4, weight.dtype)
     mask = RoundMask(torch.zeros(1, dtype=torch.long, device=weight.device), None, 1, 4, dispatch)
-    return fused(owner, kind, len(owner.layers), mask, cache) is not None
+    return fused(owner, len(owner.layers), mask, cache, kind) is not None
 
 
 @torch.inference_mode()
@@ -285,13 +289,13 @@ def test_where_layers_fuse() -> None:
     backbone, head = model.model, model.mrp_head
     assert head is not None
     assert fuses(backbone, Qwen3Model, FORCED)
-    assert fuses(head, MRPHead, FORCED)
+    assert fuses(head, None, FORCED)
     assert not fuses(backbone, Qwen3Model, PYTORCH)
     assert fuses(backbone, Qwen3Model, Dispatch()) is (DEVICE == "cuda")
     cache = model.block_cache(1, 4, 4, with_head=True)
     mask = RoundMask(torch.zeros(1, dtype=torch.long, device=DEVICE), None, 1, 4, FORCED)
-    assert fused(backbone, Qwen3Model, 2, mask, DynamicCache()) is None
-    assert fused(backbone, Qwen3Model, 2, mask.dense(0), cache) is None
+    assert fused(backbone, 2, mask, DynamicCache()) is None
+    assert fused(backbone, 2, mask.dense(0), cache) is None
     layer: Any = backbone.layers[1]
     layer.self_attn.q_proj.register_forward_hook(lambda *_: None)  # products are made by calling their modules
     layer.mlp.act_fn = nn.SiLU()
@@ -355,6 +359,78 @@ def test_what_was_compiled_is_left_to_torch(which: str) -> None:
     part = {"backbone": backbone, "layer": backbone.layers[1], "part": backbone.layers[0].mlp.act_fn}[which]
     part.compile(backend="eager")
     assert not fuses(backbone, Qwen3Model, FORCED)
+    assert not fuses(backbone, None, FORCED)
+
+
+def read(model: MRPForCausalLM, dispatch: Dispatch) -> Tensor:
+    """What the head says in a round."""
+    hidden, _, mask, cache = a_round(model)
+    ids = torch.arange(12, device=DEVICE)[None].expand(2, -1)
+    with under_round_masks(model, cache):
+        return model.residual(ids, hidden, ids, replace(mask, dispatch=dispatch), cache)
+
+
+def edited(method: Any, *changes: tuple[str, str]) -> Any:
+    """A method as its source would be after a few edits."""
+    source = textwrap.dedent(inspect.getsource(method))
+    for old, new in changes:
+        assert source.count(old) == 1
+        source = source.replace(old, new)
+    made: dict[str, Any] = {}
+    exec(source, method.__globals__, made)
+    return made[method.__name__]
+
+
+@torch.inference_mode()
+def test_a_heads_forward_is_what_runs_with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its source edited, a subclass, a hook: seen with kernels as without, and the layers still fuse."""
+    model = make_model().float().to(DEVICE)
+    head, walks = model.mrp_head, []
+    assert head is not None
+    walk = fused_layers._walk
+    monkeypatch.setattr(fused_layers, "_walk", lambda *args: walks.append(1) or walk(*args))
+    usual = read(model, FORCED)
+    close(usual, read(model, PYTORCH), atol=1e-5)
+    assert float(usual.abs().min()) > 0
+    with monkeypatch.context() as patch:
+        patch.setattr(MRPHead, "forward", edited(MRPHead.forward, ("return run_layers(", "return 0 * run_layers(")))
+        assert read(model, FORCED).eq(0).all()
+        assert read(model, PYTORCH).eq(0).all()
+    with monkeypatch.context() as patch:
+        gate = ("self.eh_proj(torch.cat([", "0.5 * self.eh_proj(torch.cat([0 * inputs_embeds + ")
+        patch.setattr(MRPHead, "forward", edited(MRPHead.forward, gate))
+        gated_ones = read(model, FORCED)
+        close(gated_ones, read(model, PYTORCH), atol=1e-5)
+        assert not torch.allclose(gated_ones, usual, atol=1e-2)
+    with monkeypatch.context() as patch:
+
+        class Negative(MRPHead):
+            def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+                return -super().forward(*args, **kwargs)
+
+        patch.setattr(head, "__class__", Negative)
+        assert torch.equal(read(model, FORCED), -usual)
+        close(read(model, PYTORCH), -usual, atol=1e-5)
+    handle = head.register_forward_hook(lambda module, given, output: output + 1)
+    assert torch.equal(read(model, FORCED), usual + 1)
+    handle.remove()
+    assert torch.equal(read(model, FORCED), usual)
+    assert len(walks) == 6, "of six reads with kernels"
+
+
+@interpreted
+def test_a_gate_in_the_head_changes_a_decode_with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closed, it drafts otherwise, with kernels as without."""
+    model = make_model().float()
+    options: dict[str, Any] = {"decoding": "mrp_spec", "max_new_tokens": 8, "return_dict_in_generate": True}
+
+    def accepted(kernels: bool) -> list[int]:
+        return model.generate(torch.tensor(PROMPTS[:1]), kernels=kernels, **options).stats.accepted.tolist()
+
+    usual = accepted(True)
+    assert usual == accepted(False)
+    monkeypatch.setattr(MRPHead, "forward", edited(MRPHead.forward, ("return run_layers(", "return 0 * run_layers(")))
+    assert accepted(True) == accepted(False) != usual
 
 
 @torch.inference_mode()
@@ -384,7 +460,7 @@ def test_a_head_of_another_copy_of_the_code_fuses() -> None:
     assert type(model.mrp_head) is MRPHead
     assert {name: parameter.data_ptr() for name, parameter in model.mrp_head.named_parameters()} == names
     assert not any(parameter.requires_grad for parameter in model.mrp_head.parameters())
-    assert fuses(model.mrp_head, MRPHead, FORCED)
+    assert fuses(model.mrp_head, None, FORCED)
     assert texts(model, PROMPTS, decoding="mrp_spec", max_new_tokens=6) == texts(
         make_model().float(), PROMPTS, decoding="mrp_spec", max_new_tokens=6
     )

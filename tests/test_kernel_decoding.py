@@ -6,14 +6,13 @@ import pytest
 import torch
 from conftest import make_model
 from helpers import every_mode
-from torch import Tensor, nn
+from torch import Tensor
 
 from modeling_mrp import MRPForCausalLM
 from modeling_mrp.generate.options import DECODINGS, REMASK_RULES
 from modeling_mrp.generate.scoring import Reader
-from modeling_mrp.kernels.dispatch import PYTORCH, Dispatch, triton
-from modeling_mrp.kernels.head_input import normed_pair, normed_pair_ref
-from modeling_mrp.kernels.unembedding import Readout
+from modeling_mrp.kernels.dispatch import Dispatch, triton
+from modeling_mrp.kernels.unembedding import Unembedding
 
 pytestmark = [
     pytest.mark.skipif(triton is None, reason="needs triton"),
@@ -30,6 +29,11 @@ def model() -> MRPForCausalLM:
     return make_model(3, vocab_size=99, draft_vocab_size=60).float().to(DEVICE)
 
 
+@pytest.fixture(scope="module")
+def half() -> MRPForCausalLM:
+    return make_model(3, vocab_size=99, draft_vocab_size=60).bfloat16().to(DEVICE)
+
+
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
     "sampled": {"do_sample": True, "temperature": 0.7, "top_k": 0, "seed": 5},
@@ -42,16 +46,16 @@ class Margins:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.least = float("inf")
-        shown = Readout.shown
+        shown = Unembedding.shown
 
-        def noted(readout: Readout, scores: Tensor, keys: Tensor | None) -> Tensor:
-            result = shown(readout, scores, keys)
+        def noted(unembedding: Unembedding, scores: Tensor, keys: Tensor | None) -> Tensor:
+            result = shown(unembedding, scores, keys)
             if len(result):
                 best = result.topk(2).values
                 self.least = min(self.least, (best[:, 0] - best[:, 1]).min().item())
             return result
 
-        patch.setattr(Readout, "shown", noted)
+        patch.setattr(Unembedding, "shown", noted)
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
@@ -81,28 +85,48 @@ def test_the_same_tokens_in_every_mode(
     assert differing <= rows // 20
 
 
-@every_mode
-def test_forced_kernels_run(mode: str, model: MRPForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The twins are not called in a mode that needs no logits, and what a head reads comes from its kernel."""
-    asked: list[str] = []
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The kernels that are asked for; all by force."""
+    names: set[str] = set()
     run = Dispatch.run
 
     def noted(dispatch: Dispatch, name: str, *others: Any, **more: Any) -> Any:
-        asked.append(name)
+        names.add(name)
         assert dispatch == FORCED
         return run(dispatch, name, *others, **more)
 
     monkeypatch.setattr(Dispatch, "run", noted)
+    return names
+
+
+@every_mode
+def test_forced_kernels_run(mode: str, half: MRPForCausalLM, asked: set[str]) -> None:
+    """The twins are not called in a mode that needs no logits, of 16-bit weights."""
     options: dict[str, Any] = {"decoding": mode, "max_new_tokens": 2, "remask_rule": "residual", "confidence_threshold": 0.05}
-    out = model.generate(PROMPTS[:1], kernels=True, eos_token_id=None, return_dict_in_generate=True, **options)
+    out = half.generate(PROMPTS[:1], kernels=True, eos_token_id=None, return_dict_in_generate=True, **options)
     used = {"pick"} if mode != "entropy_bound" else set()
     rounds = out.stats.forwards["denoise"] + out.stats.forwards["verify"] + mode.startswith("mrp_")
     layers = {"fused_layers", "sum_and_norm", "rotated", "gated", "round_attention"}
     used |= layers if rounds else set()  # the prefill's own reveals may be all
-    used |= {"head_input"} if mode.startswith("mrp_") else set()
-    used |= {"residual_magnitude"} if mode == "mrp_remask" else set()
     used |= {"grow"} if mode.endswith("_spec") else set()
-    assert set(asked) == used
+    assert asked == used
+
+
+def test_a_top_k_writes_no_float32_logits(half: MRPForCausalLM, asked: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does a top-p behind it."""
+    monkeypatch.setattr(Unembedding, "logits", lambda *_: 1 / 0)
+    options: dict[str, Any] = {
+        "do_sample": True,
+        "top_k": 5,
+        "top_p": 0.9,
+        "seed": 1,
+        "max_new_tokens": 6,
+        "eos_token_id": None,
+    }
+    half.generate(PROMPTS[:2], kernels=True, decoding="mrp_spec", **options)
+    assert asked >= {"pick_above", "round_attention"}
+    assert "pick" not in asked
 
 
 @pytest.mark.parametrize("mode", ["mrp_spec", "mrp_remask"])
@@ -115,7 +139,7 @@ def test_positions_that_need_no_pick(mode: str, model: MRPForCausalLM, monkeypat
 
 
 def test_processors_and_truncation_need_logits(model: MRPForCausalLM) -> None:
-    """They run in PyTorch, also under `kernels=True`: no kernel exists for what they do."""
+    """Of float32 weights they are picked from in PyTorch, also under `kernels=True`."""
     options: dict[str, Any] = {"do_sample": True, "top_k": 5, "seed": 1, "max_new_tokens": 4, "eos_token_id": None}
     on, off = (model.generate(PROMPTS[:2], kernels=kernels, **options) for kernels in (True, False))
     assert torch.equal(on, off)
@@ -127,61 +151,3 @@ def test_float64_is_left_to_pytorch() -> None:
         model.generate(PROMPTS[:1].cpu(), kernels=True, max_new_tokens=2)
     usual = model.generate(PROMPTS[:1].cpu(), max_new_tokens=2)
     assert torch.equal(model.generate(PROMPTS[:1].cpu(), kernels=False, max_new_tokens=2), usual)
-
-
-# ------------------------------------------------------------------------------------------------ the head's input
-
-
-def norms(model: MRPForCausalLM, size: int, dtype: torch.dtype) -> tuple[nn.Module, nn.Module, nn.Module]:
-    kind = type(model.mrp_head.enorm)  # type: ignore[union-attr]
-    torch.manual_seed(0)
-    modules = nn.Embedding(50, size), kind(size, eps=1e-6), kind(size, eps=1e-5)
-    for module in modules:
-        nn.init.normal_(module.weight)
-    return tuple(module.to(DEVICE, dtype).requires_grad_(False) for module in modules)  # type: ignore[return-value]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("rows", "size"), [(1, 32), (3, 40), (2, 127)])
-def test_the_heads_input(rows: int, size: int, dtype: torch.dtype, model: MRPForCausalLM) -> None:
-    """At and off a power of two; 16 bits as `Qwen3RMSNorm` rounds them, up to a last bit where its sum rounds otherwise."""
-    embeddings, enorm, hnorm = norms(model, size, dtype)
-    ids = torch.arange(2 * rows, device=DEVICE).view(2, rows) * 7 % 50
-    hidden = torch.randn(2, rows, size, device=DEVICE).to(dtype) * 30
-    hidden[0, 0] = 0
-    got = normed_pair(embeddings, enorm, hnorm, ids, hidden, FORCED)
-    wanted = normed_pair_ref(embeddings(ids), hidden, enorm, hnorm)
-    assert got is not None
-    assert got.dtype == dtype
-    # The interpreter cuts the last bits of a bfloat16 off, twice here, where a GPU rounds.
-    cut = dtype == torch.bfloat16 and DEVICE == "cpu"
-    tolerance = 2**-6 if cut else {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}[dtype]
-    torch.testing.assert_close(got, wanted, rtol=tolerance, atol=1e-6)
-    assert (got == wanted).float().mean() > 0.98 or dtype == torch.float32 or cut
-    apart = normed_pair(
-        embeddings, enorm, hnorm, ids.T.contiguous().T, hidden.transpose(0, 1).contiguous().transpose(0, 1), FORCED
-    )
-    assert apart is not None
-    assert torch.equal(apart, got)
-
-
-def test_the_heads_input_is_pytorchs_where_it_must_be(model: MRPForCausalLM) -> None:
-    """With gradients, hooks, mixed dtypes and other classes; forced, these are errors that say what to do."""
-    embeddings, enorm, hnorm = norms(model, 32, torch.float32)
-    ids, hidden = torch.ones(1, 2, dtype=torch.long, device=DEVICE), torch.ones(1, 2, 32, device=DEVICE)
-    assert normed_pair(embeddings, enorm, hnorm, ids, hidden, PYTORCH) is None
-    refused: list[tuple[str, Any]] = [
-        ("no gradients", (embeddings, enorm, hnorm, ids, hidden.clone().requires_grad_())),
-        ("differ in dtype", (embeddings, enorm, hnorm, ids, hidden.half())),
-        ("a Sequential is wrapped or no Embedding", (nn.Sequential(embeddings), enorm, hnorm, ids, hidden)),
-        ("strides", (nn.Embedding(8, 32, _weight=torch.ones(32, 8, device=DEVICE).T), enorm, hnorm, ids, hidden)),
-    ]
-    for reason, arguments in refused:
-        assert normed_pair(*arguments, Dispatch()) is None
-        with torch.set_grad_enabled("gradients" in reason), pytest.raises(ValueError, match=reason + ".*kernels=False"):
-            normed_pair(*arguments, FORCED)
-    hook = enorm.register_forward_hook(lambda *_: None)
-    with pytest.raises(ValueError, match="a Qwen3RMSNorm carries hooks: remove them"):
-        normed_pair(embeddings, enorm, hnorm, ids, hidden, FORCED)
-    hook.remove()
-    assert normed_pair(embeddings, enorm, hnorm, ids, hidden, FORCED) is not None

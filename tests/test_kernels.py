@@ -94,6 +94,21 @@ def test_a_failing_kernel_that_is_forced_raises() -> None:
     assert paths.calls == ["kernel", "kernel"]
 
 
+def test_an_error_while_a_graph_is_captured_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says nothing about the kernel, which runs again afterwards."""
+    paths = Paths(RuntimeError("operation not permitted when stream is capturing"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="not permitted") as raised:
+        with_fallback("k", CPU, paths.kernel, paths.twin)
+    assert raised.value is paths.error
+    assert not dispatch.failed_before("k", CPU)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    with pytest.warns(RuntimeWarning, match="'k' failed"):
+        assert with_fallback("k", CPU, paths.kernel, paths.twin) == "from PyTorch"
+    assert paths.calls == ["kernel", "kernel", "twin"]
+
+
 @pytest.mark.parametrize(
     ("tensors", "reason"),
     [

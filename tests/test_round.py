@@ -17,7 +17,7 @@ from torch import Tensor
 from modeling_mrp.generate.decode_state import DecodeState, Request, RoundPlan, laid_out, summary
 from modeling_mrp.generate.loop import Task, begin, decode, decode_round
 from modeling_mrp.generate.modes import Direct, Drafting, Mode, ThresholdRemask
-from modeling_mrp.generate.sampling import Picker
+from modeling_mrp.generate.sampling import Sampler
 from modeling_mrp.generate.scoring import Reader
 from modeling_mrp.kernels.dispatch import PYTORCH
 from modeling_mrp.rules.rules import Dynamic, Static, reveal_schedule
@@ -161,7 +161,7 @@ def case(
         schedule=reveal_schedule(BLOCK, steps),
         eos=torch.tensor([] if eos is None else [eos], dtype=torch.long),
     )
-    picker = Picker(torch.eye(VOCAB, dtype=model.dtype), M, entropy=mode.rule.needs_entropy, dispatch=PYTORCH)
+    picker = Sampler(torch.eye(VOCAB, dtype=model.dtype), M, entropy=mode.rule.needs_entropy, dispatch=PYTORCH)
     reader = Reader(mode.rule, picker, picker, request, M, seeks=True, bars_eos=False)
     task = Task(mode, reader, BLOCK, M, one_at_a_time=int(request.schedule.max()) == 1)
     cache = model.block_cache(rows, text.capacity, mode.width * BLOCK, mode.uses_head)

@@ -6,6 +6,7 @@ choice of seeds would have failed.
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from decimal import Decimal, localcontext
 from itertools import product
 from typing import Any
@@ -15,14 +16,23 @@ import torch
 from conftest import make_model
 from helpers import ALPHA, chi_square_p
 from torch import Tensor
-from transformers.generation import LogitsProcessor, LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
+from transformers.generation import (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
 
 import modeling_mrp.kernels.noise as noise_module
-import modeling_mrp.kernels.unembedding as readout
+import modeling_mrp.kernels.unembedding as unembedding_file
 from modeling_mrp import MRPForCausalLM
-from modeling_mrp.generate.sampling import Picker, Picks
+from modeling_mrp.generate.sampling import Picks, Sampler
 from modeling_mrp.kernels.noise import gumbel_noise, mix32, noise_keys
-from modeling_mrp.kernels.unembedding import Readout
+from modeling_mrp.kernels.unembedding import Unembedding
 
 FIELDS = ("token", "logprob", "confidence", "entropy")
 
@@ -189,7 +199,7 @@ def test_gumbel_max_follows_the_softmax(varied: str) -> None:
     numbers = torch.arange(n)
     keys = noise_keys(numbers, fixed, fixed) if varied == "seed" else noise_keys(fixed, numbers, fixed)
     logits = torch.tensor([2.0, 0.5, 0.0, -0.5, 1.5, -1.0, -2.0, 1.0], dtype=torch.float64)
-    picks = identity_picker(9, sample=True)(with_mask(logits).expand(n, -1), keys)
+    picks = identity_sampler(9, sample=True)(with_mask(logits).expand(n, -1), keys)
     assert chi_square_p(picks.token.bincount(minlength=8), logits.softmax(0)) > ALPHA
 
 
@@ -209,9 +219,9 @@ def test_noise_at_two_counts_of_masks_is_independent() -> None:
 # ------------------------------------------------------------------------------------------------ picks
 
 
-def identity_picker(vocab: int, **options: Any) -> Picker:
+def identity_sampler(vocab: int, **options: Any) -> Sampler:
     """Its logits are the hidden states; the mask id is the last one."""
-    return Picker(torch.eye(vocab, dtype=options.pop("dtype", torch.float64)), vocab - 1, **options)
+    return Sampler(torch.eye(vocab, dtype=options.pop("dtype", torch.float64)), vocab - 1, **options)
 
 
 def with_mask(logits: Tensor, mask_logit: float = 3.0) -> Tensor:
@@ -227,20 +237,20 @@ def some_keys(n: int) -> Tensor:
     return noise_keys(torch.arange(n), torch.arange(n) + 5, torch.arange(n) % 4)
 
 
-def random_picker(**options: Any) -> tuple[Picker, Tensor]:
+def random_sampler(**options: Any) -> tuple[Sampler, Tensor]:
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(31, 6, dtype=torch.float64, generator=generator)
-    return Picker(weight, 17, **options), torch.randn(10, 6, dtype=torch.float64, generator=generator)
+    return Sampler(weight, 17, **options), torch.randn(10, 6, dtype=torch.float64, generator=generator)
 
 
-def naive_picks(picker: Picker, hidden: Tensor) -> list[tuple[int, float, float, float]]:
+def naive_picks(sampler: Sampler, hidden: Tensor) -> list[tuple[int, float, float, float]]:
     """Greedy picks by the formulas, one position at a time, in pure Python."""
     rows = []
     for h in hidden.tolist():
         scores = {
-            token: sum(a * b for a, b in zip(h, w, strict=True)) / picker.temperature
-            for token, w in enumerate(picker.lm_head_weight.tolist())
-            if token != picker.mask_token_id
+            token: sum(a * b for a, b in zip(h, w, strict=True)) / sampler.temperature
+            for token, w in enumerate(sampler.lm_head_weight.tolist())
+            if token != sampler.mask_token_id
         }
         total = math.fsum(math.exp(s) for s in scores.values())
         p = {token: math.exp(s) / total for token, s in scores.items()}
@@ -256,15 +266,15 @@ def rows_of(picks: Picks) -> list[tuple[Any, ...]]:
 
 @pytest.mark.parametrize("temperature", [1.0, 0.3, 2.0])
 def test_greedy_picks_by_the_formulas(temperature: float) -> None:
-    picker, hidden = random_picker(temperature=temperature)
-    for got, expected in zip(rows_of(picker(hidden, no_keys(10))), naive_picks(picker, hidden), strict=True):
+    sampler, hidden = random_sampler(temperature=temperature)
+    for got, expected in zip(rows_of(sampler(hidden, no_keys(10))), naive_picks(sampler, hidden), strict=True):
         assert got == pytest.approx(expected, abs=1e-12)
 
 
 def test_the_mask_id_is_neither_picked_nor_counted() -> None:
     logits = torch.tensor([[0.2, 1.0, -0.5], [2.0, 0.0, 0.0]], dtype=torch.float64)
     results = [
-        rows_of(identity_picker(4, sample=sample)(with_mask(logits, mask), some_keys(2)))
+        rows_of(identity_sampler(4, sample=sample)(with_mask(logits, mask), some_keys(2)))
         for sample in (False, True)
         for mask in (-5.0, 100.0)
     ]
@@ -276,12 +286,12 @@ def test_the_mask_id_is_neither_picked_nor_counted() -> None:
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 3.0])
 def test_sampled_picks_are_the_gumbel_max(temperature: float) -> None:
     """The noise is added to logits over temperature; log-probability and confidence are those of the softmax without noise."""
-    picker, hidden = random_picker(temperature=temperature, sample=True)
+    sampler, hidden = random_sampler(temperature=temperature, sample=True)
     keys = some_keys(10)
-    scores = hidden @ picker.lm_head_weight.T / temperature
+    scores = hidden @ sampler.lm_head_weight.T / temperature
     scores[:, 17] = -torch.inf
     token = (scores + gumbel_noise(keys, 31, torch.float64)).argmax(-1)
-    picks = picker(hidden, keys)
+    picks = sampler(hidden, keys)
     assert torch.equal(picks.token, token)
     assert not torch.equal(token, scores.argmax(-1))
     p = scores.softmax(-1).gather(1, token[:, None])[:, 0]
@@ -297,7 +307,7 @@ def test_confidence_where_the_probability_rounds_to_1(dtype: torch.dtype, tops: 
     logits = torch.zeros(len(tops), 7, dtype=dtype)
     logits[:, 2] = torch.tensor(tops, dtype=dtype)
     assert logits.softmax(-1)[:, 2].eq(1).all()
-    picks = identity_picker(8, dtype=dtype)(with_mask(logits), no_keys(len(tops)))
+    picks = identity_sampler(8, dtype=dtype)(with_mask(logits), no_keys(len(tops)))
     assert picks.confidence.dtype == dtype
     assert picks.confidence.tolist() == pytest.approx([top - math.log(6) for top in tops], rel=1e-6)
     assert (picks.confidence.diff() > 0).all()
@@ -307,7 +317,7 @@ def test_confidence_where_the_probability_rounds_to_1(dtype: torch.dtype, tops: 
 
 def test_entropy_at_its_ends() -> None:
     logits = torch.tensor([[0.0, 0, 0, 0], [1000, 0, 0, 0], [0, -1e4, 0, -1e4]], dtype=torch.float64)
-    entropy = identity_picker(5)(with_mask(logits), no_keys(3)).entropy
+    entropy = identity_sampler(5)(with_mask(logits), no_keys(3)).entropy
     assert entropy.tolist() == pytest.approx([math.log(4), 0, math.log(2)], abs=1e-12)
 
 
@@ -320,8 +330,8 @@ def test_truncation_chooses_the_token_but_not_its_confidence(truncation: Any, ke
     """p = (.01, .5, .02, .35, .12) at temperature 1; 20,000 picks follow the renormalised p of the tokens kept."""
     p = torch.tensor([0.01, 0.5, 0.02, 0.35, 0.12], dtype=torch.float64)
     n = 20_000
-    picker = identity_picker(6, sample=True, truncation=LogitsProcessorList([truncation]))
-    picks = picker(with_mask(p.log()).expand(n, -1), some_keys(n))
+    sampler = identity_sampler(6, sample=True, truncation=LogitsProcessorList([truncation]))
+    picks = sampler(with_mask(p.log()).expand(n, -1), some_keys(n))
     inside = sorted(kept)
     counts = picks.token.bincount(minlength=5)
     assert counts[inside].sum() == n
@@ -355,8 +365,8 @@ def committed_at(at: slice) -> list[tuple[Tensor, Tensor]]:
 
 
 def test_processors_come_before_the_temperature() -> None:
-    picker, hidden = random_picker(temperature=0.5, processors=LogitsProcessorList([AddLength(17)]))
-    scores = hidden @ picker.lm_head_weight.T
+    sampler, hidden = random_sampler(temperature=0.5, processors=LogitsProcessorList([AddLength(17)]))
+    scores = hidden @ sampler.lm_head_weight.T
     for position in range(10):
         if position % 2 == 0 or position % 4 == 1:
             scores[position, 0] += 3 if position % 2 == 0 else 2
@@ -364,81 +374,142 @@ def test_processors_come_before_the_temperature() -> None:
             scores[position, 2] = -torch.inf
     scores[:, 17] = -torch.inf
     expected = (scores / 0.5).log_softmax(-1)
-    picks = picker(hidden, no_keys(10), committed_at)
+    picks = sampler(hidden, no_keys(10), committed_at)
     assert torch.equal(picks.token, expected.argmax(-1))
     torch.testing.assert_close(picks.logprob, expected.amax(-1))
     token = torch.full((10,), 3)
-    odds = picker.token_log_odds(hidden, token, committed_at)
+    odds = sampler.token_log_odds(hidden, token, committed_at)
     torch.testing.assert_close(odds, expected[:, 3].exp().logit())
 
 
 @pytest.mark.parametrize("sample", [False, True])
 def test_no_eos_before_the_minimum_length(sample: bool) -> None:
     """At such positions the eos ids leave the softmax, as the mask id does; elsewhere nothing changes."""
-    picker, hidden = random_picker(sample=sample, eos_token_ids=(3, 30))
+    sampler, hidden = random_sampler(sample=sample, eos_token_ids=(3, 30))
     early = torch.arange(10) % 3 != 0
-    scores = hidden @ picker.lm_head_weight.T
+    scores = hidden @ sampler.lm_head_weight.T
     scores[:, 17] = -torch.inf
     scores[early.nonzero(), torch.tensor([3, 30])] = -torch.inf
     p = scores.softmax(-1)
     token = (scores + (gumbel_noise(some_keys(10), 31, torch.float64) if sample else 0)).argmax(-1)
-    picks = picker(hidden, some_keys(10), no_eos=early)
+    picks = sampler(hidden, some_keys(10), no_eos=early)
     assert torch.equal(picks.token, token)
     torch.testing.assert_close(picks.confidence, p.gather(1, token[:, None])[:, 0].logit())
     torch.testing.assert_close(picks.entropy, torch.special.entr(p).sum(-1))
-    assert rows_of(picks) != rows_of(picker(hidden, some_keys(10)))
-    assert rows_of(picker(hidden, some_keys(10), no_eos=torch.zeros_like(early))) == rows_of(picker(hidden, some_keys(10)))
+    assert rows_of(picks) != rows_of(sampler(hidden, some_keys(10)))
+    assert rows_of(sampler(hidden, some_keys(10), no_eos=torch.zeros_like(early))) == rows_of(sampler(hidden, some_keys(10)))
 
 
 def test_a_minimum_length_without_eos_ids_changes_nothing() -> None:
-    picker, hidden = random_picker()
-    picks = picker(hidden, no_keys(10), no_eos=torch.ones(10, dtype=torch.bool))
-    assert rows_of(picks) == rows_of(picker(hidden, no_keys(10)))
+    sampler, hidden = random_sampler()
+    picks = sampler(hidden, no_keys(10), no_eos=torch.ones(10, dtype=torch.bool))
+    assert rows_of(picks) == rows_of(sampler(hidden, no_keys(10)))
 
 
 @pytest.mark.parametrize("options", [{}, {"sample": True, "temperature": 0.8}, {"processors": True}], ids=str)
 def test_chunks_change_nothing(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     if "processors" in options:
         options = {"processors": LogitsProcessorList([AddLength(17)])}
-    picker, hidden = random_picker(eos_token_ids=(3, 30), **options)
+    sampler, hidden = random_sampler(eos_token_ids=(3, 30), **options)
     early = torch.arange(10) > 4
     shapes: list[int] = []
-    logits = Readout.logits
+    logits = Unembedding.logits
 
-    def counted(readout: Readout, hidden: Tensor) -> Tensor:
+    def counted(unembedding: Unembedding, hidden: Tensor) -> Tensor:
         shapes.append(len(hidden))
-        return logits(readout, hidden)
+        return logits(unembedding, hidden)
 
-    monkeypatch.setattr(Readout, "logits", counted)
-    whole, token = picker(hidden, some_keys(10), committed_at, early), torch.arange(10)
-    whole_odds = picker.token_log_odds(hidden, token, committed_at)
+    monkeypatch.setattr(Unembedding, "logits", counted)
+    whole, token = sampler(hidden, some_keys(10), committed_at, early), torch.arange(10)
+    whole_odds = sampler.token_log_odds(hidden, token, committed_at)
     assert shapes == [10, 10]
     shapes.clear()
-    monkeypatch.setattr(readout, "_LOGITS_AT_ONCE", 3 * 31 + 30)
-    parts = picker(hidden, some_keys(10), committed_at, early)
+    monkeypatch.setattr(unembedding_file, "_LOGITS_AT_ONCE", 3 * 31 + 30)
+    parts = sampler(hidden, some_keys(10), committed_at, early)
     assert shapes == [3, 3, 3, 1]
     assert torch.equal(parts.token, whole.token)
     for field in FIELDS[1:]:
         torch.testing.assert_close(getattr(parts, field), getattr(whole, field), rtol=0, atol=1e-12)
-    torch.testing.assert_close(picker.token_log_odds(hidden, token, committed_at), whole_odds, rtol=0, atol=1e-12)
-    monkeypatch.setattr(readout, "_LOGITS_AT_ONCE", 1)  # less than one position: still one at a time
-    assert torch.equal(picker(hidden, some_keys(10), committed_at, early).token, whole.token)
+    torch.testing.assert_close(sampler.token_log_odds(hidden, token, committed_at), whole_odds, rtol=0, atol=1e-12)
+    monkeypatch.setattr(unembedding_file, "_LOGITS_AT_ONCE", 1)  # less than one position: still one at a time
+    assert torch.equal(sampler(hidden, some_keys(10), committed_at, early).token, whole.token)
+
+
+WARPERS: dict[str, list[LogitsProcessor]] = {
+    "k": [TopKLogitsWarper(5)],
+    "k of all": [TopKLogitsWarper(50)],
+    "k, p": [TopKLogitsWarper(7), TopPLogitsWarper(0.7)],
+    "k, min_p": [TopKLogitsWarper(7), MinPLogitsWarper(0.2)],
+    "k, k": [TopKLogitsWarper(7), TopKLogitsWarper(3)],
+    "all": [TopKLogitsWarper(20), TopPLogitsWarper(0.97), MinPLogitsWarper(0.01), EpsilonLogitsWarper(0.02)],
+    "k, eta": [TopKLogitsWarper(20), EtaLogitsWarper(0.05)],
+}
+
+
+@pytest.mark.parametrize("warpers", WARPERS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("restricted", [False, True], ids=["all ids", "some ids"])
+def test_a_top_k_is_what_its_warpers_do_to_all_logits(
+    warpers: str, dtype: torch.dtype, restricted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same tokens and confidences; what follows the top-k sees its logits only."""
+    options = {"temperature": 0.7, "sample": True, "entropy": False, "eos_token_ids": (3, 30)}
+    sampler, _ = random_sampler(truncation=LogitsProcessorList(WARPERS[warpers]), **options)
+    sampler = replace(sampler, lm_head_weight=sampler.lm_head_weight.to(dtype))
+    sampler = sampler.restricted(torch.tensor([30, 2, 9, 11, 3, 21, 25, 8, 1])) if restricted else sampler
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(300, 6, dtype=torch.float64, generator=generator).to(dtype)
+    early = torch.arange(300) % 2 == 0
+    got = sampler(hidden, some_keys(300), no_eos=early)
+    with monkeypatch.context() as patch:
+        patch.setattr(Sampler, "_pick_top", lambda *_: 1 / 0)
+        patch.setattr(Sampler, "_top_k", lambda _: None)
+        wanted = sampler(hidden, some_keys(300), no_eos=early)
+    assert rows_of(got) == rows_of(wanted)
+    assert not bool(((got.token == 3) | (got.token == 30))[early].any())
+    assert len(got.token.unique()) > 4
+
+
+@pytest.mark.parametrize(
+    ("warpers", "entropy"),
+    [
+        ([TopPLogitsWarper(0.7), TopKLogitsWarper(7)], False),
+        ([TopKLogitsWarper(7), TypicalLogitsWarper(0.7)], False),
+        ([TopKLogitsWarper(7, filter_value=-5.0)], False),
+        ([TopKLogitsWarper(7)], True),
+    ],
+    ids=str,
+)
+def test_what_a_few_logits_do_not_suffice_for(
+    warpers: list[LogitsProcessor], entropy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler, hidden = random_sampler(truncation=LogitsProcessorList(warpers), sample=True, entropy=entropy)
+    monkeypatch.setattr(Sampler, "_pick_top", lambda *_: 1 / 0)
+    assert bool((sampler(hidden, some_keys(10)).entropy > 0).all()) is entropy
+
+
+def test_ties_at_the_k_th_place_all_stay() -> None:
+    """As under transformers' warper; of 16-bit logits there are many."""
+    weight = torch.eye(8, dtype=torch.bfloat16)
+    hidden = torch.tensor([[2.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 9.0]], dtype=torch.bfloat16).expand(400, 8)
+    sampler = Sampler(weight, 7, sample=True, entropy=False, truncation=LogitsProcessorList([TopKLogitsWarper(2)]))
+    assert set(sampler(hidden, some_keys(400)).token.tolist()) == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize("options", [{}, {"sample": True, "truncation": LogitsProcessorList([TopKLogitsWarper(3)])}], ids=len)
 def test_no_positions(options: dict[str, Any]) -> None:
-    picker, hidden = random_picker(**options)
-    picks = picker(hidden[:0], no_keys(0))
+    sampler, hidden = random_sampler(**options)
+    picks = sampler(hidden[:0], no_keys(0))
     assert rows_of(picks) == []
     assert picks.token.dtype == torch.long
-    assert picker.token_log_odds(hidden[:0], no_keys(0)).tolist() == []
+    assert sampler.token_log_odds(hidden[:0], no_keys(0)).tolist() == []
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.4}, {"sample": True}], ids=str)
 def test_token_log_odds_equal_the_confidence_of_a_pick(options: dict[str, Any]) -> None:
-    picker, hidden = random_picker(**options)
-    picks = picker(hidden, some_keys(10))
-    assert torch.equal(picker.token_log_odds(hidden, picks.token), picks.confidence)
+    sampler, hidden = random_sampler(**options)
+    picks = sampler(hidden, some_keys(10))
+    assert torch.equal(sampler.token_log_odds(hidden, picks.token), picks.confidence)
 
 
 def test_precision_of_the_results() -> None:
@@ -446,10 +517,10 @@ def test_precision_of_the_results() -> None:
     generator = torch.Generator().manual_seed(1)
     weight, hidden = torch.randn(9, 4, generator=generator), torch.randn(5, 4, generator=generator)
     for dtype, wide in ((torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)):
-        picker = Picker(weight.to(dtype), 8)
-        picks = picker(hidden.to(dtype), no_keys(5))
+        sampler = Sampler(weight.to(dtype), 8)
+        picks = sampler(hidden.to(dtype), no_keys(5))
         assert {getattr(picks, field).dtype for field in FIELDS[1:]} == {wide}
-        assert picker.token_log_odds(hidden.to(dtype), picks.token).dtype == wide
+        assert sampler.token_log_odds(hidden.to(dtype), picks.token).dtype == wide
         logits = (hidden.to(dtype) @ weight.to(dtype).T).to(wide)[:, :8]
         torch.testing.assert_close(picks.logprob, logits.log_softmax(-1).amax(-1))
 
@@ -513,11 +584,11 @@ def test_the_minimum_length_holds_for_given_tokens_too() -> None:
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(9, 6, generator=generator, dtype=torch.float64)
     hidden = torch.randn(7, 6, generator=generator, dtype=torch.float64)
-    picker = Picker(weight, 8, eos_token_ids=(2, 5))
+    sampler = Sampler(weight, 8, eos_token_ids=(2, 5))
     early = torch.tensor([True, False, True, False, True, True, False])
-    picks = picker(hidden, torch.zeros(7, dtype=torch.long), no_eos=early)
-    odds = picker.token_log_odds(hidden, picks.token, no_eos=early)
+    picks = sampler(hidden, torch.zeros(7, dtype=torch.long), no_eos=early)
+    odds = sampler.token_log_odds(hidden, picks.token, no_eos=early)
     torch.testing.assert_close(odds, picks.confidence)
-    free = picker.token_log_odds(hidden, picks.token)
+    free = sampler.token_log_odds(hidden, picks.token)
     assert torch.equal(free[~early], odds[~early])
     assert (free[early] < odds[early]).all()

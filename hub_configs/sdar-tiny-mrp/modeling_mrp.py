@@ -7,17 +7,12 @@ Its parts, in this order:
     model/stock.py              An MRP model around a loaded SDAR model of another class: the same parameters in memory, and a repository's head.
     kernels/dispatch.py         When a Triton kernel runs and when its plain PyTorch twin does. The kernels themselves lie beside their twins.
     kernels/grow.py             A round's states, grown in one launch: what `grow_ref` does in a hundred small ones for each state that it adds.
-    kernels/head_input.py       What the head reads: the embeddings of x' and h_A, each under its norm, side by side: one launch before `eh_proj`.
     kernels/noise.py            The noise of sampled picks: a counter-based generator, a pure function of (seed, position, masks left, token id).
     kernels/round_attention.py  Attention of a decoding round: a Triton kernel and its PyTorch twin. How layers come to use it: `round_layers_mrp`.
-    kernels/unembedding.py      What hidden states say about tokens: the distribution of a readout, and log-odds without cancellation.
+    kernels/settle.py           What a round's scores settle, in one launch: which states are accepted, what becomes text, where each row stands next.
+    kernels/unembedding.py      What hidden states say about tokens: the distributions of an unembedding, and log-odds without cancellation.
     kernels/pick.py             The vocabulary-wide step: from hidden states to a token and its log-odds, fused over the vocabulary on CUDA.
     model/diffusion.py          Block diffusion: which token may see which, and the training pass that holds noisy and clean tokens together.
-    model/head.py               The MRP head: the module, how a new one starts, and which of a model's settings it depends on.
-    model/attaching.py          Heads on models: made, put on, taken off, and read from the checkpoints that have one.
-    model/saving.py             How MRP models are written: heads on their own, and everything beside what is there before it is replaced.
-    model/pushing.py            Publication of a saved checkpoint in one commit, or none: all that a model which was loaded as remote code needs for it.
-    model/loading.py            Loading and saving of MRP models: the layouts that are read, backbones with heads from elsewhere, heads on their own.
     rules/states.py             States of a block, what is revealed at them, and sets of scored states: tensors with names, and nothing that decides.
     rules/rules.py              Rules of decoding: pure functions of tensors, callable without a model.
     rules/drafting.py           Drafts: which states a round submits, the likeliest followers of each row's next state first.
@@ -28,6 +23,11 @@ Its parts, in this order:
     runner/recorded.py          Where rounds are recorded: KV caches that stay where they are, and what was recorded on them, kept between calls.
     runner/runner.py            The one owner of a model's forwards and of their keys and values: `prefill`, `score`, `head_pass`, `commit`.
     kernels/fused_layers.py     Qwen3 layers in a round of decoding, with what lies between their matrix products fused.
+    model/head.py               The MRP head: the module, how a new one starts, and which of a model's settings it depends on.
+    model/attaching.py          Heads on models: made, put on, taken off, and read from the checkpoints that have one.
+    model/saving.py             How MRP models are written: heads on their own, and everything beside what is there before it is replaced.
+    model/pushing.py            Publication of a saved checkpoint in one commit, or none: all that a model which was loaded as remote code needs for it.
+    model/loading.py            Loading and saving of MRP models: the layouts that are read, backbones with heads from elsewhere, heads on their own.
     generate/decode_state.py    One decode in tensors: what was asked, what a round changes, and what the host reads of it once a round.
     generate/modes.py           Modes of decoding, each three answers: what a step reveals, what the head changes about that, and what is drafted ahead.
     generate/option_table.py    The options of `generate` beyond those of transformers, each declared once.
@@ -35,6 +35,7 @@ Its parts, in this order:
     generate/prompts.py         What `generate` is given to go on from, checked: prompts, their mask, and the tokens that stand behind them already.
     generate/sampling.py        Picks: the token and its confidence at every masked position, greedy or sampled, reproducible to the bit.
     generate/scoring.py         From hidden states to what is revealed: picks at masked positions, and the reveal rule on them.
+    generate/settle.py          What a round's scores settle: which states are accepted, what becomes text, and where each row stands next.
     generate/stopping.py        Stopping criteria, asked as transformers' own loop would ask them, of rows that come along at different speeds.
     generate/loop.py            The one decoding loop: rounds of states side by side, over rows that never wait for each other.
     generate/recording.py       Rounds that are recorded whole and replayed with one launch: what is a register, and what a recording depends on.
@@ -521,6 +522,11 @@ def processors(device: torch.device, otherwise: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else otherwise
 
 
+def tensor_memory(device: torch.device) -> bool:
+    """Whether the matrix units of a GPU write to a memory of their own, as those of data-centre Blackwell do."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 10
+
+
 @dataclass(frozen=True)
 class Dispatch:
     """Decides between a kernel and its PyTorch twin.
@@ -576,7 +582,10 @@ PYTORCH = Dispatch(False)
 
 
 def with_fallback(name: str, device: torch.device, kernel: Callable[[], T], twin: Callable[[], T]) -> T:
-    """The kernel's result; its twin's if it fails on this device now, which is reported, or has failed there before."""
+    """Take the kernel's result; its twin's if it fails on this device now, which is reported, or has failed there before.
+
+    While a CUDA graph is captured every error is raised: most are the capture's, and a twin would go into the graph.
+    """
     if failed_before(name, device):
         return twin()
     try:
@@ -585,6 +594,8 @@ def with_fallback(name: str, device: torch.device, kernel: Callable[[], T], twin
     except torch.OutOfMemoryError:
         raise  # says nothing about the kernel, and its twin needs more
     except Exception as error:
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise
         _failed.add((name, device))
         warnings.warn(
             f"the Triton kernel {name!r} failed on {device} and PyTorch is used in its place, which is slower "
@@ -974,103 +985,6 @@ if triton is not None:
 
 
 # ----------------------------------------------------------------------------------------------------
-# kernels/head_input.py
-#
-# What the head reads: the embeddings of x' and h_A, each under its norm, side by side: one launch before `eh_proj`.
-
-def normed_pair_ref(embeds: Tensor, hidden: Tensor, enorm: nn.Module, hnorm: nn.Module) -> Tensor:
-    """[..., 2 * hidden_size]: [enorm(embeds) ; hnorm(hidden)]."""
-    return torch.cat([enorm(embeds), hnorm(hidden)], -1)
-
-
-def normed_pair(
-    embed_tokens: nn.Embedding, enorm: Qwen3RMSNorm, hnorm: Qwen3RMSNorm, input_ids: Tensor, hidden: Tensor, dispatch: Dispatch
-) -> Tensor | None:
-    """The same from ids, in one kernel; None where that does not run and the modules are to be called.
-
-    The casts are those of `Qwen3RMSNorm`: normalised in float32, rounded to the input's dtype, times the weight.
-
-    Args:
-        embed_tokens: The embeddings, a plain `nn.Embedding`.
-        enorm: The norm of the embeddings.
-        hnorm: The norm of the hidden states.
-        input_ids: [...] long.
-        hidden: [..., hidden_size].
-        dispatch: Kernel or PyTorch.
-
-    Returns:
-        [..., 2 * hidden_size], or None.
-
-    Raises:
-        ValueError: if kernels are forced and cannot be used here.
-    """
-    reason = more_than(embed_tokens, nn.Embedding) or more_than(enorm, Qwen3RMSNorm) or more_than(hnorm, Qwen3RMSNorm)
-    tensors: tuple[Tensor, ...] = (hidden,)
-    if reason is None:
-        tensors = (hidden, embed_tokens.weight, enorm.weight, hnorm.weight)
-        reason = (
-            _head_input_layout(*tensors) if embed_tokens.max_norm is None else "the embeddings have a max_norm: use plain ones"
-        )
-    return dispatch.run(
-        "head_input",
-        lambda: _normed_pair_kernel(embed_tokens, enorm, hnorm, input_ids, hidden),
-        lambda: None,
-        *tensors,
-        input_ids,
-        obstacle=reason,
-    )
-
-
-def _head_input_layout(hidden: Tensor, embeddings: Tensor, *scales: Tensor) -> str | None:
-    if len({t.dtype for t in (hidden, embeddings, *scales)}) > 1:
-        return "embeddings, norms and hidden states differ in dtype: load the model in one"
-    if embeddings.stride(1) != 1:
-        return f"the embeddings have strides {embeddings.stride()}: make their rows contiguous"
-    if hidden.shape[-1] > LARGEST_ROW:
-        return f"hidden_size is {hidden.shape[-1]}, more than {LARGEST_ROW}: run without this kernel"
-    return None
-
-
-def _normed_pair_kernel(
-    embed_tokens: nn.Embedding, enorm: Qwen3RMSNorm, hnorm: Qwen3RMSNorm, input_ids: Tensor, hidden: Tensor
-) -> Tensor | None:
-    """Floor: 4 * rows * hidden_size numbers read and written: microseconds, less than its launch."""
-    size, rows = hidden.shape[-1], input_ids.numel()
-    pair = torch.empty(*hidden.shape[:-1], 2 * size, dtype=hidden.dtype, device=hidden.device)
-    if rows:
-        _normed_pairs[(rows,)](
-            *(input_ids.contiguous(), embed_tokens.weight, hidden.contiguous(), enorm.weight, hnorm.weight, pair),
-            *(size, embed_tokens.weight.stride(0), enorm.variance_epsilon, hnorm.variance_epsilon),
-            TILE=power_of_two(size),
-            num_warps=4 if size <= 4096 else 8,
-            **MULTIPLY_ADD,
-        )
-    return pair
-
-
-if triton is not None:
-
-    @triton.jit
-    def _normed(source, scale, target, size, epsilon, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-        column = tl.arange(0, TILE)
-        inside = column < size
-        x = tl.load(source + column, mask=inside, other=0.0).to(tl.float32)
-        unit = x * tl.rsqrt(tl.sum(x * x, 0) / size + epsilon)
-        kind = target.dtype.element_ty
-        scaled = tl.load(scale + column, mask=inside, other=0.0).to(tl.float32) * unit.to(kind).to(tl.float32)
-        tl.store(target + column, scaled.to(kind), mask=inside)
-
-    @triton.jit
-    def _normed_pairs(  # type: ignore[no-untyped-def]
-        input_ids, embeddings, hidden, enorm, hnorm, pair, size, stride, e_epsilon, h_epsilon, TILE: tl.constexpr
-    ):
-        row = tl.program_id(0).to(tl.int64)
-        token = tl.load(input_ids + row).to(tl.int64)
-        _normed(embeddings + token * stride, enorm, pair + row * 2 * size, size, e_epsilon, TILE)
-        _normed(hidden + row * size, hnorm, pair + row * 2 * size + size, size, h_epsilon, TILE)
-
-
-# ----------------------------------------------------------------------------------------------------
 # kernels/noise.py
 #
 # The noise of sampled picks: a counter-based generator, a pure function of (seed, position, masks left, token id).
@@ -1304,11 +1218,10 @@ def round_attention(
 
 def _tiles(rows: int, head_dim: int, dtype: torch.dtype) -> tuple[int, int, int]:
     """Rows and keys of a tile, and warps: what fits the registers and, two tiles of keys deep, 99 KB of shared memory."""
-    if dtype == torch.float32:
-        most, keys = 32, 32
-    else:
-        most, keys = (128, 64) if head_dim <= 128 else (64, 32)
+    most = 32 if dtype == torch.float32 else 128 if head_dim <= 128 else 64
     tile_rows = max(16, min(power_of_two(rows), most))
+    # With 64 rows, 64 keys would spill registers and leave room for one program less.
+    keys = 32 if dtype == torch.float32 or head_dim > 128 or tile_rows == 64 else 64
     return tile_rows, keys, 8 if tile_rows == 128 else 4
 
 
@@ -1547,9 +1460,392 @@ if triton is not None:
 
 
 # ----------------------------------------------------------------------------------------------------
+# kernels/settle.py
+#
+# What a round's scores settle, in one launch: which states are accepted, what becomes text, where each row stands next.
+#
+# Rows have nothing to do with each other, so a program takes one, and walks its path state by state, as one would by hand. Its
+# twin is `settle_ref`, some hundred and eighty small operations.
+
+_LARGEST_TABLE = 1 << 13  # numbers of a row's known states, of which a program holds a few tables
+
+
+@dataclass(frozen=True)
+class Known:
+    """States that are scored, and what was said there: those of a round, or the remembered ones.
+
+    Attributes:
+        table: [rows, n, block + 4] long: see `States`.
+        valid: [rows, n] bool.
+        where: [rows, n, block] bool, what each reveals,
+        token: [rows, n, block] long, and which tokens,
+        logprob: [rows, n, block] float, with their log-probabilities,
+        odds: [rows, n, block] float, and log-odds.
+    """
+
+    table: Tensor
+    valid: Tensor
+    where: Tensor
+    token: Tensor
+    logprob: Tensor
+    odds: Tensor
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a round writes to in place.
+
+    Attributes:
+        tokens, logprob, reveal_step: [rows, capacity + 1]: see `Text`.
+        total_steps, stop: [rows] long: see `Text`.
+        drafted, accepted: [rows] long: see `Counts`.
+        accepted_lengths, offered_at_depth, accepted_at_depth: [rows, any] long: see `Counts`.
+    """
+
+    tokens: Tensor
+    logprob: Tensor
+    reveal_step: Tensor
+    total_steps: Tensor
+    stop: Tensor
+    drafted: Tensor
+    accepted: Tensor
+    accepted_lengths: Tensor
+    offered_at_depth: Tensor
+    accepted_at_depth: Tensor
+
+
+@dataclass(frozen=True)
+class Settlement:
+    """What comes of a round beside that.
+
+    Attributes:
+        last: [rows] long, the place of the last accepted state among those of the round and the remembered ones.
+        at_mask: [rows] bool, whether a row is active and that state has masks.
+        token, odds: [rows, block]: what was said there.
+        clean_slot: [rows] long, the slot of the round's clean state that was accepted, -1 if none.
+        passed: [rows, n] bool, which states of the round were accepted, of rows whose next state had masks.
+        drafted: [rows] long, drafted states of the round.
+        keep: [rows, width] bool, states to remember,
+        ahead: [rows, width, block + 6] long, and where they lead: see `Memory`.
+        table: [rows, block + 4] long, each row's next state; valid: [rows] bool, rows that have not ended.
+    """
+
+    last: Tensor
+    at_mask: Tensor
+    token: Tensor
+    odds: Tensor
+    clean_slot: Tensor
+    passed: Tensor
+    drafted: Tensor
+    keep: Tensor
+    ahead: Tensor
+    table: Tensor
+    valid: Tensor
+
+
+def settle_fits(states: int, block_size: int) -> bool:
+    """Whether the kernel holds so many known states of a row."""
+    return power_of_two(states) * power_of_two(block_size + 6) <= _LARGEST_TABLE
+
+
+def settle_kernel(
+    scored: Known,
+    memory: Known | None,
+    written: Written,
+    current: tuple[Tensor, Tensor],
+    successor: Tensor,
+    limit: Tensor,
+    open_end: Tensor,
+    eos: Tensor,
+    mask_id: int,
+    width: int,
+) -> Settlement:
+    """Settle a round.
+
+    Floor: some ten KB a row read and written: microseconds, less than its launch; the steps of a program wait for each other.
+
+    Args:
+        scored: The round's states, each row's own first.
+        memory: Those that the last round scored in vain; None: nothing is drafted or remembered.
+        written: What is written to in place.
+        current: Each row's next state, [rows, block + 4] long, and whether it is active, [rows] bool.
+        successor: [rows, block + 4] long, the first state of the next block.
+        limit: [rows] long, one past the last position that is wanted.
+        open_end: [rows] long, one past the last of these that is not given.
+        eos: [any] long, ids that end a text.
+        mask_id: The mask's id.
+        width: States that are remembered.
+    """
+    rows, count, columns = scored.table.shape
+    block, drafts = columns - 4, memory is not None
+    memory = memory or scored
+    others = memory.table.shape[1] if drafts else 0
+    table, device = current[0], scored.table.device
+    longs = partial(torch.empty, dtype=torch.long, device=device)
+    flags = partial(torch.empty, dtype=torch.bool, device=device)
+    made = Settlement(
+        last=longs(rows),
+        at_mask=flags(rows),
+        token=longs(rows, block),
+        odds=scored.odds.new_empty(rows, block),
+        clean_slot=longs(rows),
+        passed=flags(rows, count),
+        drafted=longs(rows),
+        keep=flags(rows, width),
+        ahead=longs(rows, width, columns + 2),
+        table=torch.empty_like(table, memory_format=torch.contiguous_format),
+        valid=flags(rows),
+    )
+    given = [scored, memory]
+    states = [
+        each
+        for known in given
+        for each in (known.table, _u8(known.valid), _u8(known.where), known.token, known.logprob, known.odds)
+    ]
+    assert all(each.is_contiguous() for each in (*states, *vars(written).values()))
+    if rows:
+        _settle[(rows,)](
+            *states,
+            *vars(written).values(),
+            *(table.contiguous(), _u8(current[1]), successor.contiguous(), limit, open_end, eos),
+            *(_u8(part) if part.dtype == torch.bool else part for part in vars(made).values()),
+            *(count, others, len(eos), mask_id, width, written.tokens.shape[1], written.accepted_lengths.shape[1]),
+            written.accepted_at_depth.shape[1],
+            BLOCK=block,
+            COLUMNS=power_of_two(columns + 2),
+            ENTRIES=power_of_two(max(count + others, width)),
+            DEPTHS=power_of_two(max(1, written.accepted_at_depth.shape[1])),
+            DRAFTS=drafts,
+            num_warps=4,
+            **MULTIPLY_ADD,
+        )
+    return made
+
+
+def _u8(flags: Tensor) -> Tensor:
+    return flags.contiguous().view(torch.uint8)
+
+
+if triton is not None:
+
+    @triton.jit
+    def _known(own, other, row, count, others, width, ENTRIES: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+        """[ENTRIES, COLUMNS] of [rows, count, width] and [rows, others, width], one behind the other; 0 elsewhere."""
+        entry, column = tl.arange(0, ENTRIES)[:, None], tl.arange(0, COLUMNS)[None, :]
+        inside = column < width
+        first = tl.load(own + (row * count + entry) * width + column, mask=inside & (entry < count), other=0)
+        there = inside & (entry >= count) & (entry < count + others)
+        second = tl.load(other + (row * others + entry - count) * width + column, mask=there, other=0)
+        return tl.where(entry < count, first, second)
+
+    @triton.jit
+    def _at(values, which):  # type: ignore[no-untyped-def]
+        """The one of [n] numbers where `which` is."""
+        return tl.sum(tl.where(which, values, 0), 0)
+
+    @triton.jit
+    def _row_at(values, which):  # type: ignore[no-untyped-def]
+        """The one row of [n, m] numbers where `which` [n] is."""
+        return tl.sum(tl.where(which[:, None], values, 0), 0)
+
+    @triton.jit
+    def _number_at(values, column, which: tl.constexpr):  # type: ignore[no-untyped-def]
+        """One column of [n, m] numbers."""
+        return tl.sum(tl.where((column == which)[None, :], values, 0), 1)
+
+    @triton.jit(do_not_specialize=["count", "others", "eos_count", "mask_id", "width", "room", "lengths", "depths"])
+    def _settle(  # type: ignore[no-untyped-def]
+        table,
+        valid,
+        where,
+        token,
+        logprob,
+        odds,
+        other_table,
+        other_valid,
+        other_where,
+        other_token,
+        other_logprob,
+        other_odds,
+        text,
+        text_logprob,
+        text_step,
+        total_steps,
+        stop,
+        drafted_sum,
+        accepted_sum,
+        accepted_lengths,
+        offered_at_depth,
+        accepted_at_depth,
+        current,
+        active,
+        successor,
+        limit,
+        open_end,
+        eos,
+        last_out,
+        at_mask_out,
+        token_out,
+        odds_out,
+        clean_out,
+        passed_out,
+        drafted_out,
+        keep_out,
+        ahead_out,
+        table_out,
+        valid_out,
+        count,
+        others,
+        eos_count,
+        mask_id,
+        width,
+        room,
+        lengths,
+        depths,
+        BLOCK: tl.constexpr,
+        COLUMNS: tl.constexpr,
+        ENTRIES: tl.constexpr,
+        DEPTHS: tl.constexpr,
+        DRAFTS: tl.constexpr,
+    ):
+        """Program (row). Ids, positions and steps fit 32 bits."""
+        WIDTH: tl.constexpr = BLOCK + 4
+        row = tl.program_id(0).to(tl.int64)
+        entry, column = tl.arange(0, ENTRIES), tl.arange(0, COLUMNS)
+        in_block, in_round = column < BLOCK, entry < count
+        states = _known(table, other_table, row, count, others, WIDTH, ENTRIES, COLUMNS).to(tl.int32)
+        own = tl.load(valid + row * count + entry, mask=in_round, other=0)
+        kept = in_round == (entry < 0)
+        is_valid = own != 0
+        if DRAFTS:
+            kept = (entry >= count) & (entry < count + others)
+            is_valid = is_valid | (tl.load(other_valid + row * others + entry - count, mask=kept, other=0) != 0)
+        reveals = _known(where, other_where, row, count, others, BLOCK, ENTRIES, COLUMNS) != 0
+        tokens = _known(token, other_token, row, count, others, BLOCK, ENTRIES, COLUMNS).to(tl.int32)
+        going = tl.load(active + row) != 0
+        masked = in_block[None, :] & (states == mask_id)
+        clean = tl.sum(masked.to(tl.int32), 1) == 0
+        start, parent = _number_at(states, column, BLOCK), _number_at(states, column, BLOCK + 1)
+        step, end = _number_at(states, column, BLOCK + 2), _number_at(states, column, BLOCK + 3)
+
+        # What each state leads to: its reveal, or behind a clean one the next block.
+        hit = tokens != tokens
+        for i in range(eos_count):
+            hit = hit | (tokens == tl.load(eos + i).to(tl.int32))
+        ends = tl.min(tl.where(hit & reveals & in_block[None, :], column[None, :], BLOCK), 1)
+        after = tl.where(reveals & in_block[None, :], tokens, states)
+        after = tl.where((column == BLOCK + 1)[None, :], -1, after)
+        after = tl.where((column == BLOCK + 2)[None, :], (step + 1)[:, None], after)
+        after = tl.where((column == BLOCK + 3)[None, :], tl.minimum(end, ends)[:, None], after)
+        behind = tl.load(successor + row * WIDTH + column, mask=column < WIDTH, other=0).to(tl.int32)
+        behind = tl.where((column == BLOCK + 1)[None, :], entry[:, None], behind[None, :])
+        after = tl.where(clean[:, None], behind, after)
+
+        # Where that is among the known states: the first of its name.
+        following = tl.full((ENTRIES,), -1, tl.int32)
+        named = (column < BLOCK + 2)[None, :]
+        for i in range(count + others):
+            other = count + others - 1 - i
+            state = _row_at(states, entry == other)
+            differ = tl.sum((named & (after != state[None, :])).to(tl.int32), 1)
+            same = (differ == 0) & is_valid & (_at(is_valid.to(tl.int32), entry == other) != 0)
+            following = tl.where(same, other, following)
+
+        # The path, and what is revealed on it.
+        is_active, at_first_clean = going, _at(clean.to(tl.int32), entry == 0) != 0
+        taken = tl.load(total_steps + row)
+        passed = tl.full((ENTRIES,), 0, tl.int32)
+        here = tl.full((), 0, tl.int32)
+        last, clean_slot = here, here - 1
+        for _ in range(count + others):
+            at = entry == here
+            passed = tl.where(at & going, 1, passed)
+            last = tl.where(going, here, last)
+            reveals_here = going & (_at(clean.to(tl.int32), at) == 0)
+            clean_slot = tl.where(going & (_at(clean.to(tl.int32), at) != 0) & (here < count), here, clean_slot)
+            shows = tl.where(reveals_here, tl.where(in_block, _row_at(reveals.to(tl.int32), at), 0), 0)
+            shown, near = shows != 0, tl.where(here < count, shows, 0) != 0
+            place = row * room + _at(start, at) + column
+            said = tl.load(logprob + (row * count + here) * BLOCK + column, mask=near, other=0.0)
+            if DRAFTS:
+                far = (row * others + here - count) * BLOCK + column
+                said += tl.load(other_logprob + far, mask=tl.where(here < count, 0, shows) != 0, other=0.0)
+            tl.store(text + place, _row_at(tokens, at).to(tl.int64), mask=shown)
+            tl.store(text_logprob + place, said.to(tl.float32), mask=shown)
+            tl.store(text_step + place, tl.full((COLUMNS,), 0, tl.int64) + taken, mask=shown)
+            taken += reveals_here.to(tl.int64)
+            onward = _at(following, at)
+            going = going & (onward >= 0)
+            here = tl.where(onward >= 0, onward, here)
+        tl.store(total_steps + row, taken)
+        at_last = entry == last
+        at_mask = is_active & (_at(clean.to(tl.int32), at_last) == 0)
+        tl.store(last_out + row, tl.full((), 0, tl.int64) + last)
+        tl.store(at_mask_out + row, at_mask.to(tl.uint8))
+        tl.store(clean_out + row, tl.full((), 0, tl.int64) + clean_slot)
+        tl.store(passed_out + row * count + entry, ((passed != 0) & (not at_first_clean)).to(tl.uint8), mask=in_round)
+        tl.store(token_out + row * BLOCK + column, _row_at(tokens, at_last).to(tl.int64), mask=in_block)
+        inside = in_block.to(tl.int32)
+        near = tl.where(last < count, inside, 0) != 0
+        told = tl.load(odds + (row * count + last) * BLOCK + column, mask=near, other=0.0)
+        if DRAFTS:
+            far = (row * others + last - count) * BLOCK + column
+            told += tl.load(other_odds + far, mask=tl.where(last < count, 0, inside) != 0, other=0.0)
+        tl.store(odds_out + row * BLOCK + column, told, mask=in_block)
+
+        # What is counted, and what is remembered.
+        length = accepted_lengths + row * lengths + tl.sum(passed, 0)
+        tl.store(length, tl.load(length) + is_active.to(tl.int64))
+        drafted = in_round & is_valid & (parent < 0) & (entry > 0)
+        tl.store(drafted_out + row, tl.sum(drafted.to(tl.int64), 0))
+        if DRAFTS:
+            tl.store(drafted_sum + row, tl.load(drafted_sum + row) + tl.sum(drafted.to(tl.int64), 0))
+            depth = tl.sum(tl.where(drafted | kept, passed, 0), 0)
+            tl.store(accepted_sum + row, tl.load(accepted_sum + row) + depth)
+            final = _row_at(states, at_last)
+            against = in_block[None, :] & (states != final[None, :]) & (final != mask_id)[None, :]
+            agrees = (tl.sum(against.to(tl.int32), 1) == 0) & is_valid & (parent < 0)
+            agrees = agrees & (start == _at(start, at_last)) & (step == _at(step, at_last) + 1)
+            offered = (tl.sum(agrees.to(tl.int32), 0) > 0) & (_at(is_valid.to(tl.int32), at_last) != 0)
+            deep = tl.arange(0, DEPTHS)
+            counted = accepted_at_depth + row * depths + deep
+            tl.store(counted, tl.load(counted, mask=deep < depths) + (deep < depth).to(tl.int64), mask=deep < depths)
+            counted = offered_at_depth + row * depths + deep
+            reached = (deep < depth + offered.to(tl.int32)).to(tl.int64)
+            tl.store(counted, tl.load(counted, mask=deep < depths) + reached, mask=deep < depths)
+            keep = in_round & is_valid & (clean == 0) & (parent < 0)
+            tl.store(keep_out + row * width + entry, keep.to(tl.uint8), mask=entry < width)
+            frontier = entry
+            for _ in range(count):  # from each, as far as what is kept leads
+                ahead = tl.sum(tl.where(frontier[:, None] == entry[None, :], following[None, :], 0), 1)
+                leads = tl.sum(tl.where(ahead[:, None] == entry[None, :], keep.to(tl.int32)[None, :], 0), 1) != 0
+                frontier = tl.where((ahead >= 0) & leads, ahead, frontier)
+            exits = after
+            for other in range(count):
+                exits = tl.where((frontier == other)[:, None], _row_at(after, entry == other)[None, :], exits)
+            exits = tl.where((column >= WIDTH)[None, :], (1 + frontier)[:, None], exits)
+            ahead_at = ahead_out + (row * width + entry)[:, None] * (WIDTH + 2) + column[None, :]
+            tl.store(ahead_at, exits.to(tl.int64), mask=(entry < width)[:, None] & (column < WIDTH + 2)[None, :])
+
+        # Where the row stands next, and whether its text is whole.
+        now = tl.load(current + row * WIDTH + column, mask=column < WIDTH, other=0).to(tl.int32)
+        now = tl.where(is_active, _row_at(after, at_last), now)
+        now = tl.where(column == BLOCK + 1, -1, now)
+        begins, first_eos = _at(now, column == BLOCK), _at(now, column == BLOCK + 3)
+        upto = tl.load(limit + row).to(tl.int32)
+        stops = tl.minimum(tl.where(first_eos < BLOCK, begins + first_eos + 1, upto), upto)
+        reach = tl.minimum(first_eos + 1, tl.load(open_end + row).to(tl.int32) - begins)
+        hidden = in_block & (now == mask_id) & (column < reach)
+        done = (reach <= BLOCK) & (tl.sum(hidden.to(tl.int32), 0) == 0)
+        tl.store(stop + row, tl.where(is_active & done, stops.to(tl.int64), tl.load(stop + row)))
+        tl.store(table_out + row * WIDTH + column, now.to(tl.int64), mask=column < WIDTH)
+        tl.store(valid_out + row, (is_active & (done == 0)).to(tl.uint8))
+
+
+# ----------------------------------------------------------------------------------------------------
 # kernels/unembedding.py
 #
-# What hidden states say about tokens: the distribution of a readout, and log-odds without cancellation.
+# What hidden states say about tokens: the distributions of an unembedding, and log-odds without cancellation.
 
 # Elements of logits that are alive at once: 64 MB in float32.
 _LOGITS_AT_ONCE = 1 << 24
@@ -1570,7 +1866,7 @@ class Picked(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Readout:
+class Unembedding:
     """The distributions over tokens that hidden states stand for.
 
     Attributes:
@@ -1587,22 +1883,29 @@ class Readout:
     eos_token_ids: tuple[int, ...] = ()
     token_ids: Tensor | None = None
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[n, vocab] in at least float32, the mask id at -inf."""
+    def product(self, hidden: Tensor) -> Tensor:
+        """[n, vocab] logits in the weights' dtype, the mask id at -inf."""
         logits = F.linear(hidden, self.weight)
-        if logits.dtype != torch.float64:
-            logits = logits.float()
         if self.token_ids is None:
             logits[:, self.mask_token_id] = -torch.inf
         return logits
 
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[n, vocab] in at least float32, the mask id at -inf."""
+        return widened(self.product(hidden))
+
     def tempered(self, logits: Tensor, no_eos: Tensor | None) -> Tensor:
         """Logits [n, vocab] over the temperature, those of an eos at -inf where `no_eos` [n] says so."""
+        logits = self.barred(logits, no_eos)
+        return logits if self.temperature == 1.0 else logits / self.temperature
+
+    def barred(self, logits: Tensor, no_eos: Tensor | None) -> Tensor:
+        """Logits [n, vocab], those of an eos at -inf where `no_eos` [n] says so."""
         if no_eos is not None:
             ids = torch.arange(logits.shape[1], device=logits.device) if self.token_ids is None else self.token_ids
             for eos in self.eos_token_ids:  # numbers, not a tensor of them, for whose copy to a device the host would wait
                 logits = logits.masked_fill(no_eos[:, None] & (ids == eos), -torch.inf)
-        return logits if self.temperature == 1.0 else logits / self.temperature
+        return logits
 
     def chunks(self, rows: int) -> list[slice]:
         """`rows` in slices so small that their logits are no burden; one, empty, of none."""
@@ -1614,6 +1917,11 @@ class Readout:
         if keys is None:
             return scores
         return scores + gumbel_noise(keys, scores.shape[1] if self.token_ids is None else self.token_ids, scores.dtype)
+
+
+def widened(logits: Tensor) -> Tensor:
+    """Logits in at least float32."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def log_odds(scores: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
@@ -1629,15 +1937,16 @@ def log_odds(scores: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
 #
 # The vocabulary-wide step: from hidden states to a token and its log-odds, fused over the vocabulary on CUDA.
 #
-# `pick`, `token_log_odds` and `residual_magnitude` have a Triton kernel and a plain PyTorch twin (`*_ref`) here. The kernels
-# never write [rows, vocab]. Their logits are float32 sums of products, where PyTorch rounds those of 16-bit weights to 16 bits:
-# the two agree up to that rounding, so up to near-ties in the token.
+# `pick`, `pick_above` and `token_log_odds` have a Triton kernel for 16-bit weights and a plain PyTorch twin (`*_ref`) here. The
+# twin takes float32 also where kernels are forced: there are no matrix units for it, and cuBLAS is faster. But for `pick_above`,
+# which is given logits, the kernels never write [rows, vocab]. Their logits are float32 sums of products, where PyTorch rounds
+# them to 16 bits: the two agree up to that rounding, so up to near-ties in the token.
 
 _NO_GPU = 1  # multiprocessors that are assumed where kernels are interpreted
 
 
 def pick(
-    readout: Readout,
+    unembedding: Unembedding,
     hidden: Tensor,
     keys: Tensor | None = None,
     no_eos: Tensor | None = None,
@@ -1649,29 +1958,29 @@ def pick(
     NaN counts as larger than any number, as in `torch.argmax`, and makes the probability NaN.
 
     Args:
-        readout: The distributions.
+        unembedding: The distributions.
         hidden: [n, hidden_size] final hidden states.
         keys: [n] long, from `noise_keys`, to sample; None: greedy.
-        no_eos: [n] bool, positions that take none of the readout's `eos_token_ids`.
+        no_eos: [n] bool, positions that take none of the unembedding's `eos_token_ids`.
         active: [n] bool, positions that need a pick; the others get token 0 with log-probability and log-odds -inf.
         dispatch: Kernel or PyTorch.
 
     Raises:
         ValueError: if the shapes, dtypes or devices do not fit together, or kernels are forced and cannot be used.
     """
-    _check(readout.weight, hidden, keys=keys, no_eos=no_eos, active=active)
-    return dispatch.run(
+    _check(unembedding.weight, hidden, keys=keys, no_eos=no_eos, active=active)
+    return _of_dtype(unembedding.weight, dispatch).run(
         "pick",
-        lambda: _pick_kernel(readout, hidden, keys, None, no_eos, active),
-        lambda: pick_ref(readout, hidden, keys, no_eos, active),
-        readout.weight,
+        lambda: _pick_kernel(unembedding, hidden, keys, None, no_eos, active),
+        lambda: pick_ref(unembedding, hidden, keys, no_eos, active),
+        unembedding.weight,
         hidden,
-        obstacle=_layout(readout.weight),
+        obstacle=_layout(unembedding.weight),
     )
 
 
 def token_log_odds(
-    readout: Readout,
+    unembedding: Unembedding,
     hidden: Tensor,
     token: Tensor,
     no_eos: Tensor | None = None,
@@ -1681,9 +1990,9 @@ def token_log_odds(
     """[n] log-odds of given tokens: what `pick` gives for one that it picks.
 
     Args:
-        readout: The distributions.
+        unembedding: The distributions.
         hidden: [n, hidden_size].
-        token: [n] long, places in the readout's vocabulary.
+        token: [n] long, places in the unembedding's vocabulary.
         no_eos: As in `pick`.
         active: [n] bool, positions of interest; -inf at the others.
         dispatch: Kernel or PyTorch.
@@ -1691,42 +2000,19 @@ def token_log_odds(
     Raises:
         ValueError: as `pick` does.
     """
-    _check(readout.weight, hidden, token=token, no_eos=no_eos, active=active)
-    return dispatch.run(
+    _check(unembedding.weight, hidden, token=token, no_eos=no_eos, active=active)
+    return _of_dtype(unembedding.weight, dispatch).run(
         "token_log_odds",
-        lambda: _pick_kernel(readout, hidden, None, token, no_eos, active).log_odds,
-        lambda: token_log_odds_ref(readout, hidden, token, no_eos, active),
-        readout.weight,
+        lambda: _pick_kernel(unembedding, hidden, None, token, no_eos, active).log_odds,
+        lambda: token_log_odds_ref(unembedding, hidden, token, no_eos, active),
+        unembedding.weight,
         hidden,
-        obstacle=_layout(readout.weight),
-    )
-
-
-def residual_magnitude(weight: Tensor, hidden: Tensor, token: Tensor, dispatch: Dispatch = AUTOMATIC) -> Tensor:
-    """[n] |logit| of one token per row, in at least float32: one dot product each.
-
-    Args:
-        weight: [vocab, hidden_size].
-        hidden: [n, hidden_size].
-        token: [n] long, rows of `weight`.
-        dispatch: Kernel or PyTorch.
-
-    Raises:
-        ValueError: as `pick` does.
-    """
-    _check(weight, hidden, token=token)
-    return dispatch.run(
-        "residual_magnitude",
-        lambda: _magnitude_kernel(weight, hidden, token),
-        lambda: residual_magnitude_ref(weight, hidden, token),
-        weight,
-        hidden,
-        obstacle=_layout(weight),
+        obstacle=_layout(unembedding.weight),
     )
 
 
 def pick_ref(
-    readout: Readout,
+    unembedding: Unembedding,
     hidden: Tensor,
     keys: Tensor | None = None,
     no_eos: Tensor | None = None,
@@ -1734,30 +2020,82 @@ def pick_ref(
 ) -> Picked:
     """`pick` in PyTorch, walked in chunks of rows so that no [n, vocab] logits exist for large n."""
     parts = []
-    for at in readout.chunks(len(hidden)):
-        scores = readout.tempered(readout.logits(hidden[at]), None if no_eos is None else no_eos[at])
-        token = readout.shown(scores, None if keys is None else keys[at]).argmax(-1)
-        parts.append((token if readout.token_ids is None else readout.token_ids[token], *log_odds(scores, token)))
-    token, logprob, odds = (torch.cat(part) for part in zip(*parts, strict=True))
-    if active is not None:
-        token, logprob, odds = token * active, logprob.where(active, -torch.inf), odds.where(active, -torch.inf)
-    return Picked(token, logprob, odds)
+    for at in unembedding.chunks(len(hidden)):
+        scores = unembedding.tempered(unembedding.logits(hidden[at]), None if no_eos is None else no_eos[at])
+        token = unembedding.shown(scores, None if keys is None else keys[at]).argmax(-1)
+        parts.append((token if unembedding.token_ids is None else unembedding.token_ids[token], *log_odds(scores, token)))
+    return _where_active(Picked(*(torch.cat(part) for part in zip(*parts, strict=True))), active)
+
+
+def pick_above_ref(
+    unembedding: Unembedding, logits: Tensor, least: Tensor, keys: Tensor | None = None, active: Tensor | None = None
+) -> Picked:
+    """`pick_above` in PyTorch."""
+    scores = unembedding.tempered(widened(logits), None)
+    token = unembedding.shown(scores.masked_fill(logits < least[:, None], -torch.inf), keys).argmax(-1)
+    ids = token if unembedding.token_ids is None else unembedding.token_ids[token]
+    return _where_active(Picked(ids, *log_odds(scores, token)), active)
+
+
+def _where_active(picked: Picked, active: Tensor | None) -> Picked:
+    if active is None:
+        return picked
+    return Picked(picked.token * active, *(numbers.where(active, -torch.inf) for numbers in picked[1:]))
 
 
 def token_log_odds_ref(
-    readout: Readout, hidden: Tensor, token: Tensor, no_eos: Tensor | None = None, active: Tensor | None = None
+    unembedding: Unembedding, hidden: Tensor, token: Tensor, no_eos: Tensor | None = None, active: Tensor | None = None
 ) -> Tensor:
     """`token_log_odds` in PyTorch, in chunks of rows."""
     parts = [
-        log_odds(readout.tempered(readout.logits(hidden[at]), None if no_eos is None else no_eos[at]), token[at])[1]
-        for at in readout.chunks(len(hidden))
+        log_odds(unembedding.tempered(unembedding.logits(hidden[at]), None if no_eos is None else no_eos[at]), token[at])[1]
+        for at in unembedding.chunks(len(hidden))
     ]
     odds = torch.cat(parts)
     return odds if active is None else odds.where(active, -torch.inf)
 
 
-def residual_magnitude_ref(weight: Tensor, hidden: Tensor, token: Tensor) -> Tensor:
-    """`residual_magnitude` in PyTorch."""
+def pick_above(
+    unembedding: Unembedding,
+    logits: Tensor,
+    least: Tensor,
+    keys: Tensor | None = None,
+    active: Tensor | None = None,
+    dispatch: Dispatch = AUTOMATIC,
+) -> Picked:
+    """Pick among tokens whose logits are not under a threshold; probabilities are those among all tokens.
+
+    Args:
+        unembedding: The distributions.
+        logits: [n, vocab], the unembedding's `product` of hidden states, `barred` or not.
+        least: [n] of the same dtype, the least logit that may be picked.
+        keys: [n] long, from `noise_keys`, to sample; None: greedy.
+        active: As in `pick`.
+        dispatch: Kernel or PyTorch.
+
+    Raises:
+        ValueError: if kernels are forced and cannot be used.
+    """
+    return _of_dtype(logits, dispatch).run(
+        "pick_above",
+        lambda: _pick_above_kernel(unembedding, logits, least, keys, active),
+        lambda: pick_above_ref(unembedding, logits, least, keys, active),
+        logits,
+        least,
+    )
+
+
+def residual_magnitude(weight: Tensor, hidden: Tensor, token: Tensor) -> Tensor:
+    """Take the magnitude of one token's logit per row: one dot product each.
+
+    Args:
+        weight: [vocab, hidden_size].
+        hidden: [n, hidden_size].
+        token: [n] long, rows of `weight`.
+
+    Returns:
+        [n], in at least float32.
+    """
     wide = torch.promote_types(hidden.dtype, torch.float32)
     return (hidden.to(wide) * weight[token].to(wide)).sum(-1).abs()
 
@@ -1785,19 +2123,27 @@ class Plan:
     num_stages: int
 
     @staticmethod
-    def of(rows: int, vocab_size: int, element_size: int, processors: int) -> "Plan":
-        """The plan for `rows` hidden states and weights of `element_size` bytes on a GPU with so many multiprocessors.
+    def of(rows: int, vocab_size: int, processors: int, tensor_memory: bool = False) -> "Plan":
+        """Make the plan for `rows` hidden states on a GPU with so many multiprocessors, whose products lie in tensor memory.
 
-        The one place to tune. Two programs fit on a Hopper multiprocessor, each with about 96 KB of tiles, so that one
-        computes while the other loads; a tile of 128 rows would spill, and leave room for one. Tiles of more rows run side by
-        side, so that all but the first find the weights in the L2 cache. float32 is for exactness, not speed: its products
-        use no matrix units.
+        The one place to tune. With 8 warps no tile spills registers, also where noise is computed beside its logits: 4 warps
+        would keep 500 bytes a thread in local memory with 64 rows, as 8 would on their way out of tensor memory with 128
+        tokens. Tiles of more rows run side by side, so that all but the first find the weights in the L2 cache.
         """
-        tile, warps = min(64, max(16, power_of_two(rows))), 4
-        vocab, hidden, stages = (64, 32, 3) if element_size > 2 else (128, 64, 4 if tile == 64 else 5)
-        wanted = max(1, 2 * processors // ceil_div(rows, tile))
-        length = ceil_div(ceil_div(vocab_size, wanted), 16) * 16
-        return Plan(tile, vocab, hidden, ceil_div(vocab_size, length), length, warps, stages)
+        tile = min(64, max(16, power_of_two(rows)))
+        vocab = 64 if tensor_memory and tile == 64 else 128
+        return Plan._cut(Plan(tile, vocab, 64, 1, vocab_size, 8, 4), rows, 2 * processors)
+
+    @staticmethod
+    def of_logits(rows: int, vocab_size: int, processors: int) -> "Plan":
+        """Make the plan for `rows` of logits, which are only read: more programs, since none loads ahead."""
+        return Plan._cut(Plan(min(4, power_of_two(rows)), 512, 1, 1, vocab_size, 4, 1), rows, 8 * processors)
+
+    def _cut(self, rows: int, programs: int) -> "Plan":
+        """Slices of the vocabulary, of which each is for a program of one tile of rows."""
+        wanted = max(1, programs // max(1, ceil_div(rows, self.rows)))
+        length = ceil_div(ceil_div(self.slice_length, wanted), 16) * 16
+        return replace(self, slices=ceil_div(self.slice_length, length), slice_length=length)
 
 
 def _check(weight: Tensor, hidden: Tensor, **per_row: Tensor | None) -> None:
@@ -1817,6 +2163,11 @@ def _layout(weight: Tensor) -> str | None:
     return f"weight has shape {list(weight.shape)} and strides {weight.stride()}: pass rows that are contiguous"
 
 
+def _of_dtype(weight: Tensor, dispatch: Dispatch) -> Dispatch:
+    """A dispatch to PyTorch for float32, also where kernels are forced."""
+    return PYTORCH if weight.dtype == torch.float32 else dispatch
+
+
 def _bytes(flags: Tensor) -> Tensor:
     return flags.contiguous().view(torch.uint8)
 
@@ -1827,7 +2178,7 @@ def _ids(tokens: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def _pick_kernel(
-    readout: Readout,
+    unembedding: Unembedding,
     hidden: Tensor,
     keys: Tensor | None,
     given: Tensor | None,
@@ -1837,7 +2188,44 @@ def _pick_kernel(
 ) -> Picked:
     """Floor: vocab * hidden_size * element size bytes (778 MB for 151,936 x 2,560 in bfloat16: 0.18 ms at 4.3 TB/s), and
     2 * rows * vocab * hidden_size operations (50 GFLOP for 64 rows: 0.06 ms at 790 TFLOP/s)."""
-    (rows, size), device, vocab = hidden.shape, hidden.device, len(readout.weight)
+    rows, vocab, device = len(hidden), len(unembedding.weight), hidden.device
+    plan = plan or Plan.of(rows, vocab, processors(device, _NO_GPU), tensor_memory(device))
+    barred = None if no_eos is None or not unembedding.eos_token_ids else _ids(unembedding.eos_token_ids, device)
+    return _pick_in_slices(
+        unembedding, plan, hidden.contiguous(), None, None, keys, given, None if barred is None else no_eos, barred, active
+    )
+
+
+def _pick_above_kernel(
+    unembedding: Unembedding,
+    logits: Tensor,
+    least: Tensor,
+    keys: Tensor | None,
+    active: Tensor | None,
+    plan: Plan | None = None,
+) -> Picked:
+    """Floor: rows * vocab * element size bytes (19 MB for 64 rows of 151,936: 5 us at 4.3 TB/s)."""
+    plan = plan or Plan.of_logits(len(logits), logits.shape[1], processors(logits.device, _NO_GPU))
+    return _pick_in_slices(unembedding, plan, None, logits.contiguous(), least.contiguous(), keys, None, None, None, active)
+
+
+def _pick_in_slices(
+    unembedding: Unembedding,
+    plan: Plan,
+    hidden: Tensor | None,
+    logits: Tensor | None,
+    least: Tensor | None,
+    keys: Tensor | None,
+    given: Tensor | None,
+    no_eos: Tensor | None,
+    barred: Tensor | None,
+    active: Tensor | None,
+) -> Picked:
+    """Two launches, of slices and of what they found; from hidden states, or from `logits`."""
+    source = hidden if hidden is not None else logits
+    assert source is not None
+    rows, device, (vocab, size) = len(source), source.device, unembedding.weight.shape
+    stride = unembedding.weight.stride(0) if logits is None else logits.stride(0)
     picked = Picked(
         torch.empty(rows, dtype=torch.long, device=device),
         torch.empty(rows, dtype=torch.float32, device=device),
@@ -1845,21 +2233,17 @@ def _pick_kernel(
     )
     if not rows:
         return picked
-    plan = plan or Plan.of(rows, vocab, hidden.element_size(), processors(device, _NO_GPU))
-    hidden = hidden.contiguous()
     keys, given = (t if t is None else t.contiguous() for t in (keys, given))
-    no_eos = None if no_eos is None or not readout.eos_token_ids else _bytes(no_eos)
-    active = None if active is None else _bytes(active)
-    barred = None if no_eos is None else _ids(readout.eos_token_ids, device)
+    no_eos, active = (t if t is None else _bytes(t) for t in (no_eos, active))
     place = torch.empty(rows, plan.slices, dtype=torch.int32, device=device)
     best, own, others = torch.empty(3, rows, plan.slices, dtype=torch.float32, device=device)
     _score_slices[(ceil_div(rows, plan.rows), plan.slices)](
-        *(hidden, readout.weight, keys, given, no_eos, barred, active, readout.token_ids),
-        *(best, place, own, others),
-        *(rows, vocab, size, readout.weight.stride(0), plan.slices, plan.slice_length),
-        readout.mask_token_id if readout.token_ids is None else -1,
+        *(hidden, None if hidden is None else unembedding.weight, logits, least),
+        *(keys, given, no_eos, barred, active, unembedding.token_ids, best, place, own, others),
+        *(rows, vocab, size, stride, plan.slices, plan.slice_length),
+        unembedding.mask_token_id if unembedding.token_ids is None else -1,
         0 if barred is None else len(barred),
-        1.0 / readout.temperature,
+        1.0 / unembedding.temperature,
         TILE_ROWS=plan.rows,
         TILE_VOCAB=plan.vocab,
         TILE_HIDDEN=plan.hidden,
@@ -1870,7 +2254,7 @@ def _pick_kernel(
     )
     merged = max(1, min(16, 2048 // power_of_two(plan.slices)))  # rows of a program
     _merge_slices[(ceil_div(rows, merged),)](
-        *(best, place, own, others, given, active, readout.token_ids),
+        *(best, place, own, others, given, active, unembedding.token_ids),
         *picked,
         rows,
         plan.slices,
@@ -1880,25 +2264,6 @@ def _pick_kernel(
         **MULTIPLY_ADD,
     )
     return picked
-
-
-def _magnitude_kernel(weight: Tensor, hidden: Tensor, token: Tensor) -> Tensor:
-    """Floor: 2 * rows * hidden_size * element size bytes: microseconds, less than its launch."""
-    rows, size = hidden.shape
-    result = torch.empty(rows, dtype=torch.float32, device=hidden.device)
-    if rows:
-        _magnitudes[(rows,)](
-            hidden.contiguous(),
-            weight,
-            token.contiguous(),
-            result,
-            size,
-            weight.stride(0),
-            TILE=1024,
-            num_warps=4,
-            **MULTIPLY_ADD,
-        )
-    return result
 
 
 if triton is not None:
@@ -1946,11 +2311,13 @@ if triton is not None:
             logits = tl.dot(w, tl.trans(h), logits, input_precision="ieee")
         return logits
 
-    # Sizes that change from call to call are not compiled for; `size`, `stride` and `slice_length` tell of aligned rows.
-    @triton.jit(do_not_specialize=["rows", "vocab", "slices", "mask_token_id", "barred_count"])
+    # Sizes that change from call to call are not compiled for; `vocab`, `size`, `stride`, `slice_length` tell of aligned rows.
+    @triton.jit(do_not_specialize=["rows", "slices", "mask_token_id", "barred_count"])
     def _score_slices(  # type: ignore[no-untyped-def]
         hidden,
         weight,
+        logits_in,
+        least,
         keys,
         given,
         no_eos,
@@ -1976,7 +2343,8 @@ if triton is not None:
         INTERPRETED: tl.constexpr,
     ):
         """Of one slice of the vocabulary, for each row of a tile: the best score and its place, that token's logit (`own`), and
-        the log-sum-exp of all other logits. With a `given` token, that one in place of the best."""
+        the log-sum-exp of all other logits. With a `given` token, that one in place of the best. Logits are products of
+        `hidden` and `weight`, or those of `logits_in`, of which none under `least` is the best."""
         row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
         in_rows = row < rows
         live = in_rows
@@ -1996,9 +2364,13 @@ if triton is not None:
         for first in range(begin, end, TILE_VOCAB):
             token = first + tl.arange(0, TILE_VOCAB)
             in_slice = token < end
-            logits = _tile_logits(
-                hidden, weight, row, in_rows, token, in_slice, size, stride, TILE_ROWS, TILE_VOCAB, TILE_HIDDEN, INTERPRETED
-            )
+            if logits_in is None:
+                logits = _tile_logits(
+                    hidden, weight, row, in_rows, token, in_slice, size, stride, TILE_ROWS, TILE_VOCAB, TILE_HIDDEN, INTERPRETED
+                )
+            else:
+                cell = row.to(tl.int64)[None, :] * stride + token[:, None]
+                logits = tl.load(logits_in + cell, mask=in_rows[None, :] & in_slice[:, None], other=0.0).to(tl.float32)
             ids = token
             if token_ids is not None:
                 ids = tl.load(token_ids + token, mask=in_slice, other=0).to(tl.int32)
@@ -2017,6 +2389,9 @@ if triton is not None:
                 shown = raw
                 if keys is not None:
                     shown = raw + gumbel_of_bits(token_noise_bits(tl.load(keys + row, mask=in_rows, other=0), ids))
+                if least is not None:
+                    lowest_shown = tl.load(least + row, mask=in_rows, other=0.0).to(tl.float32)
+                    shown = tl.where(logits < lowest_shown[None, :], float("-inf"), shown)
                 shown = tl.where(shown != shown, float("inf"), shown)  # NaN is more than any number
                 top = tl.max(shown, 0)
                 at = tl.min(tl.where(shown == top[None, :], token[:, None], 0x7FFFFFFF), 0)
@@ -2083,19 +2458,6 @@ if triton is not None:
         tl.store(token_out + row, tl.where(live, token, 0), mask=in_rows)
         tl.store(logprob_out + row, tl.where(live, logprob, float("-inf")), mask=in_rows)
         tl.store(odds_out + row, tl.where(live, odds, float("-inf")), mask=in_rows)
-
-    @triton.jit
-    def _magnitudes(hidden, weight, token, out, size, stride, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-        row = tl.program_id(0).to(tl.int64)
-        states = hidden + row * size
-        weights = weight + tl.load(token + row).to(tl.int64) * stride
-        total = tl.full((TILE,), 0.0, dtype=tl.float32)
-        for begin in range(0, size, TILE):
-            column = begin + tl.arange(0, TILE)
-            inside = column < size
-            h = tl.load(states + column, mask=inside, other=0.0).to(tl.float32)
-            total += h * tl.load(weights + column, mask=inside, other=0.0).to(tl.float32)
-        tl.store(out + row, tl.abs(tl.sum(total, 0)))
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -2263,1029 +2625,6 @@ def pack_noisy(
 
 
 # ----------------------------------------------------------------------------------------------------
-# model/head.py
-#
-# The MRP head: the module, how a new one starts, and which of a model's settings it depends on.
-#
-# Symbols follow the MRP paper (arXiv 2605.18817): h_A are the backbone's final hidden states at a state x, x' the state after a
-# reveal, h_C the head's output; lm_head(h_A + h_C) estimates the backbone's logits at x'.
-
-NEW_HEADS = ("identity", "backbone", "published")
-_PUBLISHED_STD = 0.2  # of the published recipe
-# What a head's numbers depend on, beside the shapes of its tensors: those of the backbone it was trained on.
-_SHARED = (
-    "hidden_size",
-    "vocab_size",
-    "block_size",
-    "mask_token_id",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "intermediate_size",
-    "hidden_act",
-    "rms_norm_eps",
-    "rope_parameters",
-)
-
-
-class ResidualNorm(Qwen3RMSNorm):
-    """The head's last norm. A new one has weight zero, so that a new head adds nothing: A + C = A."""
-
-    def __init__(self, hidden_size: int, eps: float = 1e-6) -> None:
-        super().__init__(hidden_size, eps)
-        nn.init.zeros_(self.weight)
-
-
-def first_tokens(config: MRPConfig) -> Tensor:
-    """[draft_vocab_size] long, the first ids but the mask's: a draft vocabulary before one is chosen from data."""
-    ids = torch.arange(config.draft_vocab_size)
-    return ids + (ids >= config.mask_token_id)
-
-
-class MRPHead(nn.Module):
-    """Predicts the residual h_C that a reveal adds to the backbone's hidden states (MRP, section 3).
-
-    ``h_C = norm(layers(eh_proj([enorm(embed(x')) ; hnorm(h_A)])))``. Its layers are the backbone's kind of layer
-    and keep their own KV, in the layers of the cache that follow the backbone's. A new head is the identity.
-
-    Args:
-        config: The model's configuration; `num_nextn_predict_layers` gives the depth.
-
-    Attributes:
-        predicts: `residual` or, in place of the hidden states themselves, `hidden` (`MRPConfig.head_predicts`).
-        draft_token_ids: [draft_vocab_size] long, the tokens that `mrp_spec` drafts from, distinct and without the mask id; None
-            for all. What is not among them is never drafted, and generated all the same: the backbone has the whole
-            vocabulary.
-    """
-
-    def __init__(self, config: MRPConfig) -> None:
-        super().__init__()
-        self.enorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.hnorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.eh_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
-        layers = [Qwen3DecoderLayer(config, 0) for _ in range(config.num_nextn_predict_layers)]
-        for index, layer in enumerate(layers):
-            layer.self_attn.layer_idx = config.num_hidden_layers + index
-        self.layers = nn.ModuleList(layers)
-        self.predicts = config.head_predicts
-        norm = ResidualNorm if self.predicts == "residual" else Qwen3RMSNorm
-        self.norm = norm(config.hidden_size, eps=config.rms_norm_eps)
-        self.draft_token_ids: Tensor | None
-        ids = first_tokens(config) if config.draft_vocab_size else None
-        self.register_buffer("draft_token_ids", ids)
-
-    def forward(
-        self,
-        inputs_embeds: Tensor | None,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None,
-        position_embeddings: tuple[Tensor, Tensor],
-        past_key_values: Cache | None = None,
-        normed: Tensor | None = None,
-    ) -> Tensor:
-        """One residual.
-
-        Args:
-            inputs_embeds: [batch, length, hidden_size], the embeddings of x' (the state after the reveal); or None, if
-                `normed` is given.
-            hidden_states: [batch, length, hidden_size], h_A or the accumulated estimate of it.
-            attention_mask: As `Qwen3DecoderLayer` takes it: [batch, 1, length, keys].
-            position_embeddings: cos and sin of the backbone's rotary embedding.
-            past_key_values: The cache that the head's layers update.
-            normed: [batch, length, 2 * hidden_size], both under their norms, if that is already computed (`normed_pair`).
-
-        Returns:
-            [batch, length, hidden_size], h_C.
-        """
-        hidden = self.joined(inputs_embeds, hidden_states, normed)
-        for layer in self.layers:
-            hidden = layer(
-                hidden,
-                attention_mask=attention_mask,
-                position_embeddings=position_embeddings,
-                past_key_values=past_key_values,
-                use_cache=past_key_values is not None,
-            )
-        return self.norm(hidden)
-
-    def joined(self, inputs_embeds: Tensor | None, hidden_states: Tensor, normed: Tensor | None = None) -> Tensor:
-        """[batch, length, hidden_size], what the first layer reads; arguments as for `forward`."""
-        if normed is None:
-            assert inputs_embeds is not None
-            normed = normed_pair_ref(inputs_embeds, hidden_states, self.enorm, self.hnorm)
-        return self.eh_proj(normed)
-
-
-@torch.no_grad()
-def start_head(head: MRPHead, backbone_layers: nn.ModuleList, how: str) -> None:
-    """Sets a new head's weights.
-
-    Args:
-        head: With the usual random weights in its layers.
-        backbone_layers: The backbone's decoder layers.
-        how: `identity`: as it is, under a last norm of weight zero, so that it adds nothing. `backbone`: its layers are the
-            backbone's last ones and read h_A through an identity, under the same norm. `published`: as in the published recipe,
-            matrices from a normal distribution with std 0.2, norms one; such a head disturbs until it is trained.
-
-    Raises:
-        ValueError: if `how` is none of these, or `backbone` and the head is deeper than the backbone, or the layers to copy are
-            offloaded.
-    """
-    if how not in NEW_HEADS:
-        raise ValueError(f"head_init is {how!r}: choose one of {', '.join(NEW_HEADS)}")
-    if how == "published":
-        for module in head.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=_PUBLISHED_STD)
-            elif isinstance(module, Qwen3RMSNorm):
-                nn.init.ones_(module.weight)
-        return
-    if head.predicts == "residual":
-        nn.init.zeros_(head.norm.weight)
-    if how == "backbone":
-        depth = len(head.layers)
-        if depth > len(backbone_layers):
-            raise ValueError(
-                f"head_init is 'backbone', but the head has {depth} layers and the backbone {len(backbone_layers)}: "
-                "use fewer head_layers"
-            )
-        sources = list(backbone_layers)[-depth:]
-        if any(parameter.is_meta for source in sources for parameter in source.parameters()):
-            raise ValueError(
-                "head_init is 'backbone', but its last layers are offloaded: load them into memory, or use 'identity'"
-            )
-        hidden = head.eh_proj.out_features
-        head.eh_proj.weight.zero_()
-        head.eh_proj.weight[:, hidden:].fill_diagonal_(1.0)
-        for layer, source in zip(head.layers, sources, strict=True):
-            layer.load_state_dict(source.state_dict())
-
-
-def check_same_backbone(head: MRPConfig, backbone: MRPConfig, whose: str) -> None:
-    """Compares the settings that a head and its backbone share.
-
-    Raises:
-        ValueError: if they differ; lists them all with both values.
-    """
-    differences = [
-        f"{name} is {getattr(head, name)!r}, the backbone's {getattr(backbone, name)!r}"
-        for name in _SHARED
-        if getattr(head, name) != getattr(backbone, name)
-    ]
-    if differences:
-        raise ValueError(
-            f"the head of {whose} does not belong to this backbone: its " + "; its ".join(differences) + ". Use the "
-            "backbone that it was trained on, or train a head for this one"
-        )
-
-
-def shapes_of_head(config: MRPConfig) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors of a head with this config, as they lie in a checkpoint."""
-    with torch.device("meta"):
-        return {HEAD + name: tuple(value.shape) for name, value in MRPHead(config).state_dict().items()}
-
-
-def tensors_of(head: nn.Module) -> dict[str, StoredTensor]:
-    """A head's tensors, as if they lay in a file."""
-    kinds = {True: "F32", False: "I64"}
-    return {
-        HEAD + name: StoredTensor(HEAD + name, Path(), tuple(value.shape), kinds[value.is_floating_point()])
-        for name, value in head.state_dict().items()
-    }
-
-
-def check_draft_tokens(head: MRPHead, config: MRPConfig, source: str) -> None:
-    """Checks the draft vocabulary that came with a head from `source`.
-
-    Raises:
-        ValueError: if it holds an id twice, the mask id, or one outside the vocabulary.
-    """
-    ids = head.draft_token_ids
-    if ids is None or ids.is_meta:
-        return
-    good = (ids >= 0) & (ids < config.vocab_size) & (ids != config.mask_token_id)
-    if not bool(good.all()) or len(ids.unique()) != len(ids):
-        raise ValueError(
-            f"{DRAFT_TOKENS} of {source} holds ids twice, the mask's, or ids outside the vocabulary of {config.vocab_size}: "
-            "choose the draft vocabulary anew"
-        )
-
-
-# ----------------------------------------------------------------------------------------------------
-# model/attaching.py
-#
-# Heads on models: made, put on, taken off, and read from the checkpoints that have one.
-
-try:
-    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
-except ImportError:  # then no model is spread over devices
-    AlignDevicesHook = add_hook_to_module = None
-
-
-class HeadMixin:
-    """What gives an MRP model its head, and takes it off."""
-
-    def new_head(self: Any, head_layers: int = 3, head_init: str = "identity") -> MRPHead:
-        """A head for this model's backbone, on its device and in its type; torch's generator draws the random part.
-
-        Raises:
-            ValueError: if `head_layers` is not a positive int, or `start_head` refuses.
-        """
-        if not isinstance(head_layers, int) or isinstance(head_layers, bool) or head_layers < 1:
-            raise ValueError(f"head_layers is {head_layers!r}: a head has 1 layer or more (3 are published)")
-        weight = self.lm_head.weight
-        with torch.device(weight.device):
-            head = MRPHead(self._config_with(head_layers, 0)).to(weight.dtype)
-        for module in head.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=self.config.initializer_range)
-        start_head(head, self.model.layers, head_init)
-        return head
-
-    def attach_head(self: Any, head: Any, **hub: Any) -> None:
-        """Gives the model a head, in place of its own if it has one. The backbone stays as it is.
-
-        Args:
-            head: A folder or id of a head repository, of a full checkpoint, or in the published layout: its head is read, and
-                nothing else. Or an `MRPHead`, which becomes part of this model.
-            hub: `revision`, `token`, `cache_dir`, `local_files_only`, ... for an id.
-
-        Raises:
-            ValueError: if the head was made for another backbone (with both values of all that differs), or its tensors do not
-                fit, or there is none; the model is then as before.
-        """
-        if unknown := sorted(hub.keys() - set(HUB_OPTIONS)):
-            raise ValueError(f"{', '.join(unknown)}: attach_head takes {', '.join(HUB_OPTIONS)}. Check the spelling")
-        if isinstance(head, str | os.PathLike):
-            head = self._read_head(os.fspath(head), hub_options(hub))
-        elif not isinstance(head, nn.Module) or type(head).__name__ != MRPHead.__name__:
-            raise ValueError(f"head is {head!r}: pass an MRPHead, or the folder or id of a checkpoint that has one")
-        else:
-            layers: Any = head.layers
-            check_same_backbone(layers[0].self_attn.config, self.config, "another model")
-        draft = 0 if head.draft_token_ids is None else len(head.draft_token_ids)
-        config = self._config_with(len(head.layers), draft)
-        check_fit(tensors_of(head), shapes_of_head(config))
-        head = head if type(head) is MRPHead else _of_this_copy(head, config)
-        _place(head, self)
-        for index, layer in enumerate(head.layers):
-            layer.self_attn.layer_idx = self.config.num_hidden_layers + index
-            layer.self_attn.config = self.config
-        self.mrp_head = head.train(self.training)
-        self.config.num_nextn_predict_layers, self.config.draft_vocab_size = len(head.layers), draft
-        self.config.head_predicts = head.predicts
-
-    def detach_head(self: Any) -> MRPHead:
-        """Takes the head off; if `generate` would decode with it by default, it goes back to `static`.
-
-        Returns:
-            The head, which can be attached to another model.
-
-        Raises:
-            ValueError: if the model has none.
-        """
-        if self.mrp_head is None:
-            raise ValueError("the model has no MRP head to detach: attach one with attach_head, or load one with from_backbone")
-        head, self.mrp_head = self.mrp_head, None
-        self.config.num_nextn_predict_layers = self.config.draft_vocab_size = 0
-        if str(getattr(self.generation_config, "decoding", None)).startswith("mrp_"):
-            self.generation_config.decoding = None
-        return head
-
-    def _config_with(self: Any, head_layers: int, draft_vocab_size: int) -> MRPConfig:
-        config = copy.deepcopy(self.config)
-        config.num_nextn_predict_layers, config.draft_vocab_size = head_layers, draft_vocab_size
-        return config
-
-    def _read_head(self: Any, source: str, hub: dict[str, Any]) -> MRPHead:
-        """The head of a checkpoint, its files as they lie on the disk."""
-        config, hub = type(self)._pinned(source, None, hub)
-        if not config.has_head:
-            raise ValueError(f"{source} has no MRP head (num_nextn_predict_layers is 0): name a checkpoint that has one")
-        check_same_backbone(config, self.config, source)
-        found = stored_tensors(weight_files(source, prefixes=(HEAD, PUBLISHED_HEAD), **hub))
-        if config.base_model_name_or_path is None:  # it holds the backbone too
-            found = {name: tensor for name, tensor in found.items() if name.startswith(HEAD)}
-        check_depth(found, config.num_nextn_predict_layers)
-        check_fit(found, shapes_of_head(config))
-        with torch.device("meta"):
-            head = MRPHead(config)
-        head.load_state_dict({name.removeprefix(HEAD): _read(tensor) for name, tensor in found.items()}, assign=True)
-        check_draft_tokens(head, config, source)
-        return head
-
-
-def _read(tensor: StoredTensor) -> Tensor:
-    with safe_open(tensor.file, framework="pt") as tensors:
-        return tensors.get_tensor(tensor.name)
-
-
-def _of_this_copy(head: Any, config: MRPConfig) -> MRPHead:
-    """A head of another copy of this code, remote code of its own repository for instance, in the class of this copy, with the
-    same parameters in memory: kernels know but this one."""
-    with torch.device("meta"):
-        made = MRPHead(config)
-    trains = {name: parameter.requires_grad for name, parameter in head.named_parameters()}
-    made.load_state_dict({**dict(head.named_parameters()), **dict(head.named_buffers())}, assign=True)
-    for name, parameter in made.named_parameters():
-        parameter.requires_grad_(trains[name])
-    made.predicts = head.predicts
-    return made
-
-
-def _place(head: nn.Module, model: Any) -> None:
-    """Puts a head where the model's logits are made, in their type, also if the model is spread over devices."""
-    hook = getattr(model.lm_head, "_hf_hook", None)
-    device = getattr(hook, "execution_device", None)
-    weight = model.lm_head.weight
-    head.to(weight.device if device is None else device, weight.dtype)
-    if device is not None:
-        add_hook_to_module(head, AlignDevicesHook(device))
-        model.hf_device_map["mrp_head"] = device
-
-
-# ----------------------------------------------------------------------------------------------------
-# model/saving.py
-#
-# How MRP models are written: heads on their own, and everything beside what is there before it is replaced.
-
-CONFIGURATION, MODELING = "configuration_mrp.py", "modeling_mrp.py"
-CUSTOM_GENERATE = "custom_generate/generate.py"
-AUTO_MAP = {
-    "AutoConfig": "configuration_mrp.MRPConfig",
-    "AutoModel": "modeling_mrp.MRPForCausalLM",
-    "AutoModelForCausalLM": "modeling_mrp.MRPForCausalLM",
-}
-_WEIGHT_FILES = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
-
-
-class BackboneSource(NamedTuple):
-    """Where a model's backbone came from: a repository's id and commit, or a folder's absolute path and None."""
-
-    name: str
-    revision: str | None
-
-
-def head_to_save(
-    model: Any, state_dict: dict[str, Tensor] | None, backbone: BackboneSource | None
-) -> tuple[dict[str, Tensor], MRPConfig]:
-    """The tensors and the config of a head repository.
-
-    Raises:
-        ValueError: if the model has no head, its backbone no name, or the head not just its own tensors.
-    """
-    if model.mrp_head is None:
-        raise ValueError(
-            "head_only=True, but the model has no MRP head: give it one with attach_head or from_backbone, or save it whole"
-        )
-    if backbone is None:
-        raise ValueError(
-            "head_only=True, but the model was not loaded from a checkpoint that the head could name as its backbone: pass "
-            "base_model_name_or_path (and base_model_revision), or save it whole"
-        )
-    state = model.state_dict() if state_dict is None else state_dict
-    head = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items() if name.startswith(HEAD)}
-    if head.keys() != (expected := shapes_of_head(model.config).keys()):
-        raise ValueError(
-            f"the head holds other tensors than its own, or lacks some: {sorted(head.keys() ^ expected)[:4]}, ... Merge "
-            "adapters first (merge_and_unload), or save them with peft"
-        )
-    config = copy.deepcopy(model.config)
-    config.auto_map, config.architectures = dict(AUTO_MAP), [type(model).__name__]
-    config.dtype = next(tensor.dtype for tensor in head.values() if tensor.is_floating_point())
-    config.base_model_name_or_path, config.base_model_revision = backbone
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config  # the backbone's
-    return head, config
-
-
-def code_files() -> dict[str, str]:
-    """The remote code that a repository carries, by path: these files, where they are that code, or what `bundle` generates."""
-    own = Path(__file__)
-    if own.name == MODELING:
-        files = {name: own.with_name(name).read_text(encoding="utf-8") for name in (CONFIGURATION, MODELING)}
-    else:
-        files = import_module(f"{__name__.partition('.')[0]}.bundle").files()
-    return {**files, CUSTOM_GENERATE: f"from typing import Any\n\n\n{inspect.getsource(generate)}"}
-
-
-def write_code(folder: Path) -> None:
-    """Put the remote code beside a checkpoint."""
-    for name, text in code_files().items():
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text(text, encoding="utf-8")
-
-
-@contextmanager
-def written_beside(folder: Path) -> Iterator[Path]:
-    """A temporary folder whose files move into `folder` when all are written; weights of another split are then removed."""
-    made = not folder.exists()
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder) as beside:
-            yield Path(beside)
-            files = (path for path in Path(beside).rglob("*") if path.is_file())
-            written = sorted(files, key=lambda path: path.suffix == ".json")
-            for path in written:
-                target = folder / path.relative_to(beside)
-                target.parent.mkdir(exist_ok=True)
-                os.replace(path, target)
-        names = {path.name for path in written}
-        if any(_WEIGHT_FILES.fullmatch(name) for name in names):
-            for path in folder.iterdir():
-                if _WEIGHT_FILES.fullmatch(path.name) and path.name not in names:
-                    path.unlink()
-    except BaseException:
-        if made and not any(folder.iterdir()):
-            folder.rmdir()
-        raise
-
-
-# ----------------------------------------------------------------------------------------------------
-# model/pushing.py
-#
-# Publication of a saved checkpoint in one commit, or none: all that a model which was loaded as remote code needs for it.
-#
-# The installed command `mrp push` renders a whole card, and is patient with a Hub that does not answer.
-
-KINDS = {"full": "a full model", "head": "an MRP head", "adapter": "an adapter"}
-CONFIGS = {"full": "config.json", "head": "config.json", "adapter": "adapter_config.json"}
-TAGS = ["diffusion-lm", "block-diffusion", "speculative-decoding", "sdar", "mrp"]
-WEIGHTS = re.compile(r"(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
-NOT_FILLED_IN = "Nothing is told of it yet: `mrp push` renders a card with its facts, its use and what was measured."
-_SAY_NOTHING = frozenset((".gitattributes", ".gitignore", "README.md", "LICENSE"))
-
-
-def kind_of(names: Collection[str], read: Callable[[str], bytes]) -> str | None:
-    """Tell what a repository or folder with these files is.
-
-    Args:
-        names: The paths of its files.
-        read: Gives a file's content.
-
-    Returns:
-        "full", "head" or "adapter" for this package's kinds, a description of anything else, or None where there is nothing
-        that a model could be told from.
-    """
-    if "adapter_config.json" in names:
-        return "adapter"
-    if "config.json" in names:
-        try:
-            config = json.loads(read("config.json"))
-            model_type = config.get("model_type")
-        except (ValueError, AttributeError):
-            return "a config.json that cannot be read"
-        if model_type != "sdar_mrp":
-            return f"a model of type {model_type!r}"
-        return "head" if config.get("base_model_name_or_path") else "full"
-    others = sorted(set(names) - _SAY_NOTHING)
-    return f"files of no model of this package, such as {others[0]}" if others else None
-
-
-def is_ours(path: str) -> bool:
-    """Tell whether an earlier push may have put this file there, so that a later one may remove it."""
-    return bool(WEIGHTS.fullmatch(path) or re.fullmatch(r"[a-z_]+_mrp\.py", path) or path == CUSTOM_GENERATE)
-
-
-def check_target(repo_id: str, revision: str | None, create_pr: bool) -> None:
-    """Refuse a name that is no "org/name", or both a branch and a pull request, with a `ValueError`."""
-    if revision is not None and create_pr:
-        raise ValueError(f"revision={revision!r} and create_pr=True: push to a branch, or open a pull request")
-    validate_repo_id(repo_id)
-    if repo_id.count("/") != 1:
-        raise ValueError(f"repo_id is {repo_id!r}: name the owner too, 'org/name'")
-
-
-def check_base(base: str | None) -> None:
-    """Refuse a base model that others cannot find, with a `ValueError`."""
-    if base is not None and not is_hub_id(base):
-        raise ValueError(
-            f"base_model is {base!r}: it must be the id of a model on the Hub, 'org/name', where others find it. Name it "
-            "when saving (base_model_name_or_path), or with --base-model of the command"
-        )
-
-
-@dataclass(frozen=True)
-class Remote:
-    """A repository as a push found it.
-
-    Attributes:
-        sha: The commit to stand on.
-        names: The paths of its files.
-        branch: Whether the branch is there.
-        card: Its README.md, if it has one.
-    """
-
-    sha: str
-    names: frozenset[str]
-    branch: bool
-    card: str | None
-
-    def stale(self, names: Collection[str]) -> list[str]:
-        """The files of an earlier push that are not among `names`, which this one sends."""
-        return sorted(name for name in self.names if is_ours(name) and name not in names)
-
-
-def look(api: HfApi, repo_id: str, branch: str, kind: str) -> Remote | None:
-    """Read what a branch holds, or `main` where there is no such branch yet; None where there is no repository.
-
-    Raises:
-        ValueError: if it is of another kind than what is pushed.
-    """
-    exists = True
-    try:
-        try:
-            info = api.model_info(repo_id, revision=branch)
-        except RevisionNotFoundError:
-            exists, info = False, api.model_info(repo_id)
-    except RepositoryNotFoundError:
-        return None
-    names = frozenset(sibling.rfilename for sibling in info.siblings or ())
-    with TemporaryDirectory() as cache:
-
-        def read(name: str) -> bytes:
-            return Path(api.hf_hub_download(repo_id, name, revision=info.sha, cache_dir=cache)).read_bytes()
-
-        there = kind_of(names, read)
-        if there not in (None, kind):
-            raise ValueError(
-                f"{repo_id} holds {KINDS.get(str(there), there)}, and what is pushed is {KINDS[kind]}: push it to a "
-                "repository of its own, or delete that one on the Hub first"
-            )
-        card = read("README.md").decode(errors="replace") if "README.md" in names else None
-    return Remote(str(info.sha), names, exists, card)
-
-
-def push_saved(
-    folder: Path,
-    repo_id: str,
-    private: bool = True,
-    revision: str | None = None,
-    create_pr: bool = False,
-    commit_message: str | None = None,
-    commit_description: str | None = None,
-    token: str | bool | None = None,
-) -> CommitInfo:
-    """Push all files of a folder that `save_pretrained` has just written, in one commit.
-
-    Weights and code of an earlier push that are not among them are removed in the same commit. A repository without a card gets
-    one of a few lines.
-
-    Raises:
-        ValueError: if the name of the base is not that of a repository, or the target holds another kind of thing.
-        HfHubHTTPError: if the Hub refuses, or somebody else committed meanwhile; no commit is then made.
-    """
-    files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
-    kind = str(kind_of(files, lambda name: files[name].read_bytes()))
-    if kind == "adapter":  # the options of `generate` are those of its base
-        files.pop("generation_config.json", None)
-    base = json.loads(files[CONFIGS[kind]].read_text(encoding="utf-8")).get("base_model_name_or_path")
-    check_base(base)
-    api, branch = HfApi(token=token), revision or "main"
-    remote = look(api, repo_id, branch, kind)
-    if remote is None:
-        api.create_repo(repo_id, private=private, exist_ok=True)
-        remote = look(api, repo_id, branch, kind)
-    if remote is None:
-        raise ConnectionError(f"{repo_id} was created and cannot be found: push again")
-    operations: list[CommitOperationAdd | CommitOperationDelete] = [CommitOperationAdd(*file) for file in files.items()]
-    operations += [CommitOperationDelete(name) for name in remote.stale(files)]
-    if remote.card is None:
-        operations.append(CommitOperationAdd("README.md", short_card(repo_id, kind, base).encode()))
-    if not remote.branch:
-        api.create_branch(repo_id, branch=branch, revision=remote.sha, exist_ok=True)
-    return api.create_commit(
-        repo_id,
-        operations,
-        commit_message=commit_message or f"Upload {KINDS[kind]}",
-        commit_description=commit_description,
-        revision=None if create_pr else branch,
-        create_pr=create_pr,
-        parent_commit=remote.sha,
-    )
-
-
-def short_card(repo_id: str, kind: str, base: str | None) -> str:
-    """A card that says what a repository holds and which model it belongs to."""
-    data = ModelCardData(
-        library_name="peft" if kind == "adapter" else "transformers",
-        pipeline_tag="text-generation",
-        license="unknown",
-        tags=TAGS,
-        base_model=base,
-        base_model_relation="adapter" if base else None,
-    )
-    belongs = f" of `{base}`" if base else ""
-    return f"---\n{data.to_yaml()}\n---\n\n# {repo_id.split('/')[-1]}\n\nHere is {KINDS[kind]}{belongs}. {NOT_FILLED_IN}\n"
-
-
-# ----------------------------------------------------------------------------------------------------
-# model/loading.py
-#
-# Loading and saving of MRP models: the layouts that are read, backbones with heads from elsewhere, heads on their own.
-
-log = logging.getLogger(__name__)
-
-QWEN3_VOCABULARY = 151936  # the one in which MRPConfig's default mask id is free
-_OF_THE_HUB = ("repo_id", "commit_message", "commit_description", "private", "token", "create_pr", "revision")
-
-
-class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
-    """Loading, saving and initialisation shared by MRP models.
-
-    Attributes:
-        backbone_source: Where the backbone came from; None for a model that was made from a config.
-    """
-
-    config_class = MRPConfig
-    base_model_prefix = "model"
-    supports_gradient_checkpointing = True
-    _no_split_modules = ["Qwen3DecoderLayer", "MRPHead"]
-    _skip_keys_device_placement = ["past_key_values"]
-    _supports_sdpa = True
-    _supports_attention_backend = True
-    _supports_flash_attn = False  # flash attention takes no block-causal mask
-    _supports_flex_attn = True  # for the packed pass of training; decoding is faster with SDPA
-    backbone_source: BackboneSource | None = None
-
-    @classmethod
-    def from_pretrained(
-        cls, pretrained_model_name_or_path: Any, *args: Any, config: Any = None, backbone: Any = None, **kwargs: Any
-    ) -> Any:
-        """Loads as transformers does, from a folder or a repository on the Hub of any of four kinds.
-
-        These are a full checkpoint of this package; one in the published SDAR layout (no head); one in the published layout
-        with a head; and a head repository, whose backbone is loaded by the name and revision in its config, and given the head.
-        Only safetensors are read, and no code but this package's runs, whatever else the repositories hold. A checkpoint that
-        does not fit its config is an error, raised before any weights are read.
-
-        Args:
-            pretrained_model_name_or_path: A folder, or a repository's id.
-            args: As in transformers.
-            config: As in transformers.
-            backbone: For a head repository: a folder, an id, or a loaded model that is given the head, instead of the backbone
-                that the config names. (`AutoModel` copies its keyword arguments: give a loaded model to this class, not to it.)
-            kwargs: As in transformers: `dtype`, `device_map`, `revision`, `token`, ... With a head repository, `revision` and
-                `subfolder` are the head's.
-
-        Raises:
-            ValueError: if the checkpoint lacks a tensor, has one too many, or one of another shape (all are listed), has no
-                safetensors, or is of another kind of model; if the backbone of a head repository may not be followed or does
-                not suit the head; if `backbone` is given for a checkpoint that has its own.
-        """
-        if kwargs.get("gguf_file") is not None or kwargs.get("use_safetensors") is False:
-            raise ValueError("only safetensors are read: leave out gguf_file and use_safetensors=False")
-        if pretrained_model_name_or_path is None:  # from a config and a state dict
-            return cls._load(None, *args, config=config, **kwargs)
-        source = os.fspath(pretrained_model_name_or_path)
-        config, kwargs = cls._pinned(source, config, kwargs)
-        if getattr(config, "base_model_name_or_path", None) is not None:
-            return cls._from_head_repository(source, config, backbone, kwargs)
-        if backbone is not None:
-            raise ValueError(
-                f"{source} has a backbone of its own, and backbone=... is for head repositories: to put its head on another "
-                f"backbone use from_backbone(backbone, head={source!r})"
-            )
-        return cls._load(source, *args, config=config, **kwargs)
-
-    @classmethod
-    def from_backbone(
-        cls,
-        backbone: Any,
-        head: Any = None,
-        head_layers: int = 3,
-        head_init: str = "identity",
-        head_revision: str | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """A backbone and a head that lie in different places, or a backbone and a new head.
-
-        Args:
-            backbone: A folder or id of any kind that `from_pretrained` takes but a head repository, or of an autoregressive
-                Qwen3 checkpoint, which becomes a block-diffusion model only by training; or a loaded model, which is given the
-                head. A head that it has already is dropped.
-            head: A folder or id of a head repository, of a full checkpoint, or in the published layout, whose head is taken; an
-                `MRPHead`; or None for a new one.
-            head_layers: Decoder layers of a new head.
-            head_init: How a new head starts: `identity`, `backbone` or `published` (see `start_head`).
-            head_revision: The commit, branch or tag of `head`.
-            kwargs: As for `from_pretrained`; `revision` is the backbone's. A Qwen3 checkpoint of another vocabulary than the
-                published one needs `mask_token_id`; it also takes `block_size`.
-
-        Returns:
-            The model.
-
-        Raises:
-            ValueError: as from `from_pretrained` and `attach_head`; for a bad `head_layers` or `head_init`; for a Qwen3
-                checkpoint of another vocabulary without `mask_token_id`.
-        """
-        if isinstance(backbone, str | os.PathLike):
-            model, _ = cls._open_backbone(os.fspath(backbone), _as_block_diffusion(os.fspath(backbone), kwargs))
-        elif hasattr(backbone, "attach_head"):
-            model = backbone
-        else:
-            raise ValueError(f"backbone is {backbone!r}: pass the folder or id of a checkpoint, or a loaded MRP model")
-        if head is None:
-            model.attach_head(model.new_head(head_layers, head_init))
-            return model
-        hub = {**_shared_hub_options(kwargs), "revision": head_revision}
-        model.attach_head(head, **hub)
-        if isinstance(head, str | os.PathLike) and "generation_config" not in kwargs:
-            model._take_generation_config(os.fspath(head), hub)
-        return model
-
-    @classmethod
-    def tensor_shapes(cls, config: MRPConfig) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of the tensors in a full checkpoint with this config; nothing is allocated.
-
-        Raises:
-            ValueError: if no tensor can have such a shape.
-        """
-        try:
-            with torch.device("meta"):
-                return {name: tuple(value.shape) for name, value in cls(copy.deepcopy(config)).state_dict().items()}
-        except RuntimeError as error:
-            raise ValueError(f"the sizes in the config are those of no model: correct config.json ({error})") from error
-
-    def load_adapter(self, peft_model_id: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Loads a peft adapter as transformers does, but only from safetensors.
-
-        Raises:
-            ValueError: if the adapter has none, or they are damaged; the model is then as before.
-        """
-        if peft_model_id is not None:
-            hub = hub_options({**(kwargs.get("adapter_kwargs") or {}), **kwargs})
-            try:
-                weights = Path(cached_file(peft_model_id, "adapter_model.safetensors", **hub))
-            except OSError as error:
-                raise ValueError(
-                    f"no adapter_model.safetensors in {peft_model_id}: only safetensors are read, never pickled weights. Save "
-                    f"the adapter with safetensors ({error})"
-                ) from error
-            stored_tensors([weights])  # a damaged file would be found only when the model has been changed for it
-        return super().load_adapter(peft_model_id, *args, **kwargs)
-
-    def save_pretrained(
-        self,
-        save_directory: Any,
-        is_main_process: bool = True,
-        state_dict: dict[str, Tensor] | None = None,
-        push_to_hub: bool = False,
-        *,
-        head_only: bool = False,
-        base_model_name_or_path: str | None = None,
-        base_model_revision: str | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Saves weights, both configs and real copies of the remote code, so that the folder loads anywhere.
-
-        Everything is written beside what the folder holds and then moved into place: a save that fails leaves it as it was,
-        and a model may be saved into the folder it was loaded from.
-
-        Args:
-            save_directory: The folder, made if needed. Its other files stay.
-            is_main_process: As in transformers.
-            state_dict: As in transformers.
-            push_to_hub: As in transformers; pushes with `push_to_hub` once the folder is written.
-            head_only: Whether to write the head alone. The folder names the backbone, and loads it when it is loaded.
-            base_model_name_or_path: With `head_only`, the backbone's name (an id or an absolute path) instead of what the model
-                was loaded from (`backbone_source`). Needed if the backbone was changed since, or made from a config.
-            base_model_revision: With it, the backbone's commit, branch or tag.
-            kwargs: As in transformers.
-
-        Raises:
-            ValueError: with `head_only`, if there is no head, it carries adapters, or the backbone has no name; without it, if
-                the backbone is named.
-        """
-        hub = {name: kwargs.pop(name) for name in _OF_THE_HUB if name in kwargs}
-        folder = Path(save_directory)
-        self.generation_config._from_model_config = False  # or our options would be dropped when it is read again
-        if head_only:
-            named = BackboneSource(base_model_name_or_path, base_model_revision) if base_model_name_or_path else None
-            head, config = head_to_save(self, state_dict, named or self.backbone_source)
-            if is_main_process:
-                with written_beside(folder) as beside:
-                    save_file(head, beside / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
-                    config.save_pretrained(beside)
-                    self.generation_config.save_pretrained(beside)
-                    write_code(beside)
-        elif base_model_name_or_path is not None or base_model_revision is not None:
-            raise ValueError(
-                f"base_model_name_or_path={base_model_name_or_path!r}, base_model_revision={base_model_revision!r}: a full "
-                "checkpoint carries its backbone and names none. Pass head_only=True, or leave them out"
-            )
-        else:
-            self.config.auto_map = dict(AUTO_MAP)
-            self.config.base_model_name_or_path = self.config.base_model_revision = None
-            kwargs |= {"is_main_process": is_main_process, "state_dict": state_dict}
-            kwargs["save_original_format"] = False  # our names, also if the model came in a published layout
-            if not is_main_process or kwargs.get("distributed_checkpoint"):
-                super().save_pretrained(folder, **kwargs)
-            else:
-                with written_beside(folder) as beside:
-                    super().save_pretrained(beside, **kwargs)
-                    if (beside / "config.json").is_file():  # an adapter has none
-                        write_code(beside)
-        if push_to_hub and is_main_process:
-            if head_only:
-                hub |= {
-                    "head_only": True,
-                    "base_model_name_or_path": base_model_name_or_path,
-                    "base_model_revision": base_model_revision,
-                }
-            self.push_to_hub(hub.pop("repo_id", folder.name), **hub)
-
-    def push_to_hub(
-        self,
-        repo_id: str,
-        *,
-        head_only: bool = False,
-        base_model_name_or_path: str | None = None,
-        base_model_revision: str | None = None,
-        tokenizer: Any = None,
-        max_shard_size: int | str = "5GB",
-        private: bool = True,
-        revision: str | None = None,
-        create_pr: bool = False,
-        commit_message: str | None = None,
-        commit_description: str | None = None,
-        token: str | bool | None = None,
-    ) -> CommitInfo:
-        """Publish the model in one commit, with a card of a few lines where there is none; `mrp push` renders a whole one.
-
-        Args:
-            repo_id: "org/name".
-            head_only: Publishes the head alone, which names its backbone, instead of the whole model. Of a model with a peft
-                adapter, the adapter alone is published.
-            base_model_name_or_path: With `head_only`, the backbone's name on the Hub, if it was not loaded from there.
-            base_model_revision: With it, the backbone's commit, branch or tag.
-            tokenizer: Is published beside the model.
-            max_shard_size: As in `save_pretrained`.
-            private: Whether to create the repository private; one that is there stays as it is.
-            revision: The branch, created if it is not there; `main` by default.
-            create_pr: Opens a pull request instead of changing `main`.
-            commit_message: The commit's title.
-            commit_description: Its text.
-            token: As `huggingface_hub` takes it; the saved one by default.
-
-        Returns:
-            The commit.
-
-        Raises:
-            ValueError: as from `save_pretrained`; for a `repo_id` without an owner; if the name of the base is not that of a
-                repository, or the target holds another kind of thing.
-            HfHubHTTPError: if the Hub refuses, or somebody else committed meanwhile; no commit is then made.
-        """
-        check_target(repo_id, revision, create_pr)
-        with TemporaryDirectory() as folder:
-            self.save_pretrained(
-                folder,
-                max_shard_size=max_shard_size,
-                head_only=head_only,
-                base_model_name_or_path=base_model_name_or_path,
-                base_model_revision=base_model_revision,
-            )
-            if tokenizer is not None:
-                tokenizer.save_pretrained(folder)
-            return push_saved(Path(folder), repo_id, private, revision, create_pr, commit_message, commit_description, token)
-
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, ResidualNorm):
-            init.zeros_(module.weight)
-        elif isinstance(module, MRPHead) and module.draft_token_ids is not None:
-            init.copy_(module.draft_token_ids, first_tokens(self.config))
-        else:
-            super()._init_weights(module)
-
-    @classmethod
-    def _pinned(cls, source: str, config: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """The config, and the arguments with the commit as their revision: all files then come from one state of the
-        repository."""
-        path = config_file(source, config is None, **hub_options(kwargs))
-        if path is not None and not os.path.isdir(source) and (commit := commit_of(path)):
-            kwargs = {**kwargs, "revision": commit}
-        if not isinstance(config, PreTrainedConfig):
-            names = {field.name for field in fields(MRPConfig)} - {"dtype"}
-            overrides = {name: value for name, value in kwargs.items() if name in names}
-            kwargs = {name: value for name, value in kwargs.items() if name not in names}
-            config = cls.config_class.from_pretrained(config or source, **hub_options(kwargs), **overrides)
-        return config, kwargs
-
-    @classmethod
-    def _load(cls, source: str | None, *args: Any, **kwargs: Any) -> Any:
-        """A model with its own backbone, by transformers' `from_pretrained`."""
-        with_info = kwargs.pop("output_loading_info", False)
-        if source is not None:
-            cls._check_files(source, kwargs)
-            kwargs |= {"use_safetensors": True, "trust_remote_code": False}  # or custom_generate/ would replace generate
-        kwargs.setdefault("ignore_mismatched_sizes", True)  # collected below, with the other misfits
-        kwargs["key_mapping"] = {**KEY_MAPPING, **(kwargs.get("key_mapping") or {})}
-        model, info = super().from_pretrained(source, *args, output_loading_info=True, **kwargs)
-        misfits = [f"missing: {name}" for name in sorted(info["missing_keys"])]
-        misfits += [f"unexpected: {name}" for name in sorted(info["unexpected_keys"])]
-        misfits += [
-            f"wrong shape: {name} is {list(has)}, needs {list(needs)}" for name, has, needs in sorted(info["mismatched_keys"])
-        ]
-        raise_misfits(misfits)
-        if model.mrp_head is not None:
-            check_draft_tokens(model.mrp_head, model.config, str(source))
-        if source is not None and not kwargs.get("subfolder"):
-            local = os.path.isdir(source)
-            model.backbone_source = BackboneSource(
-                os.path.abspath(source) if local else source, None if local else kwargs.get("revision")
-            )
-        return (model, info) if with_info else model
-
-    @classmethod
-    def _check_files(cls, source: str, kwargs: dict[str, Any]) -> None:
-        """Compares the files' headers with the config, before a config that lies can make anything be allocated."""
-        config = kwargs["config"]
-        if (elsewhere := getattr(config, "transformers_weights", None)) is not None:
-            raise ValueError(f"the config of {source} points to weights in {elsewhere!r}: only model*.safetensors are read")
-        hub, adapter = hub_options(kwargs), kwargs.get("adapter_kwargs") or {}
-        if not os.path.isdir(source) and "_adapter_model_path" not in adapter and find_adapter_config_file(source, **hub):
-            raise ValueError(  # transformers would load the base that adapter_config.json names, whatever that is
-                f"{source} holds an adapter beside its model: load the adapter from a repository of its own with load_adapter"
-            )
-        if getattr(config, "quantization_config", None) is not None:
-            return  # a quantized checkpoint has the tensors that its quantizer makes
-        found = stored_tensors(weight_files(source, kwargs.get("variant"), **hub))
-        check_depth(found, config.num_hidden_layers + config.num_nextn_predict_layers)
-        check_fit(found, cls.tensor_shapes(config), {"lm_head.weight"} if config.tie_word_embeddings else ())
-
-    @classmethod
-    def _from_head_repository(cls, source: str, config: Any, backbone: Any, kwargs: dict[str, Any]) -> Any:
-        hub, with_info, info = hub_options(kwargs), kwargs.get("output_loading_info", False), None
-        if backbone is None or isinstance(backbone, str | os.PathLike):
-            ours = {name: value for name, value in kwargs.items() if name not in ("revision", "subfolder")}
-            adapter, name = ours.pop("adapter_kwargs", None) or {}, ours.pop("adapter_name", None)
-            if config._attn_implementation is not None:  # AutoModel has put it there
-                ours.setdefault("attn_implementation", config._attn_implementation)
-            if backbone is None:
-                where = backbone_location(config.base_model_name_or_path, source)
-                if config.base_model_revision is not None and not os.path.isdir(where):
-                    ours["revision"] = config.base_model_revision
-            else:
-                where = os.fspath(backbone)
-            try:
-                model, info = cls._open_backbone(where, ours)
-            except OSError as error:
-                raise OSError(f"the backbone {where!r} of the head {source} could not be loaded: {error}") from error
-        else:
-            adapter, name, model = {}, None, backbone
-        model.attach_head(source, **hub)
-        if "generation_config" not in kwargs:
-            model._take_generation_config(source, hub)
-        model.name_or_path = model.config.name_or_path = source
-        if (adapter_path := adapter.pop("_adapter_model_path", None)) is not None:
-            model.load_adapter(adapter_path, adapter_name=name, adapter_kwargs=adapter)
-        return (model, info) if with_info else model
-
-    @classmethod
-    def _open_backbone(cls, source: str, kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """A model to put a head on, and transformers' account of its loading."""
-        found, _ = PreTrainedConfig.get_config_dict(config_file(source, **hub_options(kwargs)))
-        if (other := found.get("base_model_name_or_path")) is not None:
-            raise ValueError(f"{source} is a head repository and has no backbone; its own is {other!r}: use that")
-        return cls.from_pretrained(source, **{**kwargs, "output_loading_info": True})
-
-    def _take_generation_config(self, source: str, hub: dict[str, Any]) -> None:
-        """A head comes with the options that suit it, if it has any."""
-        try:
-            self.generation_config = GenerationConfig.from_pretrained(source, **hub_options(hub))
-        except OSError:
-            log.info("%s has no generation_config.json: the backbone's options stay", source)
-
-
-def _shared_hub_options(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in hub_options(kwargs).items() if name not in ("revision", "subfolder")}
-
-
-def _as_block_diffusion(source: str, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments with a config for an autoregressive Qwen3 checkpoint; those for any other one as they are."""
-    found, _ = PreTrainedConfig.get_config_dict(config_file(source, **hub_options(kwargs)))
-    if found.get("model_type") != "qwen3" or kwargs.get("config") is not None:
-        return kwargs
-    kwargs = dict(kwargs)
-    given: dict[str, Any] = {name: kwargs.pop(name) for name in ("block_size", "mask_token_id") if name in kwargs}
-    if "mask_token_id" not in given and found.get("vocab_size") != QWEN3_VOCABULARY:
-        raise ValueError(
-            f"{source} has a vocabulary of {found.get('vocab_size')}, not Qwen3's of {QWEN3_VOCABULARY}, so that its mask "
-            "token is not known: pass mask_token_id=..., an id that no text holds"
-        )
-    config = MRPConfig.from_dict({**found, "model_type": "sdar", **given})
-    log.warning(
-        "%s is an autoregressive Qwen3 checkpoint: until it is trained with the block-diffusion loss (blocks of %d, mask id "
-        "%d) it generates nonsense",
-        source,
-        config.block_size,
-        config.mask_token_id,
-    )
-    return {**kwargs, "config": config}
-
-
-# ----------------------------------------------------------------------------------------------------
 # rules/states.py
 #
 # States of a block, what is revealed at them, and sets of scored states: tensors with names, and nothing that decides.
@@ -3413,6 +2752,21 @@ class Scored(TensorFields):
 
 
 @dataclass
+class Source(TensorFields):
+    """What the backbone said at one state of each row: where drafts start from.
+
+    Attributes:
+        token: [rows, block] long, the token of each masked position,
+        odds: [rows, block] float, and its log-odds.
+        hidden: [rows, block, hidden_size].
+    """
+
+    token: Tensor
+    odds: Tensor
+    hidden: Tensor
+
+
+@dataclass
 class Memory(TensorFields):
     """What the last round scored in vain, and where each of its states leads without another forward.
 
@@ -3426,7 +2780,7 @@ class Memory(TensorFields):
     ahead: Tensor
 
 
-for _kind in (States, Reveal, Scored, Memory):
+for _kind in (States, Reveal, Scored, Source, Memory):
     register_dataclass(_kind)
 
 
@@ -3464,6 +2818,9 @@ class Candidates:
     ids: Tensor
     step: Tensor
     quota: Tensor
+
+
+TensorPart = TypeVar("TensorPart", bound=TensorFields)
 
 
 class RevealRule(Protocol):
@@ -3659,6 +3016,11 @@ class Accepted:
     passed: Tensor
     last: Tensor
 
+    def at_last(self, part: TensorPart) -> TensorPart:
+        """One of each row: that of the last accepted state, of what is [rows, n + m]."""
+        rows = torch.arange(len(self.last), device=self.last.device)
+        return part.map(lambda t: t[rows, self.last])
+
 
 def accept(scored: Scored, memory: Memory | None, successor: States, eos: Tensor, mask_id: int) -> Accepted:
     """Accept the longest verified path of each row.
@@ -3708,24 +3070,32 @@ def path_from_first(next_index: Tensor) -> tuple[Tensor, Tensor]:
     return passed.bool(), jump[:, 0]
 
 
-def remembered(accepted: Accepted, count: int, width: int) -> Memory:
-    """Keep what a round scored for the next one, in `width` places.
+def remembered(accepted: Accepted, count: int, width: int) -> tuple[Tensor, Tensor]:
+    """Choose what a round has scored for the next one to remember.
 
     Kept are its `count` states but the clean ones, and those that looked at a clean one, which may turn out not to be text.
+
+    Returns:
+        Which of them are kept, [rows, width] bool, and where they lead, [rows, width, block + 6] long: see `Memory`.
     """
-    scored = accepted.known.map(lambda t: t[:, :count])
-    keep = scored.states.only(~accepted.clean[:, :count] & (scored.states.parent < 0))
+    states = accepted.known.states.map(lambda t: t[:, :count])
+    keep = states.valid & ~accepted.clean[:, :count] & (states.parent < 0)
     next_index = accepted.next_index[:, :count]
     known = (next_index >= 0) & (next_index < count)
-    known &= keep.valid.gather(1, next_index.clamp(0, count - 1))
+    known &= keep.gather(1, next_index.clamp(0, count - 1))
     frontier = torch.where(known, next_index, torch.arange(count, device=next_index.device))
     for _ in range(count.bit_length()):
         frontier = frontier.gather(1, frontier)
     table = accepted.follower.table
     ahead = table.gather(1, frontier[..., None].expand(-1, -1, table.shape[-1]))
     source = (1 + frontier)[..., None]
-    memory = Memory(replace(scored, states=keep), torch.cat([ahead, source, source], -1))
-    return memory if count == width else memory.map(lambda t: F.pad(t, (0, 0) * (t.dim() - 2) + (0, width - count)))
+    return padded(keep, width), padded(torch.cat([ahead, source, source], -1), width)
+
+
+def padded(values: Tensor, width: int) -> Tensor:
+    """[rows, width, ...] of [rows, n, ...]: zeros behind the n."""
+    more = width - values.shape[1]
+    return F.pad(values, (0, 0) * (values.dim() - 2) + (0, more)) if more else values
 
 
 def offered_behind(states: States, last: States, mask_id: int) -> Tensor:
@@ -5139,9 +4509,9 @@ class Runner:
         width = scored.states.start.shape[1] * self.block
         self.cache.commit(width, slot * self.block, start, which, self.block, scored.layers)
 
-    def commit_clean(self, scored: Scratch, which: Tensor, held: Held) -> Held:
-        """Commit accepted clean states, at most one a row by `which` [rows, n] bool; the head's share of them is late."""
-        row, slot = which.any(-1), which.int().argmax(-1)
+    def commit_clean(self, scored: Scratch, slot: Tensor, held: Held) -> Held:
+        """Commit the accepted clean state of each row, in `slot` [rows] long, -1 for none; the head's share of it is late."""
+        row, slot = slot >= 0, slot.clamp(min=0)
         self.commit(scored, slot, held.committed, row)
         held = replace(held, committed=held.committed + self.block * row)
         if not self.head_layers:
@@ -5213,20 +4583,46 @@ _GATED = 1024  # numbers that a program of `_gate` takes
 _HEADS = 8  # heads, of one token or more, that a program of `_rotate` takes
 
 
+def run_layers(owner: Any, hidden: Tensor, mask: Any, rotary: tuple[Tensor, Tensor], cache: Cache | None) -> Tensor:
+    """Run all layers of a module and the norm behind them, `fused` or one by one.
+
+    Args:
+        owner: Has decoder layers, `layers`, and the norm, `norm`.
+        hidden: [rows, tokens, hidden_size], what the first layer reads.
+        mask: As `Qwen3DecoderLayer` takes it, [rows, 1, tokens, keys]; in a round a `RoundMask`.
+        rotary: cos and sin, [rows, tokens, head_dim] each.
+        cache: Gets keys and values, or None.
+
+    Returns:
+        [rows, tokens, hidden_size].
+
+    Raises:
+        ValueError: if kernels are forced and cannot be used here.
+        RuntimeError: if a forced kernel fails.
+    """
+    if (walk := fused(owner, len(owner.layers), mask, cache)) is not None:
+        return walk(hidden, rotary)
+    for layer in owner.layers:
+        hidden = layer(
+            hidden, attention_mask=mask, position_embeddings=rotary, past_key_values=cache, use_cache=cache is not None
+        )
+    return owner.norm(hidden)
+
+
 def fused(
-    owner: Any, kind: type[nn.Module], depth: int, mask: object, cache: object
+    owner: Any, depth: int, mask: object, cache: object, kind: type[nn.Module] | None = None
 ) -> Callable[[Tensor, tuple[Tensor, Tensor]], Tensor] | None:
-    """What stands in a round for calling layers and the norm behind them, or None: they are to be called.
+    """Find what stands in a round for calling layers and the norm behind them; None: they are to be called.
 
     They are called outside of rounds, where kernels are off or cannot be used, where something of them was compiled (then torch
     fuses), and where a module does more than its class does, hooks for instance.
 
     Args:
         owner: Has decoder layers, `layers`, and the norm, `norm`.
-        kind: What the owner has to be.
         depth: So many of its first layers are meant.
         mask: In a round a `RoundMask`, whose dispatch decides.
         cache: In a round the `BlockCache` that gets keys and values, at its target.
+        kind: What the owner has to be if it is not called either; None: this is asked for by its own forward.
 
     Returns:
         A function of what the first layer reads, [rows, tokens, hidden_size], and of cos and sin, [rows, tokens, head_dim]
@@ -5237,8 +4633,11 @@ def fused(
     """
     if not isinstance(mask, RoundMask) or not isinstance(cache, BlockCache) or mask.dispatch.forced is False:
         return None
-    layers, obstacle = list(owner.layers)[:depth], None
-    for module, expected in _parts(owner, kind, layers):
+    if owner._compiled_call_impl is not None:
+        return None
+    layers = list(owner.layers)[:depth]
+    obstacle = None if kind is None else more_than(owner, kind)
+    for module, expected in _parts(owner, layers) if obstacle is None else ():
         if module._compiled_call_impl is not None:
             return None
         if (obstacle := more_than(module, expected)) is not None:
@@ -5247,10 +4646,9 @@ def fused(
     return mask.dispatch.run("fused_layers", lambda: walk, lambda: None, next(owner.parameters()), obstacle=obstacle)
 
 
-def _parts(owner: Any, kind: type[nn.Module], layers: Sequence[Any]) -> Iterator[tuple[Any, type[nn.Module]]]:
+def _parts(owner: Any, layers: Sequence[Any]) -> Iterator[tuple[Any, type[nn.Module]]]:
     """The modules that are not called, each with what it has to be; to be looked at one by one, since what is not as
     expected need not have the parts that would come next."""
-    yield owner, kind
     yield owner.norm, Qwen3RMSNorm
     for layer in layers:
         yield layer, Qwen3DecoderLayer
@@ -5572,6 +4970,1014 @@ if triton is not None:
 
 
 # ----------------------------------------------------------------------------------------------------
+# model/head.py
+#
+# The MRP head: the module, how a new one starts, and which of a model's settings it depends on.
+#
+# Symbols follow the MRP paper (arXiv 2605.18817): h_A are the backbone's final hidden states at a state x, x' the state after a
+# reveal, h_C the head's output; lm_head(h_A + h_C) estimates the backbone's logits at x'.
+
+NEW_HEADS = ("identity", "backbone", "published")
+_PUBLISHED_STD = 0.2  # of the published recipe
+# What a head's numbers depend on, beside the shapes of its tensors: those of the backbone it was trained on.
+_SHARED = (
+    "hidden_size",
+    "vocab_size",
+    "block_size",
+    "mask_token_id",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "hidden_act",
+    "rms_norm_eps",
+    "rope_parameters",
+)
+
+
+class ResidualNorm(Qwen3RMSNorm):
+    """The head's last norm. A new one has weight zero, so that a new head adds nothing: A + C = A."""
+
+    def __init__(self, hidden_size: int, eps: float = 1e-6) -> None:
+        super().__init__(hidden_size, eps)
+        nn.init.zeros_(self.weight)
+
+
+def first_tokens(config: MRPConfig) -> Tensor:
+    """[draft_vocab_size] long, the first ids but the mask's: a draft vocabulary before one is chosen from data."""
+    ids = torch.arange(config.draft_vocab_size)
+    return ids + (ids >= config.mask_token_id)
+
+
+class MRPHead(nn.Module):
+    """Predicts the residual h_C that a reveal adds to the backbone's hidden states (MRP, section 3).
+
+    ``h_C = norm(layers(eh_proj([enorm(embed(x')) ; hnorm(h_A)])))``. Its layers are the backbone's kind of layer
+    and keep their own KV, in the layers of the cache that follow the backbone's. A new head is the identity.
+
+    Args:
+        config: The model's configuration; `num_nextn_predict_layers` gives the depth.
+
+    Attributes:
+        predicts: `residual` or, in place of the hidden states themselves, `hidden` (`MRPConfig.head_predicts`).
+        draft_token_ids: [draft_vocab_size] long, the tokens that `mrp_spec` drafts from, distinct and without the mask id; None
+            for all. What is not among them is never drafted, and generated all the same: the backbone has the whole
+            vocabulary.
+    """
+
+    def __init__(self, config: MRPConfig) -> None:
+        super().__init__()
+        self.enorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.hnorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.eh_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+        layers = [Qwen3DecoderLayer(config, 0) for _ in range(config.num_nextn_predict_layers)]
+        for index, layer in enumerate(layers):
+            layer.self_attn.layer_idx = config.num_hidden_layers + index
+        self.layers = nn.ModuleList(layers)
+        self.predicts = config.head_predicts
+        norm = ResidualNorm if self.predicts == "residual" else Qwen3RMSNorm
+        self.norm = norm(config.hidden_size, eps=config.rms_norm_eps)
+        self.draft_token_ids: Tensor | None
+        ids = first_tokens(config) if config.draft_vocab_size else None
+        self.register_buffer("draft_token_ids", ids)
+
+    def forward(
+        self,
+        inputs_embeds: Tensor,
+        hidden_states: Tensor,
+        attention_mask: Tensor | RoundMask | None,
+        position_embeddings: tuple[Tensor, Tensor],
+        past_key_values: Cache | None = None,
+    ) -> Tensor:
+        """Predict one residual; with and without kernels, this is what a head computes.
+
+        Args:
+            inputs_embeds: [batch, length, hidden_size], the embeddings of x' (the state after the reveal).
+            hidden_states: [batch, length, hidden_size], h_A or the accumulated estimate of it.
+            attention_mask: As `Qwen3DecoderLayer` takes it, [batch, 1, length, keys]; in a round a `RoundMask`.
+            position_embeddings: cos and sin of the backbone's rotary embedding, [batch, length, head_dim] each.
+            past_key_values: The cache that the head's layers update.
+
+        Returns:
+            [batch, length, hidden_size], h_C.
+
+        Raises:
+            ValueError: if a `RoundMask` forces kernels that cannot be used here.
+        """
+        hidden = self.eh_proj(torch.cat([self.enorm(inputs_embeds), self.hnorm(hidden_states)], -1))
+        return run_layers(self, hidden, attention_mask, position_embeddings, past_key_values)
+
+
+@torch.no_grad()
+def start_head(head: MRPHead, backbone_layers: nn.ModuleList, how: str) -> None:
+    """Sets a new head's weights.
+
+    Args:
+        head: With the usual random weights in its layers.
+        backbone_layers: The backbone's decoder layers.
+        how: `identity`: as it is, under a last norm of weight zero, so that it adds nothing. `backbone`: its layers are the
+            backbone's last ones and read h_A through an identity, under the same norm. `published`: as in the published recipe,
+            matrices from a normal distribution with std 0.2, norms one; such a head disturbs until it is trained.
+
+    Raises:
+        ValueError: if `how` is none of these, or `backbone` and the head is deeper than the backbone, or the layers to copy are
+            offloaded.
+    """
+    if how not in NEW_HEADS:
+        raise ValueError(f"head_init is {how!r}: choose one of {', '.join(NEW_HEADS)}")
+    if how == "published":
+        for module in head.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=_PUBLISHED_STD)
+            elif isinstance(module, Qwen3RMSNorm):
+                nn.init.ones_(module.weight)
+        return
+    if head.predicts == "residual":
+        nn.init.zeros_(head.norm.weight)
+    if how == "backbone":
+        depth = len(head.layers)
+        if depth > len(backbone_layers):
+            raise ValueError(
+                f"head_init is 'backbone', but the head has {depth} layers and the backbone {len(backbone_layers)}: "
+                "use fewer head_layers"
+            )
+        sources = list(backbone_layers)[-depth:]
+        if any(parameter.is_meta for source in sources for parameter in source.parameters()):
+            raise ValueError(
+                "head_init is 'backbone', but its last layers are offloaded: load them into memory, or use 'identity'"
+            )
+        hidden = head.eh_proj.out_features
+        head.eh_proj.weight.zero_()
+        head.eh_proj.weight[:, hidden:].fill_diagonal_(1.0)
+        for layer, source in zip(head.layers, sources, strict=True):
+            layer.load_state_dict(source.state_dict())
+
+
+def check_same_backbone(head: MRPConfig, backbone: MRPConfig, whose: str) -> None:
+    """Compares the settings that a head and its backbone share.
+
+    Raises:
+        ValueError: if they differ; lists them all with both values.
+    """
+    differences = [
+        f"{name} is {getattr(head, name)!r}, the backbone's {getattr(backbone, name)!r}"
+        for name in _SHARED
+        if getattr(head, name) != getattr(backbone, name)
+    ]
+    if differences:
+        raise ValueError(
+            f"the head of {whose} does not belong to this backbone: its " + "; its ".join(differences) + ". Use the "
+            "backbone that it was trained on, or train a head for this one"
+        )
+
+
+def shapes_of_head(config: MRPConfig) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors of a head with this config, as they lie in a checkpoint."""
+    with torch.device("meta"):
+        return {HEAD + name: tuple(value.shape) for name, value in MRPHead(config).state_dict().items()}
+
+
+def tensors_of(head: nn.Module) -> dict[str, StoredTensor]:
+    """A head's tensors, as if they lay in a file."""
+    kinds = {True: "F32", False: "I64"}
+    return {
+        HEAD + name: StoredTensor(HEAD + name, Path(), tuple(value.shape), kinds[value.is_floating_point()])
+        for name, value in head.state_dict().items()
+    }
+
+
+def check_draft_tokens(head: MRPHead, config: MRPConfig, source: str) -> None:
+    """Checks the draft vocabulary that came with a head from `source`.
+
+    Raises:
+        ValueError: if it holds an id twice, the mask id, or one outside the vocabulary.
+    """
+    ids = head.draft_token_ids
+    if ids is None or ids.is_meta:
+        return
+    good = (ids >= 0) & (ids < config.vocab_size) & (ids != config.mask_token_id)
+    if not bool(good.all()) or len(ids.unique()) != len(ids):
+        raise ValueError(
+            f"{DRAFT_TOKENS} of {source} holds ids twice, the mask's, or ids outside the vocabulary of {config.vocab_size}: "
+            "choose the draft vocabulary anew"
+        )
+
+
+# ----------------------------------------------------------------------------------------------------
+# model/attaching.py
+#
+# Heads on models: made, put on, taken off, and read from the checkpoints that have one.
+
+try:
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+except ImportError:  # then no model is spread over devices
+    AlignDevicesHook = add_hook_to_module = None
+
+
+class HeadMixin:
+    """What gives an MRP model its head, and takes it off."""
+
+    def new_head(self: Any, head_layers: int = 3, head_init: str = "identity") -> MRPHead:
+        """A head for this model's backbone, on its device and in its type; torch's generator draws the random part.
+
+        Raises:
+            ValueError: if `head_layers` is not a positive int, or `start_head` refuses.
+        """
+        if not isinstance(head_layers, int) or isinstance(head_layers, bool) or head_layers < 1:
+            raise ValueError(f"head_layers is {head_layers!r}: a head has 1 layer or more (3 are published)")
+        weight = self.lm_head.weight
+        with torch.device(weight.device):
+            head = MRPHead(self._config_with(head_layers, 0)).to(weight.dtype)
+        for module in head.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=self.config.initializer_range)
+        start_head(head, self.model.layers, head_init)
+        return head
+
+    def attach_head(self: Any, head: Any, **hub: Any) -> None:
+        """Gives the model a head, in place of its own if it has one. The backbone stays as it is.
+
+        Args:
+            head: A folder or id of a head repository, of a full checkpoint, or in the published layout: its head is read, and
+                nothing else. Or an `MRPHead`, which becomes part of this model.
+            hub: `revision`, `token`, `cache_dir`, `local_files_only`, ... for an id.
+
+        Raises:
+            ValueError: if the head was made for another backbone (with both values of all that differs), or its tensors do not
+                fit, or there is none; the model is then as before.
+        """
+        if unknown := sorted(hub.keys() - set(HUB_OPTIONS)):
+            raise ValueError(f"{', '.join(unknown)}: attach_head takes {', '.join(HUB_OPTIONS)}. Check the spelling")
+        if isinstance(head, str | os.PathLike):
+            head = self._read_head(os.fspath(head), hub_options(hub))
+        elif not isinstance(head, nn.Module) or type(head).__name__ != MRPHead.__name__:
+            raise ValueError(f"head is {head!r}: pass an MRPHead, or the folder or id of a checkpoint that has one")
+        else:
+            layers: Any = head.layers
+            check_same_backbone(layers[0].self_attn.config, self.config, "another model")
+        draft = 0 if head.draft_token_ids is None else len(head.draft_token_ids)
+        config = self._config_with(len(head.layers), draft)
+        check_fit(tensors_of(head), shapes_of_head(config))
+        head = head if type(head) is MRPHead else _of_this_copy(head, config)
+        _place(head, self)
+        for index, layer in enumerate(head.layers):
+            layer.self_attn.layer_idx = self.config.num_hidden_layers + index
+            layer.self_attn.config = self.config
+        self.mrp_head = head.train(self.training)
+        self.config.num_nextn_predict_layers, self.config.draft_vocab_size = len(head.layers), draft
+        self.config.head_predicts = head.predicts
+
+    def detach_head(self: Any) -> MRPHead:
+        """Takes the head off; if `generate` would decode with it by default, it goes back to `static`.
+
+        Returns:
+            The head, which can be attached to another model.
+
+        Raises:
+            ValueError: if the model has none.
+        """
+        if self.mrp_head is None:
+            raise ValueError("the model has no MRP head to detach: attach one with attach_head, or load one with from_backbone")
+        head, self.mrp_head = self.mrp_head, None
+        self.config.num_nextn_predict_layers = self.config.draft_vocab_size = 0
+        if str(getattr(self.generation_config, "decoding", None)).startswith("mrp_"):
+            self.generation_config.decoding = None
+        return head
+
+    def _config_with(self: Any, head_layers: int, draft_vocab_size: int) -> MRPConfig:
+        config = copy.deepcopy(self.config)
+        config.num_nextn_predict_layers, config.draft_vocab_size = head_layers, draft_vocab_size
+        return config
+
+    def _read_head(self: Any, source: str, hub: dict[str, Any]) -> MRPHead:
+        """The head of a checkpoint, its files as they lie on the disk."""
+        config, hub = type(self)._pinned(source, None, hub)
+        if not config.has_head:
+            raise ValueError(f"{source} has no MRP head (num_nextn_predict_layers is 0): name a checkpoint that has one")
+        check_same_backbone(config, self.config, source)
+        found = stored_tensors(weight_files(source, prefixes=(HEAD, PUBLISHED_HEAD), **hub))
+        if config.base_model_name_or_path is None:  # it holds the backbone too
+            found = {name: tensor for name, tensor in found.items() if name.startswith(HEAD)}
+        check_depth(found, config.num_nextn_predict_layers)
+        check_fit(found, shapes_of_head(config))
+        with torch.device("meta"):
+            head = MRPHead(config)
+        head.load_state_dict({name.removeprefix(HEAD): _read(tensor) for name, tensor in found.items()}, assign=True)
+        check_draft_tokens(head, config, source)
+        return head
+
+
+def _read(tensor: StoredTensor) -> Tensor:
+    with safe_open(tensor.file, framework="pt") as tensors:
+        return tensors.get_tensor(tensor.name)
+
+
+def _of_this_copy(head: Any, config: MRPConfig) -> MRPHead:
+    """A head of another copy of this code, remote code of its own repository for instance, in the class of this copy, with the
+    same parameters in memory: kernels know but this one."""
+    with torch.device("meta"):
+        made = MRPHead(config)
+    trains = {name: parameter.requires_grad for name, parameter in head.named_parameters()}
+    made.load_state_dict({**dict(head.named_parameters()), **dict(head.named_buffers())}, assign=True)
+    for name, parameter in made.named_parameters():
+        parameter.requires_grad_(trains[name])
+    made.predicts = head.predicts
+    return made
+
+
+def _place(head: nn.Module, model: Any) -> None:
+    """Puts a head where the model's logits are made, in their type, also if the model is spread over devices."""
+    hook = getattr(model.lm_head, "_hf_hook", None)
+    device = getattr(hook, "execution_device", None)
+    weight = model.lm_head.weight
+    head.to(weight.device if device is None else device, weight.dtype)
+    if device is not None:
+        add_hook_to_module(head, AlignDevicesHook(device))
+        model.hf_device_map["mrp_head"] = device
+
+
+# ----------------------------------------------------------------------------------------------------
+# model/saving.py
+#
+# How MRP models are written: heads on their own, and everything beside what is there before it is replaced.
+
+CONFIGURATION, MODELING = "configuration_mrp.py", "modeling_mrp.py"
+CUSTOM_GENERATE = "custom_generate/generate.py"
+AUTO_MAP = {
+    "AutoConfig": "configuration_mrp.MRPConfig",
+    "AutoModel": "modeling_mrp.MRPForCausalLM",
+    "AutoModelForCausalLM": "modeling_mrp.MRPForCausalLM",
+}
+_WEIGHT_FILES = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+
+
+class BackboneSource(NamedTuple):
+    """Where a model's backbone came from: a repository's id and commit, or a folder's absolute path and None."""
+
+    name: str
+    revision: str | None
+
+
+def head_to_save(
+    model: Any, state_dict: dict[str, Tensor] | None, backbone: BackboneSource | None
+) -> tuple[dict[str, Tensor], MRPConfig]:
+    """The tensors and the config of a head repository.
+
+    Raises:
+        ValueError: if the model has no head, its backbone no name, or the head not just its own tensors.
+    """
+    if model.mrp_head is None:
+        raise ValueError(
+            "head_only=True, but the model has no MRP head: give it one with attach_head or from_backbone, or save it whole"
+        )
+    if backbone is None:
+        raise ValueError(
+            "head_only=True, but the model was not loaded from a checkpoint that the head could name as its backbone: pass "
+            "base_model_name_or_path (and base_model_revision), or save it whole"
+        )
+    state = model.state_dict() if state_dict is None else state_dict
+    head = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items() if name.startswith(HEAD)}
+    if head.keys() != (expected := shapes_of_head(model.config).keys()):
+        raise ValueError(
+            f"the head holds other tensors than its own, or lacks some: {sorted(head.keys() ^ expected)[:4]}, ... Merge "
+            "adapters first (merge_and_unload), or save them with peft"
+        )
+    config = copy.deepcopy(model.config)
+    config.auto_map, config.architectures = dict(AUTO_MAP), [type(model).__name__]
+    config.dtype = next(tensor.dtype for tensor in head.values() if tensor.is_floating_point())
+    config.base_model_name_or_path, config.base_model_revision = backbone
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # the backbone's
+    return head, config
+
+
+def code_files() -> dict[str, str]:
+    """The remote code that a repository carries, by path: these files, where they are that code, or what `bundle` generates."""
+    own = Path(__file__)
+    if own.name == MODELING:
+        files = {name: own.with_name(name).read_text(encoding="utf-8") for name in (CONFIGURATION, MODELING)}
+    else:
+        files = import_module(f"{__name__.partition('.')[0]}.bundle").files()
+    return {**files, CUSTOM_GENERATE: f"from typing import Any\n\n\n{inspect.getsource(generate)}"}
+
+
+def write_code(folder: Path) -> None:
+    """Put the remote code beside a checkpoint."""
+    for name, text in code_files().items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def written_beside(folder: Path) -> Iterator[Path]:
+    """A temporary folder whose files move into `folder` when all are written; weights of another split are then removed."""
+    made = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder) as beside:
+            yield Path(beside)
+            files = (path for path in Path(beside).rglob("*") if path.is_file())
+            written = sorted(files, key=lambda path: path.suffix == ".json")
+            for path in written:
+                target = folder / path.relative_to(beside)
+                target.parent.mkdir(exist_ok=True)
+                os.replace(path, target)
+        names = {path.name for path in written}
+        if any(_WEIGHT_FILES.fullmatch(name) for name in names):
+            for path in folder.iterdir():
+                if _WEIGHT_FILES.fullmatch(path.name) and path.name not in names:
+                    path.unlink()
+    except BaseException:
+        if made and not any(folder.iterdir()):
+            folder.rmdir()
+        raise
+
+
+# ----------------------------------------------------------------------------------------------------
+# model/pushing.py
+#
+# Publication of a saved checkpoint in one commit, or none: all that a model which was loaded as remote code needs for it.
+#
+# The installed command `mrp push` renders a whole card, and is patient with a Hub that does not answer.
+
+KINDS = {"full": "a full model", "head": "an MRP head", "adapter": "an adapter"}
+CONFIGS = {"full": "config.json", "head": "config.json", "adapter": "adapter_config.json"}
+TAGS = ["diffusion-lm", "block-diffusion", "speculative-decoding", "sdar", "mrp"]
+WEIGHTS = re.compile(r"(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+NOT_FILLED_IN = "Nothing is told of it yet: `mrp push` renders a card with its facts, its use and what was measured."
+_SAY_NOTHING = frozenset((".gitattributes", ".gitignore", "README.md", "LICENSE"))
+
+
+def kind_of(names: Collection[str], read: Callable[[str], bytes]) -> str | None:
+    """Tell what a repository or folder with these files is.
+
+    Args:
+        names: The paths of its files.
+        read: Gives a file's content.
+
+    Returns:
+        "full", "head" or "adapter" for this package's kinds, a description of anything else, or None where there is nothing
+        that a model could be told from.
+    """
+    if "adapter_config.json" in names:
+        return "adapter"
+    if "config.json" in names:
+        try:
+            config = json.loads(read("config.json"))
+            model_type = config.get("model_type")
+        except (ValueError, AttributeError):
+            return "a config.json that cannot be read"
+        if model_type != "sdar_mrp":
+            return f"a model of type {model_type!r}"
+        return "head" if config.get("base_model_name_or_path") else "full"
+    others = sorted(set(names) - _SAY_NOTHING)
+    return f"files of no model of this package, such as {others[0]}" if others else None
+
+
+def is_ours(path: str) -> bool:
+    """Tell whether an earlier push may have put this file there, so that a later one may remove it."""
+    return bool(WEIGHTS.fullmatch(path) or re.fullmatch(r"[a-z_]+_mrp\.py", path) or path == CUSTOM_GENERATE)
+
+
+def check_target(repo_id: str, revision: str | None, create_pr: bool) -> None:
+    """Refuse a name that is no "org/name", or both a branch and a pull request, with a `ValueError`."""
+    if revision is not None and create_pr:
+        raise ValueError(f"revision={revision!r} and create_pr=True: push to a branch, or open a pull request")
+    validate_repo_id(repo_id)
+    if repo_id.count("/") != 1:
+        raise ValueError(f"repo_id is {repo_id!r}: name the owner too, 'org/name'")
+
+
+def check_base(base: str | None) -> None:
+    """Refuse a base model that others cannot find, with a `ValueError`."""
+    if base is not None and not is_hub_id(base):
+        raise ValueError(
+            f"base_model is {base!r}: it must be the id of a model on the Hub, 'org/name', where others find it. Name it "
+            "when saving (base_model_name_or_path), or with --base-model of the command"
+        )
+
+
+@dataclass(frozen=True)
+class Remote:
+    """A repository as a push found it.
+
+    Attributes:
+        sha: The commit to stand on.
+        names: The paths of its files.
+        branch: Whether the branch is there.
+        card: Its README.md, if it has one.
+    """
+
+    sha: str
+    names: frozenset[str]
+    branch: bool
+    card: str | None
+
+    def stale(self, names: Collection[str]) -> list[str]:
+        """The files of an earlier push that are not among `names`, which this one sends."""
+        return sorted(name for name in self.names if is_ours(name) and name not in names)
+
+
+def look(api: HfApi, repo_id: str, branch: str, kind: str) -> Remote | None:
+    """Read what a branch holds, or `main` where there is no such branch yet; None where there is no repository.
+
+    Raises:
+        ValueError: if it is of another kind than what is pushed.
+    """
+    exists = True
+    try:
+        try:
+            info = api.model_info(repo_id, revision=branch)
+        except RevisionNotFoundError:
+            exists, info = False, api.model_info(repo_id)
+    except RepositoryNotFoundError:
+        return None
+    names = frozenset(sibling.rfilename for sibling in info.siblings or ())
+    with TemporaryDirectory() as cache:
+
+        def read(name: str) -> bytes:
+            return Path(api.hf_hub_download(repo_id, name, revision=info.sha, cache_dir=cache)).read_bytes()
+
+        there = kind_of(names, read)
+        if there not in (None, kind):
+            raise ValueError(
+                f"{repo_id} holds {KINDS.get(str(there), there)}, and what is pushed is {KINDS[kind]}: push it to a "
+                "repository of its own, or delete that one on the Hub first"
+            )
+        card = read("README.md").decode(errors="replace") if "README.md" in names else None
+    return Remote(str(info.sha), names, exists, card)
+
+
+def push_saved(
+    folder: Path,
+    repo_id: str,
+    private: bool = True,
+    revision: str | None = None,
+    create_pr: bool = False,
+    commit_message: str | None = None,
+    commit_description: str | None = None,
+    token: str | bool | None = None,
+) -> CommitInfo:
+    """Push all files of a folder that `save_pretrained` has just written, in one commit.
+
+    Weights and code of an earlier push that are not among them are removed in the same commit. A repository without a card gets
+    one of a few lines.
+
+    Raises:
+        ValueError: if the name of the base is not that of a repository, or the target holds another kind of thing.
+        HfHubHTTPError: if the Hub refuses, or somebody else committed meanwhile; no commit is then made.
+    """
+    files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+    kind = str(kind_of(files, lambda name: files[name].read_bytes()))
+    if kind == "adapter":  # the options of `generate` are those of its base
+        files.pop("generation_config.json", None)
+    base = json.loads(files[CONFIGS[kind]].read_text(encoding="utf-8")).get("base_model_name_or_path")
+    check_base(base)
+    api, branch = HfApi(token=token), revision or "main"
+    remote = look(api, repo_id, branch, kind)
+    if remote is None:
+        api.create_repo(repo_id, private=private, exist_ok=True)
+        remote = look(api, repo_id, branch, kind)
+    if remote is None:
+        raise ConnectionError(f"{repo_id} was created and cannot be found: push again")
+    operations: list[CommitOperationAdd | CommitOperationDelete] = [CommitOperationAdd(*file) for file in files.items()]
+    operations += [CommitOperationDelete(name) for name in remote.stale(files)]
+    if remote.card is None:
+        operations.append(CommitOperationAdd("README.md", short_card(repo_id, kind, base).encode()))
+    if not remote.branch:
+        api.create_branch(repo_id, branch=branch, revision=remote.sha, exist_ok=True)
+    return api.create_commit(
+        repo_id,
+        operations,
+        commit_message=commit_message or f"Upload {KINDS[kind]}",
+        commit_description=commit_description,
+        revision=None if create_pr else branch,
+        create_pr=create_pr,
+        parent_commit=remote.sha,
+    )
+
+
+def short_card(repo_id: str, kind: str, base: str | None) -> str:
+    """A card that says what a repository holds and which model it belongs to."""
+    data = ModelCardData(
+        library_name="peft" if kind == "adapter" else "transformers",
+        pipeline_tag="text-generation",
+        license="unknown",
+        tags=TAGS,
+        base_model=base,
+        base_model_relation="adapter" if base else None,
+    )
+    belongs = f" of `{base}`" if base else ""
+    return f"---\n{data.to_yaml()}\n---\n\n# {repo_id.split('/')[-1]}\n\nHere is {KINDS[kind]}{belongs}. {NOT_FILLED_IN}\n"
+
+
+# ----------------------------------------------------------------------------------------------------
+# model/loading.py
+#
+# Loading and saving of MRP models: the layouts that are read, backbones with heads from elsewhere, heads on their own.
+
+log = logging.getLogger(__name__)
+
+QWEN3_VOCABULARY = 151936  # the one in which MRPConfig's default mask id is free
+_OF_THE_HUB = ("repo_id", "commit_message", "commit_description", "private", "token", "create_pr", "revision")
+
+
+class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
+    """Loading, saving and initialisation shared by MRP models.
+
+    Attributes:
+        backbone_source: Where the backbone came from; None for a model that was made from a config.
+    """
+
+    config_class = MRPConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["Qwen3DecoderLayer", "MRPHead"]
+    _skip_keys_device_placement = ["past_key_values"]
+    _supports_sdpa = True
+    _supports_attention_backend = True
+    _supports_flash_attn = False  # flash attention takes no block-causal mask
+    _supports_flex_attn = True  # for the packed pass of training; decoding is faster with SDPA
+    backbone_source: BackboneSource | None = None
+
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: Any, *args: Any, config: Any = None, backbone: Any = None, **kwargs: Any
+    ) -> Any:
+        """Loads as transformers does, from a folder or a repository on the Hub of any of four kinds.
+
+        These are a full checkpoint of this package; one in the published SDAR layout (no head); one in the published layout
+        with a head; and a head repository, whose backbone is loaded by the name and revision in its config, and given the head.
+        Only safetensors are read, and no code but this package's runs, whatever else the repositories hold. A checkpoint that
+        does not fit its config is an error, raised before any weights are read.
+
+        Args:
+            pretrained_model_name_or_path: A folder, or a repository's id.
+            args: As in transformers.
+            config: As in transformers.
+            backbone: For a head repository: a folder, an id, or a loaded model that is given the head, instead of the backbone
+                that the config names. (`AutoModel` copies its keyword arguments: give a loaded model to this class, not to it.)
+            kwargs: As in transformers: `dtype`, `device_map`, `revision`, `token`, ... With a head repository, `revision` and
+                `subfolder` are the head's.
+
+        Raises:
+            ValueError: if the checkpoint lacks a tensor, has one too many, or one of another shape (all are listed), has no
+                safetensors, or is of another kind of model; if the backbone of a head repository may not be followed or does
+                not suit the head; if `backbone` is given for a checkpoint that has its own.
+        """
+        if kwargs.get("gguf_file") is not None or kwargs.get("use_safetensors") is False:
+            raise ValueError("only safetensors are read: leave out gguf_file and use_safetensors=False")
+        if pretrained_model_name_or_path is None:  # from a config and a state dict
+            return cls._load(None, *args, config=config, **kwargs)
+        source = os.fspath(pretrained_model_name_or_path)
+        config, kwargs = cls._pinned(source, config, kwargs)
+        if getattr(config, "base_model_name_or_path", None) is not None:
+            return cls._from_head_repository(source, config, backbone, kwargs)
+        if backbone is not None:
+            raise ValueError(
+                f"{source} has a backbone of its own, and backbone=... is for head repositories: to put its head on another "
+                f"backbone use from_backbone(backbone, head={source!r})"
+            )
+        return cls._load(source, *args, config=config, **kwargs)
+
+    @classmethod
+    def from_backbone(
+        cls,
+        backbone: Any,
+        head: Any = None,
+        head_layers: int = 3,
+        head_init: str = "identity",
+        head_revision: str | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """A backbone and a head that lie in different places, or a backbone and a new head.
+
+        Args:
+            backbone: A folder or id of any kind that `from_pretrained` takes but a head repository, or of an autoregressive
+                Qwen3 checkpoint, which becomes a block-diffusion model only by training; or a loaded model, which is given the
+                head. A head that it has already is dropped.
+            head: A folder or id of a head repository, of a full checkpoint, or in the published layout, whose head is taken; an
+                `MRPHead`; or None for a new one.
+            head_layers: Decoder layers of a new head.
+            head_init: How a new head starts: `identity`, `backbone` or `published` (see `start_head`).
+            head_revision: The commit, branch or tag of `head`.
+            kwargs: As for `from_pretrained`; `revision` is the backbone's. A Qwen3 checkpoint of another vocabulary than the
+                published one needs `mask_token_id`; it also takes `block_size`.
+
+        Returns:
+            The model.
+
+        Raises:
+            ValueError: as from `from_pretrained` and `attach_head`; for a bad `head_layers` or `head_init`; for a Qwen3
+                checkpoint of another vocabulary without `mask_token_id`.
+        """
+        if isinstance(backbone, str | os.PathLike):
+            model, _ = cls._open_backbone(os.fspath(backbone), _as_block_diffusion(os.fspath(backbone), kwargs))
+        elif hasattr(backbone, "attach_head"):
+            model = backbone
+        else:
+            raise ValueError(f"backbone is {backbone!r}: pass the folder or id of a checkpoint, or a loaded MRP model")
+        if head is None:
+            model.attach_head(model.new_head(head_layers, head_init))
+            return model
+        hub = {**_shared_hub_options(kwargs), "revision": head_revision}
+        model.attach_head(head, **hub)
+        if isinstance(head, str | os.PathLike) and "generation_config" not in kwargs:
+            model._take_generation_config(os.fspath(head), hub)
+        return model
+
+    @classmethod
+    def tensor_shapes(cls, config: MRPConfig) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of the tensors in a full checkpoint with this config; nothing is allocated.
+
+        Raises:
+            ValueError: if no tensor can have such a shape.
+        """
+        try:
+            with torch.device("meta"):
+                return {name: tuple(value.shape) for name, value in cls(copy.deepcopy(config)).state_dict().items()}
+        except RuntimeError as error:
+            raise ValueError(f"the sizes in the config are those of no model: correct config.json ({error})") from error
+
+    def load_adapter(self, peft_model_id: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Loads a peft adapter as transformers does, but only from safetensors.
+
+        Raises:
+            ValueError: if the adapter has none, or they are damaged; the model is then as before.
+        """
+        if peft_model_id is not None:
+            hub = hub_options({**(kwargs.get("adapter_kwargs") or {}), **kwargs})
+            try:
+                weights = Path(cached_file(peft_model_id, "adapter_model.safetensors", **hub))
+            except OSError as error:
+                raise ValueError(
+                    f"no adapter_model.safetensors in {peft_model_id}: only safetensors are read, never pickled weights. Save "
+                    f"the adapter with safetensors ({error})"
+                ) from error
+            stored_tensors([weights])  # a damaged file would be found only when the model has been changed for it
+        return super().load_adapter(peft_model_id, *args, **kwargs)
+
+    def save_pretrained(
+        self,
+        save_directory: Any,
+        is_main_process: bool = True,
+        state_dict: dict[str, Tensor] | None = None,
+        push_to_hub: bool = False,
+        *,
+        head_only: bool = False,
+        base_model_name_or_path: str | None = None,
+        base_model_revision: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Saves weights, both configs and real copies of the remote code, so that the folder loads anywhere.
+
+        Everything is written beside what the folder holds and then moved into place: a save that fails leaves it as it was,
+        and a model may be saved into the folder it was loaded from.
+
+        Args:
+            save_directory: The folder, made if needed. Its other files stay.
+            is_main_process: As in transformers.
+            state_dict: As in transformers.
+            push_to_hub: As in transformers; pushes with `push_to_hub` once the folder is written.
+            head_only: Whether to write the head alone. The folder names the backbone, and loads it when it is loaded.
+            base_model_name_or_path: With `head_only`, the backbone's name (an id or an absolute path) instead of what the model
+                was loaded from (`backbone_source`). Needed if the backbone was changed since, or made from a config.
+            base_model_revision: With it, the backbone's commit, branch or tag.
+            kwargs: As in transformers.
+
+        Raises:
+            ValueError: with `head_only`, if there is no head, it carries adapters, or the backbone has no name; without it, if
+                the backbone is named.
+        """
+        hub = {name: kwargs.pop(name) for name in _OF_THE_HUB if name in kwargs}
+        folder = Path(save_directory)
+        self.generation_config._from_model_config = False  # or our options would be dropped when it is read again
+        if head_only:
+            named = BackboneSource(base_model_name_or_path, base_model_revision) if base_model_name_or_path else None
+            head, config = head_to_save(self, state_dict, named or self.backbone_source)
+            if is_main_process:
+                with written_beside(folder) as beside:
+                    save_file(head, beside / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
+                    config.save_pretrained(beside)
+                    self.generation_config.save_pretrained(beside)
+                    write_code(beside)
+        elif base_model_name_or_path is not None or base_model_revision is not None:
+            raise ValueError(
+                f"base_model_name_or_path={base_model_name_or_path!r}, base_model_revision={base_model_revision!r}: a full "
+                "checkpoint carries its backbone and names none. Pass head_only=True, or leave them out"
+            )
+        else:
+            self.config.auto_map = dict(AUTO_MAP)
+            self.config.base_model_name_or_path = self.config.base_model_revision = None
+            kwargs |= {"is_main_process": is_main_process, "state_dict": state_dict}
+            kwargs["save_original_format"] = False  # our names, also if the model came in a published layout
+            if not is_main_process or kwargs.get("distributed_checkpoint"):
+                super().save_pretrained(folder, **kwargs)
+            else:
+                with written_beside(folder) as beside:
+                    super().save_pretrained(beside, **kwargs)
+                    if (beside / "config.json").is_file():  # an adapter has none
+                        write_code(beside)
+        if push_to_hub and is_main_process:
+            if head_only:
+                hub |= {
+                    "head_only": True,
+                    "base_model_name_or_path": base_model_name_or_path,
+                    "base_model_revision": base_model_revision,
+                }
+            self.push_to_hub(hub.pop("repo_id", folder.name), **hub)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        head_only: bool = False,
+        base_model_name_or_path: str | None = None,
+        base_model_revision: str | None = None,
+        tokenizer: Any = None,
+        max_shard_size: int | str = "5GB",
+        private: bool = True,
+        revision: str | None = None,
+        create_pr: bool = False,
+        commit_message: str | None = None,
+        commit_description: str | None = None,
+        token: str | bool | None = None,
+    ) -> CommitInfo:
+        """Publish the model in one commit, with a card of a few lines where there is none; `mrp push` renders a whole one.
+
+        Args:
+            repo_id: "org/name".
+            head_only: Publishes the head alone, which names its backbone, instead of the whole model. Of a model with a peft
+                adapter, the adapter alone is published.
+            base_model_name_or_path: With `head_only`, the backbone's name on the Hub, if it was not loaded from there.
+            base_model_revision: With it, the backbone's commit, branch or tag.
+            tokenizer: Is published beside the model.
+            max_shard_size: As in `save_pretrained`.
+            private: Whether to create the repository private; one that is there stays as it is.
+            revision: The branch, created if it is not there; `main` by default.
+            create_pr: Opens a pull request instead of changing `main`.
+            commit_message: The commit's title.
+            commit_description: Its text.
+            token: As `huggingface_hub` takes it; the saved one by default.
+
+        Returns:
+            The commit.
+
+        Raises:
+            ValueError: as from `save_pretrained`; for a `repo_id` without an owner; if the name of the base is not that of a
+                repository, or the target holds another kind of thing.
+            HfHubHTTPError: if the Hub refuses, or somebody else committed meanwhile; no commit is then made.
+        """
+        check_target(repo_id, revision, create_pr)
+        with TemporaryDirectory() as folder:
+            self.save_pretrained(
+                folder,
+                max_shard_size=max_shard_size,
+                head_only=head_only,
+                base_model_name_or_path=base_model_name_or_path,
+                base_model_revision=base_model_revision,
+            )
+            if tokenizer is not None:
+                tokenizer.save_pretrained(folder)
+            return push_saved(Path(folder), repo_id, private, revision, create_pr, commit_message, commit_description, token)
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, ResidualNorm):
+            init.zeros_(module.weight)
+        elif isinstance(module, MRPHead) and module.draft_token_ids is not None:
+            init.copy_(module.draft_token_ids, first_tokens(self.config))
+        else:
+            super()._init_weights(module)
+
+    @classmethod
+    def _pinned(cls, source: str, config: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """The config, and the arguments with the commit as their revision: all files then come from one state of the
+        repository."""
+        path = config_file(source, config is None, **hub_options(kwargs))
+        if path is not None and not os.path.isdir(source) and (commit := commit_of(path)):
+            kwargs = {**kwargs, "revision": commit}
+        if not isinstance(config, PreTrainedConfig):
+            names = {field.name for field in fields(MRPConfig)} - {"dtype"}
+            overrides = {name: value for name, value in kwargs.items() if name in names}
+            kwargs = {name: value for name, value in kwargs.items() if name not in names}
+            config = cls.config_class.from_pretrained(config or source, **hub_options(kwargs), **overrides)
+        return config, kwargs
+
+    @classmethod
+    def _load(cls, source: str | None, *args: Any, **kwargs: Any) -> Any:
+        """A model with its own backbone, by transformers' `from_pretrained`."""
+        with_info = kwargs.pop("output_loading_info", False)
+        if source is not None:
+            cls._check_files(source, kwargs)
+            kwargs |= {"use_safetensors": True, "trust_remote_code": False}  # or custom_generate/ would replace generate
+        kwargs.setdefault("ignore_mismatched_sizes", True)  # collected below, with the other misfits
+        kwargs["key_mapping"] = {**KEY_MAPPING, **(kwargs.get("key_mapping") or {})}
+        model, info = super().from_pretrained(source, *args, output_loading_info=True, **kwargs)
+        misfits = [f"missing: {name}" for name in sorted(info["missing_keys"])]
+        misfits += [f"unexpected: {name}" for name in sorted(info["unexpected_keys"])]
+        misfits += [
+            f"wrong shape: {name} is {list(has)}, needs {list(needs)}" for name, has, needs in sorted(info["mismatched_keys"])
+        ]
+        raise_misfits(misfits)
+        if model.mrp_head is not None:
+            check_draft_tokens(model.mrp_head, model.config, str(source))
+        if source is not None and not kwargs.get("subfolder"):
+            local = os.path.isdir(source)
+            model.backbone_source = BackboneSource(
+                os.path.abspath(source) if local else source, None if local else kwargs.get("revision")
+            )
+        return (model, info) if with_info else model
+
+    @classmethod
+    def _check_files(cls, source: str, kwargs: dict[str, Any]) -> None:
+        """Compares the files' headers with the config, before a config that lies can make anything be allocated."""
+        config = kwargs["config"]
+        if (elsewhere := getattr(config, "transformers_weights", None)) is not None:
+            raise ValueError(f"the config of {source} points to weights in {elsewhere!r}: only model*.safetensors are read")
+        hub, adapter = hub_options(kwargs), kwargs.get("adapter_kwargs") or {}
+        if not os.path.isdir(source) and "_adapter_model_path" not in adapter and find_adapter_config_file(source, **hub):
+            raise ValueError(  # transformers would load the base that adapter_config.json names, whatever that is
+                f"{source} holds an adapter beside its model: load the adapter from a repository of its own with load_adapter"
+            )
+        if getattr(config, "quantization_config", None) is not None:
+            return  # a quantized checkpoint has the tensors that its quantizer makes
+        found = stored_tensors(weight_files(source, kwargs.get("variant"), **hub))
+        check_depth(found, config.num_hidden_layers + config.num_nextn_predict_layers)
+        check_fit(found, cls.tensor_shapes(config), {"lm_head.weight"} if config.tie_word_embeddings else ())
+
+    @classmethod
+    def _from_head_repository(cls, source: str, config: Any, backbone: Any, kwargs: dict[str, Any]) -> Any:
+        hub, with_info, info = hub_options(kwargs), kwargs.get("output_loading_info", False), None
+        if backbone is None or isinstance(backbone, str | os.PathLike):
+            ours = {name: value for name, value in kwargs.items() if name not in ("revision", "subfolder")}
+            adapter, name = ours.pop("adapter_kwargs", None) or {}, ours.pop("adapter_name", None)
+            if config._attn_implementation is not None:  # AutoModel has put it there
+                ours.setdefault("attn_implementation", config._attn_implementation)
+            if backbone is None:
+                where = backbone_location(config.base_model_name_or_path, source)
+                if config.base_model_revision is not None and not os.path.isdir(where):
+                    ours["revision"] = config.base_model_revision
+            else:
+                where = os.fspath(backbone)
+            try:
+                model, info = cls._open_backbone(where, ours)
+            except OSError as error:
+                raise OSError(f"the backbone {where!r} of the head {source} could not be loaded: {error}") from error
+        else:
+            adapter, name, model = {}, None, backbone
+        model.attach_head(source, **hub)
+        if "generation_config" not in kwargs:
+            model._take_generation_config(source, hub)
+        model.name_or_path = model.config.name_or_path = source
+        if (adapter_path := adapter.pop("_adapter_model_path", None)) is not None:
+            model.load_adapter(adapter_path, adapter_name=name, adapter_kwargs=adapter)
+        return (model, info) if with_info else model
+
+    @classmethod
+    def _open_backbone(cls, source: str, kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """A model to put a head on, and transformers' account of its loading."""
+        found, _ = PreTrainedConfig.get_config_dict(config_file(source, **hub_options(kwargs)))
+        if (other := found.get("base_model_name_or_path")) is not None:
+            raise ValueError(f"{source} is a head repository and has no backbone; its own is {other!r}: use that")
+        return cls.from_pretrained(source, **{**kwargs, "output_loading_info": True})
+
+    def _take_generation_config(self, source: str, hub: dict[str, Any]) -> None:
+        """A head comes with the options that suit it, if it has any."""
+        try:
+            self.generation_config = GenerationConfig.from_pretrained(source, **hub_options(hub))
+        except OSError:
+            log.info("%s has no generation_config.json: the backbone's options stay", source)
+
+
+def _shared_hub_options(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in hub_options(kwargs).items() if name not in ("revision", "subfolder")}
+
+
+def _as_block_diffusion(source: str, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments with a config for an autoregressive Qwen3 checkpoint; those for any other one as they are."""
+    found, _ = PreTrainedConfig.get_config_dict(config_file(source, **hub_options(kwargs)))
+    if found.get("model_type") != "qwen3" or kwargs.get("config") is not None:
+        return kwargs
+    kwargs = dict(kwargs)
+    given: dict[str, Any] = {name: kwargs.pop(name) for name in ("block_size", "mask_token_id") if name in kwargs}
+    if "mask_token_id" not in given and found.get("vocab_size") != QWEN3_VOCABULARY:
+        raise ValueError(
+            f"{source} has a vocabulary of {found.get('vocab_size')}, not Qwen3's of {QWEN3_VOCABULARY}, so that its mask "
+            "token is not known: pass mask_token_id=..., an id that no text holds"
+        )
+    config = MRPConfig.from_dict({**found, "model_type": "sdar", **given})
+    log.warning(
+        "%s is an autoregressive Qwen3 checkpoint: until it is trained with the block-diffusion loss (blocks of %d, mask id "
+        "%d) it generates nonsense",
+        source,
+        config.block_size,
+        config.mask_token_id,
+    )
+    return {**kwargs, "config": config}
+
+
+# ----------------------------------------------------------------------------------------------------
 # generate/decode_state.py
 #
 # One decode in tensors: what was asked, what a round changes, and what the host reads of it once a round.
@@ -5714,8 +6120,8 @@ class DecodeState:
     Attributes:
         text: The rows' texts so far.
         current: [rows] each row's next state, which the backbone revealed; not valid for a row that has ended.
-        seed: [rows] the last accepted state, from which drafts start,
-        has_seed: [rows] bool, and whether there is one: not right behind a clean block whose successor has not been scored.
+        seed: What was said at the last accepted states, from which drafts start,
+        has_seed: [rows] bool, and whether it is there: not right behind a clean block whose successor has not been scored.
         memory: What the last round scored in vain.
         held: What the runner's cache holds of each row.
         counts: What drafts came to.
@@ -5724,7 +6130,7 @@ class DecodeState:
 
     text: Text
     current: States
-    seed: Scored
+    seed: Source
     has_seed: Tensor
     memory: Memory
     held: Held
@@ -5892,8 +6298,14 @@ class HeadSteps(Protocol):
         """h_C [rows, block, hidden] at states [rows], given hidden states h_A, or their estimate, of the same shape."""
         ...
 
-    def most_confident(self, states: States, hidden: Tensor, count: Tensor) -> Reveal:
-        """Reveal the `count` [rows] most confident positions of states [rows] by hidden states [rows, block, hidden]."""
+    def most_confident(self, states: States, reveal: Reveal, hidden: Tensor) -> Reveal:
+        """Reveal the most confident position that `reveal` leaves open, up to an eos in it.
+
+        Args:
+            states: [rows] before the reveal.
+            reveal: [rows] what is revealed there already.
+            hidden: [rows, block, hidden] at the states behind it.
+        """
         ...
 
     def token_confidence(self, states: States, hidden: Tensor, token: Tensor, where: Tensor) -> Tensor:
@@ -5938,11 +6350,9 @@ class Direct:
 
     def __call__(self, steps: HeadSteps, states: States, hidden: Tensor, reveal: Reveal) -> Reveal:
         """See `Refinement`."""
-        one = torch.ones_like(states.start)
         for _ in range(self.head_reveals):
-            after = applied(reveal, states)
-            hidden = hidden + steps.head_hidden(after, hidden)
-            reveal = reveal.and_then(steps.most_confident(after, hidden, one))
+            hidden = hidden + steps.head_hidden(applied(reveal, states), hidden)
+            reveal = reveal.and_then(steps.most_confident(states, reveal, hidden))
         return reveal
 
 
@@ -6404,6 +6814,8 @@ def _check_range(what: str, ids: Tensor, vocab_size: int) -> None:
 
 # For logits processors: for a slice of positions, pairs of (indices into the slice, committed ids [1, length]).
 Context = Callable[[slice], list[tuple[Tensor, Tensor]]]
+# What keeps the likeliest tokens, however many: all of it that there is behind a top-k needs only its k logits.
+_KEEPS_THE_LIKELIEST = (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper, EpsilonLogitsWarper, EtaLogitsWarper)
 
 
 @dataclass
@@ -6415,7 +6827,7 @@ class Picks:
         logprob: [n] float; log-probability of the token after temperature and processors, before truncation.
         confidence: [n] float; the log-odds of that probability. It orders positions as the probability does, but
             keeps its precision where the probability rounds to 1.
-        entropy: [n] float, in nats; 0 where the picker computes none.
+        entropy: [n] float, in nats; 0 where the sampler computes none.
     """
 
     token: Tensor
@@ -6425,7 +6837,7 @@ class Picks:
 
 
 @dataclass(frozen=True)
-class Picker:
+class Sampler:
     """Turns hidden states into picks with one set of sampling options.
 
     Attributes:
@@ -6438,7 +6850,8 @@ class Picker:
         eos_token_ids: Ids that positions before a minimum length must not take.
         token_ids: [vocab] long, the ids that the rows of `lm_head_weight` stand for; None: their places.
         entropy: Whether to compute it.
-        dispatch: Kernels or PyTorch, where no logits are written: without processors, truncation and entropy.
+        dispatch: Kernels or PyTorch, without processors and entropy: no logits are written, or under a `top_k` those of the
+            weights' dtype.
     """
 
     lm_head_weight: Tensor
@@ -6453,11 +6866,11 @@ class Picker:
     dispatch: Dispatch = AUTOMATIC
 
     @property
-    def readout(self) -> Readout:
+    def unembedding(self) -> Unembedding:
         """The distributions before any processors."""
-        return Readout(self.lm_head_weight, self.mask_token_id, self.temperature, self.eos_token_ids, self.token_ids)
+        return Unembedding(self.lm_head_weight, self.mask_token_id, self.temperature, self.eos_token_ids, self.token_ids)
 
-    def restricted(self, token_ids: Tensor, weight: Tensor) -> "Picker":
+    def restricted(self, token_ids: Tensor, weight: Tensor) -> "Sampler":
         """One that picks among some tokens [m] only, without the mask id; `weight` are their rows of `lm_head`."""
         return replace(self, lm_head_weight=weight, token_ids=token_ids, entropy=False)
 
@@ -6469,7 +6882,7 @@ class Picker:
         no_eos: Tensor | None = None,
         active: Tensor | None = None,
     ) -> Picks:
-        """Picks at n positions; no [n, vocab] logits exist for large n, and none for any n where kernels run.
+        """Picks at n positions; no [n, vocab] logits exist for large n, and none for any n where `pick`'s kernel runs.
 
         Args:
             hidden: [n, hidden_size] final hidden states.
@@ -6479,9 +6892,16 @@ class Picker:
             active: [n] bool, positions whose picks are wanted; what the others get is left open.
         """
         if not (self.processors or self.truncation or self.entropy):
-            picked = pick(self.readout, hidden, keys if self.sample else None, no_eos, active, self.dispatch)
+            picked = pick(self.unembedding, hidden, keys if self.sample else None, no_eos, active, self.dispatch)
             return Picks(*picked, torch.zeros_like(picked.logprob))
-        parts = [self._pick(self._scores(hidden[at], at, context, no_eos), keys[at]) for at in self.readout.chunks(len(hidden))]
+        top_k = None if self.processors or self.entropy else self._top_k()
+        parts = []
+        for at in self.unembedding.chunks(len(hidden)):
+            if top_k is None:
+                parts.append(self._pick(self._scores(hidden[at], at, context, no_eos), keys[at]))
+            else:
+                some = (None if flags is None else flags[at] for flags in (no_eos, active))
+                parts.append(self._pick_top(hidden[at], keys[at], top_k, *some))
         return Picks(
             *(torch.cat([getattr(part, name) for part in parts]) for name in ("token", "logprob", "confidence", "entropy"))
         )
@@ -6496,25 +6916,44 @@ class Picker:
     ) -> Tensor:
         """[n] log-odds of given tokens [n] under the same softmax: what `confidence` is for a picked token."""
         if not self.processors:
-            return token_log_odds(self.readout, hidden, token, no_eos, active, self.dispatch)
+            return token_log_odds(self.unembedding, hidden, token, no_eos, active, self.dispatch)
         parts = [
-            log_odds(self._scores(hidden[at], at, context, no_eos), token[at])[1] for at in self.readout.chunks(len(hidden))
+            log_odds(self._scores(hidden[at], at, context, no_eos), token[at])[1] for at in self.unembedding.chunks(len(hidden))
         ]
         return torch.cat(parts)
 
     def _scores(self, hidden: Tensor, at: slice, context: Context | None, no_eos: Tensor | None) -> Tensor:
         """Logits after processors, temperature and the minimum length; `at` says which of the positions `hidden` belongs to."""
-        scores = self.readout.logits(hidden)
+        scores = self.unembedding.logits(hidden)
         for index, committed in context(at) if self.processors and context else []:
             assert self.processors is not None
             processed = self.processors(committed.expand(len(index), -1), scores[index])
             scores[index] = processed.masked_fill(processed.isnan(), -torch.inf)
             scores[index, self.mask_token_id] = -torch.inf
-        return self.readout.tempered(scores, None if no_eos is None else no_eos[at])
+        return self.unembedding.tempered(scores, None if no_eos is None else no_eos[at])
+
+    def _top_k(self) -> int | None:
+        """The k of a truncation that begins with a top-k, and goes on with what its k logits suffice for."""
+        warpers = self.truncation or []
+        if not all(type(warper) in _KEEPS_THE_LIKELIEST and warper.filter_value == -torch.inf for warper in warpers):
+            return None
+        first = next(iter(warpers), None)
+        return first.top_k if isinstance(first, TopKLogitsWarper) else None
+
+    def _pick_top(self, hidden: Tensor, keys: Tensor, top_k: int, no_eos: Tensor | None, active: Tensor | None) -> Picks:
+        """`_pick` from logits in the weights' dtype: those that it keeps are those not under one, which is found among k."""
+        assert self.truncation is not None
+        unembedding = self.unembedding
+        logits = unembedding.barred(unembedding.product(hidden), no_eos)
+        top = logits.topk(min(top_k, logits.shape[1])).values
+        kept = self.truncation(keys[:, None], unembedding.tempered(widened(top), None)) > -torch.inf
+        least = top.masked_fill(~kept, torch.inf).amin(-1)
+        picked = pick_above(unembedding, logits, least, keys if self.sample else None, active, self.dispatch)
+        return Picks(*picked, torch.zeros_like(picked.logprob))
 
     def _pick(self, scores: Tensor, keys: Tensor) -> Picks:
         shown = self.truncation(keys[:, None], scores.clone()) if self.truncation else scores
-        token = self.readout.shown(shown, keys if self.sample else None).argmax(-1)
+        token = self.unembedding.shown(shown, keys if self.sample else None).argmax(-1)
         logprob, confidence = log_odds(scores, token)
         entropy = torch.zeros_like(logprob)
         if self.entropy:
@@ -6548,8 +6987,8 @@ class Reader:
     """
 
     rule: RevealRule
-    sampler: Picker
-    drafter: Picker
+    sampler: Sampler
+    drafter: Sampler
     request: Request
     mask_token_id: int
     seeks: bool
@@ -6600,7 +7039,7 @@ class Reader:
         return _spread(moved, at, where, 0.0)
 
     def _picks(
-        self, states: States, hidden: Tensor, text: Text, sampler: Picker
+        self, states: States, hidden: Tensor, text: Text, sampler: Sampler
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
         masked = states.masked(self.mask_token_id)
         offsets = torch.arange(masked.shape[-1], device=masked.device)
@@ -6686,6 +7125,159 @@ class _Places:
                 committed[:, start - block :] = states.ids[row, parent]
             contexts.append(((state == each).nonzero()[:, 0], committed))
         return contexts
+
+
+# ----------------------------------------------------------------------------------------------------
+# generate/settle.py
+#
+# What a round's scores settle: which states are accepted, what becomes text, and where each row stands next.
+
+def settle(
+    state: DecodeState,
+    draft: Draft,
+    scored: Scored,
+    successor: States,
+    request: Request,
+    mask_id: int,
+    width: int,
+    drafts: bool,
+    dispatch: Dispatch,
+) -> Settlement:
+    """Accept, write, count, remember, and find each row's next state. Text and counts are written to in place.
+
+    Args:
+        state: Where the decode stands.
+        draft: The states of the round,
+        scored: [rows, n] and what was said there.
+        successor: [rows] the first state of the next block.
+        request: What was asked for.
+        mask_id: The mask's id.
+        width: States that are remembered.
+        drafts: Whether any are, and drafts counted.
+        dispatch: Kernel or PyTorch.
+    """
+    twin = lambda: settle_ref(state, draft, scored, successor, request, mask_id, width, drafts)  # noqa: E731
+    count, block = scored.states.start.shape[1], scored.states.ids.shape[-1]
+    if not settle_fits(count + width * drafts, block):
+        return twin()
+    text, counts = state.text, state.counts
+    written = Written(
+        *(text.tokens, text.logprob, text.reveal_step, text.total_steps, text.stop, counts.drafted, counts.accepted),
+        *(counts.accepted_lengths, counts.offered_at_depth, counts.accepted_at_depth),
+    )
+    return dispatch.run(
+        "settle",
+        lambda: settle_kernel(
+            known_of(scored),
+            known_of(state.memory.scored) if drafts else None,
+            written,
+            (state.current.table, state.current.valid),
+            successor.table,
+            request.limit,
+            request.open_end,
+            request.eos,
+            mask_id,
+            width,
+        ),
+        twin,
+        scored.reveal.logprob,
+        text.tokens,
+    )
+
+
+def known_of(scored: Scored) -> Known:
+    """The same as plain tensors."""
+    parts = (scored.states.table, scored.states.valid, *vars(scored.reveal).values())
+    return Known(*(part.contiguous() for part in parts))
+
+
+def settle_ref(
+    state: DecodeState,
+    draft: Draft,
+    scored: Scored,
+    successor: States,
+    request: Request,
+    mask_id: int,
+    width: int,
+    drafts: bool,
+) -> Settlement:
+    """The twin of `settle_kernel`."""
+    text, count = state.text, scored.states.start.shape[1]
+    accepted = accept(scored, state.memory if drafts else None, successor, request.eos, mask_id)
+    drafted = count_round(state.counts, draft, accepted, mask_id, drafts)
+    revealing = accepted.passed & ~accepted.clean
+    steps = text.total_steps[:, None] + steps_on_path(accepted, state.current)
+    text.write(accepted.known.states, accepted.known.reveal, revealing, steps)
+    text.total_steps += revealing.sum(-1)
+    active = accepted.passed[:, 0]
+    following = accepted.at_last(accepted.follower)
+    current, stop = stand_at(state, following, active, request, mask_id)
+    text.stop.copy_(stop)
+    reveal = accepted.at_last(accepted.known.reveal)
+    keep, ahead = remembered(accepted, count, width)
+    return Settlement(
+        last=accepted.last,
+        at_mask=active & ~accepted.clean.gather(1, accepted.last[:, None])[:, 0],
+        token=reveal.token,
+        odds=reveal.confidence,
+        clean_slot=clean_slot(accepted, count),
+        passed=(accepted.passed & ~accepted.clean[:, :1])[:, :count],
+        drafted=drafted,
+        keep=keep,
+        ahead=ahead,
+        table=current.table,
+        valid=current.valid,
+    )
+
+
+def clean_slot(accepted: Accepted, count: int) -> Tensor:
+    """[rows] long: the slot of the accepted clean state among the `count` of the round, -1 if none."""
+    which = (accepted.passed & accepted.clean)[:, :count]
+    return torch.where(which.any(-1), which.int().argmax(-1), -1)
+
+
+def stand_at(
+    state: DecodeState,
+    following: States,
+    active: Tensor,
+    request: Request,
+    mask_id: int,
+    ask: Callable[[Tensor, Tensor, Tensor], None] | None = None,
+) -> tuple[States, Tensor]:
+    """Find each row's next state.
+
+    Args:
+        state: Where the decode stands.
+        following: [rows] what comes next for rows that are active.
+        active: [rows] bool.
+        request: What was asked for.
+        mask_id: The mask's id.
+        ask: May end more texts, given `active`, one past their last positions and whether they are whole; or None.
+
+    Returns:
+        The states [rows], not valid where the text is whole, and one past the last token of each text that is, [rows] long.
+    """
+    table = torch.where(active[:, None], following.table, state.current.table)
+    table[:, PARENT] = -1
+    current = States(table, active)
+    end, done = finished(current, request, mask_id)
+    if ask is not None:
+        ask(active, end, done)
+    return current.only(~done), torch.where(active & done, end, state.text.stop)
+
+
+def count_round(counts: Counts, draft: Draft, accepted: Accepted, mask_id: int, drafts: bool) -> Tensor:
+    """Count what a round's drafts came to; returns how many each row submitted, [rows] long."""
+    passed, drafted, width = accepted.passed, draft.drafted, draft.valid.shape[1]
+    counts.accepted_lengths.scatter_add_(1, passed.sum(-1, keepdim=True), draft.valid[:, :1].long())
+    submitted = drafted.sum(1)
+    if drafts:
+        counts.drafted += submitted
+        depth = (passed[:, :width] & drafted).sum(-1) + passed[:, width:].sum(-1)
+        counts.accepted += depth
+        states = accepted.known.states
+        counts.add_path(depth, offered_behind(states, accepted.at_last(states), mask_id))
+    return submitted
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -6863,17 +7455,67 @@ def decode_round(task: Task, runner: Runner, state: DecodeState, plan: RoundPlan
     reveal = task.reader.reveal(scratch.states, scratch.hidden, state.text)
     scored = Scored(scratch.states, reveal, scratch.hidden)
 
-    accepted = accept(scored, state.memory if drafts else None, successor, task.reader.request.eos, task.mask_token_id)
+    commit = partial(runner.commit_clean, scratch) if drafts or plan.clean else None  # else no clean state was scored
+    if task.mode.refine is not None or task.stopping is not None:
+        accepted = accept(scored, state.memory if drafts else None, successor, task.reader.request.eos, task.mask_token_id)
+        return refined_round(task, runner, state, head, draft, accepted, held, commit, plan)
 
-    count_round(task, state, draft, accepted)
-    scored_now = accepted.passed[:, : draft.valid.shape[1]]
-    if drafts or plan.clean:  # else no clean state was scored
-        held = runner.commit_clean(scratch, scored_now & accepted.clean[:, : draft.valid.shape[1]], held)
+    settled = settle(
+        state,
+        draft,
+        scored,
+        successor,
+        task.reader.request,
+        task.mask_token_id,
+        task.mode.width,
+        drafts,
+        task.reader.sampler.dispatch,
+    )
+
+    held = commit(settled.clean_slot, held) if commit else held
+    hidden = torch.cat([scored.hidden, state.memory.scored.hidden], 1) if drafts else scored.hidden
+    rows = torch.arange(len(hidden), device=hidden.device)
+    state = replace(
+        state,
+        current=States(settled.table, settled.valid),
+        seed=Source(settled.token, settled.odds, hidden[rows, settled.last]),
+        has_seed=settled.at_mask,
+        held=replace(held, late=held.late & settled.valid),
+    )
     if drafts:
-        state = replace(state, memory=remembered(accepted, draft.valid.shape[1], task.mode.width))
+        state.counts.verified += (settled.drafted > 0).any()
+        state = replace(state, memory=memory_of(scored, settled.keep, settled.ahead))
+    return state, settled.passed.sum(0)
+
+
+def refined_round(
+    task: Task,
+    runner: Runner,
+    state: DecodeState,
+    head: "HeadPasses",
+    draft: Draft,
+    accepted: Accepted,
+    held: Held,
+    commit: Callable[[Tensor, Held], Held] | None,
+    plan: RoundPlan,
+) -> tuple[DecodeState, Tensor]:
+    """Run the second half of a round whose reveals are refined by the head, or whose texts stopping criteria may end."""
+    drafts, count = task.mode.drafting is not None, draft.valid.shape[1]
+    submitted = count_round(state.counts, draft, accepted, task.mask_token_id, drafts)
+    held = commit(clean_slot(accepted, count), held) if commit else held
+    if drafts:
+        state.counts.verified += (submitted > 0).any()
+        scored = accepted.known.map(lambda t: t[:, :count])
+        state = replace(state, memory=memory_of(scored, *remembered(accepted, count, task.mode.width)))
     late = head.late or (plan.clean > 0 and not drafts)  # where drafts are made, the next plan tells
-    state = advance(task, HeadPasses(runner, held, head.used, late), state, accepted, successor)
-    return state, (scored_now & ~accepted.clean[:, :1]).sum(0)
+    state = advance(task, HeadPasses(runner, held, head.used, late), state, accepted)
+    return state, (accepted.passed & ~accepted.clean[:, :1])[:, :count].sum(0)
+
+
+def memory_of(scored: Scored, keep: Tensor, ahead: Tensor) -> Memory:
+    """What is remembered of scored states [rows, n]: those of `keep` [rows, width], and where they lead (see `Memory`)."""
+    wide = scored.map(lambda t: padded(t, keep.shape[1]))
+    return Memory(replace(wide, states=replace(wide.states, valid=keep)), ahead)
 
 
 class HeadPasses:
@@ -6930,8 +7572,8 @@ def sources(task: Task, state: DecodeState, successor: States) -> tuple[DraftTab
     table = DraftTable(
         first=as_slots(state.current, torch.where(state.has_seed, 0, -1)),
         valid=state.current.valid,
-        token=torch.cat([seed.reveal.token[:, None], scored.reveal.token], 1),
-        odds=torch.cat([seed.reveal.confidence[:, None], scored.reveal.confidence], 1),
+        token=torch.cat([seed.token[:, None], scored.reveal.token], 1),
+        odds=torch.cat([seed.odds[:, None], scored.reveal.confidence], 1),
         known=scored.states.table[..., : block + 1],
         known_valid=scored.states.valid,
         ahead=state.memory.ahead,
@@ -6996,57 +7638,40 @@ def re_read(
     return with_estimates(table, slots, states.valid, token, odds, begin), torch.cat([hidden, estimate], 1)
 
 
-def count_round(task: Task, state: DecodeState, draft: Draft, accepted: Accepted) -> None:
-    """Count what a round's drafts came to."""
-    counts, passed = state.counts, accepted.passed
-    counts.accepted_lengths.scatter_add_(1, passed.sum(-1, keepdim=True), draft.valid[:, :1].long())
-    if task.mode.drafting is None:
-        return
-    drafted, width = draft.drafted, draft.valid.shape[1]
-    counts.verified += drafted.any()
-    counts.drafted += drafted.sum(1)
-    depth = (passed[:, :width] & drafted).sum(-1) + passed[:, width:].sum(-1)
-    counts.accepted += depth
-    states = accepted.known.states
-    last = states.map(lambda t: t[torch.arange(len(t), device=t.device), accepted.last])
-    counts.add_path(depth, offered_behind(states, last, task.mask_token_id))
-
-
-def advance(task: Task, head: HeadPasses, state: DecodeState, accepted: Accepted, successor: States) -> DecodeState:
+def advance(task: Task, head: HeadPasses, state: DecodeState, accepted: Accepted) -> DecodeState:
     """From the last accepted states: reveal, refine, write what was revealed, and stand at the next state."""
-    rows, refine = torch.arange(len(accepted.last), device=accepted.last.device), task.mode.refine
-    text, counts = state.text, state.counts
+    refine, text, request = task.mode.refine, state.text, task.reader.request
     active = accepted.passed[:, 0]
-    seed, at_mask = accepted.known.map(lambda t: t[rows, accepted.last]), active & ~accepted.clean[rows, accepted.last]
+    last = accepted.at_last(accepted.known)
+    at_mask = active & last.states.masked(task.mask_token_id).any(-1)
     revealing = accepted.passed & ~accepted.clean
-    following = accepted.follower.map(lambda t: t[rows, accepted.last])
+    following = accepted.at_last(accepted.follower)
     if refine is None:
         steps = text.total_steps[:, None] + steps_on_path(accepted, state.current)
         text.write(accepted.known.states, accepted.known.reveal, revealing, steps)
     else:
-        seed.states.table[:, PARENT] = -1  # what it looked at is text by now
+        last.states.table[:, PARENT] = -1  # what it looked at is text by now
         asked = HeadQuestions(task, head, text)
-        refined = refine(asked, replace(seed.states, valid=at_mask), seed.hidden, seed.reveal)
+        refined = refine(asked, replace(last.states, valid=at_mask), last.hidden, last.reveal)
         if refine.remasks:
-            back = seed.reveal.where & ~refined.where & at_mask[:, None]
-            counts.revoked += back.sum(-1)
-            state = replace(state, remasked=Remasked(seed.states.start, back, seed.reveal.token))
-        one, shown = seed.states.map(lambda t: t[:, None]), refined.map(lambda t: t[:, None])
+            back = last.reveal.where & ~refined.where & at_mask[:, None]
+            state.counts.revoked += back.sum(-1)
+            state = replace(state, remasked=Remasked(last.states.start, back, last.reveal.token))
+        one, shown = last.states.map(lambda t: t[:, None]), refined.map(lambda t: t[:, None])
         text.write(one, shown, at_mask[:, None], text.total_steps[:, None])
-        after = stepped(seed.states, refined, task.reader.request.eos)
+        after = stepped(last.states, refined, request.eos)
         following = replace(following, table=torch.where(at_mask[:, None], after.table, following.table))
-    text = replace(text, total_steps=text.total_steps + revealing.sum(-1))
-    table = torch.where(active[:, None], following.table, state.current.table)
-    table[:, PARENT] = -1
-    current = States(table, state.current.valid)
-    end, done = finished(current, task.reader.request, task.mask_token_id)
-    if task.stopping is not None:
-        task.stopping.ask(text, task.reader.request, current.valid, end, done)
-    ends = current.valid & done
-    text = replace(text, stop=torch.where(ends, end, text.stop))
-    current = replace(current, valid=current.valid & ~done)
-    held = replace(head.held, late=head.held.late & current.valid)
-    return replace(state, text=text, current=current, seed=seed, has_seed=at_mask, held=held)
+    text.total_steps += revealing.sum(-1)
+    ask = None if task.stopping is None else partial(task.stopping.ask, text, request)
+    current, stop = stand_at(state, following, active, request, task.mask_token_id, ask)
+    return replace(
+        state,
+        text=replace(text, stop=stop),
+        current=current,
+        seed=Source(last.reveal.token, last.reveal.confidence, last.hidden),
+        has_seed=at_mask,
+        held=replace(head.held, late=head.held.late & current.valid),
+    )
 
 
 @dataclass(frozen=True)
@@ -7061,10 +7686,11 @@ class HeadQuestions:
         """See `HeadSteps`."""
         return self.head(states.map(lambda t: t[:, None]), hidden[:, None])[:, 0]
 
-    def most_confident(self, states: States, hidden: Tensor, count: Tensor) -> Reveal:
+    def most_confident(self, states: States, reveal: Reveal, hidden: Tensor) -> Reveal:
         """See `HeadSteps`."""
-        reveal = self.task.reader.reveal(states.map(lambda t: t[:, None]), hidden[:, None], self.text, count[:, None])
-        return reveal.map(lambda t: t[:, 0])
+        after = stepped(states, reveal, self.task.reader.request.eos).map(lambda t: t[:, None])
+        best = self.task.reader.reveal(after, hidden[:, None], self.text, torch.ones_like(after.start))
+        return best.map(lambda t: t[:, 0])
 
     def token_confidence(self, states: States, hidden: Tensor, token: Tensor, where: Tensor) -> Tensor:
         """See `HeadSteps`."""
@@ -7096,7 +7722,7 @@ def begin(task: Task, runner: Runner, text: Text, current: States, reused: Tenso
     state = DecodeState(
         text=text,
         current=current,
-        seed=scored.map(lambda t: t[:, 0]),
+        seed=Source(reveal.token[:, 0], reveal.confidence[:, 0], hidden),
         has_seed=current.valid,
         memory=memory.map(lambda t: t.repeat_interleave(width, 1)),
         held=held,
@@ -7106,7 +7732,7 @@ def begin(task: Task, runner: Runner, text: Text, current: States, reused: Tenso
     successor = task.successor(state)
     accepted = accept(scored, None, successor, task.reader.request.eos, task.mask_token_id)
     used = int(held.committed.max())
-    return advance(task, HeadPasses(runner, held, used, False), state, accepted, successor)
+    return advance(task, HeadPasses(runner, held, used, False), state, accepted)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -7200,7 +7826,7 @@ class RecordedRounds:
         return tree_map(torch.clone, self.state)
 
 
-def _sampling(sampler: Picker) -> Hashable:
+def _sampling(sampler: Sampler) -> Hashable:
     """What a recording depends on in a sampler, beside the weights, which stay where they are."""
     warpers = tuple((type(warper), *sorted(vars(warper).items())) for warper in sampler.truncation or [])
     numbers = (sampler.temperature, sampler.sample, sampler.eos_token_ids, sampler.entropy, sampler.dispatch)
@@ -7496,7 +8122,7 @@ def _decode(
     model: Any,
     input_ids: Tensor,
     attention_mask: Tensor | None,
-    picker: Picker,
+    picker: Sampler,
     criteria: list[StoppingCriteria],
     config: MRPGenerationConfig,
     streamer: BaseStreamer | None,
@@ -7562,7 +8188,7 @@ def _request(ends: dict[str, Tensor], config: MRPGenerationConfig, prompt_column
     )
 
 
-def _reader(model: Any, picker: Picker, mode: Mode, request: Request, recorded: RecordedCache | None) -> Reader:
+def _reader(model: Any, picker: Sampler, mode: Mode, request: Request, recorded: RecordedCache | None) -> Reader:
     """How hidden states are read; drafts are picked from the head's own vocabulary, if it has one."""
     sampler = drafter = replace(picker, entropy=mode.rule.needs_entropy)
     ids = model.mrp_head.draft_token_ids if mode.drafting and mode.drafting.passes else None
@@ -7594,7 +8220,7 @@ def _cache_for(
         yield None, past.with_room(rows, capacity, scratch)
 
 
-def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationConfig) -> Picker:
+def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationConfig) -> Sampler:
     """Sorts transformers' list into processors, temperature and truncation.
 
     Some of transformers' own processors count columns of the padded batch. The ids shown here have no padding, so
@@ -7611,7 +8237,7 @@ def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationCo
             before.append(RepetitionPenaltyLogitsProcessor(processor.penalty))
         elif not isinstance(processor, MinLengthLogitsProcessor | MinNewTokensLengthLogitsProcessor):
             before.append(processor)
-    return Picker(
+    return Sampler(
         model.lm_head.weight,
         model.config.mask_token_id,
         temperature,
@@ -7754,7 +8380,7 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
         Raises:
             ValueError: if a `RoundMask` forces kernels that cannot be used here.
         """
-        if (walk := fused(self.model, Qwen3Model, self.config.num_hidden_layers, mask, past_key_values)) is not None:
+        if (walk := fused(self.model, self.config.num_hidden_layers, mask, past_key_values, Qwen3Model)) is not None:
             embeds = self.model.embed_tokens(input_ids)
             return walk(embeds, self.model.rotary_emb(embeds, position_ids))
         return _called(self.model, compiled)(
@@ -7772,7 +8398,6 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
         position_ids: Tensor,
         mask: Tensor | BlockMask | RoundMask,
         past_key_values: Cache | None = None,
-        dispatch: Dispatch = PYTORCH,
         compiled: bool = True,
     ) -> Tensor:
         """The head's residual h_C = Head(embed(x'), h_A); `lm_head(h_A + h_C)` estimates the logits at x'.
@@ -7783,29 +8408,23 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
             position_ids: [batch, length] long, absolute.
             mask: As for `backbone`.
             past_key_values: A cache with room for the head's layers, or None.
-            dispatch: Kernels or PyTorch, for what the head reads.
             compiled: As for `backbone`.
 
         Returns:
             [batch, length, hidden_size].
 
         Raises:
-            ValueError: if the model has no head, or kernels are forced that cannot be used here.
+            ValueError: if the model has no head, or a `RoundMask` forces kernels that cannot be used here.
         """
         if self.mrp_head is None:
             raise ValueError(
                 "this model has no MRP head (num_nextn_predict_layers is 0): load one with attach_head(head) or "
                 "from_backbone(backbone, head=...), or train a head"
             )
-        head, embed_tokens = self.mrp_head, self.model.embed_tokens
-        normed = normed_pair(embed_tokens, head.enorm, head.hnorm, input_ids, hidden_states, dispatch)
-        embeds = embed_tokens(input_ids) if normed is None else None
-        rotary = self.model.rotary_emb(hidden_states if embeds is None else embeds, position_ids)
-        if (walk := fused(head, MRPHead, len(head.layers), mask, past_key_values)) is not None:
-            output = walk(head.joined(embeds, hidden_states, normed), rotary)
-        else:
-            run = _called(head, compiled)
-            output = run(embeds, hidden_states, self._attention_bias(mask), rotary, past_key_values, normed)
+        embeds = self.model.embed_tokens(input_ids)
+        rotary = self.model.rotary_emb(embeds, position_ids)
+        head = _called(self.mrp_head, compiled)
+        output = head(embeds, hidden_states, self._attention_bias(mask), rotary, past_key_values)
         return output if self.config.head_predicts == "residual" else output - hidden_states
 
     def head_share(self) -> float:

@@ -48,7 +48,7 @@ from .modes import Mode
 from .options import OPTION_NAMES, MRPGenerationConfig, did_you_mean
 from .prompts import check_infill, check_prompt, check_rows
 from .recording import RecordedRounds, replayable
-from .sampling import Picker
+from .sampling import Sampler
 from .scoring import Reader
 from .stopping import Stopping
 
@@ -336,7 +336,7 @@ def _decode(
     model: Any,
     input_ids: Tensor,
     attention_mask: Tensor | None,
-    picker: Picker,
+    picker: Sampler,
     criteria: list[StoppingCriteria],
     config: MRPGenerationConfig,
     streamer: BaseStreamer | None,
@@ -402,7 +402,7 @@ def _request(ends: dict[str, Tensor], config: MRPGenerationConfig, prompt_column
     )
 
 
-def _reader(model: Any, picker: Picker, mode: Mode, request: Request, recorded: RecordedCache | None) -> Reader:
+def _reader(model: Any, picker: Sampler, mode: Mode, request: Request, recorded: RecordedCache | None) -> Reader:
     """How hidden states are read; drafts are picked from the head's own vocabulary, if it has one."""
     sampler = drafter = replace(picker, entropy=mode.rule.needs_entropy)
     ids = model.mrp_head.draft_token_ids if mode.drafting and mode.drafting.passes else None
@@ -434,7 +434,7 @@ def _cache_for(
         yield None, past.with_room(rows, capacity, scratch)
 
 
-def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationConfig) -> Picker:
+def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationConfig) -> Sampler:
     """Sorts transformers' list into processors, temperature and truncation.
 
     Some of transformers' own processors count columns of the padded batch. The ids shown here have no padding, so
@@ -451,7 +451,7 @@ def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationCo
             before.append(RepetitionPenaltyLogitsProcessor(processor.penalty))
         elif not isinstance(processor, MinLengthLogitsProcessor | MinNewTokensLengthLogitsProcessor):
             before.append(processor)
-    return Picker(
+    return Sampler(
         model.lm_head.weight,
         model.config.mask_token_id,
         temperature,

@@ -24,7 +24,7 @@ from ..runner.recorded import RecordedCache
 from ..runner.runner import Runner
 from .decode_state import SUMMARY, DecodeState, RoundPlan, summary
 from .loop import Task, decode_round
-from .sampling import Picker
+from .sampling import Sampler
 
 # Warpers that are tensor code from end to end, and numbers.
 _REPLAYED_WARPERS = (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
@@ -100,7 +100,7 @@ class RecordedRounds:
         return tree_map(torch.clone, self.state)
 
 
-def _sampling(sampler: Picker) -> Hashable:
+def _sampling(sampler: Sampler) -> Hashable:
     """What a recording depends on in a sampler, beside the weights, which stay where they are."""
     warpers = tuple((type(warper), *sorted(vars(warper).items())) for warper in sampler.truncation or [])
     numbers = (sampler.temperature, sampler.sample, sampler.eos_token_ids, sampler.entropy, sampler.dispatch)

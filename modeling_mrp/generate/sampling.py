@@ -10,13 +10,22 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 from transformers.generation import LogitsProcessorList
+from transformers.generation.logits_process import (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    MinPLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from ..kernels.dispatch import AUTOMATIC, Dispatch
-from ..kernels.pick import pick, token_log_odds
-from ..kernels.unembedding import Readout, log_odds
+from ..kernels.pick import pick, pick_above, token_log_odds
+from ..kernels.unembedding import Unembedding, log_odds, widened
 
 # For logits processors: for a slice of positions, pairs of (indices into the slice, committed ids [1, length]).
 Context = Callable[[slice], list[tuple[Tensor, Tensor]]]
+# What keeps the likeliest tokens, however many: all of it that there is behind a top-k needs only its k logits.
+_KEEPS_THE_LIKELIEST = (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper, EpsilonLogitsWarper, EtaLogitsWarper)
 
 
 @dataclass
@@ -28,7 +37,7 @@ class Picks:
         logprob: [n] float; log-probability of the token after temperature and processors, before truncation.
         confidence: [n] float; the log-odds of that probability. It orders positions as the probability does, but
             keeps its precision where the probability rounds to 1.
-        entropy: [n] float, in nats; 0 where the picker computes none.
+        entropy: [n] float, in nats; 0 where the sampler computes none.
     """
 
     token: Tensor
@@ -38,7 +47,7 @@ class Picks:
 
 
 @dataclass(frozen=True)
-class Picker:
+class Sampler:
     """Turns hidden states into picks with one set of sampling options.
 
     Attributes:
@@ -51,7 +60,8 @@ class Picker:
         eos_token_ids: Ids that positions before a minimum length must not take.
         token_ids: [vocab] long, the ids that the rows of `lm_head_weight` stand for; None: their places.
         entropy: Whether to compute it.
-        dispatch: Kernels or PyTorch, where no logits are written: without processors, truncation and entropy.
+        dispatch: Kernels or PyTorch, without processors and entropy: no logits are written, or under a `top_k` those of the
+            weights' dtype.
     """
 
     lm_head_weight: Tensor
@@ -66,11 +76,11 @@ class Picker:
     dispatch: Dispatch = AUTOMATIC
 
     @property
-    def readout(self) -> Readout:
+    def unembedding(self) -> Unembedding:
         """The distributions before any processors."""
-        return Readout(self.lm_head_weight, self.mask_token_id, self.temperature, self.eos_token_ids, self.token_ids)
+        return Unembedding(self.lm_head_weight, self.mask_token_id, self.temperature, self.eos_token_ids, self.token_ids)
 
-    def restricted(self, token_ids: Tensor, weight: Tensor) -> "Picker":
+    def restricted(self, token_ids: Tensor, weight: Tensor) -> "Sampler":
         """One that picks among some tokens [m] only, without the mask id; `weight` are their rows of `lm_head`."""
         return replace(self, lm_head_weight=weight, token_ids=token_ids, entropy=False)
 
@@ -82,7 +92,7 @@ class Picker:
         no_eos: Tensor | None = None,
         active: Tensor | None = None,
     ) -> Picks:
-        """Picks at n positions; no [n, vocab] logits exist for large n, and none for any n where kernels run.
+        """Picks at n positions; no [n, vocab] logits exist for large n, and none for any n where `pick`'s kernel runs.
 
         Args:
             hidden: [n, hidden_size] final hidden states.
@@ -92,9 +102,16 @@ class Picker:
             active: [n] bool, positions whose picks are wanted; what the others get is left open.
         """
         if not (self.processors or self.truncation or self.entropy):
-            picked = pick(self.readout, hidden, keys if self.sample else None, no_eos, active, self.dispatch)
+            picked = pick(self.unembedding, hidden, keys if self.sample else None, no_eos, active, self.dispatch)
             return Picks(*picked, torch.zeros_like(picked.logprob))
-        parts = [self._pick(self._scores(hidden[at], at, context, no_eos), keys[at]) for at in self.readout.chunks(len(hidden))]
+        top_k = None if self.processors or self.entropy else self._top_k()
+        parts = []
+        for at in self.unembedding.chunks(len(hidden)):
+            if top_k is None:
+                parts.append(self._pick(self._scores(hidden[at], at, context, no_eos), keys[at]))
+            else:
+                some = (None if flags is None else flags[at] for flags in (no_eos, active))
+                parts.append(self._pick_top(hidden[at], keys[at], top_k, *some))
         return Picks(
             *(torch.cat([getattr(part, name) for part in parts]) for name in ("token", "logprob", "confidence", "entropy"))
         )
@@ -109,25 +126,44 @@ class Picker:
     ) -> Tensor:
         """[n] log-odds of given tokens [n] under the same softmax: what `confidence` is for a picked token."""
         if not self.processors:
-            return token_log_odds(self.readout, hidden, token, no_eos, active, self.dispatch)
+            return token_log_odds(self.unembedding, hidden, token, no_eos, active, self.dispatch)
         parts = [
-            log_odds(self._scores(hidden[at], at, context, no_eos), token[at])[1] for at in self.readout.chunks(len(hidden))
+            log_odds(self._scores(hidden[at], at, context, no_eos), token[at])[1] for at in self.unembedding.chunks(len(hidden))
         ]
         return torch.cat(parts)
 
     def _scores(self, hidden: Tensor, at: slice, context: Context | None, no_eos: Tensor | None) -> Tensor:
         """Logits after processors, temperature and the minimum length; `at` says which of the positions `hidden` belongs to."""
-        scores = self.readout.logits(hidden)
+        scores = self.unembedding.logits(hidden)
         for index, committed in context(at) if self.processors and context else []:
             assert self.processors is not None
             processed = self.processors(committed.expand(len(index), -1), scores[index])
             scores[index] = processed.masked_fill(processed.isnan(), -torch.inf)
             scores[index, self.mask_token_id] = -torch.inf
-        return self.readout.tempered(scores, None if no_eos is None else no_eos[at])
+        return self.unembedding.tempered(scores, None if no_eos is None else no_eos[at])
+
+    def _top_k(self) -> int | None:
+        """The k of a truncation that begins with a top-k, and goes on with what its k logits suffice for."""
+        warpers = self.truncation or []
+        if not all(type(warper) in _KEEPS_THE_LIKELIEST and warper.filter_value == -torch.inf for warper in warpers):
+            return None
+        first = next(iter(warpers), None)
+        return first.top_k if isinstance(first, TopKLogitsWarper) else None
+
+    def _pick_top(self, hidden: Tensor, keys: Tensor, top_k: int, no_eos: Tensor | None, active: Tensor | None) -> Picks:
+        """`_pick` from logits in the weights' dtype: those that it keeps are those not under one, which is found among k."""
+        assert self.truncation is not None
+        unembedding = self.unembedding
+        logits = unembedding.barred(unembedding.product(hidden), no_eos)
+        top = logits.topk(min(top_k, logits.shape[1])).values
+        kept = self.truncation(keys[:, None], unembedding.tempered(widened(top), None)) > -torch.inf
+        least = top.masked_fill(~kept, torch.inf).amin(-1)
+        picked = pick_above(unembedding, logits, least, keys if self.sample else None, active, self.dispatch)
+        return Picks(*picked, torch.zeros_like(picked.logprob))
 
     def _pick(self, scores: Tensor, keys: Tensor) -> Picks:
         shown = self.truncation(keys[:, None], scores.clone()) if self.truncation else scores
-        token = self.readout.shown(shown, keys if self.sample else None).argmax(-1)
+        token = self.unembedding.shown(shown, keys if self.sample else None).argmax(-1)
         logprob, confidence = log_odds(scores, token)
         entropy = torch.zeros_like(logprob)
         if self.entropy:
@@ -136,4 +172,4 @@ class Picker:
         return Picks(token if self.token_ids is None else self.token_ids[token], logprob, confidence, entropy)
 
 
-__all__ = ["Picker", "Picks"]
+__all__ = ["Sampler", "Picks"]

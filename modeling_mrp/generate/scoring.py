@@ -11,7 +11,7 @@ from ..kernels.pick import residual_magnitude
 from ..rules.rules import Candidates, RevealRule, top_by
 from ..rules.states import Reveal, States
 from .decode_state import Request, Text
-from .sampling import Picker
+from .sampling import Sampler
 
 # Positions that a kernel takes at once, so that there is nothing to win by their order.
 ONE_TILE = 64
@@ -33,8 +33,8 @@ class Reader:
     """
 
     rule: RevealRule
-    sampler: Picker
-    drafter: Picker
+    sampler: Sampler
+    drafter: Sampler
     request: Request
     mask_token_id: int
     seeks: bool
@@ -85,7 +85,7 @@ class Reader:
         return _spread(moved, at, where, 0.0)
 
     def _picks(
-        self, states: States, hidden: Tensor, text: Text, sampler: Picker
+        self, states: States, hidden: Tensor, text: Text, sampler: Sampler
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
         masked = states.masked(self.mask_token_id)
         offsets = torch.arange(masked.shape[-1], device=masked.device)

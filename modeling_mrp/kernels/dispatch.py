@@ -38,6 +38,11 @@ def processors(device: torch.device, otherwise: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else otherwise
 
 
+def tensor_memory(device: torch.device) -> bool:
+    """Whether the matrix units of a GPU write to a memory of their own, as those of data-centre Blackwell do."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 10
+
+
 @dataclass(frozen=True)
 class Dispatch:
     """Decides between a kernel and its PyTorch twin.
@@ -93,7 +98,10 @@ PYTORCH = Dispatch(False)
 
 
 def with_fallback(name: str, device: torch.device, kernel: Callable[[], T], twin: Callable[[], T]) -> T:
-    """The kernel's result; its twin's if it fails on this device now, which is reported, or has failed there before."""
+    """Take the kernel's result; its twin's if it fails on this device now, which is reported, or has failed there before.
+
+    While a CUDA graph is captured every error is raised: most are the capture's, and a twin would go into the graph.
+    """
     if failed_before(name, device):
         return twin()
     try:
@@ -102,6 +110,8 @@ def with_fallback(name: str, device: torch.device, kernel: Callable[[], T], twin
     except torch.OutOfMemoryError:
         raise  # says nothing about the kernel, and its twin needs more
     except Exception as error:
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise
         _failed.add((name, device))
         warnings.warn(
             f"the Triton kernel {name!r} failed on {device} and PyTorch is used in its place, which is slower "
@@ -223,6 +233,7 @@ __all__ = [
     "processors",
     "more_than",
     "recent_enough",
+    "tensor_memory",
     "tl",
     "triton",
     "with_fallback",

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
+from transformers.cache_utils import Cache
 from transformers.models.qwen3.modeling_qwen3 import (
     Qwen3Attention,
     Qwen3DecoderLayer,
@@ -31,20 +32,46 @@ _GATED = 1024  # numbers that a program of `_gate` takes
 _HEADS = 8  # heads, of one token or more, that a program of `_rotate` takes
 
 
+def run_layers(owner: Any, hidden: Tensor, mask: Any, rotary: tuple[Tensor, Tensor], cache: Cache | None) -> Tensor:
+    """Run all layers of a module and the norm behind them, `fused` or one by one.
+
+    Args:
+        owner: Has decoder layers, `layers`, and the norm, `norm`.
+        hidden: [rows, tokens, hidden_size], what the first layer reads.
+        mask: As `Qwen3DecoderLayer` takes it, [rows, 1, tokens, keys]; in a round a `RoundMask`.
+        rotary: cos and sin, [rows, tokens, head_dim] each.
+        cache: Gets keys and values, or None.
+
+    Returns:
+        [rows, tokens, hidden_size].
+
+    Raises:
+        ValueError: if kernels are forced and cannot be used here.
+        RuntimeError: if a forced kernel fails.
+    """
+    if (walk := fused(owner, len(owner.layers), mask, cache)) is not None:
+        return walk(hidden, rotary)
+    for layer in owner.layers:
+        hidden = layer(
+            hidden, attention_mask=mask, position_embeddings=rotary, past_key_values=cache, use_cache=cache is not None
+        )
+    return owner.norm(hidden)
+
+
 def fused(
-    owner: Any, kind: type[nn.Module], depth: int, mask: object, cache: object
+    owner: Any, depth: int, mask: object, cache: object, kind: type[nn.Module] | None = None
 ) -> Callable[[Tensor, tuple[Tensor, Tensor]], Tensor] | None:
-    """What stands in a round for calling layers and the norm behind them, or None: they are to be called.
+    """Find what stands in a round for calling layers and the norm behind them; None: they are to be called.
 
     They are called outside of rounds, where kernels are off or cannot be used, where something of them was compiled (then torch
     fuses), and where a module does more than its class does, hooks for instance.
 
     Args:
         owner: Has decoder layers, `layers`, and the norm, `norm`.
-        kind: What the owner has to be.
         depth: So many of its first layers are meant.
         mask: In a round a `RoundMask`, whose dispatch decides.
         cache: In a round the `BlockCache` that gets keys and values, at its target.
+        kind: What the owner has to be if it is not called either; None: this is asked for by its own forward.
 
     Returns:
         A function of what the first layer reads, [rows, tokens, hidden_size], and of cos and sin, [rows, tokens, head_dim]
@@ -55,8 +82,11 @@ def fused(
     """
     if not isinstance(mask, RoundMask) or not isinstance(cache, BlockCache) or mask.dispatch.forced is False:
         return None
-    layers, obstacle = list(owner.layers)[:depth], None
-    for module, expected in _parts(owner, kind, layers):
+    if owner._compiled_call_impl is not None:
+        return None
+    layers = list(owner.layers)[:depth]
+    obstacle = None if kind is None else more_than(owner, kind)
+    for module, expected in _parts(owner, layers) if obstacle is None else ():
         if module._compiled_call_impl is not None:
             return None
         if (obstacle := more_than(module, expected)) is not None:
@@ -65,10 +95,9 @@ def fused(
     return mask.dispatch.run("fused_layers", lambda: walk, lambda: None, next(owner.parameters()), obstacle=obstacle)
 
 
-def _parts(owner: Any, kind: type[nn.Module], layers: Sequence[Any]) -> Iterator[tuple[Any, type[nn.Module]]]:
+def _parts(owner: Any, layers: Sequence[Any]) -> Iterator[tuple[Any, type[nn.Module]]]:
     """The modules that are not called, each with what it has to be; to be looked at one by one, since what is not as
     expected need not have the parts that would come next."""
-    yield owner, kind
     yield owner.norm, Qwen3RMSNorm
     for layer in layers:
         yield layer, Qwen3DecoderLayer
@@ -389,4 +418,4 @@ if triton is not None:
         tl.store(out + at, (opened * tl.load(up + at, mask=inside, other=0.0).to(tl.float32)).to(kind), mask=inside)
 
 
-__all__ = ["fused", "gated", "rotated", "rotated_ref", "sum_and_norm", "sum_and_norm_ref"]
+__all__ = ["fused", "gated", "rotated", "rotated_ref", "run_layers", "sum_and_norm", "sum_and_norm_ref"]

@@ -1,17 +1,18 @@
 """The vocabulary-wide step: from hidden states to a token and its log-odds, fused over the vocabulary on CUDA.
 
-`pick`, `token_log_odds` and `residual_magnitude` have a Triton kernel and a plain PyTorch twin (`*_ref`) here. The kernels
-never write [rows, vocab]. Their logits are float32 sums of products, where PyTorch rounds those of 16-bit weights to 16 bits:
-the two agree up to that rounding, so up to near-ties in the token.
+`pick`, `pick_above` and `token_log_odds` have a Triton kernel for 16-bit weights and a plain PyTorch twin (`*_ref`) here. The
+twin takes float32 also where kernels are forced: there are no matrix units for it, and cuBLAS is faster. But for `pick_above`,
+which is given logits, the kernels never write [rows, vocab]. Their logits are float32 sums of products, where PyTorch rounds
+them to 16 bits: the two agree up to that rounding, so up to near-ties in the token.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from .dispatch import AUTOMATIC, MULTIPLY_ADD, Dispatch, ceil_div, power_of_two, processors, tl, triton
-from .unembedding import Picked, Readout, log_odds
+from .dispatch import AUTOMATIC, MULTIPLY_ADD, PYTORCH, Dispatch, ceil_div, power_of_two, processors, tensor_memory, tl, triton
+from .unembedding import Picked, Unembedding, log_odds, widened
 
 if triton is not None:
     from .noise import gumbel_of_bits, token_noise_bits
@@ -20,7 +21,7 @@ _NO_GPU = 1  # multiprocessors that are assumed where kernels are interpreted
 
 
 def pick(
-    readout: Readout,
+    unembedding: Unembedding,
     hidden: Tensor,
     keys: Tensor | None = None,
     no_eos: Tensor | None = None,
@@ -32,29 +33,29 @@ def pick(
     NaN counts as larger than any number, as in `torch.argmax`, and makes the probability NaN.
 
     Args:
-        readout: The distributions.
+        unembedding: The distributions.
         hidden: [n, hidden_size] final hidden states.
         keys: [n] long, from `noise_keys`, to sample; None: greedy.
-        no_eos: [n] bool, positions that take none of the readout's `eos_token_ids`.
+        no_eos: [n] bool, positions that take none of the unembedding's `eos_token_ids`.
         active: [n] bool, positions that need a pick; the others get token 0 with log-probability and log-odds -inf.
         dispatch: Kernel or PyTorch.
 
     Raises:
         ValueError: if the shapes, dtypes or devices do not fit together, or kernels are forced and cannot be used.
     """
-    _check(readout.weight, hidden, keys=keys, no_eos=no_eos, active=active)
-    return dispatch.run(
+    _check(unembedding.weight, hidden, keys=keys, no_eos=no_eos, active=active)
+    return _of_dtype(unembedding.weight, dispatch).run(
         "pick",
-        lambda: _pick_kernel(readout, hidden, keys, None, no_eos, active),
-        lambda: pick_ref(readout, hidden, keys, no_eos, active),
-        readout.weight,
+        lambda: _pick_kernel(unembedding, hidden, keys, None, no_eos, active),
+        lambda: pick_ref(unembedding, hidden, keys, no_eos, active),
+        unembedding.weight,
         hidden,
-        obstacle=_layout(readout.weight),
+        obstacle=_layout(unembedding.weight),
     )
 
 
 def token_log_odds(
-    readout: Readout,
+    unembedding: Unembedding,
     hidden: Tensor,
     token: Tensor,
     no_eos: Tensor | None = None,
@@ -64,9 +65,9 @@ def token_log_odds(
     """[n] log-odds of given tokens: what `pick` gives for one that it picks.
 
     Args:
-        readout: The distributions.
+        unembedding: The distributions.
         hidden: [n, hidden_size].
-        token: [n] long, places in the readout's vocabulary.
+        token: [n] long, places in the unembedding's vocabulary.
         no_eos: As in `pick`.
         active: [n] bool, positions of interest; -inf at the others.
         dispatch: Kernel or PyTorch.
@@ -74,42 +75,19 @@ def token_log_odds(
     Raises:
         ValueError: as `pick` does.
     """
-    _check(readout.weight, hidden, token=token, no_eos=no_eos, active=active)
-    return dispatch.run(
+    _check(unembedding.weight, hidden, token=token, no_eos=no_eos, active=active)
+    return _of_dtype(unembedding.weight, dispatch).run(
         "token_log_odds",
-        lambda: _pick_kernel(readout, hidden, None, token, no_eos, active).log_odds,
-        lambda: token_log_odds_ref(readout, hidden, token, no_eos, active),
-        readout.weight,
+        lambda: _pick_kernel(unembedding, hidden, None, token, no_eos, active).log_odds,
+        lambda: token_log_odds_ref(unembedding, hidden, token, no_eos, active),
+        unembedding.weight,
         hidden,
-        obstacle=_layout(readout.weight),
-    )
-
-
-def residual_magnitude(weight: Tensor, hidden: Tensor, token: Tensor, dispatch: Dispatch = AUTOMATIC) -> Tensor:
-    """[n] |logit| of one token per row, in at least float32: one dot product each.
-
-    Args:
-        weight: [vocab, hidden_size].
-        hidden: [n, hidden_size].
-        token: [n] long, rows of `weight`.
-        dispatch: Kernel or PyTorch.
-
-    Raises:
-        ValueError: as `pick` does.
-    """
-    _check(weight, hidden, token=token)
-    return dispatch.run(
-        "residual_magnitude",
-        lambda: _magnitude_kernel(weight, hidden, token),
-        lambda: residual_magnitude_ref(weight, hidden, token),
-        weight,
-        hidden,
-        obstacle=_layout(weight),
+        obstacle=_layout(unembedding.weight),
     )
 
 
 def pick_ref(
-    readout: Readout,
+    unembedding: Unembedding,
     hidden: Tensor,
     keys: Tensor | None = None,
     no_eos: Tensor | None = None,
@@ -117,30 +95,82 @@ def pick_ref(
 ) -> Picked:
     """`pick` in PyTorch, walked in chunks of rows so that no [n, vocab] logits exist for large n."""
     parts = []
-    for at in readout.chunks(len(hidden)):
-        scores = readout.tempered(readout.logits(hidden[at]), None if no_eos is None else no_eos[at])
-        token = readout.shown(scores, None if keys is None else keys[at]).argmax(-1)
-        parts.append((token if readout.token_ids is None else readout.token_ids[token], *log_odds(scores, token)))
-    token, logprob, odds = (torch.cat(part) for part in zip(*parts, strict=True))
-    if active is not None:
-        token, logprob, odds = token * active, logprob.where(active, -torch.inf), odds.where(active, -torch.inf)
-    return Picked(token, logprob, odds)
+    for at in unembedding.chunks(len(hidden)):
+        scores = unembedding.tempered(unembedding.logits(hidden[at]), None if no_eos is None else no_eos[at])
+        token = unembedding.shown(scores, None if keys is None else keys[at]).argmax(-1)
+        parts.append((token if unembedding.token_ids is None else unembedding.token_ids[token], *log_odds(scores, token)))
+    return _where_active(Picked(*(torch.cat(part) for part in zip(*parts, strict=True))), active)
+
+
+def pick_above_ref(
+    unembedding: Unembedding, logits: Tensor, least: Tensor, keys: Tensor | None = None, active: Tensor | None = None
+) -> Picked:
+    """`pick_above` in PyTorch."""
+    scores = unembedding.tempered(widened(logits), None)
+    token = unembedding.shown(scores.masked_fill(logits < least[:, None], -torch.inf), keys).argmax(-1)
+    ids = token if unembedding.token_ids is None else unembedding.token_ids[token]
+    return _where_active(Picked(ids, *log_odds(scores, token)), active)
+
+
+def _where_active(picked: Picked, active: Tensor | None) -> Picked:
+    if active is None:
+        return picked
+    return Picked(picked.token * active, *(numbers.where(active, -torch.inf) for numbers in picked[1:]))
 
 
 def token_log_odds_ref(
-    readout: Readout, hidden: Tensor, token: Tensor, no_eos: Tensor | None = None, active: Tensor | None = None
+    unembedding: Unembedding, hidden: Tensor, token: Tensor, no_eos: Tensor | None = None, active: Tensor | None = None
 ) -> Tensor:
     """`token_log_odds` in PyTorch, in chunks of rows."""
     parts = [
-        log_odds(readout.tempered(readout.logits(hidden[at]), None if no_eos is None else no_eos[at]), token[at])[1]
-        for at in readout.chunks(len(hidden))
+        log_odds(unembedding.tempered(unembedding.logits(hidden[at]), None if no_eos is None else no_eos[at]), token[at])[1]
+        for at in unembedding.chunks(len(hidden))
     ]
     odds = torch.cat(parts)
     return odds if active is None else odds.where(active, -torch.inf)
 
 
-def residual_magnitude_ref(weight: Tensor, hidden: Tensor, token: Tensor) -> Tensor:
-    """`residual_magnitude` in PyTorch."""
+def pick_above(
+    unembedding: Unembedding,
+    logits: Tensor,
+    least: Tensor,
+    keys: Tensor | None = None,
+    active: Tensor | None = None,
+    dispatch: Dispatch = AUTOMATIC,
+) -> Picked:
+    """Pick among tokens whose logits are not under a threshold; probabilities are those among all tokens.
+
+    Args:
+        unembedding: The distributions.
+        logits: [n, vocab], the unembedding's `product` of hidden states, `barred` or not.
+        least: [n] of the same dtype, the least logit that may be picked.
+        keys: [n] long, from `noise_keys`, to sample; None: greedy.
+        active: As in `pick`.
+        dispatch: Kernel or PyTorch.
+
+    Raises:
+        ValueError: if kernels are forced and cannot be used.
+    """
+    return _of_dtype(logits, dispatch).run(
+        "pick_above",
+        lambda: _pick_above_kernel(unembedding, logits, least, keys, active),
+        lambda: pick_above_ref(unembedding, logits, least, keys, active),
+        logits,
+        least,
+    )
+
+
+def residual_magnitude(weight: Tensor, hidden: Tensor, token: Tensor) -> Tensor:
+    """Take the magnitude of one token's logit per row: one dot product each.
+
+    Args:
+        weight: [vocab, hidden_size].
+        hidden: [n, hidden_size].
+        token: [n] long, rows of `weight`.
+
+    Returns:
+        [n], in at least float32.
+    """
     wide = torch.promote_types(hidden.dtype, torch.float32)
     return (hidden.to(wide) * weight[token].to(wide)).sum(-1).abs()
 
@@ -168,19 +198,27 @@ class Plan:
     num_stages: int
 
     @staticmethod
-    def of(rows: int, vocab_size: int, element_size: int, processors: int) -> "Plan":
-        """The plan for `rows` hidden states and weights of `element_size` bytes on a GPU with so many multiprocessors.
+    def of(rows: int, vocab_size: int, processors: int, tensor_memory: bool = False) -> "Plan":
+        """Make the plan for `rows` hidden states on a GPU with so many multiprocessors, whose products lie in tensor memory.
 
-        The one place to tune. Two programs fit on a Hopper multiprocessor, each with about 96 KB of tiles, so that one
-        computes while the other loads; a tile of 128 rows would spill, and leave room for one. Tiles of more rows run side by
-        side, so that all but the first find the weights in the L2 cache. float32 is for exactness, not speed: its products
-        use no matrix units.
+        The one place to tune. With 8 warps no tile spills registers, also where noise is computed beside its logits: 4 warps
+        would keep 500 bytes a thread in local memory with 64 rows, as 8 would on their way out of tensor memory with 128
+        tokens. Tiles of more rows run side by side, so that all but the first find the weights in the L2 cache.
         """
-        tile, warps = min(64, max(16, power_of_two(rows))), 4
-        vocab, hidden, stages = (64, 32, 3) if element_size > 2 else (128, 64, 4 if tile == 64 else 5)
-        wanted = max(1, 2 * processors // ceil_div(rows, tile))
-        length = ceil_div(ceil_div(vocab_size, wanted), 16) * 16
-        return Plan(tile, vocab, hidden, ceil_div(vocab_size, length), length, warps, stages)
+        tile = min(64, max(16, power_of_two(rows)))
+        vocab = 64 if tensor_memory and tile == 64 else 128
+        return Plan._cut(Plan(tile, vocab, 64, 1, vocab_size, 8, 4), rows, 2 * processors)
+
+    @staticmethod
+    def of_logits(rows: int, vocab_size: int, processors: int) -> "Plan":
+        """Make the plan for `rows` of logits, which are only read: more programs, since none loads ahead."""
+        return Plan._cut(Plan(min(4, power_of_two(rows)), 512, 1, 1, vocab_size, 4, 1), rows, 8 * processors)
+
+    def _cut(self, rows: int, programs: int) -> "Plan":
+        """Slices of the vocabulary, of which each is for a program of one tile of rows."""
+        wanted = max(1, programs // max(1, ceil_div(rows, self.rows)))
+        length = ceil_div(ceil_div(self.slice_length, wanted), 16) * 16
+        return replace(self, slices=ceil_div(self.slice_length, length), slice_length=length)
 
 
 def _check(weight: Tensor, hidden: Tensor, **per_row: Tensor | None) -> None:
@@ -200,6 +238,11 @@ def _layout(weight: Tensor) -> str | None:
     return f"weight has shape {list(weight.shape)} and strides {weight.stride()}: pass rows that are contiguous"
 
 
+def _of_dtype(weight: Tensor, dispatch: Dispatch) -> Dispatch:
+    """A dispatch to PyTorch for float32, also where kernels are forced."""
+    return PYTORCH if weight.dtype == torch.float32 else dispatch
+
+
 def _bytes(flags: Tensor) -> Tensor:
     return flags.contiguous().view(torch.uint8)
 
@@ -210,7 +253,7 @@ def _ids(tokens: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def _pick_kernel(
-    readout: Readout,
+    unembedding: Unembedding,
     hidden: Tensor,
     keys: Tensor | None,
     given: Tensor | None,
@@ -220,7 +263,44 @@ def _pick_kernel(
 ) -> Picked:
     """Floor: vocab * hidden_size * element size bytes (778 MB for 151,936 x 2,560 in bfloat16: 0.18 ms at 4.3 TB/s), and
     2 * rows * vocab * hidden_size operations (50 GFLOP for 64 rows: 0.06 ms at 790 TFLOP/s)."""
-    (rows, size), device, vocab = hidden.shape, hidden.device, len(readout.weight)
+    rows, vocab, device = len(hidden), len(unembedding.weight), hidden.device
+    plan = plan or Plan.of(rows, vocab, processors(device, _NO_GPU), tensor_memory(device))
+    barred = None if no_eos is None or not unembedding.eos_token_ids else _ids(unembedding.eos_token_ids, device)
+    return _pick_in_slices(
+        unembedding, plan, hidden.contiguous(), None, None, keys, given, None if barred is None else no_eos, barred, active
+    )
+
+
+def _pick_above_kernel(
+    unembedding: Unembedding,
+    logits: Tensor,
+    least: Tensor,
+    keys: Tensor | None,
+    active: Tensor | None,
+    plan: Plan | None = None,
+) -> Picked:
+    """Floor: rows * vocab * element size bytes (19 MB for 64 rows of 151,936: 5 us at 4.3 TB/s)."""
+    plan = plan or Plan.of_logits(len(logits), logits.shape[1], processors(logits.device, _NO_GPU))
+    return _pick_in_slices(unembedding, plan, None, logits.contiguous(), least.contiguous(), keys, None, None, None, active)
+
+
+def _pick_in_slices(
+    unembedding: Unembedding,
+    plan: Plan,
+    hidden: Tensor | None,
+    logits: Tensor | None,
+    least: Tensor | None,
+    keys: Tensor | None,
+    given: Tensor | None,
+    no_eos: Tensor | None,
+    barred: Tensor | None,
+    active: Tensor | None,
+) -> Picked:
+    """Two launches, of slices and of what they found; from hidden states, or from `logits`."""
+    source = hidden if hidden is not None else logits
+    assert source is not None
+    rows, device, (vocab, size) = len(source), source.device, unembedding.weight.shape
+    stride = unembedding.weight.stride(0) if logits is None else logits.stride(0)
     picked = Picked(
         torch.empty(rows, dtype=torch.long, device=device),
         torch.empty(rows, dtype=torch.float32, device=device),
@@ -228,21 +308,17 @@ def _pick_kernel(
     )
     if not rows:
         return picked
-    plan = plan or Plan.of(rows, vocab, hidden.element_size(), processors(device, _NO_GPU))
-    hidden = hidden.contiguous()
     keys, given = (t if t is None else t.contiguous() for t in (keys, given))
-    no_eos = None if no_eos is None or not readout.eos_token_ids else _bytes(no_eos)
-    active = None if active is None else _bytes(active)
-    barred = None if no_eos is None else _ids(readout.eos_token_ids, device)
+    no_eos, active = (t if t is None else _bytes(t) for t in (no_eos, active))
     place = torch.empty(rows, plan.slices, dtype=torch.int32, device=device)
     best, own, others = torch.empty(3, rows, plan.slices, dtype=torch.float32, device=device)
     _score_slices[(ceil_div(rows, plan.rows), plan.slices)](
-        *(hidden, readout.weight, keys, given, no_eos, barred, active, readout.token_ids),
-        *(best, place, own, others),
-        *(rows, vocab, size, readout.weight.stride(0), plan.slices, plan.slice_length),
-        readout.mask_token_id if readout.token_ids is None else -1,
+        *(hidden, None if hidden is None else unembedding.weight, logits, least),
+        *(keys, given, no_eos, barred, active, unembedding.token_ids, best, place, own, others),
+        *(rows, vocab, size, stride, plan.slices, plan.slice_length),
+        unembedding.mask_token_id if unembedding.token_ids is None else -1,
         0 if barred is None else len(barred),
-        1.0 / readout.temperature,
+        1.0 / unembedding.temperature,
         TILE_ROWS=plan.rows,
         TILE_VOCAB=plan.vocab,
         TILE_HIDDEN=plan.hidden,
@@ -253,7 +329,7 @@ def _pick_kernel(
     )
     merged = max(1, min(16, 2048 // power_of_two(plan.slices)))  # rows of a program
     _merge_slices[(ceil_div(rows, merged),)](
-        *(best, place, own, others, given, active, readout.token_ids),
+        *(best, place, own, others, given, active, unembedding.token_ids),
         *picked,
         rows,
         plan.slices,
@@ -263,25 +339,6 @@ def _pick_kernel(
         **MULTIPLY_ADD,
     )
     return picked
-
-
-def _magnitude_kernel(weight: Tensor, hidden: Tensor, token: Tensor) -> Tensor:
-    """Floor: 2 * rows * hidden_size * element size bytes: microseconds, less than its launch."""
-    rows, size = hidden.shape
-    result = torch.empty(rows, dtype=torch.float32, device=hidden.device)
-    if rows:
-        _magnitudes[(rows,)](
-            hidden.contiguous(),
-            weight,
-            token.contiguous(),
-            result,
-            size,
-            weight.stride(0),
-            TILE=1024,
-            num_warps=4,
-            **MULTIPLY_ADD,
-        )
-    return result
 
 
 if triton is not None:
@@ -329,11 +386,13 @@ if triton is not None:
             logits = tl.dot(w, tl.trans(h), logits, input_precision="ieee")
         return logits
 
-    # Sizes that change from call to call are not compiled for; `size`, `stride` and `slice_length` tell of aligned rows.
-    @triton.jit(do_not_specialize=["rows", "vocab", "slices", "mask_token_id", "barred_count"])
+    # Sizes that change from call to call are not compiled for; `vocab`, `size`, `stride`, `slice_length` tell of aligned rows.
+    @triton.jit(do_not_specialize=["rows", "slices", "mask_token_id", "barred_count"])
     def _score_slices(  # type: ignore[no-untyped-def]
         hidden,
         weight,
+        logits_in,
+        least,
         keys,
         given,
         no_eos,
@@ -359,7 +418,8 @@ if triton is not None:
         INTERPRETED: tl.constexpr,
     ):
         """Of one slice of the vocabulary, for each row of a tile: the best score and its place, that token's logit (`own`), and
-        the log-sum-exp of all other logits. With a `given` token, that one in place of the best."""
+        the log-sum-exp of all other logits. With a `given` token, that one in place of the best. Logits are products of
+        `hidden` and `weight`, or those of `logits_in`, of which none under `least` is the best."""
         row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
         in_rows = row < rows
         live = in_rows
@@ -379,9 +439,13 @@ if triton is not None:
         for first in range(begin, end, TILE_VOCAB):
             token = first + tl.arange(0, TILE_VOCAB)
             in_slice = token < end
-            logits = _tile_logits(
-                hidden, weight, row, in_rows, token, in_slice, size, stride, TILE_ROWS, TILE_VOCAB, TILE_HIDDEN, INTERPRETED
-            )
+            if logits_in is None:
+                logits = _tile_logits(
+                    hidden, weight, row, in_rows, token, in_slice, size, stride, TILE_ROWS, TILE_VOCAB, TILE_HIDDEN, INTERPRETED
+                )
+            else:
+                cell = row.to(tl.int64)[None, :] * stride + token[:, None]
+                logits = tl.load(logits_in + cell, mask=in_rows[None, :] & in_slice[:, None], other=0.0).to(tl.float32)
             ids = token
             if token_ids is not None:
                 ids = tl.load(token_ids + token, mask=in_slice, other=0).to(tl.int32)
@@ -400,6 +464,9 @@ if triton is not None:
                 shown = raw
                 if keys is not None:
                     shown = raw + gumbel_of_bits(token_noise_bits(tl.load(keys + row, mask=in_rows, other=0), ids))
+                if least is not None:
+                    lowest_shown = tl.load(least + row, mask=in_rows, other=0.0).to(tl.float32)
+                    shown = tl.where(logits < lowest_shown[None, :], float("-inf"), shown)
                 shown = tl.where(shown != shown, float("inf"), shown)  # NaN is more than any number
                 top = tl.max(shown, 0)
                 at = tl.min(tl.where(shown == top[None, :], token[:, None], 0x7FFFFFFF), 0)
@@ -467,26 +534,14 @@ if triton is not None:
         tl.store(logprob_out + row, tl.where(live, logprob, float("-inf")), mask=in_rows)
         tl.store(odds_out + row, tl.where(live, odds, float("-inf")), mask=in_rows)
 
-    @triton.jit
-    def _magnitudes(hidden, weight, token, out, size, stride, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-        row = tl.program_id(0).to(tl.int64)
-        states = hidden + row * size
-        weights = weight + tl.load(token + row).to(tl.int64) * stride
-        total = tl.full((TILE,), 0.0, dtype=tl.float32)
-        for begin in range(0, size, TILE):
-            column = begin + tl.arange(0, TILE)
-            inside = column < size
-            h = tl.load(states + column, mask=inside, other=0.0).to(tl.float32)
-            total += h * tl.load(weights + column, mask=inside, other=0.0).to(tl.float32)
-        tl.store(out + row, tl.abs(tl.sum(total, 0)))
-
 
 __all__ = [
     "Plan",
     "pick",
+    "pick_above",
+    "pick_above_ref",
     "pick_ref",
     "residual_magnitude",
-    "residual_magnitude_ref",
     "token_log_odds",
     "token_log_odds_ref",
 ]

@@ -164,11 +164,10 @@ def round_attention(
 
 def _tiles(rows: int, head_dim: int, dtype: torch.dtype) -> tuple[int, int, int]:
     """Rows and keys of a tile, and warps: what fits the registers and, two tiles of keys deep, 99 KB of shared memory."""
-    if dtype == torch.float32:
-        most, keys = 32, 32
-    else:
-        most, keys = (128, 64) if head_dim <= 128 else (64, 32)
+    most = 32 if dtype == torch.float32 else 128 if head_dim <= 128 else 64
     tile_rows = max(16, min(power_of_two(rows), most))
+    # With 64 rows, 64 keys would spill registers and leave room for one program less.
+    keys = 32 if dtype == torch.float32 or head_dim > 128 or tile_rows == 64 else 64
     return tile_rows, keys, 8 if tile_rows == 128 else 4
 
 

@@ -1,4 +1,4 @@
-"""What hidden states say about tokens: the distribution of a readout, and log-odds without cancellation."""
+"""What hidden states say about tokens: the distributions of an unembedding, and log-odds without cancellation."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -28,7 +28,7 @@ class Picked(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Readout:
+class Unembedding:
     """The distributions over tokens that hidden states stand for.
 
     Attributes:
@@ -45,22 +45,29 @@ class Readout:
     eos_token_ids: tuple[int, ...] = ()
     token_ids: Tensor | None = None
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[n, vocab] in at least float32, the mask id at -inf."""
+    def product(self, hidden: Tensor) -> Tensor:
+        """[n, vocab] logits in the weights' dtype, the mask id at -inf."""
         logits = F.linear(hidden, self.weight)
-        if logits.dtype != torch.float64:
-            logits = logits.float()
         if self.token_ids is None:
             logits[:, self.mask_token_id] = -torch.inf
         return logits
 
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[n, vocab] in at least float32, the mask id at -inf."""
+        return widened(self.product(hidden))
+
     def tempered(self, logits: Tensor, no_eos: Tensor | None) -> Tensor:
         """Logits [n, vocab] over the temperature, those of an eos at -inf where `no_eos` [n] says so."""
+        logits = self.barred(logits, no_eos)
+        return logits if self.temperature == 1.0 else logits / self.temperature
+
+    def barred(self, logits: Tensor, no_eos: Tensor | None) -> Tensor:
+        """Logits [n, vocab], those of an eos at -inf where `no_eos` [n] says so."""
         if no_eos is not None:
             ids = torch.arange(logits.shape[1], device=logits.device) if self.token_ids is None else self.token_ids
             for eos in self.eos_token_ids:  # numbers, not a tensor of them, for whose copy to a device the host would wait
                 logits = logits.masked_fill(no_eos[:, None] & (ids == eos), -torch.inf)
-        return logits if self.temperature == 1.0 else logits / self.temperature
+        return logits
 
     def chunks(self, rows: int) -> list[slice]:
         """`rows` in slices so small that their logits are no burden; one, empty, of none."""
@@ -74,6 +81,11 @@ class Readout:
         return scores + gumbel_noise(keys, scores.shape[1] if self.token_ids is None else self.token_ids, scores.dtype)
 
 
+def widened(logits: Tensor) -> Tensor:
+    """Logits in at least float32."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
 def log_odds(scores: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
     """log p and log p - log (1 - p), both [n], of tokens [n] under scores [n, vocab]; 1 - p is summed over the other tokens."""
     own = scores.gather(1, token[:, None])
@@ -82,4 +94,4 @@ def log_odds(scores: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
     return F.logsigmoid(odds)[:, 0], odds[:, 0]
 
 
-__all__ = ["Picked", "Readout", "log_odds"]
+__all__ = ["Picked", "Unembedding", "log_odds", "widened"]

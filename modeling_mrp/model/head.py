@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm
 
-from ..kernels.head_input import normed_pair_ref
+from ..kernels.fused_layers import run_layers
+from ..kernels.round_attention import RoundMask
 from .configuration import MRPConfig
 from .layouts import DRAFT_TOKENS, HEAD, StoredTensor
 
@@ -81,44 +82,29 @@ class MRPHead(nn.Module):
 
     def forward(
         self,
-        inputs_embeds: Tensor | None,
+        inputs_embeds: Tensor,
         hidden_states: Tensor,
-        attention_mask: Tensor | None,
+        attention_mask: Tensor | RoundMask | None,
         position_embeddings: tuple[Tensor, Tensor],
         past_key_values: Cache | None = None,
-        normed: Tensor | None = None,
     ) -> Tensor:
-        """One residual.
+        """Predict one residual; with and without kernels, this is what a head computes.
 
         Args:
-            inputs_embeds: [batch, length, hidden_size], the embeddings of x' (the state after the reveal); or None, if
-                `normed` is given.
+            inputs_embeds: [batch, length, hidden_size], the embeddings of x' (the state after the reveal).
             hidden_states: [batch, length, hidden_size], h_A or the accumulated estimate of it.
-            attention_mask: As `Qwen3DecoderLayer` takes it: [batch, 1, length, keys].
-            position_embeddings: cos and sin of the backbone's rotary embedding.
+            attention_mask: As `Qwen3DecoderLayer` takes it, [batch, 1, length, keys]; in a round a `RoundMask`.
+            position_embeddings: cos and sin of the backbone's rotary embedding, [batch, length, head_dim] each.
             past_key_values: The cache that the head's layers update.
-            normed: [batch, length, 2 * hidden_size], both under their norms, if that is already computed (`normed_pair`).
 
         Returns:
             [batch, length, hidden_size], h_C.
-        """
-        hidden = self.joined(inputs_embeds, hidden_states, normed)
-        for layer in self.layers:
-            hidden = layer(
-                hidden,
-                attention_mask=attention_mask,
-                position_embeddings=position_embeddings,
-                past_key_values=past_key_values,
-                use_cache=past_key_values is not None,
-            )
-        return self.norm(hidden)
 
-    def joined(self, inputs_embeds: Tensor | None, hidden_states: Tensor, normed: Tensor | None = None) -> Tensor:
-        """[batch, length, hidden_size], what the first layer reads; arguments as for `forward`."""
-        if normed is None:
-            assert inputs_embeds is not None
-            normed = normed_pair_ref(inputs_embeds, hidden_states, self.enorm, self.hnorm)
-        return self.eh_proj(normed)
+        Raises:
+            ValueError: if a `RoundMask` forces kernels that cannot be used here.
+        """
+        hidden = self.eh_proj(torch.cat([self.enorm(inputs_embeds), self.hnorm(hidden_states)], -1))
+        return run_layers(self, hidden, attention_mask, position_embeddings, past_key_values)
 
 
 @torch.no_grad()

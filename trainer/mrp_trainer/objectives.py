@@ -6,7 +6,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from modeling_mrp.generate.sampling import Picker
+from modeling_mrp.generate.sampling import Sampler
 from modeling_mrp.model.diffusion import PackedBatch
 from modeling_mrp.modeling import MRPForCausalLM
 
@@ -75,13 +75,13 @@ class HeadObjective:
     def __call__(self, model: MRPForCausalLM, batch: PackedBatch) -> tuple[Tensor, Measured]:
         """Pass 1 gives h_A, a reveal and pass 2 give h_B; K times, from the accumulated estimate."""
         passes = _Passes(model, batch)
-        noisy, picker = passes.noisy, Picker(model.lm_head.weight, model.config.mask_token_id, entropy=False)
+        noisy, sampler = passes.noisy, Sampler(model.lm_head.weight, model.config.mask_token_id, entropy=False)
         ids, masked, estimate = noisy.input_ids, noisy.supervised, passes.h_a
         losses: list[Tensor] = []
         measured: Measured = {}
         for step in range(self.unroll):
             before = masked
-            ids, masked = self.reveals(noisy, ids, masked, estimate.detach(), picker, step)
+            ids, masked = self.reveals(noisy, ids, masked, estimate.detach(), sampler, step)
             estimate = estimate + passes.head(ids, estimate)
             loss, notes = self._divergence(
                 passes, masked, passes.backbone(ids), estimate, self.order_weight, measured=step == 0

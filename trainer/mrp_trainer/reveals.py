@@ -6,7 +6,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from modeling_mrp.generate.sampling import Picker
+from modeling_mrp.generate.sampling import Sampler
 from modeling_mrp.model.diffusion import PackedBatch
 
 from .losses import BLANK
@@ -41,7 +41,7 @@ class Reveals:
 
     @torch.no_grad()
     def __call__(
-        self, batch: PackedBatch, ids: Tensor, masked: Tensor, hidden: Tensor, picker: Picker, step: int
+        self, batch: PackedBatch, ids: Tensor, masked: Tensor, hidden: Tensor, sampler: Sampler, step: int
     ) -> tuple[Tensor, Tensor]:
         """The next state.
 
@@ -50,7 +50,7 @@ class Reveals:
             ids: [batch, length] long, the state.
             masked: [batch, length] bool, what may be revealed.
             hidden: [batch, length, hidden_size], what the model makes of the state.
-            picker: Gives the model's own token and its confidence.
+            sampler: Gives the model's own token and its confidence.
             step: Each step draws anew; only the first reveals eagerly.
 
         Returns:
@@ -60,7 +60,7 @@ class Reveals:
         group = block_numbers(batch, self.block_size)[open_]
         groups = ids.numel()
         if self.rule == "on_policy":
-            picks = picker(hidden[open_], torch.zeros_like(group))
+            picks = sampler(hidden[open_], torch.zeros_like(group))
             token, score = picks.token, picks.confidence
             chosen = _rank(score, group, groups) < 1
             if step == 0 and self.eager_share:
