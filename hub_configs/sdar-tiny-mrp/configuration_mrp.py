@@ -31,7 +31,7 @@ _OLD_SPELLINGS = {"rope_theta", "rope_scaling", "torch_dtype"}
 
 
 def our_fields(fields: dict[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """A config's fields for `MRPConfig`: ours as they are, of a published one those that are known, under our model type.
+    """Translate a config's fields for `MRPConfig`: ours stay, of a published one those that are known, under our model type.
 
     Raises:
         ValueError: for the config of another kind of model.
@@ -137,7 +137,7 @@ class MRPConfig(Qwen3Config):
             )
 
     def _check_backbone(self) -> None:
-        """What Qwen3's own config lets pass."""
+        """Check what Qwen3's own config lets pass."""
         for name in _SIZES:
             if not isinstance(size := getattr(self, name), int) or size < 1:
                 raise ValueError(f"{name} is {size!r}: it must be an int of at least 1")
@@ -158,21 +158,21 @@ class MRPConfig(Qwen3Config):
     def get_config_dict(
         cls, pretrained_model_name_or_path: str | os.PathLike[str], **kwargs: Any
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The fields in a `config.json`, as transformers reads them, in our spelling."""
+        """Read the fields of a `config.json` as transformers does, in our spelling."""
         found, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
         return our_fields(found, {field.name for field in fields(cls)}), kwargs
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """A config from its fields, ours or those of a published config."""
+        """Make a config from its fields, ours or those of a published config."""
         return super().from_dict(our_fields(config_dict, {field.name for field in fields(cls)}), **kwargs)
 
     def to_diff_dict(self) -> dict[str, Any]:
-        """What is saved: a checkpoint that carries its backbone has no fields that name one."""
+        """Select the fields to save: a checkpoint that carries its backbone has none that name one."""
         saved = super().to_diff_dict()
         return {name: value for name, value in saved.items() if value is not None or not name.startswith("base_model_")}
 
     @property
     def has_head(self) -> bool:
-        """Whether the checkpoint carries an MRP head."""
+        """True if the checkpoint carries an MRP head."""
         return self.num_nextn_predict_layers > 0

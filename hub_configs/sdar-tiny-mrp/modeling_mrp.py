@@ -3,43 +3,43 @@
 
 Its parts, in this order:
     model/custom_generate.py    `sdar.generate(custom_generate="org/head", trust_remote_code=True)`: a stock SDAR model decodes with a repository's head.
-    model/layouts.py            The layouts that checkpoints come in: names of tensors, fields of configs, and what lies in the safetensors files.
+    model/layouts.py            The layouts that checkpoints come in: names of tensors, fields of configs, contents of the safetensors files.
     model/stock.py              An MRP model around a loaded SDAR model of another class: the same parameters in memory, and a repository's head.
-    kernels/dispatch.py         When a Triton kernel runs and when its plain PyTorch twin does. The kernels themselves lie beside their twins.
-    kernels/grow.py             A round's states, grown in one launch: what `grow_ref` does in a hundred small ones for each state that it adds.
+    kernels/dispatch.py         The choice between a Triton kernel and its plain PyTorch twin. The kernels themselves lie beside their twins.
+    kernels/grow.py             A round's states, grown in one launch; `grow_ref` takes a hundred small ones for each state that it adds.
     kernels/noise.py            The noise of sampled picks: a counter-based generator, a pure function of (seed, position, masks left, token id).
     kernels/round_attention.py  Attention of a decoding round: a Triton kernel and its PyTorch twin. How layers come to use it: `round_layers_mrp`.
     kernels/settle.py           What a round's scores settle, in one launch: which states are accepted, what becomes text, where each row stands next.
-    kernels/unembedding.py      What hidden states say about tokens: the distributions of an unembedding, and log-odds without cancellation.
+    kernels/unembedding.py      From hidden states to tokens: the distributions of an unembedding, and log-odds without cancellation.
     kernels/pick.py             The vocabulary-wide step: from hidden states to a token and its log-odds, fused over the vocabulary on CUDA.
-    model/diffusion.py          Block diffusion: which token may see which, and the training pass that holds noisy and clean tokens together.
-    rules/states.py             States of a block, what is revealed at them, and sets of scored states: tensors with names, and nothing that decides.
+    model/diffusion.py          Block diffusion: masks of attention, and the training pass that holds noisy and clean tokens together.
+    rules/states.py             States of a block, their reveals, and sets of scored states: tensors with names, and nothing that decides.
     rules/rules.py              Rules of decoding: pure functions of tensors, callable without a model.
     rules/drafting.py           Drafts: which states a round submits, the likeliest followers of each row's next state first.
     runner/cache.py             Keys and values of committed blocks by absolute position, and the scratch of the states being scored.
     runner/graphs.py            CUDA graphs: steps that run again and again on fixed buffers are recorded once and then replayed with one launch.
-    runner/protocol.py          What decoding needs of a model, and no more: a test's model of twenty lines has it, and so has `MRPForCausalLM`.
-    runner/round_layers.py      How the layers of a model come to attend by `round_attention_mrp`: in a round they are given a `RoundMask`.
-    runner/recorded.py          Where rounds are recorded: KV caches that stay where they are, and what was recorded on them, kept between calls.
+    runner/protocol.py          The needs of decoding from a model, and no more: a test's model of twenty lines has it, and so has `MRPForCausalLM`.
+    runner/round_layers.py      Attention by `round_attention` in the layers of a model: in a round they are given a `RoundMask`.
+    runner/recorded.py          Caches for recorded rounds: they stay where they are, and what was recorded on them is kept between calls.
     runner/runner.py            The one owner of a model's forwards and of their keys and values: `prefill`, `score`, `head_pass`, `commit`.
     kernels/fused_layers.py     Qwen3 layers in a round of decoding, with what lies between their matrix products fused.
     model/head.py               The MRP head: the module, how a new one starts, and which of a model's settings it depends on.
     model/attaching.py          Heads on models: made, put on, taken off, and read from the checkpoints that have one.
-    model/saving.py             How MRP models are written: heads on their own, and everything beside what is there before it is replaced.
+    model/saving.py             Writing of MRP models: heads on their own, and everything beside what is there before it is replaced.
     model/pushing.py            Publication of a saved checkpoint in one commit, or none: all that a model which was loaded as remote code needs for it.
     model/loading.py            Loading and saving of MRP models: the layouts that are read, backbones with heads from elsewhere, heads on their own.
     generate/decode_state.py    One decode in tensors: what was asked, what a round changes, and what the host reads of it once a round.
     generate/modes.py           Modes of decoding, each three answers: what a step reveals, what the head changes about that, and what is drafted ahead.
     generate/option_table.py    The options of `generate` beyond those of transformers, each declared once.
     generate/options.py         The options of `generate` for MRP models: the config that holds, checks and interprets them.
-    generate/prompts.py         What `generate` is given to go on from, checked: prompts, their mask, and the tokens that stand behind them already.
+    generate/prompts.py         Checks of the prompts of `generate`, their mask, and the tokens that stand behind them already.
     generate/sampling.py        Picks: the token and its confidence at every masked position, greedy or sampled, reproducible to the bit.
     generate/scoring.py         From hidden states to what is revealed: picks at masked positions, and the reveal rule on them.
     generate/settle.py          What a round's scores settle: which states are accepted, what becomes text, and where each row stands next.
     generate/stopping.py        Stopping criteria, asked as transformers' own loop would ask them, of rows that come along at different speeds.
     generate/loop.py            The one decoding loop: rounds of states side by side, over rows that never wait for each other.
     generate/recording.py       Rounds that are recorded whole and replayed with one launch: what is a register, and what a recording depends on.
-    generate/generation.py      `generate` for MRP models: what it takes and what comes out. Options are in `options_mrp`, the loop in `decoding_mrp`.
+    generate/generation.py      `generate` for MRP models: arguments in, text and counts out.
     modeling.py                 The SDAR backbone as a difference from transformers' Qwen3, with the MRP head on top of it.
 """
 
@@ -178,7 +178,7 @@ def generate(inputs: Any = None, *, model: Any, **kwargs: Any) -> Any:
 # ----------------------------------------------------------------------------------------------------
 # model/layouts.py
 #
-# The layouts that checkpoints come in: names of tensors, fields of configs, and what lies in the safetensors files.
+# The layouts that checkpoints come in: names of tensors, fields of configs, contents of the safetensors files.
 #
 # | layout | `model_type` | head | written by |
 # |---|---|---|---|
@@ -197,12 +197,12 @@ _COMMIT = re.compile(r"[/\\]snapshots[/\\]([0-9a-f]{40})[/\\]")
 
 
 def our_name(name: str) -> str:
-    """A tensor's name in our layout."""
+    """Translate a tensor's name into our layout."""
     return HEAD + name.removeprefix(PUBLISHED_HEAD) if name.startswith(PUBLISHED_HEAD) else name
 
 
 def published_name(name: str) -> str:
-    """A tensor's name in the published layouts."""
+    """Translate a tensor's name into the published layouts."""
     return PUBLISHED_HEAD + name.removeprefix(HEAD) if name.startswith(HEAD) else name
 
 
@@ -217,18 +217,18 @@ class StoredTensor:
 
 
 def hub_options(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the keyword arguments that say where and how a file is fetched."""
+    """Select the keyword arguments that say where and how a file is fetched."""
     return {name: kwargs[name] for name in HUB_OPTIONS if kwargs.get(name) is not None}
 
 
 def commit_of(path: Path) -> str | None:
-    """The commit that a file of the Hub's cache belongs to; None for other files."""
+    """Find the commit that a file of the Hub's cache belongs to; None for other files."""
     found = _COMMIT.search(str(path))
     return found[1] if found else None
 
 
 def config_file(source: str, needed: bool = True, **hub: Any) -> Path | None:
-    """A checkpoint's `config.json`, fetched if it has to be; None if there is none and it is not needed.
+    """Find a checkpoint's `config.json`, fetched if it has to be; None if there is none and it is not needed.
 
     Raises:
         ValueError: if there is none and it is needed.
@@ -249,7 +249,7 @@ def config_file(source: str, needed: bool = True, **hub: Any) -> Path | None:
 
 
 def weight_files(source: str, variant: str | None = None, prefixes: tuple[str, ...] = ("",), **hub: Any) -> list[Path]:
-    """A checkpoint's safetensors files, fetched if they have to be: all, or those with tensors of these prefixes.
+    """Find a checkpoint's safetensors files, fetched if they have to be: all, or those with tensors of these prefixes.
 
     Raises:
         ValueError: if there are none, or if the index names a file outside the checkpoint.
@@ -293,12 +293,12 @@ def weight_files(source: str, variant: str | None = None, prefixes: tuple[str, .
 
 
 def _is_absence(error: OSError) -> bool:
-    """Whether a file is not there, rather than could not be fetched. transformers tells these apart in words only."""
+    """Tell if a file is not there, rather than could not be fetched. transformers tells these apart in words only."""
     return "does not appear to have" in str(error)
 
 
 def stored_tensors(files: Iterable[Path]) -> dict[str, StoredTensor]:
-    """What safetensors files hold, by our names. Reads their headers, and no weights.
+    """List the tensors of safetensors files by our names, from their headers.
 
     Raises:
         ValueError: if a file is damaged or cut short, or a tensor comes twice.
@@ -318,7 +318,7 @@ def stored_tensors(files: Iterable[Path]) -> dict[str, StoredTensor]:
 
 
 def check_depth(found: Mapping[str, StoredTensor], layers: int) -> None:
-    """Asked before as many layers are made as a config says, which costs time even without memory.
+    """Check a config's layers before as many are made, which costs time even without memory.
 
     Raises:
         ValueError: if a config calls for more layers than the checkpoint has tensors.
@@ -333,7 +333,7 @@ def check_depth(found: Mapping[str, StoredTensor], layers: int) -> None:
 def check_fit(
     found: Mapping[str, StoredTensor], expected: Mapping[str, tuple[int, ...]], optional: Collection[str] = ()
 ) -> None:
-    """Compares a checkpoint's tensors with those that its config calls for, by our names.
+    """Compare a checkpoint's tensors with those that its config calls for, by our names.
 
     Raises:
         ValueError: if one is missing (and not optional), one too many, or has another shape or kind of numbers; lists all.
@@ -352,7 +352,7 @@ def check_fit(
 
 
 def raise_misfits(misfits: list[str]) -> None:
-    """Raises the one `ValueError` that lists them, if there are any."""
+    """Raise one `ValueError` that lists the misfits, if there are any."""
     if misfits:
         raise ValueError(
             f"the checkpoint does not fit its config ({len(misfits)} tensors):\n  " + "\n  ".join(misfits) + "\n"
@@ -361,12 +361,12 @@ def raise_misfits(misfits: list[str]) -> None:
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a name can be a repository's on the Hub, `org/name`, and is no path."""
+    """Tell if a name can be a repository's on the Hub, `org/name`, and is no path."""
     return re.fullmatch(r"[A-Za-z0-9][\w.\-]*/[A-Za-z0-9][\w.\-]*", name) is not None and ".." not in name
 
 
 def backbone_location(name: str, source: str) -> str:
-    """Where to load the backbone from that the config of the head repository `source` names.
+    """Find the backbone that the config of the head repository `source` names.
 
     A config that came from the Hub may name a repository on the Hub, `org/name`, and nothing else. That of a local folder may
     also name an existing folder, by an absolute path or one relative to the folder and inside it.
@@ -405,7 +405,7 @@ _AROUND: "weakref.WeakKeyDictionary[nn.Module, tuple[Any, Any]]" = weakref.WeakK
 
 
 def _config_of(stock: Any, head_config: Any) -> Any:
-    """The stock model's config as one of this package, without a head; what it does not say is as in the head's."""
+    """Translate the stock model's config to one of this package, without a head; what it does not say is as in the head's."""
     assumed = {name: getattr(head_config, name) for name in ("block_size", "mask_token_id")}
     return type(head_config).from_dict(
         {**assumed, **stock.config.to_dict(), "model_type": "sdar", "num_nextn_predict_layers": 0, "draft_vocab_size": 0}
@@ -413,7 +413,7 @@ def _config_of(stock: Any, head_config: Any) -> Any:
 
 
 def _misfits(parameters: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
-    """What of a stock model's parameters is not as in a Qwen3 decoder of its config, loaded, on one device."""
+    """List what of a stock model's parameters is not as in a Qwen3 decoder of its config, loaded, on one device."""
     wrong = [f"missing: {name}" for name in expected if name not in parameters]
     wrong += [f"unexpected: {name}" for name in parameters if name not in expected]
     wrong += [
@@ -431,11 +431,11 @@ def _misfits(parameters: dict[str, Tensor], expected: dict[str, Tensor]) -> list
 
 
 class StockMixin:
-    """What lets an MRP model's repository serve models of other classes."""
+    """The part of an MRP model by which its repository serves models of other classes."""
 
     @classmethod
     def around(cls: Any, stock: Any, repository: str, **download: Any) -> Any:
-        """The MRP model of a stock model's own parameters and a repository's head. Made once, as long as the stock model lives.
+        """Make the MRP model of a stock model's own parameters and a repository's head, once as long as the stock model lives.
 
         Args:
             stock: A model with a Qwen3 decoder's parameters under `model.` and `lm_head.`, such as SDAR's own class.
@@ -481,7 +481,7 @@ class StockMixin:
 
 
 def _still_around(model: Any, parameters: dict[str, Tensor]) -> bool:
-    """Whether a model still has a stock model's parameters, wherever they were moved and whatever replaced them."""
+    """Tell if a model still has a stock model's parameters, wherever they were moved and whatever replaced them."""
     mine = dict(model.named_parameters(remove_duplicate=False))
     like = mine["lm_head.weight"]
     return all(mine.get(name) is parameter for name, parameter in parameters.items()) and all(
@@ -492,7 +492,7 @@ def _still_around(model: Any, parameters: dict[str, Tensor]) -> bool:
 # ----------------------------------------------------------------------------------------------------
 # kernels/dispatch.py
 #
-# When a Triton kernel runs and when its plain PyTorch twin does. The kernels themselves lie beside their twins.
+# The choice between a Triton kernel and its plain PyTorch twin. The kernels themselves lie beside their twins.
 #
 # This is the one place that imports triton, which need not be there: kernels are defined under `if triton is not None`.
 
@@ -518,18 +518,18 @@ _OWN = ("torch.nn.", "transformers.", __name__.partition(".kernels.")[0])
 
 
 def processors(device: torch.device, otherwise: int) -> int:
-    """Multiprocessors of a GPU; `otherwise` for a device that only stands in for one."""
+    """Count the multiprocessors of a GPU; `otherwise` for a device that only stands in for one."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else otherwise
 
 
 def tensor_memory(device: torch.device) -> bool:
-    """Whether the matrix units of a GPU write to a memory of their own, as those of data-centre Blackwell do."""
+    """Tell if the matrix units of a GPU write to a memory of their own, as those of data-centre Blackwell do."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 10
 
 
 @dataclass(frozen=True)
 class Dispatch:
-    """Decides between a kernel and its PyTorch twin.
+    """A decision between a kernel and its PyTorch twin.
 
     Attributes:
         forced: None: kernels where they can be used, by device and dtype, and the twin where one fails; True: kernels or an
@@ -541,7 +541,7 @@ class Dispatch:
     def run(
         self, name: str, kernel: Callable[[], T], twin: Callable[[], T], *tensors: Tensor, obstacle: str | None = None
     ) -> T:
-        """The result of one of both.
+        """Run one of both.
 
         A kernel that does not compile or launch is reported in one warning per device and not tried again. Where gradients
         are wanted (kernels have none), under autocast and inside `torch.compile`, the twin runs.
@@ -607,7 +607,7 @@ def with_fallback(name: str, device: torch.device, kernel: Callable[[], T], twin
 
 
 def failed_before(name: str, device: torch.device) -> bool:
-    """Whether a kernel has been given up on a device."""
+    """Tell if a kernel has been given up on a device."""
     return (name, device) in _failed
 
 
@@ -617,12 +617,12 @@ def failed_kernels() -> list[str]:
 
 
 def kernels_usable(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether kernels can run compiled on tensors like these: triton, a GPU of the last generations, a dtype they know."""
+    """Tell if kernels can run compiled on tensors like these: triton, a GPU of the last generations, a dtype they know."""
     return _unusable(device, dtype, interpreted=False) is None
 
 
 def more_than(module: nn.Module, kind: type[nn.Module]) -> str | None:
-    """What a module does beside what a class of torch, transformers or this package does, so that no kernel may stand for it.
+    """Find what a module does beside its class of torch, transformers or this package, so that no kernel may stand for it.
 
     Hooks of all modules (`torch.nn.modules.module.register_module_forward_hook`) are not looked for.
 
@@ -646,22 +646,22 @@ def more_than(module: nn.Module, kind: type[nn.Module]) -> str | None:
 
 
 def recent_enough(capability: tuple[int, int]) -> bool:
-    """Whether a GPU of this compute capability runs the kernels."""
+    """Tell if a GPU of this compute capability runs the kernels."""
     return capability >= _OLDEST
 
 
 def ceil_div(a: int, b: int) -> int:
-    """a / b, rounded up."""
+    """Divide a by b and round up."""
     return -(-a // b)
 
 
 def power_of_two(n: int) -> int:
-    """The least power of two that is not under n, 1 at least."""
+    """Find the least power of two that is not under n, 1 at least."""
     return 1 << max(0, n - 1).bit_length()
 
 
 def _obstacle(tensors: tuple[Tensor, ...], interpreted: bool) -> str | None:
-    """What keeps kernels from these tensors, and the remedy; None: nothing."""
+    """Name what keeps kernels from these tensors, and the remedy; None: nothing."""
     device = tensors[0].device
     if others := {str(t.device) for t in tensors} - {str(device)}:
         return f"its tensors lie on {device} and {', '.join(sorted(others))}: keep them on one device"
@@ -695,7 +695,7 @@ def _unusable(device: torch.device, dtype: torch.dtype, interpreted: bool) -> st
 
 
 def _on(device: torch.device) -> AbstractContextManager[object]:
-    """Triton launches on the current device."""
+    """Make a device the current one, on which Triton launches."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
@@ -707,7 +707,7 @@ def _summary(error: Exception) -> str:
 # ----------------------------------------------------------------------------------------------------
 # kernels/grow.py
 #
-# A round's states, grown in one launch: what `grow_ref` does in a hundred small ones for each state that it adds.
+# A round's states, grown in one launch; `grow_ref` takes a hundred small ones for each state that it adds.
 #
 # Which state comes next depends on all those before, so a program goes through them one by one; the rows are side by side. Its
 # twin, in `drafting`, also does what is rarer: sampled drafts and several reveals a step.
@@ -730,7 +730,7 @@ _LARGEST = 1 << 14  # numbers of a row's table of states, which a program holds 
 
 @dataclass(frozen=True)
 class DraftTable:
-    """What the drafts of a round are read from.
+    """The table that the drafts of a round are read from.
 
     A drafted state is a row of [block + 6] integers: ids, start, parent, step and end, as in `States`; then `base`, the source
     that an estimate of it starts from, and `source`, the one that tells its followers: its own estimate if there is one, else
@@ -771,12 +771,12 @@ class DraftTable:
     one_at_a_time: bool
 
     def fits(self, size: int) -> bool:
-        """Whether the kernel holds what `size` states need."""
+        """Tell if the kernel holds what `size` states need."""
         return _entries(size, self.branches) * power_of_two(self.first.shape[-1]) <= _LARGEST
 
 
 def _entries(size: int, branches: int) -> int:
-    """States in a row's table: those taken, then those that may be."""
+    """Count the states in a row's table: those taken, then those that may be."""
     return power_of_two(size * (1 + branches))
 
 
@@ -824,7 +824,7 @@ if triton is not None:
 
     @triton.jit
     def _entry(state, column, which):  # type: ignore[no-untyped-def]
-        """One number of a state."""
+        """Read one number of a state."""
         return tl.sum(tl.where(column == which, state, 0), 0)
 
     @triton.jit
@@ -839,7 +839,7 @@ if triton is not None:
         TILE_KNOWN: tl.constexpr,
         INHERITS: tl.constexpr,
     ):
-        """A state, or what the first known one with its ids and start leads to."""
+        """Replace a state by what the first known one with its ids and start leads to, if there is one."""
         column = tl.arange(0, COLUMNS)
         named = (column <= BLOCK)[None, :]
         place = count
@@ -860,7 +860,7 @@ if triton is not None:
     def _follower(  # type: ignore[no-untyped-def]
         state, last, token, end, source, eos, eos_count, BLOCK: tl.constexpr, COLUMNS: tl.constexpr
     ):
-        """The state with one more position revealed, `last`."""
+        """Reveal one more position of a state, `last`."""
         column = tl.arange(0, COLUMNS)
         picked = _entry(token, column, last)
         ends = picked != picked
@@ -873,7 +873,7 @@ if triton is not None:
 
     @triton.jit
     def _done(made, open_end, mask_id, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
-        """Whether nothing is left to reveal before the end of the text, and that lies in the block."""
+        """Tell if nothing is left to reveal before the end of the text, and that lies in the block."""
         column = tl.arange(0, COLUMNS)
         end = tl.minimum(_entry(made, column, BLOCK + 3) + 1, open_end - _entry(made, column, BLOCK))
         hidden = (made == mask_id) & (column < tl.minimum(end, BLOCK))
@@ -921,8 +921,11 @@ if triton is not None:
         MOST: tl.constexpr,
         INHERITS: tl.constexpr,
     ):
-        """Program (row): all its states. A state is a vector of COLUMNS numbers, the table of those taken and those that may
-        be is [ENTRIES, COLUMNS]; all stays in registers. Ids fit 32 bits."""
+        """Grow all states of a row: program (row).
+
+        A state is a vector of COLUMNS numbers, the table of those taken and those that may be is [ENTRIES, COLUMNS]; all stays
+        in registers. Ids fit 32 bits.
+        """
         WIDTH: tl.constexpr = BLOCK + 6
         row = tl.program_id(0).to(tl.int64)
         column, entry = tl.arange(0, COLUMNS), tl.arange(0, ENTRIES)
@@ -993,7 +996,7 @@ _UINT32 = 0xFFFFFFFF
 
 
 def mix32(x: Tensor) -> Tensor:
-    """A 32-bit integer hash (two multiply-xorshift rounds) of every number of an int64 tensor, each from 0 to 2**32 - 1."""
+    """Hash every number of an int64 tensor, each from 0 to 2**32 - 1, to 32 bits by two multiply-xorshift rounds."""
     x = x ^ (x >> 16)
     x = (x * 0x7FEB352D) & _UINT32
     x = x ^ (x >> 15)
@@ -1002,7 +1005,7 @@ def mix32(x: Tensor) -> Tensor:
 
 
 def noise_keys(seed: Tensor, position: Tensor, masks_left: Tensor) -> Tensor:
-    """[n] keys of the noise at a state's position; all arguments [n] long."""
+    """Make the keys [n] of the noise at a state's position; all arguments are [n] long."""
     key = mix32(seed & _UINT32)
     key = mix32(key ^ ((seed >> 32) & _UINT32))
     key = mix32(key ^ (position & _UINT32))
@@ -1010,12 +1013,12 @@ def noise_keys(seed: Tensor, position: Tensor, masks_left: Tensor) -> Tensor:
 
 
 def noise_bits(keys: Tensor, tokens: Tensor) -> Tensor:
-    """[n, m] random 32-bit values, as int64, of keys [n] and token ids [m]."""
+    """Draw 32 random bits for each of keys [n] and token ids [m]: [n, m] int64."""
     return mix32(mix32(tokens * 0x9E3779B1 & _UINT32) ^ keys[:, None])
 
 
 def gumbel_noise(keys: Tensor, tokens: int | Tensor, dtype: torch.dtype) -> Tensor:
-    """Standard Gumbel noise for token ids at each key.
+    """Draw standard Gumbel noise for token ids at each key.
 
     Args:
         keys: [n] long, from `noise_keys`.
@@ -1044,12 +1047,12 @@ if triton is not None:
 
     @triton.jit
     def token_noise_bits(keys, tokens):  # type: ignore[no-untyped-def]
-        """[m, n] uint32 of keys [n] and token ids [m]: those of `noise_bits`, transposed."""
+        """Draw the bits of `noise_bits`, transposed: [m, n] uint32 of keys [n] and token ids [m]."""
         return _mix32(_mix32(tokens.to(tl.uint32) * 0x9E3779B1)[:, None] ^ keys.to(tl.uint32)[None, :])
 
     @triton.jit
     def gumbel_of_bits(bits):  # type: ignore[no-untyped-def]
-        """Gumbel noise of uint32 bits: `gumbel_noise` with log1p(-x) as log(1 - x) * x / (1 - (1 - x)), which is as precise."""
+        """Turn uint32 bits into `gumbel_noise`, log1p(-x) being log(1 - x) * x / (1 - (1 - x)), which is as precise."""
         lower = (bits >> 31) == 0
         nearest = (tl.where(lower, bits, ~bits).to(tl.float32) + 0.5) * 2.0**-32
         rest = 1.0 - nearest
@@ -1845,14 +1848,14 @@ if triton is not None:
 # ----------------------------------------------------------------------------------------------------
 # kernels/unembedding.py
 #
-# What hidden states say about tokens: the distributions of an unembedding, and log-odds without cancellation.
+# From hidden states to tokens: the distributions of an unembedding, and log-odds without cancellation.
 
 # Elements of logits that are alive at once: 64 MB in float32.
 _LOGITS_AT_ONCE = 1 << 24
 
 
 class Picked(NamedTuple):
-    """What is picked at n positions.
+    """The picks at n positions.
 
     Attributes:
         token: [n] long.
@@ -1884,23 +1887,23 @@ class Unembedding:
     token_ids: Tensor | None = None
 
     def product(self, hidden: Tensor) -> Tensor:
-        """[n, vocab] logits in the weights' dtype, the mask id at -inf."""
+        """Compute logits [n, vocab] in the weights' dtype, the mask id at -inf."""
         logits = F.linear(hidden, self.weight)
         if self.token_ids is None:
             logits[:, self.mask_token_id] = -torch.inf
         return logits
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[n, vocab] in at least float32, the mask id at -inf."""
+        """Compute logits [n, vocab] in at least float32, the mask id at -inf."""
         return widened(self.product(hidden))
 
     def tempered(self, logits: Tensor, no_eos: Tensor | None) -> Tensor:
-        """Logits [n, vocab] over the temperature, those of an eos at -inf where `no_eos` [n] says so."""
+        """Divide logits [n, vocab] by the temperature, those of an eos at -inf where `no_eos` [n] says so."""
         logits = self.barred(logits, no_eos)
         return logits if self.temperature == 1.0 else logits / self.temperature
 
     def barred(self, logits: Tensor, no_eos: Tensor | None) -> Tensor:
-        """Logits [n, vocab], those of an eos at -inf where `no_eos` [n] says so."""
+        """Bar an eos from logits [n, vocab], by -inf, where `no_eos` [n] says so."""
         if no_eos is not None:
             ids = torch.arange(logits.shape[1], device=logits.device) if self.token_ids is None else self.token_ids
             for eos in self.eos_token_ids:  # numbers, not a tensor of them, for whose copy to a device the host would wait
@@ -1908,24 +1911,24 @@ class Unembedding:
         return logits
 
     def chunks(self, rows: int) -> list[slice]:
-        """`rows` in slices so small that their logits are no burden; one, empty, of none."""
+        """Cut `rows` into slices so small that their logits are no burden; none gives one slice, empty."""
         step = max(1, _LOGITS_AT_ONCE // self.weight.shape[0])
         return [slice(start, start + step) for start in range(0, max(1, rows), step)]
 
     def shown(self, scores: Tensor, keys: Tensor | None) -> Tensor:
-        """What the pick is the largest of: scores [n, vocab], plus noise where there are keys [n]."""
+        """Add noise to scores [n, vocab], where there are keys [n]: the pick is the largest."""
         if keys is None:
             return scores
         return scores + gumbel_noise(keys, scores.shape[1] if self.token_ids is None else self.token_ids, scores.dtype)
 
 
 def widened(logits: Tensor) -> Tensor:
-    """Logits in at least float32."""
+    """Widen logits to float32 at least."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def log_odds(scores: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
-    """log p and log p - log (1 - p), both [n], of tokens [n] under scores [n, vocab]; 1 - p is summed over the other tokens."""
+    """Compute log p and log p - log (1 - p), both [n], of tokens [n] under scores [n, vocab]; 1 - p sums the other tokens."""
     own = scores.gather(1, token[:, None])
     others = scores.scatter(1, token[:, None], -torch.inf).logsumexp(-1, keepdim=True)
     odds = own - others
@@ -2463,7 +2466,7 @@ if triton is not None:
 # ----------------------------------------------------------------------------------------------------
 # model/diffusion.py
 #
-# Block diffusion: which token may see which, and the training pass that holds noisy and clean tokens together.
+# Block diffusion: masks of attention, and the training pass that holds noisy and clean tokens together.
 #
 # Positions are absolute and count from 0 at a sequence's first real token; the block of a position is
 # ``position // block_size``. Masks here are boolean, True where a query may look at a key.
@@ -2474,7 +2477,7 @@ NO_VIEW = -1  # padding
 
 
 def block_causal_mask(query_positions: Tensor, key_positions: Tensor, key_valid: Tensor, block_size: int) -> Tensor:
-    """Every token sees the earlier blocks and the whole of its own block (SDAR, section 3).
+    """Let every token see the earlier blocks and the whole of its own block (SDAR, section 3).
 
     Args:
         query_positions: [batch, queries] absolute positions.
@@ -2491,7 +2494,7 @@ def block_causal_mask(query_positions: Tensor, key_positions: Tensor, key_valid:
 
 @dataclass(frozen=True)
 class PackedRule:
-    """Who sees whom in a pass that holds noisy copies and the clean sequence: [x_t | x_0] (SDAR, section 3; MRP, section 4).
+    """The rule of attention in a pass of noisy copies and the clean sequence, [x_t | x_0] (SDAR, section 3; MRP, section 4).
 
     A noisy token sees its own noisy block and the clean tokens of earlier blocks; a clean token sees the clean tokens
     of its own and earlier blocks; nothing crosses from one sample to another. Padding (view -1) sees only itself.
@@ -2507,7 +2510,7 @@ class PackedRule:
     sample: Tensor
 
     def __call__(self, row: Tensor, head: Tensor | None, query: Tensor, key: Tensor) -> Tensor:
-        """Bool, for indices that broadcast: flex attention's `mask_mod`. All heads see the same."""
+        """Tell of indices that broadcast who sees whom: flex attention's `mask_mod`. All heads see the same."""
         query_view, key_view = self.view[row, query], self.view[row, key]
         query_block, key_block = self.block[row, query], self.block[row, key]
         clean = (key_view == CLEAN_VIEW) & (
@@ -2518,13 +2521,13 @@ class PackedRule:
         return ((clean | noisy) & same & (query_view != NO_VIEW)) | (query == key)
 
     def dense(self) -> Tensor:
-        """[batch, 1, length, length] bool."""
+        """Write the rule out: [batch, 1, length, length] bool."""
         rows, length = self.view.shape
         row, column = (torch.arange(n, device=self.view.device) for n in (rows, length))
         return self(row[:, None, None], None, column[None, :, None], column[None, None, :])[:, None]
 
     def sparse(self, queries: int) -> BlockMask:
-        """The rows of the first `queries` columns for flex attention: who sees whom by tile, the same for all heads.
+        """Make flex attention's mask of the first `queries` columns: who sees whom by tile, the same for all heads.
 
         To find the tiles a [queries, length] bool is made once a batch row and dropped; attention itself holds none.
         """
@@ -2557,11 +2560,11 @@ class PackedBatch:
     noise_key: Tensor | None = None
 
     def rule(self, block_size: int) -> PackedRule:
-        """Who sees whom."""
+        """Make the rule of attention."""
         return PackedRule(self.view, self.position_ids // block_size, self.sample)
 
     def attention_mask(self, block_size: int) -> Tensor:
-        """[batch, 1, length, length] bool: see `PackedRule`."""
+        """Write the rule of attention out, [batch, 1, length, length] bool: see `PackedRule`."""
         return self.rule(block_size).dense()
 
     @property
@@ -2571,17 +2574,17 @@ class PackedBatch:
 
     @property
     def noisy_length(self) -> int:
-        """How many columns the noisy copies take: the clean sequence begins behind them."""
+        """Columns of the noisy copies: the clean sequence begins behind them."""
         return int((self.view == CLEAN_VIEW).any(0).int().argmax())
 
     def noisy(self) -> "PackedBatch":
-        """The columns of the noisy copies alone."""
+        """Select the columns of the noisy copies."""
         length = self.noisy_length
         columns = {name: value[:, :length] for name, value in vars(self).items() if value is not None and value.dim()}
         return replace(self, **columns)
 
     def uniform(self, purpose: int, of: Tensor) -> Tensor:
-        """[batch, length] float64 in (0, 1): a draw for each sample, noisy copy and value of `of`, and nothing else.
+        """Draw numbers in (0, 1), [batch, length] float64, that depend on sample, noisy copy and value of `of` alone.
 
         Args:
             purpose: Different draws have different numbers.
@@ -2598,7 +2601,7 @@ class PackedBatch:
 def pack_noisy(
     input_ids: Tensor, response: Tensor, valid: Tensor, masked: Tensor, weight: Tensor, mask_token_id: int
 ) -> PackedBatch:
-    """Packs a batch of sequences (one sample a row) with one noisy copy: [x_t | x_0].
+    """Pack a batch of sequences (one sample a row) with one noisy copy: [x_t | x_0].
 
     Args:
         input_ids: [batch, length] long, left-aligned (position = column).
@@ -2627,7 +2630,7 @@ def pack_noisy(
 # ----------------------------------------------------------------------------------------------------
 # rules/states.py
 #
-# States of a block, what is revealed at them, and sets of scored states: tensors with names, and nothing that decides.
+# States of a block, their reveals, and sets of scored states: tensors with names, and nothing that decides.
 
 # Columns of a state behind its ids, counted from its end.
 STATE_COLUMNS = 4
@@ -2666,7 +2669,7 @@ class States(TensorFields):
 
     @staticmethod
     def of(ids: Tensor, start: Tensor, parent: Tensor, step: Tensor, end: Tensor, valid: Tensor) -> "States":
-        """States from their columns."""
+        """Make states from their columns."""
         return States(torch.cat([ids, torch.stack([start, parent, step, end], -1)], -1), valid)
 
     @property
@@ -2700,17 +2703,17 @@ class States(TensorFields):
         return self.table[..., END]
 
     def masked(self, mask_token_id: int) -> Tensor:
-        """[..., block] bool: the positions that are not revealed."""
+        """Find the positions that are not revealed: [..., block] bool."""
         return self.ids == mask_token_id
 
     def only(self, which: Tensor) -> "States":
-        """The same, of which those outside `which` [...] are not valid."""
+        """Make the states outside `which` [...] invalid."""
         return replace(self, valid=self.valid & which)
 
 
 @dataclass
 class Reveal(TensorFields):
-    """What one denoising step reveals of [...] states.
+    """The reveal of one denoising step at [...] states.
 
     Attributes:
         where: [..., block] bool.
@@ -2725,11 +2728,11 @@ class Reveal(TensorFields):
     confidence: Tensor
 
     def only(self, where: Tensor) -> "Reveal":
-        """The same at fewer positions, `where` [..., block] bool."""
+        """Keep the reveal at fewer positions, `where` [..., block] bool."""
         return replace(self, where=where)
 
     def and_then(self, later: "Reveal") -> "Reveal":
-        """Both reveals as one."""
+        """Join both reveals."""
         fields = ("token", "logprob", "confidence")
         return Reveal(
             self.where | later.where, *(torch.where(later.where, getattr(later, f), getattr(self, f)) for f in fields)
@@ -2738,7 +2741,7 @@ class Reveal(TensorFields):
 
 @dataclass
 class Scored(TensorFields):
-    """States that the backbone has scored, and what it reveals there.
+    """States that the backbone has scored, and their reveals.
 
     Attributes:
         states: [rows, n].
@@ -2768,7 +2771,7 @@ class Source(TensorFields):
 
 @dataclass
 class Memory(TensorFields):
-    """What the last round scored in vain, and where each of its states leads without another forward.
+    """States that the last round scored in vain, and where each of its states leads without another forward.
 
     Attributes:
         scored: [rows, n], none of them clean.
@@ -3135,13 +3138,13 @@ Tell = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def growth(width: int, passes: int) -> list[int]:
-    """How many states of `width` are drafted at each head pass of a round: in even steps, up to all but the last."""
+    """Count the states of `width` drafted at each head pass of a round: in even steps, up to all but the last."""
     passes = min(passes, width - 1)
     return [-(-done * (width - 1) // passes) for done in range(1, passes + 1)]
 
 
 def reachable(masks: int, branches: int, enough: int) -> int:
-    """How many states, up to `enough`, may follow one with so many masks, itself and the next block's included.
+    """Count the states, up to `enough`, that may follow one with so many masks, itself and the next block's included.
 
     The tokens of a state depend on the way to it, so that ways to reveal the same positions are counted one by one.
     """
@@ -3154,7 +3157,7 @@ def reachable(masks: int, branches: int, enough: int) -> int:
 
 
 class Budget:
-    """How many states a row submits in a round, by how often those of earlier rounds were accepted.
+    """The number of states a row submits in a round, by how often those of earlier rounds were accepted.
 
     A forward over n tokens takes one unit of time up to `compute_bound_tokens` and n / `compute_bound_tokens` units beyond; a
     head pass takes its share of that. The states that make the most tokens for the time are submitted; what is not submitted
@@ -3180,13 +3183,13 @@ class Budget:
         return max(range(1, 1 + len(self.right)), key=lambda n: (self._worth(n), -n))
 
     def _worth(self, states: int) -> float:
-        """Tokens of a row in a unit of time: per state over per state, so that what is equal is so in floating point."""
+        """Estimate a row's tokens in a unit of time: per state over per state, so that equals are equal in floating point."""
         assert self.bound is not None
         time = max(1 / states, self.state_tokens / self.bound)
         return sum(self.right[:states]) / states / time / (1 + self.head_cost if states > 1 else 1)
 
     def learn(self, passed: list[int], rows: int) -> None:
-        """From a round in which so many rows could draft: how many of them accepted the state in each slot offered."""
+        """Learn from a round in which so many rows could draft how many of them accepted the state in each slot offered."""
         for slot in range(1, len(self.right) if rows else 1):
             if slot < len(passed):
                 self.right[slot] += self.EMA_RATE * (passed[slot] / rows - self.right[slot])
@@ -3222,13 +3225,13 @@ class Draft:
 
 
 def as_slots(states: States, source: Tensor | int) -> Tensor:
-    """[..., block + 6] long: states with the number of the source that tells of them, [...] or one for all."""
+    """Append to states the number of the source that tells of them, [...] or one for all: [..., block + 6] long."""
     column = torch.full_like(states.start, source) if isinstance(source, int) else source
     return torch.cat([states.table, column[..., None], column[..., None]], -1)
 
 
 def undrafted(current: States, successor: States, mask_id: int, room: int) -> Draft:
-    """The states of a round without drafts: each row's own, and with room for two the next block's behind a clean one."""
+    """Make the states of a round without drafts: each row's own, and with room for two the next block's behind a clean one."""
     slots = as_slots(current, -1)[:, None]
     if room == 1:
         return Draft(slots, current.valid[:, None])
@@ -3260,7 +3263,7 @@ def grow(table: DraftTable, size: int, most: int, dispatch: Dispatch, tell: Tell
 
 
 def grow_ref(table: DraftTable, size: int, tell: Tell | None) -> tuple[Tensor, Tensor]:
-    """The twin of `grow_kernel`, for everything that may be drafted."""
+    """Grow the draft of a round as `grow_kernel` does, for everything that may be drafted: its twin."""
     branches, named = table.branches, slice(None, DRAFT_STEP)
     state, valid = table.first, table.valid
     rows = torch.arange(len(state), device=state.device)
@@ -3293,7 +3296,7 @@ def grow_ref(table: DraftTable, size: int, tell: Tell | None) -> tuple[Tensor, T
 
 
 def followers_of(table: DraftTable, state: Tensor, valid: Tensor, slot: int, tell: Tell | None = None) -> tuple[Tensor, Tensor]:
-    """[rows, branches] followers of the states [rows] in a slot, and the chance of each there; 0 for none."""
+    """Find the followers [rows, branches] of the states [rows] in a slot, and the chance of each there; 0 for none."""
     block = state.shape[-1] - DRAFT_COLUMNS
     offsets = torch.arange(block, device=state.device)
     masked = state[:, :block] == table.mask_id
@@ -3326,7 +3329,7 @@ def followers_of(table: DraftTable, state: Tensor, valid: Tensor, slot: int, tel
 
 
 def table_tells(table: DraftTable) -> Tell:
-    """What the sources of drafted states tell: greedy picks at a source stand for all that follows."""
+    """Make the sources tell of drafted states: greedy picks at a source stand for all that follows."""
     rows = torch.arange(len(table.first), device=table.first.device)
 
     def tell(state: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
@@ -3339,7 +3342,7 @@ def table_tells(table: DraftTable) -> Tell:
 def _several(
     table: DraftTable, state: Tensor, token: Tensor, candidates: Tensor, ranked: Tensor, order: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """For steps that reveal several positions: all but the last are the surest, and the last one is uncertain.
+    """Split steps that reveal several positions: all but the last are the surest, and the last one is uncertain.
 
     Returns the chances [rows, branches], the last position of each branch, and the states with the others revealed.
     """
@@ -3367,7 +3370,7 @@ def _is_eos(table: DraftTable, ids: Tensor) -> Tensor:
 
 
 def led_ahead(table: DraftTable, made: Tensor) -> Tensor:
-    """States [rows, n] that are remembered or re-read are replaced with what they lead to."""
+    """Replace states [rows, n] that are remembered or re-read with what they lead to."""
     named = table.known.shape[-1]
     same = (made[:, :, None, :named] == table.known[:, None]).all(-1) & table.known_valid[:, None]
     found, place = same.any(-1), same.int().argmax(-1)
@@ -3494,36 +3497,36 @@ class BlockCache(Cache):
         return torch.is_inference_mode_enabled() or not any(buffer.is_inference() for buffer in self._buffers.values())
 
     def target_scratch(self, width: int, used: int) -> None:
-        """The next forward writes `width` scratch tokens and reads them before the first `used` committed slots."""
+        """Let the next forward write `width` scratch tokens and read them before the first `used` committed slots."""
         self._write = slice(self.scratch - width, self.scratch)
         self._read = slice(self.scratch - width, self.scratch + used)
 
     def target_slots(self, start: int, length: int) -> None:
-        """The next forward writes the slots [start, start + length) and reads all slots up to there."""
+        """Let the next forward write the slots [start, start + length) and read all slots up to there."""
         self._write = slice(self.scratch + start, self.scratch + start + length)
         self._read = slice(self.scratch, self.scratch + start + length)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Writes new keys and values ([batch, heads, new, head_dim]) to the target and returns what attention reads; while
-        `deferred`, leaves both to `store`."""
+        """Write new keys and values ([batch, heads, new, head_dim]) to the target and return what attention reads; while
+        `deferred`, leave both to `store`."""
         return (key_states, value_states) if self.deferred else self.store(key_states, value_states, layer_idx)
 
     def store(self, key_states: Tensor, value_states: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """As `update`, at once."""
+        """Do what `update` does, at once."""
         keys, values = self.written(layer)
         keys.copy_(key_states)
         values.copy_(value_states)
         return self.read(layer)
 
     def written(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Where keys and values of the next forward go, [batch, heads, new, head_dim]: the target."""
+        """Select the target, where keys and values of the next forward go: [batch, heads, new, head_dim]."""
         keys, values = self._buffers[self._device_of[layer]][:, self._index[layer], :, :, self._write]
         return keys, values
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values that attention reads, [batch, heads, seen, head_dim], once the target is written."""
+        """Select the keys and values that attention reads, [batch, heads, seen, head_dim], once the target is written."""
         keys, values = self._buffers[self._device_of[layer]][:, self._index[layer], :, :, self._read]
         return keys, values
 
@@ -3552,12 +3555,12 @@ class BlockCache(Cache):
                 part[:, :, row, :, to] = part[:, :, row, :, of]
 
     def hold(self, ids: Tensor, held: Tensor, head_held: Tensor) -> None:
-        """Notes what the committed slots hold: `ids` [rows, length], `held` and `head_held` [rows], all long (see the
+        """Note what the committed slots hold: `ids` [rows, length], `held` and `head_held` [rows], all long (see the
         attributes)."""
         self.ids, self.held, self.head_held = ids, held, head_held
 
     def empty(self) -> None:
-        """Holds nothing, with zeros in every slot: what was there may be infinite, and a masked slot still enters attention
+        """Hold nothing, with zeros in every slot: what was there may be infinite, and a masked slot still enters attention
         with a weight of 0."""
         for buffer in self._buffers.values():
             buffer.zero_()
@@ -3568,7 +3571,7 @@ class BlockCache(Cache):
         self.hold(nothing[:, None][:, :0], nothing, nothing)
 
     def reusable(self, ids: Tensor, upto: Tensor, block_size: int, with_head: bool) -> Tensor:
-        """How many first tokens of each row's text need no prefill: the longest common prefix, in whole blocks.
+        """Count the first tokens of each row's text that need no prefill: the longest common prefix, in whole blocks.
 
         Args:
             ids: [rows, length] long, the text by absolute position.
@@ -3582,7 +3585,7 @@ class BlockCache(Cache):
         return torch.minimum(torch.minimum(common, held.to(ids.device)), upto) // block_size * block_size
 
     def with_room(self, rows: int, capacity: int, scratch: int) -> "BlockCache":
-        """This cache, or a bigger one with what it holds.
+        """Make room: return this cache, or a bigger one with what it holds.
 
         Args:
             rows: A multiple of this one's: each is then held so many times, one after the other.
@@ -3598,7 +3601,7 @@ class BlockCache(Cache):
         return bigger
 
     def fits(self, rows: int, capacity: int, scratch: int) -> bool:
-        """Whether it has room for so much, and may be written to."""
+        """Tell if it has room for so much, and may be written to."""
         return rows == self.rows and capacity <= self.capacity and scratch <= self.scratch and self.writable
 
     def fill_from(self, other: "BlockCache") -> None:
@@ -3611,11 +3614,11 @@ class BlockCache(Cache):
             self._buffers[device][:, :, :, :, self.scratch : self.scratch + used] = held.repeat_interleave(copies, 2)
 
     def alias(self) -> "BlockCache":
-        """Another cache on the same memory."""
+        """Make another cache on the same memory."""
         return copy.copy(self)
 
     def shares(self, other: "BlockCache") -> bool:
-        """Whether two caches have the same memory."""
+        """Tell if two caches have the same memory."""
         return self._buffers is other._buffers
 
     def detach(self) -> None:
@@ -3623,7 +3626,7 @@ class BlockCache(Cache):
         self._buffers = {device: buffer.clone() for device, buffer in self._buffers.items()}
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Rows differ in length, so there is no common one; positions are always passed explicitly."""
+        """Return 0: rows differ in length, so there is no common one; positions are always passed explicitly."""
         return 0
 
 
@@ -3653,7 +3656,7 @@ class RecordingFailedError(Exception):
 
 
 class Recorder(Protocol):
-    """Runs and records steps on one device.
+    """The protocol of what runs and records steps on one device.
 
     Attributes:
         failed: Whether a step could not be recorded; none is tried any more.
@@ -3662,11 +3665,11 @@ class Recorder(Protocol):
     failed: bool
 
     def first(self, step: Callable[[], None]) -> None:
-        """Runs a step so that it can be recorded later."""
+        """Run a step so that it can be recorded later."""
         ...
 
     def record(self, step: Callable[[], None]) -> tuple[Callable[[], None], int]:
-        """Runs a step once more; returns what repeats it, and the bytes that this keeps.
+        """Record a step while it runs once more; return what repeats it, and the bytes that this keeps.
 
         Raises:
             RecordingFailedError: if it cannot be recorded. Its cause is the error that came first.
@@ -3675,7 +3678,7 @@ class Recorder(Protocol):
 
 
 class CudaRecorder:
-    """Records CUDA graphs, all in one pool of memory.
+    """A `Recorder` of CUDA graphs, all in one pool of memory.
 
     Args:
         device: Where everything lies.
@@ -3725,7 +3728,7 @@ RECORDERS: dict[str, Callable[[torch.device], Recorder]] = {"cuda": CudaRecorder
 
 
 def first_of(error: BaseException, handled: BaseException | None = None) -> BaseException:
-    """What an error began with: where ending a failed capture fails too, that hides the error of the step.
+    """Find what an error began with: where ending a failed capture fails too, that hides the error of the step.
 
     Args:
         error: The last one.
@@ -3737,14 +3740,14 @@ def first_of(error: BaseException, handled: BaseException | None = None) -> Base
 
 
 def fixed_copy(tensor: Tensor) -> Tensor:
-    """A buffer with the same numbers that can be written to in and outside of inference mode."""
+    """Make a buffer with the same numbers that can be written to in and outside of inference mode."""
     with torch.inference_mode(False), torch.no_grad():
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 @dataclass
 class _Kept:
-    """What is known of a key: how to repeat it, None before it is recorded; the buffers that came with it; its size."""
+    """The state of a key: how to repeat it, None before it is recorded; the buffers that came with it; its size."""
 
     replay: Callable[[], None] | None = None
     inputs: Sequence[Tensor] = ()
@@ -3802,7 +3805,7 @@ class Graphs:
                 return step()
 
     def call(self, key: Hashable, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        """`function(*inputs)`, which depends on nothing else but what the key and fixed buffers tell. The result is the
+        """Call `function(*inputs)`, which depends on nothing else but what the key and fixed buffers tell. The result is the
         caller's: a copy of what the next call with this key overwrites."""
         if self.recorder.failed:
             return function(*inputs)
@@ -3826,7 +3829,7 @@ class Graphs:
 
 
 def shapes_of(tensors: Sequence[Tensor]) -> Hashable:
-    """What a recording depends on in tensors that it reads: shapes, dtypes and devices."""
+    """List what a recording depends on in tensors that it reads: shapes, dtypes and devices."""
     return tuple((tuple(tensor.shape), tensor.dtype, tensor.device) for tensor in tensors)
 
 
@@ -3875,7 +3878,7 @@ class Registers:
             torch._foreach_copy_(targets, sources)
 
     def numbers_for(self, count: int) -> Tensor:
-        """[count] long: where a step leaves what the host reads."""
+        """Reserve [count] long, where a step leaves what the host reads."""
         if self.numbers is None:
             self.numbers = fixed_copy(torch.zeros(count, dtype=torch.long, device=self.tensors[0].device))
         return self.numbers
@@ -3884,7 +3887,7 @@ class Registers:
 # ----------------------------------------------------------------------------------------------------
 # runner/protocol.py
 #
-# What decoding needs of a model, and no more: a test's model of twenty lines has it, and so has `MRPForCausalLM`.
+# The needs of decoding from a model, and no more: a test's model of twenty lines has it, and so has `MRPForCausalLM`.
 
 class Config(Protocol):
     """The numbers of a model that decoding reads."""
@@ -3943,7 +3946,7 @@ class BlockDiffusionModel(Protocol):
 # ----------------------------------------------------------------------------------------------------
 # runner/round_layers.py
 #
-# How the layers of a model come to attend by `round_attention_mrp`: in a round they are given a `RoundMask`.
+# Attention by `round_attention` in the layers of a model: in a round they are given a `RoundMask`.
 #
 # Keys and values then go into the cache together with the attention, in one call, and not by `BlockCache.update`. To
 # `torch.compile` this call is one opaque operation: what it traces does not see the cache, which it would copy, nor how many
@@ -3961,7 +3964,7 @@ _operators: list[Callable[..., Tensor]] = []  # `_attend_in_round` as an operati
 
 
 def takes_round_masks(model: Any, dispatch: Dispatch) -> bool:
-    """Whether the layers of a model are to be given a `RoundMask` in rounds.
+    """Tell if the layers of a model are to be given a `RoundMask` in rounds.
 
     Automatically so in half precision, on a GPU that has the kernel; in float32 SDPA computes as fast. An attention that was
     chosen in place of SDPA stays.
@@ -3987,7 +3990,7 @@ def takes_round_masks(model: Any, dispatch: Dispatch) -> bool:
 
 @contextmanager
 def under_round_masks(model: Any, cache: BlockCache) -> Iterator[None]:
-    """Lets the layers of a model know what a `RoundMask` is, and where their keys and values go.
+    """Let the layers of a model know what a `RoundMask` is, and where their keys and values go.
 
     Layers look their attention up by the name in the config that they all share, so there is no way around a name of
     our own there. What it names computes SDPA as before for everything but a `RoundMask`, so that other threads that
@@ -4016,7 +4019,7 @@ def under_round_masks(model: Any, cache: BlockCache) -> Iterator[None]:
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """An attention function as transformers' layers call it."""
+    """Attend as transformers' layers ask for it."""
     if not isinstance(attention_mask, RoundMask):
         return ALL_ATTENTION_FUNCTIONS[REPLACED](module, query, key, value, attention_mask, **kwargs)
     mask = attention_mask
@@ -4038,13 +4041,13 @@ def _attend_in_round(
     scale: float,
     forced: bool | None,
 ) -> Tensor:
-    """Puts the round's keys and values into the cache, and attends to what lies there: [rows, queries, heads, head_dim]."""
+    """Put the round's keys and values into the cache, and attend to what lies there: [rows, queries, heads, head_dim]."""
     keys, values = _here.cache.store(key, value, layer)
     return attend(query, keys, values, RoundMask(committed, parent, width, block_size, Dispatch(forced)), scale)
 
 
 def _as_operation() -> Callable[..., Tensor]:
-    """`_attend_in_round` as an operation that `torch.compile` leaves whole; each copy of this file has one of its own."""
+    """Make `_attend_in_round` an operation that `torch.compile` leaves whole; each copy of this file has one of its own."""
     schema = (
         "(Tensor query, Tensor key, Tensor value, Tensor committed, Tensor? parent, int width, int block_size, int layer, "
         "float scale, bool? forced) -> Tensor"
@@ -4058,7 +4061,7 @@ def _as_operation() -> Callable[..., Tensor]:
 # ----------------------------------------------------------------------------------------------------
 # runner/recorded.py
 #
-# Where rounds are recorded: KV caches that stay where they are, and what was recorded on them, kept between calls.
+# Caches for recorded rounds: they stay where they are, and what was recorded on them is kept between calls.
 #
 # Recordings are dear, so they outlive the call of `generate` that made them, together with the cache they write to: by model,
 # until the model is gone, its weights lie elsewhere, `release_graphs` is called, or other calls need the room more. A cache
@@ -4102,7 +4105,7 @@ class RecordedCache:
         return self.cache.nbytes + self.parts.nbytes + weight + sum(each.nbytes for each in self.registers.values())
 
     def lend(self) -> BlockCache:
-        """The cache, emptied. Whoever holds what was lent before keeps it, in memory of its own."""
+        """Lend the cache, emptied. Whoever holds what was lent before keeps it, in memory of its own."""
         holder = None if self._lent is None else self._lent()
         if holder is not None and holder.shares(self.cache):
             holder.detach()
@@ -4116,7 +4119,7 @@ class RecordedCache:
         self._lent = weakref.ref(cache)
 
     def registers_for(self, key: Hashable, tree: Any) -> Registers:
-        """Those of an earlier call of the same kind, or new ones, filled with the leaves of `tree`."""
+        """Fill the registers of an earlier call of the same kind, or new ones, with the leaves of `tree`."""
         key = key, shapes_of(tree_leaves(tree))
         if key in self.registers:
             self.registers[key].write(tree)
@@ -4126,7 +4129,7 @@ class RecordedCache:
         return self.registers[key]
 
     def rows_of(self, weight: Tensor, ids: Tensor) -> Tensor:
-        """`weight[ids]`, computed anew into a place that stays."""
+        """Compute `weight[ids]` anew, into a place that stays."""
         shape = (len(ids), weight.shape[1])
         if self.draft_weight is None or self.draft_weight.shape != shape or self.draft_weight.dtype != weight.dtype:
             self.draft_weight = fixed_copy(weight[:0].new_empty(shape))
@@ -4161,7 +4164,7 @@ def recording_report(model: nn.Module) -> dict[str, int]:
 
 
 def fingerprint(model: nn.Module) -> Hashable:
-    """Where a model's weights lie, how its modules are set and hooked, and which attention it uses."""
+    """Collect where a model's weights lie, how its modules are set and hooked, and which attention it uses."""
     tensors = (*model.parameters(), *model.buffers())
     places = tuple((tensor.data_ptr(), tensor.dtype, tensor.shape) for tensor in tensors if not tensor.is_meta)
     settings = tuple(
@@ -4173,7 +4176,7 @@ def fingerprint(model: nn.Module) -> Hashable:
 
 
 def _settings(module: nn.Module) -> Hashable:
-    """Plain attributes, and lists of such: adapters are switched by them."""
+    """Collect plain attributes, and lists of such: adapters are switched by them."""
     found: list[tuple[str, Any]] = []
     for name, value in vars(module).items():
         kind = type(value)
@@ -4185,7 +4188,7 @@ def _settings(module: nn.Module) -> Hashable:
 
 
 def obstacle(model: Any) -> str | None:
-    """Why rounds of this model cannot be recorded here, with what to do; None if they can."""
+    """Say why rounds of this model cannot be recorded here, with what to do; None if they can."""
     tensors = (*model.parameters(), *model.buffers())
     others = {type(tensor).__name__ for tensor in tensors} - {"Tensor", "Parameter", "Buffer"}
     if others:
@@ -4205,7 +4208,7 @@ def obstacle(model: Any) -> str | None:
 
 
 def recorder_for(model: Any, graphs: bool | None) -> Callable[[], Recorder] | None:
-    """Makes what records this model's rounds, by the option `graphs`; or None.
+    """Make what records this model's rounds, by the option `graphs`; or None.
 
     Raises:
         ValueError: if `graphs` is True and it is impossible.
@@ -4315,7 +4318,7 @@ PREFILL_CHUNK = 2048
 
 @dataclass
 class Held:
-    """What the cache holds of each row, and what its forwards were: the part of a `DecodeState` that is the runner's.
+    """The cache's holdings of each row, and its forwards so far: the part of a `DecodeState` that is the runner's.
 
     Attributes:
         committed, head_committed: [rows] long, so many tokens have keys and values of the backbone, of the head.
@@ -4355,7 +4358,7 @@ class Scratch:
 
 
 class Runner:
-    """Runs backbone and head for one decode.
+    """The runner of backbone and head for one decode.
 
     Args:
         model: Whose forwards these are.
@@ -4391,7 +4394,7 @@ class Runner:
         self.forwards = {"prefill": 0, "denoise": 0, "head": 0}
 
     def start(self, committed: Tensor) -> Held:
-        """What is held once `prefill` has stored `committed` [rows] tokens: nothing is late."""
+        """Describe what is held once `prefill` has stored `committed` [rows] tokens: nothing is late."""
         rows, config = len(committed), self.model.config
         committed = committed.clone(memory_format=torch.contiguous_format)  # strides of a column would be compiled for anew
         zero = torch.zeros_like(committed)
@@ -4531,7 +4534,7 @@ class Runner:
     def _network(
         self, states: States, committed: Tensor, used: int | None, hidden: Tensor | None = None, parents: bool = True
     ) -> Tensor:
-        """The backbone's hidden states, or with `hidden` the head's h_C, [rows, n, block, hidden_size]."""
+        """Compute the backbone's hidden states, or with `hidden` the head's h_C, [rows, n, block, hidden_size]."""
 
         def forward(table: Tensor, committed: Tensor, *more: Tensor) -> Tensor:
             return self._packed(States(table, states.valid), committed, used, parents, *more)
@@ -5175,10 +5178,10 @@ except ImportError:  # then no model is spread over devices
 
 
 class HeadMixin:
-    """What gives an MRP model its head, and takes it off."""
+    """The part of an MRP model that puts a head on, and takes it off."""
 
     def new_head(self: Any, head_layers: int = 3, head_init: str = "identity") -> MRPHead:
-        """A head for this model's backbone, on its device and in its type; torch's generator draws the random part.
+        """Make a head for this model's backbone, on its device and in its type; torch's generator draws the random part.
 
         Raises:
             ValueError: if `head_layers` is not a positive int, or `start_head` refuses.
@@ -5195,7 +5198,7 @@ class HeadMixin:
         return head
 
     def attach_head(self: Any, head: Any, **hub: Any) -> None:
-        """Gives the model a head, in place of its own if it has one. The backbone stays as it is.
+        """Give the model a head, in place of its own if it has one. The backbone stays as it is.
 
         Args:
             head: A folder or id of a head repository, of a full checkpoint, or in the published layout: its head is read, and
@@ -5228,7 +5231,7 @@ class HeadMixin:
         self.config.head_predicts = head.predicts
 
     def detach_head(self: Any) -> MRPHead:
-        """Takes the head off; if `generate` would decode with it by default, it goes back to `static`.
+        """Take the head off; if `generate` would decode with it by default, it goes back to `static`.
 
         Returns:
             The head, which can be attached to another model.
@@ -5250,7 +5253,7 @@ class HeadMixin:
         return config
 
     def _read_head(self: Any, source: str, hub: dict[str, Any]) -> MRPHead:
-        """The head of a checkpoint, its files as they lie on the disk."""
+        """Read the head of a checkpoint, its files as they lie on the disk."""
         config, hub = type(self)._pinned(source, None, hub)
         if not config.has_head:
             raise ValueError(f"{source} has no MRP head (num_nextn_predict_layers is 0): name a checkpoint that has one")
@@ -5273,8 +5276,10 @@ def _read(tensor: StoredTensor) -> Tensor:
 
 
 def _of_this_copy(head: Any, config: MRPConfig) -> MRPHead:
-    """A head of another copy of this code, remote code of its own repository for instance, in the class of this copy, with the
-    same parameters in memory: kernels know but this one."""
+    """Rebuild a head of another copy of this code in the class of this copy, with the same parameters in memory.
+
+    Such a head comes from remote code of its own repository, for instance; kernels know but this copy's class.
+    """
     with torch.device("meta"):
         made = MRPHead(config)
     trains = {name: parameter.requires_grad for name, parameter in head.named_parameters()}
@@ -5286,7 +5291,7 @@ def _of_this_copy(head: Any, config: MRPConfig) -> MRPHead:
 
 
 def _place(head: nn.Module, model: Any) -> None:
-    """Puts a head where the model's logits are made, in their type, also if the model is spread over devices."""
+    """Put a head where the model's logits are made, in their type, also if the model is spread over devices."""
     hook = getattr(model.lm_head, "_hf_hook", None)
     device = getattr(hook, "execution_device", None)
     weight = model.lm_head.weight
@@ -5299,7 +5304,7 @@ def _place(head: nn.Module, model: Any) -> None:
 # ----------------------------------------------------------------------------------------------------
 # model/saving.py
 #
-# How MRP models are written: heads on their own, and everything beside what is there before it is replaced.
+# Writing of MRP models: heads on their own, and everything beside what is there before it is replaced.
 
 CONFIGURATION, MODELING = "configuration_mrp.py", "modeling_mrp.py"
 CUSTOM_GENERATE = "custom_generate/generate.py"
@@ -5312,7 +5317,7 @@ _WEIGHT_FILES = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)
 
 
 class BackboneSource(NamedTuple):
-    """Where a model's backbone came from: a repository's id and commit, or a folder's absolute path and None."""
+    """The origin of a model's backbone: a repository's id and commit, or a folder's absolute path and None."""
 
     name: str
     revision: str | None
@@ -5321,7 +5326,7 @@ class BackboneSource(NamedTuple):
 def head_to_save(
     model: Any, state_dict: dict[str, Tensor] | None, backbone: BackboneSource | None
 ) -> tuple[dict[str, Tensor], MRPConfig]:
-    """The tensors and the config of a head repository.
+    """Select the tensors and the config of a head repository.
 
     Raises:
         ValueError: if the model has no head, its backbone no name, or the head not just its own tensors.
@@ -5352,7 +5357,7 @@ def head_to_save(
 
 
 def code_files() -> dict[str, str]:
-    """The remote code that a repository carries, by path: these files, where they are that code, or what `bundle` generates."""
+    """Collect the remote code that a repository carries, by path: these files, if they are it, or what `bundle` generates."""
     own = Path(__file__)
     if own.name == MODELING:
         files = {name: own.with_name(name).read_text(encoding="utf-8") for name in (CONFIGURATION, MODELING)}
@@ -5370,7 +5375,7 @@ def write_code(folder: Path) -> None:
 
 @contextmanager
 def written_beside(folder: Path) -> Iterator[Path]:
-    """A temporary folder whose files move into `folder` when all are written; weights of another split are then removed."""
+    """Lend a temporary folder whose files move into `folder` when all are written; weights of another split are removed."""
     made = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -5474,7 +5479,7 @@ class Remote:
     card: str | None
 
     def stale(self, names: Collection[str]) -> list[str]:
-        """The files of an earlier push that are not among `names`, which this one sends."""
+        """List the files of an earlier push that are not among `names`, which this one sends."""
         return sorted(name for name in self.names if is_ours(name) and name not in names)
 
 
@@ -5558,7 +5563,7 @@ def push_saved(
 
 
 def short_card(repo_id: str, kind: str, base: str | None) -> str:
-    """A card that says what a repository holds and which model it belongs to."""
+    """Write a card that says what a repository holds and which model it belongs to."""
     data = ModelCardData(
         library_name="peft" if kind == "adapter" else "transformers",
         pipeline_tag="text-generation",
@@ -5604,7 +5609,7 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
     def from_pretrained(
         cls, pretrained_model_name_or_path: Any, *args: Any, config: Any = None, backbone: Any = None, **kwargs: Any
     ) -> Any:
-        """Loads as transformers does, from a folder or a repository on the Hub of any of four kinds.
+        """Load as transformers does, from a folder or a repository on the Hub of any of four kinds.
 
         These are a full checkpoint of this package; one in the published SDAR layout (no head); one in the published layout
         with a head; and a head repository, whose backbone is loaded by the name and revision in its config, and given the head.
@@ -5650,7 +5655,7 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
         head_revision: str | None = None,
         **kwargs: Any,
     ) -> Any:
-        """A backbone and a head that lie in different places, or a backbone and a new head.
+        """Load a backbone and a head that lie in different places, or a backbone and a new head.
 
         Args:
             backbone: A folder or id of any kind that `from_pretrained` takes but a head repository, or of an autoregressive
@@ -5688,7 +5693,7 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
 
     @classmethod
     def tensor_shapes(cls, config: MRPConfig) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of the tensors in a full checkpoint with this config; nothing is allocated.
+        """List names and shapes of the tensors in a full checkpoint with this config; nothing is allocated.
 
         Raises:
             ValueError: if no tensor can have such a shape.
@@ -5700,7 +5705,7 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
             raise ValueError(f"the sizes in the config are those of no model: correct config.json ({error})") from error
 
     def load_adapter(self, peft_model_id: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Loads a peft adapter as transformers does, but only from safetensors.
+        """Load a peft adapter as transformers does, but only from safetensors.
 
         Raises:
             ValueError: if the adapter has none, or they are damaged; the model is then as before.
@@ -5729,7 +5734,7 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
         base_model_revision: str | None = None,
         **kwargs: Any,
     ) -> None:
-        """Saves weights, both configs and real copies of the remote code, so that the folder loads anywhere.
+        """Save weights, both configs and real copies of the remote code, so that the folder loads anywhere.
 
         Everything is written beside what the folder holds and then moved into place: a save that fails leaves it as it was,
         and a model may be saved into the folder it was loaded from.
@@ -5852,8 +5857,7 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
 
     @classmethod
     def _pinned(cls, source: str, config: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """The config, and the arguments with the commit as their revision: all files then come from one state of the
-        repository."""
+        """Read the config, and pin the arguments' revision to its commit: all files then come from one state."""
         path = config_file(source, config is None, **hub_options(kwargs))
         if path is not None and not os.path.isdir(source) and (commit := commit_of(path)):
             kwargs = {**kwargs, "revision": commit}
@@ -5866,7 +5870,7 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
 
     @classmethod
     def _load(cls, source: str | None, *args: Any, **kwargs: Any) -> Any:
-        """A model with its own backbone, by transformers' `from_pretrained`."""
+        """Load a model with its own backbone by transformers' `from_pretrained`."""
         with_info = kwargs.pop("output_loading_info", False)
         if source is not None:
             cls._check_files(source, kwargs)
@@ -5891,7 +5895,7 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
 
     @classmethod
     def _check_files(cls, source: str, kwargs: dict[str, Any]) -> None:
-        """Compares the files' headers with the config, before a config that lies can make anything be allocated."""
+        """Compare the files' headers with the config, before a config that lies can make anything be allocated."""
         config = kwargs["config"]
         if (elsewhere := getattr(config, "transformers_weights", None)) is not None:
             raise ValueError(f"the config of {source} points to weights in {elsewhere!r}: only model*.safetensors are read")
@@ -5936,14 +5940,14 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
 
     @classmethod
     def _open_backbone(cls, source: str, kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """A model to put a head on, and transformers' account of its loading."""
+        """Load a model to put a head on; also return transformers' account of its loading."""
         found, _ = PreTrainedConfig.get_config_dict(config_file(source, **hub_options(kwargs)))
         if (other := found.get("base_model_name_or_path")) is not None:
             raise ValueError(f"{source} is a head repository and has no backbone; its own is {other!r}: use that")
         return cls.from_pretrained(source, **{**kwargs, "output_loading_info": True})
 
     def _take_generation_config(self, source: str, hub: dict[str, Any]) -> None:
-        """A head comes with the options that suit it, if it has any."""
+        """Take over the options that a head comes with, if it has any."""
         try:
             self.generation_config = GenerationConfig.from_pretrained(source, **hub_options(hub))
         except OSError:
@@ -5955,7 +5959,7 @@ def _shared_hub_options(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _as_block_diffusion(source: str, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments with a config for an autoregressive Qwen3 checkpoint; those for any other one as they are."""
+    """Give the arguments a config, if the checkpoint is an autoregressive Qwen3 one; leave those for any other as they are."""
     found, _ = PreTrainedConfig.get_config_dict(config_file(source, **hub_options(kwargs)))
     if found.get("model_type") != "qwen3" or kwargs.get("config") is not None:
         return kwargs
@@ -6292,10 +6296,10 @@ def summary(state: DecodeState, mask_token_id: int, accepted: Tensor | None = No
 # Modes of decoding, each three answers: what a step reveals, what the head changes about that, and what is drafted ahead.
 
 class HeadSteps(Protocol):
-    """What a refinement may ask for: head passes and picks on one state per row."""
+    """The head passes and picks, on one state per row, that a refinement may ask for."""
 
     def head_hidden(self, states: States, hidden: Tensor) -> Tensor:
-        """h_C [rows, block, hidden] at states [rows], given hidden states h_A, or their estimate, of the same shape."""
+        """Compute h_C [rows, block, hidden] at states [rows], given hidden states h_A, or their estimate, of that shape."""
         ...
 
     def most_confident(self, states: States, reveal: Reveal, hidden: Tensor) -> Reveal:
@@ -6309,16 +6313,16 @@ class HeadSteps(Protocol):
         ...
 
     def token_confidence(self, states: States, hidden: Tensor, token: Tensor, where: Tensor) -> Tensor:
-        """[rows, block] log-odds of given tokens under lm_head(hidden), -inf outside `where`."""
+        """Compute the log-odds of given tokens under lm_head(hidden): [rows, block], -inf outside `where`."""
         ...
 
     def residual_magnitude(self, hidden: Tensor, token: Tensor, where: Tensor) -> Tensor:
-        """[rows, block] |C| of given tokens, 0 outside `where`."""
+        """Compute |C| of given tokens: [rows, block], 0 outside `where`."""
         ...
 
 
 class Refinement(Protocol):
-    """Changes a reveal before it counts: a frozen dataclass of its numbers.
+    """A change of a reveal before it counts: a frozen dataclass of its numbers.
 
     Attributes:
         remasks: It may take reveals back.
@@ -6334,7 +6338,7 @@ class Refinement(Protocol):
 
 
 def applied(reveal: Reveal, states: States) -> States:
-    """The states with a reveal's tokens, for the head to read."""
+    """Write a reveal's tokens into its states, for the head to read."""
     block = reveal.where.shape[-1]
     ids = torch.where(reveal.where, reveal.token, states.ids)
     return replace(states, table=torch.cat([ids, states.table[..., block:]], -1))
@@ -6357,7 +6361,7 @@ class Direct:
 
 
 def belief(steps: HeadSteps, states: States, hidden: Tensor, reveal: Reveal, given: Tensor) -> Tensor:
-    """[rows, block] log-odds that the head gives the revealed tokens of valid rows under those `given`, -inf elsewhere.
+    """Ask the head for the log-odds of valid rows' revealed tokens under those `given`: [rows, block], -inf elsewhere.
 
     At a token that is itself given, a trained head says what the backbone would if this one token were still masked.
 
@@ -6448,7 +6452,7 @@ class RereadRemask:
 
 @dataclass(frozen=True)
 class Drafting:
-    """How much is drafted: states that may follow, scored together in one forward. Drafts never change the text.
+    """The amount of drafting: states that may follow, scored together in one forward. Drafts never change the text.
 
     Attributes:
         states: K, the states a row may submit per round.
@@ -6466,7 +6470,7 @@ class Drafting:
 
 @dataclass(frozen=True)
 class Mode:
-    """What one value of `decoding` stands for.
+    """The meaning of one value of `decoding`.
 
     Attributes:
         rule: Which positions a step of the backbone reveals: this alone, with `refine`, says what the text is.
@@ -6480,7 +6484,7 @@ class Mode:
 
     @property
     def uses_head(self) -> bool:
-        """Whether the head takes part."""
+        """True if the head takes part."""
         return self.refine is not None or (self.drafting is not None and self.drafting.passes > 0)
 
     @property
@@ -6725,10 +6729,10 @@ def _is_id(value: Any) -> bool:
 # ----------------------------------------------------------------------------------------------------
 # generate/prompts.py
 #
-# What `generate` is given to go on from, checked: prompts, their mask, and the tokens that stand behind them already.
+# Checks of the prompts of `generate`, their mask, and the tokens that stand behind them already.
 
 def check_prompt(prompt: Any, attention_mask: Tensor | None, mask_token_id: int, vocab_size: int) -> None:
-    """Raises `ValueError` unless `prompt` is [rows, length] ids, and `attention_mask` None or as large."""
+    """Raise `ValueError` unless `prompt` is [rows, length] ids, and `attention_mask` None or as large."""
     if prompt is None:
         raise ValueError("generate needs input_ids: pass a [rows, length] tensor of ids")
     _check_type("input_ids", prompt, "[rows, length]")
@@ -6757,7 +6761,7 @@ def check_prompt(prompt: Any, attention_mask: Tensor | None, mask_token_id: int,
 
 
 def check_infill(infill_ids: Any, rows: int, vocab_size: int) -> None:
-    """Raises `ValueError` unless `infill_ids` are [rows, n] ids."""
+    """Raise `ValueError` unless `infill_ids` are [rows, n] ids."""
     _check_type("infill_ids", infill_ids, "[rows, n]")
     if infill_ids.dim() != 2 or len(infill_ids) != rows or infill_ids.shape[1] == 0:
         raise ValueError(
@@ -6767,7 +6771,7 @@ def check_infill(infill_ids: Any, rows: int, vocab_size: int) -> None:
 
 
 def check_rows(real: Tensor, new_tokens: int, max_positions: int) -> None:
-    """Checks the attention mask that transformers was given or inferred, [rows, length] bool, and the room for the text.
+    """Check the attention mask that transformers was given or inferred, [rows, length] bool, and the room for the text.
 
     Raises:
         ValueError: for a row without a token or with holes, and for more tokens than positions.
@@ -7286,7 +7290,7 @@ def count_round(counts: Counts, draft: Draft, accepted: Accepted, mask_id: int, 
 # Stopping criteria, asked as transformers' own loop would ask them, of rows that come along at different speeds.
 
 class Stopping:
-    """Asks the stopping criteria of one `generate` call at every token of a row once it is final (no mask before it).
+    """The stopping criteria of one `generate` call, asked at every token of a row once it is final (no mask before it).
 
     A criterion sees what it would see in transformers' loop: [rows, prompt + n] ids, the prompts as they were given, padding
     included, and n tokens of every row behind them. Criteria that count columns or rows keep their meaning so. Here rows are
@@ -7294,7 +7298,7 @@ class Stopping:
     end. The answer counts for rows whose n-th token is newly final.
 
     Args:
-        criteria: What to ask.
+        criteria: Those to ask.
         input_ids: [rows, prompt] long, as given.
         pad_token_id: What stands behind the end of a text.
         mask_token_id: What stands where there is no token yet.
@@ -7306,7 +7310,7 @@ class Stopping:
         self.asked = [0] * len(input_ids)  # how many tokens of each row have been shown
 
     def ask(self, text: Text, request: Request, active: Tensor, end: Tensor, done: Tensor) -> None:
-        """Asks about all newly final tokens; where a criterion ends a row's text, writes it into `end` and `done`.
+        """Ask about all newly final tokens; where a criterion ends a row's text, write that into `end` and `done`.
 
         Args:
             text: The rows' texts.
@@ -7342,7 +7346,7 @@ class Stopping:
                     del news[row]
 
     def _answers(self, ids: Tensor) -> list[bool]:
-        """Whether some criterion ends each row; one that gives a single answer gives it for all rows."""
+        """Ask of each row if some criterion ends it; one that gives a single answer gives it for all rows."""
         stops = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
         for criterion in self.criteria:
             stops |= torch.as_tensor(criterion(ids, None), device=ids.device).bool()
@@ -7836,7 +7840,7 @@ def _sampling(sampler: Sampler) -> Hashable:
 # ----------------------------------------------------------------------------------------------------
 # generate/generation.py
 #
-# `generate` for MRP models: what it takes and what comes out. Options are in `options_mrp`, the loop in `decoding_mrp`.
+# `generate` for MRP models: arguments in, text and counts out.
 
 logger = transformers_logging.get_logger(__name__)
 
@@ -7855,7 +7859,7 @@ _TRUNCATIONS = (
 
 @dataclass
 class MRPGenerateStats(ModelOutput):
-    """What a `generate` call cost.
+    """Costs of a `generate` call.
 
     Attributes:
         forwards: Forwards of the whole batch by role: of the backbone `prefill` (prompts), `verify` (rounds that scored drafts)
@@ -7889,7 +7893,7 @@ class MRPGenerateStats(ModelOutput):
 
 @dataclass
 class MRPGenerateOutput(ModelOutput):
-    """What `generate` returns with `return_dict_in_generate=True`.
+    """The output of `generate` with `return_dict_in_generate=True`.
 
     Attributes:
         sequences: [rows, prompt + generated] long, padded with `pad_token_id` behind each row's end.
@@ -7925,7 +7929,7 @@ class MRPGenerationMixin(GenerationMixin):
         past_key_values: BlockCache | None = None,
         **kwargs: Any,
     ) -> Tensor | MRPGenerateOutput:
-        """Decodes as `GenerationMixin.generate` does, block by block.
+        """Decode as `GenerationMixin.generate` does, block by block.
 
         Takes what `generate` takes (`max_new_tokens`, `do_sample`, `temperature`, `top_k`, `top_p`, `eos_token_id`,
         `stop_strings` with `tokenizer`, `stopping_criteria`, `logits_processor`, `streamer`, `num_return_sequences`,
@@ -8006,7 +8010,7 @@ class MRPGenerationMixin(GenerationMixin):
     def _resolved(
         self, generation_config: GenerationConfig | None, kwargs: dict[str, Any]
     ) -> tuple[MRPGenerationConfig, dict[str, Any]]:
-        """The options of one call, checked, and the other keyword arguments."""
+        """Resolve and check the options of one call; also return the other keyword arguments."""
         config = MRPGenerationConfig()
         if generation_config is not None:
             if unknown := _unknown(generation_config):
@@ -8041,7 +8045,7 @@ class MRPGenerationMixin(GenerationMixin):
         return config, model_kwargs
 
     def block_cache(self, batch_size: int, capacity: int, scratch: int, with_head: bool) -> BlockCache:
-        """An empty cache for `batch_size` rows of `capacity` tokens, with room for `scratch` tokens being scored.
+        """Make an empty cache for `batch_size` rows of `capacity` tokens, with room for `scratch` tokens being scored.
 
         Raises:
             ValueError: for a size below 1, a `capacity` that is no multiple of the block size, or if it is to hold a head's
@@ -8062,7 +8066,7 @@ class MRPGenerationMixin(GenerationMixin):
         return cache
 
     def release_graphs(self) -> None:
-        """Frees what calls of `generate` on CUDA leave for the next: recorded rounds, and the KV cache they write to."""
+        """Free the recorded rounds that calls of `generate` on CUDA leave for the next, and the KV cache they write to."""
         release_graphs(self)
 
     def _layer_devices(self, with_head: bool) -> tuple[torch.device, ...]:
@@ -8095,7 +8099,7 @@ def _names(devices: tuple[torch.device, ...]) -> str:
 
 
 def _unknown(config: GenerationConfig) -> str:
-    """The fields of a config that are no options, in words; "" if there are none."""
+    """List the fields of a config that are no options, in words; "" if there are none."""
     return _listed(sorted(name for name in vars(config) if not name.startswith("_") and name not in OPTION_NAMES))
 
 
@@ -8105,7 +8109,7 @@ def _listed(names: list[str]) -> str:
 
 @contextmanager
 def _either_padding_side() -> Iterator[None]:
-    """Holds back transformers' advice to pad on the left: positions are absolute here, so either side gives the same text."""
+    """Hold back transformers' advice to pad on the left: positions are absolute here, so either side gives the same text."""
     log = logging.getLogger("transformers.generation.utils")
 
     def keep(record: logging.LogRecord) -> bool:
@@ -8129,7 +8133,7 @@ def _decode(
     infill_ids: Tensor | None,
     past_key_values: BlockCache | None,
 ) -> Tensor | MRPGenerateOutput:
-    """What `GenerationMixin.generate` calls with everything prepared."""
+    """Decode prompts for which `GenerationMixin.generate` has prepared everything."""
     device = model.lm_head.weight.device
     input_ids = input_ids.to(device)
     real = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.to(device).bool()
@@ -8174,7 +8178,7 @@ def _decode(
 
 
 def _request(ends: dict[str, Tensor], config: MRPGenerationConfig, prompt_columns: int, block_size: int) -> Request:
-    """What is asked for, with `ends` of the rows as they are laid out."""
+    """Make the request of one call, with `ends` of the rows as they are laid out."""
     prompt_length = ends["prompt_length"]
     device = prompt_length.device
     least = max(0, (config.min_length or 0) - prompt_columns)
@@ -8189,7 +8193,7 @@ def _request(ends: dict[str, Tensor], config: MRPGenerationConfig, prompt_column
 
 
 def _reader(model: Any, picker: Sampler, mode: Mode, request: Request, recorded: RecordedCache | None) -> Reader:
-    """How hidden states are read; drafts are picked from the head's own vocabulary, if it has one."""
+    """Make the reader of hidden states; it picks drafts from the head's own vocabulary, if there is one."""
     sampler = drafter = replace(picker, entropy=mode.rule.needs_entropy)
     ids = model.mrp_head.draft_token_ids if mode.drafting and mode.drafting.passes else None
     if ids is not None and picker.processors is None:
@@ -8210,7 +8214,7 @@ def _cache_for(
     scratch: int,
     with_head: bool,
 ) -> Iterator[tuple[RecordedCache | None, BlockCache]]:
-    """Where keys and values go: what is recorded is found again by the cache that it writes to."""
+    """Choose the cache of a call; recorded rounds are found again by the cache that they write to."""
     past = None if past is not None and with_head and not past.head_layers else past
     if recorder is not None:
         with recorded_cache(model, recorder, past, rows, capacity, scratch, with_head) as lent:
@@ -8221,7 +8225,7 @@ def _cache_for(
 
 
 def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationConfig) -> Sampler:
-    """Sorts transformers' list into processors, temperature and truncation.
+    """Sort transformers' list into processors, temperature and truncation.
 
     Some of transformers' own processors count columns of the padded batch. The ids shown here have no padding, so
     the minimum length is kept by the decoder itself and the repetition penalty starts at the first token.
@@ -8250,7 +8254,7 @@ def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationCo
 
 
 class _Stream:
-    """Feeds a streamer: finished blocks in order, and drafts to a streamer that has `put_draft`."""
+    """The feeding of a streamer: finished blocks in order, and drafts to a streamer that has `put_draft`."""
 
     def __init__(self, streamer: BaseStreamer, request: Request, block_size: int) -> None:
         self.streamer, self.block_size = streamer, block_size
@@ -8275,7 +8279,7 @@ class _Stream:
 
 
 def _pad_id(config: MRPGenerationConfig) -> int:
-    """What stands behind the end of a text."""
+    """Choose the id that stands behind the end of a text."""
     return config.pad_token_id if config.pad_token_id is not None else next(iter(config.eos_ids()), 0)
 
 
@@ -8319,7 +8323,7 @@ def _output(
 
 
 def _revocations(remasked: list[Remasked], prompt_length: Tensor) -> Tensor:
-    """[n, 3] long: row, column of the generated text and token of each reveal that was remasked, in order."""
+    """List row, column of the generated text and token of each remasked reveal, in order: [n, 3] long."""
     if not remasked:
         return prompt_length.new_zeros(0, 3)
     start, where, token = (torch.stack([getattr(part, name) for part in remasked]) for name in ("start", "where", "token"))

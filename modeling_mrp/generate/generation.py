@@ -1,4 +1,4 @@
-"""`generate` for MRP models: what it takes and what comes out. Options are in `options_mrp`, the loop in `decoding_mrp`."""
+"""`generate` for MRP models: arguments in, text and counts out."""
 
 import logging
 import weakref
@@ -69,7 +69,7 @@ _TRUNCATIONS = (
 
 @dataclass
 class MRPGenerateStats(ModelOutput):
-    """What a `generate` call cost.
+    """Costs of a `generate` call.
 
     Attributes:
         forwards: Forwards of the whole batch by role: of the backbone `prefill` (prompts), `verify` (rounds that scored drafts)
@@ -103,7 +103,7 @@ class MRPGenerateStats(ModelOutput):
 
 @dataclass
 class MRPGenerateOutput(ModelOutput):
-    """What `generate` returns with `return_dict_in_generate=True`.
+    """The output of `generate` with `return_dict_in_generate=True`.
 
     Attributes:
         sequences: [rows, prompt + generated] long, padded with `pad_token_id` behind each row's end.
@@ -139,7 +139,7 @@ class MRPGenerationMixin(GenerationMixin):
         past_key_values: BlockCache | None = None,
         **kwargs: Any,
     ) -> Tensor | MRPGenerateOutput:
-        """Decodes as `GenerationMixin.generate` does, block by block.
+        """Decode as `GenerationMixin.generate` does, block by block.
 
         Takes what `generate` takes (`max_new_tokens`, `do_sample`, `temperature`, `top_k`, `top_p`, `eos_token_id`,
         `stop_strings` with `tokenizer`, `stopping_criteria`, `logits_processor`, `streamer`, `num_return_sequences`,
@@ -220,7 +220,7 @@ class MRPGenerationMixin(GenerationMixin):
     def _resolved(
         self, generation_config: GenerationConfig | None, kwargs: dict[str, Any]
     ) -> tuple[MRPGenerationConfig, dict[str, Any]]:
-        """The options of one call, checked, and the other keyword arguments."""
+        """Resolve and check the options of one call; also return the other keyword arguments."""
         config = MRPGenerationConfig()
         if generation_config is not None:
             if unknown := _unknown(generation_config):
@@ -255,7 +255,7 @@ class MRPGenerationMixin(GenerationMixin):
         return config, model_kwargs
 
     def block_cache(self, batch_size: int, capacity: int, scratch: int, with_head: bool) -> BlockCache:
-        """An empty cache for `batch_size` rows of `capacity` tokens, with room for `scratch` tokens being scored.
+        """Make an empty cache for `batch_size` rows of `capacity` tokens, with room for `scratch` tokens being scored.
 
         Raises:
             ValueError: for a size below 1, a `capacity` that is no multiple of the block size, or if it is to hold a head's
@@ -276,7 +276,7 @@ class MRPGenerationMixin(GenerationMixin):
         return cache
 
     def release_graphs(self) -> None:
-        """Frees what calls of `generate` on CUDA leave for the next: recorded rounds, and the KV cache they write to."""
+        """Free the recorded rounds that calls of `generate` on CUDA leave for the next, and the KV cache they write to."""
         release_graphs(self)
 
     def _layer_devices(self, with_head: bool) -> tuple[torch.device, ...]:
@@ -309,7 +309,7 @@ def _names(devices: tuple[torch.device, ...]) -> str:
 
 
 def _unknown(config: GenerationConfig) -> str:
-    """The fields of a config that are no options, in words; "" if there are none."""
+    """List the fields of a config that are no options, in words; "" if there are none."""
     return _listed(sorted(name for name in vars(config) if not name.startswith("_") and name not in OPTION_NAMES))
 
 
@@ -319,7 +319,7 @@ def _listed(names: list[str]) -> str:
 
 @contextmanager
 def _either_padding_side() -> Iterator[None]:
-    """Holds back transformers' advice to pad on the left: positions are absolute here, so either side gives the same text."""
+    """Hold back transformers' advice to pad on the left: positions are absolute here, so either side gives the same text."""
     log = logging.getLogger("transformers.generation.utils")
 
     def keep(record: logging.LogRecord) -> bool:
@@ -343,7 +343,7 @@ def _decode(
     infill_ids: Tensor | None,
     past_key_values: BlockCache | None,
 ) -> Tensor | MRPGenerateOutput:
-    """What `GenerationMixin.generate` calls with everything prepared."""
+    """Decode prompts for which `GenerationMixin.generate` has prepared everything."""
     device = model.lm_head.weight.device
     input_ids = input_ids.to(device)
     real = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.to(device).bool()
@@ -388,7 +388,7 @@ def _decode(
 
 
 def _request(ends: dict[str, Tensor], config: MRPGenerationConfig, prompt_columns: int, block_size: int) -> Request:
-    """What is asked for, with `ends` of the rows as they are laid out."""
+    """Make the request of one call, with `ends` of the rows as they are laid out."""
     prompt_length = ends["prompt_length"]
     device = prompt_length.device
     least = max(0, (config.min_length or 0) - prompt_columns)
@@ -403,7 +403,7 @@ def _request(ends: dict[str, Tensor], config: MRPGenerationConfig, prompt_column
 
 
 def _reader(model: Any, picker: Sampler, mode: Mode, request: Request, recorded: RecordedCache | None) -> Reader:
-    """How hidden states are read; drafts are picked from the head's own vocabulary, if it has one."""
+    """Make the reader of hidden states; it picks drafts from the head's own vocabulary, if there is one."""
     sampler = drafter = replace(picker, entropy=mode.rule.needs_entropy)
     ids = model.mrp_head.draft_token_ids if mode.drafting and mode.drafting.passes else None
     if ids is not None and picker.processors is None:
@@ -424,7 +424,7 @@ def _cache_for(
     scratch: int,
     with_head: bool,
 ) -> Iterator[tuple[RecordedCache | None, BlockCache]]:
-    """Where keys and values go: what is recorded is found again by the cache that it writes to."""
+    """Choose the cache of a call; recorded rounds are found again by the cache that they write to."""
     past = None if past is not None and with_head and not past.head_layers else past
     if recorder is not None:
         with recorded_cache(model, recorder, past, rows, capacity, scratch, with_head) as lent:
@@ -435,7 +435,7 @@ def _cache_for(
 
 
 def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationConfig) -> Sampler:
-    """Sorts transformers' list into processors, temperature and truncation.
+    """Sort transformers' list into processors, temperature and truncation.
 
     Some of transformers' own processors count columns of the padded batch. The ids shown here have no padding, so
     the minimum length is kept by the decoder itself and the repetition penalty starts at the first token.
@@ -464,7 +464,7 @@ def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationCo
 
 
 class _Stream:
-    """Feeds a streamer: finished blocks in order, and drafts to a streamer that has `put_draft`."""
+    """The feeding of a streamer: finished blocks in order, and drafts to a streamer that has `put_draft`."""
 
     def __init__(self, streamer: BaseStreamer, request: Request, block_size: int) -> None:
         self.streamer, self.block_size = streamer, block_size
@@ -489,7 +489,7 @@ class _Stream:
 
 
 def _pad_id(config: MRPGenerationConfig) -> int:
-    """What stands behind the end of a text."""
+    """Choose the id that stands behind the end of a text."""
     return config.pad_token_id if config.pad_token_id is not None else next(iter(config.eos_ids()), 0)
 
 
@@ -533,7 +533,7 @@ def _output(
 
 
 def _revocations(remasked: list[Remasked], prompt_length: Tensor) -> Tensor:
-    """[n, 3] long: row, column of the generated text and token of each reveal that was remasked, in order."""
+    """List row, column of the generated text and token of each remasked reveal, in order: [n, 3] long."""
     if not remasked:
         return prompt_length.new_zeros(0, 3)
     start, where, token = (torch.stack([getattr(part, name) for part in remasked]) for name in ("start", "where", "token"))

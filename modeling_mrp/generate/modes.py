@@ -11,10 +11,10 @@ from ..rules.states import Reveal, States
 
 
 class HeadSteps(Protocol):
-    """What a refinement may ask for: head passes and picks on one state per row."""
+    """The head passes and picks, on one state per row, that a refinement may ask for."""
 
     def head_hidden(self, states: States, hidden: Tensor) -> Tensor:
-        """h_C [rows, block, hidden] at states [rows], given hidden states h_A, or their estimate, of the same shape."""
+        """Compute h_C [rows, block, hidden] at states [rows], given hidden states h_A, or their estimate, of that shape."""
         ...
 
     def most_confident(self, states: States, reveal: Reveal, hidden: Tensor) -> Reveal:
@@ -28,16 +28,16 @@ class HeadSteps(Protocol):
         ...
 
     def token_confidence(self, states: States, hidden: Tensor, token: Tensor, where: Tensor) -> Tensor:
-        """[rows, block] log-odds of given tokens under lm_head(hidden), -inf outside `where`."""
+        """Compute the log-odds of given tokens under lm_head(hidden): [rows, block], -inf outside `where`."""
         ...
 
     def residual_magnitude(self, hidden: Tensor, token: Tensor, where: Tensor) -> Tensor:
-        """[rows, block] |C| of given tokens, 0 outside `where`."""
+        """Compute |C| of given tokens: [rows, block], 0 outside `where`."""
         ...
 
 
 class Refinement(Protocol):
-    """Changes a reveal before it counts: a frozen dataclass of its numbers.
+    """A change of a reveal before it counts: a frozen dataclass of its numbers.
 
     Attributes:
         remasks: It may take reveals back.
@@ -53,7 +53,7 @@ class Refinement(Protocol):
 
 
 def applied(reveal: Reveal, states: States) -> States:
-    """The states with a reveal's tokens, for the head to read."""
+    """Write a reveal's tokens into its states, for the head to read."""
     block = reveal.where.shape[-1]
     ids = torch.where(reveal.where, reveal.token, states.ids)
     return replace(states, table=torch.cat([ids, states.table[..., block:]], -1))
@@ -76,7 +76,7 @@ class Direct:
 
 
 def belief(steps: HeadSteps, states: States, hidden: Tensor, reveal: Reveal, given: Tensor) -> Tensor:
-    """[rows, block] log-odds that the head gives the revealed tokens of valid rows under those `given`, -inf elsewhere.
+    """Ask the head for the log-odds of valid rows' revealed tokens under those `given`: [rows, block], -inf elsewhere.
 
     At a token that is itself given, a trained head says what the backbone would if this one token were still masked.
 
@@ -167,7 +167,7 @@ class RereadRemask:
 
 @dataclass(frozen=True)
 class Drafting:
-    """How much is drafted: states that may follow, scored together in one forward. Drafts never change the text.
+    """The amount of drafting: states that may follow, scored together in one forward. Drafts never change the text.
 
     Attributes:
         states: K, the states a row may submit per round.
@@ -185,7 +185,7 @@ class Drafting:
 
 @dataclass(frozen=True)
 class Mode:
-    """What one value of `decoding` stands for.
+    """The meaning of one value of `decoding`.
 
     Attributes:
         rule: Which positions a step of the backbone reveals: this alone, with `refine`, says what the text is.
@@ -199,7 +199,7 @@ class Mode:
 
     @property
     def uses_head(self) -> bool:
-        """Whether the head takes part."""
+        """True if the head takes part."""
         return self.refine is not None or (self.drafting is not None and self.drafting.passes > 0)
 
     @property

@@ -1,4 +1,4 @@
-"""What `generate` is given to go on from, checked: prompts, their mask, and the tokens that stand behind them already."""
+"""Checks of the prompts of `generate`, their mask, and the tokens that stand behind them already."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def check_prompt(prompt: Any, attention_mask: Tensor | None, mask_token_id: int, vocab_size: int) -> None:
-    """Raises `ValueError` unless `prompt` is [rows, length] ids, and `attention_mask` None or as large."""
+    """Raise `ValueError` unless `prompt` is [rows, length] ids, and `attention_mask` None or as large."""
     if prompt is None:
         raise ValueError("generate needs input_ids: pass a [rows, length] tensor of ids")
     _check_type("input_ids", prompt, "[rows, length]")
@@ -36,7 +36,7 @@ def check_prompt(prompt: Any, attention_mask: Tensor | None, mask_token_id: int,
 
 
 def check_infill(infill_ids: Any, rows: int, vocab_size: int) -> None:
-    """Raises `ValueError` unless `infill_ids` are [rows, n] ids."""
+    """Raise `ValueError` unless `infill_ids` are [rows, n] ids."""
     _check_type("infill_ids", infill_ids, "[rows, n]")
     if infill_ids.dim() != 2 or len(infill_ids) != rows or infill_ids.shape[1] == 0:
         raise ValueError(
@@ -46,7 +46,7 @@ def check_infill(infill_ids: Any, rows: int, vocab_size: int) -> None:
 
 
 def check_rows(real: Tensor, new_tokens: int, max_positions: int) -> None:
-    """Checks the attention mask that transformers was given or inferred, [rows, length] bool, and the room for the text.
+    """Check the attention mask that transformers was given or inferred, [rows, length] bool, and the room for the text.
 
     Raises:
         ValueError: for a row without a token or with holes, and for more tokens than positions.

@@ -10,7 +10,7 @@ from .decode_state import Request, Text
 
 
 class Stopping:
-    """Asks the stopping criteria of one `generate` call at every token of a row once it is final (no mask before it).
+    """The stopping criteria of one `generate` call, asked at every token of a row once it is final (no mask before it).
 
     A criterion sees what it would see in transformers' loop: [rows, prompt + n] ids, the prompts as they were given, padding
     included, and n tokens of every row behind them. Criteria that count columns or rows keep their meaning so. Here rows are
@@ -18,7 +18,7 @@ class Stopping:
     end. The answer counts for rows whose n-th token is newly final.
 
     Args:
-        criteria: What to ask.
+        criteria: Those to ask.
         input_ids: [rows, prompt] long, as given.
         pad_token_id: What stands behind the end of a text.
         mask_token_id: What stands where there is no token yet.
@@ -30,7 +30,7 @@ class Stopping:
         self.asked = [0] * len(input_ids)  # how many tokens of each row have been shown
 
     def ask(self, text: Text, request: Request, active: Tensor, end: Tensor, done: Tensor) -> None:
-        """Asks about all newly final tokens; where a criterion ends a row's text, writes it into `end` and `done`.
+        """Ask about all newly final tokens; where a criterion ends a row's text, write that into `end` and `done`.
 
         Args:
             text: The rows' texts.
@@ -66,7 +66,7 @@ class Stopping:
                     del news[row]
 
     def _answers(self, ids: Tensor) -> list[bool]:
-        """Whether some criterion ends each row; one that gives a single answer gives it for all rows."""
+        """Ask of each row if some criterion ends it; one that gives a single answer gives it for all rows."""
         stops = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
         for criterion in self.criteria:
             stops |= torch.as_tensor(criterion(ids, None), device=ids.device).bool()

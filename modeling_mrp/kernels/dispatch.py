@@ -1,4 +1,4 @@
-"""When a Triton kernel runs and when its plain PyTorch twin does. The kernels themselves lie beside their twins.
+"""The choice between a Triton kernel and its plain PyTorch twin. The kernels themselves lie beside their twins.
 
 This is the one place that imports triton, which need not be there: kernels are defined under `if triton is not None`.
 """
@@ -34,18 +34,18 @@ _OWN = ("torch.nn.", "transformers.", __name__.partition(".kernels.")[0])
 
 
 def processors(device: torch.device, otherwise: int) -> int:
-    """Multiprocessors of a GPU; `otherwise` for a device that only stands in for one."""
+    """Count the multiprocessors of a GPU; `otherwise` for a device that only stands in for one."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else otherwise
 
 
 def tensor_memory(device: torch.device) -> bool:
-    """Whether the matrix units of a GPU write to a memory of their own, as those of data-centre Blackwell do."""
+    """Tell if the matrix units of a GPU write to a memory of their own, as those of data-centre Blackwell do."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 10
 
 
 @dataclass(frozen=True)
 class Dispatch:
-    """Decides between a kernel and its PyTorch twin.
+    """A decision between a kernel and its PyTorch twin.
 
     Attributes:
         forced: None: kernels where they can be used, by device and dtype, and the twin where one fails; True: kernels or an
@@ -57,7 +57,7 @@ class Dispatch:
     def run(
         self, name: str, kernel: Callable[[], T], twin: Callable[[], T], *tensors: Tensor, obstacle: str | None = None
     ) -> T:
-        """The result of one of both.
+        """Run one of both.
 
         A kernel that does not compile or launch is reported in one warning per device and not tried again. Where gradients
         are wanted (kernels have none), under autocast and inside `torch.compile`, the twin runs.
@@ -123,7 +123,7 @@ def with_fallback(name: str, device: torch.device, kernel: Callable[[], T], twin
 
 
 def failed_before(name: str, device: torch.device) -> bool:
-    """Whether a kernel has been given up on a device."""
+    """Tell if a kernel has been given up on a device."""
     return (name, device) in _failed
 
 
@@ -133,12 +133,12 @@ def failed_kernels() -> list[str]:
 
 
 def kernels_usable(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether kernels can run compiled on tensors like these: triton, a GPU of the last generations, a dtype they know."""
+    """Tell if kernels can run compiled on tensors like these: triton, a GPU of the last generations, a dtype they know."""
     return _unusable(device, dtype, interpreted=False) is None
 
 
 def more_than(module: nn.Module, kind: type[nn.Module]) -> str | None:
-    """What a module does beside what a class of torch, transformers or this package does, so that no kernel may stand for it.
+    """Find what a module does beside its class of torch, transformers or this package, so that no kernel may stand for it.
 
     Hooks of all modules (`torch.nn.modules.module.register_module_forward_hook`) are not looked for.
 
@@ -162,22 +162,22 @@ def more_than(module: nn.Module, kind: type[nn.Module]) -> str | None:
 
 
 def recent_enough(capability: tuple[int, int]) -> bool:
-    """Whether a GPU of this compute capability runs the kernels."""
+    """Tell if a GPU of this compute capability runs the kernels."""
     return capability >= _OLDEST
 
 
 def ceil_div(a: int, b: int) -> int:
-    """a / b, rounded up."""
+    """Divide a by b and round up."""
     return -(-a // b)
 
 
 def power_of_two(n: int) -> int:
-    """The least power of two that is not under n, 1 at least."""
+    """Find the least power of two that is not under n, 1 at least."""
     return 1 << max(0, n - 1).bit_length()
 
 
 def _obstacle(tensors: tuple[Tensor, ...], interpreted: bool) -> str | None:
-    """What keeps kernels from these tensors, and the remedy; None: nothing."""
+    """Name what keeps kernels from these tensors, and the remedy; None: nothing."""
     device = tensors[0].device
     if others := {str(t.device) for t in tensors} - {str(device)}:
         return f"its tensors lie on {device} and {', '.join(sorted(others))}: keep them on one device"
@@ -211,7 +211,7 @@ def _unusable(device: torch.device, dtype: torch.dtype, interpreted: bool) -> st
 
 
 def _on(device: torch.device) -> AbstractContextManager[object]:
-    """Triton launches on the current device."""
+    """Make a device the current one, on which Triton launches."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 

@@ -1,4 +1,4 @@
-"""A round's states, grown in one launch: what `grow_ref` does in a hundred small ones for each state that it adds.
+"""A round's states, grown in one launch; `grow_ref` takes a hundred small ones for each state that it adds.
 
 Which state comes next depends on all those before, so a program goes through them one by one; the rows are side by side. Its
 twin, in `drafting`, also does what is rarer: sampled drafts and several reveals a step.
@@ -29,7 +29,7 @@ _LARGEST = 1 << 14  # numbers of a row's table of states, which a program holds 
 
 @dataclass(frozen=True)
 class DraftTable:
-    """What the drafts of a round are read from.
+    """The table that the drafts of a round are read from.
 
     A drafted state is a row of [block + 6] integers: ids, start, parent, step and end, as in `States`; then `base`, the source
     that an estimate of it starts from, and `source`, the one that tells its followers: its own estimate if there is one, else
@@ -70,12 +70,12 @@ class DraftTable:
     one_at_a_time: bool
 
     def fits(self, size: int) -> bool:
-        """Whether the kernel holds what `size` states need."""
+        """Tell if the kernel holds what `size` states need."""
         return _entries(size, self.branches) * power_of_two(self.first.shape[-1]) <= _LARGEST
 
 
 def _entries(size: int, branches: int) -> int:
-    """States in a row's table: those taken, then those that may be."""
+    """Count the states in a row's table: those taken, then those that may be."""
     return power_of_two(size * (1 + branches))
 
 
@@ -123,7 +123,7 @@ if triton is not None:
 
     @triton.jit
     def _entry(state, column, which):  # type: ignore[no-untyped-def]
-        """One number of a state."""
+        """Read one number of a state."""
         return tl.sum(tl.where(column == which, state, 0), 0)
 
     @triton.jit
@@ -138,7 +138,7 @@ if triton is not None:
         TILE_KNOWN: tl.constexpr,
         INHERITS: tl.constexpr,
     ):
-        """A state, or what the first known one with its ids and start leads to."""
+        """Replace a state by what the first known one with its ids and start leads to, if there is one."""
         column = tl.arange(0, COLUMNS)
         named = (column <= BLOCK)[None, :]
         place = count
@@ -159,7 +159,7 @@ if triton is not None:
     def _follower(  # type: ignore[no-untyped-def]
         state, last, token, end, source, eos, eos_count, BLOCK: tl.constexpr, COLUMNS: tl.constexpr
     ):
-        """The state with one more position revealed, `last`."""
+        """Reveal one more position of a state, `last`."""
         column = tl.arange(0, COLUMNS)
         picked = _entry(token, column, last)
         ends = picked != picked
@@ -172,7 +172,7 @@ if triton is not None:
 
     @triton.jit
     def _done(made, open_end, mask_id, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
-        """Whether nothing is left to reveal before the end of the text, and that lies in the block."""
+        """Tell if nothing is left to reveal before the end of the text, and that lies in the block."""
         column = tl.arange(0, COLUMNS)
         end = tl.minimum(_entry(made, column, BLOCK + 3) + 1, open_end - _entry(made, column, BLOCK))
         hidden = (made == mask_id) & (column < tl.minimum(end, BLOCK))
@@ -220,8 +220,11 @@ if triton is not None:
         MOST: tl.constexpr,
         INHERITS: tl.constexpr,
     ):
-        """Program (row): all its states. A state is a vector of COLUMNS numbers, the table of those taken and those that may
-        be is [ENTRIES, COLUMNS]; all stays in registers. Ids fit 32 bits."""
+        """Grow all states of a row: program (row).
+
+        A state is a vector of COLUMNS numbers, the table of those taken and those that may be is [ENTRIES, COLUMNS]; all stays
+        in registers. Ids fit 32 bits.
+        """
         WIDTH: tl.constexpr = BLOCK + 6
         row = tl.program_id(0).to(tl.int64)
         column, entry = tl.arange(0, COLUMNS), tl.arange(0, ENTRIES)

@@ -9,7 +9,7 @@ _UINT32 = 0xFFFFFFFF
 
 
 def mix32(x: Tensor) -> Tensor:
-    """A 32-bit integer hash (two multiply-xorshift rounds) of every number of an int64 tensor, each from 0 to 2**32 - 1."""
+    """Hash every number of an int64 tensor, each from 0 to 2**32 - 1, to 32 bits by two multiply-xorshift rounds."""
     x = x ^ (x >> 16)
     x = (x * 0x7FEB352D) & _UINT32
     x = x ^ (x >> 15)
@@ -18,7 +18,7 @@ def mix32(x: Tensor) -> Tensor:
 
 
 def noise_keys(seed: Tensor, position: Tensor, masks_left: Tensor) -> Tensor:
-    """[n] keys of the noise at a state's position; all arguments [n] long."""
+    """Make the keys [n] of the noise at a state's position; all arguments are [n] long."""
     key = mix32(seed & _UINT32)
     key = mix32(key ^ ((seed >> 32) & _UINT32))
     key = mix32(key ^ (position & _UINT32))
@@ -26,12 +26,12 @@ def noise_keys(seed: Tensor, position: Tensor, masks_left: Tensor) -> Tensor:
 
 
 def noise_bits(keys: Tensor, tokens: Tensor) -> Tensor:
-    """[n, m] random 32-bit values, as int64, of keys [n] and token ids [m]."""
+    """Draw 32 random bits for each of keys [n] and token ids [m]: [n, m] int64."""
     return mix32(mix32(tokens * 0x9E3779B1 & _UINT32) ^ keys[:, None])
 
 
 def gumbel_noise(keys: Tensor, tokens: int | Tensor, dtype: torch.dtype) -> Tensor:
-    """Standard Gumbel noise for token ids at each key.
+    """Draw standard Gumbel noise for token ids at each key.
 
     Args:
         keys: [n] long, from `noise_keys`.
@@ -60,12 +60,12 @@ if triton is not None:
 
     @triton.jit
     def token_noise_bits(keys, tokens):  # type: ignore[no-untyped-def]
-        """[m, n] uint32 of keys [n] and token ids [m]: those of `noise_bits`, transposed."""
+        """Draw the bits of `noise_bits`, transposed: [m, n] uint32 of keys [n] and token ids [m]."""
         return _mix32(_mix32(tokens.to(tl.uint32) * 0x9E3779B1)[:, None] ^ keys.to(tl.uint32)[None, :])
 
     @triton.jit
     def gumbel_of_bits(bits):  # type: ignore[no-untyped-def]
-        """Gumbel noise of uint32 bits: `gumbel_noise` with log1p(-x) as log(1 - x) * x / (1 - (1 - x)), which is as precise."""
+        """Turn uint32 bits into `gumbel_noise`, log1p(-x) being log(1 - x) * x / (1 - (1 - x)), which is as precise."""
         lower = (bits >> 31) == 0
         nearest = (tl.where(lower, bits, ~bits).to(tl.float32) + 0.5) * 2.0**-32
         rest = 1.0 - nearest

@@ -1,4 +1,4 @@
-"""What hidden states say about tokens: the distributions of an unembedding, and log-odds without cancellation."""
+"""From hidden states to tokens: the distributions of an unembedding, and log-odds without cancellation."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,7 +14,7 @@ _LOGITS_AT_ONCE = 1 << 24
 
 
 class Picked(NamedTuple):
-    """What is picked at n positions.
+    """The picks at n positions.
 
     Attributes:
         token: [n] long.
@@ -46,23 +46,23 @@ class Unembedding:
     token_ids: Tensor | None = None
 
     def product(self, hidden: Tensor) -> Tensor:
-        """[n, vocab] logits in the weights' dtype, the mask id at -inf."""
+        """Compute logits [n, vocab] in the weights' dtype, the mask id at -inf."""
         logits = F.linear(hidden, self.weight)
         if self.token_ids is None:
             logits[:, self.mask_token_id] = -torch.inf
         return logits
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[n, vocab] in at least float32, the mask id at -inf."""
+        """Compute logits [n, vocab] in at least float32, the mask id at -inf."""
         return widened(self.product(hidden))
 
     def tempered(self, logits: Tensor, no_eos: Tensor | None) -> Tensor:
-        """Logits [n, vocab] over the temperature, those of an eos at -inf where `no_eos` [n] says so."""
+        """Divide logits [n, vocab] by the temperature, those of an eos at -inf where `no_eos` [n] says so."""
         logits = self.barred(logits, no_eos)
         return logits if self.temperature == 1.0 else logits / self.temperature
 
     def barred(self, logits: Tensor, no_eos: Tensor | None) -> Tensor:
-        """Logits [n, vocab], those of an eos at -inf where `no_eos` [n] says so."""
+        """Bar an eos from logits [n, vocab], by -inf, where `no_eos` [n] says so."""
         if no_eos is not None:
             ids = torch.arange(logits.shape[1], device=logits.device) if self.token_ids is None else self.token_ids
             for eos in self.eos_token_ids:  # numbers, not a tensor of them, for whose copy to a device the host would wait
@@ -70,24 +70,24 @@ class Unembedding:
         return logits
 
     def chunks(self, rows: int) -> list[slice]:
-        """`rows` in slices so small that their logits are no burden; one, empty, of none."""
+        """Cut `rows` into slices so small that their logits are no burden; none gives one slice, empty."""
         step = max(1, _LOGITS_AT_ONCE // self.weight.shape[0])
         return [slice(start, start + step) for start in range(0, max(1, rows), step)]
 
     def shown(self, scores: Tensor, keys: Tensor | None) -> Tensor:
-        """What the pick is the largest of: scores [n, vocab], plus noise where there are keys [n]."""
+        """Add noise to scores [n, vocab], where there are keys [n]: the pick is the largest."""
         if keys is None:
             return scores
         return scores + gumbel_noise(keys, scores.shape[1] if self.token_ids is None else self.token_ids, scores.dtype)
 
 
 def widened(logits: Tensor) -> Tensor:
-    """Logits in at least float32."""
+    """Widen logits to float32 at least."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def log_odds(scores: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
-    """log p and log p - log (1 - p), both [n], of tokens [n] under scores [n, vocab]; 1 - p is summed over the other tokens."""
+    """Compute log p and log p - log (1 - p), both [n], of tokens [n] under scores [n, vocab]; 1 - p sums the other tokens."""
     own = scores.gather(1, token[:, None])
     others = scores.scatter(1, token[:, None], -torch.inf).logsumexp(-1, keepdim=True)
     odds = own - others

@@ -36,10 +36,10 @@ except ImportError:  # then no model is spread over devices
 
 
 class HeadMixin:
-    """What gives an MRP model its head, and takes it off."""
+    """The part of an MRP model that puts a head on, and takes it off."""
 
     def new_head(self: Any, head_layers: int = 3, head_init: str = "identity") -> MRPHead:
-        """A head for this model's backbone, on its device and in its type; torch's generator draws the random part.
+        """Make a head for this model's backbone, on its device and in its type; torch's generator draws the random part.
 
         Raises:
             ValueError: if `head_layers` is not a positive int, or `start_head` refuses.
@@ -56,7 +56,7 @@ class HeadMixin:
         return head
 
     def attach_head(self: Any, head: Any, **hub: Any) -> None:
-        """Gives the model a head, in place of its own if it has one. The backbone stays as it is.
+        """Give the model a head, in place of its own if it has one. The backbone stays as it is.
 
         Args:
             head: A folder or id of a head repository, of a full checkpoint, or in the published layout: its head is read, and
@@ -89,7 +89,7 @@ class HeadMixin:
         self.config.head_predicts = head.predicts
 
     def detach_head(self: Any) -> MRPHead:
-        """Takes the head off; if `generate` would decode with it by default, it goes back to `static`.
+        """Take the head off; if `generate` would decode with it by default, it goes back to `static`.
 
         Returns:
             The head, which can be attached to another model.
@@ -111,7 +111,7 @@ class HeadMixin:
         return config
 
     def _read_head(self: Any, source: str, hub: dict[str, Any]) -> MRPHead:
-        """The head of a checkpoint, its files as they lie on the disk."""
+        """Read the head of a checkpoint, its files as they lie on the disk."""
         config, hub = type(self)._pinned(source, None, hub)
         if not config.has_head:
             raise ValueError(f"{source} has no MRP head (num_nextn_predict_layers is 0): name a checkpoint that has one")
@@ -134,8 +134,10 @@ def _read(tensor: StoredTensor) -> Tensor:
 
 
 def _of_this_copy(head: Any, config: MRPConfig) -> MRPHead:
-    """A head of another copy of this code, remote code of its own repository for instance, in the class of this copy, with the
-    same parameters in memory: kernels know but this one."""
+    """Rebuild a head of another copy of this code in the class of this copy, with the same parameters in memory.
+
+    Such a head comes from remote code of its own repository, for instance; kernels know but this copy's class.
+    """
     with torch.device("meta"):
         made = MRPHead(config)
     trains = {name: parameter.requires_grad for name, parameter in head.named_parameters()}
@@ -147,7 +149,7 @@ def _of_this_copy(head: Any, config: MRPConfig) -> MRPHead:
 
 
 def _place(head: nn.Module, model: Any) -> None:
-    """Puts a head where the model's logits are made, in their type, also if the model is spread over devices."""
+    """Put a head where the model's logits are made, in their type, also if the model is spread over devices."""
     hook = getattr(model.lm_head, "_hf_hook", None)
     device = getattr(hook, "execution_device", None)
     weight = model.lm_head.weight

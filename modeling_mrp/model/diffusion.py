@@ -1,4 +1,4 @@
-"""Block diffusion: which token may see which, and the training pass that holds noisy and clean tokens together.
+"""Block diffusion: masks of attention, and the training pass that holds noisy and clean tokens together.
 
 Positions are absolute and count from 0 at a sequence's first real token; the block of a position is
 ``position // block_size``. Masks here are boolean, True where a query may look at a key.
@@ -18,7 +18,7 @@ NO_VIEW = -1  # padding
 
 
 def block_causal_mask(query_positions: Tensor, key_positions: Tensor, key_valid: Tensor, block_size: int) -> Tensor:
-    """Every token sees the earlier blocks and the whole of its own block (SDAR, section 3).
+    """Let every token see the earlier blocks and the whole of its own block (SDAR, section 3).
 
     Args:
         query_positions: [batch, queries] absolute positions.
@@ -35,7 +35,7 @@ def block_causal_mask(query_positions: Tensor, key_positions: Tensor, key_valid:
 
 @dataclass(frozen=True)
 class PackedRule:
-    """Who sees whom in a pass that holds noisy copies and the clean sequence: [x_t | x_0] (SDAR, section 3; MRP, section 4).
+    """The rule of attention in a pass of noisy copies and the clean sequence, [x_t | x_0] (SDAR, section 3; MRP, section 4).
 
     A noisy token sees its own noisy block and the clean tokens of earlier blocks; a clean token sees the clean tokens
     of its own and earlier blocks; nothing crosses from one sample to another. Padding (view -1) sees only itself.
@@ -51,7 +51,7 @@ class PackedRule:
     sample: Tensor
 
     def __call__(self, row: Tensor, head: Tensor | None, query: Tensor, key: Tensor) -> Tensor:
-        """Bool, for indices that broadcast: flex attention's `mask_mod`. All heads see the same."""
+        """Tell of indices that broadcast who sees whom: flex attention's `mask_mod`. All heads see the same."""
         query_view, key_view = self.view[row, query], self.view[row, key]
         query_block, key_block = self.block[row, query], self.block[row, key]
         clean = (key_view == CLEAN_VIEW) & (
@@ -62,13 +62,13 @@ class PackedRule:
         return ((clean | noisy) & same & (query_view != NO_VIEW)) | (query == key)
 
     def dense(self) -> Tensor:
-        """[batch, 1, length, length] bool."""
+        """Write the rule out: [batch, 1, length, length] bool."""
         rows, length = self.view.shape
         row, column = (torch.arange(n, device=self.view.device) for n in (rows, length))
         return self(row[:, None, None], None, column[None, :, None], column[None, None, :])[:, None]
 
     def sparse(self, queries: int) -> BlockMask:
-        """The rows of the first `queries` columns for flex attention: who sees whom by tile, the same for all heads.
+        """Make flex attention's mask of the first `queries` columns: who sees whom by tile, the same for all heads.
 
         To find the tiles a [queries, length] bool is made once a batch row and dropped; attention itself holds none.
         """
@@ -101,11 +101,11 @@ class PackedBatch:
     noise_key: Tensor | None = None
 
     def rule(self, block_size: int) -> PackedRule:
-        """Who sees whom."""
+        """Make the rule of attention."""
         return PackedRule(self.view, self.position_ids // block_size, self.sample)
 
     def attention_mask(self, block_size: int) -> Tensor:
-        """[batch, 1, length, length] bool: see `PackedRule`."""
+        """Write the rule of attention out, [batch, 1, length, length] bool: see `PackedRule`."""
         return self.rule(block_size).dense()
 
     @property
@@ -115,17 +115,17 @@ class PackedBatch:
 
     @property
     def noisy_length(self) -> int:
-        """How many columns the noisy copies take: the clean sequence begins behind them."""
+        """Columns of the noisy copies: the clean sequence begins behind them."""
         return int((self.view == CLEAN_VIEW).any(0).int().argmax())
 
     def noisy(self) -> "PackedBatch":
-        """The columns of the noisy copies alone."""
+        """Select the columns of the noisy copies."""
         length = self.noisy_length
         columns = {name: value[:, :length] for name, value in vars(self).items() if value is not None and value.dim()}
         return replace(self, **columns)
 
     def uniform(self, purpose: int, of: Tensor) -> Tensor:
-        """[batch, length] float64 in (0, 1): a draw for each sample, noisy copy and value of `of`, and nothing else.
+        """Draw numbers in (0, 1), [batch, length] float64, that depend on sample, noisy copy and value of `of` alone.
 
         Args:
             purpose: Different draws have different numbers.
@@ -142,7 +142,7 @@ class PackedBatch:
 def pack_noisy(
     input_ids: Tensor, response: Tensor, valid: Tensor, masked: Tensor, weight: Tensor, mask_token_id: int
 ) -> PackedBatch:
-    """Packs a batch of sequences (one sample a row) with one noisy copy: [x_t | x_0].
+    """Pack a batch of sequences (one sample a row) with one noisy copy: [x_t | x_0].
 
     Args:
         input_ids: [batch, length] long, left-aligned (position = column).

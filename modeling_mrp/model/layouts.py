@@ -1,4 +1,4 @@
-"""The layouts that checkpoints come in: names of tensors, fields of configs, and what lies in the safetensors files.
+"""The layouts that checkpoints come in: names of tensors, fields of configs, contents of the safetensors files.
 
 | layout | `model_type` | head | written by |
 |---|---|---|---|
@@ -29,12 +29,12 @@ _COMMIT = re.compile(r"[/\\]snapshots[/\\]([0-9a-f]{40})[/\\]")
 
 
 def our_name(name: str) -> str:
-    """A tensor's name in our layout."""
+    """Translate a tensor's name into our layout."""
     return HEAD + name.removeprefix(PUBLISHED_HEAD) if name.startswith(PUBLISHED_HEAD) else name
 
 
 def published_name(name: str) -> str:
-    """A tensor's name in the published layouts."""
+    """Translate a tensor's name into the published layouts."""
     return PUBLISHED_HEAD + name.removeprefix(HEAD) if name.startswith(HEAD) else name
 
 
@@ -49,18 +49,18 @@ class StoredTensor:
 
 
 def hub_options(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the keyword arguments that say where and how a file is fetched."""
+    """Select the keyword arguments that say where and how a file is fetched."""
     return {name: kwargs[name] for name in HUB_OPTIONS if kwargs.get(name) is not None}
 
 
 def commit_of(path: Path) -> str | None:
-    """The commit that a file of the Hub's cache belongs to; None for other files."""
+    """Find the commit that a file of the Hub's cache belongs to; None for other files."""
     found = _COMMIT.search(str(path))
     return found[1] if found else None
 
 
 def config_file(source: str, needed: bool = True, **hub: Any) -> Path | None:
-    """A checkpoint's `config.json`, fetched if it has to be; None if there is none and it is not needed.
+    """Find a checkpoint's `config.json`, fetched if it has to be; None if there is none and it is not needed.
 
     Raises:
         ValueError: if there is none and it is needed.
@@ -81,7 +81,7 @@ def config_file(source: str, needed: bool = True, **hub: Any) -> Path | None:
 
 
 def weight_files(source: str, variant: str | None = None, prefixes: tuple[str, ...] = ("",), **hub: Any) -> list[Path]:
-    """A checkpoint's safetensors files, fetched if they have to be: all, or those with tensors of these prefixes.
+    """Find a checkpoint's safetensors files, fetched if they have to be: all, or those with tensors of these prefixes.
 
     Raises:
         ValueError: if there are none, or if the index names a file outside the checkpoint.
@@ -125,12 +125,12 @@ def weight_files(source: str, variant: str | None = None, prefixes: tuple[str, .
 
 
 def _is_absence(error: OSError) -> bool:
-    """Whether a file is not there, rather than could not be fetched. transformers tells these apart in words only."""
+    """Tell if a file is not there, rather than could not be fetched. transformers tells these apart in words only."""
     return "does not appear to have" in str(error)
 
 
 def stored_tensors(files: Iterable[Path]) -> dict[str, StoredTensor]:
-    """What safetensors files hold, by our names. Reads their headers, and no weights.
+    """List the tensors of safetensors files by our names, from their headers.
 
     Raises:
         ValueError: if a file is damaged or cut short, or a tensor comes twice.
@@ -150,7 +150,7 @@ def stored_tensors(files: Iterable[Path]) -> dict[str, StoredTensor]:
 
 
 def check_depth(found: Mapping[str, StoredTensor], layers: int) -> None:
-    """Asked before as many layers are made as a config says, which costs time even without memory.
+    """Check a config's layers before as many are made, which costs time even without memory.
 
     Raises:
         ValueError: if a config calls for more layers than the checkpoint has tensors.
@@ -165,7 +165,7 @@ def check_depth(found: Mapping[str, StoredTensor], layers: int) -> None:
 def check_fit(
     found: Mapping[str, StoredTensor], expected: Mapping[str, tuple[int, ...]], optional: Collection[str] = ()
 ) -> None:
-    """Compares a checkpoint's tensors with those that its config calls for, by our names.
+    """Compare a checkpoint's tensors with those that its config calls for, by our names.
 
     Raises:
         ValueError: if one is missing (and not optional), one too many, or has another shape or kind of numbers; lists all.
@@ -184,7 +184,7 @@ def check_fit(
 
 
 def raise_misfits(misfits: list[str]) -> None:
-    """Raises the one `ValueError` that lists them, if there are any."""
+    """Raise one `ValueError` that lists the misfits, if there are any."""
     if misfits:
         raise ValueError(
             f"the checkpoint does not fit its config ({len(misfits)} tensors):\n  " + "\n  ".join(misfits) + "\n"
@@ -193,12 +193,12 @@ def raise_misfits(misfits: list[str]) -> None:
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a name can be a repository's on the Hub, `org/name`, and is no path."""
+    """Tell if a name can be a repository's on the Hub, `org/name`, and is no path."""
     return re.fullmatch(r"[A-Za-z0-9][\w.\-]*/[A-Za-z0-9][\w.\-]*", name) is not None and ".." not in name
 
 
 def backbone_location(name: str, source: str) -> str:
-    """Where to load the backbone from that the config of the head repository `source` names.
+    """Find the backbone that the config of the head repository `source` names.
 
     A config that came from the Hub may name a repository on the Hub, `org/name`, and nothing else. That of a local folder may
     also name an existing folder, by an absolute path or one relative to the folder and inside it.

@@ -65,7 +65,7 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
     def from_pretrained(
         cls, pretrained_model_name_or_path: Any, *args: Any, config: Any = None, backbone: Any = None, **kwargs: Any
     ) -> Any:
-        """Loads as transformers does, from a folder or a repository on the Hub of any of four kinds.
+        """Load as transformers does, from a folder or a repository on the Hub of any of four kinds.
 
         These are a full checkpoint of this package; one in the published SDAR layout (no head); one in the published layout
         with a head; and a head repository, whose backbone is loaded by the name and revision in its config, and given the head.
@@ -111,7 +111,7 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
         head_revision: str | None = None,
         **kwargs: Any,
     ) -> Any:
-        """A backbone and a head that lie in different places, or a backbone and a new head.
+        """Load a backbone and a head that lie in different places, or a backbone and a new head.
 
         Args:
             backbone: A folder or id of any kind that `from_pretrained` takes but a head repository, or of an autoregressive
@@ -149,7 +149,7 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
 
     @classmethod
     def tensor_shapes(cls, config: MRPConfig) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of the tensors in a full checkpoint with this config; nothing is allocated.
+        """List names and shapes of the tensors in a full checkpoint with this config; nothing is allocated.
 
         Raises:
             ValueError: if no tensor can have such a shape.
@@ -161,7 +161,7 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
             raise ValueError(f"the sizes in the config are those of no model: correct config.json ({error})") from error
 
     def load_adapter(self, peft_model_id: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Loads a peft adapter as transformers does, but only from safetensors.
+        """Load a peft adapter as transformers does, but only from safetensors.
 
         Raises:
             ValueError: if the adapter has none, or they are damaged; the model is then as before.
@@ -190,7 +190,7 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
         base_model_revision: str | None = None,
         **kwargs: Any,
     ) -> None:
-        """Saves weights, both configs and real copies of the remote code, so that the folder loads anywhere.
+        """Save weights, both configs and real copies of the remote code, so that the folder loads anywhere.
 
         Everything is written beside what the folder holds and then moved into place: a save that fails leaves it as it was,
         and a model may be saved into the folder it was loaded from.
@@ -313,8 +313,7 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
 
     @classmethod
     def _pinned(cls, source: str, config: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """The config, and the arguments with the commit as their revision: all files then come from one state of the
-        repository."""
+        """Read the config, and pin the arguments' revision to its commit: all files then come from one state."""
         path = config_file(source, config is None, **hub_options(kwargs))
         if path is not None and not os.path.isdir(source) and (commit := commit_of(path)):
             kwargs = {**kwargs, "revision": commit}
@@ -327,7 +326,7 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
 
     @classmethod
     def _load(cls, source: str | None, *args: Any, **kwargs: Any) -> Any:
-        """A model with its own backbone, by transformers' `from_pretrained`."""
+        """Load a model with its own backbone by transformers' `from_pretrained`."""
         with_info = kwargs.pop("output_loading_info", False)
         if source is not None:
             cls._check_files(source, kwargs)
@@ -352,7 +351,7 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
 
     @classmethod
     def _check_files(cls, source: str, kwargs: dict[str, Any]) -> None:
-        """Compares the files' headers with the config, before a config that lies can make anything be allocated."""
+        """Compare the files' headers with the config, before a config that lies can make anything be allocated."""
         config = kwargs["config"]
         if (elsewhere := getattr(config, "transformers_weights", None)) is not None:
             raise ValueError(f"the config of {source} points to weights in {elsewhere!r}: only model*.safetensors are read")
@@ -397,14 +396,14 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
 
     @classmethod
     def _open_backbone(cls, source: str, kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """A model to put a head on, and transformers' account of its loading."""
+        """Load a model to put a head on; also return transformers' account of its loading."""
         found, _ = PreTrainedConfig.get_config_dict(config_file(source, **hub_options(kwargs)))
         if (other := found.get("base_model_name_or_path")) is not None:
             raise ValueError(f"{source} is a head repository and has no backbone; its own is {other!r}: use that")
         return cls.from_pretrained(source, **{**kwargs, "output_loading_info": True})
 
     def _take_generation_config(self, source: str, hub: dict[str, Any]) -> None:
-        """A head comes with the options that suit it, if it has any."""
+        """Take over the options that a head comes with, if it has any."""
         try:
             self.generation_config = GenerationConfig.from_pretrained(source, **hub_options(hub))
         except OSError:
@@ -416,7 +415,7 @@ def _shared_hub_options(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _as_block_diffusion(source: str, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments with a config for an autoregressive Qwen3 checkpoint; those for any other one as they are."""
+    """Give the arguments a config, if the checkpoint is an autoregressive Qwen3 one; leave those for any other as they are."""
     found, _ = PreTrainedConfig.get_config_dict(config_file(source, **hub_options(kwargs)))
     if found.get("model_type") != "qwen3" or kwargs.get("config") is not None:
         return kwargs

@@ -91,7 +91,7 @@ class Remote:
     card: str | None
 
     def stale(self, names: Collection[str]) -> list[str]:
-        """The files of an earlier push that are not among `names`, which this one sends."""
+        """List the files of an earlier push that are not among `names`, which this one sends."""
         return sorted(name for name in self.names if is_ours(name) and name not in names)
 
 
@@ -175,7 +175,7 @@ def push_saved(
 
 
 def short_card(repo_id: str, kind: str, base: str | None) -> str:
-    """A card that says what a repository holds and which model it belongs to."""
+    """Write a card that says what a repository holds and which model it belongs to."""
     data = ModelCardData(
         library_name="peft" if kind == "adapter" else "transformers",
         pipeline_tag="text-generation",

@@ -1,4 +1,4 @@
-"""How MRP models are written: heads on their own, and everything beside what is there before it is replaced."""
+"""Writing of MRP models: heads on their own, and everything beside what is there before it is replaced."""
 
 import copy
 import inspect
@@ -29,7 +29,7 @@ _WEIGHT_FILES = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)
 
 
 class BackboneSource(NamedTuple):
-    """Where a model's backbone came from: a repository's id and commit, or a folder's absolute path and None."""
+    """The origin of a model's backbone: a repository's id and commit, or a folder's absolute path and None."""
 
     name: str
     revision: str | None
@@ -38,7 +38,7 @@ class BackboneSource(NamedTuple):
 def head_to_save(
     model: Any, state_dict: dict[str, Tensor] | None, backbone: BackboneSource | None
 ) -> tuple[dict[str, Tensor], MRPConfig]:
-    """The tensors and the config of a head repository.
+    """Select the tensors and the config of a head repository.
 
     Raises:
         ValueError: if the model has no head, its backbone no name, or the head not just its own tensors.
@@ -69,7 +69,7 @@ def head_to_save(
 
 
 def code_files() -> dict[str, str]:
-    """The remote code that a repository carries, by path: these files, where they are that code, or what `bundle` generates."""
+    """Collect the remote code that a repository carries, by path: these files, if they are it, or what `bundle` generates."""
     own = Path(__file__)
     if own.name == MODELING:
         files = {name: own.with_name(name).read_text(encoding="utf-8") for name in (CONFIGURATION, MODELING)}
@@ -87,7 +87,7 @@ def write_code(folder: Path) -> None:
 
 @contextmanager
 def written_beside(folder: Path) -> Iterator[Path]:
-    """A temporary folder whose files move into `folder` when all are written; weights of another split are then removed."""
+    """Lend a temporary folder whose files move into `folder` when all are written; weights of another split are removed."""
     made = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     try:

@@ -13,7 +13,7 @@ _AROUND: "weakref.WeakKeyDictionary[nn.Module, tuple[Any, Any]]" = weakref.WeakK
 
 
 def _config_of(stock: Any, head_config: Any) -> Any:
-    """The stock model's config as one of this package, without a head; what it does not say is as in the head's."""
+    """Translate the stock model's config to one of this package, without a head; what it does not say is as in the head's."""
     assumed = {name: getattr(head_config, name) for name in ("block_size", "mask_token_id")}
     return type(head_config).from_dict(
         {**assumed, **stock.config.to_dict(), "model_type": "sdar", "num_nextn_predict_layers": 0, "draft_vocab_size": 0}
@@ -21,7 +21,7 @@ def _config_of(stock: Any, head_config: Any) -> Any:
 
 
 def _misfits(parameters: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
-    """What of a stock model's parameters is not as in a Qwen3 decoder of its config, loaded, on one device."""
+    """List what of a stock model's parameters is not as in a Qwen3 decoder of its config, loaded, on one device."""
     wrong = [f"missing: {name}" for name in expected if name not in parameters]
     wrong += [f"unexpected: {name}" for name in parameters if name not in expected]
     wrong += [
@@ -39,11 +39,11 @@ def _misfits(parameters: dict[str, Tensor], expected: dict[str, Tensor]) -> list
 
 
 class StockMixin:
-    """What lets an MRP model's repository serve models of other classes."""
+    """The part of an MRP model by which its repository serves models of other classes."""
 
     @classmethod
     def around(cls: Any, stock: Any, repository: str, **download: Any) -> Any:
-        """The MRP model of a stock model's own parameters and a repository's head. Made once, as long as the stock model lives.
+        """Make the MRP model of a stock model's own parameters and a repository's head, once as long as the stock model lives.
 
         Args:
             stock: A model with a Qwen3 decoder's parameters under `model.` and `lm_head.`, such as SDAR's own class.
@@ -89,7 +89,7 @@ class StockMixin:
 
 
 def _still_around(model: Any, parameters: dict[str, Tensor]) -> bool:
-    """Whether a model still has a stock model's parameters, wherever they were moved and whatever replaced them."""
+    """Tell if a model still has a stock model's parameters, wherever they were moved and whatever replaced them."""
     mine = dict(model.named_parameters(remove_duplicate=False))
     like = mine["lm_head.weight"]
     return all(mine.get(name) is parameter for name, parameter in parameters.items()) and all(

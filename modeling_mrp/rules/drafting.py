@@ -27,13 +27,13 @@ Tell = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def growth(width: int, passes: int) -> list[int]:
-    """How many states of `width` are drafted at each head pass of a round: in even steps, up to all but the last."""
+    """Count the states of `width` drafted at each head pass of a round: in even steps, up to all but the last."""
     passes = min(passes, width - 1)
     return [-(-done * (width - 1) // passes) for done in range(1, passes + 1)]
 
 
 def reachable(masks: int, branches: int, enough: int) -> int:
-    """How many states, up to `enough`, may follow one with so many masks, itself and the next block's included.
+    """Count the states, up to `enough`, that may follow one with so many masks, itself and the next block's included.
 
     The tokens of a state depend on the way to it, so that ways to reveal the same positions are counted one by one.
     """
@@ -46,7 +46,7 @@ def reachable(masks: int, branches: int, enough: int) -> int:
 
 
 class Budget:
-    """How many states a row submits in a round, by how often those of earlier rounds were accepted.
+    """The number of states a row submits in a round, by how often those of earlier rounds were accepted.
 
     A forward over n tokens takes one unit of time up to `compute_bound_tokens` and n / `compute_bound_tokens` units beyond; a
     head pass takes its share of that. The states that make the most tokens for the time are submitted; what is not submitted
@@ -72,13 +72,13 @@ class Budget:
         return max(range(1, 1 + len(self.right)), key=lambda n: (self._worth(n), -n))
 
     def _worth(self, states: int) -> float:
-        """Tokens of a row in a unit of time: per state over per state, so that what is equal is so in floating point."""
+        """Estimate a row's tokens in a unit of time: per state over per state, so that equals are equal in floating point."""
         assert self.bound is not None
         time = max(1 / states, self.state_tokens / self.bound)
         return sum(self.right[:states]) / states / time / (1 + self.head_cost if states > 1 else 1)
 
     def learn(self, passed: list[int], rows: int) -> None:
-        """From a round in which so many rows could draft: how many of them accepted the state in each slot offered."""
+        """Learn from a round in which so many rows could draft how many of them accepted the state in each slot offered."""
         for slot in range(1, len(self.right) if rows else 1):
             if slot < len(passed):
                 self.right[slot] += self.EMA_RATE * (passed[slot] / rows - self.right[slot])
@@ -114,13 +114,13 @@ class Draft:
 
 
 def as_slots(states: States, source: Tensor | int) -> Tensor:
-    """[..., block + 6] long: states with the number of the source that tells of them, [...] or one for all."""
+    """Append to states the number of the source that tells of them, [...] or one for all: [..., block + 6] long."""
     column = torch.full_like(states.start, source) if isinstance(source, int) else source
     return torch.cat([states.table, column[..., None], column[..., None]], -1)
 
 
 def undrafted(current: States, successor: States, mask_id: int, room: int) -> Draft:
-    """The states of a round without drafts: each row's own, and with room for two the next block's behind a clean one."""
+    """Make the states of a round without drafts: each row's own, and with room for two the next block's behind a clean one."""
     slots = as_slots(current, -1)[:, None]
     if room == 1:
         return Draft(slots, current.valid[:, None])
@@ -152,7 +152,7 @@ def grow(table: DraftTable, size: int, most: int, dispatch: Dispatch, tell: Tell
 
 
 def grow_ref(table: DraftTable, size: int, tell: Tell | None) -> tuple[Tensor, Tensor]:
-    """The twin of `grow_kernel`, for everything that may be drafted."""
+    """Grow the draft of a round as `grow_kernel` does, for everything that may be drafted: its twin."""
     branches, named = table.branches, slice(None, DRAFT_STEP)
     state, valid = table.first, table.valid
     rows = torch.arange(len(state), device=state.device)
@@ -185,7 +185,7 @@ def grow_ref(table: DraftTable, size: int, tell: Tell | None) -> tuple[Tensor, T
 
 
 def followers_of(table: DraftTable, state: Tensor, valid: Tensor, slot: int, tell: Tell | None = None) -> tuple[Tensor, Tensor]:
-    """[rows, branches] followers of the states [rows] in a slot, and the chance of each there; 0 for none."""
+    """Find the followers [rows, branches] of the states [rows] in a slot, and the chance of each there; 0 for none."""
     block = state.shape[-1] - DRAFT_COLUMNS
     offsets = torch.arange(block, device=state.device)
     masked = state[:, :block] == table.mask_id
@@ -218,7 +218,7 @@ def followers_of(table: DraftTable, state: Tensor, valid: Tensor, slot: int, tel
 
 
 def table_tells(table: DraftTable) -> Tell:
-    """What the sources of drafted states tell: greedy picks at a source stand for all that follows."""
+    """Make the sources tell of drafted states: greedy picks at a source stand for all that follows."""
     rows = torch.arange(len(table.first), device=table.first.device)
 
     def tell(state: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
@@ -231,7 +231,7 @@ def table_tells(table: DraftTable) -> Tell:
 def _several(
     table: DraftTable, state: Tensor, token: Tensor, candidates: Tensor, ranked: Tensor, order: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """For steps that reveal several positions: all but the last are the surest, and the last one is uncertain.
+    """Split steps that reveal several positions: all but the last are the surest, and the last one is uncertain.
 
     Returns the chances [rows, branches], the last position of each branch, and the states with the others revealed.
     """
@@ -259,7 +259,7 @@ def _is_eos(table: DraftTable, ids: Tensor) -> Tensor:
 
 
 def led_ahead(table: DraftTable, made: Tensor) -> Tensor:
-    """States [rows, n] that are remembered or re-read are replaced with what they lead to."""
+    """Replace states [rows, n] that are remembered or re-read with what they lead to."""
     named = table.known.shape[-1]
     same = (made[:, :, None, :named] == table.known[:, None]).all(-1) & table.known_valid[:, None]
     found, place = same.any(-1), same.int().argmax(-1)

@@ -1,4 +1,4 @@
-"""States of a block, what is revealed at them, and sets of scored states: tensors with names, and nothing that decides."""
+"""States of a block, their reveals, and sets of scored states: tensors with names, and nothing that decides."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -45,7 +45,7 @@ class States(TensorFields):
 
     @staticmethod
     def of(ids: Tensor, start: Tensor, parent: Tensor, step: Tensor, end: Tensor, valid: Tensor) -> "States":
-        """States from their columns."""
+        """Make states from their columns."""
         return States(torch.cat([ids, torch.stack([start, parent, step, end], -1)], -1), valid)
 
     @property
@@ -79,17 +79,17 @@ class States(TensorFields):
         return self.table[..., END]
 
     def masked(self, mask_token_id: int) -> Tensor:
-        """[..., block] bool: the positions that are not revealed."""
+        """Find the positions that are not revealed: [..., block] bool."""
         return self.ids == mask_token_id
 
     def only(self, which: Tensor) -> "States":
-        """The same, of which those outside `which` [...] are not valid."""
+        """Make the states outside `which` [...] invalid."""
         return replace(self, valid=self.valid & which)
 
 
 @dataclass
 class Reveal(TensorFields):
-    """What one denoising step reveals of [...] states.
+    """The reveal of one denoising step at [...] states.
 
     Attributes:
         where: [..., block] bool.
@@ -104,11 +104,11 @@ class Reveal(TensorFields):
     confidence: Tensor
 
     def only(self, where: Tensor) -> "Reveal":
-        """The same at fewer positions, `where` [..., block] bool."""
+        """Keep the reveal at fewer positions, `where` [..., block] bool."""
         return replace(self, where=where)
 
     def and_then(self, later: "Reveal") -> "Reveal":
-        """Both reveals as one."""
+        """Join both reveals."""
         fields = ("token", "logprob", "confidence")
         return Reveal(
             self.where | later.where, *(torch.where(later.where, getattr(later, f), getattr(self, f)) for f in fields)
@@ -117,7 +117,7 @@ class Reveal(TensorFields):
 
 @dataclass
 class Scored(TensorFields):
-    """States that the backbone has scored, and what it reveals there.
+    """States that the backbone has scored, and their reveals.
 
     Attributes:
         states: [rows, n].
@@ -147,7 +147,7 @@ class Source(TensorFields):
 
 @dataclass
 class Memory(TensorFields):
-    """What the last round scored in vain, and where each of its states leads without another forward.
+    """States that the last round scored in vain, and where each of its states leads without another forward.
 
     Attributes:
         scored: [rows, n], none of them clean.

@@ -91,36 +91,36 @@ class BlockCache(Cache):
         return torch.is_inference_mode_enabled() or not any(buffer.is_inference() for buffer in self._buffers.values())
 
     def target_scratch(self, width: int, used: int) -> None:
-        """The next forward writes `width` scratch tokens and reads them before the first `used` committed slots."""
+        """Let the next forward write `width` scratch tokens and read them before the first `used` committed slots."""
         self._write = slice(self.scratch - width, self.scratch)
         self._read = slice(self.scratch - width, self.scratch + used)
 
     def target_slots(self, start: int, length: int) -> None:
-        """The next forward writes the slots [start, start + length) and reads all slots up to there."""
+        """Let the next forward write the slots [start, start + length) and read all slots up to there."""
         self._write = slice(self.scratch + start, self.scratch + start + length)
         self._read = slice(self.scratch, self.scratch + start + length)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Writes new keys and values ([batch, heads, new, head_dim]) to the target and returns what attention reads; while
-        `deferred`, leaves both to `store`."""
+        """Write new keys and values ([batch, heads, new, head_dim]) to the target and return what attention reads; while
+        `deferred`, leave both to `store`."""
         return (key_states, value_states) if self.deferred else self.store(key_states, value_states, layer_idx)
 
     def store(self, key_states: Tensor, value_states: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """As `update`, at once."""
+        """Do what `update` does, at once."""
         keys, values = self.written(layer)
         keys.copy_(key_states)
         values.copy_(value_states)
         return self.read(layer)
 
     def written(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Where keys and values of the next forward go, [batch, heads, new, head_dim]: the target."""
+        """Select the target, where keys and values of the next forward go: [batch, heads, new, head_dim]."""
         keys, values = self._buffers[self._device_of[layer]][:, self._index[layer], :, :, self._write]
         return keys, values
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values that attention reads, [batch, heads, seen, head_dim], once the target is written."""
+        """Select the keys and values that attention reads, [batch, heads, seen, head_dim], once the target is written."""
         keys, values = self._buffers[self._device_of[layer]][:, self._index[layer], :, :, self._read]
         return keys, values
 
@@ -149,12 +149,12 @@ class BlockCache(Cache):
                 part[:, :, row, :, to] = part[:, :, row, :, of]
 
     def hold(self, ids: Tensor, held: Tensor, head_held: Tensor) -> None:
-        """Notes what the committed slots hold: `ids` [rows, length], `held` and `head_held` [rows], all long (see the
+        """Note what the committed slots hold: `ids` [rows, length], `held` and `head_held` [rows], all long (see the
         attributes)."""
         self.ids, self.held, self.head_held = ids, held, head_held
 
     def empty(self) -> None:
-        """Holds nothing, with zeros in every slot: what was there may be infinite, and a masked slot still enters attention
+        """Hold nothing, with zeros in every slot: what was there may be infinite, and a masked slot still enters attention
         with a weight of 0."""
         for buffer in self._buffers.values():
             buffer.zero_()
@@ -165,7 +165,7 @@ class BlockCache(Cache):
         self.hold(nothing[:, None][:, :0], nothing, nothing)
 
     def reusable(self, ids: Tensor, upto: Tensor, block_size: int, with_head: bool) -> Tensor:
-        """How many first tokens of each row's text need no prefill: the longest common prefix, in whole blocks.
+        """Count the first tokens of each row's text that need no prefill: the longest common prefix, in whole blocks.
 
         Args:
             ids: [rows, length] long, the text by absolute position.
@@ -179,7 +179,7 @@ class BlockCache(Cache):
         return torch.minimum(torch.minimum(common, held.to(ids.device)), upto) // block_size * block_size
 
     def with_room(self, rows: int, capacity: int, scratch: int) -> "BlockCache":
-        """This cache, or a bigger one with what it holds.
+        """Make room: return this cache, or a bigger one with what it holds.
 
         Args:
             rows: A multiple of this one's: each is then held so many times, one after the other.
@@ -195,7 +195,7 @@ class BlockCache(Cache):
         return bigger
 
     def fits(self, rows: int, capacity: int, scratch: int) -> bool:
-        """Whether it has room for so much, and may be written to."""
+        """Tell if it has room for so much, and may be written to."""
         return rows == self.rows and capacity <= self.capacity and scratch <= self.scratch and self.writable
 
     def fill_from(self, other: "BlockCache") -> None:
@@ -208,11 +208,11 @@ class BlockCache(Cache):
             self._buffers[device][:, :, :, :, self.scratch : self.scratch + used] = held.repeat_interleave(copies, 2)
 
     def alias(self) -> "BlockCache":
-        """Another cache on the same memory."""
+        """Make another cache on the same memory."""
         return copy.copy(self)
 
     def shares(self, other: "BlockCache") -> bool:
-        """Whether two caches have the same memory."""
+        """Tell if two caches have the same memory."""
         return self._buffers is other._buffers
 
     def detach(self) -> None:
@@ -220,7 +220,7 @@ class BlockCache(Cache):
         self._buffers = {device: buffer.clone() for device, buffer in self._buffers.items()}
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Rows differ in length, so there is no common one; positions are always passed explicitly."""
+        """Return 0: rows differ in length, so there is no common one; positions are always passed explicitly."""
         return 0
 
 

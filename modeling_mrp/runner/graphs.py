@@ -34,7 +34,7 @@ class RecordingFailedError(Exception):
 
 
 class Recorder(Protocol):
-    """Runs and records steps on one device.
+    """The protocol of what runs and records steps on one device.
 
     Attributes:
         failed: Whether a step could not be recorded; none is tried any more.
@@ -43,11 +43,11 @@ class Recorder(Protocol):
     failed: bool
 
     def first(self, step: Callable[[], None]) -> None:
-        """Runs a step so that it can be recorded later."""
+        """Run a step so that it can be recorded later."""
         ...
 
     def record(self, step: Callable[[], None]) -> tuple[Callable[[], None], int]:
-        """Runs a step once more; returns what repeats it, and the bytes that this keeps.
+        """Record a step while it runs once more; return what repeats it, and the bytes that this keeps.
 
         Raises:
             RecordingFailedError: if it cannot be recorded. Its cause is the error that came first.
@@ -56,7 +56,7 @@ class Recorder(Protocol):
 
 
 class CudaRecorder:
-    """Records CUDA graphs, all in one pool of memory.
+    """A `Recorder` of CUDA graphs, all in one pool of memory.
 
     Args:
         device: Where everything lies.
@@ -106,7 +106,7 @@ RECORDERS: dict[str, Callable[[torch.device], Recorder]] = {"cuda": CudaRecorder
 
 
 def first_of(error: BaseException, handled: BaseException | None = None) -> BaseException:
-    """What an error began with: where ending a failed capture fails too, that hides the error of the step.
+    """Find what an error began with: where ending a failed capture fails too, that hides the error of the step.
 
     Args:
         error: The last one.
@@ -118,14 +118,14 @@ def first_of(error: BaseException, handled: BaseException | None = None) -> Base
 
 
 def fixed_copy(tensor: Tensor) -> Tensor:
-    """A buffer with the same numbers that can be written to in and outside of inference mode."""
+    """Make a buffer with the same numbers that can be written to in and outside of inference mode."""
     with torch.inference_mode(False), torch.no_grad():
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 @dataclass
 class _Kept:
-    """What is known of a key: how to repeat it, None before it is recorded; the buffers that came with it; its size."""
+    """The state of a key: how to repeat it, None before it is recorded; the buffers that came with it; its size."""
 
     replay: Callable[[], None] | None = None
     inputs: Sequence[Tensor] = ()
@@ -183,7 +183,7 @@ class Graphs:
                 return step()
 
     def call(self, key: Hashable, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        """`function(*inputs)`, which depends on nothing else but what the key and fixed buffers tell. The result is the
+        """Call `function(*inputs)`, which depends on nothing else but what the key and fixed buffers tell. The result is the
         caller's: a copy of what the next call with this key overwrites."""
         if self.recorder.failed:
             return function(*inputs)
@@ -207,7 +207,7 @@ class Graphs:
 
 
 def shapes_of(tensors: Sequence[Tensor]) -> Hashable:
-    """What a recording depends on in tensors that it reads: shapes, dtypes and devices."""
+    """List what a recording depends on in tensors that it reads: shapes, dtypes and devices."""
     return tuple((tuple(tensor.shape), tensor.dtype, tensor.device) for tensor in tensors)
 
 
@@ -256,7 +256,7 @@ class Registers:
             torch._foreach_copy_(targets, sources)
 
     def numbers_for(self, count: int) -> Tensor:
-        """[count] long: where a step leaves what the host reads."""
+        """Reserve [count] long, where a step leaves what the host reads."""
         if self.numbers is None:
             self.numbers = fixed_copy(torch.zeros(count, dtype=torch.long, device=self.tensors[0].device))
         return self.numbers

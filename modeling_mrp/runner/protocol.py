@@ -1,4 +1,4 @@
-"""What decoding needs of a model, and no more: a test's model of twenty lines has it, and so has `MRPForCausalLM`."""
+"""The needs of decoding from a model, and no more: a test's model of twenty lines has it, and so has `MRPForCausalLM`."""
 
 from typing import Any, Protocol
 

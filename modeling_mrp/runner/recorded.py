@@ -1,4 +1,4 @@
-"""Where rounds are recorded: KV caches that stay where they are, and what was recorded on them, kept between calls.
+"""Caches for recorded rounds: they stay where they are, and what was recorded on them is kept between calls.
 
 Recordings are dear, so they outlive the call of `generate` that made them, together with the cache they write to: by model,
 until the model is gone, its weights lie elsewhere, `release_graphs` is called, or other calls need the room more. A cache
@@ -59,7 +59,7 @@ class RecordedCache:
         return self.cache.nbytes + self.parts.nbytes + weight + sum(each.nbytes for each in self.registers.values())
 
     def lend(self) -> BlockCache:
-        """The cache, emptied. Whoever holds what was lent before keeps it, in memory of its own."""
+        """Lend the cache, emptied. Whoever holds what was lent before keeps it, in memory of its own."""
         holder = None if self._lent is None else self._lent()
         if holder is not None and holder.shares(self.cache):
             holder.detach()
@@ -73,7 +73,7 @@ class RecordedCache:
         self._lent = weakref.ref(cache)
 
     def registers_for(self, key: Hashable, tree: Any) -> Registers:
-        """Those of an earlier call of the same kind, or new ones, filled with the leaves of `tree`."""
+        """Fill the registers of an earlier call of the same kind, or new ones, with the leaves of `tree`."""
         key = key, shapes_of(tree_leaves(tree))
         if key in self.registers:
             self.registers[key].write(tree)
@@ -83,7 +83,7 @@ class RecordedCache:
         return self.registers[key]
 
     def rows_of(self, weight: Tensor, ids: Tensor) -> Tensor:
-        """`weight[ids]`, computed anew into a place that stays."""
+        """Compute `weight[ids]` anew, into a place that stays."""
         shape = (len(ids), weight.shape[1])
         if self.draft_weight is None or self.draft_weight.shape != shape or self.draft_weight.dtype != weight.dtype:
             self.draft_weight = fixed_copy(weight[:0].new_empty(shape))
@@ -118,7 +118,7 @@ def recording_report(model: nn.Module) -> dict[str, int]:
 
 
 def fingerprint(model: nn.Module) -> Hashable:
-    """Where a model's weights lie, how its modules are set and hooked, and which attention it uses."""
+    """Collect where a model's weights lie, how its modules are set and hooked, and which attention it uses."""
     tensors = (*model.parameters(), *model.buffers())
     places = tuple((tensor.data_ptr(), tensor.dtype, tensor.shape) for tensor in tensors if not tensor.is_meta)
     settings = tuple(
@@ -130,7 +130,7 @@ def fingerprint(model: nn.Module) -> Hashable:
 
 
 def _settings(module: nn.Module) -> Hashable:
-    """Plain attributes, and lists of such: adapters are switched by them."""
+    """Collect plain attributes, and lists of such: adapters are switched by them."""
     found: list[tuple[str, Any]] = []
     for name, value in vars(module).items():
         kind = type(value)
@@ -142,7 +142,7 @@ def _settings(module: nn.Module) -> Hashable:
 
 
 def obstacle(model: Any) -> str | None:
-    """Why rounds of this model cannot be recorded here, with what to do; None if they can."""
+    """Say why rounds of this model cannot be recorded here, with what to do; None if they can."""
     tensors = (*model.parameters(), *model.buffers())
     others = {type(tensor).__name__ for tensor in tensors} - {"Tensor", "Parameter", "Buffer"}
     if others:
@@ -162,7 +162,7 @@ def obstacle(model: Any) -> str | None:
 
 
 def recorder_for(model: Any, graphs: bool | None) -> Callable[[], Recorder] | None:
-    """Makes what records this model's rounds, by the option `graphs`; or None.
+    """Make what records this model's rounds, by the option `graphs`; or None.
 
     Raises:
         ValueError: if `graphs` is True and it is impossible.

@@ -1,4 +1,4 @@
-"""How the layers of a model come to attend by `round_attention_mrp`: in a round they are given a `RoundMask`.
+"""Attention by `round_attention` in the layers of a model: in a round they are given a `RoundMask`.
 
 Keys and values then go into the cache together with the attention, in one call, and not by `BlockCache.update`. To
 `torch.compile` this call is one opaque operation: what it traces does not see the cache, which it would copy, nor how many
@@ -32,7 +32,7 @@ _operators: list[Callable[..., Tensor]] = []  # `_attend_in_round` as an operati
 
 
 def takes_round_masks(model: Any, dispatch: Dispatch) -> bool:
-    """Whether the layers of a model are to be given a `RoundMask` in rounds.
+    """Tell if the layers of a model are to be given a `RoundMask` in rounds.
 
     Automatically so in half precision, on a GPU that has the kernel; in float32 SDPA computes as fast. An attention that was
     chosen in place of SDPA stays.
@@ -58,7 +58,7 @@ def takes_round_masks(model: Any, dispatch: Dispatch) -> bool:
 
 @contextmanager
 def under_round_masks(model: Any, cache: BlockCache) -> Iterator[None]:
-    """Lets the layers of a model know what a `RoundMask` is, and where their keys and values go.
+    """Let the layers of a model know what a `RoundMask` is, and where their keys and values go.
 
     Layers look their attention up by the name in the config that they all share, so there is no way around a name of
     our own there. What it names computes SDPA as before for everything but a `RoundMask`, so that other threads that
@@ -87,7 +87,7 @@ def under_round_masks(model: Any, cache: BlockCache) -> Iterator[None]:
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """An attention function as transformers' layers call it."""
+    """Attend as transformers' layers ask for it."""
     if not isinstance(attention_mask, RoundMask):
         return ALL_ATTENTION_FUNCTIONS[REPLACED](module, query, key, value, attention_mask, **kwargs)
     mask = attention_mask
@@ -109,13 +109,13 @@ def _attend_in_round(
     scale: float,
     forced: bool | None,
 ) -> Tensor:
-    """Puts the round's keys and values into the cache, and attends to what lies there: [rows, queries, heads, head_dim]."""
+    """Put the round's keys and values into the cache, and attend to what lies there: [rows, queries, heads, head_dim]."""
     keys, values = _here.cache.store(key, value, layer)
     return attend(query, keys, values, RoundMask(committed, parent, width, block_size, Dispatch(forced)), scale)
 
 
 def _as_operation() -> Callable[..., Tensor]:
-    """`_attend_in_round` as an operation that `torch.compile` leaves whole; each copy of this file has one of its own."""
+    """Make `_attend_in_round` an operation that `torch.compile` leaves whole; each copy of this file has one of its own."""
     schema = (
         "(Tensor query, Tensor key, Tensor value, Tensor committed, Tensor? parent, int width, int block_size, int layer, "
         "float scale, bool? forced) -> Tensor"

@@ -29,7 +29,7 @@ PREFILL_CHUNK = 2048
 
 @dataclass
 class Held:
-    """What the cache holds of each row, and what its forwards were: the part of a `DecodeState` that is the runner's.
+    """The cache's holdings of each row, and its forwards so far: the part of a `DecodeState` that is the runner's.
 
     Attributes:
         committed, head_committed: [rows] long, so many tokens have keys and values of the backbone, of the head.
@@ -69,7 +69,7 @@ class Scratch:
 
 
 class Runner:
-    """Runs backbone and head for one decode.
+    """The runner of backbone and head for one decode.
 
     Args:
         model: Whose forwards these are.
@@ -105,7 +105,7 @@ class Runner:
         self.forwards = {"prefill": 0, "denoise": 0, "head": 0}
 
     def start(self, committed: Tensor) -> Held:
-        """What is held once `prefill` has stored `committed` [rows] tokens: nothing is late."""
+        """Describe what is held once `prefill` has stored `committed` [rows] tokens: nothing is late."""
         rows, config = len(committed), self.model.config
         committed = committed.clone(memory_format=torch.contiguous_format)  # strides of a column would be compiled for anew
         zero = torch.zeros_like(committed)
@@ -245,7 +245,7 @@ class Runner:
     def _network(
         self, states: States, committed: Tensor, used: int | None, hidden: Tensor | None = None, parents: bool = True
     ) -> Tensor:
-        """The backbone's hidden states, or with `hidden` the head's h_C, [rows, n, block, hidden_size]."""
+        """Compute the backbone's hidden states, or with `hidden` the head's h_C, [rows, n, block, hidden_size]."""
 
         def forward(table: Tensor, committed: Tensor, *more: Tensor) -> Tensor:
             return self._packed(States(table, states.valid), committed, used, parents, *more)
