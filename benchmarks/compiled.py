@@ -206,9 +206,16 @@ def settle_launch(batch: int, states: int, block: int = 4, drafts: bool = True) 
 
     text, depths = (batch, 4097), 2 * states - 1 if drafts else 0
     written = Written(
-        *(long(*text), single(*text), long(*text)),
-        *(long(batch) for _ in range(4)),
-        *(long(batch, 2 * states + 1), long(batch, depths), long(batch, depths)),
+        tokens=long(*text),
+        logprob=single(*text),
+        reveal_step=long(*text),
+        total_steps=long(batch),
+        stop=long(batch),
+        drafted=long(batch),
+        accepted=long(batch),
+        accepted_lengths=long(batch, 2 * states + 1),
+        offered_at_depth=long(batch, depths),
+        accepted_at_depth=long(batch, depths),
     )
     current = long(batch, block + 4), flags(batch)
     others = long(batch, block + 4), long(batch), long(batch), long(2)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map
 
+from modeling_mrp.rules import constants
 from modeling_mrp.runner import graphs, recorded
 
 try:
@@ -188,7 +189,7 @@ def quiet() -> Iterator[None]:
 
 def strangers(model: nn.Module) -> list[Tensor]:
     """What recordings read or write that may be gone when they are replayed: neither weights, nor the cache, nor registers."""
-    fixed = [*model.parameters(), *model.buffers()]
+    fixed = [*model.parameters(), *model.buffers(), *constants._INDICES.values()]
     for place in recorded._KEPT.get(model, []):
         fixed += place.cache._buffers.values()
         fixed += [t for kept in place.parts.kept.values() for t in (*kept.inputs, kept.output) if t is not None]

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import register_dataclass
 
+from ..rules.constants import indices
 from ..rules.drafting import reachable
 from ..rules.rules import whole_text
 from ..rules.states import Memory, Reveal, Source, States
@@ -72,13 +73,13 @@ class Text:
 
     def block(self, start: Tensor, block_size: int) -> Tensor:
         """[rows, block] long: the tokens from `start` [rows] on; masks behind the capacity."""
-        offsets = torch.arange(block_size, device=start.device)
+        offsets = indices(block_size, start.device)
         return self.tokens.gather(1, (start[:, None] + offsets).clamp(max=self.capacity))
 
     def write(self, states: States, reveal: Reveal, which: Tensor, step: Tensor) -> None:
         """Write what states [rows, n] reveal, where `which` [rows, n] says so, at denoising steps `step` [rows, n]."""
         written = reveal.where & which[..., None]
-        offsets = torch.arange(written.shape[-1], device=written.device)
+        offsets = indices(written.shape[-1], written.device)
         position = torch.where(written, states.start[..., None] + offsets, self.capacity).flatten(1)
         self.tokens.scatter_(1, position, reveal.token.flatten(1))
         self.logprob.scatter_(1, position, reveal.logprob.float().flatten(1))

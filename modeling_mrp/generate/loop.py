@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.grow import DraftTable
+from ..rules.constants import indices
 from ..rules.drafting import BASE, SOURCE, Budget, Draft, Tell, as_slots, grow, growth, undrafted, with_estimates
 from ..rules.rules import Accepted, accept, padded, remembered, stepped, steps_on_path
 from ..rules.states import PARENT, Memory, Reveal, Scored, Source, States
@@ -140,7 +141,7 @@ def decode_round(task: Task, runner: Runner, state: DecodeState, plan: RoundPlan
 
     held = commit(settled.clean_slot, held) if commit else held
     hidden = torch.cat([scored.hidden, state.memory.scored.hidden], 1) if drafts else scored.hidden
-    rows = torch.arange(len(hidden), device=hidden.device)
+    rows = indices(len(hidden), hidden.device)
     state = replace(
         state,
         current=States(settled.table, settled.valid),
@@ -261,7 +262,7 @@ def sampled_tell(reader: Reader, text: Text, hidden: Tensor) -> Tell | None:
         return None
 
     def tell(slots: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-        rows, source = torch.arange(len(slots), device=slots.device), slots[:, SOURCE]
+        rows, source = indices(len(slots), slots.device), slots[:, SOURCE]
         states = Draft(slots[:, None], (valid & (source >= 0))[:, None]).states
         token, odds = reader.estimates(states, hidden[rows, source.clamp(min=0)][:, None], text)
         return token[:, 0], odds[:, 0]
@@ -297,7 +298,7 @@ def re_read(
     slots, base = draft.slots[:, begin:], draft.slots[:, begin:, BASE]
     states = draft.states.map(lambda t: t[:, begin:])
     states = states.only(states.masked(task.mask_token_id).any(-1) & (base >= 0))
-    rows = torch.arange(len(slots), device=slots.device)[:, None]
+    rows = indices(len(slots), slots.device)[:, None]
     estimate = hidden[rows, base.clamp(min=0)]
     estimate = estimate + head(states, estimate, blocked)
     token, odds = task.reader.estimates(states, estimate, text)

@@ -80,6 +80,11 @@ class Sampler:
         """The distributions before any processors."""
         return Unembedding(self.lm_head_weight, self.mask_token_id, self.temperature, self.eos_token_ids, self.token_ids)
 
+    @property
+    def blanks(self) -> bool:
+        """Whether positions that are not active get token 0 with log-probability and confidence -inf, whatever is said there."""
+        return not (self.processors or self.truncation or self.entropy)
+
     def restricted(self, token_ids: Tensor, weight: Tensor) -> "Sampler":
         """One that picks among some tokens [m] only, without the mask id; `weight` are their rows of `lm_head`."""
         return replace(self, lm_head_weight=weight, token_ids=token_ids, entropy=False)
@@ -101,7 +106,7 @@ class Sampler:
             no_eos: [n] bool, positions before the minimum length.
             active: [n] bool, positions whose picks are wanted; what the others get is left open.
         """
-        if not (self.processors or self.truncation or self.entropy):
+        if self.blanks:
             picked = pick(self.unembedding, hidden, keys if self.sample else None, no_eos, active, self.dispatch)
             return Picks(*picked, torch.zeros_like(picked.logprob))
         top_k = None if self.processors or self.entropy else self._top_k()

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..kernels.noise import noise_keys
 from ..kernels.pick import residual_magnitude
+from ..rules.constants import indices
 from ..rules.rules import Candidates, RevealRule, top_by
 from ..rules.states import Reveal, States
 from .decode_state import Request, Text
@@ -88,7 +89,7 @@ class Reader:
         self, states: States, hidden: Tensor, text: Text, sampler: Sampler
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
         masked = states.masked(self.mask_token_id)
-        offsets = torch.arange(masked.shape[-1], device=masked.device)
+        offsets = indices(masked.shape[-1], masked.device)
         candidates = masked & (offsets < states.end[..., None]) & states.valid[..., None]
         at = self._chosen(candidates)
         places = _Places(states, at)
@@ -102,8 +103,10 @@ class Reader:
             self._no_eos(places),
             taken(candidates.flatten(), at),
         )
-        token = _spread(picks.token, at, candidates, 0)
-        logprob, confidence = (_spread(t, at, candidates, -torch.inf) for t in (picks.logprob, picks.confidence))
+        token = _spread(picks.token, at, candidates, 0, sampler.blanks)
+        logprob, confidence = (
+            _spread(t, at, candidates, -torch.inf, sampler.blanks) for t in (picks.logprob, picks.confidence)
+        )
         entropy = _spread(picks.entropy, at, candidates, -torch.inf) if self.rule.needs_entropy else None
         return candidates, token, logprob, confidence, entropy
 
@@ -116,7 +119,7 @@ class Reader:
         if self.seeks or self.sampler.processors is not None:
             return where.flatten().nonzero()[:, 0]
         if where.numel() <= ONE_TILE:
-            return torch.arange(where.numel(), device=where.device)
+            return indices(where.numel(), where.device)
         return (~where).flatten().to(torch.int8).sort(stable=True).indices
 
 
@@ -130,11 +133,11 @@ def taken(values: Tensor, at: Tensor) -> Tensor:
     return values if in_order(at, len(values)) else values[at]
 
 
-def _spread(values: Tensor, at: Tensor, where: Tensor, other: float) -> Tensor:
-    """Values [n] at flat indices `at`, in the shape of `where`, and `other` where that is False."""
+def _spread(values: Tensor, at: Tensor, where: Tensor, other: float, blank: bool = False) -> Tensor:
+    """Values [n] at flat indices `at`, in the shape of `where`, and `other` where that is False; `blank` if they are so there."""
     if not in_order(at, where.numel()):
         values = values.new_full((where.numel(),), other).index_copy_(0, at, values)
-    return values.view_as(where).where(where, other)
+    return values.view_as(where) if blank else values.view_as(where).where(where, other)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .constants import indices
 from .states import PARENT, Memory, Reveal, Scored, States, TensorFields
 
 
@@ -62,7 +63,7 @@ class RevealRule(Protocol):
 def ranks(score: Tensor, candidates: Tensor) -> Tensor:
     """[..., block] long: the place of each candidate by score [..., block], best first, ties to the left; the others follow."""
     order = score.masked_fill(~candidates, -torch.inf).sort(dim=-1, descending=True, stable=True).indices
-    places = torch.arange(order.shape[-1], device=order.device).expand_as(order)
+    places = indices(order.shape[-1], order.device).expand_as(order)
     return torch.empty_like(order).scatter_(-1, order, places)
 
 
@@ -74,7 +75,7 @@ def top_by(score: Tensor, candidates: Tensor, count: Tensor) -> Tensor:
 def best_by(score: Tensor, candidates: Tensor) -> Tensor:
     """The best of the candidates [..., block] by score [..., block], ties to the left; bool [..., block]."""
     best = score.masked_fill(~candidates, -torch.inf).argmax(-1, keepdim=True)
-    return candidates & (torch.arange(score.shape[-1], device=score.device) == best)
+    return candidates & (indices(score.shape[-1], score.device) == best)
 
 
 def logit(probability: float) -> float:
@@ -194,7 +195,7 @@ def whole_text(ids: Tensor, eos_column: Tensor, limit: Tensor, mask_id: int) -> 
     """
     block = ids.shape[-1]
     end = torch.minimum(eos_column + 1, limit)
-    hidden = (ids == mask_id) & (torch.arange(block, device=ids.device) < end[..., None])
+    hidden = (ids == mask_id) & (indices(block, ids.device) < end[..., None])
     return (end <= block) & ~hidden.any(-1)
 
 
@@ -211,7 +212,7 @@ def stepped(states: States, reveal: Reveal, eos: Tensor) -> States:
     """
     ids, block = states.ids, states.ids.shape[-1]
     hit = reveal.where & (reveal.token[..., None] == eos).any(-1)
-    column = torch.where(hit, torch.arange(block, device=ids.device), block).amin(-1)
+    column = torch.where(hit, indices(block, ids.device), block).amin(-1)
     made = torch.where(reveal.where, reveal.token, ids)
     parent = torch.full_like(column, -1)
     return States.of(made, states.start, parent, states.step + 1, torch.minimum(states.end, column), states.valid)
@@ -241,7 +242,7 @@ class Accepted:
 
     def at_last(self, part: TensorPart) -> TensorPart:
         """One of each row: that of the last accepted state, of what is [rows, n + m]."""
-        rows = torch.arange(len(self.last), device=self.last.device)
+        rows = indices(len(self.last), self.last.device)
         return part.map(lambda t: t[rows, self.last])
 
 
@@ -262,7 +263,7 @@ def accept(scored: Scored, memory: Memory | None, successor: States, eos: Tensor
     known = scored if memory is None else scored.cat(memory.scored)
     clean = ~known.states.masked(mask_id).any(-1)
     after = stepped(known.states, known.reveal, eos)
-    slot = torch.arange(clean.shape[1], device=clean.device)
+    slot = indices(clean.shape[1], clean.device)
     behind = successor.table[:, None].repeat(1, len(slot), 1)
     behind[..., PARENT] = slot
     follower = replace(after, table=torch.where(clean[..., None], behind, after.table))
@@ -284,7 +285,7 @@ def path_from_first(next_index: Tensor) -> tuple[Tensor, Tensor]:
         Which places are on the way, [rows, n] bool, and the last of them, [rows] long.
     """
     count = next_index.shape[1]
-    jump = torch.where(next_index < 0, torch.arange(count, device=next_index.device), next_index)
+    jump = torch.where(next_index < 0, indices(count, next_index.device), next_index)
     passed = torch.zeros_like(next_index)
     passed[:, 0] = 1
     for _ in range((count - 1).bit_length()):  # all that 1, 2, 4, ... steps reach
@@ -306,7 +307,7 @@ def remembered(accepted: Accepted, count: int, width: int) -> tuple[Tensor, Tens
     next_index = accepted.next_index[:, :count]
     known = (next_index >= 0) & (next_index < count)
     known &= keep.gather(1, next_index.clamp(0, count - 1))
-    frontier = torch.where(known, next_index, torch.arange(count, device=next_index.device))
+    frontier = torch.where(known, next_index, indices(count, next_index.device))
     for _ in range(count.bit_length()):
         frontier = frontier.gather(1, frontier)
     table = accepted.follower.table

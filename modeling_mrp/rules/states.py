@@ -46,7 +46,7 @@ class States(TensorFields):
     @staticmethod
     def of(ids: Tensor, start: Tensor, parent: Tensor, step: Tensor, end: Tensor, valid: Tensor) -> "States":
         """Make states from their columns."""
-        return States(torch.cat([ids, torch.stack([start, parent, step, end], -1)], -1), valid)
+        return States(torch.cat([ids, *(column[..., None] for column in (start, parent, step, end))], -1), valid)
 
     @property
     def ids(self) -> Tensor:

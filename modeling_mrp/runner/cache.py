@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from ..rules.constants import indices
+
 
 class BlockCache(Cache):
     """KV memory of fixed size: [scratch | committed slots] in one buffer per device, written in place.
@@ -135,10 +137,10 @@ class BlockCache(Cache):
             length: Tokens in the block.
             layers: The layers whose forward that was.
         """
-        offsets = torch.arange(length, device=start.device)
+        offsets = indices(length, start.device)
         source = self.scratch - width + source[:, None] + offsets
         slots = torch.where(which[:, None], self.scratch + start[:, None] + offsets, source)
-        rows = torch.arange(len(start), device=start.device)[:, None]
+        rows = indices(len(start), start.device)[:, None]
         for device, buffer in self._buffers.items():
             held = [self._index[layer] for layer in layers if self._device_of[layer] == device]
             if held:

@@ -16,6 +16,7 @@ from torch.utils._pytree import register_dataclass
 from ..kernels.dispatch import Dispatch
 from ..kernels.round_attention import RoundMask
 from ..model.diffusion import block_causal_mask
+from ..rules.constants import indices
 from ..rules.states import PARENT, States
 from .cache import BlockCache
 from .protocol import BlockDiffusionModel
@@ -137,7 +138,7 @@ class Runner:
         length = int(start.max()) + self.block
         positions = torch.arange(length, device=self.device).expand(len(start), length)
         valid = torch.ones_like(positions, dtype=torch.bool)
-        offsets = torch.arange(self.block, device=self.device)
+        offsets = indices(self.block, self.device)
         chunk = max(1, PREFILL_CHUNK // self.block) * self.block
         first = held.late_hidden
         for begin in range(int(reused.min()), length, chunk):
@@ -230,7 +231,7 @@ class Runner:
         held = replace(held, committed=held.committed + self.block * row)
         if not self.head_layers:
             return held
-        rows = torch.arange(len(row), device=row.device)
+        rows = indices(len(row), row.device)
         return replace(
             held,
             late=held.late | row,
@@ -265,7 +266,7 @@ class Runner:
         self.cache.target_scratch(width * self.block, used)
         mask = RoundMask(committed, states.parent if parents and width > 1 else None, width, self.block, self.dispatch)
         ids = states.ids.flatten(1)
-        positions = (states.start[..., None] + torch.arange(self.block, device=self.device)).flatten(1)
+        positions = (states.start[..., None] + indices(self.block, self.device)).flatten(1)
         network: Callable[..., Tensor] = self.model.backbone
         if hidden is not None:
             network = partial(self._residual, hidden.flatten(1, 2))
