@@ -189,7 +189,7 @@ def quiet() -> Iterator[None]:
 
 def strangers(model: nn.Module) -> list[Tensor]:
     """What recordings read or write that may be gone when they are replayed: neither weights, nor the cache, nor registers."""
-    fixed = [*model.parameters(), *model.buffers(), *constants._INDICES.values()]
+    fixed = [*model.parameters(), *model.buffers(), *constants._INDICES.values(), *constants._CONSTANTS.values()]
     for place in recorded._KEPT.get(model, []):
         fixed += place.cache._buffers.values()
         fixed += [t for kept in place.parts.kept.values() for t in (*kept.inputs, kept.output) if t is not None]

@@ -456,7 +456,8 @@ def test_a_top_k_is_what_its_warpers_do_to_all_logits(
     options = {"temperature": 0.7, "sample": True, "entropy": False, "eos_token_ids": (3, 30)}
     sampler, _ = random_sampler(truncation=LogitsProcessorList(WARPERS[warpers]), **options)
     sampler = replace(sampler, lm_head_weight=sampler.lm_head_weight.to(dtype))
-    sampler = sampler.restricted(torch.tensor([30, 2, 9, 11, 3, 21, 25, 8, 1])) if restricted else sampler
+    some = torch.tensor([30, 2, 9, 11, 3, 21, 25, 8, 1])
+    sampler = sampler.restricted(some, sampler.lm_head_weight[some]) if restricted else sampler
     generator = torch.Generator().manual_seed(1)
     hidden = torch.randn(300, 6, dtype=torch.float64, generator=generator).to(dtype)
     early = torch.arange(300) % 2 == 0

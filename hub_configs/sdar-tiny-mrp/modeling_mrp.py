@@ -13,6 +13,7 @@ Its parts, in this order:
     kernels/unembedding.py      From hidden states to tokens: the distributions of an unembedding, and log-odds without cancellation.
     kernels/pick.py             The vocabulary-wide step: from hidden states to a token and its log-odds, fused over the vocabulary on CUDA.
     model/diffusion.py          Block diffusion: masks of attention, and the training pass that holds noisy and clean tokens together.
+    rules/constants.py          Numbers that are made once and stay where they are, so that a recorded round launches nothing for them.
     rules/states.py             States of a block, their reveals, and sets of scored states: tensors with names, and nothing that decides.
     rules/rules.py              Rules of decoding: pure functions of tensors, callable without a model.
     rules/drafting.py           Drafts: which states a round submits, the likeliest followers of each row's next state first.
@@ -2628,6 +2629,31 @@ def pack_noisy(
 
 
 # ----------------------------------------------------------------------------------------------------
+# rules/constants.py
+#
+# Numbers that are made once and stay where they are, so that a recorded round launches nothing for them.
+
+_INDICES: dict[tuple[int, torch.device], Tensor] = {}
+_CONSTANTS: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
+
+
+def indices(count: int, device: torch.device) -> Tensor:
+    """[count] long: 0, 1, ..., not to be written to."""
+    if (count, device) not in _INDICES:
+        with torch.inference_mode(False):
+            _INDICES[count, device] = torch.arange(count, device=device)
+    return _INDICES[count, device]
+
+
+def constant(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """[n] long, not to be written to."""
+    if (numbers, device) not in _CONSTANTS:
+        with torch.inference_mode(False):
+            _CONSTANTS[numbers, device] = torch.tensor(numbers, device=device)
+    return _CONSTANTS[numbers, device]
+
+
+# ----------------------------------------------------------------------------------------------------
 # rules/states.py
 #
 # States of a block, their reveals, and sets of scored states: tensors with names, and nothing that decides.
@@ -2670,7 +2696,7 @@ class States(TensorFields):
     @staticmethod
     def of(ids: Tensor, start: Tensor, parent: Tensor, step: Tensor, end: Tensor, valid: Tensor) -> "States":
         """Make states from their columns."""
-        return States(torch.cat([ids, torch.stack([start, parent, step, end], -1)], -1), valid)
+        return States(torch.cat([ids, *(column[..., None] for column in (start, parent, step, end))], -1), valid)
 
     @property
     def ids(self) -> Tensor:
@@ -2842,7 +2868,7 @@ class RevealRule(Protocol):
 def ranks(score: Tensor, candidates: Tensor) -> Tensor:
     """[..., block] long: the place of each candidate by score [..., block], best first, ties to the left; the others follow."""
     order = score.masked_fill(~candidates, -torch.inf).sort(dim=-1, descending=True, stable=True).indices
-    places = torch.arange(order.shape[-1], device=order.device).expand_as(order)
+    places = indices(order.shape[-1], order.device).expand_as(order)
     return torch.empty_like(order).scatter_(-1, order, places)
 
 
@@ -2854,7 +2880,7 @@ def top_by(score: Tensor, candidates: Tensor, count: Tensor) -> Tensor:
 def best_by(score: Tensor, candidates: Tensor) -> Tensor:
     """The best of the candidates [..., block] by score [..., block], ties to the left; bool [..., block]."""
     best = score.masked_fill(~candidates, -torch.inf).argmax(-1, keepdim=True)
-    return candidates & (torch.arange(score.shape[-1], device=score.device) == best)
+    return candidates & (indices(score.shape[-1], score.device) == best)
 
 
 def logit(probability: float) -> float:
@@ -2974,7 +3000,7 @@ def whole_text(ids: Tensor, eos_column: Tensor, limit: Tensor, mask_id: int) -> 
     """
     block = ids.shape[-1]
     end = torch.minimum(eos_column + 1, limit)
-    hidden = (ids == mask_id) & (torch.arange(block, device=ids.device) < end[..., None])
+    hidden = (ids == mask_id) & (indices(block, ids.device) < end[..., None])
     return (end <= block) & ~hidden.any(-1)
 
 
@@ -2991,7 +3017,7 @@ def stepped(states: States, reveal: Reveal, eos: Tensor) -> States:
     """
     ids, block = states.ids, states.ids.shape[-1]
     hit = reveal.where & (reveal.token[..., None] == eos).any(-1)
-    column = torch.where(hit, torch.arange(block, device=ids.device), block).amin(-1)
+    column = torch.where(hit, indices(block, ids.device), block).amin(-1)
     made = torch.where(reveal.where, reveal.token, ids)
     parent = torch.full_like(column, -1)
     return States.of(made, states.start, parent, states.step + 1, torch.minimum(states.end, column), states.valid)
@@ -3021,7 +3047,7 @@ class Accepted:
 
     def at_last(self, part: TensorPart) -> TensorPart:
         """One of each row: that of the last accepted state, of what is [rows, n + m]."""
-        rows = torch.arange(len(self.last), device=self.last.device)
+        rows = indices(len(self.last), self.last.device)
         return part.map(lambda t: t[rows, self.last])
 
 
@@ -3042,7 +3068,7 @@ def accept(scored: Scored, memory: Memory | None, successor: States, eos: Tensor
     known = scored if memory is None else scored.cat(memory.scored)
     clean = ~known.states.masked(mask_id).any(-1)
     after = stepped(known.states, known.reveal, eos)
-    slot = torch.arange(clean.shape[1], device=clean.device)
+    slot = indices(clean.shape[1], clean.device)
     behind = successor.table[:, None].repeat(1, len(slot), 1)
     behind[..., PARENT] = slot
     follower = replace(after, table=torch.where(clean[..., None], behind, after.table))
@@ -3064,7 +3090,7 @@ def path_from_first(next_index: Tensor) -> tuple[Tensor, Tensor]:
         Which places are on the way, [rows, n] bool, and the last of them, [rows] long.
     """
     count = next_index.shape[1]
-    jump = torch.where(next_index < 0, torch.arange(count, device=next_index.device), next_index)
+    jump = torch.where(next_index < 0, indices(count, next_index.device), next_index)
     passed = torch.zeros_like(next_index)
     passed[:, 0] = 1
     for _ in range((count - 1).bit_length()):  # all that 1, 2, 4, ... steps reach
@@ -3086,7 +3112,7 @@ def remembered(accepted: Accepted, count: int, width: int) -> tuple[Tensor, Tens
     next_index = accepted.next_index[:, :count]
     known = (next_index >= 0) & (next_index < count)
     known &= keep.gather(1, next_index.clamp(0, count - 1))
-    frontier = torch.where(known, next_index, torch.arange(count, device=next_index.device))
+    frontier = torch.where(known, next_index, indices(count, next_index.device))
     for _ in range(count.bit_length()):
         frontier = frontier.gather(1, frontier)
     table = accepted.follower.table
@@ -3541,10 +3567,10 @@ class BlockCache(Cache):
             length: Tokens in the block.
             layers: The layers whose forward that was.
         """
-        offsets = torch.arange(length, device=start.device)
+        offsets = indices(length, start.device)
         source = self.scratch - width + source[:, None] + offsets
         slots = torch.where(which[:, None], self.scratch + start[:, None] + offsets, source)
-        rows = torch.arange(len(start), device=start.device)[:, None]
+        rows = indices(len(start), start.device)[:, None]
         for device, buffer in self._buffers.items():
             held = [self._index[layer] for layer in layers if self._device_of[layer] == device]
             if held:
@@ -4426,7 +4452,7 @@ class Runner:
         length = int(start.max()) + self.block
         positions = torch.arange(length, device=self.device).expand(len(start), length)
         valid = torch.ones_like(positions, dtype=torch.bool)
-        offsets = torch.arange(self.block, device=self.device)
+        offsets = indices(self.block, self.device)
         chunk = max(1, PREFILL_CHUNK // self.block) * self.block
         first = held.late_hidden
         for begin in range(int(reused.min()), length, chunk):
@@ -4485,13 +4511,13 @@ class Runner:
         if not late:
             return self._network(states, held.head_committed, used, hidden, parents=False), held
         behind = held.late & takes_part
-        zero = torch.zeros_like(held.head_committed)
-        clean = States.of(held.late_ids, held.head_committed, zero - 1, zero, zero, behind)
+        rest = constant((-1, 0, 0), behind.device).expand(len(behind), -1)  # parent, step, end
+        clean = States(torch.cat([held.late_ids, held.head_committed[:, None], rest], 1), behind)
         packed = clean.map(lambda t: t[:, None]).cat(states)
-        packed.table[:, 1:, PARENT] = torch.where(behind, 0, -1)[:, None]  # all states look at it
+        packed.table[:, 1:, PARENT] = (behind.long() - 1)[:, None]  # all states look at it
         residual = self._network(packed, held.head_committed, used, torch.cat([held.late_hidden[:, None], hidden], 1))
         scratch = self._scratch(packed, residual, self.head_layers)
-        self.commit(scratch, zero, held.head_committed, behind)
+        self.commit(scratch, torch.zeros_like(held.head_committed), held.head_committed, behind)
         held = replace(held, head_committed=held.head_committed + self.block * behind, late=held.late & ~behind)
         return residual[:, 1:], held
 
@@ -4519,7 +4545,7 @@ class Runner:
         held = replace(held, committed=held.committed + self.block * row)
         if not self.head_layers:
             return held
-        rows = torch.arange(len(row), device=row.device)
+        rows = indices(len(row), row.device)
         return replace(
             held,
             late=held.late | row,
@@ -4554,7 +4580,7 @@ class Runner:
         self.cache.target_scratch(width * self.block, used)
         mask = RoundMask(committed, states.parent if parents and width > 1 else None, width, self.block, self.dispatch)
         ids = states.ids.flatten(1)
-        positions = (states.start[..., None] + torch.arange(self.block, device=self.device)).flatten(1)
+        positions = (states.start[..., None] + indices(self.block, self.device)).flatten(1)
         network: Callable[..., Tensor] = self.model.backbone
         if hidden is not None:
             network = partial(self._residual, hidden.flatten(1, 2))
@@ -6046,13 +6072,13 @@ class Text:
 
     def block(self, start: Tensor, block_size: int) -> Tensor:
         """[rows, block] long: the tokens from `start` [rows] on; masks behind the capacity."""
-        offsets = torch.arange(block_size, device=start.device)
+        offsets = indices(block_size, start.device)
         return self.tokens.gather(1, (start[:, None] + offsets).clamp(max=self.capacity))
 
     def write(self, states: States, reveal: Reveal, which: Tensor, step: Tensor) -> None:
         """Write what states [rows, n] reveal, where `which` [rows, n] says so, at denoising steps `step` [rows, n]."""
         written = reveal.where & which[..., None]
-        offsets = torch.arange(written.shape[-1], device=written.device)
+        offsets = indices(written.shape[-1], written.device)
         position = torch.where(written, states.start[..., None] + offsets, self.capacity).flatten(1)
         self.tokens.scatter_(1, position, reveal.token.flatten(1))
         self.logprob.scatter_(1, position, reveal.logprob.float().flatten(1))
@@ -6194,10 +6220,9 @@ def laid_out(
 
 def first_state(text: Text, start: Tensor, block_size: int) -> States:
     """[rows] the states of blocks of which nothing was generated: masks, and given tokens, none of which ends the text."""
-    zero = torch.zeros_like(start)
-    return States.of(
-        text.block(start, block_size), start, zero - 1, zero, zero + block_size, torch.ones_like(start, dtype=torch.bool)
-    )
+    rest = constant((-1, 0, block_size), start.device).expand(len(start), -1)  # parent, step, end
+    table = torch.cat([text.block(start, block_size), start[:, None], rest], 1)
+    return States(table, torch.ones_like(start, dtype=torch.bool))
 
 
 def finished(current: States, request: Request, mask_token_id: int) -> tuple[Tensor, Tensor]:
@@ -6874,6 +6899,11 @@ class Sampler:
         """The distributions before any processors."""
         return Unembedding(self.lm_head_weight, self.mask_token_id, self.temperature, self.eos_token_ids, self.token_ids)
 
+    @property
+    def blanks(self) -> bool:
+        """Whether positions that are not active get token 0 with log-probability and confidence -inf."""
+        return not (self.processors or self.truncation or self.entropy)
+
     def restricted(self, token_ids: Tensor, weight: Tensor) -> "Sampler":
         """One that picks among some tokens [m] only, without the mask id; `weight` are their rows of `lm_head`."""
         return replace(self, lm_head_weight=weight, token_ids=token_ids, entropy=False)
@@ -6895,7 +6925,7 @@ class Sampler:
             no_eos: [n] bool, positions before the minimum length.
             active: [n] bool, positions whose picks are wanted; what the others get is left open.
         """
-        if not (self.processors or self.truncation or self.entropy):
+        if self.blanks:
             picked = pick(self.unembedding, hidden, keys if self.sample else None, no_eos, active, self.dispatch)
             return Picks(*picked, torch.zeros_like(picked.logprob))
         top_k = None if self.processors or self.entropy else self._top_k()
@@ -7046,7 +7076,7 @@ class Reader:
         self, states: States, hidden: Tensor, text: Text, sampler: Sampler
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
         masked = states.masked(self.mask_token_id)
-        offsets = torch.arange(masked.shape[-1], device=masked.device)
+        offsets = indices(masked.shape[-1], masked.device)
         candidates = masked & (offsets < states.end[..., None]) & states.valid[..., None]
         at = self._chosen(candidates)
         places = _Places(states, at)
@@ -7060,8 +7090,10 @@ class Reader:
             self._no_eos(places),
             taken(candidates.flatten(), at),
         )
-        token = _spread(picks.token, at, candidates, 0)
-        logprob, confidence = (_spread(t, at, candidates, -torch.inf) for t in (picks.logprob, picks.confidence))
+        token = _spread(picks.token, at, candidates, 0, sampler.blanks)
+        logprob, confidence = (
+            _spread(t, at, candidates, -torch.inf, sampler.blanks) for t in (picks.logprob, picks.confidence)
+        )
         entropy = _spread(picks.entropy, at, candidates, -torch.inf) if self.rule.needs_entropy else None
         return candidates, token, logprob, confidence, entropy
 
@@ -7074,7 +7106,7 @@ class Reader:
         if self.seeks or self.sampler.processors is not None:
             return where.flatten().nonzero()[:, 0]
         if where.numel() <= ONE_TILE:
-            return torch.arange(where.numel(), device=where.device)
+            return indices(where.numel(), where.device)
         return (~where).flatten().to(torch.int8).sort(stable=True).indices
 
 
@@ -7088,11 +7120,11 @@ def taken(values: Tensor, at: Tensor) -> Tensor:
     return values if in_order(at, len(values)) else values[at]
 
 
-def _spread(values: Tensor, at: Tensor, where: Tensor, other: float) -> Tensor:
-    """Values [n] at flat indices `at`, in the shape of `where`, and `other` where that is False."""
+def _spread(values: Tensor, at: Tensor, where: Tensor, other: float, blank: bool = False) -> Tensor:
+    """Values [n] at flat indices `at`, in the shape of `where`, and `other` where that is False; `blank`: they are so there."""
     if not in_order(at, where.numel()):
         values = values.new_full((where.numel(),), other).index_copy_(0, at, values)
-    return values.view_as(where).where(where, other)
+    return values.view_as(where) if blank else values.view_as(where).where(where, other)
 
 
 @dataclass(frozen=True)
@@ -7478,7 +7510,7 @@ def decode_round(task: Task, runner: Runner, state: DecodeState, plan: RoundPlan
 
     held = commit(settled.clean_slot, held) if commit else held
     hidden = torch.cat([scored.hidden, state.memory.scored.hidden], 1) if drafts else scored.hidden
-    rows = torch.arange(len(hidden), device=hidden.device)
+    rows = indices(len(hidden), hidden.device)
     state = replace(
         state,
         current=States(settled.table, settled.valid),
@@ -7574,7 +7606,7 @@ def sources(task: Task, state: DecodeState, successor: States) -> tuple[DraftTab
     seed, scored, request = state.seed, state.memory.scored, task.reader.request
     block = task.block_size
     table = DraftTable(
-        first=as_slots(state.current, torch.where(state.has_seed, 0, -1)),
+        first=as_slots(state.current, state.has_seed.long() - 1),
         valid=state.current.valid,
         token=torch.cat([seed.token[:, None], scored.reveal.token], 1),
         odds=torch.cat([seed.odds[:, None], scored.reveal.confidence], 1),
@@ -7599,7 +7631,7 @@ def sampled_tell(reader: Reader, text: Text, hidden: Tensor) -> Tell | None:
         return None
 
     def tell(slots: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-        rows, source = torch.arange(len(slots), device=slots.device), slots[:, SOURCE]
+        rows, source = indices(len(slots), slots.device), slots[:, SOURCE]
         states = Draft(slots[:, None], (valid & (source >= 0))[:, None]).states
         token, odds = reader.estimates(states, hidden[rows, source.clamp(min=0)][:, None], text)
         return token[:, 0], odds[:, 0]
@@ -7635,7 +7667,7 @@ def re_read(
     slots, base = draft.slots[:, begin:], draft.slots[:, begin:, BASE]
     states = draft.states.map(lambda t: t[:, begin:])
     states = states.only(states.masked(task.mask_token_id).any(-1) & (base >= 0))
-    rows = torch.arange(len(slots), device=slots.device)[:, None]
+    rows = indices(len(slots), slots.device)[:, None]
     estimate = hidden[rows, base.clamp(min=0)]
     estimate = estimate + head(states, estimate, blocked)
     token, odds = task.reader.estimates(states, estimate, text)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import register_dataclass
 
-from ..rules.constants import indices
+from ..rules.constants import constant, indices
 from ..rules.drafting import reachable
 from ..rules.rules import whole_text
 from ..rules.states import Memory, Reveal, Source, States
@@ -221,10 +221,9 @@ def laid_out(
 
 def first_state(text: Text, start: Tensor, block_size: int) -> States:
     """[rows] the states of blocks of which nothing was generated: masks, and given tokens, none of which ends the text."""
-    zero = torch.zeros_like(start)
-    return States.of(
-        text.block(start, block_size), start, zero - 1, zero, zero + block_size, torch.ones_like(start, dtype=torch.bool)
-    )
+    rest = constant((-1, 0, block_size), start.device).expand(len(start), -1)  # parent, step, end
+    table = torch.cat([text.block(start, block_size), start[:, None], rest], 1)
+    return States(table, torch.ones_like(start, dtype=torch.bool))
 
 
 def finished(current: States, request: Request, mask_token_id: int) -> tuple[Tensor, Tensor]:

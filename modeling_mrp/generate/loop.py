@@ -237,7 +237,7 @@ def sources(task: Task, state: DecodeState, successor: States) -> tuple[DraftTab
     seed, scored, request = state.seed, state.memory.scored, task.reader.request
     block = task.block_size
     table = DraftTable(
-        first=as_slots(state.current, torch.where(state.has_seed, 0, -1)),
+        first=as_slots(state.current, state.has_seed.long() - 1),
         valid=state.current.valid,
         token=torch.cat([seed.token[:, None], scored.reveal.token], 1),
         odds=torch.cat([seed.odds[:, None], scored.reveal.confidence], 1),

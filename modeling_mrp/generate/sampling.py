@@ -82,7 +82,7 @@ class Sampler:
 
     @property
     def blanks(self) -> bool:
-        """Whether positions that are not active get token 0 with log-probability and confidence -inf, whatever is said there."""
+        """Whether positions that are not active get token 0 with log-probability and confidence -inf."""
         return not (self.processors or self.truncation or self.entropy)
 
     def restricted(self, token_ids: Tensor, weight: Tensor) -> "Sampler":

@@ -134,7 +134,7 @@ def taken(values: Tensor, at: Tensor) -> Tensor:
 
 
 def _spread(values: Tensor, at: Tensor, where: Tensor, other: float, blank: bool = False) -> Tensor:
-    """Values [n] at flat indices `at`, in the shape of `where`, and `other` where that is False; `blank` if they are so there."""
+    """Values [n] at flat indices `at`, in the shape of `where`, and `other` where that is False; `blank`: they are so there."""
     if not in_order(at, where.numel()):
         values = values.new_full((where.numel(),), other).index_copy_(0, at, values)
     return values.view_as(where) if blank else values.view_as(where).where(where, other)

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 _INDICES: dict[tuple[int, torch.device], Tensor] = {}
+_CONSTANTS: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
 
 
 def indices(count: int, device: torch.device) -> Tensor:
@@ -14,4 +15,12 @@ def indices(count: int, device: torch.device) -> Tensor:
     return _INDICES[count, device]
 
 
-__all__ = ["indices"]
+def constant(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """[n] long, not to be written to."""
+    if (numbers, device) not in _CONSTANTS:
+        with torch.inference_mode(False):
+            _CONSTANTS[numbers, device] = torch.tensor(numbers, device=device)
+    return _CONSTANTS[numbers, device]
+
+
+__all__ = ["constant", "indices"]

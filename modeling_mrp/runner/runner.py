@@ -16,7 +16,7 @@ from torch.utils._pytree import register_dataclass
 from ..kernels.dispatch import Dispatch
 from ..kernels.round_attention import RoundMask
 from ..model.diffusion import block_causal_mask
-from ..rules.constants import indices
+from ..rules.constants import constant, indices
 from ..rules.states import PARENT, States
 from .cache import BlockCache
 from .protocol import BlockDiffusionModel
@@ -197,13 +197,13 @@ class Runner:
         if not late:
             return self._network(states, held.head_committed, used, hidden, parents=False), held
         behind = held.late & takes_part
-        zero = torch.zeros_like(held.head_committed)
-        clean = States.of(held.late_ids, held.head_committed, zero - 1, zero, zero, behind)
+        rest = constant((-1, 0, 0), behind.device).expand(len(behind), -1)  # parent, step, end
+        clean = States(torch.cat([held.late_ids, held.head_committed[:, None], rest], 1), behind)
         packed = clean.map(lambda t: t[:, None]).cat(states)
-        packed.table[:, 1:, PARENT] = torch.where(behind, 0, -1)[:, None]  # all states look at it
+        packed.table[:, 1:, PARENT] = (behind.long() - 1)[:, None]  # all states look at it
         residual = self._network(packed, held.head_committed, used, torch.cat([held.late_hidden[:, None], hidden], 1))
         scratch = self._scratch(packed, residual, self.head_layers)
-        self.commit(scratch, zero, held.head_committed, behind)
+        self.commit(scratch, torch.zeros_like(held.head_committed), held.head_committed, behind)
         held = replace(held, head_committed=held.head_committed + self.block * behind, late=held.late & ~behind)
         return residual[:, 1:], held
 
