@@ -479,7 +479,7 @@ def test_a_top_k_is_what_its_warpers_do_to_all_logits(
         ([TopKLogitsWarper(7, filter_value=-5.0)], False),
         ([TopKLogitsWarper(7)], True),
     ],
-    ids=str,
+    ids=["top-p first", "typical behind", "another filter value", "entropy"],
 )
 def test_what_a_few_logits_do_not_suffice_for(
     warpers: list[LogitsProcessor], entropy: bool, monkeypatch: pytest.MonkeyPatch
