@@ -338,6 +338,14 @@ def test_the_head_reveals_one_more() -> None:
     assert each.forwards == (1, 1, 3)
 
 
+def test_the_head_reveals_nothing_behind_an_eos() -> None:
+    """Token 0 in column 1 ends the text: the head goes on with column 0, though column 3 is surer."""
+    each = case(Mode(Static(), refine=Direct(1)), new=8, eos=0)
+    assert each.current == [5, 0, M, M]
+    assert each.text == [TEXT[:6]]
+    assert each.forwards == (1, 0, 2)
+
+
 def test_what_the_head_takes_back_is_a_mask_again() -> None:
     """Log-odds are logits minus log 8: those of columns 1 and 3 are above 0. Shown both, the head is sure of another token in
     column 3, which therefore goes; shown 0 and 2 in their places, it agrees."""
@@ -373,7 +381,7 @@ def prefilled(width: int) -> tuple[Runner, Held]:
 
 CLEAN = block_states((TEXT[4:8], 4, -1), ([M] * 4, 8, 0))
 ROW = torch.tensor([True])
-FIRST = torch.tensor([[True, False]])
+FIRST = torch.tensor([0])
 
 
 def test_late_keys_of_the_head_come_with_its_next_pass() -> None:
@@ -414,10 +422,10 @@ def test_what_was_overwritten_cannot_be_committed() -> None:
     runner, held = prefilled(3)
     old, held = runner.score(CLEAN, held, 4, ROW)
     _, held = runner.head_pass(CLEAN, old.hidden, held, 4, late=False)
-    runner.commit(old, torch.tensor([0]), torch.tensor([4]), ROW)
+    runner.commit(old, FIRST, torch.tensor([4]), ROW)
     new, held = runner.score(CLEAN, held, 4, ROW)
     with pytest.raises(RuntimeError, match="overwritten by a later forward: commit before the next one"):
-        runner.commit(old, torch.tensor([0]), torch.tensor([4]), ROW)
+        runner.commit(old, FIRST, torch.tensor([4]), ROW)
     assert runner.commit_clean(new, FIRST, held).committed.tolist() == [8]
 
 
