@@ -149,10 +149,12 @@ def case(
     model: BlockDiffusionModel | None = None,
     eos: int | None = None,
     steps: int | None = None,
+    infill: list[int] | None = None,
 ) -> Case:
     """Behind prefill and the first reveals."""
     model = model or TableModel()
-    text, ends, current = laid_out([torch.tensor(ids) for ids in prompts or [PROMPT]], None, new, BLOCK, M, CPU)
+    given = None if infill is None else torch.tensor([infill])
+    text, ends, current = laid_out([torch.tensor(ids) for ids in prompts or [PROMPT]], given, new, BLOCK, M, CPU)
     rows = len(text.tokens)
     request = Request(
         **ends,
@@ -324,6 +326,24 @@ def test_the_head_foresees_what_stale_logits_do_not() -> None:
     assert each.text == [[*PROMPT, 8, 0, 3, 2]]
     assert each.forwards == (1, 2, 3), "the head reads the prompt, and a draft a round"
     assert each.state.counts.accepted.tolist() == each.state.counts.drafted.tolist() == [1]
+
+
+def test_the_head_catches_up_before_a_second_block_is_committed() -> None:
+    """Three blocks with a mask each, which nothing is drafted for: the round that commits the second one, whose mask was
+    revealed beside the first, brings the head's keys of the first. Those of the second are not needed any more."""
+    mode = Mode(Static(), drafting=Drafting(2, 1, passes=1))
+    each = case(mode, new=12, infill=[5, 0, M, 6, 1, M, 7, 2, 1, 4, M, 2])
+    each.round()
+    held = each.state.held
+    assert (held.committed.tolist(), held.head_committed.tolist(), held.late.tolist()) == ([8], [4], [True])
+    assert (each.plan().drafting, each.plan().blocked) == (False, True)
+    each.run()
+    held = each.state.held
+    assert (held.committed.tolist(), held.head_committed.tolist(), held.late.tolist()) == ([12], [8], [False])
+    assert each.kept(0, 12) == texts_keys(12)
+    assert each.kept(1, 8) == texts_keys(8)
+    assert each.text == [TEXT + TEXT[:4]]
+    assert each.forwards == (1, 2, 2)
 
 
 # ------------------------------------------------------------------------------------------------ refinements
