@@ -149,10 +149,12 @@ def case(
     model: BlockDiffusionModel | None = None,
     eos: int | None = None,
     steps: int | None = None,
+    infill: list[int] | None = None,
 ) -> Case:
     """Behind prefill and the first reveals."""
     model = model or TableModel()
-    text, ends, current = laid_out([torch.tensor(ids) for ids in prompts or [PROMPT]], None, new, BLOCK, M, CPU)
+    given = None if infill is None else torch.tensor([infill])
+    text, ends, current = laid_out([torch.tensor(ids) for ids in prompts or [PROMPT]], given, new, BLOCK, M, CPU)
     rows = len(text.tokens)
     request = Request(
         **ends,
@@ -326,6 +328,24 @@ def test_the_head_foresees_what_stale_logits_do_not() -> None:
     assert each.state.counts.accepted.tolist() == each.state.counts.drafted.tolist() == [1]
 
 
+def test_the_head_catches_up_before_a_second_block_is_committed() -> None:
+    """Three blocks with a mask each, which nothing is drafted for: the round that commits the second one, whose mask was
+    revealed beside the first, brings the head's keys of the first. Those of the second are not needed any more."""
+    mode = Mode(Static(), drafting=Drafting(2, 1, passes=1))
+    each = case(mode, new=12, infill=[5, 0, M, 6, 1, M, 7, 2, 1, 4, M, 2])
+    each.round()
+    held = each.state.held
+    assert (held.committed.tolist(), held.head_committed.tolist(), held.late.tolist()) == ([8], [4], [True])
+    assert (each.plan().drafting, each.plan().blocked) == (False, True)
+    each.run()
+    held = each.state.held
+    assert (held.committed.tolist(), held.head_committed.tolist(), held.late.tolist()) == ([12], [8], [False])
+    assert each.kept(0, 12) == texts_keys(12)
+    assert each.kept(1, 8) == texts_keys(8)
+    assert each.text == [TEXT + TEXT[:4]]
+    assert each.forwards == (1, 2, 2)
+
+
 # ------------------------------------------------------------------------------------------------ refinements
 
 
@@ -336,6 +356,14 @@ def test_the_head_reveals_one_more() -> None:
     assert each.text == [[*PROMPT, 8, 0, 3, 6]]
     assert each.state.text.reveal_step[0, 4:8].tolist() == [0, 0, 1, 1]
     assert each.forwards == (1, 1, 3)
+
+
+def test_the_head_reveals_nothing_behind_an_eos() -> None:
+    """Token 0 in column 1 ends the text: the head goes on with column 0, though column 3 is surer."""
+    each = case(Mode(Static(), refine=Direct(1)), new=8, eos=0)
+    assert each.current == [5, 0, M, M]
+    assert each.text == [TEXT[:6]]
+    assert each.forwards == (1, 0, 2)
 
 
 def test_what_the_head_takes_back_is_a_mask_again() -> None:
@@ -373,7 +401,7 @@ def prefilled(width: int) -> tuple[Runner, Held]:
 
 CLEAN = block_states((TEXT[4:8], 4, -1), ([M] * 4, 8, 0))
 ROW = torch.tensor([True])
-FIRST = torch.tensor([[True, False]])
+FIRST = torch.tensor([0])
 
 
 def test_late_keys_of_the_head_come_with_its_next_pass() -> None:
@@ -414,10 +442,10 @@ def test_what_was_overwritten_cannot_be_committed() -> None:
     runner, held = prefilled(3)
     old, held = runner.score(CLEAN, held, 4, ROW)
     _, held = runner.head_pass(CLEAN, old.hidden, held, 4, late=False)
-    runner.commit(old, torch.tensor([0]), torch.tensor([4]), ROW)
+    runner.commit(old, FIRST, torch.tensor([4]), ROW)
     new, held = runner.score(CLEAN, held, 4, ROW)
     with pytest.raises(RuntimeError, match="overwritten by a later forward: commit before the next one"):
-        runner.commit(old, torch.tensor([0]), torch.tensor([4]), ROW)
+        runner.commit(old, FIRST, torch.tensor([4]), ROW)
     assert runner.commit_clean(new, FIRST, held).committed.tolist() == [8]
 
 
