@@ -9,7 +9,7 @@ from helpers import every_mode
 from torch import Tensor
 
 from modeling_mrp import MRPForCausalLM
-from modeling_mrp.generate.options import DECODINGS, REMASK_RULES
+from modeling_mrp.generate.option_table import DECODINGS, REMASK_RULES
 from modeling_mrp.generate.scoring import Reader
 from modeling_mrp.kernels.dispatch import Dispatch, triton
 from modeling_mrp.kernels.unembedding import Unembedding
