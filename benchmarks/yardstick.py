@@ -121,7 +121,7 @@ class Published:
         if not bool(active.any()):
             return
         scratch = self._score(self.current.map(lambda t: t[:, None]))
-        self.held = self.runner.commit_clean(scratch, active[:, None], self.held)
+        self.held = self.runner.commit_clean(scratch, torch.where(active, 0, -1), self.held)
         after = first_state(self.text, self.current.start + self.task.block_size, self.task.block_size)
         self.current = replace(self.current, table=torch.where(active[:, None], after.table, self.current.table))
 

@@ -159,10 +159,10 @@ def test_given_tokens() -> None:
 @pytest.mark.parametrize("decoding", ["static", "mrp_spec"])
 def test_the_length_of_the_text_plays_no_part(decoding: str) -> None:
     """Up to 1,024 tokens one cache and one set of recordings serve; a longer text needs a bigger cache, and records anew."""
-    model = dampened(make_model(3, max_position_embeddings=2048), 0.3)
+    model = dampened(make_model(3, max_position_embeddings=2048, hidden_size=16, num_hidden_layers=1), 0.3)
     options = {"decoding": decoding, "eos_token_id": None, "max_new_tokens": 24, "num_draft_states": 3}
     counts = []
-    for length in (20, 20, 300, 600, 980, 1100):
+    for length in (20, 20, 300, 980, 1100):
         prompts = [(list(range(1, 50)) * 23)[:length], [7, 8, 9], list(range(1, 31))]
         assert recorded_and_not(model, prompts, **options) > 6
         (place,) = recorded._KEPT[model]
@@ -179,11 +179,11 @@ def test_batch_sizes_in_turn_and_held_outputs_record_once() -> None:
     model = dampened(make_model(5), 0.3)
     options: dict[str, Any] = {"decoding": "mrp_spec", "graphs": True, **SAMPLED, "seed": 2, "eos_token_id": None}
     held, counts = [], []
-    for _ in range(4):
+    for _ in range(3):
         for prompts in (RAGGED, RAGGED[:2], RAGGED[:1]):
             held.append(generate(model, prompts, **options))
         counts.append(recording_report(model)["recordings"])
-    assert counts[1] == counts[2] == counts[3]
+    assert counts[1] == counts[2]
     assert [place.cache.rows for place in recorded._KEPT[model]] == [1, 2, 3]
     for before, after in zip(held, held[3:], strict=False):
         same(after, before)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import make_model
 from helpers import left_padded
+from mrp_trainer.decoded import NEW_TOKENS
 
 from benchmarks import drafts
 from benchmarks.yardstick import decode_published
@@ -46,8 +47,10 @@ def test_the_slowest_row_holds_the_batch(random_model: MRPForCausalLM) -> None:
     assert sum(decode_published(random_model, prompts, 3, 16, [])[1]) > alone
 
 
-def test_what_became_of_drafts(capsys: pytest.CaptureFixture[str]) -> None:
-    """Shares that must add up: a draft is right, or only its order is wrong, or its token is."""
+def test_what_became_of_drafts(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shares that must add up: a draft is right, or only its order is wrong, or its token is. Texts are short."""
+    for family in NEW_TOKENS:
+        monkeypatch.setitem(NEW_TOKENS, family, 24)
     drafts.main(["--count", "2"])
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(line["family"], line["mode"]) for line in lines] == [
