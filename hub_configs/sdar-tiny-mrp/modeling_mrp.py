@@ -2818,12 +2818,14 @@ for _kind in (States, Reveal, Scored, Source, Memory):
 #
 # Rules of decoding: pure functions of tensors, callable without a model.
 #
-# Which positions a step of the backbone reveals (`RevealRule`), which reveals the head takes back (`threshold_remask` and its
-# kin), which scored states are accepted (`accept`), where a text ends, and how many reveals a step has (`reveal_schedule`).
+# Which positions a step of the backbone reveals (`RevealRule`), the parts of the remasking rules that are in `modes`
+# (`kept_reveal`, `least_believed`), which scored states are accepted (`accept`), where a text ends (`whole_text`), and how many
+# reveals a step has (`reveal_schedule`).
 #
 # A reveal rule is a function of **one scored state** and of nothing else: not of what was scored before, of other states of the
 # round, or of the way that led to the state. That is what makes drafting lossless: a state that was guessed and scored reveals
-# what it would have revealed had the text come to it step by step.
+# what it would have revealed had the text come to it step by step. A rule with a memory would need a field of `Candidates` that
+# only modes without drafts fill, from `DecodeState.seed`.
 
 @dataclass
 class Candidates:
@@ -4046,6 +4048,11 @@ def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
     """Attend as transformers' layers ask for it."""
+    if attention_mask is None and getattr(_here, "cache", None) is not None:
+        raise ValueError(
+            f"a {type(module).__name__} was given no mask in a round, and would see everything: pass on the mask that the "
+            "backbone is called with, or use kernels=False"
+        )
     if not isinstance(attention_mask, RoundMask):
         return ALL_ATTENTION_FUNCTIONS[REPLACED](module, query, key, value, attention_mask, **kwargs)
     mask = attention_mask

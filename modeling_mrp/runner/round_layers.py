@@ -88,6 +88,11 @@ def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
     """Attend as transformers' layers ask for it."""
+    if attention_mask is None and getattr(_here, "cache", None) is not None:
+        raise ValueError(
+            f"a {type(module).__name__} was given no mask in a round, and would see everything: pass on the mask that the "
+            "backbone is called with, or use kernels=False"
+        )
     if not isinstance(attention_mask, RoundMask):
         return ALL_ATTENTION_FUNCTIONS[REPLACED](module, query, key, value, attention_mask, **kwargs)
     mask = attention_mask
