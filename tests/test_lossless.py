@@ -20,7 +20,7 @@ from modeling_mrp.rules.states import Reveal, States
 pytestmark = pytest.mark.skipif(not TINY.exists(), reason="the embedded checkpoint is not here")
 
 PROMPTS_PER_FAMILY = 36
-NEW_TOKENS = 48
+NEW_TOKENS = 32
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
     "T0.7": {"do_sample": True, "temperature": 0.7, "top_k": 0, "seed": 11},
@@ -53,7 +53,7 @@ def test_mrp_spec_equals_static(sampling: str, prompts: list[list[int]], tiny_mo
     options = dict(SAMPLINGS[sampling])
     first_seed = options.pop("seed", 0)
     seeds = [first_seed + i for i in range(len(prompts))]
-    static = in_batches(tiny_model_float64, prompts, seeds, 36, "left", decoding="static", **options)
+    static = in_batches(tiny_model_float64, prompts, seeds, 12, "left", decoding="static", **options)
     # 108 prompts over 30 variants, a batch each: 50, 30 and 10 of them; the rest in batches of 8 with K = 4.
     begin = 0
     for size, side, width in itertools.product((5, 3, 1), ("left", "right"), (2, 3, 4, 5, 6)):
@@ -106,9 +106,9 @@ def test_low_precision_differs_only_from_near_ties(
     chosen = prompts[::3]
     seeds = [0] * len(chosen)
     with Reveals.noted(monkeypatch) as in_static:
-        static = in_batches(model, chosen, seeds, 24, "left", decoding="static")
+        static = in_batches(model, chosen, seeds, 12, "left", decoding="static")
     with Reveals.noted(monkeypatch) as in_drafted:
-        drafted = in_batches(model, chosen, seeds, 24, "left", decoding="mrp_spec")
+        drafted = in_batches(model, chosen, seeds, 12, "left", decoding="mrp_spec")
     differing = [i for i, (a, b) in enumerate(zip(static, drafted, strict=True)) if a != b]
     for i in differing:
         assert near_tie(model, chosen[i], in_static[i], in_drafted[i], SLACK[dtype]), f"prompt {i}"

@@ -9,7 +9,7 @@ Its parts, in this order:
     kernels/grow.py             A round's states, grown in one launch; `grow_ref` takes a hundred small ones for each state that it adds.
     kernels/noise.py            The noise of sampled picks: a counter-based generator, a pure function of (seed, position, masks left, token id).
     kernels/round_attention.py  Attention of a decoding round: a Triton kernel and its PyTorch twin. How layers come to use it: `round_layers_mrp`.
-    kernels/settle.py           What a round's scores settle, in one launch: which states are accepted, what becomes text, where each row stands next.
+    kernels/settle.py           Settle a round's scores in one launch: which states are accepted, what becomes text, where each row stands next.
     kernels/unembedding.py      From hidden states to tokens: the distributions of an unembedding, and log-odds without cancellation.
     kernels/pick.py             The vocabulary-wide step: from hidden states to a token and its log-odds, fused over the vocabulary on CUDA.
     model/diffusion.py          Block diffusion: masks of attention, and the training pass that holds noisy and clean tokens together.
@@ -36,7 +36,7 @@ Its parts, in this order:
     generate/prompts.py         Checks of the prompts of `generate`, their mask, and the tokens that stand behind them already.
     generate/sampling.py        Picks: the token and its confidence at every masked position, greedy or sampled, reproducible to the bit.
     generate/scoring.py         From hidden states to what is revealed: picks at masked positions, and the reveal rule on them.
-    generate/settle.py          What a round's scores settle: which states are accepted, what becomes text, and where each row stands next.
+    generate/settle.py          Settle a round's scores: which states are accepted, what becomes text, and where each row stands next.
     generate/stopping.py        Stopping criteria, asked as transformers' own loop would ask them, of rows that come along at different speeds.
     generate/loop.py            The one decoding loop: rounds of states side by side, over rows that never wait for each other.
     generate/recording.py       Rounds that are recorded whole and replayed with one launch: what is a register, and what a recording depends on.
@@ -1127,7 +1127,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: RoundMask, scale: fl
 
 
 def round_attention_twin(query: Tensor, key: Tensor, value: Tensor, mask: RoundMask, scale: float) -> Tensor:
-    """What `round_attention` computes of the same arguments, through SDPA with a boolean mask and repeated keys and values."""
+    """Compute `round_attention` of the same arguments through SDPA with a boolean mask and repeated keys and values."""
     seen = mask.dense(key.shape[2] - query.shape[2])
     key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
     return F.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=scale).transpose(1, 2).contiguous()
@@ -1466,7 +1466,7 @@ if triton is not None:
 # ----------------------------------------------------------------------------------------------------
 # kernels/settle.py
 #
-# What a round's scores settle, in one launch: which states are accepted, what becomes text, where each row stands next.
+# Settle a round's scores in one launch: which states are accepted, what becomes text, where each row stands next.
 #
 # Rows have nothing to do with each other, so a program takes one, and walks its path state by state, as one would by hand. Its
 # twin is `settle_ref`, some hundred and eighty small operations.
@@ -1497,7 +1497,7 @@ class Known:
 
 @dataclass(frozen=True)
 class Written:
-    """What a round writes to in place.
+    """Text and counts, which a round writes to in place.
 
     Attributes:
         tokens, logprob, reveal_step: [rows, capacity + 1]: see `Text`.
@@ -1520,7 +1520,7 @@ class Written:
 
 @dataclass(frozen=True)
 class Settlement:
-    """What comes of a round beside that.
+    """The rest of what a round comes to.
 
     Attributes:
         last: [rows] long, the place of the last accepted state among those of the round and the remembered ones.
@@ -1548,7 +1548,7 @@ class Settlement:
 
 
 def settle_fits(states: int, block_size: int) -> bool:
-    """Whether the kernel holds so many known states of a row."""
+    """Tell whether the kernel holds so many known states of a row."""
     return power_of_two(states) * power_of_two(block_size + 6) <= _LARGEST_TABLE
 
 
@@ -2106,7 +2106,7 @@ def residual_magnitude(weight: Tensor, hidden: Tensor, token: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Plan:
-    """How the kernel of `pick` cuts its work. Each program reads a slice of the vocabulary for a tile of rows.
+    """Plan of how the kernel of `pick` cuts its work. Each program reads a slice of the vocabulary for a tile of rows.
 
     Attributes:
         rows: Of a tile.
@@ -2161,7 +2161,7 @@ def _check(weight: Tensor, hidden: Tensor, **per_row: Tensor | None) -> None:
 
 
 def _layout(weight: Tensor) -> str | None:
-    """What about the weights keeps kernels from them."""
+    """Find what about the weights keeps kernels from them."""
     if weight.stride(1) == 1 and len(weight):
         return None
     return f"weight has shape {list(weight.shape)} and strides {weight.stride()}: pass rows that are contiguous"
@@ -2782,7 +2782,7 @@ class Scored(TensorFields):
 
 @dataclass
 class Source(TensorFields):
-    """What the backbone said at one state of each row: where drafts start from.
+    """Source of drafts: what the backbone said at one state of each row.
 
     Attributes:
         token: [rows, block] long, the token of each masked position,
@@ -2829,7 +2829,7 @@ for _kind in (States, Reveal, Scored, Source, Memory):
 
 @dataclass
 class Candidates:
-    """What the backbone says of [...] scored states: what a reveal rule decides from.
+    """Candidates of [...] scored states, from which a reveal rule decides.
 
     Attributes:
         where: [..., block] bool, the masked positions that may be revealed.
@@ -4712,7 +4712,7 @@ def _walk(
 
 
 def _tile(everything: int, usual: int) -> int:
-    """How much of `everything` a program takes: the usual on a GPU; all of it where programs run one after the other."""
+    """Choose how much of `everything` a program takes: the usual on a GPU; all of it where programs run one after the other."""
     return power_of_two(everything) if triton.knobs.runtime.interpret else usual
 
 
@@ -6021,7 +6021,7 @@ def _as_block_diffusion(source: str, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass
 class Request:
-    """What was asked for, row by row: tensors that no round changes.
+    """Request of one decode, row by row: tensors that no round changes.
 
     Attributes:
         prompt_length: [rows] long.
@@ -6094,7 +6094,7 @@ class Text:
 
 @dataclass
 class Counts:
-    """What drafts came to.
+    """Counts of what drafts came to.
 
     Attributes:
         verified: [] long: forwards that scored drafts.
@@ -6137,7 +6137,7 @@ class Counts:
 
 @dataclass
 class Remasked:
-    """What the last step put back to a mask.
+    """Reveals that the last step put back to a mask.
 
     Attributes:
         start: [rows] long, the block.
@@ -6251,7 +6251,7 @@ def finished(current: States, request: Request, mask_token_id: int) -> tuple[Ten
 
 @dataclass(frozen=True)
 class RoundPlan:
-    """What the host knows of the round to come, read from the device once, at the end of the round before.
+    """Plan of the round to come: what the host knows of it, read from the device once, at the end of the round before.
 
     Attributes:
         active: Rows that are not finished.
@@ -6281,7 +6281,7 @@ class RoundPlan:
 
     @classmethod
     def read(cls, numbers: list[int]) -> "RoundPlan":
-        """What `summary` stacked, before it is decided how much to draft."""
+        """Read what `summary` stacked, before it is decided how much to draft."""
         active, used, head_used, clean, masks, drafting, late, blocked = numbers[:SUMMARY]
         return cls(active, used, head_used, clean, masks, drafting > 0, late > 0, blocked > 0, tuple(numbers[SUMMARY:]))
 
@@ -6856,7 +6856,7 @@ _KEEPS_THE_LIKELIEST = (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper, Ep
 
 @dataclass
 class Picks:
-    """What the model says at n positions.
+    """Picks at n positions.
 
     Attributes:
         token: [n] long.
@@ -6908,7 +6908,7 @@ class Sampler:
 
     @property
     def blanks(self) -> bool:
-        """Whether positions that are not active get token 0 with log-probability and confidence -inf."""
+        """True where positions that are not active get token 0 with log-probability and confidence -inf."""
         return not (self.processors or self.truncation or self.entropy)
 
     def restricted(self, token_ids: Tensor, weight: Tensor) -> "Sampler":
@@ -7118,7 +7118,7 @@ class Reader:
 
 
 def in_order(at: Tensor, count: int) -> bool:
-    """Whether indices are all `count` places as they lie; those of more than a tile are sorted."""
+    """Tell whether indices are all `count` places as they lie; those of more than a tile are sorted."""
     return len(at) == count <= ONE_TILE
 
 
@@ -7136,7 +7136,7 @@ def _spread(values: Tensor, at: Tensor, where: Tensor, other: float, blank: bool
 
 @dataclass(frozen=True)
 class _Places:
-    """What flat indices `at` [n] over the positions of states [rows, n] stand for."""
+    """Places that flat indices `at` [n] over the positions of states [rows, n] stand for."""
 
     states: States
     at: Tensor
@@ -7173,7 +7173,7 @@ class _Places:
 # ----------------------------------------------------------------------------------------------------
 # generate/settle.py
 #
-# What a round's scores settle: which states are accepted, what becomes text, and where each row stands next.
+# Settle a round's scores: which states are accepted, what becomes text, and where each row stands next.
 
 def settle(
     state: DecodeState,
@@ -7412,7 +7412,7 @@ class Stopping:
 
 @dataclass(frozen=True)
 class Task:
-    """What one decode is to do; nothing of it changes.
+    """Task of one decode; nothing of it changes.
 
     Attributes:
         mode: What is revealed, refined and drafted.
@@ -7556,7 +7556,7 @@ def refined_round(
 
 
 def memory_of(scored: Scored, keep: Tensor, ahead: Tensor) -> Memory:
-    """What is remembered of scored states [rows, n]: those of `keep` [rows, width], and where they lead (see `Memory`)."""
+    """Remember scored states [rows, n]: those of `keep` [rows, width], and where they lead (see `Memory`)."""
     wide = scored.map(lambda t: padded(t, keep.shape[1]))
     return Memory(replace(wide, states=replace(wide.states, valid=keep)), ahead)
 
@@ -7719,7 +7719,7 @@ def advance(task: Task, head: HeadPasses, state: DecodeState, accepted: Accepted
 
 @dataclass(frozen=True)
 class HeadQuestions:
-    """What a refinement asks (`HeadSteps`), on one state per row."""
+    """Answer what a refinement asks (`HeadSteps`), on one state per row."""
 
     task: Task
     head: HeadPasses
@@ -7800,7 +7800,7 @@ _REPLAYED_WARPERS = (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 
 
 def replayable(task: Task) -> bool:
-    """Whether a whole round of this task is tensor code and depends on nothing but registers and key."""
+    """Tell whether a whole round of this task is tensor code and depends on nothing but registers and key."""
     sampler, refine = task.reader.sampler, task.mode.refine
     return (
         not (refine is not None and refine.asks_host)
@@ -7870,7 +7870,7 @@ class RecordedRounds:
 
 
 def _sampling(sampler: Sampler) -> Hashable:
-    """What a recording depends on in a sampler, beside the weights, which stay where they are."""
+    """Key of what a recording depends on in a sampler, beside the weights, which stay where they are."""
     warpers = tuple((type(warper), *sorted(vars(warper).items())) for warper in sampler.truncation or [])
     numbers = (sampler.temperature, sampler.sample, sampler.eos_token_ids, sampler.entropy, sampler.dispatch)
     return sampler.token_ids is None, *numbers, warpers

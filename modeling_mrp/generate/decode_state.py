@@ -15,7 +15,7 @@ from ..runner.runner import Held
 
 @dataclass
 class Request:
-    """What was asked for, row by row: tensors that no round changes.
+    """Request of one decode, row by row: tensors that no round changes.
 
     Attributes:
         prompt_length: [rows] long.
@@ -88,7 +88,7 @@ class Text:
 
 @dataclass
 class Counts:
-    """What drafts came to.
+    """Counts of what drafts came to.
 
     Attributes:
         verified: [] long: forwards that scored drafts.
@@ -131,7 +131,7 @@ class Counts:
 
 @dataclass
 class Remasked:
-    """What the last step put back to a mask.
+    """Reveals that the last step put back to a mask.
 
     Attributes:
         start: [rows] long, the block.
@@ -245,7 +245,7 @@ def finished(current: States, request: Request, mask_token_id: int) -> tuple[Ten
 
 @dataclass(frozen=True)
 class RoundPlan:
-    """What the host knows of the round to come, read from the device once, at the end of the round before.
+    """Plan of the round to come: what the host knows of it, read from the device once, at the end of the round before.
 
     Attributes:
         active: Rows that are not finished.
@@ -275,7 +275,7 @@ class RoundPlan:
 
     @classmethod
     def read(cls, numbers: list[int]) -> "RoundPlan":
-        """What `summary` stacked, before it is decided how much to draft."""
+        """Read what `summary` stacked, before it is decided how much to draft."""
         active, used, head_used, clean, masks, drafting, late, blocked = numbers[:SUMMARY]
         return cls(active, used, head_used, clean, masks, drafting > 0, late > 0, blocked > 0, tuple(numbers[SUMMARY:]))
 

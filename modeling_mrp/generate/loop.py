@@ -36,7 +36,7 @@ from .stopping import Stopping
 
 @dataclass(frozen=True)
 class Task:
-    """What one decode is to do; nothing of it changes.
+    """Task of one decode; nothing of it changes.
 
     Attributes:
         mode: What is revealed, refined and drafted.
@@ -180,7 +180,7 @@ def refined_round(
 
 
 def memory_of(scored: Scored, keep: Tensor, ahead: Tensor) -> Memory:
-    """What is remembered of scored states [rows, n]: those of `keep` [rows, width], and where they lead (see `Memory`)."""
+    """Remember scored states [rows, n]: those of `keep` [rows, width], and where they lead (see `Memory`)."""
     wide = scored.map(lambda t: padded(t, keep.shape[1]))
     return Memory(replace(wide, states=replace(wide.states, valid=keep)), ahead)
 
@@ -343,7 +343,7 @@ def advance(task: Task, head: HeadPasses, state: DecodeState, accepted: Accepted
 
 @dataclass(frozen=True)
 class HeadQuestions:
-    """What a refinement asks (`HeadSteps`), on one state per row."""
+    """Answer what a refinement asks (`HeadSteps`), on one state per row."""
 
     task: Task
     head: HeadPasses

@@ -31,7 +31,7 @@ _REPLAYED_WARPERS = (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 
 
 def replayable(task: Task) -> bool:
-    """Whether a whole round of this task is tensor code and depends on nothing but registers and key."""
+    """Tell whether a whole round of this task is tensor code and depends on nothing but registers and key."""
     sampler, refine = task.reader.sampler, task.mode.refine
     return (
         not (refine is not None and refine.asks_host)
@@ -101,7 +101,7 @@ class RecordedRounds:
 
 
 def _sampling(sampler: Sampler) -> Hashable:
-    """What a recording depends on in a sampler, beside the weights, which stay where they are."""
+    """Key of what a recording depends on in a sampler, beside the weights, which stay where they are."""
     warpers = tuple((type(warper), *sorted(vars(warper).items())) for warper in sampler.truncation or [])
     numbers = (sampler.temperature, sampler.sample, sampler.eos_token_ids, sampler.entropy, sampler.dispatch)
     return sampler.token_ids is None, *numbers, warpers

@@ -30,7 +30,7 @@ _KEEPS_THE_LIKELIEST = (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper, Ep
 
 @dataclass
 class Picks:
-    """What the model says at n positions.
+    """Picks at n positions.
 
     Attributes:
         token: [n] long.
@@ -82,7 +82,7 @@ class Sampler:
 
     @property
     def blanks(self) -> bool:
-        """Whether positions that are not active get token 0 with log-probability and confidence -inf."""
+        """True where positions that are not active get token 0 with log-probability and confidence -inf."""
         return not (self.processors or self.truncation or self.entropy)
 
     def restricted(self, token_ids: Tensor, weight: Tensor) -> "Sampler":

@@ -124,7 +124,7 @@ class Reader:
 
 
 def in_order(at: Tensor, count: int) -> bool:
-    """Whether indices are all `count` places as they lie; those of more than a tile are sorted."""
+    """Tell whether indices are all `count` places as they lie; those of more than a tile are sorted."""
     return len(at) == count <= ONE_TILE
 
 
@@ -142,7 +142,7 @@ def _spread(values: Tensor, at: Tensor, where: Tensor, other: float, blank: bool
 
 @dataclass(frozen=True)
 class _Places:
-    """What flat indices `at` [n] over the positions of states [rows, n] stand for."""
+    """Places that flat indices `at` [n] over the positions of states [rows, n] stand for."""
 
     states: States
     at: Tensor

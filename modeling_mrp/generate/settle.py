@@ -1,4 +1,4 @@
-"""What a round's scores settle: which states are accepted, what becomes text, and where each row stands next."""
+"""Settle a round's scores: which states are accepted, what becomes text, and where each row stands next."""
 
 from collections.abc import Callable
 

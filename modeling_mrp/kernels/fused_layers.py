@@ -125,7 +125,7 @@ def _walk(
 
 
 def _tile(everything: int, usual: int) -> int:
-    """How much of `everything` a program takes: the usual on a GPU; all of it where programs run one after the other."""
+    """Choose how much of `everything` a program takes: the usual on a GPU; all of it where programs run one after the other."""
     return power_of_two(everything) if triton.knobs.runtime.interpret else usual
 
 

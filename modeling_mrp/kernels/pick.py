@@ -177,7 +177,7 @@ def residual_magnitude(weight: Tensor, hidden: Tensor, token: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Plan:
-    """How the kernel of `pick` cuts its work. Each program reads a slice of the vocabulary for a tile of rows.
+    """Plan of how the kernel of `pick` cuts its work. Each program reads a slice of the vocabulary for a tile of rows.
 
     Attributes:
         rows: Of a tile.
@@ -232,7 +232,7 @@ def _check(weight: Tensor, hidden: Tensor, **per_row: Tensor | None) -> None:
 
 
 def _layout(weight: Tensor) -> str | None:
-    """What about the weights keeps kernels from them."""
+    """Find what about the weights keeps kernels from them."""
     if weight.stride(1) == 1 and len(weight):
         return None
     return f"weight has shape {list(weight.shape)} and strides {weight.stride()}: pass rows that are contiguous"

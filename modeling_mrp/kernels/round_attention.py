@@ -69,7 +69,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: RoundMask, scale: fl
 
 
 def round_attention_twin(query: Tensor, key: Tensor, value: Tensor, mask: RoundMask, scale: float) -> Tensor:
-    """What `round_attention` computes of the same arguments, through SDPA with a boolean mask and repeated keys and values."""
+    """Compute `round_attention` of the same arguments through SDPA with a boolean mask and repeated keys and values."""
     seen = mask.dense(key.shape[2] - query.shape[2])
     key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
     return F.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=scale).transpose(1, 2).contiguous()

@@ -1,4 +1,4 @@
-"""What a round's scores settle, in one launch: which states are accepted, what becomes text, where each row stands next.
+"""Settle a round's scores in one launch: which states are accepted, what becomes text, where each row stands next.
 
 Rows have nothing to do with each other, so a program takes one, and walks its path state by state, as one would by hand. Its
 twin is `settle_ref`, some hundred and eighty small operations.
@@ -38,7 +38,7 @@ class Known:
 
 @dataclass(frozen=True)
 class Written:
-    """What a round writes to in place.
+    """Text and counts, which a round writes to in place.
 
     Attributes:
         tokens, logprob, reveal_step: [rows, capacity + 1]: see `Text`.
@@ -61,7 +61,7 @@ class Written:
 
 @dataclass(frozen=True)
 class Settlement:
-    """What comes of a round beside that.
+    """The rest of what a round comes to.
 
     Attributes:
         last: [rows] long, the place of the last accepted state among those of the round and the remembered ones.
@@ -89,7 +89,7 @@ class Settlement:
 
 
 def settle_fits(states: int, block_size: int) -> bool:
-    """Whether the kernel holds so many known states of a row."""
+    """Tell whether the kernel holds so many known states of a row."""
     return power_of_two(states) * power_of_two(block_size + 6) <= _LARGEST_TABLE
 
 

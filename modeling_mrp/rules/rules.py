@@ -24,7 +24,7 @@ from .states import PARENT, Memory, Reveal, Scored, States, TensorFields
 
 @dataclass
 class Candidates:
-    """What the backbone says of [...] scored states: what a reveal rule decides from.
+    """Candidates of [...] scored states, from which a reveal rule decides.
 
     Attributes:
         where: [..., block] bool, the masked positions that may be revealed.

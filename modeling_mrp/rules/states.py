@@ -132,7 +132,7 @@ class Scored(TensorFields):
 
 @dataclass
 class Source(TensorFields):
-    """What the backbone said at one state of each row: where drafts start from.
+    """Source of drafts: what the backbone said at one state of each row.
 
     Attributes:
         token: [rows, block] long, the token of each masked position,
