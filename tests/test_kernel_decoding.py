@@ -110,6 +110,7 @@ def test_forced_kernels_run(mode: str, half: MRPForCausalLM, asked: set[str]) ->
     layers = {"fused_layers", "sum_and_norm", "rotated", "gated", "round_attention"}
     used |= layers if rounds else set()  # the prefill's own reveals may be all
     used |= {"grow"} if mode.endswith("_spec") else set()
+    used |= {"settle"} if rounds and mode not in ("mrp_direct", "mrp_remask") else set()
     assert asked == used
 
 
