@@ -20,8 +20,7 @@ from modeling_mrp.generate.decode_state import DecodeState, RoundPlan
 from modeling_mrp.kernels.grow import DraftTable
 from modeling_mrp.rules import drafting
 from modeling_mrp.rules.drafting import DRAFT_STEP, Budget, Draft
-from modeling_mrp.rules.rules import Accepted
-from modeling_mrp.rules.states import Memory, States
+from modeling_mrp.rules.states import Memory, Scored, States
 
 
 @pytest.mark.parametrize(("bound", "drafts"), [(12, "none"), (1 << 40, "all")])
@@ -67,14 +66,12 @@ Round = tuple[DecodeState, RoundPlan, Draft, int]  # where it begins, its plan, 
 @pytest.fixture
 def forgetful(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Makes decodes remember nothing of the last round."""
-    remembered = loop.remembered
+    memory_of = loop.memory_of
 
-    def nothing(accepted: Accepted, count: int, width: int) -> Memory:
-        memory = remembered(accepted, count, width)
-        memory.scored.states.valid[:] = False
-        return memory
+    def nothing(scored: Scored, keep: Tensor, ahead: Tensor) -> Memory:
+        return memory_of(scored, torch.zeros_like(keep), ahead)
 
-    return lambda: monkeypatch.setattr(loop, "remembered", nothing)
+    return lambda: monkeypatch.setattr(loop, "memory_of", nothing)
 
 
 @torch.no_grad()

@@ -3101,7 +3101,18 @@ def path_from_first(next_index: Tensor) -> tuple[Tensor, Tensor]:
     return passed.bool(), jump[:, 0]
 
 
-def remembered(accepted: Accepted, count: int, width: int) -> tuple[Tensor, Tensor]:
+def remembered(accepted: Accepted, count: int, width: int) -> Memory:
+    """Keep what a round has scored, its `count` states, for the next one, in `width` places."""
+    return memory_of(accepted.known.map(lambda t: t[:, :count]), *kept_states(accepted, count, width))
+
+
+def memory_of(scored: Scored, keep: Tensor, ahead: Tensor) -> Memory:
+    """Remember scored states [rows, n]: those of `keep` [rows, width], and where they lead (see `Memory`)."""
+    wide = scored.map(lambda t: padded(t, keep.shape[1]))
+    return Memory(replace(wide, states=replace(wide.states, valid=keep)), ahead)
+
+
+def kept_states(accepted: Accepted, count: int, width: int) -> tuple[Tensor, Tensor]:
     """Choose what a round has scored for the next one to remember.
 
     Kept are its `count` states but the clean ones, and those that looked at a clean one, which may turn out not to be text.
@@ -7257,7 +7268,7 @@ def settle_ref(
     current, stop = stand_at(state, following, active, request, mask_id)
     text.stop.copy_(stop)
     reveal = accepted.at_last(accepted.known.reveal)
-    keep, ahead = remembered(accepted, count, width)
+    keep, ahead = kept_states(accepted, count, width)
     return Settlement(
         last=accepted.last,
         at_mask=active & ~accepted.clean.gather(1, accepted.last[:, None])[:, 0],
@@ -7548,17 +7559,10 @@ def refined_round(
     held = commit(clean_slot(accepted, count), held) if commit else held
     if drafts:
         state.counts.verified += (submitted > 0).any()
-        scored = accepted.known.map(lambda t: t[:, :count])
-        state = replace(state, memory=memory_of(scored, *remembered(accepted, count, task.mode.width)))
+        state = replace(state, memory=remembered(accepted, count, task.mode.width))
     late = head.late or (plan.clean > 0 and not drafts)  # where drafts are made, the next plan tells
     state = advance(task, HeadPasses(runner, held, head.used, late), state, accepted)
     return state, (accepted.passed & ~accepted.clean[:, :1])[:, :count].sum(0)
-
-
-def memory_of(scored: Scored, keep: Tensor, ahead: Tensor) -> Memory:
-    """Remember scored states [rows, n]: those of `keep` [rows, width], and where they lead (see `Memory`)."""
-    wide = scored.map(lambda t: padded(t, keep.shape[1]))
-    return Memory(replace(wide, states=replace(wide.states, valid=keep)), ahead)
 
 
 class HeadPasses:

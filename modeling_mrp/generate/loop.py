@@ -24,7 +24,7 @@ from torch import Tensor
 from ..kernels.grow import DraftTable
 from ..rules.constants import indices
 from ..rules.drafting import BASE, SOURCE, Budget, Draft, Tell, as_slots, grow, growth, undrafted, with_estimates
-from ..rules.rules import Accepted, accept, padded, remembered, stepped, steps_on_path
+from ..rules.rules import Accepted, accept, memory_of, remembered, stepped, steps_on_path
 from ..rules.states import PARENT, Memory, Reveal, Scored, Source, States
 from ..runner.runner import Held, Runner
 from .decode_state import Counts, DecodeState, Remasked, RoundPlan, Text, first_state, summary
@@ -172,17 +172,10 @@ def refined_round(
     held = commit(clean_slot(accepted, count), held) if commit else held
     if drafts:
         state.counts.verified += (submitted > 0).any()
-        scored = accepted.known.map(lambda t: t[:, :count])
-        state = replace(state, memory=memory_of(scored, *remembered(accepted, count, task.mode.width)))
+        state = replace(state, memory=remembered(accepted, count, task.mode.width))
     late = head.late or (plan.clean > 0 and not drafts)  # where drafts are made, the next plan tells
     state = advance(task, HeadPasses(runner, held, head.used, late), state, accepted)
     return state, (accepted.passed & ~accepted.clean[:, :1])[:, :count].sum(0)
-
-
-def memory_of(scored: Scored, keep: Tensor, ahead: Tensor) -> Memory:
-    """Remember scored states [rows, n]: those of `keep` [rows, width], and where they lead (see `Memory`)."""
-    wide = scored.map(lambda t: padded(t, keep.shape[1]))
-    return Memory(replace(wide, states=replace(wide.states, valid=keep)), ahead)
 
 
 class HeadPasses:

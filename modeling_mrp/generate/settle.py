@@ -8,7 +8,7 @@ from torch import Tensor
 from ..kernels.dispatch import Dispatch
 from ..kernels.settle import Known, Settlement, Written, settle_fits, settle_kernel
 from ..rules.drafting import Draft
-from ..rules.rules import Accepted, accept, offered_behind, remembered, steps_on_path
+from ..rules.rules import Accepted, accept, kept_states, offered_behind, steps_on_path
 from ..rules.states import PARENT, Scored, States
 from .decode_state import Counts, DecodeState, Request, finished
 
@@ -95,7 +95,7 @@ def settle_ref(
     current, stop = stand_at(state, following, active, request, mask_id)
     text.stop.copy_(stop)
     reveal = accepted.at_last(accepted.known.reveal)
-    keep, ahead = remembered(accepted, count, width)
+    keep, ahead = kept_states(accepted, count, width)
     return Settlement(
         last=accepted.last,
         at_mask=active & ~accepted.clean.gather(1, accepted.last[:, None])[:, 0],

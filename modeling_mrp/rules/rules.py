@@ -296,7 +296,18 @@ def path_from_first(next_index: Tensor) -> tuple[Tensor, Tensor]:
     return passed.bool(), jump[:, 0]
 
 
-def remembered(accepted: Accepted, count: int, width: int) -> tuple[Tensor, Tensor]:
+def remembered(accepted: Accepted, count: int, width: int) -> Memory:
+    """Keep what a round has scored, its `count` states, for the next one, in `width` places."""
+    return memory_of(accepted.known.map(lambda t: t[:, :count]), *kept_states(accepted, count, width))
+
+
+def memory_of(scored: Scored, keep: Tensor, ahead: Tensor) -> Memory:
+    """Remember scored states [rows, n]: those of `keep` [rows, width], and where they lead (see `Memory`)."""
+    wide = scored.map(lambda t: padded(t, keep.shape[1]))
+    return Memory(replace(wide, states=replace(wide.states, valid=keep)), ahead)
+
+
+def kept_states(accepted: Accepted, count: int, width: int) -> tuple[Tensor, Tensor]:
     """Choose what a round has scored for the next one to remember.
 
     Kept are its `count` states but the clean ones, and those that looked at a clean one, which may turn out not to be text.
@@ -352,8 +363,10 @@ __all__ = [
     "accept",
     "best_by",
     "kept_reveal",
+    "kept_states",
     "least_believed",
     "logit",
+    "memory_of",
     "offered_behind",
     "padded",
     "path_from_first",
