@@ -16,11 +16,11 @@ from modeling_mrp.rules.rules import (
     Static,
     accept,
     kept_reveal,
+    kept_states,
     least_believed,
     logit,
     offered_behind,
     path_from_first,
-    remembered,
     reveal_schedule,
     stepped,
     steps_on_path,
@@ -277,7 +277,7 @@ def test_a_state_is_met_by_ids_start_and_parent_and_if_it_is_valid() -> None:
 def test_memory_holds_what_is_not_clean_and_where_it_leads() -> None:
     """Both the masks and the draft behind them lead to (5, 6), which is not scored as far as the memory knows, since a clean
     state is not kept: source 2, the draft, tells of it. Row 1's masks lead to (4, *), told of by themselves, source 1."""
-    keep, ahead = remembered(accepted(), 4, 5)
+    keep, ahead = kept_states(accepted(), 4, 5)
     assert [columns(row) for row in keep] == [[0, 1], [0, 1], [1]]
     assert ahead[0, :2].tolist() == [[5, 6, 4, -1, 2, 2, 2, 2]] * 2
     assert ahead[1, :2].tolist() == [[4, M, 4, -1, 1, 2, 1, 1], [5, 6, 4, -1, 2, 2, 2, 2]]
