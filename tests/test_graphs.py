@@ -352,7 +352,9 @@ def test_what_is_kept_goes_with_the_model_or_when_it_is_told_to(monkeypatch: pyt
 
 @pytest.mark.parametrize("value", [1, "on", [True]])
 def test_the_option_is_a_switch(value: Any, random_model: MRPForCausalLM) -> None:
-    with pytest.raises(ValueError, match=re.escape(f"graphs is {value!r}: use True, False, or None")):
+    with pytest.raises(
+        ValueError, match=re.escape(f"graphs is {value!r}, of type {type(value).__name__}: use True, False, or None")
+    ):
         random_model.generate(torch.tensor([[1, 2]]), graphs=value, max_new_tokens=1)
 
 

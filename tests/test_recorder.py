@@ -61,6 +61,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> CudaStandIn:
     there = CudaStandIn()
     for name in ("Stream", "CUDAGraph", "graph_pool_handle", "current_stream", "stream", "graph"):
         monkeypatch.setattr(torch.cuda, name, getattr(there, name))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 30, 2 << 30))
     return there
 
 
