@@ -8,9 +8,11 @@ import torch
 from conftest import make_model
 from tape import TapeRecorder, tapes
 
+from modeling_mrp.runner import recorded
+
 __all__ = ["tapes"]  # a fixture
 
-LAYERS = 4
+LAYERS = 1
 # Operations of layers: products, and the kernels between them.
 OF_LAYERS = {
     "mm.default",
@@ -29,7 +31,7 @@ FREE += ("permute", "as_strided", "split", "unbind", "_reshape_alias", "lift_fre
 def launches(states: int, sampled: bool) -> Counter[str]:
     """Launches of a drafting round of SDAR's block size, by operation."""
     model = make_model(4, block_size=16, num_hidden_layers=LAYERS, num_nextn_predict_layers=1).bfloat16()
-    options: dict[str, Any] = {"decoding": "mrp_spec", "num_draft_states": states, "max_new_tokens": 20, "eos_token_id": None}
+    options: dict[str, Any] = {"decoding": "mrp_spec", "num_draft_states": states, "max_new_tokens": 10, "eos_token_id": None}
     options |= {"do_sample": sampled, "top_k": 0, "seed": 1, "graphs": True, "kernels": True}
     for _ in range(2):
         model.generate(torch.tensor([[1, 2, 3, 4, 5, 6]]), **options)
@@ -46,7 +48,8 @@ def launches(states: int, sampled: bool) -> Counter[str]:
 
 @pytest.mark.usefixtures("tapes")
 @pytest.mark.parametrize(("states", "most"), [(4, 199), (8, 219)])
-def test_bookkeeping_of_a_drafting_round(states: int, most: int) -> None:
+def test_bookkeeping_of_a_drafting_round(states: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorded, "LEAST_CAPACITY", 64)
     counted = launches(states, sampled=False)
     layers = sum(counted[name] for name in OF_LAYERS)
     assert counted["triton._grow"] == 2
