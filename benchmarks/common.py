@@ -19,7 +19,7 @@ from modeling_mrp.generate.modes import Mode
 from modeling_mrp.generate.sampling import Sampler
 from modeling_mrp.generate.scoring import Reader
 from modeling_mrp.modeling import MRPForCausalLM
-from modeling_mrp.rules.rules import reveal_schedule
+from modeling_mrp.rules.revealing import reveal_schedule
 from modeling_mrp.rules.states import States
 from modeling_mrp.runner.runner import Runner
 
@@ -95,7 +95,7 @@ def greedy_decode(
     reader = Reader(mode.rule, sampler, sampler, request, config.mask_token_id, seeks=True, bars_eos=False)
     cache = model.block_cache(rows, text.capacity, scratch_states * config.block_size, with_head=mode.uses_head)
     runner = Runner(model, cache, mode.uses_head, sampler.dispatch, False, model.device)
-    return Task(mode, reader, config.block_size, config.mask_token_id, one_at_a_time=True), runner, text, current
+    return Task(mode, reader, config.block_size, config.mask_token_id), runner, text, current
 
 
 def tokens_of(text: Text, prompts: list[list[int]]) -> list[list[int]]:

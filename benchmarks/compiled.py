@@ -12,6 +12,7 @@ import re
 import subprocess
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from types import SimpleNamespace
@@ -26,12 +27,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from modeling_mrp.generate.sampling import LIKELIEST
 from modeling_mrp.kernels.fused_layers import _gated_kernel, _rotated_kernel, _sum_and_norm_kernel
 from modeling_mrp.kernels.grow import DRAFT_COLUMNS, DraftTable, grow_kernel
 from modeling_mrp.kernels.pick import Plan, _pick_above_kernel, _pick_kernel
 from modeling_mrp.kernels.round_attention import RoundMask, round_attention
 from modeling_mrp.kernels.settle import Known, Written, settle_kernel
 from modeling_mrp.kernels.unembedding import Unembedding
+from modeling_mrp.rules.revealing import Dynamic, EntropyBound, RevealRule, Sequential, Static
 
 from .common import emit, header
 
@@ -44,7 +47,6 @@ POINTERS = {
     torch.uint8: "*u8",
 }
 PROCESSORS = 132
-# KB of shared memory of a multiprocessor, by capability.
 SHARED = {80: 164, 86: 100, 89: 100, 90: 228, 100: 228, 120: 100}
 REGISTERS, THREADS = 65_536, {80: 2048, 86: 1536, 89: 1536, 90: 2048, 100: 2048, 120: 1536}
 _OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
@@ -168,15 +170,15 @@ def layer_launch(kernel: str, tokens: int, dtype: torch.dtype) -> None:
         _rotated_kernel(attention, query, key, value, rotary, kept[0], kept[1])
 
 
-def grow_launch(batch: int, states: int, branches: int, block: int = 4) -> None:
+def grow_launch(states: int, block: int, rule: RevealRule, sampled: bool, batch: int = 1, branches: int = 3) -> None:
     """The states of a drafting round; log-odds are float32 whatever the model's dtype."""
     long, flags = partial(_empty, dtype=torch.int64), partial(_empty, dtype=torch.bool)
     known = 3 * states
     table = DraftTable(
         first=long(batch, block + DRAFT_COLUMNS),
         valid=flags(batch),
-        token=long(batch, known, block),
-        odds=_empty(batch, known, block, dtype=torch.float32),
+        token=long(batch, known, block, LIKELIEST if sampled else 1),
+        odds=_empty(batch, known, block, LIKELIEST if sampled else 1, dtype=torch.float32),
         known=long(batch, known, block + 1),
         known_valid=flags(batch, known),
         ahead=long(batch, known, block + DRAFT_COLUMNS),
@@ -185,9 +187,10 @@ def grow_launch(batch: int, states: int, branches: int, block: int = 4) -> None:
         open_end=long(batch),
         eos=long(2),
         schedule=long(block),
+        seed=long(batch) if sampled else None,
+        rule=rule,
         mask_id=VOCAB - 1,
         branches=branches,
-        one_at_a_time=True,
     )
     grow_kernel(table, states, states)
 
@@ -239,7 +242,10 @@ def shipped(dtype: torch.dtype, capability: int) -> Iterator[tuple[dict[str, Any
         for kernel in ("sum_and_norm", "rotated", "gated"):
             yield {"launch": kernel, "tokens": tokens}, partial(layer_launch, kernel, tokens, dtype)
         if states > 1:
-            yield {"launch": "grow", "states": states, "branches": 3, "block": block}, partial(grow_launch, 1, states, 3, block)
+            rules: tuple[RevealRule, ...] = (Static(), Sequential(), Dynamic(2.2), EntropyBound(0.35))
+            for rule, sampled in product(rules, (False, True)):
+                sizes = {"states": states, "block": block, "rule": type(rule).__name__, "sampled": sampled}
+                yield {"launch": "grow", **sizes}, partial(grow_launch, states, block, rule, sampled)
         settled = partial(settle_launch, 1, states, block, states > 1)
         yield {"launch": "settle", "states": states, "block": block}, settled
 
@@ -255,9 +261,9 @@ def others(dtype: torch.dtype, capability: int) -> Iterator[tuple[dict[str, Any]
     for batch, states, used in ((1, 4, 512), (1, 1, 512), (8, 8, 4096)):
         sizes = {"launch": "round_attention", "batch": batch, "states": states, "block": 4, "used": used}
         yield sizes, partial(attention_launch, batch, states, used, dtype)
-    for states, branches, block in ((4, 3, 4), (8, 3, 4), (16, 3, 16)):
-        sizes = {"launch": "grow", "states": states, "branches": branches, "block": block}
-        yield sizes, partial(grow_launch, 1, states, branches, block)
+    for states, block in ((4, 4), (8, 4), (16, 16)):
+        sizes = {"states": states, "block": block, "rule": "Static", "sampled": False}
+        yield {"launch": "grow", **sizes}, partial(grow_launch, states, block, Static(), False)
 
 
 def main(arguments: list[str] | None = None) -> None:

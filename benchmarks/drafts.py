@@ -21,8 +21,8 @@ from modeling_mrp.generate.decode_state import DecodeState, RoundPlan, summary
 from modeling_mrp.generate.loop import HeadPasses, Task, begin, decode, decode_round, draft_states
 from modeling_mrp.generate.modes import Drafting, Mode
 from modeling_mrp.modeling import MRPForCausalLM
-from modeling_mrp.rules.drafting import SOURCE, table_tells
-from modeling_mrp.rules.rules import Static, ranks
+from modeling_mrp.rules.drafting import SOURCE, told
+from modeling_mrp.rules.revealing import Static, ranks
 from modeling_mrp.rules.states import Reveal
 from modeling_mrp.runner.runner import Runner
 
@@ -50,18 +50,17 @@ class Watched:
         draft = draft_states(self.task, head, state, successor, plan)
         after, accepted = decode_round(self.task, self.runner, state, plan)
         if draft.table is not None:
-            tell = table_tells(draft.table)
             for slot in range(draft.valid.shape[1] - 1):  # nothing is drafted from the last
                 drafted, valid = draft.slots[:, slot], draft.valid[:, slot]
                 actual = Reveal(*(part[:, slot] for part in vars(after.memory.scored.reveal).values()))
-                self._compare(drafted, valid, *tell(drafted, valid), actual)
+                self._compare(drafted, valid, *told(draft.table, drafted), actual)
         return after, summary(after, mask_id, accepted).tolist()
 
     def _compare(self, drafted: Tensor, valid: Tensor, token: Tensor, odds: Tensor, actual: Reveal) -> None:
         block = token.shape[-1]
         candidates = (drafted[:, :block] == self.task.mask_token_id) & (odds > -torch.inf)
-        odds, told = odds.where(candidates, -torch.inf), valid & (drafted[:, SOURCE] >= 0)
-        row, column = (actual.where & told[:, None]).nonzero(as_tuple=True)
+        odds, guided = odds.where(candidates, -torch.inf), valid & (drafted[:, SOURCE] >= 0)
+        row, column = (actual.where & guided[:, None]).nonzero(as_tuple=True)
         place = ranks(odds, odds > -torch.inf)[row, column]
         right = token[row, column] == actual.token[row, column]
         self.counted["states"] += len(row)

@@ -27,7 +27,8 @@ from modeling_mrp.generate.loop import Task
 from modeling_mrp.generate.modes import Drafting, Mode
 from modeling_mrp.model.diffusion import block_causal_mask
 from modeling_mrp.modeling import MRPForCausalLM
-from modeling_mrp.rules.rules import Static, stepped
+from modeling_mrp.rules.revealing import Static
+from modeling_mrp.rules.rules import stepped
 from modeling_mrp.rules.states import States
 from modeling_mrp.runner.runner import Held, Runner, Scratch
 

@@ -12,7 +12,8 @@ from torch.utils._pytree import tree_map
 from modeling_mrp.generate.loop import re_read
 from modeling_mrp.kernels.dispatch import PYTORCH
 from modeling_mrp.kernels.grow import DraftTable
-from modeling_mrp.rules.drafting import ORDER_SHARPNESS, Draft, Tell, as_slots, grow
+from modeling_mrp.rules.drafting import Draft, as_slots, grow
+from modeling_mrp.rules.revealing import ORDER_SHARPNESS, RevealRule, Static
 from modeling_mrp.rules.rules import Accepted, remembered
 from modeling_mrp.rules.states import Memory, Reveal, Scored, States
 
@@ -77,6 +78,7 @@ def draft_table(
     new_tokens: int | None = None,
     following: list[int] | None = None,
     memory: Memory | None = None,
+    rule: RevealRule = Static(),  # noqa: B008
 ) -> DraftTable:
     """What rows draft from that stand in their second block, of which nothing is revealed.
 
@@ -91,8 +93,8 @@ def draft_table(
     return DraftTable(
         first=as_slots(states(*[[M] * block] * rows, start=block), 0),
         valid=torch.ones(rows, dtype=torch.bool),
-        token=said[..., 0].long(),
-        odds=said[..., 1],
+        token=said[..., 0].long()[..., None],
+        odds=said[..., 1][..., None],
         known=memory.scored.states.table[..., : block + 1],
         known_valid=memory.scored.states.valid,
         ahead=memory.ahead,
@@ -101,14 +103,15 @@ def draft_table(
         open_end=torch.full((rows,), block + (new_tokens or 3 * block)),
         eos=torch.tensor(eos, dtype=torch.long),
         schedule=torch.tensor(schedule or [1] * block),
+        seed=None,
+        rule=rule,
         mask_id=M,
         branches=min(branches, block),
-        one_at_a_time=max(schedule or [1]) == 1,
     )
 
 
-def grown(table: DraftTable, size: int, tell: Tell | None = None) -> Draft:
-    return grow(table, size, size, PYTORCH, tell)
+def grown(table: DraftTable, size: int) -> Draft:
+    return grow(table, size, size, PYTORCH)
 
 
 def ids_of(draft: Draft, row: int = 0) -> list[list[int]]:
@@ -139,7 +142,7 @@ class Head:
         return torch.stack([hidden_of(row) for row in rows]) - hidden
 
     def estimates(self, at: States, hidden: Tensor, text: Any) -> tuple[Tensor, Tensor]:
-        return hidden[..., 0].round().long(), hidden[..., 1]
+        return hidden[..., 0].round().long()[..., None], hidden[..., 1][..., None]
 
 
 class Reading:
@@ -147,7 +150,7 @@ class Reading:
 
     def __init__(self, table: DraftTable, head: Head) -> None:
         self.table, self.head = table, head
-        self.hidden = torch.stack([table.token.double(), table.odds], -1)
+        self.hidden = torch.cat([table.token.double(), table.odds], -1)
 
     def grown(self, size: int) -> Draft:
         return grown(self.table, size)

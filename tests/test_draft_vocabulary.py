@@ -199,7 +199,7 @@ def test_the_text_stays(holds: str, sampling: dict[str, Any]) -> None:
     def estimated(self: Reader, states: States, hidden: Tensor, text: Text) -> tuple[Tensor, Tensor]:
         token, odds = estimates(self, states, hidden, text)
         open_positions = torch.arange(8) < states.end[..., None]
-        read.update(token[states.masked(MASK) & states.valid[..., None] & open_positions].tolist())
+        read.update(token[states.masked(MASK) & states.valid[..., None] & open_positions].flatten().tolist())
         return token, odds
 
     with pytest.MonkeyPatch.context() as patch:

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from math import exp
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,21 +28,21 @@ from draft_tables import (
 )
 from torch import Tensor
 
-from modeling_mrp.generate.loop import sampled_tell
 from modeling_mrp.kernels.grow import DraftTable
+from modeling_mrp.kernels.noise import gumbel_noise, noise_keys
 from modeling_mrp.rules.drafting import (
     BASE,
     DRAFT_END,
     DRAFT_PARENT,
     DRAFT_START,
     DRAFT_STEP,
-    ORDER_SHARPNESS,
     SOURCE,
     Draft,
     as_slots,
     followers_of,
     undrafted,
 )
+from modeling_mrp.rules.revealing import ORDER_SHARPNESS, Sequential
 from modeling_mrp.rules.rules import Accepted, accept, path_from_first, remembered
 from modeling_mrp.rules.states import PARENT, Memory, Scored, States
 
@@ -185,46 +184,26 @@ def test_a_row_without_a_source_and_one_that_has_ended_draft_nothing() -> None:
 # Drafts that are sampled.
 
 
-def test_what_is_told_may_depend_on_the_state() -> None:
-    """Told are 30, 20, 10 with three, two, one masks left: each state's own token, not its source's. The orders do not meet."""
-
-    def tell(slots: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-        left = (slots[:, :3] == M).sum(-1, keepdim=True)
-        return (10 * left).expand(-1, 3), torch.tensor([weights(5, 4, 3)]).expand(len(slots), 3)
-
-    draft = grown(draft_table(([A, B, C], weights(5, 4, 3)), branches=2), 6, tell)
-    # 5/12 and 4/12; behind the first 5/12 * 4/7 and 5/12 * 3/7, behind the second 4/12 * 5/8 and 4/12 * 3/8
-    assert ids_of(draft) == [[M, M, M], [30, M, M], [M, 30, M], [30, 20, M], [30, 20, 10], [M, M, M]]
-    chain = grown(draft_table(([A, B, C], weights(3, 4, 5)), branches=1), 4, tell)
-    assert ids_of(chain) == [[M, M, M], [30, M, M], [30, 20, M], [30, 20, 10]]
-
-
-def test_sampled_drafts_are_picked_anew_at_every_state() -> None:
-    """From the hidden states of its source; greedy ones are not. A row that nothing tells of is left out."""
-    asked = []
-
-    class Sampled:
-        drafter = SimpleNamespace(sample=True)
-
-        def estimates(self, at: States, hidden: Tensor, text: Any) -> tuple[Tensor, Tensor]:
-            asked.append((at, hidden))
-            return hidden[..., 0].long() + at.step[..., None], hidden[..., 1]
-
-    reader: Any = Sampled()
-    text: Any = None
-    hidden = hidden_of([([A, B], [0.0, 1.0]), ([C, D], [2.0, 3.0])])[None].expand(3, 2, 2, 2)
-    tell = sampled_tell(reader, text, hidden)
-    assert tell is not None
-    slots = as_slots(states([M, M], [M, B], [M, M], start=2), torch.tensor([1, 0, -1]))
-    token, odds = tell(slots, torch.tensor([True, False, True]))
-    ((at, of_source),) = asked
-    assert at.valid.tolist() == [[True], [False], [False]]
-    assert torch.equal(at.table[:, 0], slots[:, :-2])
-    assert of_source[:, 0, :, 0].tolist() == [[C, D], [A, B], [A, B]]
-    assert token.tolist() == [[C, D], [A + 1, B + 1], [A, B]]
-    assert odds.tolist() == [[2, 3], [0, 1], [0, 1]]
-    reader.drafter.sample = False
-    assert sampled_tell(reader, text, hidden) is None
+def test_a_sample_is_told_with_the_noise_of_the_drafted_state() -> None:
+    """Two tokens a position, as likely as each other: which one comes is the noise's choice, which the masks left decide."""
+    tokens, odds = torch.tensor([[[30, 40], [31, 41], [32, 42]]]), torch.zeros(1, 3, 2, dtype=torch.float64)
+    table = draft_table(([A, B, C], weights(5, 4, 3)), branches=1)
+    seeds = torch.tensor([7])
+    table = replace(table, token=tokens[:, None], odds=odds[:, None], seed=seeds, rule=Sequential())
+    expected = [M, M, M]
+    line = [[*expected]]
+    for masks in (3, 2, 1):
+        column = 3 - masks
+        key = noise_keys(seeds, torch.tensor([3 + column]), torch.tensor([masks]))
+        noise = gumbel_noise(key, tokens[0, column], torch.float64)[0]
+        expected[column] = int(tokens[0, column, noise.argmax()])
+        line.append([*expected])
+    draft = grown(table, 4)
+    assert ids_of(draft) == line
+    others = [ids_of(grown(replace(table, seed=torch.tensor([seed])), 4))[-1] for seed in range(40)]
+    assert len({tuple(ids) for ids in others}) == 8  # every choice comes, a false alarm in a thousand seeds
+    rare = replace(table, odds=torch.tensor([0.0, -torch.inf], dtype=torch.float64).expand(1, 1, 3, 2))
+    assert ids_of(grown(rare, 4))[-1] == [30, 31, 32]  # what truncation left out never comes
 
 
 # What is remembered, and looked up.
@@ -343,7 +322,7 @@ def test_re_reading_by_hand() -> None:
     (at, hidden) = head.read[0]
     assert torch.equal(at.table, draft.states.table)
     torch.testing.assert_close(hidden, hidden_of([said])[:, None].expand(1, 3, 4, 2))
-    assert reading.table.token[0].tolist()[2:] == [[20, 21, 22, 23]] * 3
+    assert reading.table.token[0, ..., 0].tolist()[2:] == [[20, 21, 22, 23]] * 3
     draft = reading.grown(4)
     assert ids_of(draft) == [[M, M, M, M], [M, M, M, 23], [M, M, 22, 23], [M, 21, 22, 23]]
     assert column(draft, SOURCE) == [2, 2, 2, 2]  # the first state's own; those behind it are new

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from draft_tables import Entry, Head, M, Prediction, Reading, column, draft_table, ids_of, memory_of, of_rows
 
-from modeling_mrp.rules.drafting import DRAFT_PARENT, DRAFT_START, DRAFT_STEP, ORDER_SHARPNESS, SOURCE
+from modeling_mrp.rules.drafting import DRAFT_PARENT, DRAFT_START, DRAFT_STEP, SOURCE
+from modeling_mrp.rules.revealing import ORDER_SHARPNESS
 
 
 @dataclass
@@ -147,8 +148,8 @@ def test_equals_its_slow_twin(seed: int) -> None:
                 for node, source in zip(nodes, column(draft, SOURCE, row), strict=True):
                     assert (source < 0) == (node.said is None)
                     if node.said is not None:
-                        assert reading.table.token[row, source].tolist() == node.said[0]
-                        assert reading.table.odds[row, source].tolist() == pytest.approx(node.said[1], abs=1e-9)
+                        assert reading.table.token[row, source, :, 0].tolist() == node.said[0]
+                        assert reading.table.odds[row, source, :, 0].tolist() == pytest.approx(node.said[1], abs=1e-9)
                 for place, node in enumerate(nodes):
                     if M in node.ids and node.said is not None and (place or not turn):
                         twin.estimates[node.ids] = says(row, node.ids, turn)

@@ -1,4 +1,4 @@
-"""Random decodes: speculation gives what `static` gives, and a row what it gives alone.
+"""Random decodes: speculation gives what its target gives, and a row what it gives alone.
 
 In float64 two tokens or positions whose scores agree to the last bits do not come up, so there is no false alarm: a
 difference is a bug.
@@ -14,6 +14,7 @@ from helpers import MASK, VOCAB
 from test_decoding import batch_of, dampened
 
 from modeling_mrp import MRPForCausalLM
+from modeling_mrp.generate.option_table import TARGETS
 
 SEEDS, CASES = 24, 3
 # What a decode cost each row.
@@ -42,6 +43,8 @@ def random_options(rng: random.Random, block: int, sampled: bool) -> dict[str, A
     options: dict[str, Any] = {
         "max_new_tokens": rng.randint(1, 2 * min(block, 16) + 3),
         "denoising_steps": rng.choice((None, None, 1, 2, 3, rng.randint(1, block))),
+        "confidence_threshold": rng.choice((0.0, 0.02, 0.05, 0.2, 0.9)),
+        "entropy_threshold": rng.choice((0.0, 2.0, 5.0, 12.0)),
         "eos_token_id": rng.choice((None, [3, 5], list(range(1, 12)), rng.sample(range(50), 25))),
     }
     if rng.random() < 0.3 and options["eos_token_id"]:
@@ -58,7 +61,7 @@ def random_options(rng: random.Random, block: int, sampled: bool) -> dict[str, A
 
 def random_drafting(rng: random.Random, rows: int, block: int) -> dict[str, Any]:
     """What does not change the text."""
-    width = rng.randint(1, 10)
+    width = rng.randint(1, 12)
     return {
         "num_draft_states": width,
         "draft_branches": rng.randint(1, 6),
@@ -118,15 +121,16 @@ def test_random_decodes(mode: str, seed: int) -> None:
     for trial in range(CASES):
         count = rng.randint(1, 5)
         prompts = [[rng.randrange(1, 50) for _ in range(rng.randint(1, 2 * block + 3))] for _ in range(count)]
-        options = random_options(rng, block, sampled=bool((seed + trial) % 2))
+        options = random_options(rng, block, sampled=bool((seed // 4 + trial) % 2))
         infill = random_infill(rng, count, options["max_new_tokens"])
         seeds = [rng.randrange(1 << 62) for _ in range(count)]
         drafting = random_drafting(rng, count, block)
-        case = (trial, options, drafting, infill, count)
-        static, _ = decode_rows(model, prompts, rng.choice(("left", "right")), infill, decoding="static", seed=seeds, **options)
-        options |= {"decoding": mode, **drafting}
+        target = TARGETS[(seed + trial) % len(TARGETS)]
+        case = (trial, target, options, drafting, infill, count)
+        plain, _ = decode_rows(model, prompts, rng.choice(("left", "right")), infill, decoding=target, seed=seeds, **options)
+        options |= {"decoding": mode, "target": target, **drafting}
         drafted, _ = decode_rows(model, prompts, rng.choice(("left", "right")), infill, seed=seeds, **options)
-        for a, b in zip(static, drafted, strict=True):
+        for a, b in zip(plain, drafted, strict=True):
             assert_same_text(a, b, case)
         for row in rng.sample(range(count), min(count, 2)):
             own = None if infill is None else infill[row : row + 1]

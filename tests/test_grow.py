@@ -16,7 +16,7 @@ from modeling_mrp import MRPForCausalLM
 from modeling_mrp.generate import loop
 from modeling_mrp.kernels.dispatch import Dispatch, triton
 from modeling_mrp.kernels.grow import DraftTable, grow_kernel
-from modeling_mrp.rules.drafting import SOURCE, Draft, Tell, grow, grow_ref
+from modeling_mrp.rules.drafting import SOURCE, Draft, grow, grow_ref
 
 pytestmark = [
     pytest.mark.skipif(triton is None, reason="needs triton"),
@@ -32,12 +32,11 @@ class Compared:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.rows = self.differing = self.states = self.found = 0
 
-        def both(table: DraftTable, size: int, most: int, dispatch: Dispatch, tell: Tell | None) -> Draft:
-            assert tell is None
+        def both(table: DraftTable, size: int, most: int, dispatch: Dispatch) -> Draft:
             slots, valid = grow_kernel(table, size, most)
             with pytest.MonkeyPatch.context() as inner:
                 margins = Margins(inner)
-                expected = Draft(*grow_ref(table, size, None))
+                expected = Draft(*grow_ref(table, size))
             differs = (slots != expected.slots).any(-1).any(-1) | (valid != expected.valid).any(-1)
             assert not (differs & (margins.least > NEAR)).any()
             self.rows, self.differing = self.rows + len(slots), self.differing + int(differs.sum())
@@ -75,6 +74,12 @@ DECODES: dict[str, dict[str, Any]] = {
     "eight states": {"decoding": "mrp_spec", "num_draft_states": 8, "max_new_tokens": 3},
     "a chain of eight": {"decoding": "self_spec", "num_draft_states": 8, "draft_branches": 1},
     "an end in the block": {"decoding": "self_spec", "eos_token_id": [12, 20, 65], "min_new_tokens": 2},
+    "dynamic": {"decoding": "mrp_spec", "target": "dynamic", "confidence_threshold": 0.15, "draft_branches": 4},
+    "entropy_bound": {"decoding": "self_spec", "target": "entropy_bound", "entropy_threshold": 9.0, "draft_branches": 3},
+    "sequential": {"decoding": "mrp_spec", "target": "sequential", "denoising_steps": 3},
+    "several a step": {"decoding": "self_spec", "denoising_steps": 3, "draft_branches": 3},
+    "samples": {"decoding": "mrp_spec", "do_sample": True, "temperature": 0.5, "seed": 3},
+    "truncated samples": {"decoding": "self_spec", "target": "dynamic", "do_sample": True, "top_k": 5, "seed": 3},
     "rows of other lengths": {"decoding": "self_spec", "eos_token_id": [97], "draft_branches": 3},
 }
 
@@ -123,7 +128,7 @@ def test_decodes_cost_the_same(model: MRPForCausalLM) -> None:
 def both_ways(table: DraftTable, size: int) -> tuple[Draft, Draft]:
     on_device = {f.name: getattr(table, f.name).to(DEVICE) for f in fields(table) if f.type is Tensor}
     table = replace(table, **on_device)
-    return Draft(*grow_kernel(table, size, size)), Draft(*grow_ref(table, size, None))
+    return Draft(*grow_kernel(table, size, size)), Draft(*grow_ref(table, size))
 
 
 @pytest.mark.parametrize(
@@ -132,7 +137,7 @@ def both_ways(table: DraftTable, size: int) -> tuple[Draft, Draft]:
         ([0.9, 0.5, 0.2, 0.0], 5),
         ([0.5, 0.5, 0.5, 0.5], 5),
         ([float("inf"), 0.5, float("inf"), 0.0], 5),
-        ([float("nan"), 0.5, 0.2, 0.0], 1),
+        ([float("nan"), 0.5, 0.2, 0.0], 5),  # nor one that is no number
         ([float("-inf")] * 4, 1),
         ([-1e37, -3e37, 0.0, float("-inf")], 4),  # the last position never comes
         ([2e4, 1e4, 0.0, 0.0], 5),

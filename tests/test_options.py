@@ -1,5 +1,6 @@
 """The table of `generate`'s options: what the README, a config and the modes of decoding make of it."""
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ from conftest import ROOT
 from mrp_trainer.evaluate_options import EvaluateOptions
 from transformers import GenerationConfig
 
-from modeling_mrp.generate.option_table import DECODINGS, OPTIONS
+from modeling_mrp.generate.option_table import DECODINGS, DRAFTING, OPTIONS, TARGETS
 from modeling_mrp.generate.options import MRPGenerationConfig
 
 NAMED = {option.name: option for option in OPTIONS}
@@ -51,10 +52,13 @@ def test_a_config_has_the_options_and_no_others() -> None:
 @pytest.mark.parametrize("name", CHANGES)
 def test_an_option_counts_in_its_modes_only(name: str) -> None:
     others = {other: value for other, value in CHANGES[name].items() if other != name}
-    changed = [
-        mode for mode in DECODINGS if checked(decoding=mode, **others).mode() != checked(decoding=mode, **CHANGES[name]).mode()
-    ]
-    assert tuple(changed) == NAMED[name].modes
+
+    def changes(**mode: str) -> bool:
+        return checked(**mode, **others).mode() != checked(**mode, **CHANGES[name]).mode()
+
+    assert tuple(mode for mode in DECODINGS if changes(decoding=mode)) == NAMED[name].modes
+    for mode, target in product(DRAFTING, TARGETS):
+        assert changes(decoding=mode, target=target) == NAMED[name].counts(mode, target)
 
 
 def test_the_evaluations_flags_begin_with_the_defaults() -> None:
@@ -63,3 +67,10 @@ def test_the_evaluations_flags_begin_with_the_defaults() -> None:
     assert spec == {"decoding": "mrp_spec", "num_draft_states": 4, "draft_branches": 3}
     assert dynamic == {"decoding": "dynamic", "confidence_threshold": 0.9}
     assert all(NAMED[name].default == value for name, value in {**spec, **dynamic}.items() if name != "decoding")
+
+
+def test_the_evaluation_sweeps_a_targets_options_with_it() -> None:
+    flags = EvaluateOptions(decoding=["self_spec"], target=["static", "dynamic"], tau=[0.5, 0.9], branches=[3])
+    spec = {"decoding": "self_spec", "num_draft_states": 4, "draft_branches": 3}
+    of_dynamic = {**spec, "target": "dynamic"}
+    assert flags.settings() == [spec, *({**of_dynamic, "confidence_threshold": tau} for tau in (0.5, 0.9))]

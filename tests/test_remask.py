@@ -10,7 +10,7 @@ from torch import Tensor
 
 from benchmarks import remask
 from modeling_mrp.generate.modes import HeadSteps, Refinement, RereadRemask, ResidualRemask, ThresholdRemask
-from modeling_mrp.rules.rules import logit
+from modeling_mrp.rules.revealing import logit
 from modeling_mrp.rules.states import Reveal, States
 
 M = 60

@@ -20,7 +20,7 @@ from modeling_mrp.generate.modes import Direct, Drafting, Mode, ThresholdRemask
 from modeling_mrp.generate.sampling import Sampler
 from modeling_mrp.generate.scoring import Reader
 from modeling_mrp.kernels.dispatch import PYTORCH
-from modeling_mrp.rules.rules import Dynamic, Static, reveal_schedule
+from modeling_mrp.rules.revealing import Dynamic, Static, reveal_schedule
 from modeling_mrp.rules.states import States
 from modeling_mrp.runner.cache import BlockCache
 from modeling_mrp.runner.protocol import BlockDiffusionModel
@@ -165,7 +165,7 @@ def case(
     )
     picker = Sampler(torch.eye(VOCAB, dtype=model.dtype), M, entropy=mode.rule.needs_entropy, dispatch=PYTORCH)
     reader = Reader(mode.rule, picker, picker, request, M, seeks=True, bars_eos=False)
-    task = Task(mode, reader, BLOCK, M, one_at_a_time=int(request.schedule.max()) == 1)
+    task = Task(mode, reader, BLOCK, M)
     cache = model.block_cache(rows, text.capacity, mode.width * BLOCK, mode.uses_head)
     runner = Runner(model, cache, mode.uses_head, PYTORCH, with_round_masks=False, device=CPU)
     return Case(task, runner, begin(task, runner, text, current, torch.zeros(rows, dtype=torch.long)))

@@ -1,27 +1,34 @@
 """The rules of decoding by hand, without a model: reveals, remasking, ends of texts, acceptance, schedules."""
 
-from math import inf, log
+from math import exp, inf, log
 
 import pytest
 import torch
 from torch import Tensor
 
-from modeling_mrp.rules.rules import (
-    Accepted,
+from modeling_mrp.rules.revealing import (
+    EACH_MORE,
+    ORDER_SHARPNESS,
+    TAIL_NATS,
+    THRESHOLD_SHARPNESS,
     Candidates,
     Dynamic,
     EntropyBound,
     RevealRule,
     Sequential,
     Static,
+    likely_entropy,
+    logit,
+    reveal_schedule,
+)
+from modeling_mrp.rules.rules import (
+    Accepted,
     accept,
     kept_reveal,
     kept_states,
     least_believed,
-    logit,
     offered_behind,
     path_from_first,
-    reveal_schedule,
     stepped,
     steps_on_path,
     whole_text,
@@ -76,6 +83,56 @@ def test_dynamic_takes_what_exceeds_the_threshold_and_the_best(threshold: float,
 def test_entropy_bound_adds_up_from_the_least(bound: float, revealed: list[int]) -> None:
     """Sums of 1/8, 3/8 and 7/8 nats; column 3 is none, and its entropy of 0 counts for nothing."""
     assert columns(EntropyBound(bound)(candidates([1.0, 1.0, 1.0, NO], entropy=[0.5, 0.125, 0.25, 0.0]))) == revealed
+
+
+def test_static_is_likely_to_take_the_surest_and_is_unsure_of_the_last() -> None:
+    """Two a step: the best and one of the others, by the sharpened odds; all of it where no more is left."""
+    sets, chance = Static().likely(candidates([0.5, NO, 2.0, 0.0, -1.0], quota=2), 3)
+    assert [columns(each) for each in sets] == [[0, 2], [2, 3], [2, 4]]
+    weight = [exp(ORDER_SHARPNESS * odds) for odds in (0.5, 0.0, -1.0)]
+    assert chance.tolist() == pytest.approx([each / sum(weight) for each in weight])
+    sets, chance = Static().likely(candidates([0.5, NO, 2.0], quota=3), 2)
+    assert (columns(sets[0]), chance.tolist()) == ([0, 2], [1, 0])
+
+
+def test_sequential_is_certain_of_positions_but_not_of_tokens() -> None:
+    sets, chance = Sequential().likely(candidates([NO, 0.0, 1.0, 2.0], quota=2), 3)
+    assert columns(sets[0]) == [1, 2]
+    assert chance.tolist() == pytest.approx([0.5 / (1 + exp(-1.0)), 0, 0])
+
+
+def test_dynamic_is_unsure_of_what_is_near_its_threshold() -> None:
+    """Over a threshold of 1 are 4 and 1.5, under it 0.8 and -3; the best is revealed anyhow. The nearest changes first."""
+    sets, chance = Dynamic(1.0).likely(candidates([1.5, 4.0, 0.8, -3.0, NO]), 4)
+    assert [columns(each) for each in sets] == [[0, 1], [0, 1, 2], [1], [0, 1, 3]]
+    near = {0: 0.5, 2: 0.2, 3: 4.0}
+    right = {column: 1 / (1 + exp(-THRESHOLD_SHARPNESS * gap)) for column, gap in near.items()}
+    all_right = right[0] * right[2] * right[3]
+    flipped = [all_right * (1 - right[column]) / right[column] for column in (2, 0, 3)]
+    assert chance.tolist() == pytest.approx([all_right, *flipped], rel=1e-5)
+    sets, chance = Dynamic(1.0).likely(candidates([0.3, NO]), 3)
+    assert (columns(sets[0]), chance.tolist()) == ([0], [1, 0, 0])
+
+
+def test_entropy_bound_takes_about_as_many_as_estimates_leave_room_for() -> None:
+    nats = likely_entropy(torch.tensor([3.0, 2.0])).tolist()
+    bound = sum(nats) + 1e-3  # the two surest; then one more, one less
+    sets, chance = EntropyBound(bound).likely(candidates([2.0, NO, 3.0, 1.0]), 5)
+    assert [columns(each) for each in sets[:3]] == [[0, 2], [0, 2, 3], [2]]
+    assert chance.tolist() == pytest.approx([1, EACH_MORE, EACH_MORE, 0, 0])
+    odds = torch.tensor([0.0, 4.0])
+    p = odds.sigmoid()
+    expected = -p * p.log() - (1 - p) * (1 - p).log() + (1 - p) * TAIL_NATS
+    torch.testing.assert_close(likely_entropy(odds), expected)
+
+
+@pytest.mark.parametrize(
+    "rule", [Static(), Sequential(), Dynamic(0.5), EntropyBound(1.5)], ids=lambda rule: type(rule).__name__
+)
+def test_nothing_is_likely_where_nothing_is_left(rule: RevealRule) -> None:
+    sets, chance = rule.likely(candidates([NO, NO]), 2)
+    assert not sets.any()
+    assert chance.tolist() == [0, 0]
 
 
 RULES = (Static(), Sequential(), Dynamic(0.5), EntropyBound(1.5))
@@ -308,17 +365,26 @@ def test_steps_go_on_in_the_next_block(begin: int, steps: list[int]) -> None:
     """From the masks, or from the draft on: the clean state takes no step, so that the next block's first has its number."""
     states = states_of(ROUND[begin:])
     states.table[:, -1, PARENT] -= begin
-    current, successor = states.map(lambda t: t[:, 0]), states_of([([M, M], 6, -1)]).map(lambda t: t[:, 0])
+    successor = states_of([([M, M], 6, -1)]).map(lambda t: t[:, 0])
     found = accept(scored(states, RIGHT[begin:]), None, successor, torch.tensor([7]), M)
     assert columns(found.passed[0]) == list(range(len(steps)))
-    assert steps_on_path(found, current).tolist() == [steps]
+    assert steps_on_path(found, M).tolist() == [steps]
+
+
+def test_steps_are_counted_along_the_path() -> None:
+    """A state that was drafted as one step away and is reached in two."""
+    states = states_of([([M, M, M], 3, -1), ([5, M, M], 3, -1), ([5, 6, M], 3, -1)])
+    states.table[:, 2, STEP] = 1
+    successor = states_of([([M, M, M], 6, -1)]).map(lambda t: t[:, 0])
+    found = accept(scored(states, [[5, None, None], [None, 6, None], [None, None, 7]]), None, successor, torch.tensor([4]), M)
+    assert steps_on_path(found, M).tolist() == [[0, 1, 2]]
 
 
 def test_steps_of_what_was_not_accepted_do_not_count() -> None:
     """Behind a given clean block, which took no step, while a draft of it is in another slot."""
     states = states_of([([5, 6], 4, -1), ([M, M], 6, 0), ([5, M], 4, -1)])
     states.table[:, 0, STEP] = 0
-    current, successor = states.map(lambda t: t[:, 0]), states_of([([M, M], 6, -1)]).map(lambda t: t[:, 0])
+    successor = states_of([([M, M], 6, -1)]).map(lambda t: t[:, 0])
     found = accept(scored(states, [[None, None], [None, 8], [None, 6]]), None, successor, torch.tensor([7]), M)
     assert columns(found.passed[0]) == [0, 1]
-    assert steps_on_path(found, current)[0, :2].tolist() == [0, 0]
+    assert steps_on_path(found, M)[0, :2].tolist() == [0, 0]

@@ -6,7 +6,6 @@ Its parts, in this order:
     model/layouts.py            The layouts that checkpoints come in: names of tensors, fields of configs, contents of the safetensors files.
     model/stock.py              An MRP model around a loaded SDAR model of another class: the same parameters in memory, and a repository's head.
     kernels/dispatch.py         The choice between a Triton kernel and its plain PyTorch twin. The kernels themselves lie beside their twins.
-    kernels/grow.py             A round's states, grown in one launch; `grow_ref` takes a hundred small ones for each state that it adds.
     kernels/noise.py            The noise of sampled picks: a counter-based generator, a pure function of (seed, position, masks left, token id).
     kernels/round_attention.py  Attention of a decoding round: a Triton kernel and its PyTorch twin. How layers come to use it: `round_layers_mrp`.
     kernels/settle.py           Settle a round's scores in one launch: which states are accepted, what becomes text, where each row stands next.
@@ -14,8 +13,10 @@ Its parts, in this order:
     kernels/pick.py             The vocabulary-wide step: from hidden states to a token and its log-odds, fused over the vocabulary on CUDA.
     model/diffusion.py          Block diffusion: masks of attention, and the training pass that holds noisy and clean tokens together.
     rules/constants.py          Numbers that are made once and stay where they are, so that a recorded round launches nothing for them.
+    rules/revealing.py          Reveal rules: which positions a step of the backbone reveals, and which it is likely to reveal where that is only guessed.
     rules/states.py             States of a block, their reveals, and sets of scored states: tensors with names, and nothing that decides.
     rules/rules.py              Rules of decoding: pure functions of tensors, callable without a model.
+    kernels/grow.py             A round's states, grown in one launch; `grow_ref` takes a hundred small ones for each state that it adds.
     rules/drafting.py           Drafts: which states a round submits, the likeliest followers of each row's next state first.
     runner/cache.py             Keys and values of committed blocks by absolute position, and the scratch of the states being scored.
     runner/graphs.py            CUDA graphs: steps that run again and again on fixed buffers are recorded once and then replayed with one launch.
@@ -706,289 +707,6 @@ def _summary(error: Exception) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------
-# kernels/grow.py
-#
-# A round's states, grown in one launch; `grow_ref` takes a hundred small ones for each state that it adds.
-#
-# Which state comes next depends on all those before, so a program goes through them one by one; the rows are side by side. Its
-# twin, in `drafting`, also does what is rarer: sampled drafts and several reveals a step.
-
-# The power of a token's odds that orders drafts. Reveals follow the first power or a little more; the fourth drafts best, as a
-# state passed over is remembered, so that going deeper is worth more than its chance (`benchmarks/NOTES.md`, Drafting).
-ORDER_SHARPNESS = 4.0
-
-# Log-odds above this are certain: their sums stay finite.
-MOST_ODDS = 1e4
-
-# For `base`: what the state's parent has.
-INHERITED = -2
-
-# Columns of a drafted state behind its ids: start, parent, step, end, base, source.
-DRAFT_COLUMNS = 6
-
-_LARGEST = 1 << 14  # numbers of a row's table of states, which a program holds in registers
-
-
-@dataclass(frozen=True)
-class DraftTable:
-    """The table that the drafts of a round are read from.
-
-    A drafted state is a row of [block + 6] integers: ids, start, parent, step and end, as in `States`; then `base`, the source
-    that an estimate of it starts from, and `source`, the one that tells its followers: its own estimate if there is one, else
-    its base. Sources are numbered: 0 is the last accepted state, then come the remembered ones, then the head's estimates.
-
-    Attributes:
-        first: [rows, block + 6] long, each row's next state, from which all others are grown.
-        valid: [rows] bool, rows that draft.
-        token: [rows, sources, block] long, what each source tells: the token of each masked position,
-        odds: [rows, sources, block] float, and its log-odds.
-        known: [rows, m, block + 1] long, ids and start of states that need no slot, since what follows is known.
-        known_valid: [rows, m] bool.
-        ahead: [rows, m, block + 6] long, the states that they lead to.
-        successor: [rows, block + 6] long, the next block's first state.
-        open_successor: [rows] bool, whether it may follow a clean one: it has masks.
-        open_end: [rows] long, one past the last position that is not given.
-        eos: [any] long, ids that end a text.
-        schedule: [block] long, reveals per denoising step.
-        mask_id: The mask's id.
-        branches: Followers of a state, at most; no more than a block has positions.
-        one_at_a_time: Whether no step of the schedule reveals more than one position.
-    """
-
-    first: Tensor
-    valid: Tensor
-    token: Tensor
-    odds: Tensor
-    known: Tensor
-    known_valid: Tensor
-    ahead: Tensor
-    successor: Tensor
-    open_successor: Tensor
-    open_end: Tensor
-    eos: Tensor
-    schedule: Tensor
-    mask_id: int
-    branches: int
-    one_at_a_time: bool
-
-    def fits(self, size: int) -> bool:
-        """Tell if the kernel holds what `size` states need."""
-        return _entries(size, self.branches) * power_of_two(self.first.shape[-1]) <= _LARGEST
-
-
-def _entries(size: int, branches: int) -> int:
-    """Count the states in a row's table: those taken, then those that may be."""
-    return power_of_two(size * (1 + branches))
-
-
-def grow_kernel(table: DraftTable, size: int, most: int) -> tuple[Tensor, Tensor]:
-    """Grow the states of a round, best first, by the kernel: greedy drafts, one reveal a step.
-
-    Floor: what is read, some 10 KB a row: microseconds, less than its launch; the steps of a program wait for each other.
-
-    Args:
-        table: What they are grown on; `fits(size)`.
-        size: How many.
-        most: The most that any call of this decode asks for: one program is compiled for all of them.
-
-    Returns:
-        [rows, size, block + 6] long, and [rows, size] bool: which of them are states.
-    """
-    rows, width = table.first.shape
-    slots = table.first.new_empty(rows, size, width)
-    valid = table.valid.new_empty(rows, size)
-    if not rows:
-        return slots, valid
-    entries = _entries(max(size, most) if table.fits(most) else size, table.branches)
-    columns = power_of_two(width)
-    _grow[(rows,)](
-        *(table.first, table.valid.view(torch.uint8), table.token.contiguous(), table.odds.contiguous()),
-        *(table.known.contiguous(), table.known_valid.contiguous().view(torch.uint8), table.ahead.contiguous()),
-        *(table.successor.contiguous(), table.open_successor.contiguous().view(torch.uint8)),
-        *(table.open_end.contiguous(), table.eos, slots, valid.view(torch.uint8)),
-        *(table.first.stride(0), table.valid.stride(0), size, table.branches, table.token.shape[1], table.known.shape[1]),
-        *(len(table.eos), table.mask_id),
-        BLOCK=width - DRAFT_COLUMNS,
-        COLUMNS=columns,
-        ENTRIES=entries,
-        TILE_KNOWN=max(1, 1024 // columns),
-        SHARPNESS=ORDER_SHARPNESS,
-        MOST=MOST_ODDS,
-        INHERITS=INHERITED,
-        num_warps=max(1, min(8, entries * columns // 1024)),
-        **MULTIPLY_ADD,
-    )
-    return slots, valid
-
-
-if triton is not None:
-
-    @triton.jit
-    def _entry(state, column, which):  # type: ignore[no-untyped-def]
-        """Read one number of a state."""
-        return tl.sum(tl.where(column == which, state, 0), 0)
-
-    @triton.jit
-    def _looked_up(  # type: ignore[no-untyped-def]
-        made,
-        known,
-        known_valid,
-        ahead,
-        count,
-        BLOCK: tl.constexpr,
-        COLUMNS: tl.constexpr,
-        TILE_KNOWN: tl.constexpr,
-        INHERITS: tl.constexpr,
-    ):
-        """Replace a state by what the first known one with its ids and start leads to, if there is one."""
-        column = tl.arange(0, COLUMNS)
-        named = (column <= BLOCK)[None, :]
-        place = count
-        for begin in range(0, count, TILE_KNOWN):
-            entry = begin + tl.arange(0, TILE_KNOWN)
-            there = entry < count
-            at = known + entry[:, None] * (BLOCK + 1) + column[None, :]
-            listed = tl.load(at, mask=there[:, None] & named, other=0).to(tl.int32)
-            differ = tl.sum((named & (listed != made[None, :])).to(tl.int32), 1)
-            same = (tl.load(known_valid + entry, mask=there, other=0) != 0) & (differ == 0)
-            place = tl.minimum(place, tl.min(tl.where(same, entry, count), 0))
-        found = column < tl.where(place < count, BLOCK + 6, 0)
-        leads = tl.load(ahead + place * (BLOCK + 6) + column, mask=found, other=0).to(tl.int32)
-        inherits = (column == BLOCK + 4) & (leads == INHERITS)
-        return tl.where(found & ~inherits, leads, made)
-
-    @triton.jit
-    def _follower(  # type: ignore[no-untyped-def]
-        state, last, token, end, source, eos, eos_count, BLOCK: tl.constexpr, COLUMNS: tl.constexpr
-    ):
-        """Reveal one more position of a state, `last`."""
-        column = tl.arange(0, COLUMNS)
-        picked = _entry(token, column, last)
-        ends = picked != picked
-        for i in range(eos_count):
-            ends = ends | (tl.load(eos + i).to(tl.int32) == picked)
-        made = tl.where(column == last, picked, state)
-        made = tl.where(column == BLOCK + 2, state + 1, made)
-        made = tl.where(column == BLOCK + 3, tl.minimum(end, tl.where(ends, last, BLOCK)), made)
-        return tl.where(column == BLOCK + 4, source, made)
-
-    @triton.jit
-    def _done(made, open_end, mask_id, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
-        """Tell if nothing is left to reveal before the end of the text, and that lies in the block."""
-        column = tl.arange(0, COLUMNS)
-        end = tl.minimum(_entry(made, column, BLOCK + 3) + 1, open_end - _entry(made, column, BLOCK))
-        hidden = (made == mask_id) & (column < tl.minimum(end, BLOCK))
-        return (end <= BLOCK) & (tl.sum(hidden.to(tl.int32), 0) == 0)
-
-    @triton.jit
-    def _store(slots, valid, slot, state, is_valid, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
-        column = tl.arange(0, COLUMNS)
-        tl.store(slots + slot * WIDTH + column, state.to(tl.int64), mask=column < WIDTH)
-        tl.store(valid + slot, is_valid.to(tl.uint8))
-
-    # Sizes that change from round to round are not compiled for.
-    @triton.jit(
-        do_not_specialize=[
-            *("slots_stride", "valid_stride", "size", "branches", "source_count", "known_count", "eos_count", "mask_id")
-        ]
-    )
-    def _grow(  # type: ignore[no-untyped-def]
-        slots,
-        valid,
-        token,
-        odds,
-        known,
-        known_valid,
-        ahead,
-        successor,
-        open_successor,
-        open_end,
-        eos,
-        slots_out,
-        valid_out,
-        slots_stride,
-        valid_stride,
-        size,
-        branches,
-        source_count,
-        known_count,
-        eos_count,
-        mask_id,
-        BLOCK: tl.constexpr,
-        COLUMNS: tl.constexpr,
-        ENTRIES: tl.constexpr,
-        TILE_KNOWN: tl.constexpr,
-        SHARPNESS: tl.constexpr,
-        MOST: tl.constexpr,
-        INHERITS: tl.constexpr,
-    ):
-        """Grow all states of a row: program (row).
-
-        A state is a vector of COLUMNS numbers, the table of those taken and those that may be is [ENTRIES, COLUMNS]; all stays
-        in registers. Ids fit 32 bits.
-        """
-        WIDTH: tl.constexpr = BLOCK + 6
-        row = tl.program_id(0).to(tl.int64)
-        column, entry = tl.arange(0, COLUMNS), tl.arange(0, ENTRIES)
-        in_state, in_block = column < WIDTH, column < BLOCK
-        known += row * known_count * (BLOCK + 1)
-        known_valid += row * known_count
-        ahead += row * known_count * WIDTH
-        slots_out += row * size * WIDTH
-        valid_out += row * size
-        state = tl.load(slots + row * slots_stride + column, mask=in_state, other=0).to(tl.int32)
-        is_valid = tl.load(valid + row * valid_stride) != 0
-        behind = tl.load(successor + row * WIDTH + column, mask=in_state, other=0).to(tl.int32)
-        behind_chance = (tl.load(open_successor + row) != 0).to(tl.float32)
-        text_end = tl.load(open_end + row).to(tl.int32)
-        table = tl.full((ENTRIES, COLUMNS), -1, tl.int32)  # no state starts at -1
-        chance = tl.full((ENTRIES,), 0.0, tl.float32)
-        reached = tl.full((), 1.0, tl.float32)
-        _store(slots_out, valid_out, 0, state, is_valid, WIDTH, COLUMNS)
-        for slot in range(size - 1):
-            table = tl.where((entry == slot)[:, None], state[None, :], table)
-            end, source = _entry(state, column, BLOCK + 3), _entry(state, column, BLOCK + 5)
-            told = (row * source_count + tl.maximum(source, 0)) * BLOCK + column
-            tokens = tl.load(token + told, mask=in_block, other=0).to(tl.int32)
-            surety = tl.load(odds + told, mask=in_block, other=0.0).to(tl.float32)
-            masked = in_block & (state == mask_id)
-            clean = tl.sum(masked.to(tl.int32), 0) == 0
-            open_columns = tl.where(is_valid & (source >= 0), end, 0)
-            left = tl.where(masked & (column < open_columns), surety, float("-inf"))
-            bounded = tl.where(left > MOST, MOST, left)
-            peak = tl.max(bounded, 0)
-            weight = tl.exp(SHARPNESS * (bounded - tl.where(peak == float("-inf"), 0.0, peak)))
-            total = tl.sum(weight, 0)
-            for branch in range(branches):
-                best = tl.max(left, 0)
-                last = tl.min(tl.where(in_block & (left == best), column, COLUMNS), 0)  # of equals the first
-                own = tl.sum(tl.where(column == last, weight, 0.0), 0) / tl.where(total == 0.0, 1.0, total)
-                own = tl.where(best == float("-inf"), 0.0, own)  # nothing is left to reveal
-                left = tl.where(column == last, float("-inf"), left)
-                made = _follower(state, last, tokens, end, source, eos, eos_count, BLOCK, COLUMNS)
-                made = _looked_up(made, known, known_valid, ahead, known_count, BLOCK, COLUMNS, TILE_KNOWN, INHERITS)
-                # The reveal before a state that ends the row already tells; no number is no chance.
-                own = tl.where((own != own) | _done(made, text_end, mask_id, BLOCK, COLUMNS), 0.0, own)
-                follows_here = clean & (branch == 0)
-                made = tl.where(follows_here, tl.where(column == BLOCK + 1, slot, behind), made)
-                own = tl.where(follows_here, behind_chance, own)
-                own = tl.where(is_valid, own, 0.0) * reached
-                # Orders that meet in one state add up there.
-                differ = tl.sum(((column < BLOCK + 2)[None, :] & (table != made[None, :])).to(tl.int32), 1)
-                met = (differ == 0) & ((entry < size) | (chance > 0.0))
-                chance += tl.where(met & (entry >= size), own, 0.0)
-                fresh = entry == size + slot * branches + branch
-                table = tl.where(fresh[:, None], made[None, :], table)
-                chance = tl.where(fresh, tl.where(tl.max(met.to(tl.int32), 0) > 0, 0.0, own), chance)
-            reached = tl.max(chance, 0)
-            place = tl.min(tl.where(chance == reached, entry, ENTRIES), 0)  # where nothing is left, the first state again
-            is_valid = reached > 0.0
-            state = tl.sum(tl.where((entry == place)[:, None], table, 0), 0)
-            chance = tl.where(entry == place, 0.0, chance)
-            _store(slots_out, valid_out, slot + 1, state, is_valid, WIDTH, COLUMNS)
-
-
-# ----------------------------------------------------------------------------------------------------
 # kernels/noise.py
 #
 # The noise of sampled picks: a counter-based generator, a pure function of (seed, position, masks left, token id).
@@ -1014,7 +732,7 @@ def noise_keys(seed: Tensor, position: Tensor, masks_left: Tensor) -> Tensor:
 
 
 def noise_bits(keys: Tensor, tokens: Tensor) -> Tensor:
-    """Draw 32 random bits for each of keys [n] and token ids [m]: [n, m] int64."""
+    """Draw 32 random bits for each of keys [n] and token ids [m], or for token ids [n, m] of each key: [n, m] int64."""
     return mix32(mix32(tokens * 0x9E3779B1 & _UINT32) ^ keys[:, None])
 
 
@@ -1023,7 +741,7 @@ def gumbel_noise(keys: Tensor, tokens: int | Tensor, dtype: torch.dtype) -> Tens
 
     Args:
         keys: [n] long, from `noise_keys`.
-        tokens: The first so many ids, or [m] long, which ids.
+        tokens: The first so many ids, or [m] long, which ids, or [n, m] long, which of each key.
         dtype: float32 or float64; both see the same 32 random bits.
 
     Returns:
@@ -1050,6 +768,19 @@ if triton is not None:
     def token_noise_bits(keys, tokens):  # type: ignore[no-untyped-def]
         """Draw the bits of `noise_bits`, transposed: [m, n] uint32 of keys [n] and token ids [m]."""
         return _mix32(_mix32(tokens.to(tl.uint32) * 0x9E3779B1)[:, None] ^ keys.to(tl.uint32)[None, :])
+
+    @triton.jit
+    def token_noise_key(seed, positions, masks_left):  # type: ignore[no-untyped-def]
+        """Make the keys of `noise_keys`, [n] uint32, for one seed (int64) and positions [n]."""
+        key = _mix32(seed.to(tl.uint32))
+        key = _mix32(key ^ (seed >> 32).to(tl.uint32))
+        key = _mix32(key ^ positions.to(tl.uint32))
+        return _mix32(key ^ masks_left.to(tl.uint32) ^ 0x9E3779B9)
+
+    @triton.jit
+    def token_noise_of(keys, tokens):  # type: ignore[no-untyped-def]
+        """Draw the bits of `noise_bits` for one token id of each key: [n] uint32 of keys [n] and token ids [n]."""
+        return _mix32(_mix32(tokens.to(tl.uint32) * 0x9E3779B1) ^ keys)
 
     @triton.jit
     def gumbel_of_bits(bits):  # type: ignore[no-untyped-def]
@@ -2654,6 +2385,235 @@ def constant(numbers: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 # ----------------------------------------------------------------------------------------------------
+# rules/revealing.py
+#
+# Reveal rules: which positions a step of the backbone reveals, and which it is likely to reveal where that is only guessed.
+#
+# A reveal rule is a function of **one scored state** and of nothing else: not of what was scored before, of other states of the
+# round, or of the way that led to the state. That is what makes drafting lossless: a state that was guessed and scored reveals
+# what it would have revealed had the text come to it step by step. A rule with a memory would need a field of `Candidates` that
+# only modes without drafts fill, from `DecodeState.seed`.
+#
+# Each rule also says, of estimates in place of scores, what it is `likely` to do: that decides what is drafted, never what the
+# text is.
+
+# The power of a token's odds that orders drafts. Reveals follow the first power or a little more; the fourth drafts best, as a
+# state passed over is remembered, so that going deeper is worth more than its chance (`benchmarks/NOTES.md`, Drafting).
+ORDER_SHARPNESS = 4.0
+
+# By how much a threshold is missed or passed, times this, are the log-odds that an estimate is on the right side of it.
+THRESHOLD_SHARPNESS = 1.0
+
+# By how much each reveal more or less than the likeliest number is taken to be less likely, where entropies bound it.
+EACH_MORE = 0.35
+# What all but the likeliest token of a position are taken to be undecided by, in nats.
+TAIL_NATS = 2.0
+
+# Log-odds above this are certain: their sums stay finite.
+MOST_ODDS = 1e4
+
+
+@dataclass
+class Candidates:
+    """Candidates of [...] scored states, from which a reveal rule decides.
+
+    Attributes:
+        where: [..., block] bool, the masked positions that may be revealed.
+        token: [..., block] long, the token picked at each.
+        confidence: [..., block] float, log-odds of that token; -inf outside `where`. They order positions as probabilities
+            do, and keep their precision where these round to 1.
+        entropy: [..., block] nats, -inf outside `where`; None unless the rule says that it `needs_entropy`.
+        ids: [..., block] long, the state itself.
+        step: [...] long, the denoising steps taken in the block. Of drafted states only a guess, unless it follows from how
+            many positions are revealed, as under a schedule.
+        quota: [...] long, how many positions the schedule reveals at this step.
+    """
+
+    where: Tensor
+    token: Tensor
+    confidence: Tensor
+    entropy: Tensor | None
+    ids: Tensor
+    step: Tensor
+    quota: Tensor
+
+
+class RevealRule(Protocol):
+    """Decides what a step of the backbone reveals: a frozen dataclass of its numbers, called with `Candidates`.
+
+    It returns [..., block] bool, at least one where there is a candidate, and is a function of one scored state (see above).
+    """
+
+    needs_entropy: ClassVar[bool]
+
+    def __call__(self, scored: Candidates) -> Tensor:
+        """Choose the positions that are revealed: [..., block] bool."""
+        ...
+
+    def likely(self, guessed: Candidates, count: int) -> tuple[Tensor, Tensor]:
+        """Guess what is revealed, of estimates without entropies.
+
+        Returns:
+            The `count` likeliest sets of positions, no two the same, [..., count, block] bool, and the chance of each,
+            [..., count] float; 0 where there are no more.
+        """
+        ...
+
+
+def ranks(score: Tensor, candidates: Tensor) -> Tensor:
+    """[..., block] long: the place of each candidate by score [..., block], best first, ties to the left; the others follow."""
+    order = score.masked_fill(~candidates, -torch.inf).sort(dim=-1, descending=True, stable=True).indices
+    places = indices(order.shape[-1], order.device).expand_as(order)
+    return torch.empty_like(order).scatter_(-1, order, places)
+
+
+def top_by(score: Tensor, candidates: Tensor, count: Tensor) -> Tensor:
+    """The `count` [...] best of the candidates [..., block] by score [..., block], ties to the left; bool [..., block]."""
+    return candidates & (ranks(score, candidates) < count[..., None])
+
+
+def best_by(score: Tensor, candidates: Tensor) -> Tensor:
+    """The best of the candidates [..., block] by score [..., block], ties to the left; bool [..., block]."""
+    best = score.masked_fill(~candidates, -torch.inf).argmax(-1, keepdim=True)
+    return candidates & (indices(score.shape[-1], score.device) == best)
+
+
+def likely_orders(guessed: Candidates, count: int) -> tuple[Tensor, Tensor]:
+    """Guess the n most confident positions: all but the last are the surest, and the last one is uncertain.
+
+    Arguments and results are those of `RevealRule.likely`.
+    """
+    where, confidence = guessed.where, guessed.confidence
+    sure, place = (guessed.quota - 1).clamp(min=0)[..., None], ranks(confidence, where)
+    surest = where & (place < sure)
+    odds = (ORDER_SHARPNESS * confidence.clamp(max=MOST_ODDS)).masked_fill(~where | surest, -torch.inf)
+    last = where[..., None, :] & (place[..., None, :] == (sure + indices(count, place.device))[..., None])
+    chance = (odds.softmax(-1).nan_to_num(0.0)[..., None, :] * last).sum(-1)
+    # Where a step reveals more than is left, all of it goes.
+    whole = where.any(-1) & ~(where & ~surest).any(-1)
+    chance[..., 0] = torch.where(whole, 1.0, chance[..., 0])
+    return surest[..., None, :] | last, chance
+
+
+def logit(probability: float) -> float:
+    """log p - log (1 - p), infinite at 0 and 1."""
+    if probability <= 0:
+        return -math.inf
+    return math.inf if probability >= 1 else math.log(probability) - math.log1p(-probability)
+
+
+@dataclass(frozen=True)
+class Static:
+    """Reveal the n most confident positions; n = block_size / denoising_steps, the remainder to the first steps."""
+
+    needs_entropy: ClassVar[bool] = False
+
+    def __call__(self, scored: Candidates) -> Tensor:
+        """See `RevealRule`."""
+        return top_by(scored.confidence, scored.where, scored.quota)
+
+    def likely(self, guessed: Candidates, count: int) -> tuple[Tensor, Tensor]:
+        """See `RevealRule`."""
+        return likely_orders(guessed, count)
+
+
+@dataclass(frozen=True)
+class Sequential:
+    """Reveal the n leftmost masked positions."""
+
+    needs_entropy: ClassVar[bool] = False
+
+    def __call__(self, scored: Candidates) -> Tensor:
+        """See `RevealRule`."""
+        return scored.where & (scored.where.cumsum(-1) <= scored.quota[..., None])
+
+    def likely(self, guessed: Candidates, count: int) -> tuple[Tensor, Tensor]:
+        """See `RevealRule`: there is one such set."""
+        where, rest = self(guessed)[..., None, :], (0,) * 2 + (0, count - 1)
+        right = F.logsigmoid(guessed.confidence).masked_fill(~where[..., 0, :], 0.0).sum(-1, keepdim=True).exp()
+        return F.pad(where, rest), F.pad(right * where.any(-1), (0, count - 1))
+
+
+@dataclass(frozen=True)
+class Dynamic:
+    """Reveal every position whose confidence exceeds tau; at least the most confident one.
+
+    Attributes:
+        threshold: tau, in log-odds (`logit`).
+    """
+
+    threshold: float
+    needs_entropy: ClassVar[bool] = False
+
+    def __call__(self, scored: Candidates) -> Tensor:
+        """See `RevealRule`."""
+        return (scored.where & (scored.confidence > self.threshold)) | best_by(scored.confidence, scored.where)
+
+    def likely(self, guessed: Candidates, count: int) -> tuple[Tensor, Tensor]:
+        """See `RevealRule`: a position goes over tau or not the likelier, the further the estimate is from it."""
+        where, confidence = guessed.where, guessed.confidence.clamp(-MOST_ODDS, MOST_ODDS)
+        best = best_by(confidence, where)
+        free = where & ~best
+        gap = THRESHOLD_SHARPNESS * (confidence - min(max(self.threshold, -2 * MOST_ODDS), 2 * MOST_ODDS))
+        doubt = gap.abs().masked_fill(~free, torch.inf)
+        nearest = ranks(-doubt, free)[..., None, :] == indices(count - 1, where.device)[:, None]
+        sets = (best | (free & (gap > 0)))[..., None, :]
+        sets = torch.cat([sets, sets ^ (nearest & free[..., None, :])], -2)
+        first = F.logsigmoid(doubt).sum(-1, keepdim=True)
+        cost = (doubt.masked_fill(~free, 0.0)[..., None, :] * nearest).sum(-1)
+        other = torch.where((nearest & free[..., None, :]).any(-1), (first - cost).exp(), 0.0)
+        return sets, torch.cat([first.exp() * where.any(-1, keepdim=True), other], -1)
+
+
+@dataclass(frozen=True)
+class EntropyBound:
+    """Reveal in order of entropy while the running sum stays under a bound; at least one.
+
+    Attributes:
+        bound: In nats.
+    """
+
+    bound: float
+    needs_entropy: ClassVar[bool] = True
+
+    def __call__(self, scored: Candidates) -> Tensor:
+        """See `RevealRule`."""
+        assert scored.entropy is not None
+        entropy = scored.entropy.masked_fill(~scored.where, torch.inf)
+        ordered, order = entropy.sort(dim=-1, descending=False, stable=True)
+        below = ordered.cumsum(-1) < self.bound
+        under = torch.empty_like(below).scatter_(-1, order, below)
+        return (scored.where & under) | best_by(-entropy, scored.where)
+
+    def likely(self, guessed: Candidates, count: int) -> tuple[Tensor, Tensor]:
+        """See `RevealRule`: the surest ones, about as many as estimated confidences leave room for."""
+        where, odds = guessed.where, guessed.confidence.clamp(-MOST_ODDS, MOST_ODDS)
+        place = ranks(odds, where)
+        entropy = likely_entropy(odds).masked_fill(~where, 0.0)
+        total = (entropy[..., None, :] * (place[..., None, :] <= place[..., None])).sum(-1)
+        room = (where & (total < self.bound)).sum(-1, keepdim=True).clamp(min=1)
+        more = constant(tuple((turn + 1) // 2 * (-1) ** (turn + 1) for turn in range(count)), where.device)  # 0, 1, -1, 2, ...
+        size = room + more
+        chance = ((size >= 1) & (size <= where.sum(-1, keepdim=True))) * EACH_MORE ** more.abs().to(odds.dtype)
+        return where[..., None, :] & (place[..., None, :] < size[..., None]), chance
+
+
+def likely_entropy(odds: Tensor) -> Tensor:
+    """Estimate entropies, in nats, from the log-odds [...] of the likeliest tokens alone."""
+    p, log_p, log_q = odds.sigmoid(), F.logsigmoid(odds), F.logsigmoid(-odds)
+    return -p * log_p - (1 - p) * log_q + (1 - p) * TAIL_NATS
+
+
+def reveal_schedule(block_size: int, denoising_steps: int | None) -> Tensor:
+    """[block_size] long: how many positions each denoising step of a block reveals, then zeros."""
+    steps = denoising_steps or block_size
+    counts = torch.zeros(block_size, dtype=torch.long)
+    counts[:steps] = block_size // steps
+    counts[: block_size % steps] += 1
+    return counts
+
+
+# ----------------------------------------------------------------------------------------------------
 # rules/states.py
 #
 # States of a block, their reveals, and sets of scored states: tensors with names, and nothing that decides.
@@ -2818,149 +2778,10 @@ for _kind in (States, Reveal, Scored, Source, Memory):
 #
 # Rules of decoding: pure functions of tensors, callable without a model.
 #
-# Which positions a step of the backbone reveals (`RevealRule`), the parts of the remasking rules that are in `modes`
-# (`kept_reveal`, `least_believed`), which scored states are accepted (`accept`), where a text ends (`whole_text`), and how many
-# reveals a step has (`reveal_schedule`).
-#
-# A reveal rule is a function of **one scored state** and of nothing else: not of what was scored before, of other states of the
-# round, or of the way that led to the state. That is what makes drafting lossless: a state that was guessed and scored reveals
-# what it would have revealed had the text come to it step by step. A rule with a memory would need a field of `Candidates` that
-# only modes without drafts fill, from `DecodeState.seed`.
-
-@dataclass
-class Candidates:
-    """Candidates of [...] scored states, from which a reveal rule decides.
-
-    Attributes:
-        where: [..., block] bool, the masked positions that may be revealed.
-        token: [..., block] long, the token picked at each.
-        confidence: [..., block] float, log-odds of that token; -inf outside `where`. They order positions as probabilities
-            do, and keep their precision where these round to 1.
-        entropy: [..., block] nats, -inf outside `where`; None unless the rule says that it `needs_entropy`.
-        ids: [..., block] long, the state itself.
-        step: [...] long, the denoising steps taken in the block.
-        quota: [...] long, how many positions the schedule reveals at this step.
-    """
-
-    where: Tensor
-    token: Tensor
-    confidence: Tensor
-    entropy: Tensor | None
-    ids: Tensor
-    step: Tensor
-    quota: Tensor
-
+# The parts of the remasking rules that are in `modes` (`kept_reveal`, `least_believed`), which scored states are accepted
+# (`accept`), and where a text ends (`whole_text`). What a step reveals is in `revealing`.
 
 TensorPart = TypeVar("TensorPart", bound=TensorFields)
-
-
-class RevealRule(Protocol):
-    """Decides what a step of the backbone reveals: a frozen dataclass of its numbers, called with `Candidates`.
-
-    It returns [..., block] bool, at least one where there is a candidate, and is a function of one scored state (see above).
-    """
-
-    needs_entropy: ClassVar[bool]
-
-    def __call__(self, scored: Candidates) -> Tensor:
-        """Choose the positions that are revealed."""
-        ...
-
-
-def ranks(score: Tensor, candidates: Tensor) -> Tensor:
-    """[..., block] long: the place of each candidate by score [..., block], best first, ties to the left; the others follow."""
-    order = score.masked_fill(~candidates, -torch.inf).sort(dim=-1, descending=True, stable=True).indices
-    places = indices(order.shape[-1], order.device).expand_as(order)
-    return torch.empty_like(order).scatter_(-1, order, places)
-
-
-def top_by(score: Tensor, candidates: Tensor, count: Tensor) -> Tensor:
-    """The `count` [...] best of the candidates [..., block] by score [..., block], ties to the left; bool [..., block]."""
-    return candidates & (ranks(score, candidates) < count[..., None])
-
-
-def best_by(score: Tensor, candidates: Tensor) -> Tensor:
-    """The best of the candidates [..., block] by score [..., block], ties to the left; bool [..., block]."""
-    best = score.masked_fill(~candidates, -torch.inf).argmax(-1, keepdim=True)
-    return candidates & (indices(score.shape[-1], score.device) == best)
-
-
-def logit(probability: float) -> float:
-    """log p - log (1 - p), infinite at 0 and 1."""
-    if probability <= 0:
-        return -math.inf
-    return math.inf if probability >= 1 else math.log(probability) - math.log1p(-probability)
-
-
-# ---------------------------------------------------------------------------------------------------- what is revealed
-
-
-@dataclass(frozen=True)
-class Static:
-    """Reveal the n most confident positions; n = block_size / denoising_steps, the remainder to the first steps."""
-
-    needs_entropy: ClassVar[bool] = False
-
-    def __call__(self, scored: Candidates) -> Tensor:
-        """See `RevealRule`."""
-        return top_by(scored.confidence, scored.where, scored.quota)
-
-
-@dataclass(frozen=True)
-class Sequential:
-    """Reveal the n leftmost masked positions."""
-
-    needs_entropy: ClassVar[bool] = False
-
-    def __call__(self, scored: Candidates) -> Tensor:
-        """See `RevealRule`."""
-        return scored.where & (scored.where.cumsum(-1) <= scored.quota[..., None])
-
-
-@dataclass(frozen=True)
-class Dynamic:
-    """Reveal every position whose confidence exceeds tau; at least the most confident one.
-
-    Attributes:
-        threshold: tau, in log-odds (`logit`).
-    """
-
-    threshold: float
-    needs_entropy: ClassVar[bool] = False
-
-    def __call__(self, scored: Candidates) -> Tensor:
-        """See `RevealRule`."""
-        return (scored.where & (scored.confidence > self.threshold)) | best_by(scored.confidence, scored.where)
-
-
-@dataclass(frozen=True)
-class EntropyBound:
-    """Reveal in order of entropy while the running sum stays under a bound; at least one.
-
-    Attributes:
-        bound: In nats.
-    """
-
-    bound: float
-    needs_entropy: ClassVar[bool] = True
-
-    def __call__(self, scored: Candidates) -> Tensor:
-        """See `RevealRule`."""
-        assert scored.entropy is not None
-        entropy = scored.entropy.masked_fill(~scored.where, torch.inf)
-        ordered, order = entropy.sort(dim=-1, descending=False, stable=True)
-        below = ordered.cumsum(-1) < self.bound
-        under = torch.empty_like(below).scatter_(-1, order, below)
-        return (scored.where & under) | best_by(-entropy, scored.where)
-
-
-def reveal_schedule(block_size: int, denoising_steps: int | None) -> Tensor:
-    """[block_size] long: how many positions each denoising step of a block reveals, then zeros."""
-    steps = denoising_steps or block_size
-    counts = torch.zeros(block_size, dtype=torch.long)
-    counts[:steps] = block_size // steps
-    counts[: block_size % steps] += 1
-    return counts
 
 
 # ------------------------------------------------------------------------------------------------- what is taken back
@@ -3148,13 +2969,412 @@ def offered_behind(states: States, last: States, mask_id: int) -> Tensor:
     return (agrees & states.valid & (states.parent < 0)).any(-1) & last.valid
 
 
-def steps_on_path(accepted: Accepted, current: States) -> Tensor:
-    """[rows, n] long: the denoising steps between a row's next state `current` and each state on its accepted path."""
+def steps_on_path(accepted: Accepted, mask_id: int) -> Tensor:
+    """[rows, n] long: the denoising steps taken on each row's accepted path before each state on it.
+
+    They are counted along the path: a state may be reached in fewer steps or more than it was drafted in.
+    """
     states = accepted.known.states
-    steps = states.step - current.step[:, None]
-    here = states.start == current.start[:, None]
-    in_block = (steps * (here & accepted.passed)).amax(1, keepdim=True)  # those of a block that became clean
-    return torch.where(here, steps, in_block + states.step)
+    stage = states.start * (states.ids.shape[-1] + 1) - states.masked(mask_id).sum(-1)  # grows along a path
+    revealing = accepted.passed & ~accepted.clean
+    return ((stage[:, None] < stage[:, :, None]) & revealing[:, None]).sum(-1)
+
+
+# ----------------------------------------------------------------------------------------------------
+# kernels/grow.py
+#
+# A round's states, grown in one launch; `grow_ref` takes a hundred small ones for each state that it adds.
+#
+# Which state comes next depends on all those before, so a program goes through them one by one; the rows are side by side. Its
+# twin, in `drafting`, also takes reveal rules that are not this package's.
+
+# For `base`: what the state's parent has.
+INHERITED = -2
+
+# Columns of a drafted state behind its ids: start, parent, step, end, base, source.
+DRAFT_COLUMNS = 6
+
+_LARGEST = 1 << 14  # numbers of a row's table of states, which a program holds in registers
+
+
+@dataclass(frozen=True)
+class DraftTable:
+    """The table that the drafts of a round are read from.
+
+    A drafted state is a row of [block + 6] integers: ids, start, parent, step and end, as in `States`; then `base`, the source
+    that an estimate of it starts from, and `source`, the one that tells its followers: its own estimate if there is one, else
+    its base. Sources are numbered: 0 is the last accepted state, then come the remembered ones, then the head's estimates.
+
+    Attributes:
+        first: [rows, block + 6] long, each row's next state, from which all others are grown.
+        valid: [rows] bool, rows that draft.
+        token: [rows, sources, block, m] long, what each source tells: the likeliest tokens of each masked position, one where
+            picks are greedy,
+        odds: [rows, sources, block, m] float, and their log-odds; -inf for those that are never sampled.
+        known: [rows, m, block + 1] long, ids and start of states that need no slot, since what follows is known.
+        known_valid: [rows, m] bool.
+        ahead: [rows, m, block + 6] long, the states that they lead to.
+        successor: [rows, block + 6] long, the next block's first state.
+        open_successor: [rows] bool, whether it may follow a clean one: it has masks.
+        open_end: [rows] long, one past the last position that is not given.
+        eos: [any] long, ids that end a text.
+        schedule: [block] long, reveals per denoising step.
+        seed: [rows] long, of the noise by which tokens are sampled; None: picks are greedy.
+        rule: What a step reveals.
+        mask_id: The mask's id.
+        branches: Followers of a state, at most; no more than a block has positions.
+    """
+
+    first: Tensor
+    valid: Tensor
+    token: Tensor
+    odds: Tensor
+    known: Tensor
+    known_valid: Tensor
+    ahead: Tensor
+    successor: Tensor
+    open_successor: Tensor
+    open_end: Tensor
+    eos: Tensor
+    schedule: Tensor
+    seed: Tensor | None
+    rule: RevealRule
+    mask_id: int
+    branches: int
+
+    def fits(self, size: int) -> bool:
+        """Tell if the kernel knows the rule, and holds what `size` states need."""
+        return (
+            type(self.rule) in _KERNEL_RULES and _entries(size, self.branches) * power_of_two(self.first.shape[-1]) <= _LARGEST
+        )
+
+
+# By number, the rules that the kernel knows, and what each is given.
+_KERNEL_RULES: dict[type[RevealRule], int] = {Static: 0, Sequential: 1, Dynamic: 2, EntropyBound: 3}
+
+
+def _bound(rule: RevealRule) -> float:
+    if isinstance(rule, Dynamic):
+        return min(max(rule.threshold, -2 * MOST_ODDS), 2 * MOST_ODDS)
+    return min(rule.bound, 2 * MOST_ODDS) if isinstance(rule, EntropyBound) else 0.0
+
+
+def _entries(size: int, branches: int) -> int:
+    """Count the states in a row's table: those taken, then those that may be."""
+    return power_of_two(size * (1 + branches))
+
+
+def grow_kernel(table: DraftTable, size: int, most: int) -> tuple[Tensor, Tensor]:
+    """Grow the states of a round, best first, by the kernel.
+
+    Floor: what is read, some 10 KB a row: microseconds, less than its launch; the steps of a program wait for each other.
+
+    Args:
+        table: What they are grown on; `fits(size)`.
+        size: How many.
+        most: The most that any call of this decode asks for: one program is compiled for all of them.
+
+    Returns:
+        [rows, size, block + 6] long, and [rows, size] bool: which of them are states.
+    """
+    rows, width = table.first.shape
+    slots = table.first.new_empty(rows, size, width)
+    valid = table.valid.new_empty(rows, size)
+    if not rows:
+        return slots, valid
+    seed = table.first[:, 0] if table.seed is None else table.seed.contiguous()
+    entries = _entries(max(size, most) if table.fits(most) else size, table.branches)
+    columns = power_of_two(width)
+    _grow[(rows,)](
+        *(table.first, table.valid.view(torch.uint8), table.token.contiguous(), table.odds.contiguous()),
+        *(table.known.contiguous(), table.known_valid.contiguous().view(torch.uint8), table.ahead.contiguous()),
+        *(table.successor.contiguous(), table.open_successor.contiguous().view(torch.uint8)),
+        *(table.open_end.contiguous(), table.eos, table.schedule, seed, slots, valid.view(torch.uint8)),
+        *(table.first.stride(0), table.valid.stride(0), size, table.branches, table.token.shape[1], table.known.shape[1]),
+        *(len(table.eos), table.mask_id, _bound(table.rule)),
+        BLOCK=width - DRAFT_COLUMNS,
+        COLUMNS=columns,
+        ENTRIES=entries,
+        TILE_KNOWN=max(1, 1024 // columns),
+        RULE=_KERNEL_RULES[type(table.rule)],
+        SAMPLED=table.seed is not None,
+        LIKELIEST=table.token.shape[-1],
+        ORDER=ORDER_SHARPNESS,
+        THRESHOLD=THRESHOLD_SHARPNESS,
+        LOG_MORE=math.log(EACH_MORE),
+        TAIL=TAIL_NATS,
+        MOST=MOST_ODDS,
+        INHERITS=INHERITED,
+        num_warps=max(1, min(8, entries * columns // 1024)),
+        **MULTIPLY_ADD,
+    )
+    return slots, valid
+
+
+if triton is not None:
+
+    @triton.jit
+    def _entry(state, column, which):  # type: ignore[no-untyped-def]
+        """Read one number of a state."""
+        return tl.sum(tl.where(column == which, state, 0), 0)
+
+    @triton.jit
+    def _looked_up(  # type: ignore[no-untyped-def]
+        made,
+        known,
+        known_valid,
+        ahead,
+        count,
+        BLOCK: tl.constexpr,
+        COLUMNS: tl.constexpr,
+        TILE_KNOWN: tl.constexpr,
+        INHERITS: tl.constexpr,
+    ):
+        """Replace a state by what the first known one with its ids and start leads to, if there is one."""
+        column = tl.arange(0, COLUMNS)
+        named = (column <= BLOCK)[None, :]
+        place = count
+        for begin in range(0, count, TILE_KNOWN):
+            entry = begin + tl.arange(0, TILE_KNOWN)
+            there = entry < count
+            at = known + entry[:, None] * (BLOCK + 1) + column[None, :]
+            listed = tl.load(at, mask=there[:, None] & named, other=0).to(tl.int32)
+            differ = tl.sum((named & (listed != made[None, :])).to(tl.int32), 1)
+            same = (tl.load(known_valid + entry, mask=there, other=0) != 0) & (differ == 0)
+            place = tl.minimum(place, tl.min(tl.where(same, entry, count), 0))
+        found = column < tl.where(place < count, BLOCK + 6, 0)
+        leads = tl.load(ahead + place * (BLOCK + 6) + column, mask=found, other=0).to(tl.int32)
+        inherits = (column == BLOCK + 4) & (leads == INHERITS)
+        return tl.where(found & ~inherits, leads, made)
+
+    @triton.jit
+    def _log_sigmoid(x):  # type: ignore[no-untyped-def]
+        return tl.minimum(x, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(x)))
+
+    @triton.jit
+    def _places(score, which, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+        """Rank by score those columns that `which` marks, best first, of equals the first."""
+        column = tl.arange(0, COLUMNS)
+        earlier = column[None, :] < column[:, None]
+        before = (score[None, :] > score[:, None]) | ((score[None, :] == score[:, None]) & earlier)
+        return tl.sum((before & which[None, :]).to(tl.int32), 1)
+
+    @triton.jit
+    def _told(  # type: ignore[no-untyped-def]
+        token, odds, at, in_block, seed, start, masks, COLUMNS: tl.constexpr, SAMPLED: tl.constexpr, LIKELIEST: tl.constexpr
+    ):
+        """Read what a source tells: the likeliest token of each position and its log-odds, or a sample with its own noise."""
+        column = tl.arange(0, COLUMNS)
+        at = at * LIKELIEST
+        tokens = tl.load(token + at, mask=in_block, other=0).to(tl.int32)
+        surety = tl.load(odds + at, mask=in_block, other=0.0).to(tl.float32)
+        if SAMPLED:
+            keys = token_noise_key(seed, start + column, masks)
+            score = _log_sigmoid(surety) + gumbel_of_bits(token_noise_of(keys, tokens))
+            for i in range(1, LIKELIEST):
+                other = tl.load(token + at + i, mask=in_block, other=0).to(tl.int32)
+                its_odds = tl.load(odds + at + i, mask=in_block, other=float("-inf")).to(tl.float32)
+                its_score = _log_sigmoid(its_odds) + gumbel_of_bits(token_noise_of(keys, other))
+                better = its_score > score
+                tokens = tl.where(better, other, tokens)
+                surety = tl.where(better, its_odds, surety)
+                score = tl.where(better, its_score, score)
+        return tokens, surety
+
+    @triton.jit
+    def _follower(  # type: ignore[no-untyped-def]
+        state, shown, token, end, source, eos, eos_count, BLOCK: tl.constexpr, COLUMNS: tl.constexpr
+    ):
+        """Reveal more positions of a state, those of `shown`."""
+        column = tl.arange(0, COLUMNS)
+        ends = column < 0
+        for i in range(eos_count):
+            ends = ends | (tl.load(eos + i).to(tl.int32) == token)
+        made = tl.where(shown, token, state)
+        made = tl.where(column == BLOCK + 2, state + 1, made)
+        last = tl.min(tl.where(shown & ends, column, BLOCK), 0)
+        made = tl.where(column == BLOCK + 3, tl.minimum(end, last), made)
+        return tl.where(column == BLOCK + 4, source, made)
+
+    @triton.jit
+    def _done(made, open_end, mask_id, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+        """Tell if nothing is left to reveal before the end of the text, and that lies in the block."""
+        column = tl.arange(0, COLUMNS)
+        end = tl.minimum(_entry(made, column, BLOCK + 3) + 1, open_end - _entry(made, column, BLOCK))
+        hidden = (made == mask_id) & (column < tl.minimum(end, BLOCK))
+        return (end <= BLOCK) & (tl.sum(hidden.to(tl.int32), 0) == 0)
+
+    @triton.jit
+    def _store(slots, valid, slot, state, is_valid, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+        column = tl.arange(0, COLUMNS)
+        tl.store(slots + slot * WIDTH + column, state.to(tl.int64), mask=column < WIDTH)
+        tl.store(valid + slot, is_valid.to(tl.uint8))
+
+    # Sizes that change from round to round are not compiled for.
+    @triton.jit(
+        do_not_specialize=[
+            *(
+                "slots_stride",
+                "valid_stride",
+                "size",
+                "branches",
+                "source_count",
+                "known_count",
+                "eos_count",
+                "mask_id",
+                "bound",
+            )
+        ]
+    )
+    def _grow(  # type: ignore[no-untyped-def]
+        slots,
+        valid,
+        token,
+        odds,
+        known,
+        known_valid,
+        ahead,
+        successor,
+        open_successor,
+        open_end,
+        eos,
+        schedule,
+        seeds,
+        slots_out,
+        valid_out,
+        slots_stride,
+        valid_stride,
+        size,
+        branches,
+        source_count,
+        known_count,
+        eos_count,
+        mask_id,
+        bound,
+        BLOCK: tl.constexpr,
+        COLUMNS: tl.constexpr,
+        ENTRIES: tl.constexpr,
+        TILE_KNOWN: tl.constexpr,
+        RULE: tl.constexpr,
+        SAMPLED: tl.constexpr,
+        LIKELIEST: tl.constexpr,
+        ORDER: tl.constexpr,
+        THRESHOLD: tl.constexpr,
+        LOG_MORE: tl.constexpr,
+        TAIL: tl.constexpr,
+        MOST: tl.constexpr,
+        INHERITS: tl.constexpr,
+    ):
+        """Grow all states of a row: program (row).
+
+        A state is a vector of COLUMNS numbers, the table of those taken and those that may be is [ENTRIES, COLUMNS]; all stays
+        in registers. Ids fit 32 bits.
+        """
+        WIDTH: tl.constexpr = BLOCK + 6
+        row = tl.program_id(0).to(tl.int64)
+        column, entry = tl.arange(0, COLUMNS), tl.arange(0, ENTRIES)
+        in_state, in_block = column < WIDTH, column < BLOCK
+        known += row * known_count * (BLOCK + 1)
+        known_valid += row * known_count
+        ahead += row * known_count * WIDTH
+        slots_out += row * size * WIDTH
+        valid_out += row * size
+        state = tl.load(slots + row * slots_stride + column, mask=in_state, other=0).to(tl.int32)
+        is_valid = tl.load(valid + row * valid_stride) != 0
+        behind = tl.load(successor + row * WIDTH + column, mask=in_state, other=0).to(tl.int32)
+        behind_chance = (tl.load(open_successor + row) != 0).to(tl.float32)
+        text_end = tl.load(open_end + row).to(tl.int32)
+        seed = tl.load(seeds + row)
+        table = tl.full((ENTRIES, COLUMNS), -1, tl.int32)  # no state starts at -1
+        chance = tl.full((ENTRIES,), 0.0, tl.float32)
+        reached = tl.full((), 1.0, tl.float32)
+        _store(slots_out, valid_out, 0, state, is_valid, WIDTH, COLUMNS)
+        for slot in range(size - 1):
+            table = tl.where((entry == slot)[:, None], state[None, :], table)
+            end, source = _entry(state, column, BLOCK + 3), _entry(state, column, BLOCK + 5)
+            masked = in_block & (state == mask_id)
+            masks = tl.sum(masked.to(tl.int32), 0)
+            clean = masks == 0
+            start = _entry(state, column, BLOCK)
+            told = (row * source_count + tl.maximum(source, 0)) * BLOCK + column
+            tokens, surety = _told(token, odds, told, in_block, seed, start, masks, COLUMNS, SAMPLED, LIKELIEST)
+            open_columns = tl.where(is_valid & (source >= 0), end, 0)
+            candidate = masked & (column < open_columns)
+            count = tl.sum(candidate.to(tl.int32), 0)
+            # As the rules say in `likely`: an order of the candidates, from which each branch takes its set.
+            step = _entry(state, column, BLOCK + 2)
+            quota = tl.load(schedule + tl.minimum(step, BLOCK - 1)).to(tl.int32)
+            surety = tl.where(candidate & (surety == surety), surety, float("-inf"))  # no number is no chance
+            level = tl.where(candidate, tl.minimum(tl.maximum(surety, -MOST), MOST), 0.0)
+            place = _places(surety, candidate, COLUMNS)
+            if RULE == 0:
+                sure = tl.maximum(quota - 1, 0)
+                bounded = tl.where(candidate & (place >= sure), tl.minimum(surety, MOST), float("-inf"))
+                peak = tl.max(bounded, 0)
+                weight = tl.exp(ORDER * (bounded - tl.where(peak == float("-inf"), 0.0, peak)))
+                total = tl.sum(weight, 0)
+                weight = weight / tl.where(total == 0.0, 1.0, total)
+                base = candidate & (place < sure)
+                first = tl.where((count > 0) & (count <= sure), 1.0, 0.0)
+            if RULE == 1:
+                place = tl.sum(((column[None, :] < column[:, None]) & candidate[None, :]).to(tl.int32), 1)
+                base = candidate & (place < quota)
+                first = tl.exp(tl.sum(tl.where(base, _log_sigmoid(surety), 0.0), 0))
+            if RULE == 2:
+                free = candidate & (place > 0)
+                gap = THRESHOLD * (level - bound)
+                base = candidate & ((place == 0) | (gap > 0.0))
+                doubt = tl.abs(gap)
+                log_first = tl.sum(tl.where(free, _log_sigmoid(doubt), 0.0), 0)
+                first = tl.exp(log_first)
+                place = _places(-doubt, free, COLUMNS)
+            if RULE == 3:
+                p = tl.sigmoid(level)
+                nats = (1.0 - p) * (TAIL - _log_sigmoid(-level)) - p * _log_sigmoid(level)
+                nats = tl.where(candidate, nats, 0.0)
+                running = tl.sum(tl.where(place[None, :] <= place[:, None], nats[None, :], 0.0), 1)
+                room = tl.maximum(tl.sum((candidate & (running < bound)).to(tl.int32), 0), 1)
+            for branch in range(branches):
+                if RULE == 0:
+                    shown = base | (candidate & (place == sure + branch))
+                    own = tl.sum(tl.where(candidate & (place == sure + branch), weight, 0.0), 0)
+                    own = tl.where(branch == 0, tl.maximum(own, first), own)
+                if RULE == 1:
+                    shown = base
+                    own = tl.where(branch == 0, first, 0.0)
+                if RULE == 2:
+                    flipped = free & (place == branch - 1)
+                    shown = base ^ flipped
+                    own = tl.exp(log_first - tl.sum(tl.where(flipped, doubt, 0.0), 0))
+                    own = tl.where((branch == 0) | (tl.sum(flipped.to(tl.int32), 0) > 0), own, 0.0)
+                if RULE == 3:
+                    more = (branch + 1) // 2
+                    size_here = room + tl.where(branch % 2 == 1, more, -more)
+                    shown = candidate & (place < size_here)
+                    own = tl.exp(more * LOG_MORE)
+                    own = tl.where((size_here >= 1) & (size_here <= count), own, 0.0)
+                own = tl.where(count == 0, 0.0, own)  # nothing is left to reveal
+                made = _follower(state, shown, tokens, end, source, eos, eos_count, BLOCK, COLUMNS)
+                made = _looked_up(made, known, known_valid, ahead, known_count, BLOCK, COLUMNS, TILE_KNOWN, INHERITS)
+                # The reveal before a state that ends the row already tells; no number is no chance.
+                own = tl.where((own != own) | _done(made, text_end, mask_id, BLOCK, COLUMNS), 0.0, own)
+                follows_here = clean & (branch == 0)
+                made = tl.where(follows_here, tl.where(column == BLOCK + 1, slot, behind), made)
+                own = tl.where(follows_here, behind_chance, own)
+                own = tl.where(is_valid, own, 0.0) * reached
+                # Orders that meet in one state add up there.
+                differ = tl.sum(((column < BLOCK + 2)[None, :] & (table != made[None, :])).to(tl.int32), 1)
+                met = (differ == 0) & ((entry < size) | (chance > 0.0))
+                chance += tl.where(met & (entry >= size), own, 0.0)
+                fresh = entry == size + slot * branches + branch
+                table = tl.where(fresh[:, None], made[None, :], table)
+                chance = tl.where(fresh, tl.where(tl.max(met.to(tl.int32), 0) > 0, 0.0, own), chance)
+            reached = tl.max(chance, 0)
+            place = tl.min(tl.where(chance == reached, entry, ENTRIES), 0)  # where nothing is left, the first state again
+            is_valid = reached > 0.0
+            state = tl.sum(tl.where((entry == place)[:, None], table, 0), 0)
+            chance = tl.where(entry == place, 0.0, chance)
+            _store(slots_out, valid_out, slot + 1, state, is_valid, WIDTH, COLUMNS)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -3172,8 +3392,6 @@ def steps_on_path(accepted: Accepted, current: States) -> Tensor:
 
 # Columns of a drafted state (see `DraftTable`), counted from its end: those of a state, then two more.
 DRAFT_START, DRAFT_PARENT, DRAFT_STEP, DRAFT_END, BASE, SOURCE = range(-DRAFT_COLUMNS, 0)
-# Tells token and log-odds [rows, block] of the masked positions of drafted states [rows, block + 6], where [rows] are valid.
-Tell = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def growth(width: int, passes: int) -> list[int]:
@@ -3281,7 +3499,7 @@ def undrafted(current: States, successor: States, mask_id: int, room: int) -> Dr
     return Draft(torch.stack([slots[:, 0], second], 1), torch.stack([current.valid, follows], 1))
 
 
-def grow(table: DraftTable, size: int, most: int, dispatch: Dispatch, tell: Tell | None = None) -> Draft:
+def grow(table: DraftTable, size: int, most: int, dispatch: Dispatch) -> Draft:
     """Grow the draft of a round from each row's next state.
 
     Args:
@@ -3289,20 +3507,18 @@ def grow(table: DraftTable, size: int, most: int, dispatch: Dispatch, tell: Tell
         size: States of it.
         most: The most that any call of this decode asks for.
         dispatch: Kernel or PyTorch.
-        tell: What drafted states are expected to get, where that depends on the state: sampled drafts, whose noise depends on
-            how many masks are left. None: what their sources tell.
     """
     if size == 1:
         return Draft(table.first[:, None], table.valid[:, None], table)
-    if tell is not None or not table.one_at_a_time or not table.fits(size):
-        return Draft(*grow_ref(table, size, tell), table)
+    if not table.fits(size):
+        return Draft(*grow_ref(table, size), table)
     tensors = (table.first, table.token, table.odds, table.known, table.ahead, table.successor)
-    grown = dispatch.run("grow", lambda: grow_kernel(table, size, most), lambda: grow_ref(table, size, None), *tensors)
+    grown = dispatch.run("grow", lambda: grow_kernel(table, size, most), lambda: grow_ref(table, size), *tensors)
     return Draft(*grown, table)
 
 
-def grow_ref(table: DraftTable, size: int, tell: Tell | None) -> tuple[Tensor, Tensor]:
-    """Grow the draft of a round as `grow_kernel` does, for everything that may be drafted: its twin."""
+def grow_ref(table: DraftTable, size: int) -> tuple[Tensor, Tensor]:
+    """Grow the draft of a round as `grow_kernel` does: its twin, which takes any reveal rule."""
     branches, named = table.branches, slice(None, DRAFT_STEP)
     state, valid = table.first, table.valid
     rows = torch.arange(len(state), device=state.device)
@@ -3313,7 +3529,7 @@ def grow_ref(table: DraftTable, size: int, tell: Tell | None) -> tuple[Tensor, T
     held = torch.arange(entries.shape[1], device=entries.device) < size
     for slot in range(size - 1):
         entries[:, slot] = state
-        followers, odds = followers_of(table, state, valid, slot, tell)
+        followers, odds = followers_of(table, state, valid, slot)
         odds = odds * reached[:, None]
         # Orders that meet in one state add up there: among these, and with those found before.
         if branches > 1:
@@ -3334,24 +3550,21 @@ def grow_ref(table: DraftTable, size: int, tell: Tell | None) -> tuple[Tensor, T
     return torch.stack(slots, 1), torch.stack(valids, 1)
 
 
-def followers_of(table: DraftTable, state: Tensor, valid: Tensor, slot: int, tell: Tell | None = None) -> tuple[Tensor, Tensor]:
+def followers_of(table: DraftTable, state: Tensor, valid: Tensor, slot: int) -> tuple[Tensor, Tensor]:
     """Find the followers [rows, branches] of the states [rows] in a slot, and the chance of each there; 0 for none."""
     block = state.shape[-1] - DRAFT_COLUMNS
     offsets = torch.arange(block, device=state.device)
-    masked = state[:, :block] == table.mask_id
-    token, odds = (tell or table_tells(table))(state, valid)
+    ids, step = state[:, :block], state[:, DRAFT_STEP]
+    masked = ids == table.mask_id
+    token, odds = told(table, state)
     candidates = masked & (offsets < state[:, DRAFT_END, None]) & ((state[:, SOURCE] >= 0) & valid)[:, None]
-    ranked, order = odds.where(candidates, -torch.inf).sort(dim=-1, descending=True, stable=True)
-    if table.one_at_a_time:
-        chance = (ORDER_SHARPNESS * ranked.clamp(max=MOST_ODDS)).softmax(-1)[:, : table.branches].nan_to_num(0.0)
-        last = order[:, : table.branches]
-        made = state[:, None].repeat(1, table.branches, 1)
-    else:
-        chance, last, made = _several(table, state, token, candidates, ranked, order)
-    picked = token.gather(1, last)
-    made.scatter_(2, last[..., None], picked[..., None])
-    ends = torch.where(_is_eos(table, picked), last, block)
-    made[..., DRAFT_END] = torch.minimum(made[..., DRAFT_END], ends)
+    quota = table.schedule[step.clamp(max=block - 1)]
+    guessed = Candidates(candidates, token, odds.where(candidates & ~odds.isnan(), -torch.inf), None, ids, step, quota)
+    shown, chance = table.rule.likely(guessed, table.branches)
+    made = state[:, None].repeat(1, table.branches, 1)
+    made[..., :block] = torch.where(shown, token[:, None], made[..., :block])
+    ends = shown & (token[..., None] == table.eos).any(-1)[:, None]
+    made[..., DRAFT_END] = torch.minimum(made[..., DRAFT_END], torch.where(ends, offsets, block).amin(-1))
     made[..., DRAFT_STEP] += 1
     made[..., BASE] = made[..., SOURCE]
     made = led_ahead(table, made)
@@ -3367,45 +3580,22 @@ def followers_of(table: DraftTable, state: Tensor, valid: Tensor, slot: int, tel
     return made, chance * valid[:, None]
 
 
-def table_tells(table: DraftTable) -> Tell:
-    """Make the sources tell of drafted states: greedy picks at a source stand for all that follows."""
-    rows = torch.arange(len(table.first), device=table.first.device)
+def told(table: DraftTable, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Tell token and log-odds [rows, block] of the masked positions of states [rows], by their sources.
 
-    def tell(state: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-        at = state[:, SOURCE].clamp(min=0)
-        return table.token[rows, at], table.odds[rows, at]
-
-    return tell
-
-
-def _several(
-    table: DraftTable, state: Tensor, token: Tensor, candidates: Tensor, ranked: Tensor, order: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Split steps that reveal several positions: all but the last are the surest, and the last one is uncertain.
-
-    Returns the chances [rows, branches], the last position of each branch, and the states with the others revealed.
+    Where tokens are sampled it is the likeliest of a source with the noise of these states, which the number of masks tells.
     """
-    block = candidates.shape[-1]
-    offsets = torch.arange(block, device=state.device)
-    sure = (table.schedule[state[:, DRAFT_STEP].clamp(max=block - 1)] - 1).clamp(min=0)[:, None]
-    at = sure + offsets[: table.branches]
-    choice = (ORDER_SHARPNESS * ranked.clamp(max=MOST_ODDS).masked_fill(offsets < sure, -torch.inf)).softmax(-1)
-    chance = choice.gather(1, at.clamp(max=block - 1)).where(at < block, 0.0).nan_to_num(0.0)
-    # Where a step reveals more than is left, all of it goes.
-    count = candidates.sum(-1, keepdim=True)
-    chance[:, :1] = torch.where((count > 0) & (count <= sure), 1.0, chance[:, :1])
-    last = order.gather(1, torch.minimum(at, (count - 1).clamp(min=0)))
-    rank = torch.empty_like(order).scatter_(1, order, offsets.expand_as(order))
-    surest = (rank < sure) & candidates
-    made = state.clone()
-    made[:, :block] = torch.where(surest, token, made[:, :block])
-    ends = torch.where(surest & _is_eos(table, token), offsets, block).amin(-1)
-    made[:, DRAFT_END] = torch.minimum(made[:, DRAFT_END], ends)
-    return chance, last, made[:, None].repeat(1, table.branches, 1)
-
-
-def _is_eos(table: DraftTable, ids: Tensor) -> Tensor:
-    return (ids[..., None] == table.eos).any(-1)
+    rows, block = indices(len(state), state.device), state.shape[-1] - DRAFT_COLUMNS
+    at = state[:, SOURCE].clamp(min=0)
+    token, odds = table.token[rows, at], table.odds[rows, at]
+    if table.seed is None:
+        return token[..., 0], odds[..., 0]
+    position = state[:, DRAFT_START, None] + indices(block, state.device)
+    masks = (state[:, :block] == table.mask_id).sum(-1, keepdim=True)
+    keys = noise_keys(table.seed[:, None], position, masks).flatten()
+    noise = gumbel_noise(keys, token.flatten(0, 1), odds.dtype).view_as(odds)
+    best = (F.logsigmoid(odds) + noise).argmax(-1, keepdim=True)
+    return token.gather(-1, best)[..., 0], odds.gather(-1, best)[..., 0]
 
 
 def led_ahead(table: DraftTable, made: Tensor) -> Tensor:
@@ -3425,8 +3615,8 @@ def with_estimates(table: DraftTable, slots: Tensor, which: Tensor, token: Tenso
         table: What they were grown on.
         slots: [rows, n, block + 6] long, the states, from the draft's `begin`-th on.
         which: [rows, n] bool, those that have an estimate.
-        token: [rows, n, block] long, what each tells,
-        odds: [rows, n, block] float, and its log-odds.
+        token: [rows, n, block, m] long, what each tells,
+        odds: [rows, n, block, m] float, and its log-odds.
         begin: 0, or 1 where each row's next state has an estimate already, which does not get better.
     """
     named, before = table.known.shape[-1], table.token.shape[1]
@@ -6545,6 +6735,7 @@ class Mode:
 # table. Nothing here imports torch, so that the help of a command line comes at once.
 
 DECODINGS = ("static", "dynamic", "sequential", "entropy_bound", "self_spec", "mrp_direct", "mrp_spec", "mrp_remask")
+TARGETS, DRAFTING = DECODINGS[:4], ("self_spec", "mrp_spec")
 REMASK_RULES = ("reread", "threshold", "residual")
 
 
@@ -6559,7 +6750,7 @@ class Option:
         holds: The range: True of the values allowed, given one of that type and the model's block size.
         remedy: The end of the error for others; `{block_size}` stands for the model's.
         help: Its meaning, a line of Markdown.
-        modes: The values of `decoding` in which it has an effect.
+        modes: The values of `decoding` in which it has an effect; it has one, too, in modes that draft for these as `target`.
     """
 
     name: str
@@ -6569,6 +6760,10 @@ class Option:
     remedy: str
     help: str = ""
     modes: tuple[str, ...] = DECODINGS
+
+    def counts(self, decoding: str, target: str | None = None) -> bool:
+        """Tell if it has an effect in a mode, which drafts for `target` if it drafts."""
+        return decoding in self.modes or (decoding in DRAFTING and target in self.modes)
 
     def check(self, value: Any, block_size: int) -> None:
         """Raise `ValueError`, with value and remedy, for a value of another type or out of range."""
@@ -6600,15 +6795,33 @@ def _one_of(names: tuple[str, ...]) -> _Values:
     return str, lambda v, _: v in names, f"choose one of {', '.join(names)}"
 
 
-_SCHEDULED, _DRAFTED = ("static", "sequential", "self_spec", "mrp_direct", "mrp_spec"), ("self_spec", "mrp_spec")
 OPTIONS = (
     Option("decoding", "static", *_one_of(DECODINGS), "the mode"),
-    Option("denoising_steps", None, *_STEPS, "steps per block; None: `block_size`, one token a step", _SCHEDULED),
+    Option(
+        "target",
+        "static",
+        *_one_of(TARGETS),
+        "whose text it is that drafts reach in fewer forwards: that of `decoding=target`",
+        DRAFTING,
+    ),
+    Option(
+        "denoising_steps",
+        None,
+        *_STEPS,
+        "steps per block; None: `block_size`, one token a step",
+        ("static", "sequential", "mrp_direct"),
+    ),
     Option("confidence_threshold", 0.9, *_PROBABILITY, "tau, a probability", ("dynamic", "mrp_remask")),
-    Option("entropy_threshold", 0.35, *_NATS, "bound in nats on the summed entropy of a step's reveals", ("entropy_bound",)),
+    Option(
+        "entropy_threshold",
+        0.35,
+        *_NATS,
+        "bound in nats on the summed entropy of a step's reveals",
+        ("entropy_bound",),
+    ),
     Option("mrp_steps", 1, *_COUNT, "reveals of the head after each backbone step, unverified", ("mrp_direct",)),
-    Option("num_draft_states", 4, *_COUNT, "K: states a row submits per round, at most: the next one, and drafts", _DRAFTED),
-    Option("draft_branches", 3, *_COUNT, "followers considered per state; 1 drafts a chain", _DRAFTED),
+    Option("num_draft_states", 4, *_COUNT, "K: states a row submits per round, at most: the next one, and drafts", DRAFTING),
+    Option("draft_branches", 3, *_COUNT, "followers considered per state; 1 drafts a chain", DRAFTING),
     Option("draft_passes", 1, *_COUNT, "head passes per round, at most; each re-reads what is drafted so far", ("mrp_spec",)),
     Option(
         "compute_bound_tokens",
@@ -6616,7 +6829,7 @@ OPTIONS = (
         *_COUNT,
         "tokens in a forward up to which its time hardly grows (about 140 for bf16 on an H200): drafts are submitted as far as "
         "they are worth their time; None: only forwards count",
-        _DRAFTED,
+        DRAFTING,
     ),
     Option("remask_rule", "reread", *_one_of(REMASK_RULES), "`reread`, `threshold` or `residual`", ("mrp_remask",)),
     Option("residual_delta", 1.0, *_LOGITS, "for the rule `residual`, in logits", ("mrp_remask",)),
@@ -6632,14 +6845,17 @@ OPTIONS = (
 # The options of `generate` for MRP models: the config that holds, checks and interprets them.
 
 # Of options that were checked: none is None.
+_RULES: dict[str, Callable[[Any], RevealRule]] = {
+    "static": lambda options: Static(),
+    "dynamic": lambda options: Dynamic(logit(options.confidence_threshold)),
+    "sequential": lambda options: Sequential(),
+    "entropy_bound": lambda options: EntropyBound(options.entropy_threshold),
+}
 _MODES: dict[str, Callable[[Any], Mode]] = {
-    "static": lambda options: Mode(Static()),
-    "dynamic": lambda options: Mode(Dynamic(logit(options.confidence_threshold))),
-    "sequential": lambda options: Mode(Sequential()),
-    "entropy_bound": lambda options: Mode(EntropyBound(options.entropy_threshold)),
-    "self_spec": lambda options: Mode(Static(), drafting=_drafting(options, 0)),
+    **{name: lambda options: Mode(_RULES[options.decoding](options)) for name in TARGETS},
+    "self_spec": lambda options: Mode(_RULES[options.target](options), drafting=_drafting(options, 0)),
+    "mrp_spec": lambda options: Mode(_RULES[options.target](options), drafting=_drafting(options, options.draft_passes)),
     "mrp_direct": lambda options: Mode(Static(), Direct(options.mrp_steps)),
-    "mrp_spec": lambda options: Mode(Static(), drafting=_drafting(options, options.draft_passes)),
     "mrp_remask": lambda options: Mode(Dynamic(logit(options.confidence_threshold)), _REMASKS[options.remask_rule](options)),
 }
 _REMASKS: dict[str, Callable[[Any], Any]] = {
@@ -6864,6 +7080,9 @@ Context = Callable[[slice], list[tuple[Tensor, Tensor]]]
 # What keeps the likeliest tokens, however many: all of it that there is behind a top-k needs only its k logits.
 _KEEPS_THE_LIKELIEST = (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper, EpsilonLogitsWarper, EtaLogitsWarper)
 
+# Tokens of a position that a sampled draft chooses among: all that transformers' own top-k of 50 leaves.
+LIKELIEST = 64
+
 
 @dataclass
 class Picks:
@@ -6952,11 +7171,36 @@ class Sampler:
             if top_k is None:
                 parts.append(self._pick(self._scores(hidden[at], at, context, no_eos), keys[at]))
             else:
-                some = (None if flags is None else flags[at] for flags in (no_eos, active))
-                parts.append(self._pick_top(hidden[at], keys[at], top_k, *some))
+                logits = self._logits(hidden[at], at, context, no_eos)
+                parts.append(self._pick_top(logits, keys[at], top_k, None if active is None else active[at]))
         return Picks(
             *(torch.cat([getattr(part, name) for part in parts]) for name in ("token", "logprob", "confidence", "entropy"))
         )
+
+    def likeliest(
+        self, hidden: Tensor, context: Context | None = None, no_eos: Tensor | None = None, active: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Find the likeliest tokens that may be sampled, and their log-odds before truncation, [n, m] both.
+
+        The log-odds of tokens that truncation leaves out are -inf. Arguments are those of a call.
+        """
+        unembedding, top_k, found = self.unembedding, self._top_k(), []
+        for at in unembedding.chunks(len(hidden)):
+            logits = self._logits(hidden[at], at, context, no_eos)
+            top = logits.topk(min(top_k or LIKELIEST, logits.shape[1]))
+            lowest = torch.full_like(top.values[:, 0], -torch.inf)
+            some = None if active is None else active[at]
+            best = pick_above(unembedding, logits, lowest, None, some, self.dispatch)
+            scores = unembedding.tempered(widened(top.values), None)
+            log_p = best.logprob[:, None] + scores - scores[:, :1]
+            odds = torch.cat([best.log_odds[:, None], (log_p - torch.log1p(-log_p.exp()))[:, 1:]], 1)
+            if self.truncation and len(logits):
+                shown = scores if top_k else unembedding.tempered(widened(logits), None)
+                shown = self.truncation(top.indices[:, :1], shown.clone())
+                odds = odds.masked_fill((shown if top_k else shown.gather(1, top.indices)) == -torch.inf, -torch.inf)
+            found.append((top.indices[:, :LIKELIEST], odds[:, :LIKELIEST]))
+        token, odds = (torch.cat(parts) for parts in zip(*found, strict=True))
+        return token if self.token_ids is None else self.token_ids[token], odds
 
     def token_log_odds(
         self,
@@ -6974,15 +7218,24 @@ class Sampler:
         ]
         return torch.cat(parts)
 
-    def _scores(self, hidden: Tensor, at: slice, context: Context | None, no_eos: Tensor | None) -> Tensor:
-        """Logits after processors, temperature and the minimum length; `at` says which of the positions `hidden` belongs to."""
-        scores = self.unembedding.logits(hidden)
+    def _logits(self, hidden: Tensor, at: slice, context: Context | None, no_eos: Tensor | None) -> Tensor:
+        """Logits after processors, in the weights' dtype where there are none, with no eos before the minimum length.
+
+        `at` says which of the positions `hidden` belongs to.
+        """
+        logits = self.unembedding.product(hidden)
+        if self.processors:
+            logits = widened(logits)
         for index, committed in context(at) if self.processors and context else []:
             assert self.processors is not None
-            processed = self.processors(committed.expand(len(index), -1), scores[index])
-            scores[index] = processed.masked_fill(processed.isnan(), -torch.inf)
-            scores[index, self.mask_token_id] = -torch.inf
-        return self.unembedding.tempered(scores, None if no_eos is None else no_eos[at])
+            processed = self.processors(committed.expand(len(index), -1), logits[index])
+            logits[index] = processed.masked_fill(processed.isnan(), -torch.inf)
+            logits[index, self.mask_token_id] = -torch.inf
+        return self.unembedding.barred(logits, None if no_eos is None else no_eos[at])
+
+    def _scores(self, hidden: Tensor, at: slice, context: Context | None, no_eos: Tensor | None) -> Tensor:
+        """`_logits` in at least float32, divided by the temperature."""
+        return self.unembedding.tempered(widened(self._logits(hidden, at, context, no_eos)), None)
 
     def _top_k(self) -> int | None:
         """The k of a truncation that begins with a top-k, and goes on with what its k logits suffice for."""
@@ -6992,11 +7245,10 @@ class Sampler:
         first = next(iter(warpers), None)
         return first.top_k if isinstance(first, TopKLogitsWarper) else None
 
-    def _pick_top(self, hidden: Tensor, keys: Tensor, top_k: int, no_eos: Tensor | None, active: Tensor | None) -> Picks:
+    def _pick_top(self, logits: Tensor, keys: Tensor, top_k: int, active: Tensor | None) -> Picks:
         """`_pick` from logits in the weights' dtype: those that it keeps are those not under one, which is found among k."""
         assert self.truncation is not None
         unembedding = self.unembedding
-        logits = unembedding.barred(unembedding.product(hidden), no_eos)
         top = logits.topk(min(top_k, logits.shape[1])).values
         kept = self.truncation(keys[:, None], unembedding.tempered(widened(top), None)) > -torch.inf
         least = top.masked_fill(~kept, torch.inf).amin(-1)
@@ -7063,13 +7315,25 @@ class Reader:
         return Reveal(self.rule(said), token, logprob, confidence)
 
     def estimates(self, states: States, hidden: Tensor, text: Text) -> tuple[Tensor, Tensor]:
-        """Pick what the masked positions of states are expected to get.
+        """Estimate what the masked positions of states are going to get.
 
         Returns:
-            Tokens and their log-odds, [rows, n, block] each; -inf where nothing may be revealed.
+            The likeliest tokens and their log-odds, [rows, n, block, m] each, m = 1 where picks are greedy; -inf where nothing
+            may be revealed.
         """
-        _, token, _, confidence, _ = self._picks(states, hidden, text, self.drafter)
-        return token, confidence
+        if not self.drafter.sample:
+            _, token, _, confidence, _ = self._picks(states, hidden, text, self.drafter)
+            return token[..., None], confidence[..., None]
+        candidates = self._candidates(states)
+        at = self._chosen(candidates)
+        places = _Places(states, at)
+        token, odds = self.drafter.likeliest(
+            taken(hidden.flatten(0, 2), at),
+            partial(places.contexts, text),
+            self._no_eos(places),
+            taken(candidates.flatten(), at),
+        )
+        return _spread(token, at, candidates, 0), _spread(odds, at, candidates, -torch.inf)
 
     def token_confidence(self, states: States, hidden: Tensor, token: Tensor, where: Tensor, text: Text) -> Tensor:
         """Compute the log-odds of given tokens under lm_head(hidden), [rows, n, block]; -inf outside `where`."""
@@ -7078,7 +7342,7 @@ class Reader:
         odds = self.sampler.token_log_odds(
             taken(hidden.flatten(0, 2), at),
             taken(token.flatten(), at),
-            lambda part: places.contexts(text, part),
+            partial(places.contexts, text),
             self._no_eos(places),
             taken(where.flatten(), at),
         )
@@ -7093,18 +7357,17 @@ class Reader:
     def _picks(
         self, states: States, hidden: Tensor, text: Text, sampler: Sampler
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-        masked = states.masked(self.mask_token_id)
-        offsets = indices(masked.shape[-1], masked.device)
-        candidates = masked & (offsets < states.end[..., None]) & states.valid[..., None]
+        candidates = self._candidates(states)
         at = self._chosen(candidates)
         places = _Places(states, at)
         keys = at
         if sampler.sample:
-            keys = noise_keys(self.request.seed[places.row], places.position, masked.sum(-1).flatten()[places.state])
+            masks = states.masked(self.mask_token_id).sum(-1).flatten()[places.state]
+            keys = noise_keys(self.request.seed[places.row], places.position, masks)
         picks = sampler(
             taken(hidden.flatten(0, 2), at),
             keys,
-            lambda part: places.contexts(text, part),
+            partial(places.contexts, text),
             self._no_eos(places),
             taken(candidates.flatten(), at),
         )
@@ -7114,6 +7377,11 @@ class Reader:
         )
         entropy = _spread(picks.entropy, at, candidates, -torch.inf) if self.rule.needs_entropy else None
         return candidates, token, logprob, confidence, entropy
+
+    def _candidates(self, states: States) -> Tensor:
+        """[rows, n, block] bool: masked positions that are not behind an eos, of valid states."""
+        offsets = indices(states.ids.shape[-1], states.ids.device)
+        return states.masked(self.mask_token_id) & (offsets < states.end[..., None]) & states.valid[..., None]
 
     def _no_eos(self, places: "_Places") -> Tensor | None:
         """[n] bool: positions before the minimum length, or before the last given token."""
@@ -7139,10 +7407,15 @@ def taken(values: Tensor, at: Tensor) -> Tensor:
 
 
 def _spread(values: Tensor, at: Tensor, where: Tensor, other: float, blank: bool = False) -> Tensor:
-    """Values [n] at flat indices `at`, in the shape of `where`, and `other` where that is False; `blank`: they are so there."""
+    """Spread values [n, ...] at flat indices `at` over the shape of `where`, and `other` where that is False.
+
+    `blank`: they are so there already.
+    """
+    more = values.shape[1:]
     if not in_order(at, where.numel()):
-        values = values.new_full((where.numel(),), other).index_copy_(0, at, values)
-    return values.view_as(where) if blank else values.view_as(where).where(where, other)
+        values = values.new_full((where.numel(), *more), other).index_copy_(0, at, values)
+    values = values.view(*where.shape, *more)
+    return values if blank else values.where(where.view(*where.shape, *(1 for _ in more)), other)
 
 
 @dataclass(frozen=True)
@@ -7260,7 +7533,7 @@ def settle_ref(
     accepted = accept(scored, state.memory if drafts else None, successor, request.eos, mask_id)
     drafted = count_round(state.counts, draft, accepted, mask_id, drafts)
     revealing = accepted.passed & ~accepted.clean
-    steps = text.total_steps[:, None] + steps_on_path(accepted, state.current)
+    steps = text.total_steps[:, None] + steps_on_path(accepted, mask_id)
     text.write(accepted.known.states, accepted.known.reveal, revealing, steps)
     text.total_steps += revealing.sum(-1)
     active = accepted.passed[:, 0]
@@ -7430,7 +7703,6 @@ class Task:
         reader: How hidden states become reveals; it holds the `Request`.
         block_size: Tokens of a block.
         mask_token_id: The mask's id.
-        one_at_a_time: Whether no step of the schedule reveals more than one position.
         stopping: Asks the stopping criteria; or None.
     """
 
@@ -7438,7 +7710,6 @@ class Task:
     reader: Reader
     block_size: int
     mask_token_id: int
-    one_at_a_time: bool
     stopping: Stopping | None = None
 
     def successor(self, state: DecodeState) -> States:
@@ -7599,12 +7870,11 @@ def draft_states(task: Task, head: HeadPasses, state: DecodeState, successor: St
     dispatch = task.reader.sampler.dispatch
     sizes = growth(plan.per_row, drafting.passes)
     for turn, size in enumerate(sizes if plan.masks > 1 else sizes[:1]):  # behind a single mask nothing is read twice
-        tell = sampled_tell(task.reader, state.text, hidden)
-        draft = grow(table, min(size, plan.room), task.mode.width, dispatch, tell)
+        draft = grow(table, min(size, plan.room), task.mode.width, dispatch)
         table, hidden = re_read(task, head, state.text, table, hidden, draft, min(turn, 1), blocked)
     if plan.blocked and head.late:
         head(current.only(torch.zeros_like(current.valid)).map(lambda t: t[:, None]), state.seed.hidden[:, None], blocked)
-    return grow(table, plan.room, task.mode.width, dispatch, sampled_tell(task.reader, state.text, hidden))
+    return grow(table, plan.room, task.mode.width, dispatch)
 
 
 def sources(task: Task, state: DecodeState, successor: States) -> tuple[DraftTable, Tensor]:
@@ -7614,13 +7884,20 @@ def sources(task: Task, state: DecodeState, successor: States) -> tuple[DraftTab
         The table, and the sources' hidden states [rows, sources, block, hidden_size].
     """
     assert task.mode.drafting is not None
-    seed, scored, request = state.seed, state.memory.scored, task.reader.request
-    block = task.block_size
+    seed, scored, reader = state.seed, state.memory.scored, task.reader
+    hidden = torch.cat([seed.hidden[:, None], scored.hidden], 1)
+    if reader.drafter.sample:  # what they say depends on the state that is drafted
+        at = state.current.only(state.has_seed).map(lambda t: t[:, None]).cat(scored.states)
+        token, odds = reader.estimates(at, hidden, state.text)
+    else:
+        token = torch.cat([seed.token[:, None], scored.reveal.token], 1)[..., None]
+        odds = torch.cat([seed.odds[:, None], scored.reveal.confidence], 1)[..., None]
+    request, block = reader.request, task.block_size
     table = DraftTable(
         first=as_slots(state.current, state.has_seed.long() - 1),
         valid=state.current.valid,
-        token=torch.cat([seed.token[:, None], scored.reveal.token], 1),
-        odds=torch.cat([seed.odds[:, None], scored.reveal.confidence], 1),
+        token=token,
+        odds=odds,
         known=scored.states.table[..., : block + 1],
         known_valid=scored.states.valid,
         ahead=state.memory.ahead,
@@ -7629,25 +7906,12 @@ def sources(task: Task, state: DecodeState, successor: States) -> tuple[DraftTab
         open_end=request.open_end,
         eos=request.eos,
         schedule=request.schedule,
+        seed=request.seed if reader.drafter.sample else None,
+        rule=task.mode.rule,
         mask_id=task.mask_token_id,
         branches=min(task.mode.drafting.branches, block),
-        one_at_a_time=task.one_at_a_time,
     )
-    return table, torch.cat([seed.hidden[:, None], scored.hidden], 1)
-
-
-def sampled_tell(reader: Reader, text: Text, hidden: Tensor) -> Tell | None:
-    """Tell what drafted states get where tokens are sampled: a pick for each from its source's `hidden`; None if greedy."""
-    if not reader.drafter.sample:
-        return None
-
-    def tell(slots: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-        rows, source = indices(len(slots), slots.device), slots[:, SOURCE]
-        states = Draft(slots[:, None], (valid & (source >= 0))[:, None]).states
-        token, odds = reader.estimates(states, hidden[rows, source.clamp(min=0)][:, None], text)
-        return token[:, 0], odds[:, 0]
-
-    return tell
+    return table, hidden
 
 
 def re_read(
@@ -7694,7 +7958,7 @@ def advance(task: Task, head: HeadPasses, state: DecodeState, accepted: Accepted
     revealing = accepted.passed & ~accepted.clean
     following = accepted.at_last(accepted.follower)
     if refine is None:
-        steps = text.total_steps[:, None] + steps_on_path(accepted, state.current)
+        steps = text.total_steps[:, None] + steps_on_path(accepted, task.mask_token_id)
         text.write(accepted.known.states, accepted.known.reveal, revealing, steps)
     else:
         last.states.table[:, PARENT] = -1  # what it looked at is text by now
@@ -7827,7 +8091,7 @@ class RecordedRounds:
     def __init__(self, task: Task, runner: Runner, state: DecodeState, recorded: RecordedCache) -> None:
         reader = task.reader
         key = (
-            *(task.mode, task.one_at_a_time, reader.bars_eos, runner.with_round_masks),
+            *(task.mode, reader.bars_eos, runner.with_round_masks),
             *(_sampling(sampler) for sampler in (reader.sampler, reader.drafter)),
         )
         self.runner, self.registers = runner, recorded.registers_for(key, (reader.request, state))
@@ -8201,7 +8465,7 @@ def _decode(
         # From here on the slots behind are overwritten, also by a call that does not come to its end.
         cache.hold(text.tokens, reused, reused.minimum(cache.head_held.to(device)))
         reader = _reader(model, picker, mode, request, recorded)
-        task = Task(mode, reader, block, mask_id, int(request.schedule.max()) == 1, stopping)
+        task = Task(mode, reader, block, mask_id, stopping)
         whole = recorded is not None and replayable(task)
         parts = None if recorded is None or whole else recorded.parts.call
         round_masks = takes_round_masks(model, picker.dispatch)

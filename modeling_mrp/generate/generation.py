@@ -368,7 +368,7 @@ def _decode(
         # From here on the slots behind are overwritten, also by a call that does not come to its end.
         cache.hold(text.tokens, reused, reused.minimum(cache.head_held.to(device)))
         reader = _reader(model, picker, mode, request, recorded)
-        task = Task(mode, reader, block, mask_id, int(request.schedule.max()) == 1, stopping)
+        task = Task(mode, reader, block, mask_id, stopping)
         whole = recorded is not None and replayable(task)
         parts = None if recorded is None or whole else recorded.parts.call
         round_masks = takes_round_masks(model, picker.dispatch)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..kernels.grow import DraftTable
 from ..rules.constants import indices
-from ..rules.drafting import BASE, SOURCE, Budget, Draft, Tell, as_slots, grow, growth, undrafted, with_estimates
+from ..rules.drafting import BASE, Budget, Draft, as_slots, grow, growth, undrafted, with_estimates
 from ..rules.rules import Accepted, accept, memory_of, remembered, stepped, steps_on_path
 from ..rules.states import PARENT, Memory, Reveal, Scored, Source, States
 from ..runner.runner import Held, Runner
@@ -43,7 +43,6 @@ class Task:
         reader: How hidden states become reveals; it holds the `Request`.
         block_size: Tokens of a block.
         mask_token_id: The mask's id.
-        one_at_a_time: Whether no step of the schedule reveals more than one position.
         stopping: Asks the stopping criteria; or None.
     """
 
@@ -51,7 +50,6 @@ class Task:
     reader: Reader
     block_size: int
     mask_token_id: int
-    one_at_a_time: bool
     stopping: Stopping | None = None
 
     def successor(self, state: DecodeState) -> States:
@@ -212,12 +210,11 @@ def draft_states(task: Task, head: HeadPasses, state: DecodeState, successor: St
     dispatch = task.reader.sampler.dispatch
     sizes = growth(plan.per_row, drafting.passes)
     for turn, size in enumerate(sizes if plan.masks > 1 else sizes[:1]):  # behind a single mask nothing is read twice
-        tell = sampled_tell(task.reader, state.text, hidden)
-        draft = grow(table, min(size, plan.room), task.mode.width, dispatch, tell)
+        draft = grow(table, min(size, plan.room), task.mode.width, dispatch)
         table, hidden = re_read(task, head, state.text, table, hidden, draft, min(turn, 1), blocked)
     if plan.blocked and head.late:
         head(current.only(torch.zeros_like(current.valid)).map(lambda t: t[:, None]), state.seed.hidden[:, None], blocked)
-    return grow(table, plan.room, task.mode.width, dispatch, sampled_tell(task.reader, state.text, hidden))
+    return grow(table, plan.room, task.mode.width, dispatch)
 
 
 def sources(task: Task, state: DecodeState, successor: States) -> tuple[DraftTable, Tensor]:
@@ -227,13 +224,20 @@ def sources(task: Task, state: DecodeState, successor: States) -> tuple[DraftTab
         The table, and the sources' hidden states [rows, sources, block, hidden_size].
     """
     assert task.mode.drafting is not None
-    seed, scored, request = state.seed, state.memory.scored, task.reader.request
-    block = task.block_size
+    seed, scored, reader = state.seed, state.memory.scored, task.reader
+    hidden = torch.cat([seed.hidden[:, None], scored.hidden], 1)
+    if reader.drafter.sample:  # what they say depends on the state that is drafted
+        at = state.current.only(state.has_seed).map(lambda t: t[:, None]).cat(scored.states)
+        token, odds = reader.estimates(at, hidden, state.text)
+    else:
+        token = torch.cat([seed.token[:, None], scored.reveal.token], 1)[..., None]
+        odds = torch.cat([seed.odds[:, None], scored.reveal.confidence], 1)[..., None]
+    request, block = reader.request, task.block_size
     table = DraftTable(
         first=as_slots(state.current, state.has_seed.long() - 1),
         valid=state.current.valid,
-        token=torch.cat([seed.token[:, None], scored.reveal.token], 1),
-        odds=torch.cat([seed.odds[:, None], scored.reveal.confidence], 1),
+        token=token,
+        odds=odds,
         known=scored.states.table[..., : block + 1],
         known_valid=scored.states.valid,
         ahead=state.memory.ahead,
@@ -242,25 +246,12 @@ def sources(task: Task, state: DecodeState, successor: States) -> tuple[DraftTab
         open_end=request.open_end,
         eos=request.eos,
         schedule=request.schedule,
+        seed=request.seed if reader.drafter.sample else None,
+        rule=task.mode.rule,
         mask_id=task.mask_token_id,
         branches=min(task.mode.drafting.branches, block),
-        one_at_a_time=task.one_at_a_time,
     )
-    return table, torch.cat([seed.hidden[:, None], scored.hidden], 1)
-
-
-def sampled_tell(reader: Reader, text: Text, hidden: Tensor) -> Tell | None:
-    """Tell what drafted states get where tokens are sampled: a pick for each from its source's `hidden`; None if greedy."""
-    if not reader.drafter.sample:
-        return None
-
-    def tell(slots: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-        rows, source = indices(len(slots), slots.device), slots[:, SOURCE]
-        states = Draft(slots[:, None], (valid & (source >= 0))[:, None]).states
-        token, odds = reader.estimates(states, hidden[rows, source.clamp(min=0)][:, None], text)
-        return token[:, 0], odds[:, 0]
-
-    return tell
+    return table, hidden
 
 
 def re_read(
@@ -307,7 +298,7 @@ def advance(task: Task, head: HeadPasses, state: DecodeState, accepted: Accepted
     revealing = accepted.passed & ~accepted.clean
     following = accepted.at_last(accepted.follower)
     if refine is None:
-        steps = text.total_steps[:, None] + steps_on_path(accepted, state.current)
+        steps = text.total_steps[:, None] + steps_on_path(accepted, task.mask_token_id)
         text.write(accepted.known.states, accepted.known.reveal, revealing, steps)
     else:
         last.states.table[:, PARENT] = -1  # what it looked at is text by now

@@ -6,7 +6,8 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from ..rules.rules import RevealRule, best_by, kept_reveal, least_believed
+from ..rules.revealing import RevealRule, best_by
+from ..rules.rules import kept_reveal, least_believed
 from ..rules.states import Reveal, States
 
 

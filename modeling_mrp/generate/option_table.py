@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 DECODINGS = ("static", "dynamic", "sequential", "entropy_bound", "self_spec", "mrp_direct", "mrp_spec", "mrp_remask")
+TARGETS, DRAFTING = DECODINGS[:4], ("self_spec", "mrp_spec")
 REMASK_RULES = ("reread", "threshold", "residual")
 
 
@@ -23,7 +24,7 @@ class Option:
         holds: The range: True of the values allowed, given one of that type and the model's block size.
         remedy: The end of the error for others; `{block_size}` stands for the model's.
         help: Its meaning, a line of Markdown.
-        modes: The values of `decoding` in which it has an effect.
+        modes: The values of `decoding` in which it has an effect; it has one, too, in modes that draft for these as `target`.
     """
 
     name: str
@@ -33,6 +34,10 @@ class Option:
     remedy: str
     help: str = ""
     modes: tuple[str, ...] = DECODINGS
+
+    def counts(self, decoding: str, target: str | None = None) -> bool:
+        """Tell if it has an effect in a mode, which drafts for `target` if it drafts."""
+        return decoding in self.modes or (decoding in DRAFTING and target in self.modes)
 
     def check(self, value: Any, block_size: int) -> None:
         """Raise `ValueError`, with value and remedy, for a value of another type or out of range."""
@@ -64,15 +69,33 @@ def _one_of(names: tuple[str, ...]) -> _Values:
     return str, lambda v, _: v in names, f"choose one of {', '.join(names)}"
 
 
-_SCHEDULED, _DRAFTED = ("static", "sequential", "self_spec", "mrp_direct", "mrp_spec"), ("self_spec", "mrp_spec")
 OPTIONS = (
     Option("decoding", "static", *_one_of(DECODINGS), "the mode"),
-    Option("denoising_steps", None, *_STEPS, "steps per block; None: `block_size`, one token a step", _SCHEDULED),
+    Option(
+        "target",
+        "static",
+        *_one_of(TARGETS),
+        "whose text it is that drafts reach in fewer forwards: that of `decoding=target`",
+        DRAFTING,
+    ),
+    Option(
+        "denoising_steps",
+        None,
+        *_STEPS,
+        "steps per block; None: `block_size`, one token a step",
+        ("static", "sequential", "mrp_direct"),
+    ),
     Option("confidence_threshold", 0.9, *_PROBABILITY, "tau, a probability", ("dynamic", "mrp_remask")),
-    Option("entropy_threshold", 0.35, *_NATS, "bound in nats on the summed entropy of a step's reveals", ("entropy_bound",)),
+    Option(
+        "entropy_threshold",
+        0.35,
+        *_NATS,
+        "bound in nats on the summed entropy of a step's reveals",
+        ("entropy_bound",),
+    ),
     Option("mrp_steps", 1, *_COUNT, "reveals of the head after each backbone step, unverified", ("mrp_direct",)),
-    Option("num_draft_states", 4, *_COUNT, "K: states a row submits per round, at most: the next one, and drafts", _DRAFTED),
-    Option("draft_branches", 3, *_COUNT, "followers considered per state; 1 drafts a chain", _DRAFTED),
+    Option("num_draft_states", 4, *_COUNT, "K: states a row submits per round, at most: the next one, and drafts", DRAFTING),
+    Option("draft_branches", 3, *_COUNT, "followers considered per state; 1 drafts a chain", DRAFTING),
     Option("draft_passes", 1, *_COUNT, "head passes per round, at most; each re-reads what is drafted so far", ("mrp_spec",)),
     Option(
         "compute_bound_tokens",
@@ -80,7 +103,7 @@ OPTIONS = (
         *_COUNT,
         "tokens in a forward up to which its time hardly grows (about 140 for bf16 on an H200): drafts are submitted as far as "
         "they are worth their time; None: only forwards count",
-        _DRAFTED,
+        DRAFTING,
     ),
     Option("remask_rule", "reread", *_one_of(REMASK_RULES), "`reread`, `threshold` or `residual`", ("mrp_remask",)),
     Option("residual_delta", 1.0, *_LOGITS, "for the rule `residual`, in logits", ("mrp_remask",)),
@@ -89,4 +112,4 @@ OPTIONS = (
     Option("graphs", None, *_GRAPHS, "CUDA graphs: None where possible, True or an error, False never"),
 )
 
-__all__ = ["DECODINGS", "OPTIONS", "REMASK_RULES", "Option"]
+__all__ = ["DECODINGS", "DRAFTING", "OPTIONS", "REMASK_RULES", "TARGETS", "Option"]

@@ -10,19 +10,22 @@ import torch
 from torch import Tensor
 from transformers.generation import GenerationConfig
 
-from ..rules.rules import Dynamic, EntropyBound, Sequential, Static, logit, reveal_schedule
+from ..rules.revealing import Dynamic, EntropyBound, RevealRule, Sequential, Static, logit, reveal_schedule
 from .modes import Direct, Drafting, Mode, RereadRemask, ResidualRemask, ThresholdRemask
-from .option_table import OPTIONS, Option
+from .option_table import OPTIONS, TARGETS, Option
 
 # Of options that were checked: none is None.
+_RULES: dict[str, Callable[[Any], RevealRule]] = {
+    "static": lambda options: Static(),
+    "dynamic": lambda options: Dynamic(logit(options.confidence_threshold)),
+    "sequential": lambda options: Sequential(),
+    "entropy_bound": lambda options: EntropyBound(options.entropy_threshold),
+}
 _MODES: dict[str, Callable[[Any], Mode]] = {
-    "static": lambda options: Mode(Static()),
-    "dynamic": lambda options: Mode(Dynamic(logit(options.confidence_threshold))),
-    "sequential": lambda options: Mode(Sequential()),
-    "entropy_bound": lambda options: Mode(EntropyBound(options.entropy_threshold)),
-    "self_spec": lambda options: Mode(Static(), drafting=_drafting(options, 0)),
+    **{name: lambda options: Mode(_RULES[options.decoding](options)) for name in TARGETS},
+    "self_spec": lambda options: Mode(_RULES[options.target](options), drafting=_drafting(options, 0)),
+    "mrp_spec": lambda options: Mode(_RULES[options.target](options), drafting=_drafting(options, options.draft_passes)),
     "mrp_direct": lambda options: Mode(Static(), Direct(options.mrp_steps)),
-    "mrp_spec": lambda options: Mode(Static(), drafting=_drafting(options, options.draft_passes)),
     "mrp_remask": lambda options: Mode(Dynamic(logit(options.confidence_threshold)), _REMASKS[options.remask_rule](options)),
 }
 _REMASKS: dict[str, Callable[[Any], Any]] = {

@@ -54,7 +54,7 @@ class RecordedRounds:
     def __init__(self, task: Task, runner: Runner, state: DecodeState, recorded: RecordedCache) -> None:
         reader = task.reader
         key = (
-            *(task.mode, task.one_at_a_time, reader.bars_eos, runner.with_round_masks),
+            *(task.mode, reader.bars_eos, runner.with_round_masks),
             *(_sampling(sampler) for sampler in (reader.sampler, reader.drafter)),
         )
         self.runner, self.registers = runner, recorded.registers_for(key, (reader.request, state))

@@ -27,6 +27,9 @@ Context = Callable[[slice], list[tuple[Tensor, Tensor]]]
 # What keeps the likeliest tokens, however many: all of it that there is behind a top-k needs only its k logits.
 _KEEPS_THE_LIKELIEST = (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper, EpsilonLogitsWarper, EtaLogitsWarper)
 
+# Tokens of a position that a sampled draft chooses among: all that transformers' own top-k of 50 leaves.
+LIKELIEST = 64
+
 
 @dataclass
 class Picks:
@@ -115,11 +118,36 @@ class Sampler:
             if top_k is None:
                 parts.append(self._pick(self._scores(hidden[at], at, context, no_eos), keys[at]))
             else:
-                some = (None if flags is None else flags[at] for flags in (no_eos, active))
-                parts.append(self._pick_top(hidden[at], keys[at], top_k, *some))
+                logits = self._logits(hidden[at], at, context, no_eos)
+                parts.append(self._pick_top(logits, keys[at], top_k, None if active is None else active[at]))
         return Picks(
             *(torch.cat([getattr(part, name) for part in parts]) for name in ("token", "logprob", "confidence", "entropy"))
         )
+
+    def likeliest(
+        self, hidden: Tensor, context: Context | None = None, no_eos: Tensor | None = None, active: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Find the likeliest tokens that may be sampled, and their log-odds before truncation, [n, m] both.
+
+        The log-odds of tokens that truncation leaves out are -inf. Arguments are those of a call.
+        """
+        unembedding, top_k, found = self.unembedding, self._top_k(), []
+        for at in unembedding.chunks(len(hidden)):
+            logits = self._logits(hidden[at], at, context, no_eos)
+            top = logits.topk(min(top_k or LIKELIEST, logits.shape[1]))
+            lowest = torch.full_like(top.values[:, 0], -torch.inf)
+            some = None if active is None else active[at]
+            best = pick_above(unembedding, logits, lowest, None, some, self.dispatch)
+            scores = unembedding.tempered(widened(top.values), None)
+            log_p = best.logprob[:, None] + scores - scores[:, :1]
+            odds = torch.cat([best.log_odds[:, None], (log_p - torch.log1p(-log_p.exp()))[:, 1:]], 1)
+            if self.truncation and len(logits):
+                shown = scores if top_k else unembedding.tempered(widened(logits), None)
+                shown = self.truncation(top.indices[:, :1], shown.clone())
+                odds = odds.masked_fill((shown if top_k else shown.gather(1, top.indices)) == -torch.inf, -torch.inf)
+            found.append((top.indices[:, :LIKELIEST], odds[:, :LIKELIEST]))
+        token, odds = (torch.cat(parts) for parts in zip(*found, strict=True))
+        return token if self.token_ids is None else self.token_ids[token], odds
 
     def token_log_odds(
         self,
@@ -137,15 +165,24 @@ class Sampler:
         ]
         return torch.cat(parts)
 
-    def _scores(self, hidden: Tensor, at: slice, context: Context | None, no_eos: Tensor | None) -> Tensor:
-        """Logits after processors, temperature and the minimum length; `at` says which of the positions `hidden` belongs to."""
-        scores = self.unembedding.logits(hidden)
+    def _logits(self, hidden: Tensor, at: slice, context: Context | None, no_eos: Tensor | None) -> Tensor:
+        """Logits after processors, in the weights' dtype where there are none, with no eos before the minimum length.
+
+        `at` says which of the positions `hidden` belongs to.
+        """
+        logits = self.unembedding.product(hidden)
+        if self.processors:
+            logits = widened(logits)
         for index, committed in context(at) if self.processors and context else []:
             assert self.processors is not None
-            processed = self.processors(committed.expand(len(index), -1), scores[index])
-            scores[index] = processed.masked_fill(processed.isnan(), -torch.inf)
-            scores[index, self.mask_token_id] = -torch.inf
-        return self.unembedding.tempered(scores, None if no_eos is None else no_eos[at])
+            processed = self.processors(committed.expand(len(index), -1), logits[index])
+            logits[index] = processed.masked_fill(processed.isnan(), -torch.inf)
+            logits[index, self.mask_token_id] = -torch.inf
+        return self.unembedding.barred(logits, None if no_eos is None else no_eos[at])
+
+    def _scores(self, hidden: Tensor, at: slice, context: Context | None, no_eos: Tensor | None) -> Tensor:
+        """`_logits` in at least float32, divided by the temperature."""
+        return self.unembedding.tempered(widened(self._logits(hidden, at, context, no_eos)), None)
 
     def _top_k(self) -> int | None:
         """The k of a truncation that begins with a top-k, and goes on with what its k logits suffice for."""
@@ -155,11 +192,10 @@ class Sampler:
         first = next(iter(warpers), None)
         return first.top_k if isinstance(first, TopKLogitsWarper) else None
 
-    def _pick_top(self, hidden: Tensor, keys: Tensor, top_k: int, no_eos: Tensor | None, active: Tensor | None) -> Picks:
+    def _pick_top(self, logits: Tensor, keys: Tensor, top_k: int, active: Tensor | None) -> Picks:
         """`_pick` from logits in the weights' dtype: those that it keeps are those not under one, which is found among k."""
         assert self.truncation is not None
         unembedding = self.unembedding
-        logits = unembedding.barred(unembedding.product(hidden), no_eos)
         top = logits.topk(min(top_k, logits.shape[1])).values
         kept = self.truncation(keys[:, None], unembedding.tempered(widened(top), None)) > -torch.inf
         least = top.masked_fill(~kept, torch.inf).amin(-1)

@@ -1,7 +1,7 @@
 """From hidden states to what is revealed: picks at masked positions, and the reveal rule on them."""
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from torch import Tensor
 from ..kernels.noise import noise_keys
 from ..kernels.pick import residual_magnitude
 from ..rules.constants import indices
-from ..rules.rules import Candidates, RevealRule, top_by
+from ..rules.revealing import Candidates, RevealRule, top_by
 from ..rules.states import Reveal, States
 from .decode_state import Request, Text
 from .sampling import Sampler
@@ -58,13 +58,25 @@ class Reader:
         return Reveal(self.rule(said), token, logprob, confidence)
 
     def estimates(self, states: States, hidden: Tensor, text: Text) -> tuple[Tensor, Tensor]:
-        """Pick what the masked positions of states are expected to get.
+        """Estimate what the masked positions of states are going to get.
 
         Returns:
-            Tokens and their log-odds, [rows, n, block] each; -inf where nothing may be revealed.
+            The likeliest tokens and their log-odds, [rows, n, block, m] each, m = 1 where picks are greedy; -inf where nothing
+            may be revealed.
         """
-        _, token, _, confidence, _ = self._picks(states, hidden, text, self.drafter)
-        return token, confidence
+        if not self.drafter.sample:
+            _, token, _, confidence, _ = self._picks(states, hidden, text, self.drafter)
+            return token[..., None], confidence[..., None]
+        candidates = self._candidates(states)
+        at = self._chosen(candidates)
+        places = _Places(states, at)
+        token, odds = self.drafter.likeliest(
+            taken(hidden.flatten(0, 2), at),
+            partial(places.contexts, text),
+            self._no_eos(places),
+            taken(candidates.flatten(), at),
+        )
+        return _spread(token, at, candidates, 0), _spread(odds, at, candidates, -torch.inf)
 
     def token_confidence(self, states: States, hidden: Tensor, token: Tensor, where: Tensor, text: Text) -> Tensor:
         """Compute the log-odds of given tokens under lm_head(hidden), [rows, n, block]; -inf outside `where`."""
@@ -73,7 +85,7 @@ class Reader:
         odds = self.sampler.token_log_odds(
             taken(hidden.flatten(0, 2), at),
             taken(token.flatten(), at),
-            lambda part: places.contexts(text, part),
+            partial(places.contexts, text),
             self._no_eos(places),
             taken(where.flatten(), at),
         )
@@ -88,18 +100,17 @@ class Reader:
     def _picks(
         self, states: States, hidden: Tensor, text: Text, sampler: Sampler
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-        masked = states.masked(self.mask_token_id)
-        offsets = indices(masked.shape[-1], masked.device)
-        candidates = masked & (offsets < states.end[..., None]) & states.valid[..., None]
+        candidates = self._candidates(states)
         at = self._chosen(candidates)
         places = _Places(states, at)
         keys = at
         if sampler.sample:
-            keys = noise_keys(self.request.seed[places.row], places.position, masked.sum(-1).flatten()[places.state])
+            masks = states.masked(self.mask_token_id).sum(-1).flatten()[places.state]
+            keys = noise_keys(self.request.seed[places.row], places.position, masks)
         picks = sampler(
             taken(hidden.flatten(0, 2), at),
             keys,
-            lambda part: places.contexts(text, part),
+            partial(places.contexts, text),
             self._no_eos(places),
             taken(candidates.flatten(), at),
         )
@@ -109,6 +120,11 @@ class Reader:
         )
         entropy = _spread(picks.entropy, at, candidates, -torch.inf) if self.rule.needs_entropy else None
         return candidates, token, logprob, confidence, entropy
+
+    def _candidates(self, states: States) -> Tensor:
+        """[rows, n, block] bool: masked positions that are not behind an eos, of valid states."""
+        offsets = indices(states.ids.shape[-1], states.ids.device)
+        return states.masked(self.mask_token_id) & (offsets < states.end[..., None]) & states.valid[..., None]
 
     def _no_eos(self, places: "_Places") -> Tensor | None:
         """[n] bool: positions before the minimum length, or before the last given token."""
@@ -134,10 +150,15 @@ def taken(values: Tensor, at: Tensor) -> Tensor:
 
 
 def _spread(values: Tensor, at: Tensor, where: Tensor, other: float, blank: bool = False) -> Tensor:
-    """Values [n] at flat indices `at`, in the shape of `where`, and `other` where that is False; `blank`: they are so there."""
+    """Spread values [n, ...] at flat indices `at` over the shape of `where`, and `other` where that is False.
+
+    `blank`: they are so there already.
+    """
+    more = values.shape[1:]
     if not in_order(at, where.numel()):
-        values = values.new_full((where.numel(),), other).index_copy_(0, at, values)
-    return values.view_as(where) if blank else values.view_as(where).where(where, other)
+        values = values.new_full((where.numel(), *more), other).index_copy_(0, at, values)
+    values = values.view(*where.shape, *more)
+    return values if blank else values.where(where.view(*where.shape, *(1 for _ in more)), other)
 
 
 @dataclass(frozen=True)

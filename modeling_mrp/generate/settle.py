@@ -87,7 +87,7 @@ def settle_ref(
     accepted = accept(scored, state.memory if drafts else None, successor, request.eos, mask_id)
     drafted = count_round(state.counts, draft, accepted, mask_id, drafts)
     revealing = accepted.passed & ~accepted.clean
-    steps = text.total_steps[:, None] + steps_on_path(accepted, state.current)
+    steps = text.total_steps[:, None] + steps_on_path(accepted, mask_id)
     text.write(accepted.known.states, accepted.known.reveal, revealing, steps)
     text.total_steps += revealing.sum(-1)
     active = accepted.passed[:, 0]

@@ -1,22 +1,31 @@
 """A round's states, grown in one launch; `grow_ref` takes a hundred small ones for each state that it adds.
 
 Which state comes next depends on all those before, so a program goes through them one by one; the rows are side by side. Its
-twin, in `drafting`, also does what is rarer: sampled drafts and several reveals a step.
+twin, in `drafting`, also takes reveal rules that are not this package's.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ..rules.revealing import (
+    EACH_MORE,
+    MOST_ODDS,
+    ORDER_SHARPNESS,
+    TAIL_NATS,
+    THRESHOLD_SHARPNESS,
+    Dynamic,
+    EntropyBound,
+    RevealRule,
+    Sequential,
+    Static,
+)
 from .dispatch import MULTIPLY_ADD, power_of_two, tl, triton
 
-# The power of a token's odds that orders drafts. Reveals follow the first power or a little more; the fourth drafts best, as a
-# state passed over is remembered, so that going deeper is worth more than its chance (`benchmarks/NOTES.md`, Drafting).
-ORDER_SHARPNESS = 4.0
-
-# Log-odds above this are certain: their sums stay finite.
-MOST_ODDS = 1e4
+if triton is not None:
+    from .noise import gumbel_of_bits, token_noise_key, token_noise_of
 
 # For `base`: what the state's parent has.
 INHERITED = -2
@@ -38,8 +47,9 @@ class DraftTable:
     Attributes:
         first: [rows, block + 6] long, each row's next state, from which all others are grown.
         valid: [rows] bool, rows that draft.
-        token: [rows, sources, block] long, what each source tells: the token of each masked position,
-        odds: [rows, sources, block] float, and its log-odds.
+        token: [rows, sources, block, m] long, what each source tells: the likeliest tokens of each masked position, one where
+            picks are greedy,
+        odds: [rows, sources, block, m] float, and their log-odds; -inf for those that are never sampled.
         known: [rows, m, block + 1] long, ids and start of states that need no slot, since what follows is known.
         known_valid: [rows, m] bool.
         ahead: [rows, m, block + 6] long, the states that they lead to.
@@ -48,9 +58,10 @@ class DraftTable:
         open_end: [rows] long, one past the last position that is not given.
         eos: [any] long, ids that end a text.
         schedule: [block] long, reveals per denoising step.
+        seed: [rows] long, of the noise by which tokens are sampled; None: picks are greedy.
+        rule: What a step reveals.
         mask_id: The mask's id.
         branches: Followers of a state, at most; no more than a block has positions.
-        one_at_a_time: Whether no step of the schedule reveals more than one position.
     """
 
     first: Tensor
@@ -65,13 +76,26 @@ class DraftTable:
     open_end: Tensor
     eos: Tensor
     schedule: Tensor
+    seed: Tensor | None
+    rule: RevealRule
     mask_id: int
     branches: int
-    one_at_a_time: bool
 
     def fits(self, size: int) -> bool:
-        """Tell if the kernel holds what `size` states need."""
-        return _entries(size, self.branches) * power_of_two(self.first.shape[-1]) <= _LARGEST
+        """Tell if the kernel knows the rule, and holds what `size` states need."""
+        return (
+            type(self.rule) in _KERNEL_RULES and _entries(size, self.branches) * power_of_two(self.first.shape[-1]) <= _LARGEST
+        )
+
+
+# By number, the rules that the kernel knows, and what each is given.
+_KERNEL_RULES: dict[type[RevealRule], int] = {Static: 0, Sequential: 1, Dynamic: 2, EntropyBound: 3}
+
+
+def _bound(rule: RevealRule) -> float:
+    if isinstance(rule, Dynamic):
+        return min(max(rule.threshold, -2 * MOST_ODDS), 2 * MOST_ODDS)
+    return min(rule.bound, 2 * MOST_ODDS) if isinstance(rule, EntropyBound) else 0.0
 
 
 def _entries(size: int, branches: int) -> int:
@@ -80,7 +104,7 @@ def _entries(size: int, branches: int) -> int:
 
 
 def grow_kernel(table: DraftTable, size: int, most: int) -> tuple[Tensor, Tensor]:
-    """Grow the states of a round, best first, by the kernel: greedy drafts, one reveal a step.
+    """Grow the states of a round, best first, by the kernel.
 
     Floor: what is read, some 10 KB a row: microseconds, less than its launch; the steps of a program wait for each other.
 
@@ -97,20 +121,27 @@ def grow_kernel(table: DraftTable, size: int, most: int) -> tuple[Tensor, Tensor
     valid = table.valid.new_empty(rows, size)
     if not rows:
         return slots, valid
+    seed = table.first[:, 0] if table.seed is None else table.seed.contiguous()
     entries = _entries(max(size, most) if table.fits(most) else size, table.branches)
     columns = power_of_two(width)
     _grow[(rows,)](
         *(table.first, table.valid.view(torch.uint8), table.token.contiguous(), table.odds.contiguous()),
         *(table.known.contiguous(), table.known_valid.contiguous().view(torch.uint8), table.ahead.contiguous()),
         *(table.successor.contiguous(), table.open_successor.contiguous().view(torch.uint8)),
-        *(table.open_end.contiguous(), table.eos, slots, valid.view(torch.uint8)),
+        *(table.open_end.contiguous(), table.eos, table.schedule, seed, slots, valid.view(torch.uint8)),
         *(table.first.stride(0), table.valid.stride(0), size, table.branches, table.token.shape[1], table.known.shape[1]),
-        *(len(table.eos), table.mask_id),
+        *(len(table.eos), table.mask_id, _bound(table.rule)),
         BLOCK=width - DRAFT_COLUMNS,
         COLUMNS=columns,
         ENTRIES=entries,
         TILE_KNOWN=max(1, 1024 // columns),
-        SHARPNESS=ORDER_SHARPNESS,
+        RULE=_KERNEL_RULES[type(table.rule)],
+        SAMPLED=table.seed is not None,
+        LIKELIEST=table.token.shape[-1],
+        ORDER=ORDER_SHARPNESS,
+        THRESHOLD=THRESHOLD_SHARPNESS,
+        LOG_MORE=math.log(EACH_MORE),
+        TAIL=TAIL_NATS,
         MOST=MOST_ODDS,
         INHERITS=INHERITED,
         num_warps=max(1, min(8, entries * columns // 1024)),
@@ -156,18 +187,52 @@ if triton is not None:
         return tl.where(found & ~inherits, leads, made)
 
     @triton.jit
-    def _follower(  # type: ignore[no-untyped-def]
-        state, last, token, end, source, eos, eos_count, BLOCK: tl.constexpr, COLUMNS: tl.constexpr
-    ):
-        """Reveal one more position of a state, `last`."""
+    def _log_sigmoid(x):  # type: ignore[no-untyped-def]
+        return tl.minimum(x, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(x)))
+
+    @triton.jit
+    def _places(score, which, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+        """Rank by score those columns that `which` marks, best first, of equals the first."""
         column = tl.arange(0, COLUMNS)
-        picked = _entry(token, column, last)
-        ends = picked != picked
+        earlier = column[None, :] < column[:, None]
+        before = (score[None, :] > score[:, None]) | ((score[None, :] == score[:, None]) & earlier)
+        return tl.sum((before & which[None, :]).to(tl.int32), 1)
+
+    @triton.jit
+    def _told(  # type: ignore[no-untyped-def]
+        token, odds, at, in_block, seed, start, masks, COLUMNS: tl.constexpr, SAMPLED: tl.constexpr, LIKELIEST: tl.constexpr
+    ):
+        """Read what a source tells: the likeliest token of each position and its log-odds, or a sample with its own noise."""
+        column = tl.arange(0, COLUMNS)
+        at = at * LIKELIEST
+        tokens = tl.load(token + at, mask=in_block, other=0).to(tl.int32)
+        surety = tl.load(odds + at, mask=in_block, other=0.0).to(tl.float32)
+        if SAMPLED:
+            keys = token_noise_key(seed, start + column, masks)
+            score = _log_sigmoid(surety) + gumbel_of_bits(token_noise_of(keys, tokens))
+            for i in range(1, LIKELIEST):
+                other = tl.load(token + at + i, mask=in_block, other=0).to(tl.int32)
+                its_odds = tl.load(odds + at + i, mask=in_block, other=float("-inf")).to(tl.float32)
+                its_score = _log_sigmoid(its_odds) + gumbel_of_bits(token_noise_of(keys, other))
+                better = its_score > score
+                tokens = tl.where(better, other, tokens)
+                surety = tl.where(better, its_odds, surety)
+                score = tl.where(better, its_score, score)
+        return tokens, surety
+
+    @triton.jit
+    def _follower(  # type: ignore[no-untyped-def]
+        state, shown, token, end, source, eos, eos_count, BLOCK: tl.constexpr, COLUMNS: tl.constexpr
+    ):
+        """Reveal more positions of a state, those of `shown`."""
+        column = tl.arange(0, COLUMNS)
+        ends = column < 0
         for i in range(eos_count):
-            ends = ends | (tl.load(eos + i).to(tl.int32) == picked)
-        made = tl.where(column == last, picked, state)
+            ends = ends | (tl.load(eos + i).to(tl.int32) == token)
+        made = tl.where(shown, token, state)
         made = tl.where(column == BLOCK + 2, state + 1, made)
-        made = tl.where(column == BLOCK + 3, tl.minimum(end, tl.where(ends, last, BLOCK)), made)
+        last = tl.min(tl.where(shown & ends, column, BLOCK), 0)
+        made = tl.where(column == BLOCK + 3, tl.minimum(end, last), made)
         return tl.where(column == BLOCK + 4, source, made)
 
     @triton.jit
@@ -187,7 +252,17 @@ if triton is not None:
     # Sizes that change from round to round are not compiled for.
     @triton.jit(
         do_not_specialize=[
-            *("slots_stride", "valid_stride", "size", "branches", "source_count", "known_count", "eos_count", "mask_id")
+            *(
+                "slots_stride",
+                "valid_stride",
+                "size",
+                "branches",
+                "source_count",
+                "known_count",
+                "eos_count",
+                "mask_id",
+                "bound",
+            )
         ]
     )
     def _grow(  # type: ignore[no-untyped-def]
@@ -202,6 +277,8 @@ if triton is not None:
         open_successor,
         open_end,
         eos,
+        schedule,
+        seeds,
         slots_out,
         valid_out,
         slots_stride,
@@ -212,11 +289,18 @@ if triton is not None:
         known_count,
         eos_count,
         mask_id,
+        bound,
         BLOCK: tl.constexpr,
         COLUMNS: tl.constexpr,
         ENTRIES: tl.constexpr,
         TILE_KNOWN: tl.constexpr,
-        SHARPNESS: tl.constexpr,
+        RULE: tl.constexpr,
+        SAMPLED: tl.constexpr,
+        LIKELIEST: tl.constexpr,
+        ORDER: tl.constexpr,
+        THRESHOLD: tl.constexpr,
+        LOG_MORE: tl.constexpr,
+        TAIL: tl.constexpr,
         MOST: tl.constexpr,
         INHERITS: tl.constexpr,
     ):
@@ -239,6 +323,7 @@ if triton is not None:
         behind = tl.load(successor + row * WIDTH + column, mask=in_state, other=0).to(tl.int32)
         behind_chance = (tl.load(open_successor + row) != 0).to(tl.float32)
         text_end = tl.load(open_end + row).to(tl.int32)
+        seed = tl.load(seeds + row)
         table = tl.full((ENTRIES, COLUMNS), -1, tl.int32)  # no state starts at -1
         chance = tl.full((ENTRIES,), 0.0, tl.float32)
         reached = tl.full((), 1.0, tl.float32)
@@ -246,24 +331,69 @@ if triton is not None:
         for slot in range(size - 1):
             table = tl.where((entry == slot)[:, None], state[None, :], table)
             end, source = _entry(state, column, BLOCK + 3), _entry(state, column, BLOCK + 5)
-            told = (row * source_count + tl.maximum(source, 0)) * BLOCK + column
-            tokens = tl.load(token + told, mask=in_block, other=0).to(tl.int32)
-            surety = tl.load(odds + told, mask=in_block, other=0.0).to(tl.float32)
             masked = in_block & (state == mask_id)
-            clean = tl.sum(masked.to(tl.int32), 0) == 0
+            masks = tl.sum(masked.to(tl.int32), 0)
+            clean = masks == 0
+            start = _entry(state, column, BLOCK)
+            told = (row * source_count + tl.maximum(source, 0)) * BLOCK + column
+            tokens, surety = _told(token, odds, told, in_block, seed, start, masks, COLUMNS, SAMPLED, LIKELIEST)
             open_columns = tl.where(is_valid & (source >= 0), end, 0)
-            left = tl.where(masked & (column < open_columns), surety, float("-inf"))
-            bounded = tl.where(left > MOST, MOST, left)
-            peak = tl.max(bounded, 0)
-            weight = tl.exp(SHARPNESS * (bounded - tl.where(peak == float("-inf"), 0.0, peak)))
-            total = tl.sum(weight, 0)
+            candidate = masked & (column < open_columns)
+            count = tl.sum(candidate.to(tl.int32), 0)
+            # As the rules say in `likely`: an order of the candidates, from which each branch takes its set.
+            step = _entry(state, column, BLOCK + 2)
+            quota = tl.load(schedule + tl.minimum(step, BLOCK - 1)).to(tl.int32)
+            surety = tl.where(candidate & (surety == surety), surety, float("-inf"))  # no number is no chance
+            level = tl.where(candidate, tl.minimum(tl.maximum(surety, -MOST), MOST), 0.0)
+            place = _places(surety, candidate, COLUMNS)
+            if RULE == 0:
+                sure = tl.maximum(quota - 1, 0)
+                bounded = tl.where(candidate & (place >= sure), tl.minimum(surety, MOST), float("-inf"))
+                peak = tl.max(bounded, 0)
+                weight = tl.exp(ORDER * (bounded - tl.where(peak == float("-inf"), 0.0, peak)))
+                total = tl.sum(weight, 0)
+                weight = weight / tl.where(total == 0.0, 1.0, total)
+                base = candidate & (place < sure)
+                first = tl.where((count > 0) & (count <= sure), 1.0, 0.0)
+            if RULE == 1:
+                place = tl.sum(((column[None, :] < column[:, None]) & candidate[None, :]).to(tl.int32), 1)
+                base = candidate & (place < quota)
+                first = tl.exp(tl.sum(tl.where(base, _log_sigmoid(surety), 0.0), 0))
+            if RULE == 2:
+                free = candidate & (place > 0)
+                gap = THRESHOLD * (level - bound)
+                base = candidate & ((place == 0) | (gap > 0.0))
+                doubt = tl.abs(gap)
+                log_first = tl.sum(tl.where(free, _log_sigmoid(doubt), 0.0), 0)
+                first = tl.exp(log_first)
+                place = _places(-doubt, free, COLUMNS)
+            if RULE == 3:
+                p = tl.sigmoid(level)
+                nats = (1.0 - p) * (TAIL - _log_sigmoid(-level)) - p * _log_sigmoid(level)
+                nats = tl.where(candidate, nats, 0.0)
+                running = tl.sum(tl.where(place[None, :] <= place[:, None], nats[None, :], 0.0), 1)
+                room = tl.maximum(tl.sum((candidate & (running < bound)).to(tl.int32), 0), 1)
             for branch in range(branches):
-                best = tl.max(left, 0)
-                last = tl.min(tl.where(in_block & (left == best), column, COLUMNS), 0)  # of equals the first
-                own = tl.sum(tl.where(column == last, weight, 0.0), 0) / tl.where(total == 0.0, 1.0, total)
-                own = tl.where(best == float("-inf"), 0.0, own)  # nothing is left to reveal
-                left = tl.where(column == last, float("-inf"), left)
-                made = _follower(state, last, tokens, end, source, eos, eos_count, BLOCK, COLUMNS)
+                if RULE == 0:
+                    shown = base | (candidate & (place == sure + branch))
+                    own = tl.sum(tl.where(candidate & (place == sure + branch), weight, 0.0), 0)
+                    own = tl.where(branch == 0, tl.maximum(own, first), own)
+                if RULE == 1:
+                    shown = base
+                    own = tl.where(branch == 0, first, 0.0)
+                if RULE == 2:
+                    flipped = free & (place == branch - 1)
+                    shown = base ^ flipped
+                    own = tl.exp(log_first - tl.sum(tl.where(flipped, doubt, 0.0), 0))
+                    own = tl.where((branch == 0) | (tl.sum(flipped.to(tl.int32), 0) > 0), own, 0.0)
+                if RULE == 3:
+                    more = (branch + 1) // 2
+                    size_here = room + tl.where(branch % 2 == 1, more, -more)
+                    shown = candidate & (place < size_here)
+                    own = tl.exp(more * LOG_MORE)
+                    own = tl.where((size_here >= 1) & (size_here <= count), own, 0.0)
+                own = tl.where(count == 0, 0.0, own)  # nothing is left to reveal
+                made = _follower(state, shown, tokens, end, source, eos, eos_count, BLOCK, COLUMNS)
                 made = _looked_up(made, known, known_valid, ahead, known_count, BLOCK, COLUMNS, TILE_KNOWN, INHERITS)
                 # The reveal before a state that ends the row already tells; no number is no chance.
                 own = tl.where((own != own) | _done(made, text_end, mask_id, BLOCK, COLUMNS), 0.0, own)
@@ -286,4 +416,4 @@ if triton is not None:
             _store(slots_out, valid_out, slot + 1, state, is_valid, WIDTH, COLUMNS)
 
 
-__all__ = ["DRAFT_COLUMNS", "INHERITED", "MOST_ODDS", "ORDER_SHARPNESS", "DraftTable", "grow_kernel"]
+__all__ = ["DRAFT_COLUMNS", "INHERITED", "DraftTable", "grow_kernel"]

@@ -9,21 +9,22 @@ drafted states that the head has re-read. A head pass costs nearly the same for 
 round: the draft is grown a little, the head re-reads all of it in one pass, and it is grown anew, further.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.dispatch import Dispatch
-from ..kernels.grow import DRAFT_COLUMNS, INHERITED, MOST_ODDS, ORDER_SHARPNESS, DraftTable, grow_kernel
+from ..kernels.grow import DRAFT_COLUMNS, INHERITED, DraftTable, grow_kernel
+from ..kernels.noise import gumbel_noise, noise_keys
+from .constants import indices
+from .revealing import Candidates
 from .rules import whole_text
 from .states import STATE_COLUMNS, States
 
 # Columns of a drafted state (see `DraftTable`), counted from its end: those of a state, then two more.
 DRAFT_START, DRAFT_PARENT, DRAFT_STEP, DRAFT_END, BASE, SOURCE = range(-DRAFT_COLUMNS, 0)
-# Tells token and log-odds [rows, block] of the masked positions of drafted states [rows, block + 6], where [rows] are valid.
-Tell = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def growth(width: int, passes: int) -> list[int]:
@@ -131,7 +132,7 @@ def undrafted(current: States, successor: States, mask_id: int, room: int) -> Dr
     return Draft(torch.stack([slots[:, 0], second], 1), torch.stack([current.valid, follows], 1))
 
 
-def grow(table: DraftTable, size: int, most: int, dispatch: Dispatch, tell: Tell | None = None) -> Draft:
+def grow(table: DraftTable, size: int, most: int, dispatch: Dispatch) -> Draft:
     """Grow the draft of a round from each row's next state.
 
     Args:
@@ -139,20 +140,18 @@ def grow(table: DraftTable, size: int, most: int, dispatch: Dispatch, tell: Tell
         size: States of it.
         most: The most that any call of this decode asks for.
         dispatch: Kernel or PyTorch.
-        tell: What drafted states are expected to get, where that depends on the state: sampled drafts, whose noise depends on
-            how many masks are left. None: what their sources tell.
     """
     if size == 1:
         return Draft(table.first[:, None], table.valid[:, None], table)
-    if tell is not None or not table.one_at_a_time or not table.fits(size):
-        return Draft(*grow_ref(table, size, tell), table)
+    if not table.fits(size):
+        return Draft(*grow_ref(table, size), table)
     tensors = (table.first, table.token, table.odds, table.known, table.ahead, table.successor)
-    grown = dispatch.run("grow", lambda: grow_kernel(table, size, most), lambda: grow_ref(table, size, None), *tensors)
+    grown = dispatch.run("grow", lambda: grow_kernel(table, size, most), lambda: grow_ref(table, size), *tensors)
     return Draft(*grown, table)
 
 
-def grow_ref(table: DraftTable, size: int, tell: Tell | None) -> tuple[Tensor, Tensor]:
-    """Grow the draft of a round as `grow_kernel` does, for everything that may be drafted: its twin."""
+def grow_ref(table: DraftTable, size: int) -> tuple[Tensor, Tensor]:
+    """Grow the draft of a round as `grow_kernel` does: its twin, which takes any reveal rule."""
     branches, named = table.branches, slice(None, DRAFT_STEP)
     state, valid = table.first, table.valid
     rows = torch.arange(len(state), device=state.device)
@@ -163,7 +162,7 @@ def grow_ref(table: DraftTable, size: int, tell: Tell | None) -> tuple[Tensor, T
     held = torch.arange(entries.shape[1], device=entries.device) < size
     for slot in range(size - 1):
         entries[:, slot] = state
-        followers, odds = followers_of(table, state, valid, slot, tell)
+        followers, odds = followers_of(table, state, valid, slot)
         odds = odds * reached[:, None]
         # Orders that meet in one state add up there: among these, and with those found before.
         if branches > 1:
@@ -184,24 +183,21 @@ def grow_ref(table: DraftTable, size: int, tell: Tell | None) -> tuple[Tensor, T
     return torch.stack(slots, 1), torch.stack(valids, 1)
 
 
-def followers_of(table: DraftTable, state: Tensor, valid: Tensor, slot: int, tell: Tell | None = None) -> tuple[Tensor, Tensor]:
+def followers_of(table: DraftTable, state: Tensor, valid: Tensor, slot: int) -> tuple[Tensor, Tensor]:
     """Find the followers [rows, branches] of the states [rows] in a slot, and the chance of each there; 0 for none."""
     block = state.shape[-1] - DRAFT_COLUMNS
     offsets = torch.arange(block, device=state.device)
-    masked = state[:, :block] == table.mask_id
-    token, odds = (tell or table_tells(table))(state, valid)
+    ids, step = state[:, :block], state[:, DRAFT_STEP]
+    masked = ids == table.mask_id
+    token, odds = told(table, state)
     candidates = masked & (offsets < state[:, DRAFT_END, None]) & ((state[:, SOURCE] >= 0) & valid)[:, None]
-    ranked, order = odds.where(candidates, -torch.inf).sort(dim=-1, descending=True, stable=True)
-    if table.one_at_a_time:
-        chance = (ORDER_SHARPNESS * ranked.clamp(max=MOST_ODDS)).softmax(-1)[:, : table.branches].nan_to_num(0.0)
-        last = order[:, : table.branches]
-        made = state[:, None].repeat(1, table.branches, 1)
-    else:
-        chance, last, made = _several(table, state, token, candidates, ranked, order)
-    picked = token.gather(1, last)
-    made.scatter_(2, last[..., None], picked[..., None])
-    ends = torch.where(_is_eos(table, picked), last, block)
-    made[..., DRAFT_END] = torch.minimum(made[..., DRAFT_END], ends)
+    quota = table.schedule[step.clamp(max=block - 1)]
+    guessed = Candidates(candidates, token, odds.where(candidates & ~odds.isnan(), -torch.inf), None, ids, step, quota)
+    shown, chance = table.rule.likely(guessed, table.branches)
+    made = state[:, None].repeat(1, table.branches, 1)
+    made[..., :block] = torch.where(shown, token[:, None], made[..., :block])
+    ends = shown & (token[..., None] == table.eos).any(-1)[:, None]
+    made[..., DRAFT_END] = torch.minimum(made[..., DRAFT_END], torch.where(ends, offsets, block).amin(-1))
     made[..., DRAFT_STEP] += 1
     made[..., BASE] = made[..., SOURCE]
     made = led_ahead(table, made)
@@ -217,45 +213,22 @@ def followers_of(table: DraftTable, state: Tensor, valid: Tensor, slot: int, tel
     return made, chance * valid[:, None]
 
 
-def table_tells(table: DraftTable) -> Tell:
-    """Make the sources tell of drafted states: greedy picks at a source stand for all that follows."""
-    rows = torch.arange(len(table.first), device=table.first.device)
+def told(table: DraftTable, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Tell token and log-odds [rows, block] of the masked positions of states [rows], by their sources.
 
-    def tell(state: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-        at = state[:, SOURCE].clamp(min=0)
-        return table.token[rows, at], table.odds[rows, at]
-
-    return tell
-
-
-def _several(
-    table: DraftTable, state: Tensor, token: Tensor, candidates: Tensor, ranked: Tensor, order: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Split steps that reveal several positions: all but the last are the surest, and the last one is uncertain.
-
-    Returns the chances [rows, branches], the last position of each branch, and the states with the others revealed.
+    Where tokens are sampled it is the likeliest of a source with the noise of these states, which the number of masks tells.
     """
-    block = candidates.shape[-1]
-    offsets = torch.arange(block, device=state.device)
-    sure = (table.schedule[state[:, DRAFT_STEP].clamp(max=block - 1)] - 1).clamp(min=0)[:, None]
-    at = sure + offsets[: table.branches]
-    choice = (ORDER_SHARPNESS * ranked.clamp(max=MOST_ODDS).masked_fill(offsets < sure, -torch.inf)).softmax(-1)
-    chance = choice.gather(1, at.clamp(max=block - 1)).where(at < block, 0.0).nan_to_num(0.0)
-    # Where a step reveals more than is left, all of it goes.
-    count = candidates.sum(-1, keepdim=True)
-    chance[:, :1] = torch.where((count > 0) & (count <= sure), 1.0, chance[:, :1])
-    last = order.gather(1, torch.minimum(at, (count - 1).clamp(min=0)))
-    rank = torch.empty_like(order).scatter_(1, order, offsets.expand_as(order))
-    surest = (rank < sure) & candidates
-    made = state.clone()
-    made[:, :block] = torch.where(surest, token, made[:, :block])
-    ends = torch.where(surest & _is_eos(table, token), offsets, block).amin(-1)
-    made[:, DRAFT_END] = torch.minimum(made[:, DRAFT_END], ends)
-    return chance, last, made[:, None].repeat(1, table.branches, 1)
-
-
-def _is_eos(table: DraftTable, ids: Tensor) -> Tensor:
-    return (ids[..., None] == table.eos).any(-1)
+    rows, block = indices(len(state), state.device), state.shape[-1] - DRAFT_COLUMNS
+    at = state[:, SOURCE].clamp(min=0)
+    token, odds = table.token[rows, at], table.odds[rows, at]
+    if table.seed is None:
+        return token[..., 0], odds[..., 0]
+    position = state[:, DRAFT_START, None] + indices(block, state.device)
+    masks = (state[:, :block] == table.mask_id).sum(-1, keepdim=True)
+    keys = noise_keys(table.seed[:, None], position, masks).flatten()
+    noise = gumbel_noise(keys, token.flatten(0, 1), odds.dtype).view_as(odds)
+    best = (F.logsigmoid(odds) + noise).argmax(-1, keepdim=True)
+    return token.gather(-1, best)[..., 0], odds.gather(-1, best)[..., 0]
 
 
 def led_ahead(table: DraftTable, made: Tensor) -> Tensor:
@@ -275,8 +248,8 @@ def with_estimates(table: DraftTable, slots: Tensor, which: Tensor, token: Tenso
         table: What they were grown on.
         slots: [rows, n, block + 6] long, the states, from the draft's `begin`-th on.
         which: [rows, n] bool, those that have an estimate.
-        token: [rows, n, block] long, what each tells,
-        odds: [rows, n, block] float, and its log-odds.
+        token: [rows, n, block, m] long, what each tells,
+        odds: [rows, n, block, m] float, and its log-odds.
         begin: 0, or 1 where each row's next state has an estimate already, which does not get better.
     """
     named, before = table.known.shape[-1], table.token.shape[1]
@@ -305,7 +278,6 @@ __all__ = [
     "DRAFT_PARENT",
     "DRAFT_START",
     "DRAFT_STEP",
-    "ORDER_SHARPNESS",
     "SOURCE",
     "Budget",
     "Draft",
@@ -315,7 +287,7 @@ __all__ = [
     "grow_ref",
     "growth",
     "reachable",
-    "table_tells",
+    "told",
     "undrafted",
     "with_estimates",
 ]

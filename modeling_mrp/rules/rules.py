@@ -1,161 +1,21 @@
 """Rules of decoding: pure functions of tensors, callable without a model.
 
-Which positions a step of the backbone reveals (`RevealRule`), the parts of the remasking rules that are in `modes`
-(`kept_reveal`, `least_believed`), which scored states are accepted (`accept`), where a text ends (`whole_text`), and how many
-reveals a step has (`reveal_schedule`).
-
-A reveal rule is a function of **one scored state** and of nothing else: not of what was scored before, of other states of the
-round, or of the way that led to the state. That is what makes drafting lossless: a state that was guessed and scored reveals
-what it would have revealed had the text come to it step by step. A rule with a memory would need a field of `Candidates` that
-only modes without drafts fill, from `DecodeState.seed`.
+The parts of the remasking rules that are in `modes` (`kept_reveal`, `least_believed`), which scored states are accepted
+(`accept`), and where a text ends (`whole_text`). What a step reveals is in `revealing`.
 """
 
-import math
 from dataclasses import dataclass, replace
-from typing import ClassVar, Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .constants import indices
+from .revealing import best_by
 from .states import PARENT, Memory, Reveal, Scored, States, TensorFields
 
-
-@dataclass
-class Candidates:
-    """Candidates of [...] scored states, from which a reveal rule decides.
-
-    Attributes:
-        where: [..., block] bool, the masked positions that may be revealed.
-        token: [..., block] long, the token picked at each.
-        confidence: [..., block] float, log-odds of that token; -inf outside `where`. They order positions as probabilities
-            do, and keep their precision where these round to 1.
-        entropy: [..., block] nats, -inf outside `where`; None unless the rule says that it `needs_entropy`.
-        ids: [..., block] long, the state itself.
-        step: [...] long, the denoising steps taken in the block.
-        quota: [...] long, how many positions the schedule reveals at this step.
-    """
-
-    where: Tensor
-    token: Tensor
-    confidence: Tensor
-    entropy: Tensor | None
-    ids: Tensor
-    step: Tensor
-    quota: Tensor
-
-
 TensorPart = TypeVar("TensorPart", bound=TensorFields)
-
-
-class RevealRule(Protocol):
-    """Decides what a step of the backbone reveals: a frozen dataclass of its numbers, called with `Candidates`.
-
-    It returns [..., block] bool, at least one where there is a candidate, and is a function of one scored state (see above).
-    """
-
-    needs_entropy: ClassVar[bool]
-
-    def __call__(self, scored: Candidates) -> Tensor:
-        """Choose the positions that are revealed."""
-        ...
-
-
-def ranks(score: Tensor, candidates: Tensor) -> Tensor:
-    """[..., block] long: the place of each candidate by score [..., block], best first, ties to the left; the others follow."""
-    order = score.masked_fill(~candidates, -torch.inf).sort(dim=-1, descending=True, stable=True).indices
-    places = indices(order.shape[-1], order.device).expand_as(order)
-    return torch.empty_like(order).scatter_(-1, order, places)
-
-
-def top_by(score: Tensor, candidates: Tensor, count: Tensor) -> Tensor:
-    """The `count` [...] best of the candidates [..., block] by score [..., block], ties to the left; bool [..., block]."""
-    return candidates & (ranks(score, candidates) < count[..., None])
-
-
-def best_by(score: Tensor, candidates: Tensor) -> Tensor:
-    """The best of the candidates [..., block] by score [..., block], ties to the left; bool [..., block]."""
-    best = score.masked_fill(~candidates, -torch.inf).argmax(-1, keepdim=True)
-    return candidates & (indices(score.shape[-1], score.device) == best)
-
-
-def logit(probability: float) -> float:
-    """log p - log (1 - p), infinite at 0 and 1."""
-    if probability <= 0:
-        return -math.inf
-    return math.inf if probability >= 1 else math.log(probability) - math.log1p(-probability)
-
-
-# ---------------------------------------------------------------------------------------------------- what is revealed
-
-
-@dataclass(frozen=True)
-class Static:
-    """Reveal the n most confident positions; n = block_size / denoising_steps, the remainder to the first steps."""
-
-    needs_entropy: ClassVar[bool] = False
-
-    def __call__(self, scored: Candidates) -> Tensor:
-        """See `RevealRule`."""
-        return top_by(scored.confidence, scored.where, scored.quota)
-
-
-@dataclass(frozen=True)
-class Sequential:
-    """Reveal the n leftmost masked positions."""
-
-    needs_entropy: ClassVar[bool] = False
-
-    def __call__(self, scored: Candidates) -> Tensor:
-        """See `RevealRule`."""
-        return scored.where & (scored.where.cumsum(-1) <= scored.quota[..., None])
-
-
-@dataclass(frozen=True)
-class Dynamic:
-    """Reveal every position whose confidence exceeds tau; at least the most confident one.
-
-    Attributes:
-        threshold: tau, in log-odds (`logit`).
-    """
-
-    threshold: float
-    needs_entropy: ClassVar[bool] = False
-
-    def __call__(self, scored: Candidates) -> Tensor:
-        """See `RevealRule`."""
-        return (scored.where & (scored.confidence > self.threshold)) | best_by(scored.confidence, scored.where)
-
-
-@dataclass(frozen=True)
-class EntropyBound:
-    """Reveal in order of entropy while the running sum stays under a bound; at least one.
-
-    Attributes:
-        bound: In nats.
-    """
-
-    bound: float
-    needs_entropy: ClassVar[bool] = True
-
-    def __call__(self, scored: Candidates) -> Tensor:
-        """See `RevealRule`."""
-        assert scored.entropy is not None
-        entropy = scored.entropy.masked_fill(~scored.where, torch.inf)
-        ordered, order = entropy.sort(dim=-1, descending=False, stable=True)
-        below = ordered.cumsum(-1) < self.bound
-        under = torch.empty_like(below).scatter_(-1, order, below)
-        return (scored.where & under) | best_by(-entropy, scored.where)
-
-
-def reveal_schedule(block_size: int, denoising_steps: int | None) -> Tensor:
-    """[block_size] long: how many positions each denoising step of a block reveals, then zeros."""
-    steps = denoising_steps or block_size
-    counts = torch.zeros(block_size, dtype=torch.long)
-    counts[:steps] = block_size // steps
-    counts[: block_size % steps] += 1
-    return counts
 
 
 # ------------------------------------------------------------------------------------------------- what is taken back
@@ -343,38 +203,29 @@ def offered_behind(states: States, last: States, mask_id: int) -> Tensor:
     return (agrees & states.valid & (states.parent < 0)).any(-1) & last.valid
 
 
-def steps_on_path(accepted: Accepted, current: States) -> Tensor:
-    """[rows, n] long: the denoising steps between a row's next state `current` and each state on its accepted path."""
+def steps_on_path(accepted: Accepted, mask_id: int) -> Tensor:
+    """[rows, n] long: the denoising steps taken on each row's accepted path before each state on it.
+
+    They are counted along the path: a state may be reached in fewer steps or more than it was drafted in.
+    """
     states = accepted.known.states
-    steps = states.step - current.step[:, None]
-    here = states.start == current.start[:, None]
-    in_block = (steps * (here & accepted.passed)).amax(1, keepdim=True)  # those of a block that became clean
-    return torch.where(here, steps, in_block + states.step)
+    stage = states.start * (states.ids.shape[-1] + 1) - states.masked(mask_id).sum(-1)  # grows along a path
+    revealing = accepted.passed & ~accepted.clean
+    return ((stage[:, None] < stage[:, :, None]) & revealing[:, None]).sum(-1)
 
 
 __all__ = [
     "Accepted",
-    "Candidates",
-    "Dynamic",
-    "EntropyBound",
-    "RevealRule",
-    "Sequential",
-    "Static",
     "accept",
-    "best_by",
     "kept_reveal",
     "kept_states",
     "least_believed",
-    "logit",
     "memory_of",
     "offered_behind",
     "padded",
     "path_from_first",
-    "ranks",
     "remembered",
-    "reveal_schedule",
     "stepped",
     "steps_on_path",
-    "top_by",
     "whole_text",
 ]

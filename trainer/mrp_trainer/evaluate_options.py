@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import yaml
 
-from modeling_mrp.generate.option_table import DECODINGS, OPTIONS
+from modeling_mrp.generate.option_table import DECODINGS, DRAFTING, OPTIONS, TARGETS
 
 from .flags import flag, too_small
 from .tasks import Family, Split
@@ -19,13 +19,14 @@ FILE_NEW_TOKENS = 256
 _OPTIONS = {option.name: option for option in OPTIONS}
 # Options of `generate` that have a flag for several values, others that have a flag, and those that the measurement rests on.
 _SWEPT = {"confidence_threshold": "tau", "num_draft_states": "states", "draft_branches": "branches"}
-_BY_FLAG = {**_SWEPT, "decoding": "decoding", "max_new_tokens": "max-new-tokens"}
+_BY_FLAG = {**_SWEPT, "decoding": "decoding", "target": "target", "max_new_tokens": "max-new-tokens"}
 _FIXED = ("return_dict_in_generate", "num_return_sequences", "max_length")
 
 
 Judge = Literal["exact", "last_number", "contains"]
 Dtype = Literal["auto", "float64", "float32", "bfloat16", "float16"]
 Decoding: Any = Literal[DECODINGS]
+Target: Any = Literal[TARGETS]
 _WHAT, _HOW, _MODEL, _OUTPUT = "What is asked", "How it is decoded", "Model", "Output"
 
 
@@ -57,6 +58,7 @@ class EvaluateOptions:
     count: int = flag("Problems of a family.", 500, panel=_WHAT, min=1)
     limit: int | None = flag("Only so many of each set.", None, panel=_WHAT, min=1)
     decoding: list[str] = flag("Modes of decoding.", [_OPTIONS["decoding"].default], panel=_HOW, kind=list[Decoding])
+    target: list[str] = flag("Modes whose text is drafted.", [_OPTIONS["target"].default], panel=_HOW, kind=list[Target])
     tau: list[float] = flag(**_of("confidence_threshold"))
     states: list[int] = flag(**_of("num_draft_states"))
     branches: list[int] = flag(**_of("draft_branches"))
@@ -101,8 +103,10 @@ class EvaluateOptions:
         extra = self.extra()
         settings: list[dict[str, Any]] = []
         for decoding in self.decoding:
-            values = {name: getattr(self, flag) for name, flag in _SWEPT.items() if decoding in _OPTIONS[name].modes}
-            settings += [{"decoding": decoding, **dict(zip(values, one, strict=True))} for one in product(*values.values())]
+            for target in self.target if decoding in DRAFTING else [_OPTIONS["target"].default]:
+                mode = {"decoding": decoding} | ({} if target == _OPTIONS["target"].default else {"target": target})
+                values = {name: getattr(self, flag) for name, flag in _SWEPT.items() if _OPTIONS[name].counts(decoding, target)}
+                settings += [{**mode, **dict(zip(values, one, strict=True))} for one in product(*values.values())]
         return [{**one, "set": extra} for one in settings] if extra else settings
 
 
