@@ -59,6 +59,14 @@ def broken_folders() -> list[Any]:
         (folder / "model.safetensors").unlink()
         (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../../secret.safetensors"}}')
 
+    def linked(name: str) -> Callable[[Path], None]:
+        def link(folder: Path) -> None:
+            (folder.parent / "secret_token").write_text("hf_secret")
+            (folder / name).unlink(missing_ok=True)
+            (folder / name).symlink_to("../secret_token")
+
+        return link
+
     def both(folder: Path) -> None:
         (folder / "adapter_config.json").write_text("{}")
 
@@ -74,8 +82,31 @@ def broken_folders() -> list[Any]:
         (stale, "model-00001-of-00002.safetensors, which the model does not use"),
         (climbing, r"lacks ../../secret.safetensors"),
         (both, "holds both an adapter and a whole model"),
+        *(
+            (
+                linked(name),
+                rf"{name} is a link to .*/secret_token, outside of the folder, and would be published with its content",
+            )
+            for name in ("vocab.json", "LICENSE", "chat_template.jinja", "tokenizer.json", "README.md", "config.json")
+        ),
     ]
-    return [pytest.param(*each, id=each[0].__name__) for each in messages]
+    return [pytest.param(*each, id=f"{each[0].__name__}-{number}") for number, each in enumerate(messages)]
+
+
+def test_links_within_the_folder_and_those_of_the_cache_are_followed(full: Path, tmp_path: Path) -> None:
+    """A snapshot of the Hub's cache has nothing but links. What is not published may link where it likes."""
+    snapshot, blobs = tmp_path / "models--org--name" / "snapshots" / ("a" * 40), tmp_path / "models--org--name" / "blobs"
+    shutil.copytree(full, snapshot)
+    blobs.mkdir()
+    for path in snapshot.glob("*.*"):
+        path.rename(blobs / path.name)
+        path.symlink_to(f"../../blobs/{path.name}")
+    (snapshot / "LICENSE").symlink_to("README")
+    (snapshot / "README").write_text("free")
+    (snapshot / "notes.txt").symlink_to("/etc/hostname")
+    (tmp_path / "link").symlink_to(snapshot)
+    for folder in (snapshot, tmp_path / "link"):
+        assert publish(folder, "org/name", dry_run=True).sizes.keys() > {"config.json", "model.safetensors", "LICENSE"}
 
 
 @pytest.mark.parametrize(("spoil", "message"), broken_folders())

@@ -48,14 +48,16 @@ def read_folder(path: Path | str) -> Folder:
     """Sorts a folder's files and checks them; changes nothing.
 
     Raises:
-        ValueError: if it is not a folder, holds no checkpoint of this package or more than one kind, a pickle, weights that are
-            cut short or do not belong to its kind, or lacks a file that it needs. The remedy is named.
+        ValueError: if it is not a folder, holds no checkpoint of this package or more than one kind, a pickle, a link that
+            leaves it (but to the blobs of the Hub's cache), weights that are cut short or do not belong to its kind, or lacks a
+            file that it needs. The remedy is named.
     """
     path = Path(path)
     if not path.is_dir():
         raise ValueError(f"{path} is not a folder: save the model there first, with save_pretrained")
     names = {file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()}
     flat = {name for name in names if "/" not in name}
+    _check_links(path, flat)
     unsafe = sorted(name for name in flat if Path(name).suffix in _UNSAFE and not _TRAINER_STATE.fullmatch(name))
     if unsafe:
         raise ValueError(
@@ -67,7 +69,7 @@ def read_folder(path: Path | str) -> Folder:
         raise ValueError(f"{path} holds {kind or 'no checkpoint'}: give a folder that save_pretrained of this package wrote")
     if kind == "adapter" and {"model.safetensors", "model.safetensors.index.json"} & flat:
         raise ValueError(f"{path} holds both an adapter and a whole model: move one of them to a folder of its own")
-    chosen = {name for name in flat if name in _DECLARED or WEIGHTS.fullmatch(name)}
+    chosen = set(filter(_is_published, flat))
     if kind == "adapter":
         chosen -= {"config.json", "generation_config.json"}
     code = {} if kind == "adapter" else _code(path, names)
@@ -75,6 +77,24 @@ def read_folder(path: Path | str) -> Folder:
     base = json_of(path / CONFIGS[kind]).get("base_model_name_or_path")
     files = {name: path / name for name in sorted(chosen)}
     return Folder(path, kind, base, files, code, sorted(names - chosen - code.keys()))
+
+
+def _check_links(path: Path, names: set[str]) -> None:
+    """Refuse links whose content lies elsewhere, with a `ValueError`; a snapshot in the Hub's cache has links to its blobs."""
+    inside = [path.resolve()]
+    if inside[0].parent.name == "snapshots":
+        inside.append(inside[0].parents[1] / "blobs")
+    for name in sorted(names):
+        target = (path / name).resolve()
+        if _is_published(name) and not any(target.is_relative_to(place) for place in inside):
+            raise ValueError(
+                f"{path / name} is a link to {target}, outside of the folder, and would be published with its content: put a "
+                "copy there if that is meant, or remove the link"
+            )
+
+
+def _is_published(name: str) -> bool:
+    return name in _DECLARED or WEIGHTS.fullmatch(name) is not None
 
 
 def _code(path: Path, names: set[str]) -> dict[str, str]:
