@@ -45,7 +45,7 @@ def kind_of(names: Collection[str], read: Callable[[str], bytes]) -> str | None:
         try:
             config = json.loads(read("config.json"))
             model_type = config.get("model_type")
-        except (ValueError, AttributeError):
+        except (ValueError, AttributeError, RecursionError):
             return "a config.json that cannot be read"
         if model_type != "sdar_mrp":
             return f"a model of type {model_type!r}"
