@@ -47,7 +47,7 @@ def under_own_class(model: Any) -> Iterator[None]:
 
 
 def digest_of(paths: Sequence[Path]) -> dict[str, str]:
-    """The SHA-256 of every file, by its path; of a folder of all files in it."""
+    """Compute the SHA-256 of every file, by its path; of a folder, of all files in it."""
     files = {path for one in paths for path in ([one] if one.is_file() else one.rglob("*")) if path.is_file()}
     digests = {}
     for path in sorted(files):
@@ -57,7 +57,7 @@ def digest_of(paths: Sequence[Path]) -> dict[str, str]:
 
 
 def seal(checkpoint: Path) -> None:
-    """Writes the digests, behind which a checkpoint is whole."""
+    """Write the digests, behind which a checkpoint is whole."""
     digests = {Path(name).relative_to(checkpoint).as_posix(): value for name, value in digest_of([checkpoint]).items()}
     written = checkpoint / f"{_DIGESTS}.partial"
     written.write_text(json.dumps(digests, indent=1), encoding="utf-8")
@@ -65,7 +65,7 @@ def seal(checkpoint: Path) -> None:
 
 
 def check_whole(checkpoint: Path) -> None:
-    """Raises `ValueError` for a damaged checkpoint; one without digests, which this package did not write, passes."""
+    """Refuse, with a `ValueError`, a damaged checkpoint; one without digests, which this package did not write, passes."""
     try:
         digests = dict(json.loads((checkpoint / _DIGESTS).read_bytes()))
     except FileNotFoundError:
@@ -79,7 +79,7 @@ def check_whole(checkpoint: Path) -> None:
 
 
 def last_whole_checkpoint(folder: Path) -> Path | None:
-    """The newest whole checkpoint of a run, or None. Damaged ones that are newer are named and set aside.
+    """Find the newest whole checkpoint of a run, or None; damaged ones that are newer are named and set aside.
 
     One that was cut off is passed over. The one before is still there: older ones are removed behind a new one.
     """

@@ -22,7 +22,7 @@ _RESTART = "name another folder, or begin again with --restart"
 
 
 def hold(folder: Path) -> TextIO:
-    """Takes a folder, made if it is not there, for this process, as long as the file that is returned is open.
+    """Take a folder, made if it is not there, for this process, as long as the file that is returned is open.
 
     The lock is the system's, which takes it back from a process that is killed. The file stays, and names the last holder.
 
@@ -49,7 +49,7 @@ def hold(folder: Path) -> TextIO:
 
 
 def check_folder(folder: Path, settings: Settings) -> None:
-    """Raises `ValueError` where a run with other settings or data would be taken up."""
+    """Refuse, with a `ValueError`, where a run with other settings or data would be taken up."""
     if not any(folder.glob("checkpoint-*")):
         return
     path = folder / RUN_FILE
@@ -64,11 +64,11 @@ def check_folder(folder: Path, settings: Settings) -> None:
 
 
 def take_over(folder: Path, settings: Settings, restart: bool) -> None:
-    """Writes the run's settings, and removes what saves that were killed left; with `restart`, also an earlier run."""
+    """Write the run's settings, and remove what saves that were killed left; with `restart`, also an earlier run."""
     for path in folder.glob(".saving-*"):
         shutil.rmtree(path, ignore_errors=True)
     if restart:
-        for path in folder.glob("checkpoint-*"):
+        for path in (*folder.glob("checkpoint-*"), *folder.glob("damaged-checkpoint-*")):
             shutil.rmtree(path)
         (folder / RUN_FILE).unlink(missing_ok=True)
     written = folder / f".{RUN_FILE}.partial"
@@ -78,7 +78,7 @@ def take_over(folder: Path, settings: Settings, restart: bool) -> None:
 
 @contextmanager
 def telling_what_is_full(folder: Path) -> Iterator[None]:
-    """Inside, a file that cannot be written is an `OSError` of one line with the remedy, whichever library finds out.
+    """Have a file that cannot be written be an `OSError` of one line with the remedy, whichever library finds out.
 
     Raises:
         OSError: also in place of safetensors' error and torch's.

@@ -81,7 +81,7 @@ def read_folder(path: Path | str) -> Folder:
 
 
 def check_links(path: Path, names: Iterable[str]) -> None:
-    """Refuses links whose content lies elsewhere, with a `ValueError`; a snapshot in the Hub's cache has links to its blobs."""
+    """Refuse links whose content lies elsewhere, with a `ValueError`; a snapshot in the Hub's cache has links to its blobs."""
     inside = [path.resolve()]
     if inside[0].parent.name == "snapshots":
         inside.append(inside[0].parents[1] / "blobs")
