@@ -18,6 +18,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -38,6 +39,7 @@ class Fault:
         cut_request_at: Read so many bytes of the body, then cut the connection; nothing is done.
         cut_response_at: Do what is asked, send so many bytes of the body, then cut the connection.
         change: The body to answer with instead of the ordinary one, with a fitting Content-Length.
+        silent: Read the request, and never answer; nothing is done.
         skip: How many such requests pass first.
         times: How many fail then. A request that an earlier fault strikes is not counted by the later ones.
     """
@@ -48,6 +50,7 @@ class Fault:
     cut_request_at: int | None = None
     cut_response_at: int | None = None
     change: Callable[[bytes], bytes] | None = None
+    silent: bool = False
     skip: int = 0
     times: int = 1
 
@@ -192,6 +195,10 @@ class _Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(length)
         if len(body) < length:
             return self._cut()
+        if fault is not None and fault.silent:
+            self._log(where.path, where.query, None, None)
+            self.rfile.read(1)  # until the client goes away
+            return self._cut()
         headers = {name.lower(): value for name, value in self.headers.items()}
         request = Request(self.command, where.path, parse_qs(where.query), headers, body)
         response = self._answer(request, fault)
@@ -229,7 +236,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _cut(self) -> None:
         self.close_connection = True
-        self.connection.shutdown(socket.SHUT_RDWR)
+        with suppress(OSError):  # the client may have cut it
+            self.connection.shutdown(socket.SHUT_RDWR)
 
 
 def run_python(code: str, folder: Path, environment: dict[str, str]) -> str:

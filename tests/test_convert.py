@@ -166,7 +166,11 @@ def test_nothing_is_overwritten_and_nothing_half_written(tmp_path: Path) -> None
     with pytest.raises(ValueError, match=r"wrong shape: lm_head\.weight"):
         convert(lies, tmp_path / "new")
     unreadable = Path(shutil.copytree(source, tmp_path / "unreadable"))
-    (unreadable / "vocab.json").symlink_to(tmp_path / "nowhere")  # fails once the shards are written
+    (unreadable / "vocab.json").symlink_to(tmp_path / "secret")
+    with pytest.raises(ValueError, match=r"vocab\.json is a link to .*/secret, outside of the folder"):
+        convert(unreadable, tmp_path / "new")
+    (unreadable / "vocab.json").unlink()
+    (unreadable / "vocab.json").symlink_to("nowhere")  # fails once the shards are written
     with pytest.raises(FileNotFoundError):
         convert(unreadable, tmp_path / "new")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["broken", "lies", "target", "theirs", "unreadable"]

@@ -2,8 +2,10 @@
 
 import hashlib
 import json
+import re
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -85,7 +87,7 @@ def push(client: HubClient) -> Callable[..., Done]:
             f"""
             import pathlib
             from mrp_trainer.publishing import Retries, publish
-            quick = Retries(times=2, first_wait=0.01, longest_wait=5)
+            quick = Retries(**{{"times": 2, "first_wait": 0.01, "longest_wait": 5, **{options.pop("retries", {})!r}}})
             print(publish({str(folder)!r}, {repo_id!r}, retries=quick, **{options!r}))
             """
         )
@@ -484,6 +486,12 @@ def test_a_dry_run_makes_no_connection(hub: HubServer, push: Callable[..., Done]
         {"pattern": "POST .*/commit/", "status": 429, "headers": {"Retry-After": "1"}},
         {"pattern": "POST .*/commit/", "cut_request_at": 100},
         {"pattern": "POST .*/commit/", "cut_response_at": 0},
+        {"pattern": "POST .*/commit/", "change": b"<html>"},
+        {"pattern": "POST .*/commit/", "change": b"[]"},
+        *(
+            {"pattern": pattern, "silent": True}
+            for pattern in ("GET /api/models/", "POST .*/batch", "PUT /", "POST .*/commit/")
+        ),
         {"pattern": "GET /api/models/", "status": 500},
         {"pattern": "GET /api/models/", "cut_response_at": 20},
         {"pattern": "POST /api/repos/create", "status": 502},
@@ -494,9 +502,10 @@ def test_a_dry_run_makes_no_connection(hub: HubServer, push: Callable[..., Done]
 def test_a_passing_failure_is_survived(
     hub: HubServer, push: Callable[..., Done], folders: dict[str, Path], repo: str, fault: dict[str, Any]
 ) -> None:
-    """One commit, whole, whatever failed once; also where the commit was made and only its answer was lost."""
-    hub.fail(**fault)
-    done = push(folders["full"], repo)
+    """One commit, whole, whatever failed once; also where the commit was made and only its answer was lost or is unreadable."""
+    body = fault.get("change")
+    hub.fail(**fault | ({} if body is None else {"change": lambda _: body}))
+    done = push(folders["full"], repo, retries={"timeout": 2.0} if "silent" in fault else {})
     assert done.error is None
     assert not [left for left in hub.faults if left.times], "it did strike"
     assert titles(hub, repo) == ["Upload a full model", "initial commit"]
@@ -537,6 +546,40 @@ def test_a_commit_that_fails_changes_nothing(
     assert hub.repository(repo).read("main").oid == commit
     assert hub.repository(repo).state["refs"] == refs, "no empty branch is left"
     assert hashes(folders["full"]) == before
+
+
+def test_a_silent_hub_is_given_up(hub: HubServer, push: Callable[..., Done], folders: dict[str, Path], repo: str) -> None:
+    """After as long as was said, not after all attempts."""
+    hub.fail("GET /api/models/", silent=True, times=99)
+    begun = time.monotonic()
+    done = push(folders["full"], repo, retries={"times": 99, "timeout": 0.2, "longest_silence": 0.5})
+    assert 0.5 < time.monotonic() - begun < 20
+    assert re.search(
+        r"was given up \(\w*Timeout.*: .*\) after \d+ s\. Its files and your folder are as they were", str(done.error)
+    )
+    assert len(hub.asked("GET /api/models/")) <= 4  # fewer where huggingface_hub has a bound of its own, of 10 s
+
+
+def test_a_loaded_model_asks_what_became_of_its_commit(
+    hub: HubServer, client: HubClient, folders: dict[str, Path], repo: str
+) -> None:
+    """Its answer is unreadable; and of a silent Hub it does not wait for more, here not longer than a user's own timeout."""
+    push_itself = f"""
+        from modeling_mrp import MRPForCausalLM
+        from huggingface_hub import get_session
+        get_session().timeout = {{}}
+        try:
+            print(MRPForCausalLM.from_pretrained({str(folders["full"])!r}).push_to_hub({repo!r}).oid)
+        finally:
+            assert get_session().timeout.read == {{}}
+            get_session().timeout = None
+        """
+    hub.fail("POST .*/commit/", change=lambda _: b"<html>")
+    done = client.run(push_itself.format(None, None))
+    assert (done.error, done.printed.strip()) == (None, hub.repository(repo).read("main").oid)
+    hub.fail("GET /api/models/", silent=True)
+    assert "Timeout" in str(client.run(push_itself.format(0.5, 0.5)).error)
+    assert titles(hub, repo) == ["Upload a full model", "initial commit"]
 
 
 def test_after_a_broken_upload_only_the_rest_is_sent(

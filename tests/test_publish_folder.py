@@ -14,6 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from modeling_mrp.model.pushing import kind_of
 
+DEEP = '{"model_type": "sdar_mrp", "a": ' + "[" * 100_000
+
 
 @pytest.fixture(scope="module")
 def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -59,6 +61,20 @@ def broken_folders() -> list[Any]:
         (folder / "model.safetensors").unlink()
         (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../../secret.safetensors"}}')
 
+    def text(name: str, content: str) -> Callable[[Path], None]:
+        def tampered(folder: Path) -> None:
+            (folder / name).write_text(content)
+
+        return tampered
+
+    def linked(name: str) -> Callable[[Path], None]:
+        def link(folder: Path) -> None:
+            (folder.parent / "secret_token").write_text("hf_secret")
+            (folder / name).unlink(missing_ok=True)
+            (folder / name).symlink_to("../secret_token")
+
+        return link
+
     def both(folder: Path) -> None:
         (folder / "adapter_config.json").write_text("{}")
 
@@ -67,15 +83,49 @@ def broken_folders() -> list[Any]:
         (cut, "model.safetensors is not a whole safetensors file"),
         (no_weights, "lacks model.safetensors: save the weights again"),
         (no_auto_map, "has no auto_map"),
+        *(
+            (text(name, content), message)
+            for name, content, message in (
+                ("model.safetensors.index.json", '{"weight_map": {"a": ["b"]}}', r"names the shard \['b'\]"),
+                ("model.safetensors.index.json", "[]", "is not an index of shards"),
+                ("generation_config.json", "[]", r"generation_config\.json holds a list, not an object"),
+                ("generation_config.json", DEEP, r"generation_config\.json is not JSON that is read here"),
+                ("config.json", DEEP, "holds a config.json that cannot be read"),
+                ("config.json", '{"model_type": "sdar_mrp", "auto_map": [1]}', "has no auto_map"),
+            )
+        ),
         (foreign, "holds a model of type 'llama': give a folder that save_pretrained"),
         (empty, "holds no checkpoint: give a folder"),
         (called_a_head, "says that this is a head, and its weights hold 25 other tensors, such as lm_head.weight"),
         (head_called_full, "holds no backbone, and config.json names none"),
         (stale, "model-00001-of-00002.safetensors, which the model does not use"),
-        (climbing, r"lacks ../../secret.safetensors"),
+        (climbing, "names the shard '../../secret.safetensors': a shard is a .safetensors file beside"),
         (both, "holds both an adapter and a whole model"),
+        *(
+            (
+                linked(name),
+                rf"{name} is a link to .*/secret_token, outside of the folder, and would be published with its content",
+            )
+            for name in ("vocab.json", "LICENSE", "chat_template.jinja", "tokenizer.json", "README.md", "config.json")
+        ),
     ]
-    return [pytest.param(*each, id=each[0].__name__) for each in messages]
+    return [pytest.param(*each, id=f"{each[0].__name__}-{number}") for number, each in enumerate(messages)]
+
+
+def test_links_within_the_folder_and_those_of_the_cache_are_followed(full: Path, tmp_path: Path) -> None:
+    """A snapshot of the Hub's cache has nothing but links. What is not published may link where it likes."""
+    snapshot, blobs = tmp_path / "models--org--name" / "snapshots" / ("a" * 40), tmp_path / "models--org--name" / "blobs"
+    shutil.copytree(full, snapshot)
+    blobs.mkdir()
+    for path in snapshot.glob("*.*"):
+        path.rename(blobs / path.name)
+        path.symlink_to(f"../../blobs/{path.name}")
+    (snapshot / "LICENSE").symlink_to("README")
+    (snapshot / "README").write_text("free")
+    (snapshot / "notes.txt").symlink_to("/etc/hostname")
+    (tmp_path / "link").symlink_to(snapshot)
+    for folder in (snapshot, tmp_path / "link"):
+        assert publish(folder, "org/name", dry_run=True).sizes.keys() > {"config.json", "model.safetensors", "LICENSE"}
 
 
 @pytest.mark.parametrize(("spoil", "message"), broken_folders())

@@ -40,6 +40,8 @@ def test_what_is_read(tmp_path: Path) -> None:
     [
         (b'{"prompt": "x"', "line 2: not JSON (Expecting ',' delimiter, column 15)"),
         (b'{"prompt": "\xff"}', "line 2: not UTF-8 (byte 12)"),
+        (b'{"prompt": ' + b"9" * 5000 + b"}", "line 2: JSON that is not read here (Exceeds the limit"),
+        (b"[" * 100_000, "line 2: JSON that is not read here (maximum recursion depth exceeded"),
         ([GOOD], "line 2: a list: write a JSON object"),
         ({"answer": "5"}, "line 2: neither `prompt` nor `messages`"),
         ({"prompt": "x", "messages": [USER]}, "line 2: both `prompt` and `messages`"),

@@ -6,7 +6,9 @@ import json
 import logging
 import pickle
 import re
+import resource
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +78,8 @@ MALFORMED = {
     "two objects": (b'{"text": "a"} {"text": "b"}', None, "not JSON, at character 15: Extra data"),
     "not UTF-8": (b'{"text": "caf\xe9"}', None, "found byte 0xe9 at byte 14 of the line: UTF-8 is needed"),
     "deep": (b"[" * 100_000, None, "its JSON is nested too deeply"),
+    "digits": (b'{"text": ' + b"9" * 5000 + b"}", None, "it holds a number of thousands of digits, write it as a text"),
+    "size": (b'{"text": "' + b"a" * 2**26 + b'"}', None, "found 67,108,877 bytes: a record may have 67,108,864, write it as"),
     "a list": ([GOOD], None, "found a list: a record is an object"),
     "a string": ("hello", None, "found 'hello': a record is an object"),
     "a number": (5, None, "found 5: a record is an object"),
@@ -522,6 +526,59 @@ def test_long_texts_are_cut_without_a_word(
     sample = encode.sample({"prompt": "1", "completion": "2 " * 2000}, 0)
     assert (len(sample.ids), sample.length) == (64, None)
     assert not caplog.records
+
+
+def long_records(times: int) -> dict[str, Any]:
+    """Records of 15 `times` characters or more."""
+    text = "12 + 3 is 15 . " * times
+    return {
+        "text": {"text": text},
+        "completion": {"prompt": "1 + 2", "completion": text},
+        "prompt": {"prompt": text, "completion": "3"},
+        "reply": chat(USER, {**REPLY, "content": text}),
+        "question": chat(USER, REPLY, {**USER, "content": text}, REPLY, USER, REPLY),
+        "turns": chat(*[USER, REPLY] * (times // 10)),
+        "prompt of turns": {"prompt": [*[USER, REPLY] * (times // 10), USER], "completion": [REPLY]},
+        "blanks": {"text": " " * len(text) + text},
+    }
+
+
+@pytest.mark.parametrize("name", long_records(0))
+def test_of_a_long_record_what_is_kept_is_as_if_all_of_it_were_encoded(tiny_tokenizer: Any, name: str) -> None:
+    record = long_records(1000)[name]
+    mask = tiny_tokenizer.mask_token_id
+    kept = RecordEncoder(tiny_tokenizer, 4, 64, mask).sample(record, 0)
+    whole = RecordEncoder(tiny_tokenizer, 4, 2**20, mask).sample(record, 0)
+    RecordEncoder(tiny_tokenizer, 4, 64, mask).check(record)
+    assert len(whole.ids) > 1000
+    if kept is None:
+        assert not whole.response[:64].any()
+    else:
+        assert (kept.ids.tolist(), kept.length) == (whole.ids[: len(kept.ids)].tolist(), None)
+        assert kept.response.tolist() == whole.response[: len(kept.ids)].tolist()
+        assert not whole.response[len(kept.ids) : 64].any()
+
+
+@pytest.mark.parametrize("name", [name for name in long_records(0) if name != "blanks"])
+def test_of_a_record_of_30_megabytes_little_is_tokenised(tiny_tokenizer: Any, name: str) -> None:
+    """Tokenising it all would take some 40 seconds and 6 GB."""
+    line = json.dumps(long_records(2_000_000)[name]).encode()
+    encode = RecordEncoder(tiny_tokenizer, 4, 64, tiny_tokenizer.mask_token_id)
+    before, begun = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+    encode.check(line)
+    encode.sample(line, 0)
+    assert time.process_time() - begun < 15
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20  # KiB
+
+
+def test_long_prompts_and_tools_are_refused(tiny_tokenizer: Any) -> None:
+    encode = RecordEncoder(tiny_tokenizer, 4, 64, tiny_tokenizer.mask_token_id)
+    with pytest.raises(FieldError, match=r"its prompt has 3,000,\d+ characters, and 64 tokens are room for it: shorten it"):
+        encode.prompt({"messages": [{**USER, "content": "1 + " * 750_000}]}, 64)
+    tokenizer = with_template(tiny_tokenizer, "{{ tools }}{% for m in messages %}{{ m.role + m.content }}{% endfor %}")
+    tools = [{"description": "a" * 2**21}]
+    with pytest.raises(FieldError, match=r"makes 2,097,\d+ characters of it, .* shorten its tools and tool calls"):
+        RecordEncoder(tokenizer, 4, 64, tokenizer.mask_token_id).sample({**GOOD, "tools": tools}, 0)
 
 
 def test_rejected_encoders(word_tokenizer: Any) -> None:

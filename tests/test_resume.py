@@ -1,19 +1,19 @@
 """Runs that were killed, or whose disk was full, go on as if nothing had been; and no noise comes from a global generator."""
 
-import json
 import random
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from mrp_trainer.checkpoints import last_whole_checkpoint, make_room
-from safetensors.torch import load_file
+from mrp_trainer.checkpoints import last_whole_checkpoint, make_room, seal
+from mrp_trainer.run_folder import telling_what_is_full
+from safetensors.torch import load_file, save_file
 from training_runs import Result, Run, result, start
 
 from modeling_mrp import MRPForCausalLM
@@ -104,37 +104,26 @@ def test_a_checkpoint_cut_off_anywhere_leaves_the_one_before(uninterrupted: dict
     files = [path for path in (folder / "checkpoint-7").rglob("*") if path.is_file()]
     written = sorted(files, key=lambda path: path.stat().st_mtime_ns)
     names = [path.name for path in written]
-    assert names[-1] == "trainer_state.json"
+    assert names[-2:] == ["trainer_state.json", "digests.json"]
     assert {"config.json", "model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth"} < set(names)
     assert last_whole_checkpoint(folder) == folder / "checkpoint-7"
     shutil.copytree(folder / "checkpoint-6", tmp_path / "checkpoint-6")
     cut = tmp_path / "checkpoint-7"
     cut.mkdir()
-    for path in written:
+    for path in written[:-1]:  # the last one is put there whole, or not at all
         whole, place = path.read_bytes(), cut / path.relative_to(folder / "checkpoint-7")
         place.parent.mkdir(exist_ok=True)
         place.write_bytes(b"")
         assert last_whole_checkpoint(tmp_path) == tmp_path / "checkpoint-6"
         place.write_bytes(whole[: len(whole) // 2])
         assert last_whole_checkpoint(tmp_path) == tmp_path / "checkpoint-6"
-        if path != written[-1]:
+        if path != written[-2]:
             place.write_bytes(whole)
     run = replace(uninterrupted["mrp"], folder=tmp_path)
     assert_equal(take_up(run, save_total_limit=1), result(uninterrupted["mrp"]))
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-7"]
     loaded = MRPForCausalLM.from_pretrained(tmp_path / "checkpoint-7").state_dict()
     assert all(torch.equal(value, loaded[name]) for name, value in result(run).weights.items())
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], capture_output=True).returncode:
-        pytest.skip("only root may mount")
-    yield disk
-    subprocess.run(["umount", str(disk)], check=True)
 
 
 def test_a_full_disk(uninterrupted: dict[str, Run], small_disk: Path) -> None:
@@ -161,14 +150,32 @@ def test_an_optimizer_that_cannot_be_written_to_its_end(tmp_path: Path) -> None:
 
 def test_what_makes_room_for_a_checkpoint(tmp_path: Path) -> None:
     """Checkpoints that were cut off go, and so does the one in the place of the new; whole ones and others' folders stay."""
-    states = {"checkpoint-2": {"global_step": 2}, "checkpoint-4": {"global_step": 4}, "checkpoint-40": {"global_step": 40}}
-    for name in (*states, "checkpoint-9", "checkpoint-6", "checkpoint-best", "runs"):
+    for name in ("checkpoint-2", "checkpoint-4", "checkpoint-40", "checkpoint-9", "checkpoint-6", "checkpoint-best", "runs"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "model.safetensors").write_text("")
-        if name in states:
-            (tmp_path / name / "trainer_state.json").write_text(json.dumps(states[name]))
-    (tmp_path / "checkpoint-6" / "trainer_state.json").write_text('{"global_step": 6, "epo')
+        (tmp_path / name / "trainer_state.json").write_text("{}")
+        if name in ("checkpoint-2", "checkpoint-4", "checkpoint-40"):
+            seal(tmp_path / name)
     assert last_whole_checkpoint(tmp_path) == tmp_path / "checkpoint-40"
     make_room(tmp_path, 4)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-2", "checkpoint-40", "checkpoint-best", "runs"]
     assert last_whole_checkpoint(tmp_path / "runs") is None
+
+
+def by_safetensors(path: Path) -> None:
+    save_file({"a": torch.zeros(2**19)}, path)
+
+
+def by_torch(path: Path) -> None:
+    torch.save({"a": torch.zeros(2**19)}, path)
+
+
+def by_hand(path: Path) -> None:
+    path.write_bytes(bytes(2**21))
+
+
+@pytest.mark.parametrize("write", [by_safetensors, by_torch, by_hand])
+def test_whoever_finds_the_disk_full_says_so_in_one_line(write: Callable[[Path], None], small_disk: Path) -> None:
+    message = r"where [\d,]+ bytes are free, cannot be written to \(.+\): make room, and run the same again"
+    with pytest.raises(OSError, match=message) as caught, telling_what_is_full(small_disk):
+        write(small_disk / "file")
+    assert "\n" not in str(caught.value)

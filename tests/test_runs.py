@@ -1,7 +1,10 @@
 """Training runs: settings and their errors, the folder, resuming, adapters."""
 
 import json
+import os
+import re
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,8 @@ import torch
 import yaml
 from conftest import TINY
 from helpers import close
+from mrp_trainer.cli import app
+from mrp_trainer.run_folder import hold
 from mrp_trainer.runs import dry_run, open_run, run_tokenizer
 from mrp_trainer.settings import Settings, read_settings
 from mrp_trainer.tasks import training_lines
@@ -17,6 +22,7 @@ from peft import PeftModel
 from test_trainer import small_model
 from training_runs import start
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from typer.testing import CliRunner
 
 from modeling_mrp import MRPForCausalLM
 
@@ -46,6 +52,10 @@ def files(tmp_path_factory: pytest.TempPathFactory, word_tokenizer: PreTrainedTo
     (root / "train.jsonl").write_text("\n".join(lines[:16]))
     (root / "held.jsonl").write_text("\n".join(lines[16:]))
     return {path.stem: str(path) for path in root.iterdir()}
+
+
+# A billion values.
+BOMB = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 10))
 
 
 def settings_of(
@@ -99,6 +109,10 @@ def test_flags_win_over_yaml_and_that_over_defaults(tmp_path: Path) -> None:
         ("objective: block_diffusion", "is for another objective than 'mrp': use the other command"),
         ("- a", r"bad\.yaml holds list: needed are lines of 'name: value'"),
         ("a: [", r"bad\.yaml is not YAML"),
+        ("", r"bad\.yaml holds nothing: needed are lines"),
+        ("data: " + "[" * 5000, r"bad\.yaml is not YAML that is read here: it is nested more than 20 deep"),
+        (BOMB, r"bad\.yaml is not YAML that is read here: it has aliases \(\*name\): write the values out"),
+        ("seed: " + "9" * 5000, r"bad\.yaml is not YAML that is read here: Exceeds the limit"),
     ],
 )
 def test_bad_yaml(text: str, message: str, tmp_path: Path) -> None:
@@ -197,7 +211,7 @@ def test_a_run_with_other_settings_is_not_taken_up(files: dict[str, str], tmp_pa
     weight_decay = read_settings("mrp", str(tmp_path / "run.yaml"), None, ["weight_decay=0.5"])
     with pytest.raises(ValueError, match=r"other settings: weight_decay was 0\.0 and is 0\.5\. "):
         open_run(weight_decay)
-    assert yaml.safe_load((tmp_path / "run.yaml").read_text()) == first.as_dict()
+    assert yaml.safe_load((tmp_path / "run.yaml").read_text()).items() >= first.as_dict().items()
     assert (tmp_path / "checkpoint-2").is_dir()
     bad = settings_of({**files, "train": "nowhere.jsonl"}, tmp_path, max_steps=2)
     with pytest.raises(ValueError, match=r"nowhere\.jsonl"):
@@ -210,6 +224,71 @@ def test_a_run_with_other_settings_is_not_taken_up(files: dict[str, str], tmp_pa
     (tmp_path / "checkpoint-1").mkdir()
     with pytest.raises(ValueError, match=r"holds checkpoints and no run\.yaml: name another folder, or begin again"):
         open_run(first)
+
+
+@pytest.mark.parametrize("text", ["", "- a", "data: " + "[" * 5000, BOMB])
+def test_settings_of_a_run_that_cannot_be_read(text: str, files: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-2").mkdir()
+    (tmp_path / "run.yaml").write_text(text)
+    message = (
+        r"run\.yaml (holds|is not YAML).*What run .* holds cannot be told: name another folder, or begin again with --rest"
+    )
+    with pytest.raises(ValueError, match=message):
+        open_run(settings_of(files, tmp_path))
+    open_run(settings_of(files, tmp_path), restart=True)
+
+
+def test_other_records_under_the_same_name_are_another_run(files: dict[str, str], tmp_path: Path) -> None:
+    data = Path(shutil.copy(files["train"], tmp_path / "data.jsonl"))
+    settings = settings_of(files, tmp_path / "run", data=[str(data)], max_steps=2)
+    open_run(settings).train()
+    text = data.read_text()
+    data.write_text(text)
+    open_run(settings)
+    lines = text.splitlines()
+    data.write_text("\n".join([lines[1], lines[0], *lines[2:]]))
+    with pytest.raises(ValueError, match=r"other settings: data_digest was '\w{32}' and is '\w{32}'\. Name another folder"):
+        open_run(settings)
+    again = read_settings("mrp", str(tmp_path / "run" / "run.yaml"))
+    assert again.data_digest is None
+    open_run(again, restart=True)
+
+
+def test_a_folder_is_one_runs(files: dict[str, str], tmp_path: Path) -> None:
+    """As long as that lives: a process that is killed leaves nothing that has to be removed."""
+    ready, tell = os.pipe()
+    holder = os.fork()
+    if not holder:
+        lock = hold(tmp_path)
+        os.write(tell, b"!")
+        signal.pause()
+        lock.close()
+    os.read(ready, 1)
+    (tmp_path / ".saving-abc").mkdir()
+    message = rf"is held by process {holder} on .+, a run that goes on: wait for it, end it, or name another folder"
+    for restart in (False, True):
+        with pytest.raises(ValueError, match=message):
+            open_run(settings_of(files, tmp_path), restart)
+    assert (tmp_path / ".saving-abc").exists()
+    os.kill(holder, signal.SIGKILL)
+    os.waitpid(holder, 0)
+    run = open_run(settings_of(files, tmp_path, max_steps=1))
+    assert not (tmp_path / ".saving-abc").exists()  # what a save was writing when it was killed
+    with pytest.raises(ValueError, match=f"is held by process {os.getpid()}"):
+        open_run(settings_of(files, tmp_path, max_steps=1))
+    run.lock.close()
+    open_run(settings_of(files, tmp_path, max_steps=1))
+
+
+def test_a_full_disk_ends_the_command_in_one_line(files: dict[str, str], small_disk: Path) -> None:
+    (small_disk / "others").write_bytes(bytes(900_000))
+    flags = {"--model": files["backbone"], "--data": files["train"], "--output-dir": str(small_disk), "--max-length": "128"}
+    given = [part for flag in (*flags.items(), *(("--set", one) for one in (*QUICK, "max_steps=1"))) for part in flag]
+    done = CliRunner().invoke(app, ["train", "head", *given])
+    assert done.exit_code == 1
+    assert isinstance(done.exception, SystemExit)
+    assert re.search(r"^Error: .*, where [\d,]+ bytes are free, cannot be written to .*\n$", done.stderr, re.MULTILINE)
+    assert "Traceback" not in done.stderr
 
 
 def residual(model: Any) -> torch.Tensor:

@@ -4,6 +4,7 @@ What a pushed repository holds, and that loading one speaks to the Hub alone, is
 """
 
 import json
+import math
 import pickle
 import shutil
 from collections.abc import Callable
@@ -135,7 +136,7 @@ def test_a_damaged_adapter_leaves_the_model_as_it_was(
 
 LIES: list[tuple[dict[str, Any], str]] = [
     ({"hidden_size": 16}, "wrong shape: model.embed_tokens.weight is [64, 32], needs [64, 16]"),
-    ({"hidden_size": 10**12}, "the sizes in the config are those of no model"),
+    ({"hidden_size": 10**12}, "the values in the config are those of no model"),
     ({"vocab_size": 65}, "wrong shape: lm_head.weight is [64, 32], needs [65, 32]"),
     ({"intermediate_size": 49}, "mlp.up_proj.weight is [48, 32], needs [49, 32]"),
     ({"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}, "k_norm.weight is [8], needs [16]"),
@@ -153,17 +154,69 @@ LIES: list[tuple[dict[str, Any], str]] = [
         for name in ("hidden_size", "num_hidden_layers", "head_dim")
     ),
     *(({f"num_{which}_heads": -4}, f"num_{which}_heads is -4: it must be") for which in ("attention", "key_value")),
+    ({"vocab_size": 2**70}, "the values in the config are those of no model"),
+    ({"max_position_embeddings": 0}, "max_position_embeddings is 0: it must be an int of at least 1"),
+    *(
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, **rope}}, message)
+        for rope, message in (
+            ({"rope_type": "zzz"}, "rope_type in rope_parameters is 'zzz': use one of default, "),
+            ({"rope_type": ["linear"]}, "rope_type in rope_parameters is ['linear']: use one of default, "),
+            ({"rope_type": "linear"}, "KeyError('factor')"),
+            ({"rope_type": "linear", "factor": "x"}, "factor in rope_parameters is 'x': it must be a number above 0"),
+            *(({"rope_theta": v}, f"rope_theta in rope_parameters is {v!r}: it must be") for v in (0, -1, "x", math.nan, None)),
+        )
+    ),
+    ({"rope_parameters": 3}, "holds a value of the wrong type: correct config.json"),
+    ({"hidden_act": "zzz"}, "hidden_act is 'zzz', which transformers does not know: SDAR's is 'silu'"),
+    *(
+        ({"rms_norm_eps": value}, f"rms_norm_eps is {value!r}: it must be a number above 0")
+        for value in (math.nan, math.inf, 0.0)
+    ),
+    *(
+        ({name: value}, f"dtype is {value!r}: use one of float16, bfloat16, float32, float64, or leave it out")
+        for name in ("dtype", "torch_dtype")
+        for value in ("float99", "Tensor", "int8", "float8_e4m3fn", 3, ["float32"], {"": "float32"})
+    ),
+    *(({"pad_token_id": value}, f"pad_token_id is {value}, outside the vocabulary of 64 tokens") for value in (10**9, 64, -1)),
+    *(({name: 3}, "holds a value of the wrong type: correct config.json") for name in ("id2label", "quantization_config")),
 ]
 
 
 @pytest.mark.parametrize(("fields", "message"), LIES, ids=str)
 def test_a_config_that_lies_about_shapes(copy: Callable[[str], Path], fields: dict[str, Any], message: str) -> None:
-    """Before anything is allocated, also where it would be more than there is."""
+    """Before anything is allocated, also where it would be more than there is; and about what is no shape."""
     folder = copy("full")
     change_json(folder / "config.json", **fields)
     with pytest.raises(ValueError) as refused:  # noqa: PT011  the message is compared below
         MRPForCausalLM.from_pretrained(folder)
     assert message in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        *(
+            (name, content, rf"{name} {message}: save it again, or download it again")
+            for name in ("config.json", "generation_config.json")
+            for content, message in (
+                ("[]", "holds a list, not an object"),
+                ("null", "holds a NoneType, not an object"),
+                ('{"a": ' + "[" * 100_000, "is not JSON that is read here"),
+                ('{"a": 1', "is not JSON that is read here"),
+                ('{"a": ' + "9" * 5000 + "}", "is not JSON that is read here"),
+            )
+        ),
+        ("model.safetensors.index.json", '{"weight_map": {"a": ["b"]}}', r"names the shard \['b'\]"),
+        ("model.safetensors.index.json", '{"weight_map": ' + "[" * 100_000, "is not an index of shards: download it again"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_tampered_json(copy: Callable[[str], Path], name: str, content: str, message: str) -> None:
+    for kind in ("sharded", "head") if "index" not in name else ("sharded",):
+        folder = copy(kind)
+        (folder / name).write_text(content)
+        with pytest.raises(ValueError, match=message):
+            MRPForCausalLM.from_pretrained(folder)
 
 
 @pytest.mark.parametrize("layers", [0, 1, 3, 10**9])

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 HEAD = "mrp_head."
 PUBLISHED_HEAD = "mrp_modules.0.model."
@@ -59,11 +59,35 @@ def commit_of(path: Path) -> str | None:
     return found[1] if found else None
 
 
+def json_object(path: Path) -> dict[str, Any]:
+    """Read a JSON file that holds an object.
+
+    Raises:
+        ValueError: if it holds anything else.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON that is read here: save it again, or download it again ({error})") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds a {type(found).__name__}, not an object: save it again, or download it again")
+    return found
+
+
+def check_generation_config(source: str, **hub: Any) -> None:
+    """Refuse a `generation_config.json` that transformers would trip over, or silently pass over, with a `ValueError`."""
+    try:
+        path = cached_file(source, GENERATION_CONFIG_NAME, **hub)
+    except OSError:  # there is none
+        return
+    json_object(Path(path))
+
+
 def config_file(source: str, needed: bool = True, **hub: Any) -> Path | None:
     """Find a checkpoint's `config.json`, fetched if it has to be; None if there is none and it is not needed.
 
     Raises:
-        ValueError: if there is none and it is needed.
+        ValueError: if there is none and it is needed, or it holds no object.
         OSError: if there is no such folder, or the repository cannot be read.
     """
     if not os.path.isdir(source) and (os.path.exists(source) or not re.fullmatch(r"\w[\w.\-]*(/\w[\w.\-]*)?", source)):
@@ -77,7 +101,29 @@ def config_file(source: str, needed: bool = True, **hub: Any) -> Path | None:
             f"{source} has no config.json: check the path, or that the repository holds a model (an adapter is loaded with "
             "model.load_adapter, on its base)"
         )
-    return None if path is None else Path(path)
+    if path is None:
+        return None
+    json_object(Path(path))
+    return Path(path)
+
+
+def shards_of(index_file: Path) -> dict[str, str]:
+    """Read from an index in which file beside it each tensor lies.
+
+    Raises:
+        ValueError: if it is none, or names a file outside the checkpoint.
+    """
+    try:
+        shard_of = dict(json_object(index_file)["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{index_file} is not an index of shards: download it again ({error!r})") from error
+    for shard in shard_of.values():
+        if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
+            raise ValueError(
+                f"{index_file} names the shard {shard!r}: a shard is a .safetensors file beside the index, and nothing else "
+                "is read"
+            )
+    return shard_of
 
 
 def weight_files(source: str, variant: str | None = None, prefixes: tuple[str, ...] = ("",), **hub: Any) -> list[Path]:
@@ -105,17 +151,7 @@ def weight_files(source: str, variant: str | None = None, prefixes: tuple[str, .
             f"no {single} and no {index_name} in {source}: only safetensors are read, never pickled weights (.bin, .pt). "
             "Check the path, or convert the checkpoint to safetensors"
         ) from error
-    try:
-        shard_of = dict(json.loads(index_file.read_text())["weight_map"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{index_file} is not an index of shards: download it again ({error!r})") from error
-    for shard in set(shard_of.values()):
-        if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
-            raise ValueError(
-                f"{index_file} names the shard {shard!r}: a shard is a .safetensors file beside the index, and nothing else "
-                "is read"
-            )
-    shards = sorted({shard for name, shard in shard_of.items() if name.startswith(prefixes)})
+    shards = sorted({shard for name, shard in shards_of(index_file).items() if name.startswith(prefixes)})
     try:
         return [Path(cached_file(source, shard, **hub)) for shard in shards]
     except OSError as error:
@@ -237,13 +273,16 @@ __all__ = [
     "backbone_location",
     "check_depth",
     "check_fit",
+    "check_generation_config",
     "commit_of",
     "config_file",
     "hub_options",
     "is_hub_id",
+    "json_object",
     "our_name",
     "published_name",
     "raise_misfits",
+    "shards_of",
     "stored_tensors",
     "weight_files",
 ]

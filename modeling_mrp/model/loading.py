@@ -26,6 +26,7 @@ from .layouts import (
     backbone_location,
     check_depth,
     check_fit,
+    check_generation_config,
     commit_of,
     config_file,
     hub_options,
@@ -157,8 +158,8 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
         try:
             with torch.device("meta"):
                 return {name: tuple(value.shape) for name, value in cls(copy.deepcopy(config)).state_dict().items()}
-        except RuntimeError as error:
-            raise ValueError(f"the sizes in the config are those of no model: correct config.json ({error})") from error
+        except (RuntimeError, TypeError, LookupError, AssertionError, OverflowError) as error:
+            raise ValueError(f"the values in the config are those of no model: correct config.json ({error!r})") from error
 
     def load_adapter(self, peft_model_id: str | None = None, *args: Any, **kwargs: Any) -> Any:
         """Load a peft adapter as transformers does, but only from safetensors.
@@ -356,6 +357,7 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
         if (elsewhere := getattr(config, "transformers_weights", None)) is not None:
             raise ValueError(f"the config of {source} points to weights in {elsewhere!r}: only model*.safetensors are read")
         hub, adapter = hub_options(kwargs), kwargs.get("adapter_kwargs") or {}
+        check_generation_config(source, **hub)
         if not os.path.isdir(source) and "_adapter_model_path" not in adapter and find_adapter_config_file(source, **hub):
             raise ValueError(  # transformers would load the base that adapter_config.json names, whatever that is
                 f"{source} holds an adapter beside its model: load the adapter from a repository of its own with load_adapter"
@@ -404,6 +406,7 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
 
     def _take_generation_config(self, source: str, hub: dict[str, Any]) -> None:
         """Take over the options that a head comes with, if it has any."""
+        check_generation_config(source, **hub_options(hub))
         try:
             self.generation_config = GenerationConfig.from_pretrained(source, **hub_options(hub))
         except OSError:

@@ -3,15 +3,17 @@
 The installed command `mrp push` renders a whole card, and is patient with a Hub that does not answer.
 """
 
+import hashlib
 import json
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, ModelCardData
-from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, ModelCardData, ModelInfo, get_session
+from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
 from .layouts import is_hub_id
@@ -22,6 +24,7 @@ CONFIGS = {"full": "config.json", "head": "config.json", "adapter": "adapter_con
 TAGS = ["diffusion-lm", "block-diffusion", "speculative-decoding", "sdar", "mrp"]
 WEIGHTS = re.compile(r"(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 NOT_FILLED_IN = "Nothing is told of it yet: `mrp push` renders a card with its facts, its use and what was measured."
+PATIENCE = 60.0  # seconds that the Hub may be silent before a request counts as lost
 _SAY_NOTHING = frozenset((".gitattributes", ".gitignore", "README.md", "LICENSE"))
 
 
@@ -42,7 +45,7 @@ def kind_of(names: Collection[str], read: Callable[[str], bytes]) -> str | None:
         try:
             config = json.loads(read("config.json"))
             model_type = config.get("model_type")
-        except (ValueError, AttributeError):
+        except (ValueError, AttributeError, RecursionError):
             return "a config.json that cannot be read"
         if model_type != "sdar_mrp":
             return f"a model of type {model_type!r}"
@@ -74,6 +77,9 @@ def check_base(base: str | None) -> None:
         )
 
 
+Operation = CommitOperationAdd | CommitOperationDelete
+
+
 @dataclass(frozen=True)
 class Remote:
     """A repository as a push found it.
@@ -95,6 +101,25 @@ class Remote:
         return sorted(name for name in self.names if is_ours(name) and name not in names)
 
 
+@contextmanager
+def answered_within(seconds: float) -> Iterator[None]:
+    """Bound the silence of the Hub in a request, which huggingface_hub leaves unbounded unless its client was given a bound."""
+    client = get_session()
+    before = client.timeout
+    if before.read is None:
+        client.timeout = seconds
+    try:
+        yield
+    finally:
+        client.timeout = before
+
+
+def _info(api: HfApi, repo_id: str, revision: str | None = None, files_metadata: bool = False) -> ModelInfo:
+    """Ask for what a revision holds, with the client's timeout, which `model_info` would otherwise override."""
+    timeout = get_session().timeout.read
+    return api.model_info(repo_id, revision=revision, files_metadata=files_metadata, timeout=timeout)
+
+
 def look(api: HfApi, repo_id: str, branch: str, kind: str) -> Remote | None:
     """Read what a branch holds, or `main` where there is no such branch yet; None where there is no repository.
 
@@ -104,9 +129,9 @@ def look(api: HfApi, repo_id: str, branch: str, kind: str) -> Remote | None:
     exists = True
     try:
         try:
-            info = api.model_info(repo_id, revision=branch)
+            info = _info(api, repo_id, branch)
         except RevisionNotFoundError:
-            exists, info = False, api.model_info(repo_id)
+            exists, info = False, _info(api, repo_id)
     except RepositoryNotFoundError:
         return None
     names = frozenset(sibling.rfilename for sibling in info.siblings or ())
@@ -125,6 +150,36 @@ def look(api: HfApi, repo_id: str, branch: str, kind: str) -> Remote | None:
     return Remote(str(info.sha), names, exists, card)
 
 
+def landed(api: HfApi, repo_id: str, branch: str, before: str, operations: Collection[Operation]) -> CommitInfo | None:
+    """Find the commit of an answer that was lost on the way: what the branch holds now, if that is what was sent.
+
+    Args:
+        api: The Hub.
+        repo_id: The repository.
+        branch: Its branch.
+        before: The commit that it was on.
+        operations: What was sent.
+    """
+    info = _info(api, repo_id, branch, files_metadata=True)
+    files = {sibling.rfilename: sibling for sibling in info.siblings or ()}
+
+    def holds(operation: Operation) -> bool:
+        file = files.get(operation.path_in_repo)
+        if isinstance(operation, CommitOperationDelete) or file is None:
+            return isinstance(operation, CommitOperationDelete) and file is None
+        if file.lfs is not None:
+            return file.lfs.sha256 == operation.upload_info.sha256.hex()
+        with operation.as_file() as stream:
+            content = stream.read()
+        return file.blob_id == hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()  # git's
+
+    if info.sha == before or not all(map(holds, operations)):
+        return None
+    url = f"{api.endpoint}/{repo_id}/commit/{info.sha}"
+    return CommitInfo(commit_url=url, commit_message="", commit_description="", oid=str(info.sha))
+
+
+@answered_within(PATIENCE)
 def push_saved(
     folder: Path,
     repo_id: str,
@@ -143,6 +198,7 @@ def push_saved(
     Raises:
         ValueError: if the name of the base is not that of a repository, or the target holds another kind of thing.
         HfHubHTTPError: if the Hub refuses, or somebody else committed meanwhile; no commit is then made.
+        Exception: the HTTP library's, if the Hub does not answer within `PATIENCE`, or not readably.
     """
     files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
     kind = str(kind_of(files, lambda name: files[name].read_bytes()))
@@ -157,21 +213,29 @@ def push_saved(
         remote = look(api, repo_id, branch, kind)
     if remote is None:
         raise ConnectionError(f"{repo_id} was created and cannot be found: push again")
-    operations: list[CommitOperationAdd | CommitOperationDelete] = [CommitOperationAdd(*file) for file in files.items()]
+    operations: list[Operation] = [CommitOperationAdd(*file) for file in files.items()]
     operations += [CommitOperationDelete(name) for name in remote.stale(files)]
     if remote.card is None:
         operations.append(CommitOperationAdd("README.md", short_card(repo_id, kind, base).encode()))
     if not remote.branch:
         api.create_branch(repo_id, branch=branch, revision=remote.sha, exist_ok=True)
-    return api.create_commit(
-        repo_id,
-        operations,
-        commit_message=commit_message or f"Upload {KINDS[kind]}",
-        commit_description=commit_description,
-        revision=None if create_pr else branch,
-        create_pr=create_pr,
-        parent_commit=remote.sha,
-    )
+    try:
+        return api.create_commit(
+            repo_id,
+            operations,
+            commit_message=commit_message or f"Upload {KINDS[kind]}",
+            commit_description=commit_description,
+            revision=None if create_pr else branch,
+            create_pr=create_pr,
+            parent_commit=remote.sha,
+        )
+    except HfHubHTTPError:
+        raise
+    except Exception:  # the answer was lost, or cannot be read
+        done = None if create_pr else landed(api, repo_id, branch, remote.sha, operations)
+        if done is None:
+            raise
+        return done
 
 
 def short_card(repo_id: str, kind: str, base: str | None) -> str:
@@ -192,13 +256,17 @@ __all__ = [
     "CONFIGS",
     "KINDS",
     "NOT_FILLED_IN",
+    "PATIENCE",
     "TAGS",
     "WEIGHTS",
+    "Operation",
     "Remote",
+    "answered_within",
     "check_base",
     "check_target",
     "is_ours",
     "kind_of",
+    "landed",
     "look",
     "push_saved",
 ]

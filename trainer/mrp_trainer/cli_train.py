@@ -47,6 +47,6 @@ def _train(objective: str, given: dict[str, Any]) -> None:
             print_dry_run(dry_run(settings, command.processes))
             return
         run = open_run(settings, command.restart)
-    folder = run.train()
+        folder = run.train()
     if run.trainer.args.should_save:
         typer.echo(f"saved to {folder}")

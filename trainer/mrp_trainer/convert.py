@@ -22,6 +22,7 @@ from modeling_mrp.model.layouts import (
     DRAFT_TOKENS,
     check_fit,
     config_file,
+    json_object,
     our_name,
     published_name,
     stored_tensors,
@@ -29,6 +30,8 @@ from modeling_mrp.model.layouts import (
 )
 from modeling_mrp.model.saving import AUTO_MAP, write_code
 from modeling_mrp.modeling import MRPForCausalLM
+
+from .publishing.folder import check_links
 
 Layout = Literal["mrp", "sdar", "heavyball"]
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
@@ -104,7 +107,9 @@ def convert(source: str | os.PathLike[str], target: str | os.PathLike[str], layo
     folder = Path(source)
     if not folder.is_dir():
         folder = Path(snapshot_download(os.fspath(source), allow_patterns=["*.safetensors", *(f"*{end}" for end in _COPIED)]))
-    fields = json.loads((folder / "config.json").read_text())
+    copied = [path for path in sorted(folder.iterdir()) if path.suffix in _COPIED or path.name.startswith("LICENSE")]
+    check_links(folder, (path.name for path in copied))
+    fields = json_object(folder / "config.json")
     config = MRPConfig.from_dict(dict(fields))
     own = "mrp" if fields.get("model_type", "sdar_mrp") == "sdar_mrp" else "heavyball" if config.has_head else "sdar"
     _check_possible(str(source), config, own, layout)
@@ -116,7 +121,7 @@ def convert(source: str | os.PathLike[str], target: str | os.PathLike[str], layo
     beside = target.parent / f".{target.name}.partial-{os.getpid()}"
     beside.mkdir()
     try:
-        _write(folder, beside, files, config, layout)
+        _write(copied, beside, files, config, layout)
         if target.exists():
             target.rmdir()
         beside.rename(target)
@@ -144,13 +149,12 @@ def _check_possible(source: str, config: MRPConfig, own: str, layout: Layout) ->
         )
 
 
-def _write(folder: Path, beside: Path, files: list[Path], config: MRPConfig, layout: Layout) -> None:
+def _write(copied: list[Path], beside: Path, files: list[Path], config: MRPConfig, layout: Layout) -> None:
     rename = our_name if layout == "mrp" else published_name
     for file in files:
         copy_renamed(file, beside / file.name, rename)
-    for path in sorted(folder.iterdir()):
-        if path.suffix in _COPIED or path.name.startswith("LICENSE"):
-            shutil.copyfile(path, beside / path.name)
+    for path in copied:
+        shutil.copyfile(path, beside / path.name)
     if (index_path := beside / SAFE_WEIGHTS_INDEX_NAME).exists():
         index = json.loads(index_path.read_text())
         index["weight_map"] = {rename(name): shard for name, shard in index["weight_map"].items()}
@@ -163,7 +167,7 @@ def _write(folder: Path, beside: Path, files: list[Path], config: MRPConfig, lay
     (beside / "config.json").write_text(json.dumps(published_fields(config), indent=2, sort_keys=True) + "\n")
     if (options_path := beside / "generation_config.json").exists():
         ours = {option.name for option in OPTIONS}
-        options = {name: value for name, value in json.loads(options_path.read_text()).items() if name not in ours}
+        options = {name: value for name, value in json_object(options_path).items() if name not in ours}
         options_path.write_text(json.dumps(options, indent=2, sort_keys=True) + "\n")
 
 

@@ -1,6 +1,5 @@
 """Models and tokenizers as the commands load them: whatever code a repository carries, none of it is run."""
 
-import json
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -10,7 +9,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import find_adapter_config_file
 
 from modeling_mrp.model.configuration import MRPConfig
-from modeling_mrp.model.layouts import config_file, is_hub_id
+from modeling_mrp.model.layouts import config_file, is_hub_id, json_object
 from modeling_mrp.modeling import MRPForCausalLM
 
 # What `hf download` needs to fetch all of a repository that tells of a model without its weights.
@@ -80,7 +79,7 @@ def _base_and_adapter(source: str) -> tuple[str, str | None]:
             found = find_adapter_config_file(source)
     if found is None:
         return source, None
-    named = json.loads(Path(found).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    named = json_object(Path(found)).get("base_model_name_or_path")
     if not isinstance(named, str):
         raise ValueError(f"the adapter in {source} names no base_model_name_or_path: write the model's into {found}")
     if not os.path.isdir(source) and (not is_hub_id(named) or os.path.exists(named)):

@@ -8,6 +8,7 @@ card.
 import argparse
 import json
 import logging
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -61,9 +62,9 @@ def _as_kind(folder: Path, kind: str | None, base: str | None, revision: str | N
         elif found == "full":
             raise ValueError(f"the backbone is to be {base}, but {folder} holds {KINDS[found]}, which has its own")
         else:
-            with TemporaryDirectory() as linked:
-                _link_with_base(checkpoint, Path(linked), base, revision)
-                yield Path(linked)
+            with TemporaryDirectory() as copied:
+                _copy_with_base(checkpoint, Path(copied), base, revision)
+                yield Path(copied)
     elif kind == "head" and found == "full":
         if base is None:
             raise ValueError(f"{folder} does not say where its backbone is on the Hub: give --base-model org/name")
@@ -76,15 +77,14 @@ def _as_kind(folder: Path, kind: str | None, base: str | None, revision: str | N
         raise ValueError(f"{folder} holds {KINDS[found]}, not {KINDS[str(kind)]}: leave out the option, or give another folder")
 
 
-def _link_with_base(checkpoint: Folder, target: Path, base: str, revision: str | None) -> None:
-    """Links to the files of a head or an adapter, beside a config that names another base. A rendered card is left out: it
-    tells of the old one."""
+def _copy_with_base(checkpoint: Folder, target: Path, base: str, revision: str | None) -> None:
+    """Copies the files of a head or an adapter beside a config that names another base. A rendered card is left out: it tells
+    of the old one."""
     config_name = CONFIGS[checkpoint.kind]
     for name, file in checkpoint.files.items():
         if name == config_name or (name == "README.md" and not is_own_card(file.read_text(encoding="utf-8"))):
             continue
-        (target / name).parent.mkdir(exist_ok=True)
-        (target / name).symlink_to(file.resolve())
+        shutil.copyfile(file, target / name)
     fields = json.loads(checkpoint.files[config_name].read_text(encoding="utf-8"))
     named = {"base_model_name_or_path": base, "revision" if checkpoint.kind == "adapter" else "base_model_revision": revision}
     (target / config_name).write_text(json.dumps(fields | named, indent=2), encoding="utf-8")

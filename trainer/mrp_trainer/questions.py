@@ -86,6 +86,10 @@ def _question(line: bytes, where: str, judge: str) -> Question:
         raise ValueError(f"{where}: not UTF-8 (byte {error.start}): save the file as UTF-8") from error
     except json.JSONDecodeError as error:
         raise ValueError(f"{where}: not JSON ({error.msg}, column {error.colno}): write one JSON object a line") from error
+    except (ValueError, RecursionError) as error:  # Python's limits of digits and depth
+        raise ValueError(
+            f"{where}: JSON that is not read here ({error}): write less deep, and long numbers as texts"
+        ) from error
     if not isinstance(record, dict):
         raise ValueError(f"{where}: a {type(record).__name__}: write a JSON object with `prompt` or `messages`")
     prompt, messages = record.get("prompt"), record.get("messages")

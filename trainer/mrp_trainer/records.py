@@ -22,6 +22,7 @@ from transformers.utils import logging
 logger = logging.get_logger(__name__)
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+_LONGEST = 2**26  # bytes; reading takes a few times as many
 _LAYOUTS = "needed is 'messages', or 'prompt' and 'completion', or 'text', or what mrp decode writes"
 _LAYOUT_FIELDS = (("messages",), ("prompt", "completion"), ("text",), ("reveal_step",))
 
@@ -357,6 +358,8 @@ def _object(raw: bytes | Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _decode(line: bytes) -> Any:
+    if len(line) > _LONGEST:
+        raise FieldError(None, f"found {len(line):,} bytes: a record may have {_LONGEST:,}, write it as several")
     try:
         return json.loads(line.rstrip(b"\r\n").decode())
     except UnicodeDecodeError as error:
@@ -366,6 +369,8 @@ def _decode(line: bytes) -> Any:
         raise FieldError(None, f"not JSON, at character {error.pos + 1}: {error.msg}") from error
     except RecursionError as error:
         raise FieldError(None, "not a record: its JSON is nested too deeply") from error
+    except ValueError as error:  # Python's limit
+        raise FieldError(None, "not a record: it holds a number of thousands of digits, write it as a text") from error
 
 
 def _found(value: Any) -> str:

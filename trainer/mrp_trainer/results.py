@@ -28,7 +28,7 @@ class ResultsFile:
         for number, line in enumerate(whole.split(b"\n") if whole else [], 1):
             try:
                 record = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 record = None
             if not isinstance(record, dict) or key not in record:
                 raise ValueError(f"{path}, line {number}: no result of this command: write into another file, or remove it")

@@ -1,15 +1,15 @@
 """Training runs as the command line describes them: carried out, resumed, or only estimated."""
 
+import hashlib
+import json
 import os
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from peft import LoraConfig, get_peft_model
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase, set_seed
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
@@ -19,12 +19,13 @@ from modeling_mrp.modeling import MRPForCausalLM
 
 from .arguments import MRPTrainingArguments, passes_of
 from .chat import RecordEncoder
-from .checkpoints import under_own_class
+from .checkpoints import digest_of, under_own_class
 from .loading import WITHOUT_WEIGHTS, load_tokenizer
 from .memory import Load, MemoryEstimate, estimate
 from .rows import open_rows
+from .run_folder import check_folder, hold, take_over, telling_what_is_full
 from .samples import samples_of
-from .settings import RUN_FILE, RunOptions, Settings
+from .settings import RunOptions, Settings
 from .sources import check_paths
 from .trainer import MRPTrainer, bare_model
 from .trajectories import digest
@@ -66,11 +67,13 @@ class OpenRun:
         settings: The run.
         trainer: Its trainer.
         tokenizer: Saved with what was trained.
+        lock: What the folder is held by, until the run is done.
     """
 
     settings: Settings
     trainer: MRPTrainer
     tokenizer: PreTrainedTokenizerBase
+    lock: ExitStack
 
     @property
     def folder(self) -> Path:
@@ -78,16 +81,22 @@ class OpenRun:
         return Path(self.settings.training["output_dir"])
 
     def train(self) -> Path:
-        """Trains from the last checkpoint on that was written to its end, and saves what came out; gives the folder."""
-        self.trainer.train(resume_from_checkpoint=True)
-        state = self.trainer.state
-        evaluated = [line["step"] for line in state.log_history if "eval_loss" in line]
-        if self.trainer.eval_dataset is not None and evaluated[-1:] != [state.global_step]:
-            self.trainer.evaluate()
-        _save(self.trainer, self.settings, self.folder)
-        if self.trainer.args.should_save:
-            self.tokenizer.save_pretrained(self.folder)
-        self.trainer.accelerator.wait_for_everyone()
+        """Trains from the last whole checkpoint on, and saves what came out; gives the folder.
+
+        Raises:
+            OSError: if the disk is full.
+        """
+        with self.lock:
+            self.trainer.train(resume_from_checkpoint=True)
+            state = self.trainer.state
+            evaluated = [line["step"] for line in state.log_history if "eval_loss" in line]
+            if self.trainer.eval_dataset is not None and evaluated[-1:] != [state.global_step]:
+                self.trainer.evaluate()
+            with telling_what_is_full(self.folder):
+                _save(self.trainer, self.settings, self.folder)
+                if self.trainer.args.should_save:
+                    self.tokenizer.save_pretrained(self.folder)
+            self.trainer.accelerator.wait_for_everyone()
         return self.folder
 
 
@@ -99,30 +108,44 @@ def open_run(settings: Settings, restart: bool = False) -> OpenRun:
         restart: Whether to begin again, and remove the checkpoints of the folder.
 
     Raises:
-        ValueError: if the folder holds a run with other settings, there is no data, what the settings name does not go
-            together, or DeepSpeed's config would leave nothing to save.
+        ValueError: if the folder holds a run with other settings or data, or one that goes on; there is no data; what the
+            settings name does not go together; or DeepSpeed's config would leave nothing to save.
         OSError: if a checkpoint is not there.
     """
     if not settings.options.data:
         raise ValueError("no data: give --data, or data in the YAML file")
     for paths in (settings.options.data, settings.options.eval_data):
         check_paths(paths)
+    settings = replace(settings, data_digest=_data_digest(settings.options.data))
     arguments = settings.arguments()
     folder = Path(settings.training["output_dir"])
     if not restart:
-        _check_folder(folder, settings)
+        check_folder(folder, settings)
     _check_sharding(arguments)
-    set_seed(arguments.seed)
-    tokenizer = run_tokenizer(settings.options)
-    with _undivided(arguments):
-        model = load_model(settings)
-    trainer = _make_trainer(settings, arguments, model, tokenizer)
-    with arguments.main_process_first(desc="the run's folder"):
-        if arguments.process_index == 0:
-            if restart:
-                _remove_run(folder)
-            _write_run(folder, settings)
-    return OpenRun(settings, trainer, tokenizer)
+    writes = arguments.process_index == 0
+    with ExitStack() as lock:
+        if was_there := writes and folder.is_dir():
+            lock.enter_context(hold(folder))
+        set_seed(arguments.seed)
+        tokenizer = run_tokenizer(settings.options)
+        with _undivided(arguments):
+            model = load_model(settings)
+        trainer = _make_trainer(settings, arguments, model, tokenizer)
+        with arguments.main_process_first(desc="the run's folder"):
+            if writes and not was_there:
+                lock.enter_context(hold(folder))
+            if writes:
+                if not restart:
+                    check_folder(folder, settings)  # another run may have come and gone
+                take_over(folder, settings, restart)
+        return OpenRun(settings, trainer, tokenizer, lock.pop_all())
+
+
+def _data_digest(paths: Sequence[str]) -> str | None:
+    """What tells data from others; None of the standard input."""
+    if list(paths) == ["-"]:
+        return None
+    return hashlib.sha256(json.dumps(digest_of([Path(path) for path in paths])).encode()).hexdigest()[:32]
 
 
 def _make_trainer(
@@ -277,34 +300,6 @@ def encoder_of(model: Any, tokenizer: PreTrainedTokenizerBase, options: RunOptio
         digest=digest(bare),
         with_decoded=with_decoded,
     )
-
-
-def _check_folder(folder: Path, settings: Settings) -> None:
-    """Raises `ValueError` where a run with other settings would be taken up."""
-    checkpoints = sorted(folder.glob("checkpoint-*"))
-    if not checkpoints:
-        return
-    path = folder / RUN_FILE
-    if not path.is_file():
-        raise ValueError(f"{folder} holds checkpoints and no {RUN_FILE}: name another folder, or begin again with --restart")
-    if different := settings.differences(yaml.safe_load(path.read_text(encoding="utf-8"))):
-        raise ValueError(
-            f"{folder} holds a run with other settings: {'; '.join(different)}. Name another folder, or begin again with "
-            "--restart"
-        )
-
-
-def _remove_run(folder: Path) -> None:
-    for path in folder.glob("checkpoint-*"):
-        shutil.rmtree(path)
-    (folder / RUN_FILE).unlink(missing_ok=True)
-
-
-def _write_run(folder: Path, settings: Settings) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    written = folder / f".{RUN_FILE}.partial"
-    written.write_text(yaml.safe_dump(settings.as_dict(), sort_keys=False), encoding="utf-8")
-    written.replace(folder / RUN_FILE)
 
 
 def _check_sharding(arguments: MRPTrainingArguments) -> None:

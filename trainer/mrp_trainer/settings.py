@@ -18,6 +18,7 @@ from .train_options import RunOptions, TrainerFlags
 
 RECIPES = Path(__file__).parent / "recipes"
 RUN_FILE = "run.yaml"
+_DEEPEST = 20
 # The run decides these.
 _NOT_SET = {"remove_unused_columns", "resume_from_checkpoint", "do_train", "do_eval", "do_predict"}
 # A resumed run may have others of these: they change what is measured, logged and kept, and not the weights.
@@ -46,17 +47,20 @@ class Settings:
         objective: `mrp` or `block_diffusion`.
         options: See `RunOptions`.
         training: Fields of `MRPTrainingArguments` that are not as it has them by default.
+        data_digest: Of the files that are trained on; None where they were not read yet, or can be read only once.
     """
 
     objective: str
     options: RunOptions
     training: dict[str, Any]
+    data_digest: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """One mapping of everything, which can serve as a YAML file."""
         names = _option_names(self.objective)
         options = {name: value for name, value in asdict(self.options).items() if name in names}
-        return {"objective": self.objective, **options, **self.training}
+        digest = {} if self.data_digest is None else {"data_digest": self.data_digest}
+        return {"objective": self.objective, **options, **self.training, **digest}
 
     def differences(self, before: Mapping[str, Any]) -> list[str]:
         """What makes another result than a run with the settings `before` (as `as_dict` gives them), with both values."""
@@ -88,15 +92,20 @@ def read_settings(
     found: dict[str, Any] = {}
     if config is not None:
         path = _config_path(config)
-        for name, value in _read_yaml(path).items():
-            found[_known(str(name), known, str(path))] = value
+        for name, value in read_yaml(path).items():
+            if name != "data_digest":  # of the files as they were
+                found[_known(str(name), known, str(path))] = value
         found = {name: _checked(name, value, str(path)) for name, value in found.items()}
     for assignment in assignments:
         name, equals, text = assignment.partition("=")
         if not equals:
             raise ValueError(f"--set {assignment}: write it as name=value")
         name = _known(name.strip(), known, "--set")
-        found[name] = _checked(name, _parsed(text, assignment), "--set", text)
+        try:
+            value = _parsed(text)
+        except ValueError as error:
+            raise ValueError(f"--set {assignment}: the value is not YAML that is read here: {error}") from error
+        found[name] = _checked(name, value, "--set", text)
     for name, value in (flags or {}).items():
         if value is not None and value != []:
             _known(name, known, "a flag")
@@ -173,21 +182,40 @@ def _config_path(config: str) -> Path:
     raise ValueError(f"{config} is neither a file nor one of the recipes {', '.join(recipe_names())}")
 
 
-def _read_yaml(path: Path) -> dict[Any, Any]:
+def read_yaml(path: Path) -> dict[Any, Any]:
+    """Reads the lines of 'name: value' of a YAML file.
+
+    Raises:
+        ValueError: for anything else.
+    """
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not YAML: {error}") from error
+        found = _parsed(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not YAML that is read here: {error}") from error
     if not isinstance(found, dict):
-        raise ValueError(f"{path} holds {type(found).__name__}: needed are lines of 'name: value'")
+        raise ValueError(
+            f"{path} holds {'nothing' if found is None else type(found).__name__}: needed are lines of 'name: value'"
+        )
     return found
 
 
-def _parsed(text: str, assignment: str) -> Any:
+def _parsed(text: str) -> Any:
+    """A value as YAML writes it. Aliases are refused: nine of them can stand for a billion values.
+
+    Raises:
+        ValueError: if it is none.
+    """
+    depth = 0
     try:
+        for event in yaml.parse(text):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > _DEEPEST:
+                raise ValueError(f"it is nested more than {_DEEPEST} deep: write it flatter")
+            if isinstance(event, yaml.AliasEvent):
+                raise ValueError("it has aliases (*name): write the values out")
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ValueError(f"--set {assignment}: the value is not YAML: {error}") from error
+        raise ValueError(str(error)) from error
 
 
 def _known(name: str, known: Sequence[str], where: str) -> str:

@@ -140,8 +140,8 @@ def _train(
     )
     log = folder / "log.jsonl"
     trainer = MRPTrainer(model=model, args=arguments, train_dataset=dataset, callbacks=[_JsonLog(log)])
-    checkpoint = last_whole_checkpoint(folder)
     if log.exists() and arguments.process_index == 0:  # a run that goes on writes again what came behind its checkpoint
+        checkpoint = last_whole_checkpoint(folder)
         step = int(checkpoint.name.rpartition("-")[2]) if checkpoint else 0
         log.write_text("".join(f"{line}\n" for line in log.read_text().splitlines() if json.loads(line)["step"] <= step))
     trainer.train(resume_from_checkpoint=True)

@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 from accelerate.data_loader import IterableDatasetShard
+from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import Sampler
 from transformers import Trainer
+from transformers.trainer_utils import rotate_checkpoints
 
 from modeling_mrp.model.diffusion import PackedBatch
 from modeling_mrp.modeling import MRPForCausalLM
@@ -21,12 +23,21 @@ from .acceptance import measure_acceptance
 from .arguments import NO_CHECKPOINTING, NO_MUON, MRPTrainingArguments
 from .attention import TRAINING_FLEX, attending
 from .callbacks import LogAtSaves, SetEpoch
-from .checkpoints import last_whole_checkpoint, make_room, saving_head_alone, step_of, under_own_class
+from .checkpoints import (
+    check_whole,
+    last_whole_checkpoint,
+    make_room,
+    saving_head_alone,
+    seal,
+    step_of,
+    under_own_class,
+)
 from .collator import DiffusionCollator
 from .held_out import filled_up, rows_of
 from .measures import Measures
 from .objectives import Measured, block_diffusion
 from .optimizer import MuonAdamW
+from .run_folder import telling_what_is_full
 from .sampler import LengthBucketSampler
 from .samples import samples_of
 
@@ -117,11 +128,18 @@ class MRPTrainer(Trainer):
         self._since = time.perf_counter()
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
-        """As `Trainer.train`; `resume_from_checkpoint=True` takes up the newest checkpoint that was written to its end, if
-        any. One of the last step is loaded, and no further step made."""
+        """As `Trainer.train`; `resume_from_checkpoint=True` takes up the newest whole checkpoint, if any, and sets damaged ones
+        aside. One of the last step is loaded, and no further step made.
+
+        Raises:
+            ValueError: if the checkpoint that is named is damaged.
+        """
         if resume_from_checkpoint is True:
-            newest = last_whole_checkpoint(Path(self.args.output_dir))
+            newest = last_whole_checkpoint(Path(self.args.output_dir)) if self.is_world_process_zero() else None
+            (newest,) = broadcast_object_list([newest])
             resume_from_checkpoint = None if newest is None else str(newest)
+        elif isinstance(resume_from_checkpoint, str):
+            check_whole(Path(resume_from_checkpoint))
         self._steps_done = (step_of(Path(resume_from_checkpoint)) or 0) if isinstance(resume_from_checkpoint, str) else 0
         self._since = time.perf_counter()
         bare, attention = bare_model(self.model), self.args.packed_attention
@@ -254,15 +272,25 @@ class MRPTrainer(Trainer):
             super()._save(output_dir, state_dict)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """As `Trainer._save_checkpoint`, in a place where nothing was left lying. A frozen backbone is named, not saved, where
-        it has a name, unless the model is sharded or checkpoints are pushed, which have to be whole."""
+        """As `Trainer._save_checkpoint`, in a place where nothing was left lying, and sealed before older ones are removed. A
+        frozen backbone is named, not saved, where it has a name, unless the model is sharded or checkpoints are pushed, which
+        have to be whole."""
+        folder, limit = Path(self._get_output_dir(trial)), self.args.save_total_limit
         if self.args.should_save:
-            make_room(Path(self._get_output_dir(trial)), self.state.global_step)
+            make_room(folder, self.state.global_step)
         self.accelerator.wait_for_everyone()
         bare, whole = bare_model(self.model), self.is_fsdp_enabled or self.is_deepspeed_enabled or self.args.push_to_hub
         alone = self.args.objective == "mrp" and bare is self.model and bare.backbone_source is not None and not whole
-        with saving_head_alone(bare) if alone else nullcontext():
-            super()._save_checkpoint(model, trial)
+        self.args.save_total_limit = None  # none is removed yet
+        try:
+            with telling_what_is_full(folder), saving_head_alone(bare) if alone else nullcontext():
+                super()._save_checkpoint(model, trial)
+                if self.args.should_save:
+                    seal(folder / f"checkpoint-{self.state.global_step}")
+        finally:
+            self.args.save_total_limit = limit
+        if self.args.should_save:
+            rotate_checkpoints(str(folder), limit, self.state.best_model_checkpoint, use_mtime=True)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """As `Trainer._issue_warnings_after_load`, of a checkpoint that need not hold what is frozen.
@@ -277,8 +305,7 @@ class MRPTrainer(Trainer):
         super()._issue_warnings_after_load(load_result._replace(missing_keys=[]))
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """As `Trainer._save_rng_state`, for all processes: the next file, `trainer_state.json`, says that all others are
-        there."""
+        """As `Trainer._save_rng_state`, for all processes: what comes next vouches for all their files."""
         super()._save_rng_state(output_dir)
         self.accelerator.wait_for_everyone()
 

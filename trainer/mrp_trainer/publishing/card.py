@@ -75,7 +75,7 @@ def read_results(paths: Iterable[Path | str]) -> list[dict[str, Any]]:
         for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
             try:
                 line = json.loads(text)
-            except json.JSONDecodeError:
+            except (ValueError, RecursionError):
                 line = None
             needed = ("family", "decoding", "accuracy", "tokens_per_forward")
             if isinstance(line, dict) and "benchmark" in line:

@@ -1,13 +1,13 @@
 """What a folder holds that may be published: its kind, the declared files, and nothing else."""
 
-import json
 import logging
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from modeling_mrp.model.layouts import HEAD, StoredTensor, stored_tensors
+from modeling_mrp.model.layouts import HEAD, StoredTensor, json_object, shards_of, stored_tensors
 from modeling_mrp.model.pushing import CONFIGS, KINDS, WEIGHTS, kind_of
 from modeling_mrp.model.saving import AUTO_MAP, code_files
 
@@ -48,14 +48,16 @@ def read_folder(path: Path | str) -> Folder:
     """Sorts a folder's files and checks them; changes nothing.
 
     Raises:
-        ValueError: if it is not a folder, holds no checkpoint of this package or more than one kind, a pickle, weights that are
-            cut short or do not belong to its kind, or lacks a file that it needs. The remedy is named.
+        ValueError: if it is not a folder, holds no checkpoint of this package or more than one kind, a pickle, a link that
+            leaves it (but to the blobs of the Hub's cache), weights that are cut short or do not belong to its kind, or lacks a
+            file that it needs. The remedy is named.
     """
     path = Path(path)
     if not path.is_dir():
         raise ValueError(f"{path} is not a folder: save the model there first, with save_pretrained")
     names = {file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()}
     flat = {name for name in names if "/" not in name}
+    check_links(path, filter(_is_published, flat))
     unsafe = sorted(name for name in flat if Path(name).suffix in _UNSAFE and not _TRAINER_STATE.fullmatch(name))
     if unsafe:
         raise ValueError(
@@ -67,14 +69,33 @@ def read_folder(path: Path | str) -> Folder:
         raise ValueError(f"{path} holds {kind or 'no checkpoint'}: give a folder that save_pretrained of this package wrote")
     if kind == "adapter" and {"model.safetensors", "model.safetensors.index.json"} & flat:
         raise ValueError(f"{path} holds both an adapter and a whole model: move one of them to a folder of its own")
-    chosen = {name for name in flat if name in _DECLARED or WEIGHTS.fullmatch(name)}
+    chosen = set(filter(_is_published, flat))
     if kind == "adapter":
         chosen -= {"config.json", "generation_config.json"}
     code = {} if kind == "adapter" else _code(path, names)
+    json_of(path / "generation_config.json")
     _check_weights(path, kind, chosen)
     base = json_of(path / CONFIGS[kind]).get("base_model_name_or_path")
     files = {name: path / name for name in sorted(chosen)}
     return Folder(path, kind, base, files, code, sorted(names - chosen - code.keys()))
+
+
+def check_links(path: Path, names: Iterable[str]) -> None:
+    """Refuse links whose content lies elsewhere, with a `ValueError`; a snapshot in the Hub's cache has links to its blobs."""
+    inside = [path.resolve()]
+    if inside[0].parent.name == "snapshots":
+        inside.append(inside[0].parents[1] / "blobs")
+    for name in sorted(names):
+        target = (path / name).resolve()
+        if not any(target.is_relative_to(place) for place in inside):
+            raise ValueError(
+                f"{path / name} is a link to {target}, outside of the folder, and would be published with its content: put a "
+                "copy there if that is meant, or remove the link"
+            )
+
+
+def _is_published(name: str) -> bool:
+    return name in _DECLARED or WEIGHTS.fullmatch(name) is not None
 
 
 def _code(path: Path, names: set[str]) -> dict[str, str]:
@@ -83,17 +104,17 @@ def _code(path: Path, names: set[str]) -> dict[str, str]:
     Raises:
         ValueError: if the folder's config takes its code from elsewhere, or names none.
     """
-    named = json_of(path / "config.json").get("auto_map", {})
+    named = json_of(path / "config.json").get("auto_map")
+    if not isinstance(named, dict) or not named:
+        raise ValueError(
+            f"{path}/config.json has no auto_map, so that nobody could load it: save it again with save_pretrained"
+        )
     for part, reference in named.items():
         if reference != AUTO_MAP.get(part):
             raise ValueError(
                 f"{path}/config.json takes its {part} from {reference!r}, and only the code of this package is published: save "
                 "it again with save_pretrained"
             )
-    if not named:
-        raise ValueError(
-            f"{path}/config.json has no auto_map, so that nobody could load it: save it again with save_pretrained"
-        )
     code = code_files()
     for name in sorted(code.keys() & names):
         if (path / name).read_bytes() != code[name].encode():
@@ -113,7 +134,7 @@ def tensors_in(path: Path) -> dict[str, StoredTensor]:
 def _check_weights(path: Path, kind: str, names: set[str]) -> None:
     prefix = "adapter_model" if kind == "adapter" else "model"
     index = path / f"{prefix}.safetensors.index.json"
-    shards = set(json_of(index).get("weight_map", {}).values()) or {f"{prefix}.safetensors"}
+    shards = set(shards_of(index).values()) if index.is_file() else {f"{prefix}.safetensors"}
     if missing := sorted(shards - names):
         raise ValueError(f"{path} lacks {', '.join(missing)}: save the weights again, as safetensors")
     if stale := sorted(name for name in names - shards if WEIGHTS.fullmatch(name) and name != index.name):
@@ -129,8 +150,8 @@ def _check_weights(path: Path, kind: str, names: set[str]) -> None:
 
 
 def json_of(path: Path) -> dict[str, Any]:
-    """What a JSON file holds, nothing if there is none."""
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    """What a JSON file holds, nothing if there is none; `ValueError` if that is no object."""
+    return json_object(path) if path.is_file() else {}
 
 
-__all__ = ["Folder", "json_of", "read_folder", "tensors_in"]
+__all__ = ["Folder", "check_links", "json_of", "read_folder", "tensors_in"]

@@ -3,7 +3,7 @@
 `publish` pushes a folder; a loaded model's own `push_to_hub` is the short form of it.
 """
 
-import hashlib
+import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +16,17 @@ from typing import Any, TypeVar
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
-from modeling_mrp.model.pushing import KINDS, Remote, check_base, check_target, look
+from modeling_mrp.model.pushing import (
+    KINDS,
+    PATIENCE,
+    Operation,
+    Remote,
+    answered_within,
+    check_base,
+    check_target,
+    landed,
+    look,
+)
 
 from .card import About, check_card, is_own_card, read_results, renamed, render_card
 from .folder import Folder, read_folder
@@ -29,15 +39,22 @@ T = TypeVar("T")
 class Retries:
     """How long a push is patient with a Hub that does not answer, or answers 408, 429 or 5xx.
 
+    With a Hub that accepts and says nothing, a step ends after `longest_silence` and one attempt more. huggingface_hub itself
+    asks for uploads up to six times in one, so that this is 17 minutes at most.
+
     Attributes:
         times: Attempts after the first, of each step.
         first_wait: Seconds before the second attempt; each further wait is twice as long.
         longest_wait: Seconds at most. A Hub that asks (Retry-After) for more is not asked again.
+        timeout: Seconds that it may be silent within a request.
+        longest_silence: Seconds of attempts that ended so, behind which a step is not tried again.
     """
 
     times: int = 4
     first_wait: float = 1.0
     longest_wait: float = 60.0
+    timeout: float = PATIENCE
+    longest_silence: float = 600.0
 
 
 @dataclass(frozen=True)
@@ -189,6 +206,7 @@ class _Push:
 
     def __init__(self, api: HfApi, repo_id: str, branch: str, create_pr: bool, retries: Retries) -> None:
         self.api, self.repo_id, self.branch, self.create_pr, self.retries = api, repo_id, branch, create_pr, retries
+        self.begun = time.monotonic()
 
     def prepare(self, folder: Folder, private: bool) -> Remote:
         """Looks at the repository, creates it if it is not there, and refuses one of another kind."""
@@ -207,14 +225,14 @@ class _Push:
         known = self.branch if remote.branch else "main"
         upload = partial(self.api.preupload_lfs_files, self.repo_id, additions, revision=known, free_memory=False)
         self.patiently(partial(upload, create_pr=self.create_pr))
-        operations = [*additions, *map(CommitOperationDelete, deleted)]
+        operations: list[Operation] = [*additions, *map(CommitOperationDelete, deleted)]
         commit = partial(self.api.create_commit, self.repo_id, operations, commit_message=title, commit_description=text)
         if self.create_pr:
             return self.patiently(partial(commit, create_pr=True, parent_commit=remote.sha), again_if_lost=False)
         with self._branch(remote):
             return self.patiently(
                 partial(commit, revision=self.branch, parent_commit=remote.sha),
-                landed=partial(self._landed, remote.sha, additions, deleted, title),
+                done_already=partial(landed, self.api, self.repo_id, self.branch, remote.sha, operations),
             )
 
     @contextmanager
@@ -228,48 +246,37 @@ class _Push:
         except BaseException:
             if not remote.branch:
                 try:
-                    self.api.delete_branch(self.repo_id, branch=self.branch)
+                    with answered_within(self.retries.timeout):
+                        self.api.delete_branch(self.repo_id, branch=self.branch)
                 except Exception as error:
                     log.warning("the empty branch %s of %s could not be removed: %s", self.branch, self.repo_id, error)
             raise
 
-    def _landed(self, before: str, additions: list[CommitOperationAdd], deleted: list[str], title: str) -> CommitInfo | None:
-        """The commit of an answer that was lost on the way: what the branch holds now, if that is what was sent."""
-        info = self.api.model_info(self.repo_id, revision=self.branch, files_metadata=True)
-        files = {sibling.rfilename: sibling for sibling in info.siblings or ()}
-
-        def holds(operation: CommitOperationAdd) -> bool:
-            file = files.get(operation.path_in_repo)
-            if file is None or file.lfs is not None:
-                return file is not None and file.lfs is not None and file.lfs.sha256 == operation.upload_info.sha256.hex()
-            with operation.as_file() as stream:
-                content = stream.read()
-            return file.blob_id == hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()  # git's
-
-        if info.sha == before or any(name in files for name in deleted) or not all(map(holds, additions)):
-            return None
-        url = f"{self.api.endpoint}/{self.repo_id}/commit/{info.sha}"
-        return CommitInfo(commit_url=url, commit_message=title, commit_description="", oid=str(info.sha))
-
-    def patiently(self, step: Callable[[], T], landed: Callable[[], T | None] | None = None, again_if_lost: bool = True) -> T:
+    def patiently(
+        self, step: Callable[[], T], done_already: Callable[[], T | None] | None = None, again_if_lost: bool = True
+    ) -> T:
         """Runs a step that may fail in passing, and repeats it.
 
         Args:
             step: What to do.
-            landed: Tells, after an answer was lost, whether the step was done all the same, and gives its result.
+            done_already: Tells, after an answer was lost or cannot be read, whether the step was done all the same, and gives
+                its result.
             again_if_lost: Whether to repeat a step whose answer was lost: it may have been done.
         """
-        wait = self.retries.first_wait
+        wait, silent = self.retries.first_wait, 0.0
         for left in range(self.retries.times, -1, -1):
+            begun = time.monotonic()
             try:
-                return step()
+                with answered_within(self.retries.timeout):
+                    return step()
             except Exception as error:
                 status, asked = _status(error), _retry_after(error)
                 lost = status is None and _is_connection(error)
-                if landed is not None and (lost or status == 412) and (result := self.patiently(landed)) is not None:
+                if done_already and status in (None, 412) and (result := self.patiently(done_already)) is not None:
                     return result
+                silent += time.monotonic() - begun if _is_of(error, "TimeoutException") else 0.0
                 passing = (lost and again_if_lost) or status in (408, 429) or (status or 0) >= 500
-                if not passing or not left or (asked or 0) > self.retries.longest_wait:
+                if not passing or not left or (asked or 0) > self.retries.longest_wait or silent > self.retries.longest_silence:
                     raise
                 pause = asked if asked is not None else min(wait, self.retries.longest_wait)
                 log.warning("%s: %s; again in %g s", self.repo_id, _first_line(error), pause)
@@ -300,8 +307,8 @@ class _Push:
             if self.create_pr:
                 remedy += f", after a look at the pull requests of {self.repo_id}: the last one may be this push's"
             raise ConnectionError(
-                f"the push to {self.repo_id} was given up ({_first_line(error)}). Its files and your folder are as they were; "
-                f"{remedy}: what was uploaded already is not sent again"
+                f"the push to {self.repo_id} was given up ({_first_line(error)}) after {time.monotonic() - self.begun:.0f} s. "
+                f"Its files and your folder are as they were; {remedy}: what was uploaded already is not sent again"
             ) from error
 
 
@@ -326,14 +333,16 @@ def _retry_after(error: BaseException) -> float | None:
 
 
 def _is_connection(error: BaseException) -> bool:
-    """Whether a connection failed. The HTTP library of huggingface_hub is httpx or httpx2, so its class goes by its name."""
+    """Whether a connection failed, or gave an answer that cannot be read."""
     if isinstance(error, OfflineModeIsEnabled):  # it stays so, and says what to do
         return False
-    return any(
-        isinstance(cause, ConnectionError | TimeoutError)
-        or any(base.__name__ == "TransportError" for base in type(cause).__mro__)
-        for cause in _causes(error)
-    )
+    broken = ConnectionError | TimeoutError | json.JSONDecodeError
+    return _is_of(error, "TransportError") or any(isinstance(cause, broken) for cause in _causes(error))
+
+
+def _is_of(error: BaseException, name: str) -> bool:
+    """Whether an error comes from one of the HTTP library's: huggingface_hub has httpx or httpx2, so classes go by names."""
+    return any(base.__name__ == name for cause in _causes(error) for base in type(cause).__mro__)
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,0 +1,96 @@
+"""A training run's folder: who writes to it, which run it holds, and what an interrupted one left in it."""
+
+import fcntl
+import logging
+import os
+import shutil
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TextIO
+
+import yaml
+from safetensors import SafetensorError
+
+from .settings import RUN_FILE, Settings, read_yaml
+
+log = logging.getLogger(__name__)
+
+_LOCK = ".lock"
+_RESTART = "name another folder, or begin again with --restart"
+
+
+def hold(folder: Path) -> TextIO:
+    """Take a folder, made if it is not there, for this process, as long as the file that is returned is open.
+
+    The lock is the system's, which takes it back from a process that is killed. The file stays, and names the last holder.
+
+    Raises:
+        ValueError: if another run has it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    file = (folder / _LOCK).open("a+", encoding="utf-8")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.seek(0)
+        holder = file.read().strip() or "another process"
+        file.close()
+        raise ValueError(
+            f"{folder} is held by {holder}, a run that goes on: wait for it, end it, or name another folder"
+        ) from error
+    except OSError as error:
+        log.warning("%s cannot be locked (%s): see that no other run writes there", folder, error)
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}")
+    file.flush()
+    return file
+
+
+def check_folder(folder: Path, settings: Settings) -> None:
+    """Refuse, with a `ValueError`, where a run with other settings or data would be taken up."""
+    if not any(folder.glob("checkpoint-*")):
+        return
+    path = folder / RUN_FILE
+    if not path.is_file():
+        raise ValueError(f"{folder} holds checkpoints and no {RUN_FILE}: {_RESTART}")
+    try:
+        before = read_yaml(path)
+    except ValueError as error:
+        raise ValueError(f"{error}. What run {folder} holds cannot be told: {_RESTART}") from error
+    if different := settings.differences(before):
+        raise ValueError(f"{folder} holds a run with other settings: {'; '.join(different)}. {_RESTART.capitalize()}")
+
+
+def take_over(folder: Path, settings: Settings, restart: bool) -> None:
+    """Write the run's settings, and remove what saves that were killed left; with `restart`, also an earlier run."""
+    for path in folder.glob(".saving-*"):
+        shutil.rmtree(path, ignore_errors=True)
+    if restart:
+        for path in (*folder.glob("checkpoint-*"), *folder.glob("damaged-checkpoint-*")):
+            shutil.rmtree(path)
+        (folder / RUN_FILE).unlink(missing_ok=True)
+    written = folder / f".{RUN_FILE}.partial"
+    written.write_text(yaml.safe_dump(settings.as_dict(), sort_keys=False), encoding="utf-8")
+    written.replace(folder / RUN_FILE)
+
+
+@contextmanager
+def telling_what_is_full(folder: Path) -> Iterator[None]:
+    """Have a file that cannot be written be an `OSError` of one line with the remedy, whichever library finds out.
+
+    Raises:
+        OSError: also in place of safetensors' error and torch's.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "inline_container" not in str(error):  # torch.save's
+            raise
+        reason = str(error).strip().partition("\n")[0]
+        free = shutil.disk_usage(folder).free if folder.is_dir() else 0
+        raise OSError(
+            f"{folder}, where {free:,} bytes are free, cannot be written to ({reason}): make room, and run the same again. It "
+            "goes on from the last whole checkpoint"
+        ) from error
