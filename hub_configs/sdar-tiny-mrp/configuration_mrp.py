@@ -2,11 +2,15 @@
 """Configuration of an SDAR block-diffusion backbone with an optional MRP head.
 """
 
+import math
 import os
 from collections.abc import Collection
 from dataclasses import fields
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
 
@@ -23,8 +27,10 @@ _SIZES = (
     "num_attention_heads",
     "num_key_value_heads",
     "head_dim",
+    "max_position_embeddings",
 )
-
+_DTYPES = ("float16", "bfloat16", "float32", "float64")
+_ROPE_TYPES = ("default", *sorted(ROPE_INIT_FUNCTIONS.keys() - {"default"}))
 
 # How transformers 4.52, which wrote the published configs, spelled three of today's fields.
 _OLD_SPELLINGS = {"rope_theta", "rope_scaling", "torch_dtype"}
@@ -71,11 +77,13 @@ class MRPConfig(Qwen3Config):
         base_model_revision: The backbone's commit, branch or tag.
 
     Raises:
-        ValueError: if `block_size` or a size of the backbone is not positive, `mask_token_id` lies outside the vocabulary, the
-            number of heads is not 1, `head_predicts` is unknown, the draft vocabulary is as large as the vocabulary or comes
-            without a head, the kinds of layers are not as many as the layers, a layer uses sliding-window attention (the
-            block-causal mask has no window), the attention is another repository's, or the backbone's name or revision is not a
-            text; when read from a file or dict, also for the config of another kind of model.
+        ValueError: if `block_size` or a size of the backbone is not positive; `mask_token_id` or `pad_token_id` lies outside of
+            the vocabulary; the dtype, the activation or the kind of rotary embedding is unknown, or its base or the norms'
+            epsilon no number above 0; the number of heads is not 1, `head_predicts` is unknown, the draft vocabulary is as
+            large as the vocabulary or comes without a head; the kinds of layers are not as many as the layers, a layer uses
+            sliding-window attention (the block-causal mask has no window), the attention is another repository's; or the
+            backbone's name or revision is not a text; when read from a file or dict, also for the config of another kind of
+            model, and for values of the wrong type.
     """
 
     model_type = "sdar_mrp"
@@ -96,8 +104,13 @@ class MRPConfig(Qwen3Config):
     base_model_revision: str | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
+        for dtype in (self.dtype, kwargs.get("torch_dtype")):
+            name = dtype if isinstance(dtype, str) else str(dtype).removeprefix("torch.")
+            if dtype is not None and name not in _DTYPES:
+                raise ValueError(f"dtype is {dtype!r}: use one of {', '.join(_DTYPES)}, or leave it out")
         super().__post_init__(**kwargs)
         self._check_backbone()
+        self._check_numerics()
         if not isinstance(self.block_size, int) or self.block_size < 1:
             raise ValueError(
                 f"block_size is {self.block_size!r}: it must be an int of at least 1 (published checkpoints use 4 to 64)"
@@ -154,6 +167,25 @@ class MRPConfig(Qwen3Config):
                 "knows no block-causal mask): use 'sdpa' or 'eager'"
             )
 
+    def _check_numerics(self) -> None:
+        """Check what Qwen3's own layers would find out late, or never."""
+        if self.hidden_act not in ACT2FN:
+            raise ValueError(f"hidden_act is {self.hidden_act!r}, which transformers does not know: SDAR's is 'silu'")
+        rope = self.rope_parameters or {}
+        if (kind := rope.get("rope_type", "default")) not in _ROPE_TYPES:
+            raise ValueError(f"rope_type in rope_parameters is {kind!r}: use one of {', '.join(_ROPE_TYPES)}")
+        above_0 = {"rope_theta in rope_parameters": rope.get("rope_theta"), "rms_norm_eps": self.rms_norm_eps}
+        if "factor" in rope:
+            above_0["factor in rope_parameters"] = rope["factor"]
+        for name, value in above_0.items():
+            if not isinstance(value, int | float) or not 0 < value < math.inf:
+                raise ValueError(f"{name} is {value!r}: it must be a number above 0")
+        if self.pad_token_id is not None and not 0 <= self.pad_token_id < self.vocab_size:
+            raise ValueError(
+                f"pad_token_id is {self.pad_token_id!r}, outside the vocabulary of {self.vocab_size} tokens: set it to the id "
+                "of the tokenizer's pad token, or to null"
+            )
+
     @classmethod
     def get_config_dict(
         cls, pretrained_model_name_or_path: str | os.PathLike[str], **kwargs: Any
@@ -165,7 +197,12 @@ class MRPConfig(Qwen3Config):
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """Make a config from its fields, ours or those of a published config."""
-        return super().from_dict(our_fields(config_dict, {field.name for field in fields(cls)}), **kwargs)
+        ours = our_fields(config_dict, {field.name for field in fields(cls)})
+        try:
+            return super().from_dict(ours, **kwargs)
+        except (StrictDataclassError, AttributeError, TypeError, LookupError) as error:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            raise ValueError(f"the config holds a value of the wrong type: correct config.json ({reason})") from error
 
     def to_diff_dict(self) -> dict[str, Any]:
         """Select the fields to save: a checkpoint that carries its backbone has none that name one."""

@@ -47,6 +47,7 @@ Its parts, in this order:
 
 import copy
 import difflib
+import hashlib
 import inspect
 import json
 import logging
@@ -72,8 +73,8 @@ from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
 
 import torch
 import torch.nn.functional as F
-from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, ModelCardData
-from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, get_session, HfApi, ModelCardData, ModelInfo
+from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 from huggingface_hub.utils import validate_repo_id
 from safetensors import safe_open, SafetensorError
 from safetensors.torch import save_file
@@ -122,6 +123,7 @@ from transformers.utils import (
     cached_file,
     can_return_tuple,
     find_adapter_config_file,
+    GENERATION_CONFIG_NAME,
     logging as transformers_logging,
     ModelOutput,
     SAFE_WEIGHTS_INDEX_NAME,
@@ -229,11 +231,35 @@ def commit_of(path: Path) -> str | None:
     return found[1] if found else None
 
 
+def json_object(path: Path) -> dict[str, Any]:
+    """Read a JSON file that holds an object.
+
+    Raises:
+        ValueError: if it holds anything else.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON that is read here: save it again, or download it again ({error})") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds a {type(found).__name__}, not an object: save it again, or download it again")
+    return found
+
+
+def check_generation_config(source: str, **hub: Any) -> None:
+    """Refuse a `generation_config.json` that transformers would trip over, or silently pass over, with a `ValueError`."""
+    try:
+        path = cached_file(source, GENERATION_CONFIG_NAME, **hub)
+    except OSError:  # there is none
+        return
+    json_object(Path(path))
+
+
 def config_file(source: str, needed: bool = True, **hub: Any) -> Path | None:
     """Find a checkpoint's `config.json`, fetched if it has to be; None if there is none and it is not needed.
 
     Raises:
-        ValueError: if there is none and it is needed.
+        ValueError: if there is none and it is needed, or it holds no object.
         OSError: if there is no such folder, or the repository cannot be read.
     """
     if not os.path.isdir(source) and (os.path.exists(source) or not re.fullmatch(r"\w[\w.\-]*(/\w[\w.\-]*)?", source)):
@@ -247,7 +273,29 @@ def config_file(source: str, needed: bool = True, **hub: Any) -> Path | None:
             f"{source} has no config.json: check the path, or that the repository holds a model (an adapter is loaded with "
             "model.load_adapter, on its base)"
         )
-    return None if path is None else Path(path)
+    if path is None:
+        return None
+    json_object(Path(path))
+    return Path(path)
+
+
+def shards_of(index_file: Path) -> dict[str, str]:
+    """Read from an index in which file beside it each tensor lies.
+
+    Raises:
+        ValueError: if it is none, or names a file outside the checkpoint.
+    """
+    try:
+        shard_of = dict(json_object(index_file)["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{index_file} is not an index of shards: download it again ({error!r})") from error
+    for shard in shard_of.values():
+        if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
+            raise ValueError(
+                f"{index_file} names the shard {shard!r}: a shard is a .safetensors file beside the index, and nothing else "
+                "is read"
+            )
+    return shard_of
 
 
 def weight_files(source: str, variant: str | None = None, prefixes: tuple[str, ...] = ("",), **hub: Any) -> list[Path]:
@@ -275,17 +323,7 @@ def weight_files(source: str, variant: str | None = None, prefixes: tuple[str, .
             f"no {single} and no {index_name} in {source}: only safetensors are read, never pickled weights (.bin, .pt). "
             "Check the path, or convert the checkpoint to safetensors"
         ) from error
-    try:
-        shard_of = dict(json.loads(index_file.read_text())["weight_map"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{index_file} is not an index of shards: download it again ({error!r})") from error
-    for shard in set(shard_of.values()):
-        if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
-            raise ValueError(
-                f"{index_file} names the shard {shard!r}: a shard is a .safetensors file beside the index, and nothing else "
-                "is read"
-            )
-    shards = sorted({shard for name, shard in shard_of.items() if name.startswith(prefixes)})
+    shards = sorted({shard for name, shard in shards_of(index_file).items() if name.startswith(prefixes)})
     try:
         return [Path(cached_file(source, shard, **hub)) for shard in shards]
     except OSError as error:
@@ -5644,6 +5682,7 @@ CONFIGS = {"full": "config.json", "head": "config.json", "adapter": "adapter_con
 TAGS = ["diffusion-lm", "block-diffusion", "speculative-decoding", "sdar", "mrp"]
 WEIGHTS = re.compile(r"(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 NOT_FILLED_IN = "Nothing is told of it yet: `mrp push` renders a card with its facts, its use and what was measured."
+PATIENCE = 60.0  # seconds that the Hub may be silent before a request counts as lost
 _SAY_NOTHING = frozenset((".gitattributes", ".gitignore", "README.md", "LICENSE"))
 
 
@@ -5664,7 +5703,7 @@ def kind_of(names: Collection[str], read: Callable[[str], bytes]) -> str | None:
         try:
             config = json.loads(read("config.json"))
             model_type = config.get("model_type")
-        except (ValueError, AttributeError):
+        except (ValueError, AttributeError, RecursionError):
             return "a config.json that cannot be read"
         if model_type != "sdar_mrp":
             return f"a model of type {model_type!r}"
@@ -5696,6 +5735,9 @@ def check_base(base: str | None) -> None:
         )
 
 
+Operation = CommitOperationAdd | CommitOperationDelete
+
+
 @dataclass(frozen=True)
 class Remote:
     """A repository as a push found it.
@@ -5717,6 +5759,25 @@ class Remote:
         return sorted(name for name in self.names if is_ours(name) and name not in names)
 
 
+@contextmanager
+def answered_within(seconds: float) -> Iterator[None]:
+    """Bound the silence of the Hub in a request, which huggingface_hub leaves unbounded unless its client was given a bound."""
+    client = get_session()
+    before = client.timeout
+    if before.read is None:
+        client.timeout = seconds
+    try:
+        yield
+    finally:
+        client.timeout = before
+
+
+def _info(api: HfApi, repo_id: str, revision: str | None = None, files_metadata: bool = False) -> ModelInfo:
+    """Ask for what a revision holds, with the client's timeout, which `model_info` would otherwise override."""
+    timeout = get_session().timeout.read
+    return api.model_info(repo_id, revision=revision, files_metadata=files_metadata, timeout=timeout)
+
+
 def look(api: HfApi, repo_id: str, branch: str, kind: str) -> Remote | None:
     """Read what a branch holds, or `main` where there is no such branch yet; None where there is no repository.
 
@@ -5726,9 +5787,9 @@ def look(api: HfApi, repo_id: str, branch: str, kind: str) -> Remote | None:
     exists = True
     try:
         try:
-            info = api.model_info(repo_id, revision=branch)
+            info = _info(api, repo_id, branch)
         except RevisionNotFoundError:
-            exists, info = False, api.model_info(repo_id)
+            exists, info = False, _info(api, repo_id)
     except RepositoryNotFoundError:
         return None
     names = frozenset(sibling.rfilename for sibling in info.siblings or ())
@@ -5747,6 +5808,36 @@ def look(api: HfApi, repo_id: str, branch: str, kind: str) -> Remote | None:
     return Remote(str(info.sha), names, exists, card)
 
 
+def landed(api: HfApi, repo_id: str, branch: str, before: str, operations: Collection[Operation]) -> CommitInfo | None:
+    """Find the commit of an answer that was lost on the way: what the branch holds now, if that is what was sent.
+
+    Args:
+        api: The Hub.
+        repo_id: The repository.
+        branch: Its branch.
+        before: The commit that it was on.
+        operations: What was sent.
+    """
+    info = _info(api, repo_id, branch, files_metadata=True)
+    files = {sibling.rfilename: sibling for sibling in info.siblings or ()}
+
+    def holds(operation: Operation) -> bool:
+        file = files.get(operation.path_in_repo)
+        if isinstance(operation, CommitOperationDelete) or file is None:
+            return isinstance(operation, CommitOperationDelete) and file is None
+        if file.lfs is not None:
+            return file.lfs.sha256 == operation.upload_info.sha256.hex()
+        with operation.as_file() as stream:
+            content = stream.read()
+        return file.blob_id == hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()  # git's
+
+    if info.sha == before or not all(map(holds, operations)):
+        return None
+    url = f"{api.endpoint}/{repo_id}/commit/{info.sha}"
+    return CommitInfo(commit_url=url, commit_message="", commit_description="", oid=str(info.sha))
+
+
+@answered_within(PATIENCE)
 def push_saved(
     folder: Path,
     repo_id: str,
@@ -5765,6 +5856,7 @@ def push_saved(
     Raises:
         ValueError: if the name of the base is not that of a repository, or the target holds another kind of thing.
         HfHubHTTPError: if the Hub refuses, or somebody else committed meanwhile; no commit is then made.
+        Exception: the HTTP library's, if the Hub does not answer within `PATIENCE`, or not readably.
     """
     files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
     kind = str(kind_of(files, lambda name: files[name].read_bytes()))
@@ -5779,21 +5871,29 @@ def push_saved(
         remote = look(api, repo_id, branch, kind)
     if remote is None:
         raise ConnectionError(f"{repo_id} was created and cannot be found: push again")
-    operations: list[CommitOperationAdd | CommitOperationDelete] = [CommitOperationAdd(*file) for file in files.items()]
+    operations: list[Operation] = [CommitOperationAdd(*file) for file in files.items()]
     operations += [CommitOperationDelete(name) for name in remote.stale(files)]
     if remote.card is None:
         operations.append(CommitOperationAdd("README.md", short_card(repo_id, kind, base).encode()))
     if not remote.branch:
         api.create_branch(repo_id, branch=branch, revision=remote.sha, exist_ok=True)
-    return api.create_commit(
-        repo_id,
-        operations,
-        commit_message=commit_message or f"Upload {KINDS[kind]}",
-        commit_description=commit_description,
-        revision=None if create_pr else branch,
-        create_pr=create_pr,
-        parent_commit=remote.sha,
-    )
+    try:
+        return api.create_commit(
+            repo_id,
+            operations,
+            commit_message=commit_message or f"Upload {KINDS[kind]}",
+            commit_description=commit_description,
+            revision=None if create_pr else branch,
+            create_pr=create_pr,
+            parent_commit=remote.sha,
+        )
+    except HfHubHTTPError:
+        raise
+    except Exception:  # the answer was lost, or cannot be read
+        done = None if create_pr else landed(api, repo_id, branch, remote.sha, operations)
+        if done is None:
+            raise
+        return done
 
 
 def short_card(repo_id: str, kind: str, base: str | None) -> str:
@@ -5935,8 +6035,8 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
         try:
             with torch.device("meta"):
                 return {name: tuple(value.shape) for name, value in cls(copy.deepcopy(config)).state_dict().items()}
-        except RuntimeError as error:
-            raise ValueError(f"the sizes in the config are those of no model: correct config.json ({error})") from error
+        except (RuntimeError, TypeError, LookupError, AssertionError, OverflowError) as error:
+            raise ValueError(f"the values in the config are those of no model: correct config.json ({error!r})") from error
 
     def load_adapter(self, peft_model_id: str | None = None, *args: Any, **kwargs: Any) -> Any:
         """Load a peft adapter as transformers does, but only from safetensors.
@@ -6134,6 +6234,7 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
         if (elsewhere := getattr(config, "transformers_weights", None)) is not None:
             raise ValueError(f"the config of {source} points to weights in {elsewhere!r}: only model*.safetensors are read")
         hub, adapter = hub_options(kwargs), kwargs.get("adapter_kwargs") or {}
+        check_generation_config(source, **hub)
         if not os.path.isdir(source) and "_adapter_model_path" not in adapter and find_adapter_config_file(source, **hub):
             raise ValueError(  # transformers would load the base that adapter_config.json names, whatever that is
                 f"{source} holds an adapter beside its model: load the adapter from a repository of its own with load_adapter"
@@ -6182,6 +6283,7 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
 
     def _take_generation_config(self, source: str, hub: dict[str, Any]) -> None:
         """Take over the options that a head comes with, if it has any."""
+        check_generation_config(source, **hub_options(hub))
         try:
             self.generation_config = GenerationConfig.from_pretrained(source, **hub_options(hub))
         except OSError:
