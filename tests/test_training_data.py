@@ -354,6 +354,13 @@ def test_trajectories_are_what_static_did(tiny_model: MRPForCausalLM, tiny_token
         out = tiny_model.generate(prompt, decoding="static", max_new_tokens=80, return_dict_in_generate=True)
         assert out.sequences[0].tolist()[: len(record["ids"])] == record["ids"]
         assert out.reveal_step[0].tolist()[: len(record["reveal_step"])] == record["reveal_step"]
+    ways = ({"decoding": "sequential"}, {"decoding": "dynamic", "confidence_threshold": 0.5})
+    record_trajectories(tiny_model, asked, tmp_path / "ways.jsonl", batch_size=2, decodings=ways)
+    for i, line in enumerate((tmp_path / "ways.jsonl").read_text().splitlines()[:4]):  # batches take turns
+        record = json.loads(line)
+        in_order = record["reveal_step"] == sorted(record["reveal_step"])
+        several = len(set(record["reveal_step"])) < len(record["reveal_step"])
+        assert (in_order, several) == ((True, False), (False, True))[i // 2]
 
 
 def test_recorded_samples(tmp_path: Path) -> None:

@@ -24,8 +24,8 @@ class DiffusionCollator:
     last one is masked, too, and not learned.
 
     Of a sample with `reveal_step` each copy shows every block as some step of its decoding left it (without what was
-    revealed behind the end): a number of tokens, uniform from 0 to all but one, is revealed, in the decoder's order; two
-    copies lie half the range apart.
+    revealed behind the end): the steps that reveal a number of tokens, uniform from 0 to all but one, or fewer; two copies
+    lie half the range apart.
 
     Args:
         block_size: Tokens per block.
@@ -129,13 +129,14 @@ class DiffusionCollator:
         return copies, {**clean, "noise_key": key}
 
     def _left_by_decoding(self, sample: Sample, where: np.ndarray, share: np.ndarray) -> np.ndarray:
-        """[tokens] bool: response tokens still masked when a `share` of each block's tokens has been revealed."""
+        """[tokens] bool: tokens still masked before the step that reveals more than a `share` of each block's response."""
         assert sample.reveal_step is not None
         masked = np.zeros(len(where), dtype=bool)
         end = len(sample.ids) if sample.length is None else sample.length
         for begin in range(0, len(where), self.block_size):
             at = np.arange(begin, begin + self.block_size)
             at = at[sample.response[where[at]] & (where[at] < end)]
-            order = at[np.argsort(sample.reveal_step[where[at]], kind="stable")]
-            masked[order[int(share[begin] * len(order)) :]] = True
+            steps = sample.reveal_step[where[at]]
+            if len(at):
+                masked[at[steps >= np.sort(steps)[int(share[begin] * len(at))]]] = True
         return masked

@@ -30,14 +30,16 @@ class Reveals:
     Attributes:
         rule: `on_policy`: what decoding reveals, the most confident position with the model's own token. `random`: one
             position with its true token (as published). `random_count`: one or more, as many as drawn from 1 to all.
-        eager_share: Under `on_policy`, the share of blocks in which everything above a threshold is revealed with it, as
-            `mrp_remask` and `mrp_direct` meet them.
+        eager_share: Under `on_policy`, the share of blocks in which everything above a threshold is revealed, as `dynamic`
+            does: what drafts for it meet, and `mrp_remask` and `mrp_direct`.
         block_size: Tokens per block.
+        leftmost_share: Under `on_policy`, the share of blocks that go from left to right, as `sequential` does.
     """
 
     rule: RevealRule
     eager_share: float
     block_size: int
+    leftmost_share: float = 0.0
 
     @torch.no_grad()
     def __call__(
@@ -51,7 +53,7 @@ class Reveals:
             masked: [batch, length] bool, what may be revealed.
             hidden: [batch, length, hidden_size], what the model makes of the state.
             sampler: Gives the model's own token and its confidence.
-            step: Each step draws anew; only the first reveals eagerly.
+            step: Each step draws anew what is drawn, but not how a block goes on.
 
         Returns:
             ids and masked of the state after the reveal.
@@ -62,12 +64,12 @@ class Reveals:
         if self.rule == "on_policy":
             picks = sampler(hidden[open_], torch.zeros_like(group))
             token, score = picks.token, picks.confidence
-            chosen = _rank(score, group, groups) < 1
-            if step == 0 and self.eager_share:
-                block = batch.position_ids // self.block_size
-                eager = batch.uniform(1, block)[open_] < self.eager_share
-                threshold = _EAGER_FROM + (_EAGER_TO - _EAGER_FROM) * batch.uniform(2, block)[open_]
-                chosen |= eager & (score > threshold.logit())
+            block = batch.position_ids // self.block_size
+            lot = batch.uniform(1, block)[open_]
+            leftmost = lot > 1 - self.leftmost_share
+            order = torch.where(leftmost, -batch.position_ids[open_].to(score.dtype), score)
+            threshold = _EAGER_FROM + (_EAGER_TO - _EAGER_FROM) * batch.uniform(2, block)[open_]
+            chosen = (_rank(order, group, groups) < 1) | ((lot < self.eager_share) & (score > threshold.logit()))
         else:
             token, score = batch.target_ids[open_], batch.uniform(16 + step, batch.position_ids)[open_]
             count = torch.ones_like(group)

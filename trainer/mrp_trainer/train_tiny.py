@@ -38,6 +38,14 @@ FAMILIES: dict[Family, float] = {"math": 0.42, "code": 0.53, "source": 0.05}
 BLOCK_SIZE = 16
 TRAJECTORIES = "trajectories.jsonl"
 RECORDED = 12800
+# What the head drafts for, in the mix that it is trained on.
+DECODINGS: tuple[dict[str, Any], ...] = (
+    {"decoding": "dynamic", "confidence_threshold": 0.9},
+    {"decoding": "static"},
+    {"decoding": "dynamic", "confidence_threshold": 0.9},
+    {"decoding": "sequential"},
+    {"decoding": "entropy_bound", "entropy_threshold": 0.35},
+)
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "hub_configs" / "sdar-tiny-mrp"
 
@@ -185,7 +193,7 @@ def record(work: Path, count: int) -> None:
     processes = _processes()
     problems = TaskDataset(tokenizer, count, FAMILIES, "train", BLOCK_SIZE, seed=1)
     work.mkdir(parents=True, exist_ok=True)
-    record_trajectories(model.to(processes.device), problems, work / TRAJECTORIES, state=processes)
+    record_trajectories(model.to(processes.device), problems, work / TRAJECTORIES, state=processes, decodings=DECODINGS)
 
 
 def head_on_backbone(folder: Path, layers: int, init: str = "backbone", head_predicts: str = "residual") -> MRPForCausalLM:
@@ -220,6 +228,7 @@ def train_head(options: TinyOptions) -> None:
         objective="mrp",
         unroll=options.unroll,
         order_weight=options.order_weight,
+        leftmost_share=0.25,
         max_steps=options.head_steps,
         learning_rate=options.head_learning_rate,
         muon_learning_rate=options.head_learning_rate / 2,

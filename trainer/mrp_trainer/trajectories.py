@@ -1,4 +1,4 @@
-"""What `static` decoding did, step by step: the states a head meets when it is used, to train it on.
+"""What decoding did, step by step: the states a head meets when it is used, to train it on.
 
 Randomly masked text has the wrong states for a head. Decoding goes from the surest positions to the least sure, so that what is
 still masked is what the backbone cannot know yet, and it writes the backbone's own words.
@@ -29,9 +29,14 @@ _DIGESTED = 256  # of each tensor's values
 
 
 def record_trajectories(
-    model: Any, problems: TaskDataset, path: Path, batch_size: int = 64, state: PartialState | None = None
+    model: Any,
+    problems: TaskDataset,
+    path: Path,
+    batch_size: int = 64,
+    state: PartialState | None = None,
+    decodings: Sequence[Mapping[str, Any]] = ({"decoding": "static"},),
 ) -> None:
-    """Decodes the problems with `static` and writes ids and the step that revealed each, a JSON line a problem.
+    """Decodes the problems and writes ids and the step that revealed each, a JSON line a problem.
 
     Args:
         model: An `MRPForCausalLM`.
@@ -39,16 +44,19 @@ def record_trajectories(
         path: A `.jsonl` file, written as `write_lines` does.
         batch_size: Problems per `generate`.
         state: The processes that share the work; None for this one alone.
+        decodings: Options of `generate`, the targets that the head is to draft for: batches take turns.
     """
 
     def decode(numbers: range) -> Iterator[list[str]]:
         asked = [problems.problem(i) for i in numbers]
         asked.sort(key=lambda problem: (problem.family, len(problem.answer)))  # rows that end together share a batch
-        for first in range(0, len(asked), batch_size):
+        for turn, first in enumerate(range(0, len(asked), batch_size), numbers.start // (8 * batch_size)):
             part = asked[first : first + batch_size]
             prompts = [encode(problem, problems.tokenizer)[0] for problem in part]
             limit = max(NEW_TOKENS[problem.family] for problem in part)
-            yield decoded_lines(model, prompts, problems.tokenizer.pad_token_id, max_new_tokens=limit)
+            yield decoded_lines(
+                model, prompts, problems.tokenizer.pad_token_id, max_new_tokens=limit, **decodings[turn % len(decodings)]
+            )
 
     write_lines(path, decode, len(problems), 8 * batch_size, state)
 
@@ -56,7 +64,7 @@ def record_trajectories(
 def decoded_lines(
     model: Any, prompts: Sequence[list[int]], pad_token_id: int, decoded_by: Mapping[str, Any] | None = None, **options: Any
 ) -> list[str]:
-    """What `static` makes of prompts, as lines that training reads (see `mrp_trainer.records`).
+    """What decoding makes of prompts, as lines that training reads (see `mrp_trainer.records`).
 
     Args:
         model: An `MRPForCausalLM`.
@@ -69,9 +77,8 @@ def decoded_lines(
     with torch.inference_mode():
         out = model.generate(
             **{name: value.to(model.device) for name, value in inputs.items()},
-            decoding="static",
             return_dict_in_generate=True,
-            **options,
+            **{"decoding": "static", **options},
         )
     new = out.sequences[:, inputs["input_ids"].shape[1] :].tolist()
     lines = []
