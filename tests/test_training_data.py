@@ -248,6 +248,17 @@ def test_recorded_steps_give_the_states_that_decoding_met() -> None:
         assert chi_square_p(count, torch.full((len(order[start]),), 1 / len(order[start]))) > ALPHA
 
 
+def test_what_one_step_revealed_stays_together() -> None:
+    """Two steps of two positions: a copy shows all four masked, or the two of the second step."""
+    steps = np.array([-1, -1, -1, -1, 7, 3, 3, 7])
+    seen = set()
+    for index in range(40):
+        batch = collate([Sample(index, np.arange(20, 28), np.arange(8) >= 4, 8, steps)])
+        for copy in (1, 2):
+            seen.add(tuple(batch.position_ids[0, (batch.view[0] == copy) & (batch.input_ids[0] == MASK)].tolist()))
+    assert seen == {(4, 5, 6, 7), (4, 7)}  # a false alarm in 2^39
+
+
 def test_inverse_levels() -> None:
     """A block's masked tokens weigh 1 / 2t in the first copy and 1 / 2(1 - t) in the second, a t for each block."""
     batch = collate([sample(i, 40, 0) for i in range(20)], inverse_level=True)
