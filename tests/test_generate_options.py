@@ -342,6 +342,20 @@ def test_processors_of_options_act_on_a_padded_row_as_alone(random_model: MRPFor
 # Sampling
 
 
+CUTS: list[dict[str, Any]] = [{"top_k": 0, "eta_cutoff": 0.01}, {"top_k": 0, "top_h": 0.4}, {"top_k": 9, "eta_cutoff": 0.01}]
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+@pytest.mark.parametrize("mode", ["self_spec", "mrp_spec", "mrp_direct"])
+def test_a_truncation_where_no_position_is_left(random_model: MRPForCausalLM, mode: str, cut: dict[str, Any]) -> None:
+    """Some warpers take no scores of no positions: those of clean blocks, or where the head has nothing left to reveal."""
+    options = {"max_new_tokens": 11, "do_sample": True, "mrp_steps": 4, **cut}
+    drafted = texts(random_model, PROMPTS, decoding=mode, seed=3, **options)
+    plain = {"decoding": mode if mode == "mrp_direct" else "static", **options}
+    assert drafted == [text(random_model, prompt, seed=3 + row, **plain) for row, prompt in enumerate(PROMPTS)]
+    assert all(len(tokens) == 11 for tokens in drafted)
+
+
 @every_mode
 def test_sampling_among_one_token_is_greedy(random_model: MRPForCausalLM, mode: str) -> None:
     options = {"decoding": mode, "max_new_tokens": 17, "confidence_threshold": 0.04, "entropy_threshold": 5.0}

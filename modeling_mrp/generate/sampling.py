@@ -157,17 +157,21 @@ class Sampler:
 
     def _pick_top(self, hidden: Tensor, keys: Tensor, top_k: int, no_eos: Tensor | None, active: Tensor | None) -> Picks:
         """`_pick` from logits in the weights' dtype: those that it keeps are those not under one, which is found among k."""
-        assert self.truncation is not None
         unembedding = self.unembedding
         logits = unembedding.barred(unembedding.product(hidden), no_eos)
         top = logits.topk(min(top_k, logits.shape[1])).values
-        kept = self.truncation(keys[:, None], unembedding.tempered(widened(top), None)) > -torch.inf
+        kept = self._truncated(keys, unembedding.tempered(widened(top), None)) > -torch.inf
         least = top.masked_fill(~kept, torch.inf).amin(-1)
         picked = pick_above(unembedding, logits, least, keys if self.sample else None, active, self.dispatch)
         return Picks(*picked, torch.zeros_like(picked.logprob))
 
+    def _truncated(self, keys: Tensor, scores: Tensor) -> Tensor:
+        """Truncate scores [n, vocab]; some warpers (eta cutoff, top-h) take no empty ones."""
+        assert self.truncation is not None
+        return self.truncation(keys[:, None], scores) if len(scores) else scores
+
     def _pick(self, scores: Tensor, keys: Tensor) -> Picks:
-        shown = self.truncation(keys[:, None], scores.clone()) if self.truncation else scores
+        shown = self._truncated(keys, scores.clone()) if self.truncation else scores
         token = self.unembedding.shown(shown, keys if self.sample else None).argmax(-1)
         logprob, confidence = log_odds(scores, token)
         entropy = torch.zeros_like(logprob)
