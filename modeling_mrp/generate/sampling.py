@@ -173,7 +173,7 @@ class Sampler:
     def _pick(self, scores: Tensor, keys: Tensor) -> Picks:
         shown = self._truncated(keys, scores.clone()) if self.truncation else scores
         token = self.unembedding.shown(shown, keys if self.sample else None).argmax(-1)
-        logprob, confidence = log_odds(scores, token)
+        logprob, confidence = log_odds(scores, token, picked=True)
         entropy = torch.zeros_like(logprob)
         if self.entropy:
             logp = scores.log_softmax(-1)
