@@ -2,13 +2,14 @@
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 from transformers.generation import (
     EosTokenCriteria,
     GenerationConfig,
@@ -27,6 +28,7 @@ from transformers.generation.logits_process import (
     MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
     TopHLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -45,7 +47,7 @@ from ..runner.runner import Runner
 from .decode_state import DecodeState, Remasked, Request, laid_out
 from .loop import Task, begin, decode
 from .modes import Mode
-from .options import OPTION_NAMES, MRPGenerationConfig, did_you_mean
+from .options import OPTION_NAMES, MRPGenerationConfig, check_values, did_you_mean
 from .prompts import check_infill, check_prompt, check_rows
 from .recording import RecordedRounds, replayable
 from .sampling import Sampler
@@ -130,7 +132,7 @@ class MRPGenerationMixin(GenerationMixin):
     def generate(
         self,
         inputs: Tensor | None = None,
-        generation_config: GenerationConfig | None = None,
+        generation_config: GenerationConfig | dict[str, Any] | None = None,
         streamer: BaseStreamer | None = None,
         assistant_model: Any = None,
         custom_generate: Any = None,
@@ -152,7 +154,7 @@ class MRPGenerationMixin(GenerationMixin):
 
         Args:
             inputs: [rows, length] long, the prompts (or `input_ids`).
-            generation_config: Options; keyword arguments go before its fields.
+            generation_config: Options, or a dict of them; keyword arguments go before its fields.
             streamer: Receives the prompt, then finished blocks in order; of a single row.
             assistant_model: Not supported.
             custom_generate: As in transformers; the call is then passed on.
@@ -186,10 +188,10 @@ class MRPGenerationMixin(GenerationMixin):
         config, model_kwargs = self._resolved(generation_config, kwargs)
         prompt: Any = inputs if inputs is not None else model_kwargs.get("input_ids")
         check_prompt(prompt, model_kwargs.get("attention_mask"), self.config.mask_token_id, self.config.vocab_size)
-        copies = 1 if config.num_return_sequences is None else config.num_return_sequences
-        if not isinstance(copies, int) or isinstance(copies, bool) or copies < 1:
-            raise ValueError(f"num_return_sequences is {copies!r}: it must be an int of 1 or more")
+        copies = config.num_return_sequences or 1
         expanded = len(prompt) * copies
+        if streamer is not None and not all(callable(getattr(streamer, name, None)) for name in ("put", "end")):
+            raise ValueError(f"streamer is {streamer!r}: it must have put and end, as a transformers.TextStreamer has")
         if streamer is not None and expanded > 1:
             raise ValueError(f"a streamer takes one row, and the batch has {expanded}: stream one prompt at a time")
         if past_key_values is not None:
@@ -218,15 +220,20 @@ class MRPGenerationMixin(GenerationMixin):
             return super().generate(inputs, generation_config=config, custom_generate=custom, streamer=streamer, **model_kwargs)
 
     def _resolved(
-        self, generation_config: GenerationConfig | None, kwargs: dict[str, Any]
+        self, generation_config: GenerationConfig | dict[str, Any] | None, kwargs: dict[str, Any]
     ) -> tuple[MRPGenerationConfig, dict[str, Any]]:
         """Resolve and check the options of one call; also return the other keyword arguments."""
-        config = MRPGenerationConfig()
-        if generation_config is not None:
-            if unknown := _unknown(generation_config):
-                raise ValueError(f"generation_config has unknown fields: {unknown}. Check their spelling, or leave them unset")
-            config.update(**generation_config.to_dict())
-        if unknown := _unknown(self.generation_config):
+        config, given, block_size = MRPGenerationConfig(), generation_config, self.config.block_size
+        if isinstance(given, GenerationConfig):
+            given = {name: value for name, value in given.to_dict().items() if name in vars(given)}
+        elif given is not None and not isinstance(given, dict):
+            raise ValueError(f"generation_config is {given!r}: pass a GenerationConfig, or a dict of its fields")
+        if unknown := _unknown(given or {}):
+            raise ValueError(f"generation_config has unknown fields: {unknown}. Check their spelling, or leave them unset")
+        for options in (self.generation_config.to_dict(), given or {}, kwargs):  # before transformers compares and adds them
+            check_values(options, block_size)
+        config.update(**(given or {}))
+        if unknown := _unknown(vars(self.generation_config)):
             logger.warning_once(
                 f"fields of the model's generation_config that generate does not know have no effect: {unknown}"
             )
@@ -234,7 +241,7 @@ class MRPGenerationMixin(GenerationMixin):
         config.update(**self.generation_config.to_dict(), defaults_only=True)
         if "eos_token_id" in kwargs and kwargs["eos_token_id"] is None:
             config.eos_token_id = []  # None as an argument means no eos; left as None, the model's own would come back
-        config.check(self.config.block_size, self.config.has_head)
+        config.check(block_size, self.config.has_head)
         if model_kwargs.get("inputs_embeds") is not None:
             raise ValueError(
                 "inputs_embeds are not supported: pass a [rows, length] tensor of ids as input_ids. Leave it unset"
@@ -243,13 +250,25 @@ class MRPGenerationMixin(GenerationMixin):
             raise ValueError(
                 f"{_listed(unused)}: not used or not supported by generate here. Check the spelling, or leave it unset"
             )
-        if config.stop_strings is not None:  # transformers would lose the tokenizer on the way to a custom loop
-            if (tokenizer := model_kwargs.pop("tokenizer", None)) is None:
-                raise ValueError(f"stop_strings={config.stop_strings!r} need the tokenizer: pass tokenizer=... to generate")
+        for name in ("logits_processor", "stopping_criteria"):
+            if not isinstance(users := model_kwargs.get(name) or [], list) or not all(map(callable, users)):
+                raise ValueError(f"{name} is {users!r}: pass a list of functions, or of transformers' own")
+        if (strings := config.stop_strings) is not None:  # transformers would lose the tokenizer on the way to a custom loop
+            tokenizer, texts = model_kwargs.pop("tokenizer", None), [strings] if isinstance(strings, str) else strings
+            if not isinstance(texts, list | tuple) or not texts or not all(isinstance(one, str) and one for one in texts):
+                raise ValueError(f"stop_strings is {strings!r}: it must be a text or a list of texts, none of them empty")
+            if not isinstance(tokenizer, PreTrainedTokenizerBase):
+                given_as = "" if tokenizer is None else f", and tokenizer is {tokenizer!r}"
+                raise ValueError(f"stop_strings={strings!r} need the tokenizer{given_as}: pass tokenizer=... to generate")
             criteria = StoppingCriteriaList(model_kwargs.pop("stopping_criteria", None) or [])
             criteria.append(StopStringCriteria(tokenizer, config.stop_strings))
             model_kwargs["stopping_criteria"] = criteria
             config.stop_strings = None
+        for name, ids in (("eos_token_id", config.eos_ids()), ("pad_token_id", [_pad_id(config)])):
+            if outside := [one for one in ids if not 0 <= one < self.config.vocab_size]:
+                raise ValueError(
+                    f"{name} holds {outside[0]}, outside the vocabulary of {self.config.vocab_size}: use one inside"
+                )
         if (mask_id := self.config.mask_token_id) in config.eos_ids():
             raise ValueError(f"eos_token_id holds the mask id {mask_id}, which is never picked: leave it out")
         return config, model_kwargs
@@ -308,9 +327,9 @@ def _names(devices: tuple[torch.device, ...]) -> str:
     return ", ".join(map(str, dict.fromkeys(devices)))
 
 
-def _unknown(config: GenerationConfig) -> str:
+def _unknown(fields: Mapping[str, Any]) -> str:
     """List the fields of a config that are no options, in words; "" if there are none."""
-    return _listed(sorted(name for name in vars(config) if not name.startswith("_") and name not in OPTION_NAMES))
+    return _listed(sorted(str(name) for name in fields if not str(name).startswith("_") and name not in OPTION_NAMES))
 
 
 def _listed(names: list[str]) -> str:
@@ -443,6 +462,12 @@ def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationCo
     temperature = 1.0
     before, after = LogitsProcessorList(), LogitsProcessorList()
     for processor in processors:
+        biased = processor.sequence_bias if isinstance(processor, SequenceBiasLogitsProcessor) else ()
+        if outside := [one for ids in biased for one in ids if not 0 <= one < model.config.vocab_size]:
+            raise ValueError(
+                f"bad_words_ids or sequence_bias hold the id {outside[0]}, outside the vocabulary of "
+                f"{model.config.vocab_size}: use this model's tokenizer"
+            )
         if isinstance(processor, TemperatureLogitsWarper):
             temperature = float(processor.temperature)
         elif isinstance(processor, _TRUNCATIONS):
@@ -451,6 +476,8 @@ def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationCo
             before.append(RepetitionPenaltyLogitsProcessor(processor.penalty))
         elif not isinstance(processor, MinLengthLogitsProcessor | MinNewTokensLengthLogitsProcessor):
             before.append(processor)
+    dispatch = Dispatch(config.kernels)
+    dispatch.run("pick", lambda: None, lambda: None, model.lm_head.weight)  # an error if they are forced and cannot be used
     return Sampler(
         model.lm_head.weight,
         model.config.mask_token_id,
@@ -459,7 +486,7 @@ def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationCo
         before or None,
         after or None,
         tuple(config.eos_ids()),
-        dispatch=Dispatch(config.kernels),
+        dispatch=dispatch,
     )
 
 

@@ -21,11 +21,15 @@ def check_prompt(prompt: Any, attention_mask: Tensor | None, mask_token_id: int,
         )
     real = torch.ones_like(prompt, dtype=torch.bool)
     if attention_mask is not None:
+        if not isinstance(attention_mask, Tensor) or not _is_plain(attention_mask):
+            raise ValueError(f"attention_mask is {_kind(attention_mask)}: pass a dense [rows, length] tensor of 0 and 1")
         if attention_mask.dim() != 2 or attention_mask.shape != prompt.shape:
             raise ValueError(
                 f"attention_mask has shape {list(attention_mask.shape)} for input_ids of {list(prompt.shape)}: "
                 "generate takes a 2-D mask of the same shape (a 4-D mask works with forward only)"
             )
+        if bool((odd := (attention_mask != 0) & (attention_mask != 1)).any()):
+            raise ValueError(f"attention_mask holds {attention_mask[odd][0].item()}: it must be 1 at tokens and 0 at padding")
         real = attention_mask.bool()
     if bool(((prompt == mask_token_id) & real).any()):
         raise ValueError(
@@ -69,10 +73,23 @@ def check_rows(real: Tensor, new_tokens: int, max_positions: int) -> None:
 
 
 def _check_type(name: str, ids: Any, shape: str) -> None:
-    if not isinstance(ids, Tensor) or ids.dtype not in (torch.long, torch.int):
-        kind = ids.dtype if isinstance(ids, Tensor) else f"a {type(ids).__name__}"
+    if not isinstance(ids, Tensor) or ids.dtype not in (torch.long, torch.int) or not _is_plain(ids):
         hint = ". Of what a tokenizer returns with return_tensors='pt', pass **inputs" if hasattr(ids, "keys") else ""
-        raise ValueError(f"{name} are {kind}: pass a {shape} tensor of ids, torch.long{hint}")
+        raise ValueError(f"{name} are {_kind(ids)}: pass a {shape} tensor of ids, torch.long{hint}")
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_meta
+
+
+def _kind(value: Any) -> str:
+    """Say what is given in place of a plain tensor."""
+    if not isinstance(value, Tensor):
+        return f"a {type(value).__name__}"
+    odd = ("nested" if value.is_nested else "on the meta device" if value.is_meta else str(value.layout)) * (
+        not _is_plain(value)
+    )
+    return f"a tensor that is {odd}" if odd else str(value.dtype)
 
 
 def _check_range(what: str, ids: Tensor, vocab_size: int) -> None:

@@ -6,6 +6,7 @@ the block, token id). So two decoders that reach the same state draw the same to
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -142,7 +143,9 @@ class Sampler:
         scores = self.unembedding.logits(hidden)
         for index, committed in context(at) if self.processors and context else []:
             assert self.processors is not None
-            processed = self.processors(committed.expand(len(index), -1), scores[index])
+            processed = scores[index]
+            for processor in self.processors:
+                processed = _answer(processor, processor(committed.expand(len(index), -1), processed), processed.shape)
             scores[index] = processed.masked_fill(processed.isnan(), -torch.inf)
             scores[index, self.mask_token_id] = -torch.inf
         return self.unembedding.tempered(scores, None if no_eos is None else no_eos[at])
@@ -179,6 +182,17 @@ class Sampler:
             logp = scores.log_softmax(-1)
             entropy = -(logp.exp() * logp.nan_to_num(neginf=0.0)).sum(-1)
         return Picks(token if self.token_ids is None else self.token_ids[token], logprob, confidence, entropy)
+
+
+def _answer(processor: Any, answer: Any, shape: torch.Size) -> Tensor:
+    """Check what a logits processor returned."""
+    if not isinstance(answer, Tensor) or answer.shape != shape or not answer.is_floating_point():
+        got = f"{answer.dtype} of {list(answer.shape)}" if isinstance(answer, Tensor) else f"a {type(answer).__name__}"
+        raise ValueError(
+            f"the logits processor {type(processor).__name__} returned {got}: it must return float scores of the shape it was "
+            f"given, {list(shape)}"
+        )
+    return answer
 
 
 __all__ = ["Sampler", "Picks"]
