@@ -282,8 +282,8 @@ class MRPGenerationMixin(GenerationMixin):
         """
         block_size = self.config.block_size
         for name, size in (("batch_size", batch_size), ("capacity", capacity), ("scratch", scratch)):
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise ValueError(f"{name} is {size!r}: it must be an int of 1 or more")
+            if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size < 1 << 31:
+                raise ValueError(f"{name} is {size!r}: it must be an int of 1 or more, below 2**31")
         if capacity % block_size:
             raise ValueError(f"capacity is {capacity}: it must be a multiple of the block size, {block_size}")
         if with_head and self.mrp_head is None:

@@ -15,7 +15,10 @@ _SIZES = (
     "num_attention_heads",
     "num_key_value_heads",
     "head_dim",
+    "max_position_embeddings",
 )
+_LARGEST_SIZE = (1 << 63) - 1  # of a tensor
+_LONGEST_LIST = 1 << 16  # transformers makes lists of layers and labels
 
 
 # How transformers 4.52, which wrote the published configs, spelled three of today's fields.
@@ -63,11 +66,11 @@ class MRPConfig(Qwen3Config):
         base_model_revision: The backbone's commit, branch or tag.
 
     Raises:
-        ValueError: if `block_size` or a size of the backbone is not positive, `mask_token_id` lies outside the vocabulary, the
-            number of heads is not 1, `head_predicts` is unknown, the draft vocabulary is as large as the vocabulary or comes
-            without a head, the kinds of layers are not as many as the layers, a layer uses sliding-window attention (the
-            block-causal mask has no window), the attention is another repository's, or the backbone's name or revision is not a
-            text; when read from a file or dict, also for the config of another kind of model.
+        ValueError: if `block_size` or a size of the backbone is not positive or too large, `mask_token_id` lies outside the
+            vocabulary, the number of heads is not 1, `head_predicts` is unknown, the draft vocabulary is as large as the
+            vocabulary or comes without a head, the kinds of layers are not as many as the layers, a layer uses sliding-window
+            attention (the block-causal mask has no window), the attention is another repository's, or the backbone's name or
+            revision is not a text; when read from a file or dict, also for the config of another kind of model.
     """
 
     model_type = "sdar_mrp"
@@ -88,11 +91,13 @@ class MRPConfig(Qwen3Config):
     base_model_revision: str | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
+        self._check_bounds(kwargs.get("num_labels"))
         super().__post_init__(**kwargs)
         self._check_backbone()
-        if not isinstance(self.block_size, int) or self.block_size < 1:
+        if not isinstance(self.block_size, int) or not 1 <= self.block_size <= self.max_position_embeddings:
             raise ValueError(
-                f"block_size is {self.block_size!r}: it must be an int of at least 1 (published checkpoints use 4 to 64)"
+                f"block_size is {self.block_size!r}: it must be an int of at least 1 and at most max_position_embeddings, "
+                f"{self.max_position_embeddings} (published checkpoints use 4 to 64)"
             )
         if not isinstance(self.mask_token_id, int) or not 0 <= self.mask_token_id < self.vocab_size:
             raise ValueError(
@@ -127,6 +132,14 @@ class MRPConfig(Qwen3Config):
                 f"base_model_revision is {self.base_model_revision!r} and base_model_name_or_path "
                 f"{self.base_model_name_or_path!r}: a revision is a commit, branch or tag of the backbone that is named"
             )
+
+    def _check_bounds(self, num_labels: Any) -> None:
+        """Check what is too large before anything is made of it."""
+        sizes = {name: getattr(self, name) for name in (*_SIZES, "num_nextn_predict_layers")}
+        for name, size in {**sizes, "num_labels": num_labels}.items():
+            most = _LONGEST_LIST if name in ("num_hidden_layers", "num_labels") else _LARGEST_SIZE
+            if isinstance(size, int) and size > most:
+                raise ValueError(f"{name} is {size if size.bit_length() < 99 else 'huge'}: it must be at most {most}")
 
     def _check_backbone(self) -> None:
         """Check what Qwen3's own config lets pass."""
