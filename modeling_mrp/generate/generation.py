@@ -39,7 +39,7 @@ from transformers.utils import ModelOutput
 from transformers.utils import logging as transformers_logging
 
 from ..kernels.dispatch import Dispatch
-from ..runner.cache import BlockCache
+from ..runner.cache import BlockCache, WeightsSeen
 from ..runner.graphs import Recorder
 from ..runner.recorded import RecordedCache, recorded_cache, recorder_for, release_graphs
 from ..runner.round_layers import takes_round_masks
@@ -164,7 +164,7 @@ class MRPGenerationMixin(GenerationMixin):
                 fewer are filled up with masks. Behind them the text goes on, if `max_new_tokens` (which counts given
                 tokens too) leaves room; without a limit of length it ends there. A text ends at an eos behind the last given
                 token, and none is generated before.
-            past_key_values: Those of an earlier call's output, of the same model with the same weights. `input_ids` hold the
+            past_key_values: Those of an earlier call's output, of the same model, weights and head. `input_ids` hold the
                 whole conversation. Keys and values of the blocks that both begin with are not computed again, row by row as
                 far as the ids agree: the text is the one without a cache. Prefill starts at the first block that any
                 row lacks, in modes with the head also of the head's own, which only these modes add to. The
@@ -315,12 +315,21 @@ class MRPGenerationMixin(GenerationMixin):
                 f"past_key_values hold {past_key_values.rows} rows, and input_ids have {rows}: pass the same conversations in "
                 "the same order, or leave them unset"
             )
+        depth = 0 if self.mrp_head is None else len(self.mrp_head.layers)
+        if past_key_values.head_layers not in (0, depth):
+            raise ValueError(
+                f"past_key_values hold those of a head of {past_key_values.head_layers} layers, and the model's has {depth}: "
+                "leave them unset"
+            )
         devices = self._layer_devices(bool(past_key_values.head_layers))
         if past_key_values.dtype != self.dtype or past_key_values.layer_devices != devices:
             raise ValueError(
                 f"past_key_values are {past_key_values.dtype} on {_names(past_key_values.layer_devices)}, and the model is now "
                 f"{self.dtype} on {_names(devices)}: leave them unset"
             )
+        for name, seen in past_key_values.weights.items():
+            if not seen.same(getattr(self, name)):
+                raise ValueError(f"past_key_values are older than the weights of {name}, which have changed: leave them unset")
 
 
 def _names(devices: tuple[torch.device, ...]) -> str:
@@ -384,14 +393,16 @@ def _decode(
     with _cache_for(model, recorder_for(model, config.graphs), *room) as (recorded, cache):
         text = text.with_room(cache.capacity) if recorded is not None else text
         reused = cache.reusable(text.tokens, current.start, block, mode.uses_head)
+        parts = ("model", "mrp_head") if cache.head_layers else ("model",)
+        cache.weights = {name: WeightsSeen(getattr(model, name)) for name in parts}
         # From here on the slots behind are overwritten, also by a call that does not come to its end.
         cache.hold(text.tokens, reused, reused.minimum(cache.head_held.to(device)))
         reader = _reader(model, picker, mode, request, recorded)
         task = Task(mode, reader, block, mask_id, int(request.schedule.max()) == 1, stopping)
         whole = recorded is not None and replayable(task)
-        parts = None if recorded is None or whole else recorded.parts.call
+        by_parts = None if recorded is None or whole else recorded.parts.call
         round_masks = takes_round_masks(model, picker.dispatch)
-        runner = Runner(model, cache, mode.uses_head, picker.dispatch, round_masks, device, parts)
+        runner = Runner(model, cache, mode.uses_head, picker.dispatch, round_masks, device, by_parts)
         state = begin(task, runner, text, current, reused)
         rounds = RecordedRounds(task, runner, state, recorded) if recorded is not None and whole else None
         passes = mode.drafting.passes if mode.drafting else 0
