@@ -104,6 +104,22 @@ def test_speculation_is_lossless_on_random_weights(mode: str, sampling: dict[str
             assert a[2] == pytest.approx(b[2], abs=1e-5)
 
 
+@pytest.mark.parametrize("mode", ["mrp_spec", "self_spec"])
+def test_exact_ties_may_swap_in_order_only(mode: str) -> None:
+    """Where attention adds nothing all masks are equal, and a product's last bits order them, which depend on its shape: the
+    limit of "lossless" (README). The tokens are the same, and so are their log-probabilities."""
+    for trial, block in enumerate((4, 8, 16)):
+        model = dampened(make_model(trial + 4, block_size=block), 0.0)
+        prompts = random_prompts(random.Random(trial), 6)
+        static, drafted = (
+            decode(model, prompts, decoding=decoding, max_new_tokens=30, eos_token_id=None, num_draft_states=5)
+            for decoding in ("static", mode)
+        )
+        for a, b in zip(static, drafted, strict=True):
+            assert a[0] == b[0]
+            assert a[2] == pytest.approx(b[2], abs=1e-12)
+
+
 @pytest.mark.parametrize("chunk", [8, 2048])
 @pytest.mark.parametrize("mode", ALL_MODES)
 def test_batch_invariance(mode: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:

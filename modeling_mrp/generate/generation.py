@@ -175,7 +175,9 @@ class MRPGenerationMixin(GenerationMixin):
             [rows, prompt + generated] long, or an `MRPGenerateOutput` with `return_dict_in_generate=True`.
 
         Raises:
-            ValueError: for an unknown or unsupported option, a value out of range, or a prompt that cannot be decoded.
+            ValueError: for an unknown or unsupported option, a value out of range, or a prompt that cannot be decoded, before any
+                work; while decoding, for a position at which no token has a finite score, and for what a criterion or processor
+                returns wrongly.
         """
         if custom_generate is not None:
             kwargs |= {} if infill_ids is None else {"infill_ids": infill_ids}
