@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 from transformers.generation import (
     EosTokenCriteria,
     GenerationConfig,
@@ -39,7 +38,7 @@ from transformers.utils import ModelOutput
 from transformers.utils import logging as transformers_logging
 
 from ..kernels.dispatch import Dispatch
-from ..runner.cache import BlockCache, WeightsSeen
+from ..runner.cache import BlockCache, WeightsSeen, devices_of_layers
 from ..runner.graphs import Recorder
 from ..runner.recorded import RecordedCache, recorded_cache, recorder_for, release_graphs
 from ..runner.round_layers import takes_round_masks
@@ -48,7 +47,16 @@ from .decode_state import DecodeState, Remasked, Request, laid_out
 from .loop import Task, begin, decode
 from .modes import Mode
 from .options import OPTION_NAMES, MRPGenerationConfig, check_values, did_you_mean
-from .prompts import check_infill, check_prompt, check_rows
+from .prompts import (
+    check_functions,
+    check_infill,
+    check_past,
+    check_prompt,
+    check_rows,
+    check_special_ids,
+    check_stop_strings,
+    check_streamer,
+)
 from .recording import RecordedRounds, replayable
 from .sampling import Sampler
 from .scoring import Reader
@@ -175,9 +183,8 @@ class MRPGenerationMixin(GenerationMixin):
             [rows, prompt + generated] long, or an `MRPGenerateOutput` with `return_dict_in_generate=True`.
 
         Raises:
-            ValueError: for an unknown or unsupported option, a value out of range, or a prompt that cannot be decoded, before any
-                work; while decoding, for a position at which no token has a finite score, and for what a criterion or processor
-                returns wrongly.
+            ValueError: for an unknown or unsupported option, a value out of range, or a prompt that cannot be decoded, before
+                any work; for what a criterion or processor returns wrongly; for a position without a finite score.
         """
         if custom_generate is not None:
             kwargs |= {} if infill_ids is None else {"infill_ids": infill_ids}
@@ -191,13 +198,10 @@ class MRPGenerationMixin(GenerationMixin):
         prompt: Any = inputs if inputs is not None else model_kwargs.get("input_ids")
         check_prompt(prompt, model_kwargs.get("attention_mask"), self.config.mask_token_id, self.config.vocab_size)
         copies = config.num_return_sequences or 1
-        expanded = len(prompt) * copies
-        if streamer is not None and not all(callable(getattr(streamer, name, None)) for name in ("put", "end")):
-            raise ValueError(f"streamer is {streamer!r}: it must have put and end, as a transformers.TextStreamer has")
-        if streamer is not None and expanded > 1:
-            raise ValueError(f"a streamer takes one row, and the batch has {expanded}: stream one prompt at a time")
+        if streamer is not None:
+            check_streamer(streamer, len(prompt) * copies)
         if past_key_values is not None:
-            self._check_past(past_key_values, len(prompt))
+            check_past(past_key_values, self, len(prompt))
         if infill_ids is not None:
             check_infill(infill_ids, len(prompt), self.config.vocab_size)
             infill_ids = infill_ids.repeat_interleave(copies, 0)
@@ -253,26 +257,15 @@ class MRPGenerationMixin(GenerationMixin):
                 f"{_listed(unused)}: not used or not supported by generate here. Check the spelling, or leave it unset"
             )
         for name in ("logits_processor", "stopping_criteria"):
-            if not isinstance(users := model_kwargs.get(name) or [], list) or not all(map(callable, users)):
-                raise ValueError(f"{name} is {users!r}: pass a list of functions, or of transformers' own")
-        if (strings := config.stop_strings) is not None:  # transformers would lose the tokenizer on the way to a custom loop
-            tokenizer, texts = model_kwargs.pop("tokenizer", None), [strings] if isinstance(strings, str) else strings
-            if not isinstance(texts, list | tuple) or not texts or not all(isinstance(one, str) and one for one in texts):
-                raise ValueError(f"stop_strings is {strings!r}: it must be a text or a list of texts, none of them empty")
-            if not isinstance(tokenizer, PreTrainedTokenizerBase):
-                given_as = "" if tokenizer is None else f", and tokenizer is {tokenizer!r}"
-                raise ValueError(f"stop_strings={strings!r} need the tokenizer{given_as}: pass tokenizer=... to generate")
+            check_functions(name, model_kwargs.get(name) or [])
+        if config.stop_strings is not None:  # transformers would lose the tokenizer on the way to a custom loop
+            tokenizer = model_kwargs.pop("tokenizer", None)
+            check_stop_strings(config.stop_strings, tokenizer)
             criteria = StoppingCriteriaList(model_kwargs.pop("stopping_criteria", None) or [])
             criteria.append(StopStringCriteria(tokenizer, config.stop_strings))
             model_kwargs["stopping_criteria"] = criteria
             config.stop_strings = None
-        for name, ids in (("eos_token_id", config.eos_ids()), ("pad_token_id", [_pad_id(config)])):
-            if outside := [one for one in ids if not 0 <= one < self.config.vocab_size]:
-                raise ValueError(
-                    f"{name} holds {outside[0]}, outside the vocabulary of {self.config.vocab_size}: use one inside"
-                )
-        if (mask_id := self.config.mask_token_id) in config.eos_ids():
-            raise ValueError(f"eos_token_id holds the mask id {mask_id}, which is never picked: leave it out")
+        check_special_ids(config.eos_ids(), _pad_id(config), self.config.mask_token_id, self.config.vocab_size)
         return config, model_kwargs
 
     def block_cache(self, batch_size: int, capacity: int, scratch: int, with_head: bool) -> BlockCache:
@@ -290,7 +283,7 @@ class MRPGenerationMixin(GenerationMixin):
             raise ValueError(f"capacity is {capacity}: it must be a multiple of the block size, {block_size}")
         if with_head and self.mrp_head is None:
             raise ValueError("with_head=True, but this checkpoint has no MRP head: pass with_head=False")
-        heads, width, devices = self.config.num_key_value_heads, self.config.head_dim, self._layer_devices(with_head)
+        heads, width, devices = self.config.num_key_value_heads, self.config.head_dim, devices_of_layers(self, with_head)
         head_layers = len(devices) - self.config.num_hidden_layers
         cache = BlockCache(batch_size, heads, width, devices, capacity, scratch, self.dtype, head_layers)
         cache.owner = weakref.ref(self)
@@ -299,43 +292,6 @@ class MRPGenerationMixin(GenerationMixin):
     def release_graphs(self) -> None:
         """Free the recorded rounds that calls of `generate` on CUDA leave for the next, and the KV cache they write to."""
         release_graphs(self)
-
-    def _layer_devices(self, with_head: bool) -> tuple[torch.device, ...]:
-        layers = list(self.model.layers) + (list(self.mrp_head.layers) if with_head else [])
-        return tuple(layer.self_attn.k_proj.weight.device for layer in layers)
-
-    def _check_past(self, past_key_values: BlockCache, rows: int) -> None:
-        if not isinstance(past_key_values, BlockCache):
-            raise ValueError(
-                f"past_key_values are a {type(past_key_values).__name__}: pass those that "
-                "generate(..., return_dict_in_generate=True) gave, or leave them unset"
-            )
-        if past_key_values.owner is None or past_key_values.owner() is not self:
-            raise ValueError("past_key_values come from another model: pass those of this one's generate, or leave them unset")
-        if past_key_values.rows != rows:
-            raise ValueError(
-                f"past_key_values hold {past_key_values.rows} rows, and input_ids have {rows}: pass the same conversations in "
-                "the same order, or leave them unset"
-            )
-        depth = 0 if self.mrp_head is None else len(self.mrp_head.layers)
-        if past_key_values.head_layers not in (0, depth):
-            raise ValueError(
-                f"past_key_values hold those of a head of {past_key_values.head_layers} layers, and the model's has {depth}: "
-                "leave them unset"
-            )
-        devices = self._layer_devices(bool(past_key_values.head_layers))
-        if past_key_values.dtype != self.dtype or past_key_values.layer_devices != devices:
-            raise ValueError(
-                f"past_key_values are {past_key_values.dtype} on {_names(past_key_values.layer_devices)}, and the model is now "
-                f"{self.dtype} on {_names(devices)}: leave them unset"
-            )
-        for name, seen in past_key_values.weights.items():
-            if not seen.same(getattr(self, name)):
-                raise ValueError(f"past_key_values are older than the weights of {name}, which have changed: leave them unset")
-
-
-def _names(devices: tuple[torch.device, ...]) -> str:
-    return ", ".join(map(str, dict.fromkeys(devices)))
 
 
 def _unknown(fields: Mapping[str, Any]) -> str:

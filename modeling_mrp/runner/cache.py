@@ -3,6 +3,7 @@
 import copy
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,12 @@ def _state_of(weight: Tensor) -> list[int]:
     """Where a weight lies, and how often it was written to: autograd's counter, for which there is no public name."""
     place = weight.data_ptr() if type(weight) in (Tensor, nn.Parameter) else 0
     return [place, 0 if weight.is_inference() else weight._version]
+
+
+def devices_of_layers(model: Any, with_head: bool) -> tuple[torch.device, ...]:
+    """List the devices of a model's layers, the backbone's first, then with the head's."""
+    layers = list(model.model.layers) + (list(model.mrp_head.layers) if with_head else [])
+    return tuple(layer.self_attn.k_proj.weight.device for layer in layers)
 
 
 class BlockCache(Cache):
@@ -252,4 +259,4 @@ class BlockCache(Cache):
         return 0
 
 
-__all__ = ["BlockCache", "WeightsSeen"]
+__all__ = ["BlockCache", "WeightsSeen", "devices_of_layers"]
