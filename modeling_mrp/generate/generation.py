@@ -446,7 +446,7 @@ def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationCo
         elif not isinstance(processor, MinLengthLogitsProcessor | MinNewTokensLengthLogitsProcessor):
             before.append(processor)
     dispatch = Dispatch(config.kernels)
-    dispatch.run("pick", lambda: None, lambda: None, model.lm_head.weight)  # an error if they are forced and cannot be used
+    dispatch.check(model.lm_head.weight)
     return Sampler(
         model.lm_head.weight,
         model.config.mask_token_id,
