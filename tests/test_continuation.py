@@ -3,6 +3,7 @@
 import copy
 import random
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -362,3 +363,58 @@ def test_several_copies_of_other_rows(random_model: MRPForCausalLM) -> None:
     cache = decode(random_model, PROMPTS, max_new_tokens=2).past_key_values
     with pytest.raises(ValueError, match="hold 3 rows, and input_ids have 1"):
         decode(random_model, PROMPTS[:1], past_key_values=cache, num_return_sequences=3, seed=0, **LIVELY)
+
+
+def trained(model: MRPForCausalLM) -> None:
+    """A step of training."""
+    model(torch.tensor([[1, 2, 3, 4]]), labels=torch.tensor([[-100, 2, 3, 4]])).loss.backward()
+    torch.optim.AdamW(model.parameters(), lr=0.1).step()
+
+
+def written(model: MRPForCausalLM) -> None:
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[0, 0] += 1
+
+
+def another_head(model: MRPForCausalLM, layers: int = 2) -> None:
+    model.attach_head(model.new_head(layers))
+
+
+CHANGES: dict[str, tuple[Callable[[MRPForCausalLM], Any], str]] = {
+    "written to": (written, "older than the weights of model, which have changed"),
+    "trained": (trained, "older than the weights of model, which have changed"),
+    "loaded": (lambda model: model.load_state_dict(make_model(1).state_dict()), "weights of model, which have changed"),
+    "assigned": (
+        lambda model: model.load_state_dict(make_model(1).state_dict(), assign=True),
+        "weights of model, which have changed",
+    ),
+    "other dtype and back": (lambda model: model.float().double(), "weights of model, which have changed"),
+    "another head": (another_head, "older than the weights of mrp_head, which have changed"),
+    "a deeper head": (lambda model: another_head(model, 3), "a head of 2 layers, and the model's has 3"),
+    "no head": (lambda model: model.detach_head(), "a head of 2 layers, and the model's has 0"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_cache_that_no_longer_fits(change: str) -> None:
+    """What it holds was computed with other weights: going on from it would give another text, and nobody would know."""
+    model = make_model()
+    out = decode(model, [PROMPTS[0]], decoding="mrp_spec", max_new_tokens=8)
+    said = torch.tensor([[*PROMPTS[0], *answers(out, [PROMPTS[0]])[0], 7]])
+    kept = [copy.deepcopy(out.past_key_values) for _ in range(2)]
+    going_on = model.generate(said, past_key_values=kept[0], decoding="mrp_spec", max_new_tokens=5)
+    assert torch.equal(going_on, model.generate(said, max_new_tokens=5))
+    change_model, message = CHANGES[change]
+    change_model(model)
+    for past in (kept[0], kept[1]):
+        with pytest.raises(ValueError, match=f"{message}: leave them unset"):
+            model.generate(said, past_key_values=past, max_new_tokens=5)
+
+
+def test_a_cache_without_a_head_outlives_a_change_of_heads(random_model: MRPForCausalLM) -> None:
+    model = make_model()
+    out = decode(model, [PROMPTS[0]], max_new_tokens=8)
+    another_head(model, 3)
+    said = [[*PROMPTS[0], *answers(out, [PROMPTS[0]])[0], 7]]
+    going_on = decode(model, said, past_key_values=out.past_key_values, decoding="mrp_spec", max_new_tokens=5)
+    assert_same(going_on, decode(random_model, said, max_new_tokens=5))

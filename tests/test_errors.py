@@ -26,15 +26,6 @@ def test_the_guard_lets_no_forward_pass(model: MRPForCausalLM, mode: str) -> Non
         model.generate(PROMPT, decoding=mode, max_new_tokens=4)
 
 
-@pytest.mark.parametrize("copies", [0, -1, True])
-def test_num_return_sequences(model: MRPForCausalLM, copies: Any) -> None:
-    rejected(
-        lambda: model.generate(PROMPT, num_return_sequences=copies, max_new_tokens=4),
-        rf"num_return_sequences is {re.escape(repr(copies))}",
-        r"an int of 1 or more",
-    )
-
-
 @pytest.mark.parametrize("decoding", ["x", "Static", "mrp", "", 3, ["static"]])
 def test_unknown_decoding(model: MRPForCausalLM, decoding: Any) -> None:
     message = rejected(
@@ -84,15 +75,35 @@ def test_unknown_option_in_a_config_object(model: MRPForCausalLM, config_class: 
 
 
 OUT_OF_RANGE: dict[str, tuple[list[Any], str]] = {
-    "num_draft_states": ([0, -1, 2.5, True, "x"], r"an int of 1 or more"),
+    "num_draft_states": ([0, -1, 2.5, True, "x", 257], r"an int from 1 to 256"),
+    "draft_branches": ([0, 2.0], r"an int of 1 or more"),
     "denoising_steps": ([0, -1, 5, 1.5, True, "x"], r"an int from 1 to block_size \(4\)"),
     "confidence_threshold": ([-0.1, 1.1, NAN, INF, "x", True], r"a probability, a float from 0 to 1"),
     "entropy_threshold": ([-1, -1e-9, NAN, "x"], r"a number of nats, a float of 0 or more"),
-    "mrp_steps": ([0, -1, True], r"an int of 1 or more"),
+    "mrp_steps": ([0, -1, True, 5, 10_000], r"an int from 1 to block_size \(4\)"),
     "residual_delta": ([0, -1.0, NAN, "x"], r"a positive number of logits"),
     "kernels": (["auto", 1, 0], r"None \(where they can be used\), True \(or an error\) or False \(PyTorch only\)"),
     "remask_rule": (["x", "Threshold"], "choose one of " + ", ".join(REMASK_RULES)),
     "temperature": ([0, 0.0, -1, NAN, INF, "x"], r"a positive number"),
+    "num_return_sequences": ([0, -1, True, "2", 65_536, 10**9], r"an int from 1 to 65535"),
+    "max_new_tokens": ([0, -3, "3", 2.5, True], r"an int of 1 or more"),
+    "max_length": ([0, "9", 9.0], r"an int of 1 or more"),
+    "min_new_tokens": ([-1, "3", True], r"an int of 0 or more"),
+    "min_length": ([-1, "3"], r"an int of 0 or more"),
+    "top_k": ([-1, 2.5, True, "x"], r"an int of 0 or more"),
+    "top_p": ([-0.1, 1.1, NAN, "x", True], r"a probability, a float from 0 to 1"),
+    "min_p": ([-0.1, 1.1, NAN, "x"], r"a probability, a float from 0 to 1"),
+    "typical_p": ([0, 1.1, NAN, "x"], r"above 0 and 1 \(off\) at most"),
+    "top_h": ([0, 1.1, NAN, "x"], r"above 0 and 1 \(off\) at most"),
+    "epsilon_cutoff": ([-1, 1.0, 2, NAN, "x"], r"0 \(off\) or more and below 1"),
+    "eta_cutoff": ([-1, 1.0, 2, NAN, "x"], r"0 \(off\) or more and below 1"),
+    "repetition_penalty": ([0, -1.0, NAN, INF, "x"], r"a positive number"),
+    "no_repeat_ngram_size": ([-1, 2.0, "x"], r"an int of 0 or more"),
+    "max_time": ([-1, NAN, "x", True], r"a number of seconds, 0 or more"),
+    "do_sample": (["no", 1, 0], r"True or False"),
+    "return_dict_in_generate": (["no", 1], r"True or False"),
+    "pad_token_id": (["x", 1.5, True, [3]], r"it must be an id, an int,? or None"),
+    "eos_token_id": (["2", ["2"], 2.0, True, {2: 3}], r"it must be an id, an int, or a list of them or None"),
     "seed": (
         [-1, "x", 1.5, True, 1 << 62, (0,), [-1], ["x"], [True]],
         r"None, an int of 0 or more and below 2\*\*62, or a list of one",
@@ -106,7 +117,7 @@ OUT_OF_RANGE: dict[str, tuple[list[Any], str]] = {
 )
 def test_option_out_of_range(model: MRPForCausalLM, name: str, value: Any, remedy: str) -> None:
     rejected(
-        lambda: model.generate(PROMPT, do_sample=True, max_new_tokens=4, **{name: value}),
+        lambda: model.generate(PROMPT, **{"do_sample": True, "max_new_tokens": 4, name: value}),
         rf"^{name} is {re.escape(repr(value))}",
         remedy,
     )
@@ -124,6 +135,15 @@ def test_option_out_of_range(model: MRPForCausalLM, name: str, value: Any, remed
         {"confidence_threshold": 1},
         {"entropy_threshold": 0},
         {"mrp_steps": 1},
+        {"mrp_steps": 4},
+        {"num_draft_states": 256},
+        {"top_k": 0, "top_p": 1, "min_p": 0, "typical_p": 1, "top_h": 1, "epsilon_cutoff": 0, "eta_cutoff": 0},
+        {"min_new_tokens": 0, "min_length": 0, "no_repeat_ngram_size": 0, "max_time": 0, "repetition_penalty": 1},
+        {"eos_token_id": [0, 63], "pad_token_id": 63},
+        {"attention_mask": torch.ones(1, 5)},
+        {"attention_mask": torch.ones(1, 5, dtype=torch.bool)},
+        {"bad_words_ids": [[63]]},
+        {"num_return_sequences": 1},
         {"residual_delta": 1e-9},
         {"temperature": 1e-9},
         {"seed": 0},
@@ -163,7 +183,7 @@ def door(request: pytest.FixtureRequest, model: MRPForCausalLM) -> Iterator[Call
 @pytest.mark.parametrize(
     ("options", "value", "remedy"),
     [
-        ({"num_draft_states": 0}, r"num_draft_states is 0", r"1 or more"),
+        ({"num_draft_states": 0}, r"num_draft_states is 0", r"1 to 256"),
         ({"decoding": "x"}, r"decoding is 'x'", r"choose one of"),
         ({"num_beams": 2}, r"num_beams=2", r"Leave num_beams unset"),
         ({"seed": [1, 2, 3]}, r"3 values for 1 rows", r"one per row"),
@@ -277,17 +297,116 @@ def test_the_mask_id_as_eos(model: MRPForCausalLM, eos: Any) -> None:
     rejected(lambda: model.generate(PROMPT, max_new_tokens=4, eos_token_id=eos), r"eos_token_id.*60", r"mask")
 
 
+HUGE = 1 << 63
+# What else a call may be given: a name, a value of it with what goes along, and the error.
+BAD_ARGUMENTS: dict[str, list[tuple[Any, dict[str, Any], str, str]]] = {
+    "generation_config": [
+        ("greedy", {}, "generation_config is 'greedy'", "pass a GenerationConfig, or a dict"),
+        ([("top_k", 3)], {}, "generation_config is", "pass a GenerationConfig, or a dict"),
+        ({"decodng": "static"}, {}, r"decodng \(did you mean decoding\?\)", "Check their spelling"),
+        ({3: 4}, {}, "unknown fields: 3", "Check their spelling"),
+        ({"top_p": "x"}, {}, "top_p is 'x', of type str", "a probability"),
+        ({"num_draft_states": 0}, {}, "num_draft_states is 0", "1 to 256"),
+    ],
+    "attention_mask": [
+        ([[1] * 5], {}, "attention_mask is a list", r"tensor of 0 and 1"),
+        (np.ones((1, 5)), {}, "attention_mask is a ndarray", r"tensor of 0 and 1"),
+        (torch.ones(1, 5).to_sparse(), {}, r"a tensor that is torch.sparse_coo", "dense"),
+        (torch.ones(1, 5, device="meta"), {}, "on the meta device", "dense"),
+        *((torch.tensor([[1, 1, 1, 1, odd]]), {}, f"holds {odd}", "1 at tokens and 0") for odd in (0.5, -1, 2, NAN)),
+    ],
+    "input_ids": [
+        (PROMPT.to_sparse(), {}, "a tensor that is torch.sparse_coo", r"\[rows, length\] tensor"),
+        (PROMPT.to("meta"), {}, "a tensor that is on the meta device", r"\[rows, length\] tensor"),
+        (torch.nested.nested_tensor([PROMPT[0], PROMPT[0, :3]]), {}, "nested", r"\[rows, length\] tensor"),
+    ],
+    "infill_ids": [(PROMPT.to_sparse(), {}, "infill_ids are a tensor that is torch.sparse_coo", r"\[rows, n\] tensor")],
+    "streamer": [
+        ("stdout", {}, "streamer is 'stdout'", "put and end"),
+        (print, {}, "streamer is <built-in", "put and end"),
+    ],
+    "eos_token_id": [
+        (64, {}, "eos_token_id holds 64, outside the vocabulary of 64", "inside"),
+        ([3, -1], {}, "eos_token_id holds -1, outside", "inside"),
+        (HUGE, {}, "eos_token_id holds 9223372036854775808, outside", "inside"),
+    ],
+    "pad_token_id": [
+        (64, {}, "pad_token_id holds 64, outside the vocabulary of 64", "inside"),
+        (-1, {}, "pad_token_id holds -1, outside", "inside"),
+    ],
+    "bad_words_ids": [([[3], [4, 64]], {}, "bad_words_ids or sequence_bias hold the id 64, outside", "tokenizer")],
+    "sequence_bias": [
+        ({(3, 99): 1.0}, {}, "bad_words_ids or sequence_bias hold the id 99, outside", "tokenizer"),
+        ([[[99], 1.0]], {}, "bad_words_ids or sequence_bias hold the id 99, outside", "tokenizer"),
+    ],
+    "kernels": [(True, {}, "kernels is True, but .* no kernels for torch.float64", "load the model in bfloat16")],
+    "stop_strings": [
+        ("a", {"tokenizer": "gpt2"}, "stop_strings='a' need the tokenizer, and tokenizer is 'gpt2'", "pass tokenizer="),
+        (5, {}, "stop_strings is 5", "a text or a list of texts"),
+        ([], {}, r"stop_strings is \[\]", "a text or a list of texts"),
+        (["a", ""], {}, r"stop_strings is \['a', ''\]", "none of them empty"),
+    ],
+    "logits_processor": [
+        (lambda ids, scores: scores, {}, "logits_processor is <function", "pass a list"),
+        (["top"], {}, r"logits_processor is \['top'\]", "pass a list"),
+    ],
+    "stopping_criteria": [(lambda ids, scores: True, {}, "stopping_criteria is <function", "pass a list")],
+    **{
+        name: [(1 << 63, {}, rf"{name} is 2\*\*63 or more", "64 bits"), (10**5000, {}, rf"{name} is 2\*\*16609", "64 bits")]
+        for name in ("max_new_tokens", "max_length", "min_new_tokens", "top_k", "num_return_sequences", "num_draft_states")
+    },
+    **{
+        name: [(10**400, {}, rf"{name} is 2\*\*1328 or more", "64 bits")]
+        for name in ("temperature", "entropy_threshold", "residual_delta", "max_time", "compute_bound_tokens", "draft_branches")
+    },
+}
+
+
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [*(("eos_token_id", value) for value in ("2", ["2"], 2.0, True, {2: 3})), ("pad_token_id", 1.5)],
-    ids=str,
+    ("name", "value", "others", "said", "remedy"),
+    [(name, *case) for name, cases in BAD_ARGUMENTS.items() for case in cases],
+    ids=[f"{name}{place}" for name, cases in BAD_ARGUMENTS.items() for place, _ in enumerate(cases)],
 )
-def test_special_tokens_that_are_no_ids(model: MRPForCausalLM, name: str, value: Any) -> None:
+def test_arguments_that_cannot_be_used(
+    model: MRPForCausalLM, name: str, value: Any, others: dict[str, Any], said: str, remedy: str
+) -> None:
+    options = {"input_ids": PROMPT, "max_new_tokens": 4, **others, name: value}
+    rejected(lambda: model.generate(**options), said, remedy)
+
+
+def test_options_in_a_dict(model: MRPForCausalLM) -> None:
+    """As in a config, arguments before them."""
     rejected(
-        lambda: model.generate(PROMPT, max_new_tokens=4, **{name: value}),
-        rf"{name} is {re.escape(repr(value))}",
-        r"it must be an id, an int",
+        lambda: model.generate(PROMPT, generation_config={"max_new_tokens": 600, "decoding": "mrp_spec"}),
+        "600 new ones",
+        "lower",
     )
+    with pytest.raises(ForwardRan):
+        model.generate(PROMPT, generation_config={"max_new_tokens": 600, "decoding": "mrp_spec"}, max_new_tokens=4)
+
+
+# What a user's function returns, and how it is called in the error.
+BAD_ANSWERS: list[tuple[str, Any, str]] = [
+    ("logits_processor", None, "processor Wrong returned a NoneType"),
+    ("logits_processor", torch.zeros(3), r"processor Wrong returned torch.float32 of \[3\]"),
+    ("logits_processor", torch.zeros(4, 64, dtype=torch.long), r"processor Wrong returned torch.int64 of \[4, 64\]"),
+    ("stopping_criteria", None, "criterion Wrong returned None"),
+    ("stopping_criteria", "stop", "criterion Wrong returned 'stop'"),
+    ("stopping_criteria", 1.0, "criterion Wrong returned 1.0"),
+    ("stopping_criteria", torch.ones(3, dtype=torch.bool), r"criterion Wrong returned tensor\(.*2 rows"),
+    ("stopping_criteria", torch.tensor([NAN, NAN]), r"criterion Wrong returned tensor\(\[nan"),
+]
+
+
+@pytest.mark.parametrize(("name", "answer", "said"), BAD_ANSWERS)
+def test_functions_that_return_the_wrong_thing(random_model: MRPForCausalLM, name: str, answer: Any, said: str) -> None:
+    """The one error that names the user's own; it comes when that is first asked."""
+
+    class Wrong:
+        def __call__(self, ids: Tensor, scores: Any, **_: Any) -> Any:
+            return answer
+
+    rejected(lambda: random_model.generate(PAIR, max_new_tokens=4, **{name: [Wrong()]}), said, "it must return")
 
 
 @pytest.mark.parametrize("eos", [2, [2, 3], (2, 3), np.int64(2), torch.tensor(2), torch.tensor([2, 3])], ids=str)

@@ -191,7 +191,7 @@ def test_other_options_of_generate(tmp_path: Path, capsys: pytest.CaptureFixture
         ("--family math --max-new-tokens 9000", "problem 0: a prompt of"),
         ("--output BAD", "bad.jsonl, line 1: no result of this command"),
         ("--decoding dynamic --tau 2", "confidence_threshold is 2.0: it must be a probability"),
-        ("--decoding mrp_spec --states 0", "num_draft_states is 0: it must be an int of 1 or more"),
+        ("--decoding mrp_spec --states 0", "num_draft_states is 0: it must be an int from 1 to 256"),
         ("--set draft_pases=2", "--set draft_pases: generate has no such option (did you mean draft_passes?)"),
         ("--set check=1", "--set check: generate has no such option"),
         ("--set draft_passes", "--set draft_passes: write it as NAME=VALUE"),

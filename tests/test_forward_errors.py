@@ -184,6 +184,7 @@ def test_the_cache_of_a_generate(model: MRPForCausalLM) -> None:
     ("sizes", "value", "remedy"),
     [
         ((0, 8, 8), "batch_size is 0", "an int of 1 or more"),
+        ((1 << 63, 8, 8), "batch_size is 9223372036854775808", r"below 2\*\*31"),
         ((1, -5, 7), "capacity is -5", "an int of 1 or more"),
         ((1, 8, 0), "scratch is 0", "an int of 1 or more"),
         ((1, 8.0, 8), "capacity is 8.0", "an int of 1 or more"),

@@ -63,7 +63,8 @@ def test_eos_ends_the_text_where_it_first_stands(random_model: MRPForCausalLM) -
     first, second = free[5], free[9]
     assert first not in free[:5]
     assert second not in free[:9]
-    for eos, end in ((first, 6), ([first], 6), (second, 10), ([second], 10), ([second, first], 6), ([second, 99], 10)):
+    absent = next(id for id in range(VOCAB) if id not in free)
+    for eos, end in ((first, 6), ([first], 6), (second, 10), ([second], 10), ([second, first], 6), ([second, absent], 10)):
         assert text(random_model, PROMPTS[0], eos_token_id=eos, **options) == free[:end]
 
 
@@ -340,6 +341,20 @@ def test_processors_of_options_act_on_a_padded_row_as_alone(random_model: MRPFor
 
 
 # Sampling
+
+
+CUTS: list[dict[str, Any]] = [{"top_k": 0, "eta_cutoff": 0.01}, {"top_k": 0, "top_h": 0.4}, {"top_k": 9, "eta_cutoff": 0.01}]
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+@pytest.mark.parametrize("mode", ["self_spec", "mrp_spec", "mrp_direct"])
+def test_a_truncation_where_no_position_is_left(random_model: MRPForCausalLM, mode: str, cut: dict[str, Any]) -> None:
+    """Some warpers take no scores of no positions: those of clean blocks, or where the head has nothing left to reveal."""
+    options = {"max_new_tokens": 11, "do_sample": True, "mrp_steps": 4, **cut}
+    drafted = texts(random_model, PROMPTS, decoding=mode, seed=3, **options)
+    plain = {"decoding": mode if mode == "mrp_direct" else "static", **options}
+    assert drafted == [text(random_model, prompt, seed=3 + row, **plain) for row, prompt in enumerate(PROMPTS)]
+    assert all(len(tokens) == 11 for tokens in drafted)
 
 
 @every_mode

@@ -183,7 +183,7 @@ def test_extreme_logits() -> None:
 
 
 def test_infinite_logits() -> None:
-    """Products of -inf: rows with some, and with nothing else than -inf; and one +inf."""
+    """Products of -inf: rows with some, and with nothing else than -inf; and one +inf, which is no score to pick."""
     weight = torch.zeros(30, 16, dtype=torch.bfloat16)
     weight[:, 0] = torch.arange(30) + 10.0
     hidden = torch.zeros(3, 16, dtype=torch.bfloat16, device=DEVICE)
@@ -197,7 +197,9 @@ def test_infinite_logits() -> None:
     got = pick(some, hidden, dispatch=FORCED)
     same(got, pick_ref(some, hidden))
     assert got.token.tolist() == [2, 1, 1]
-    assert got.log_odds.tolist() == [INF, INF, 8.0]
+    assert got.log_odds[[0, 2]].tolist() == [INF, 8.0]
+    assert got.logprob[1].isnan()
+    assert got.log_odds[1].isnan()
 
 
 def test_only_one_token_is_left() -> None:

@@ -27,8 +27,8 @@ def short_model() -> MRPForCausalLM:
 @pytest.mark.parametrize(
     ("limit", "remedy"),
     [
-        (0, r"must be greater than 0"),
-        (-3, r"must be greater than 0"),
+        (0, r"an int of 1 or more"),
+        (-3, r"an int of 1 or more"),
         (2.5, r"an int of 1 or more"),
         (True, r"an int of 1 or more"),
     ],

@@ -34,7 +34,7 @@ Its parts, in this order:
     generate/modes.py           Modes of decoding, each three answers: what a step reveals, what the head changes about that, and what is drafted ahead.
     generate/option_table.py    The options of `generate` beyond those of transformers, each declared once.
     generate/options.py         The options of `generate` for MRP models: the config that holds, checks and interprets them.
-    generate/prompts.py         Checks of the prompts of `generate`, their mask, and the tokens that stand behind them already.
+    generate/prompts.py         Checks of the prompts of `generate`, their mask, the tokens that stand behind them already, and what else goes along.
     generate/sampling.py        Picks: the token and its confidence at every masked position, greedy or sampled, reproducible to the bit.
     generate/scoring.py         From hidden states to what is revealed: picks at masked positions, and the reveal rule on them.
     generate/settle.py          Settle a round's scores: which states are accepted, what becomes text, and where each row stands next.
@@ -81,7 +81,7 @@ from safetensors.torch import save_file
 from torch import nn, Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.utils._pytree import register_dataclass, tree_flatten, tree_leaves, tree_map, tree_unflatten
-from transformers import AttentionInterface, initialization as init
+from transformers import AttentionInterface, initialization as init, PreTrainedTokenizerBase
 from transformers.activations import SiLUActivation
 from transformers.cache_utils import Cache
 from transformers.configuration_utils import PreTrainedConfig
@@ -103,6 +103,7 @@ from transformers.generation.logits_process import (
     MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
     TopHLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -577,6 +578,11 @@ class Dispatch:
     """
 
     forced: bool | None = None
+
+    def check(self, weight: Tensor) -> None:
+        """Raise `ValueError` if kernels are forced and cannot be used with weights like these."""
+        if self.forced and (obstacle := _obstacle((weight,), interpreted=True)) is not None:
+            raise ValueError(f"kernels is True, but they cannot be used: {obstacle}, or use kernels=None or kernels=False")
 
     def run(
         self, name: str, kernel: Callable[[], T], twin: Callable[[], T], *tensors: Tensor, obstacle: str | None = None
@@ -1697,11 +1703,14 @@ def widened(logits: Tensor) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-def log_odds(scores: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute log p and log p - log (1 - p), both [n], of tokens [n] under scores [n, vocab]; 1 - p sums the other tokens."""
+def log_odds(scores: Tensor, token: Tensor, picked: bool = False) -> tuple[Tensor, Tensor]:
+    """Compute log p and log p - log (1 - p), both [n], of tokens [n] under scores [n, vocab]; 1 - p sums the other tokens.
+
+    Of tokens that were `picked` both are NaN where their own score is not finite: there was nothing to pick.
+    """
     own = scores.gather(1, token[:, None])
     others = scores.scatter(1, token[:, None], -torch.inf).logsumexp(-1, keepdim=True)
-    odds = own - others
+    odds = own - others + 0 * own if picked else own - others
     return F.logsigmoid(odds)[:, 0], odds[:, 0]
 
 
@@ -1728,7 +1737,8 @@ def pick(
 ) -> Picked:
     """The token of the largest logit, or of the largest logit plus noise: a sample. Of equals the first.
 
-    NaN counts as larger than any number, as in `torch.argmax`, and makes the probability NaN.
+    NaN counts as larger than any number, as in `torch.argmax`. Where the token's own score is not finite (all are -inf, or one
+    is NaN or infinite) there is nothing to pick: log-probability and log-odds are NaN.
 
     Args:
         unembedding: The distributions.
@@ -1796,7 +1806,7 @@ def pick_ref(
     for at in unembedding.chunks(len(hidden)):
         scores = unembedding.tempered(unembedding.logits(hidden[at]), None if no_eos is None else no_eos[at])
         token = unembedding.shown(scores, None if keys is None else keys[at]).argmax(-1)
-        parts.append((token if unembedding.token_ids is None else unembedding.token_ids[token], *log_odds(scores, token)))
+        parts.append((token if unembedding.token_ids is None else unembedding.token_ids[token], *log_odds(scores, token, True)))
     return _where_active(Picked(*(torch.cat(part) for part in zip(*parts, strict=True))), active)
 
 
@@ -1807,7 +1817,7 @@ def pick_above_ref(
     scores = unembedding.tempered(widened(logits), None)
     token = unembedding.shown(scores.masked_fill(logits < least[:, None], -torch.inf), keys).argmax(-1)
     ids = token if unembedding.token_ids is None else unembedding.token_ids[token]
-    return _where_active(Picked(ids, *log_odds(scores, token)), active)
+    return _where_active(Picked(ids, *log_odds(scores, token, True)), active)
 
 
 def _where_active(picked: Picked, active: Tensor | None) -> Picked:
@@ -2223,6 +2233,8 @@ if triton is not None:
             logit = tl.sum(tl.where(wins, own, 0.0), 1)
             others = _log_add(others, _log_sum(tl.where(valid & (piece != winner[:, None]), own, float("-inf")), 1))
         odds = logit - others
+        if given is None:
+            odds = tl.where(tl.abs(logit) == float("inf"), float("nan"), odds)
         # log sigmoid(odds) = min(odds, 0) - log1p(exp(-|odds|)); inf - inf is no number, as in PyTorch
         small = tl.exp(-tl.abs(odds))
         rest = 1.0 + small
@@ -2512,7 +2524,7 @@ def top_by(score: Tensor, candidates: Tensor, count: Tensor) -> Tensor:
 
 def best_by(score: Tensor, candidates: Tensor) -> Tensor:
     """The best of the candidates [..., block] by score [..., block], ties to the left; bool [..., block]."""
-    best = score.masked_fill(~candidates, -torch.inf).argmax(-1, keepdim=True)
+    best = score.clamp(min=torch.finfo(score.dtype).min).masked_fill(~candidates, -torch.inf).argmax(-1, keepdim=True)
     return candidates & (indices(score.shape[-1], score.device) == best)
 
 
@@ -2754,6 +2766,10 @@ class Reveal(TensorFields):
     def only(self, where: Tensor) -> "Reveal":
         """Keep the reveal at fewer positions, `where` [..., block] bool."""
         return replace(self, where=where)
+
+    def resting_on(self, number: Tensor) -> "Reveal":
+        """The same, but without a log-probability where a number [..., block] that it was judged by is NaN."""
+        return replace(self, logprob=number.to(self.logprob.dtype).where(number.isnan(), self.logprob))
 
     def and_then(self, later: "Reveal") -> "Reveal":
         """Join both reveals."""
@@ -3682,6 +3698,36 @@ def with_estimates(table: DraftTable, slots: Tensor, which: Tensor, token: Tenso
 #
 # Keys and values of committed blocks by absolute position, and the scratch of the states being scored.
 
+class WeightsSeen:
+    """A module's parameters at some time, to tell later whether they are still the same."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.seen = [(weakref.ref(weight), _state_of(weight)) for weight in _held_parameters(module)]
+
+    def same(self, module: nn.Module | None) -> bool:
+        """Tell if nothing was replaced, moved or written to; writes to `.data` are not counted."""
+        weights = [] if module is None else _held_parameters(module)
+        return len(weights) == len(self.seen) and all(
+            seen() is weight and state == _state_of(weight) for (seen, state), weight in zip(self.seen, weights, strict=True)
+        )
+
+
+def _held_parameters(module: nn.Module) -> list[Tensor]:
+    return [weight for weight in module.parameters() if not weight.is_meta]  # those that are offloaded come anew each time
+
+
+def _state_of(weight: Tensor) -> list[int]:
+    """Where a weight lies, and how often it was written to: autograd's counter, for which there is no public name."""
+    place = weight.data_ptr() if type(weight) in (Tensor, nn.Parameter) else 0
+    return [place, 0 if weight.is_inference() else weight._version]
+
+
+def devices_of_layers(model: Any, with_head: bool) -> tuple[torch.device, ...]:
+    """List the devices of a model's layers, the backbone's first, then with the head's."""
+    layers = list(model.model.layers) + (list(model.mrp_head.layers) if with_head else [])
+    return tuple(layer.self_attn.k_proj.weight.device for layer in layers)
+
+
 class BlockCache(Cache):
     """KV memory of fixed size: [scratch | committed slots] in one buffer per device, written in place.
 
@@ -3707,6 +3753,7 @@ class BlockCache(Cache):
         held: [rows] long, so many first tokens of it have their keys and values in all layers of the backbone.
         head_held: [rows] long, the same for the layers of the head.
         owner: A weak reference to the model whose keys and values these are.
+        weights: The parts of that model whose keys and values these are, by name, as they were then.
         deferred: Whether attention calls `store` itself, as in rounds under a `RoundMask`.
     """
 
@@ -3727,6 +3774,7 @@ class BlockCache(Cache):
         self.scratch = scratch
         self.capacity = capacity
         self.owner: weakref.ref[torch.nn.Module] | None = None
+        self.weights: dict[str, WeightsSeen] = {}
         self.deferred = False
         self._hold_nothing()
         self._device_of = list(layer_devices)
@@ -6566,6 +6614,7 @@ class RoundPlan:
         late: Some row's last clean block has no KV of the head yet.
         blocked: One of them is about to commit another block.
         accepted: How many rows accepted the state in each slot of the round before, of those that had masks left.
+        unscored: Some token of a text has no log-probability: no token had a finite score there.
         per_row: States that a row may submit.
         room: Places that the forward has for them: no more than any row can fill.
     """
@@ -6579,14 +6628,16 @@ class RoundPlan:
     late: bool
     blocked: bool
     accepted: tuple[int, ...] = ()
+    unscored: bool = False
     per_row: int = 1
     room: int = 1
 
     @classmethod
     def read(cls, numbers: list[int]) -> "RoundPlan":
         """Read what `summary` stacked, before it is decided how much to draft."""
-        active, used, head_used, clean, masks, drafting, late, blocked = numbers[:SUMMARY]
-        return cls(active, used, head_used, clean, masks, drafting > 0, late > 0, blocked > 0, tuple(numbers[SUMMARY:]))
+        active, used, head_used, clean, masks, *flags = numbers[:SUMMARY]
+        drafting, late, blocked, unscored = (flag > 0 for flag in flags)
+        return cls(active, used, head_used, clean, masks, drafting, late, blocked, tuple(numbers[SUMMARY:]), unscored)
 
     def with_slots(self, width: int, branches: int) -> "RoundPlan":
         """The same with room for up to `width` states a row.
@@ -6599,7 +6650,7 @@ class RoundPlan:
 
 
 # Numbers of a `RoundPlan` before `accepted`.
-SUMMARY = 8
+SUMMARY = 9
 
 
 def summary(state: DecodeState, mask_token_id: int, accepted: Tensor | None = None) -> Tensor:
@@ -6618,6 +6669,7 @@ def summary(state: DecodeState, mask_token_id: int, accepted: Tensor | None = No
             state.has_seed & (masks > 0),
             late,
             late & clean,
+            state.text.logprob[:, :-1].isnan().any(1),
         ]
     )
     total, most = each.sum(1), each.amax(1)
@@ -6727,7 +6779,7 @@ class ThresholdRemask:
     def __call__(self, steps: HeadSteps, states: States, hidden: Tensor, reveal: Reveal) -> Reveal:
         """See `Refinement`."""
         believed = belief(steps, states, hidden, reveal, reveal.where)
-        return kept_reveal(reveal, believed >= self.threshold, believed)
+        return kept_reveal(reveal.resting_on(believed), believed >= self.threshold, believed)
 
 
 @dataclass(frozen=True)
@@ -6747,7 +6799,7 @@ class ResidualRemask:
         """See `Refinement`."""
         residual = steps.head_hidden(states, hidden)
         moved = steps.residual_magnitude(residual, reveal.token, reveal.where)
-        return kept_reveal(reveal, moved <= self.delta, reveal.confidence)
+        return kept_reveal(reveal.resting_on(moved), moved <= self.delta, reveal.confidence)
 
 
 @dataclass(frozen=True)
@@ -6775,7 +6827,7 @@ class RereadRemask:
         while bool(unsettled.any()):  # one look at the device a pass; most rows are settled by the first
             believed = belief(steps, replace(states, valid=unsettled), hidden, reveal, reveal.where)
             back, doubted = least_believed(reveal, believed, self.threshold, unsettled)
-            reveal = reveal.only(reveal.where & ~back)
+            reveal = reveal.resting_on(believed).only(reveal.where & ~back)
             several = several & (reveal.where.sum(-1) > 1)
             unsettled = unsettled & doubted & several
         if bool(several.any()):
@@ -6871,6 +6923,9 @@ class Option:
         """Raise `ValueError`, with value and remedy, for a value of another type or out of range."""
         if value is None and self.default is None:
             return
+        if isinstance(value, int) and value.bit_length() > 63:  # so many digits need not be shown, nor can they
+            shown = f"{'-' if value < 0 else ''}2**{value.bit_length() - 1}"
+            raise ValueError(f"{self.name} is {shown} or more: {self.remedy.format(block_size=block_size)}, and of 64 bits")
         fits = isinstance(value, self.kind) and (self.kind is bool or not isinstance(value, bool))
         if not fits or not self.holds(value, block_size):
             kind = "" if fits else f", of type {type(value).__name__}"
@@ -6879,9 +6934,11 @@ class Option:
 
 # Type, range and remedy.
 _Values = tuple[Any, Callable[[Any, int], bool], str]
-_COUNT: _Values = (int, lambda v, _: v >= 1, "it must be an int of 1 or more")
+COUNT: _Values = (int, lambda v, _: v >= 1, "it must be an int of 1 or more")
+_MOST_STATES = 256  # of a block of 4, the shortest published, the kernels hold no more
+_STATES: _Values = (int, lambda v, _: 1 <= v <= _MOST_STATES, f"it must be an int from 1 to {_MOST_STATES}")
 _STEPS: _Values = (int, lambda v, size: 1 <= v <= size, "it must be an int from 1 to block_size ({block_size})")
-_PROBABILITY: _Values = (int | float, lambda v, _: 0 <= v <= 1, "it must be a probability, a float from 0 to 1")
+PROBABILITY: _Values = (int | float, lambda v, _: 0 <= v <= 1, "it must be a probability, a float from 0 to 1")
 _NATS: _Values = (int | float, lambda v, _: v >= 0, "it must be a number of nats, a float of 0 or more")
 _LOGITS: _Values = (int | float, lambda v, _: v > 0, "it must be a positive number of logits, a float")
 _KERNELS: _Values = (bool, lambda *_: True, "use None (where they can be used), True (or an error) or False (PyTorch only)")
@@ -6913,7 +6970,7 @@ OPTIONS = (
         "steps per block; None: `block_size`, one token a step",
         ("static", "sequential", "mrp_direct"),
     ),
-    Option("confidence_threshold", 0.9, *_PROBABILITY, "tau, a probability", ("dynamic", "mrp_remask")),
+    Option("confidence_threshold", 0.9, *PROBABILITY, "tau, a probability", ("dynamic", "mrp_remask")),
     Option(
         "entropy_threshold",
         0.35,
@@ -6921,14 +6978,14 @@ OPTIONS = (
         "bound in nats on the summed entropy of a step's reveals",
         ("entropy_bound",),
     ),
-    Option("mrp_steps", 1, *_COUNT, "reveals of the head after each backbone step, unverified", ("mrp_direct",)),
-    Option("num_draft_states", 4, *_COUNT, "K: states a row submits per round, at most: the next one, and drafts", DRAFTING),
-    Option("draft_branches", 3, *_COUNT, "followers considered per state; 1 drafts a chain", DRAFTING),
-    Option("draft_passes", 1, *_COUNT, "head passes per round, at most; each re-reads what is drafted so far", ("mrp_spec",)),
+    Option("mrp_steps", 1, *_STEPS, "reveals of the head after each backbone step, unverified", ("mrp_direct",)),
+    Option("num_draft_states", 4, *_STATES, "K: states a row submits per round, at most: the next one, and drafts", DRAFTING),
+    Option("draft_branches", 3, *COUNT, "followers considered per state; 1 drafts a chain", DRAFTING),
+    Option("draft_passes", 1, *COUNT, "head passes per round, at most; each re-reads what is drafted so far", ("mrp_spec",)),
     Option(
         "compute_bound_tokens",
         None,
-        *_COUNT,
+        *COUNT,
         "tokens in a forward up to which its time hardly grows (about 140 for bf16 on an H200): drafts are submitted as far as "
         "they are worth their time; None: only forwards count",
         DRAFTING,
@@ -6972,9 +7029,28 @@ def _drafting(options: Any, passes: int) -> Drafting:
     return Drafting(states, options.draft_branches, min(passes, states - 1), options.compute_bound_tokens)
 
 
-# Options of transformers that it checks later, or not.
+_FROM_ZERO: Any = (int, lambda v, _: v >= 0, "it must be an int of 0 or more")
+_CUTOFF: Any = (int | float, lambda v, _: 0 <= v < 1, "it must be a probability, 0 (off) or more and below 1")
+_POSITIVE_SHARE: Any = (int | float, lambda v, _: 0 < v <= 1, "it must be above 0 and 1 (off) at most")
+_FLAG: Any = (bool, lambda *_: True, "use True or False")
+_MOST_COPIES = 65_535  # a CUDA grid has no more in the dimension along which attention takes rows
+# Options of transformers that it checks later, or not, or by failing on them.
 _CHECKED = (
-    Option("max_new_tokens", None, int, lambda v, _: v >= 1, "it must be an int of 1 or more"),
+    *(Option(name, None, *COUNT) for name in ("max_new_tokens", "max_length")),
+    *(Option(name, None, *_FROM_ZERO) for name in ("min_new_tokens", "min_length", "top_k", "no_repeat_ngram_size")),
+    *(Option(name, None, *PROBABILITY) for name in ("top_p", "min_p")),
+    *(Option(name, None, *_POSITIVE_SHARE) for name in ("typical_p", "top_h")),
+    *(Option(name, None, *_CUTOFF) for name in ("epsilon_cutoff", "eta_cutoff")),
+    *(Option(name, None, *_FLAG) for name in ("do_sample", "return_dict_in_generate", "remove_invalid_values")),
+    Option("max_time", None, int | float, lambda v, _: v >= 0, "it must be a number of seconds, 0 or more"),
+    Option("repetition_penalty", None, int | float, lambda v, _: 0 < v < inf, "it must be a positive number (1: off)"),
+    Option(
+        "num_return_sequences",
+        None,
+        int,
+        lambda v, _: 1 <= v <= _MOST_COPIES,
+        f"it must be an int from 1 to {_MOST_COPIES}",
+    ),
     Option(
         "temperature",
         None,
@@ -7021,18 +7097,13 @@ class MRPGenerationConfig(GenerationConfig):
     def check(self, block_size: int, has_head: bool) -> None:
         """Fill in defaults, then raise `ValueError`, with value and remedy, for the first option that cannot be honoured."""
         self.update(**{option.name: option.default for option in OPTIONS}, defaults_only=True)
-        for option in (*OPTIONS, *_CHECKED):
-            option.check(getattr(self, option.name), block_size)
+        check_values(vars(self), block_size)
         if self.decoding.startswith("mrp_") and not has_head:
             raise ValueError(
                 f"decoding={self.decoding!r} needs an MRP head, and this model has none: load one with "
                 "MRPForCausalLM.from_backbone(backbone, head=...) or model.attach_head(head), or use 'self_spec', which is "
                 "lossless and needs no head"
             )
-        for name, ids in (("eos_token_id", self.eos_ids()), ("pad_token_id", [self.pad_token_id])):
-            if any(not (one is None and name == "pad_token_id") and not _is_id(one) for one in ids):
-                value, several = getattr(self, name), " or a list of them" if name == "eos_token_id" else ""
-                raise ValueError(f"{name} is {value!r}: it must be an id, an int,{several} or None")
         for name, off in _UNSUPPORTED.items():
             if (value := getattr(self, name, None)) not in (None, off):
                 why = _INSTEAD.get(name, _ONE_HYPOTHESIS)
@@ -7044,10 +7115,7 @@ class MRPGenerationConfig(GenerationConfig):
 
     def eos_ids(self) -> list[int]:
         """List the ids that end a row."""
-        eos: Any = self.eos_token_id
-        if isinstance(eos, Tensor):
-            return list(eos.flatten().tolist())
-        return [] if eos is None else list(eos) if isinstance(eos, list | tuple) else [eos]
+        return _given_ids(self.eos_token_id)
 
     def seeds(self, rows: int) -> Tensor:
         """Give every row its seed, [rows] long.
@@ -7079,6 +7147,24 @@ def did_you_mean(name: str) -> str:
     return f" (did you mean {near[0]}?)" if near else ""
 
 
+def check_values(values: Mapping[str, Any], block_size: int) -> None:
+    """Raise `ValueError`, with value and remedy, for the first of some options whose value cannot be honoured by itself."""
+    for option in (*OPTIONS, *_CHECKED):
+        if (value := values.get(option.name)) is not None:
+            option.check(value, block_size)
+    for name, several in (("eos_token_id", " or a list of them"), ("pad_token_id", "")):
+        value = values.get(name)
+        if not all(map(_is_id, _given_ids(value))) or (not several and isinstance(value, list | tuple)):
+            raise ValueError(f"{name} is {value!r}: it must be an id, an int,{several} or None")
+
+
+def _given_ids(value: Any) -> list[Any]:
+    """List the ids that an option gives: one, several or None."""
+    if isinstance(value, Tensor):
+        return list(value.flatten().tolist())
+    return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
+
+
 def _is_id(value: Any) -> bool:
     try:
         operator.index(value)
@@ -7090,7 +7176,7 @@ def _is_id(value: Any) -> bool:
 # ----------------------------------------------------------------------------------------------------
 # generate/prompts.py
 #
-# Checks of the prompts of `generate`, their mask, and the tokens that stand behind them already.
+# Checks of the prompts of `generate`, their mask, the tokens that stand behind them already, and what else goes along.
 
 def check_prompt(prompt: Any, attention_mask: Tensor | None, mask_token_id: int, vocab_size: int) -> None:
     """Raise `ValueError` unless `prompt` is [rows, length] ids, and `attention_mask` None or as large."""
@@ -7107,11 +7193,15 @@ def check_prompt(prompt: Any, attention_mask: Tensor | None, mask_token_id: int,
         )
     real = torch.ones_like(prompt, dtype=torch.bool)
     if attention_mask is not None:
+        if not isinstance(attention_mask, Tensor) or not _is_plain(attention_mask):
+            raise ValueError(f"attention_mask is {_kind(attention_mask)}: pass a dense [rows, length] tensor of 0 and 1")
         if attention_mask.dim() != 2 or attention_mask.shape != prompt.shape:
             raise ValueError(
                 f"attention_mask has shape {list(attention_mask.shape)} for input_ids of {list(prompt.shape)}: "
                 "generate takes a 2-D mask of the same shape (a 4-D mask works with forward only)"
             )
+        if bool((odd := (attention_mask != 0) & (attention_mask != 1)).any()):
+            raise ValueError(f"attention_mask holds {attention_mask[odd][0].item()}: it must be 1 at tokens and 0 at padding")
         real = attention_mask.bool()
     if bool(((prompt == mask_token_id) & real).any()):
         raise ValueError(
@@ -7154,11 +7244,93 @@ def check_rows(real: Tensor, new_tokens: int, max_positions: int) -> None:
         )
 
 
+def check_streamer(streamer: Any, rows: int) -> None:
+    """Raise `ValueError` unless it is a streamer, and for a single row."""
+    if not all(callable(getattr(streamer, name, None)) for name in ("put", "end")):
+        raise ValueError(f"streamer is {streamer!r}: it must have put and end, as a transformers.TextStreamer has")
+    if rows > 1:
+        raise ValueError(f"a streamer takes one row, and the batch has {rows}: stream one prompt at a time")
+
+
+def check_functions(name: str, functions: Any) -> None:
+    """Raise `ValueError` unless processors or criteria are a list of functions."""
+    if not isinstance(functions, list) or not all(map(callable, functions)):
+        raise ValueError(f"{name} is {functions!r}: pass a list of functions, or of transformers' own")
+
+
+def check_stop_strings(strings: Any, tokenizer: Any) -> None:
+    """Raise `ValueError` unless these are texts, and a tokenizer is there to find them."""
+    texts = [strings] if isinstance(strings, str) else strings
+    if not isinstance(texts, list | tuple) or not texts or not all(isinstance(one, str) and one for one in texts):
+        raise ValueError(f"stop_strings is {strings!r}: it must be a text or a list of texts, none of them empty")
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        given = "" if tokenizer is None else f", and tokenizer is {tokenizer!r}"
+        raise ValueError(f"stop_strings={strings!r} need the tokenizer{given}: pass tokenizer=... to generate")
+
+
+def check_special_ids(eos: list[int], pad: int, mask_token_id: int, vocab_size: int) -> None:
+    """Raise `ValueError` for an eos or padding outside the vocabulary, or an eos that is the mask."""
+    for name, ids in (("eos_token_id", eos), ("pad_token_id", [pad])):
+        if outside := [one for one in ids if not 0 <= one < vocab_size]:
+            raise ValueError(f"{name} holds {outside[0]}, outside the vocabulary of {vocab_size}: use one inside")
+    if mask_token_id in eos:
+        raise ValueError(f"eos_token_id holds the mask id {mask_token_id}, which is never picked: leave it out")
+
+
+def check_past(past_key_values: Any, model: Any, rows: int) -> None:
+    """Raise `ValueError` unless one may go on from a cache, for so many prompts."""
+    if not isinstance(past_key_values, BlockCache):
+        raise ValueError(
+            f"past_key_values are a {type(past_key_values).__name__}: pass those that "
+            "generate(..., return_dict_in_generate=True) gave, or leave them unset"
+        )
+    owned = past_key_values.owner is not None and past_key_values.owner() is model
+    if not owned:
+        raise ValueError("past_key_values come from another model: pass those of this one's generate, or leave them unset")
+    if past_key_values.rows != rows:
+        raise ValueError(
+            f"past_key_values hold {past_key_values.rows} rows, and input_ids have {rows}: pass the same conversations in "
+            "the same order, or leave them unset"
+        )
+    depth = 0 if model.mrp_head is None else len(model.mrp_head.layers)
+    if past_key_values.head_layers not in (0, depth):
+        raise ValueError(
+            f"past_key_values hold those of a head of {past_key_values.head_layers} layers, and the model's has {depth}: "
+            "leave them unset"
+        )
+    devices = devices_of_layers(model, bool(past_key_values.head_layers))
+    if past_key_values.dtype != model.dtype or past_key_values.layer_devices != devices:
+        raise ValueError(
+            f"past_key_values are {past_key_values.dtype} on {_names(past_key_values.layer_devices)}, and the model is now "
+            f"{model.dtype} on {_names(devices)}: leave them unset"
+        )
+    for name, seen in past_key_values.weights.items():
+        if not seen.same(getattr(model, name)):
+            raise ValueError(f"past_key_values are older than the weights of {name}, which have changed: leave them unset")
+
+
+def _names(devices: tuple[torch.device, ...]) -> str:
+    return ", ".join(map(str, dict.fromkeys(devices)))
+
+
 def _check_type(name: str, ids: Any, shape: str) -> None:
-    if not isinstance(ids, Tensor) or ids.dtype not in (torch.long, torch.int):
-        kind = ids.dtype if isinstance(ids, Tensor) else f"a {type(ids).__name__}"
+    if not isinstance(ids, Tensor) or ids.dtype not in (torch.long, torch.int) or not _is_plain(ids):
         hint = ". Of what a tokenizer returns with return_tensors='pt', pass **inputs" if hasattr(ids, "keys") else ""
-        raise ValueError(f"{name} are {kind}: pass a {shape} tensor of ids, torch.long{hint}")
+        raise ValueError(f"{name} are {_kind(ids)}: pass a {shape} tensor of ids, torch.long{hint}")
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_meta
+
+
+def _kind(value: Any) -> str:
+    """Say what is given in place of a plain tensor."""
+    if not isinstance(value, Tensor):
+        return f"a {type(value).__name__}"
+    odd = ("nested" if value.is_nested else "on the meta device" if value.is_meta else str(value.layout)) * (
+        not _is_plain(value)
+    )
+    return f"a tensor that is {odd}" if odd else str(value.dtype)
 
 
 def _check_range(what: str, ids: Tensor, vocab_size: int) -> None:
@@ -7330,7 +7502,9 @@ class Sampler:
             logits = widened(logits)
         for index, committed in context(at) if self.processors and context else []:
             assert self.processors is not None
-            processed = self.processors(committed.expand(len(index), -1), logits[index])
+            processed = logits[index]
+            for processor in self.processors:
+                processed = _answer(processor, processor(committed.expand(len(index), -1), processed), processed.shape)
             logits[index] = processed.masked_fill(processed.isnan(), -torch.inf)
             logits[index, self.mask_token_id] = -torch.inf
         return self.unembedding.barred(logits, None if no_eos is None else no_eos[at])
@@ -7349,23 +7523,38 @@ class Sampler:
 
     def _pick_top(self, logits: Tensor, keys: Tensor, top_k: int, active: Tensor | None) -> Picks:
         """`_pick` from logits in the weights' dtype: those that it keeps are those not under one, which is found among k."""
-        assert self.truncation is not None
         unembedding = self.unembedding
         top = logits.topk(min(top_k, logits.shape[1])).values
-        kept = self.truncation(keys[:, None], unembedding.tempered(widened(top), None)) > -torch.inf
+        kept = self._truncated(keys, unembedding.tempered(widened(top), None)) > -torch.inf
         least = top.masked_fill(~kept, torch.inf).amin(-1)
         picked = pick_above(unembedding, logits, least, keys if self.sample else None, active, self.dispatch)
         return Picks(*picked, torch.zeros_like(picked.logprob))
 
+    def _truncated(self, keys: Tensor, scores: Tensor) -> Tensor:
+        """Truncate scores [n, vocab]; some warpers (eta cutoff, top-h) take no empty ones."""
+        assert self.truncation is not None
+        return self.truncation(keys[:, None], scores) if len(scores) else scores
+
     def _pick(self, scores: Tensor, keys: Tensor) -> Picks:
-        shown = self.truncation(keys[:, None], scores.clone()) if self.truncation else scores
+        shown = self._truncated(keys, scores.clone()) if self.truncation else scores
         token = self.unembedding.shown(shown, keys if self.sample else None).argmax(-1)
-        logprob, confidence = log_odds(scores, token)
+        logprob, confidence = log_odds(scores, token, picked=True)
         entropy = torch.zeros_like(logprob)
         if self.entropy:
             logp = scores.log_softmax(-1)
             entropy = -(logp.exp() * logp.nan_to_num(neginf=0.0)).sum(-1)
         return Picks(token if self.token_ids is None else self.token_ids[token], logprob, confidence, entropy)
+
+
+def _answer(processor: Any, answer: Any, shape: torch.Size) -> Tensor:
+    """Check what a logits processor returned."""
+    if not isinstance(answer, Tensor) or answer.shape != shape or not answer.is_floating_point():
+        got = f"{answer.dtype} of {list(answer.shape)}" if isinstance(answer, Tensor) else f"a {type(answer).__name__}"
+        raise ValueError(
+            f"the logits processor {type(processor).__name__} returned {got}: it must return float scores of the shape it was "
+            f"given, {list(shape)}"
+        )
+    return answer
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -7496,6 +7685,33 @@ class Reader:
         if where.numel() <= ONE_TILE:
             return indices(where.numel(), where.device)
         return (~where).flatten().to(torch.int8).sort(stable=True).indices
+
+
+def unscored_error(reader: Reader, model: Any, text: Text) -> ValueError:
+    """Say where a text has a token without a log-probability, and why no token has a finite score there."""
+    row, position = (int(number) for number in text.logprob[:, :-1].isnan().nonzero()[0])
+    request, sampler = reader.request, reader.sampler
+    weights = model.named_parameters() if isinstance(model, nn.Module) else ()
+    if (broken := next((name for name, weight in weights if not _is_finite(weight)), None)) is not None:
+        why = f"the weights {broken} are NaN or infinite. Load or train them again"
+    elif sampler.processors:
+        names = ", ".join(dict.fromkeys(type(processor).__name__ for processor in sampler.processors))
+        why = f"so say the logits processors ({names}), for which -inf and NaN bar a token. Leave one a finite score"
+    elif position < int(request.no_eos_before[row]) and len(request.eos):
+        why = (
+            "every eos_token_id is barred before min_new_tokens, min_length and given tokens. Leave some id out of eos_token_id"
+        )
+    else:
+        why = f"the weights are finite, so {sampler.lm_head_weight.dtype} overflows, here or divided by temperature="
+        why += f"{sampler.temperature}. Load the model in a wider dtype"
+    prompt = int(request.prompt_length[row])
+    return ValueError(
+        f"row {row} has no token with a finite score at position {position}, {position - prompt} behind its prompt: {why}"
+    )
+
+
+def _is_finite(weight: Tensor) -> bool:
+    return weight.is_meta or not weight.numel() or bool(torch.stack(torch.aminmax(weight.detach())).isfinite().all())
 
 
 def in_order(at: Tensor, count: int) -> bool:
@@ -7774,7 +7990,17 @@ class Stopping:
         """Ask of each row if some criterion ends it; one that gives a single answer gives it for all rows."""
         stops = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
         for criterion in self.criteria:
-            stops |= torch.as_tensor(criterion(ids, None), device=ids.device).bool()
+            answer = criterion(ids, None)
+            try:
+                given = torch.as_tensor(answer, device=ids.device)
+            except (RuntimeError, TypeError, ValueError):
+                given = ids
+            if given.dtype != torch.bool or given.numel() not in (1, len(ids)):
+                raise ValueError(
+                    f"the stopping criterion {type(criterion).__name__} returned {answer!r}: it must return a bool, or a "
+                    f"tensor of one bool for each of the {len(ids)} rows"
+                )
+            stops |= given.flatten()
         return stops.tolist()
 
 
@@ -7842,11 +8068,21 @@ def decode(
 
     Returns:
         The last state, and what each step remasked.
+
+    Raises:
+        ValueError: for a position at which no token has a finite score.
     """
+
+    def seen(state: DecodeState, numbers: list[int]) -> RoundPlan:
+        if (plan := RoundPlan.read(numbers)).unscored:
+            runner.cache.empty()  # what is not finite there would reach whatever is computed beside it
+            raise unscored_error(task.reader, runner.model, state.text)
+        return plan
+
     drafting = task.mode.drafting
     width, branches, bound = (drafting.states, drafting.branches, drafting.compute_bound_tokens) if drafting else (1, 1, None)
     budget = Budget(width, state.current.ids.numel(), bound, head_cost)
-    plan = RoundPlan.read(summary(state, task.mask_token_id).tolist()).with_slots(budget.width(), branches)
+    plan = seen(state, summary(state, task.mask_token_id).tolist()).with_slots(budget.width(), branches)
     remasked: list[Remasked] = []
     while True:
         if task.mode.refine is not None and task.mode.refine.remasks:
@@ -7858,9 +8094,9 @@ def decode(
             numbers = summary(state, task.mask_token_id, accepted).tolist()
         else:
             state, numbers = step(state, plan)
-        seen = RoundPlan.read(numbers)
-        budget.learn(list(seen.accepted[: min(plan.per_row, plan.room)]), plan.active - plan.clean)
-        plan = seen.with_slots(budget.width(), branches)
+        after = seen(state, numbers)
+        budget.learn(list(after.accepted[: min(plan.per_row, plan.room)]), plan.active - plan.clean)
+        plan = after.with_slots(budget.width(), branches)
         if on_round is not None:
             on_round(state)
 
@@ -8329,7 +8565,7 @@ class MRPGenerationMixin(GenerationMixin):
     def generate(
         self,
         inputs: Tensor | None = None,
-        generation_config: GenerationConfig | None = None,
+        generation_config: GenerationConfig | dict[str, Any] | None = None,
         streamer: BaseStreamer | None = None,
         assistant_model: Any = None,
         custom_generate: Any = None,
@@ -8351,7 +8587,7 @@ class MRPGenerationMixin(GenerationMixin):
 
         Args:
             inputs: [rows, length] long, the prompts (or `input_ids`).
-            generation_config: Options; keyword arguments go before its fields.
+            generation_config: Options, or a dict of them; keyword arguments go before its fields.
             streamer: Receives the prompt, then finished blocks in order; of a single row.
             assistant_model: Not supported.
             custom_generate: As in transformers; the call is then passed on.
@@ -8361,7 +8597,7 @@ class MRPGenerationMixin(GenerationMixin):
                 fewer are filled up with masks. Behind them the text goes on, if `max_new_tokens` (which counts given
                 tokens too) leaves room; without a limit of length it ends there. A text ends at an eos behind the last given
                 token, and none is generated before.
-            past_key_values: Those of an earlier call's output, of the same model with the same weights. `input_ids` hold the
+            past_key_values: Those of an earlier call's output, of the same model, weights and head. `input_ids` hold the
                 whole conversation. Keys and values of the blocks that both begin with are not computed again, row by row as
                 far as the ids agree: the text is the one without a cache. Prefill starts at the first block that any
                 row lacks, in modes with the head also of the head's own, which only these modes add to. The
@@ -8372,7 +8608,8 @@ class MRPGenerationMixin(GenerationMixin):
             [rows, prompt + generated] long, or an `MRPGenerateOutput` with `return_dict_in_generate=True`.
 
         Raises:
-            ValueError: for an unknown or unsupported option, a value out of range, or a prompt that cannot be decoded.
+            ValueError: for an unknown or unsupported option, a value out of range, or a prompt that cannot be decoded, before
+                any work; for what a criterion or processor returns wrongly; for a position without a finite score.
         """
         if custom_generate is not None:
             kwargs |= {} if infill_ids is None else {"infill_ids": infill_ids}
@@ -8385,14 +8622,11 @@ class MRPGenerationMixin(GenerationMixin):
         config, model_kwargs = self._resolved(generation_config, kwargs)
         prompt: Any = inputs if inputs is not None else model_kwargs.get("input_ids")
         check_prompt(prompt, model_kwargs.get("attention_mask"), self.config.mask_token_id, self.config.vocab_size)
-        copies = 1 if config.num_return_sequences is None else config.num_return_sequences
-        if not isinstance(copies, int) or isinstance(copies, bool) or copies < 1:
-            raise ValueError(f"num_return_sequences is {copies!r}: it must be an int of 1 or more")
-        expanded = len(prompt) * copies
-        if streamer is not None and expanded > 1:
-            raise ValueError(f"a streamer takes one row, and the batch has {expanded}: stream one prompt at a time")
+        copies = config.num_return_sequences or 1
+        if streamer is not None:
+            check_streamer(streamer, len(prompt) * copies)
         if past_key_values is not None:
-            self._check_past(past_key_values, len(prompt))
+            check_past(past_key_values, self, len(prompt))
         if infill_ids is not None:
             check_infill(infill_ids, len(prompt), self.config.vocab_size)
             infill_ids = infill_ids.repeat_interleave(copies, 0)
@@ -8417,15 +8651,20 @@ class MRPGenerationMixin(GenerationMixin):
             return super().generate(inputs, generation_config=config, custom_generate=custom, streamer=streamer, **model_kwargs)
 
     def _resolved(
-        self, generation_config: GenerationConfig | None, kwargs: dict[str, Any]
+        self, generation_config: GenerationConfig | dict[str, Any] | None, kwargs: dict[str, Any]
     ) -> tuple[MRPGenerationConfig, dict[str, Any]]:
         """Resolve and check the options of one call; also return the other keyword arguments."""
-        config = MRPGenerationConfig()
-        if generation_config is not None:
-            if unknown := _unknown(generation_config):
-                raise ValueError(f"generation_config has unknown fields: {unknown}. Check their spelling, or leave them unset")
-            config.update(**generation_config.to_dict())
-        if unknown := _unknown(self.generation_config):
+        config, given, block_size = MRPGenerationConfig(), generation_config, self.config.block_size
+        if isinstance(given, GenerationConfig):
+            given = {name: value for name, value in given.to_dict().items() if name in vars(given)}
+        elif given is not None and not isinstance(given, dict):
+            raise ValueError(f"generation_config is {given!r}: pass a GenerationConfig, or a dict of its fields")
+        if unknown := _unknown(given or {}):
+            raise ValueError(f"generation_config has unknown fields: {unknown}. Check their spelling, or leave them unset")
+        for options in (self.generation_config.to_dict(), given or {}, kwargs):  # before transformers compares and adds them
+            check_values(options, block_size)
+        config.update(**(given or {}))
+        if unknown := _unknown(vars(self.generation_config)):
             logger.warning_once(
                 f"fields of the model's generation_config that generate does not know have no effect: {unknown}"
             )
@@ -8433,7 +8672,7 @@ class MRPGenerationMixin(GenerationMixin):
         config.update(**self.generation_config.to_dict(), defaults_only=True)
         if "eos_token_id" in kwargs and kwargs["eos_token_id"] is None:
             config.eos_token_id = []  # None as an argument means no eos; left as None, the model's own would come back
-        config.check(self.config.block_size, self.config.has_head)
+        config.check(block_size, self.config.has_head)
         if model_kwargs.get("inputs_embeds") is not None:
             raise ValueError(
                 "inputs_embeds are not supported: pass a [rows, length] tensor of ids as input_ids. Leave it unset"
@@ -8442,15 +8681,16 @@ class MRPGenerationMixin(GenerationMixin):
             raise ValueError(
                 f"{_listed(unused)}: not used or not supported by generate here. Check the spelling, or leave it unset"
             )
+        for name in ("logits_processor", "stopping_criteria"):
+            check_functions(name, model_kwargs.get(name) or [])
         if config.stop_strings is not None:  # transformers would lose the tokenizer on the way to a custom loop
-            if (tokenizer := model_kwargs.pop("tokenizer", None)) is None:
-                raise ValueError(f"stop_strings={config.stop_strings!r} need the tokenizer: pass tokenizer=... to generate")
+            tokenizer = model_kwargs.pop("tokenizer", None)
+            check_stop_strings(config.stop_strings, tokenizer)
             criteria = StoppingCriteriaList(model_kwargs.pop("stopping_criteria", None) or [])
             criteria.append(StopStringCriteria(tokenizer, config.stop_strings))
             model_kwargs["stopping_criteria"] = criteria
             config.stop_strings = None
-        if (mask_id := self.config.mask_token_id) in config.eos_ids():
-            raise ValueError(f"eos_token_id holds the mask id {mask_id}, which is never picked: leave it out")
+        check_special_ids(config.eos_ids(), _pad_id(config), self.config.mask_token_id, self.config.vocab_size)
         return config, model_kwargs
 
     def block_cache(self, batch_size: int, capacity: int, scratch: int, with_head: bool) -> BlockCache:
@@ -8462,13 +8702,13 @@ class MRPGenerationMixin(GenerationMixin):
         """
         block_size = self.config.block_size
         for name, size in (("batch_size", batch_size), ("capacity", capacity), ("scratch", scratch)):
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise ValueError(f"{name} is {size!r}: it must be an int of 1 or more")
+            if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size < 1 << 31:
+                raise ValueError(f"{name} is {size!r}: it must be an int of 1 or more, below 2**31")
         if capacity % block_size:
             raise ValueError(f"capacity is {capacity}: it must be a multiple of the block size, {block_size}")
         if with_head and self.mrp_head is None:
             raise ValueError("with_head=True, but this checkpoint has no MRP head: pass with_head=False")
-        heads, width, devices = self.config.num_key_value_heads, self.config.head_dim, self._layer_devices(with_head)
+        heads, width, devices = self.config.num_key_value_heads, self.config.head_dim, devices_of_layers(self, with_head)
         head_layers = len(devices) - self.config.num_hidden_layers
         cache = BlockCache(batch_size, heads, width, devices, capacity, scratch, self.dtype, head_layers)
         cache.owner = weakref.ref(self)
@@ -8478,38 +8718,10 @@ class MRPGenerationMixin(GenerationMixin):
         """Free the recorded rounds that calls of `generate` on CUDA leave for the next, and the KV cache they write to."""
         release_graphs(self)
 
-    def _layer_devices(self, with_head: bool) -> tuple[torch.device, ...]:
-        layers = list(self.model.layers) + (list(self.mrp_head.layers) if with_head else [])
-        return tuple(layer.self_attn.k_proj.weight.device for layer in layers)
 
-    def _check_past(self, past_key_values: BlockCache, rows: int) -> None:
-        if not isinstance(past_key_values, BlockCache):
-            raise ValueError(
-                f"past_key_values are a {type(past_key_values).__name__}: pass those that "
-                "generate(..., return_dict_in_generate=True) gave, or leave them unset"
-            )
-        if past_key_values.owner is None or past_key_values.owner() is not self:
-            raise ValueError("past_key_values come from another model: pass those of this one's generate, or leave them unset")
-        if past_key_values.rows != rows:
-            raise ValueError(
-                f"past_key_values hold {past_key_values.rows} rows, and input_ids have {rows}: pass the same conversations in "
-                "the same order, or leave them unset"
-            )
-        devices = self._layer_devices(bool(past_key_values.head_layers))
-        if past_key_values.dtype != self.dtype or past_key_values.layer_devices != devices:
-            raise ValueError(
-                f"past_key_values are {past_key_values.dtype} on {_names(past_key_values.layer_devices)}, and the model is now "
-                f"{self.dtype} on {_names(devices)}: leave them unset"
-            )
-
-
-def _names(devices: tuple[torch.device, ...]) -> str:
-    return ", ".join(map(str, dict.fromkeys(devices)))
-
-
-def _unknown(config: GenerationConfig) -> str:
+def _unknown(fields: Mapping[str, Any]) -> str:
     """List the fields of a config that are no options, in words; "" if there are none."""
-    return _listed(sorted(name for name in vars(config) if not name.startswith("_") and name not in OPTION_NAMES))
+    return _listed(sorted(str(name) for name in fields if not str(name).startswith("_") and name not in OPTION_NAMES))
 
 
 def _listed(names: list[str]) -> str:
@@ -8564,14 +8776,16 @@ def _decode(
     with _cache_for(model, recorder_for(model, config.graphs), *room) as (recorded, cache):
         text = text.with_room(cache.capacity) if recorded is not None else text
         reused = cache.reusable(text.tokens, current.start, block, mode.uses_head)
+        parts = ("model", "mrp_head") if cache.head_layers else ("model",)
+        cache.weights = {name: WeightsSeen(getattr(model, name)) for name in parts}
         # From here on the slots behind are overwritten, also by a call that does not come to its end.
         cache.hold(text.tokens, reused, reused.minimum(cache.head_held.to(device)))
         reader = _reader(model, picker, mode, request, recorded)
         task = Task(mode, reader, block, mask_id, stopping)
         whole = recorded is not None and replayable(task)
-        parts = None if recorded is None or whole else recorded.parts.call
+        by_parts = None if recorded is None or whole else recorded.parts.call
         round_masks = takes_round_masks(model, picker.dispatch)
-        runner = Runner(model, cache, mode.uses_head, picker.dispatch, round_masks, device, parts)
+        runner = Runner(model, cache, mode.uses_head, picker.dispatch, round_masks, device, by_parts)
         state = begin(task, runner, text, current, reused)
         rounds = RecordedRounds(task, runner, state, recorded) if recorded is not None and whole else None
         passes = mode.drafting.passes if mode.drafting else 0
@@ -8642,6 +8856,12 @@ def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationCo
     temperature = 1.0
     before, after = LogitsProcessorList(), LogitsProcessorList()
     for processor in processors:
+        biased = processor.sequence_bias if isinstance(processor, SequenceBiasLogitsProcessor) else ()
+        if outside := [one for ids in biased for one in ids if not 0 <= one < model.config.vocab_size]:
+            raise ValueError(
+                f"bad_words_ids or sequence_bias hold the id {outside[0]}, outside the vocabulary of "
+                f"{model.config.vocab_size}: use this model's tokenizer"
+            )
         if isinstance(processor, TemperatureLogitsWarper):
             temperature = float(processor.temperature)
         elif isinstance(processor, _TRUNCATIONS):
@@ -8650,6 +8870,8 @@ def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationCo
             before.append(RepetitionPenaltyLogitsProcessor(processor.penalty))
         elif not isinstance(processor, MinLengthLogitsProcessor | MinNewTokensLengthLogitsProcessor):
             before.append(processor)
+    dispatch = Dispatch(config.kernels)
+    dispatch.check(model.lm_head.weight)
     return Sampler(
         model.lm_head.weight,
         model.config.mask_token_id,
@@ -8658,7 +8880,7 @@ def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationCo
         before or None,
         after or None,
         tuple(config.eos_ids()),
-        dispatch=Dispatch(config.kernels),
+        dispatch=dispatch,
     )
 
 

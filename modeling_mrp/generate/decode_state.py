@@ -257,6 +257,7 @@ class RoundPlan:
         late: Some row's last clean block has no KV of the head yet.
         blocked: One of them is about to commit another block.
         accepted: How many rows accepted the state in each slot of the round before, of those that had masks left.
+        unscored: Some token of a text has no log-probability: no token had a finite score there.
         per_row: States that a row may submit.
         room: Places that the forward has for them: no more than any row can fill.
     """
@@ -270,14 +271,16 @@ class RoundPlan:
     late: bool
     blocked: bool
     accepted: tuple[int, ...] = ()
+    unscored: bool = False
     per_row: int = 1
     room: int = 1
 
     @classmethod
     def read(cls, numbers: list[int]) -> "RoundPlan":
         """Read what `summary` stacked, before it is decided how much to draft."""
-        active, used, head_used, clean, masks, drafting, late, blocked = numbers[:SUMMARY]
-        return cls(active, used, head_used, clean, masks, drafting > 0, late > 0, blocked > 0, tuple(numbers[SUMMARY:]))
+        active, used, head_used, clean, masks, *flags = numbers[:SUMMARY]
+        drafting, late, blocked, unscored = (flag > 0 for flag in flags)
+        return cls(active, used, head_used, clean, masks, drafting, late, blocked, tuple(numbers[SUMMARY:]), unscored)
 
     def with_slots(self, width: int, branches: int) -> "RoundPlan":
         """The same with room for up to `width` states a row.
@@ -290,7 +293,7 @@ class RoundPlan:
 
 
 # Numbers of a `RoundPlan` before `accepted`.
-SUMMARY = 8
+SUMMARY = 9
 
 
 def summary(state: DecodeState, mask_token_id: int, accepted: Tensor | None = None) -> Tensor:
@@ -309,6 +312,7 @@ def summary(state: DecodeState, mask_token_id: int, accepted: Tensor | None = No
             state.has_seed & (masks > 0),
             late,
             late & clean,
+            state.text.logprob[:, :-1].isnan().any(1),
         ]
     )
     total, most = each.sum(1), each.amax(1)

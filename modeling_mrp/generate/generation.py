@@ -2,7 +2,7 @@
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,6 +27,7 @@ from transformers.generation.logits_process import (
     MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
     TopHLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -37,7 +38,7 @@ from transformers.utils import ModelOutput
 from transformers.utils import logging as transformers_logging
 
 from ..kernels.dispatch import Dispatch
-from ..runner.cache import BlockCache
+from ..runner.cache import BlockCache, WeightsSeen, devices_of_layers
 from ..runner.graphs import Recorder
 from ..runner.recorded import RecordedCache, recorded_cache, recorder_for, release_graphs
 from ..runner.round_layers import takes_round_masks
@@ -45,8 +46,17 @@ from ..runner.runner import Runner
 from .decode_state import DecodeState, Remasked, Request, laid_out
 from .loop import Task, begin, decode
 from .modes import Mode
-from .options import OPTION_NAMES, MRPGenerationConfig, did_you_mean
-from .prompts import check_infill, check_prompt, check_rows
+from .options import OPTION_NAMES, MRPGenerationConfig, check_values, did_you_mean
+from .prompts import (
+    check_functions,
+    check_infill,
+    check_past,
+    check_prompt,
+    check_rows,
+    check_special_ids,
+    check_stop_strings,
+    check_streamer,
+)
 from .recording import RecordedRounds, replayable
 from .sampling import Sampler
 from .scoring import Reader
@@ -130,7 +140,7 @@ class MRPGenerationMixin(GenerationMixin):
     def generate(
         self,
         inputs: Tensor | None = None,
-        generation_config: GenerationConfig | None = None,
+        generation_config: GenerationConfig | dict[str, Any] | None = None,
         streamer: BaseStreamer | None = None,
         assistant_model: Any = None,
         custom_generate: Any = None,
@@ -152,7 +162,7 @@ class MRPGenerationMixin(GenerationMixin):
 
         Args:
             inputs: [rows, length] long, the prompts (or `input_ids`).
-            generation_config: Options; keyword arguments go before its fields.
+            generation_config: Options, or a dict of them; keyword arguments go before its fields.
             streamer: Receives the prompt, then finished blocks in order; of a single row.
             assistant_model: Not supported.
             custom_generate: As in transformers; the call is then passed on.
@@ -162,7 +172,7 @@ class MRPGenerationMixin(GenerationMixin):
                 fewer are filled up with masks. Behind them the text goes on, if `max_new_tokens` (which counts given
                 tokens too) leaves room; without a limit of length it ends there. A text ends at an eos behind the last given
                 token, and none is generated before.
-            past_key_values: Those of an earlier call's output, of the same model with the same weights. `input_ids` hold the
+            past_key_values: Those of an earlier call's output, of the same model, weights and head. `input_ids` hold the
                 whole conversation. Keys and values of the blocks that both begin with are not computed again, row by row as
                 far as the ids agree: the text is the one without a cache. Prefill starts at the first block that any
                 row lacks, in modes with the head also of the head's own, which only these modes add to. The
@@ -173,7 +183,8 @@ class MRPGenerationMixin(GenerationMixin):
             [rows, prompt + generated] long, or an `MRPGenerateOutput` with `return_dict_in_generate=True`.
 
         Raises:
-            ValueError: for an unknown or unsupported option, a value out of range, or a prompt that cannot be decoded.
+            ValueError: for an unknown or unsupported option, a value out of range, or a prompt that cannot be decoded, before
+                any work; for what a criterion or processor returns wrongly; for a position without a finite score.
         """
         if custom_generate is not None:
             kwargs |= {} if infill_ids is None else {"infill_ids": infill_ids}
@@ -186,14 +197,11 @@ class MRPGenerationMixin(GenerationMixin):
         config, model_kwargs = self._resolved(generation_config, kwargs)
         prompt: Any = inputs if inputs is not None else model_kwargs.get("input_ids")
         check_prompt(prompt, model_kwargs.get("attention_mask"), self.config.mask_token_id, self.config.vocab_size)
-        copies = 1 if config.num_return_sequences is None else config.num_return_sequences
-        if not isinstance(copies, int) or isinstance(copies, bool) or copies < 1:
-            raise ValueError(f"num_return_sequences is {copies!r}: it must be an int of 1 or more")
-        expanded = len(prompt) * copies
-        if streamer is not None and expanded > 1:
-            raise ValueError(f"a streamer takes one row, and the batch has {expanded}: stream one prompt at a time")
+        copies = config.num_return_sequences or 1
+        if streamer is not None:
+            check_streamer(streamer, len(prompt) * copies)
         if past_key_values is not None:
-            self._check_past(past_key_values, len(prompt))
+            check_past(past_key_values, self, len(prompt))
         if infill_ids is not None:
             check_infill(infill_ids, len(prompt), self.config.vocab_size)
             infill_ids = infill_ids.repeat_interleave(copies, 0)
@@ -218,15 +226,20 @@ class MRPGenerationMixin(GenerationMixin):
             return super().generate(inputs, generation_config=config, custom_generate=custom, streamer=streamer, **model_kwargs)
 
     def _resolved(
-        self, generation_config: GenerationConfig | None, kwargs: dict[str, Any]
+        self, generation_config: GenerationConfig | dict[str, Any] | None, kwargs: dict[str, Any]
     ) -> tuple[MRPGenerationConfig, dict[str, Any]]:
         """Resolve and check the options of one call; also return the other keyword arguments."""
-        config = MRPGenerationConfig()
-        if generation_config is not None:
-            if unknown := _unknown(generation_config):
-                raise ValueError(f"generation_config has unknown fields: {unknown}. Check their spelling, or leave them unset")
-            config.update(**generation_config.to_dict())
-        if unknown := _unknown(self.generation_config):
+        config, given, block_size = MRPGenerationConfig(), generation_config, self.config.block_size
+        if isinstance(given, GenerationConfig):
+            given = {name: value for name, value in given.to_dict().items() if name in vars(given)}
+        elif given is not None and not isinstance(given, dict):
+            raise ValueError(f"generation_config is {given!r}: pass a GenerationConfig, or a dict of its fields")
+        if unknown := _unknown(given or {}):
+            raise ValueError(f"generation_config has unknown fields: {unknown}. Check their spelling, or leave them unset")
+        for options in (self.generation_config.to_dict(), given or {}, kwargs):  # before transformers compares and adds them
+            check_values(options, block_size)
+        config.update(**(given or {}))
+        if unknown := _unknown(vars(self.generation_config)):
             logger.warning_once(
                 f"fields of the model's generation_config that generate does not know have no effect: {unknown}"
             )
@@ -234,7 +247,7 @@ class MRPGenerationMixin(GenerationMixin):
         config.update(**self.generation_config.to_dict(), defaults_only=True)
         if "eos_token_id" in kwargs and kwargs["eos_token_id"] is None:
             config.eos_token_id = []  # None as an argument means no eos; left as None, the model's own would come back
-        config.check(self.config.block_size, self.config.has_head)
+        config.check(block_size, self.config.has_head)
         if model_kwargs.get("inputs_embeds") is not None:
             raise ValueError(
                 "inputs_embeds are not supported: pass a [rows, length] tensor of ids as input_ids. Leave it unset"
@@ -243,15 +256,16 @@ class MRPGenerationMixin(GenerationMixin):
             raise ValueError(
                 f"{_listed(unused)}: not used or not supported by generate here. Check the spelling, or leave it unset"
             )
+        for name in ("logits_processor", "stopping_criteria"):
+            check_functions(name, model_kwargs.get(name) or [])
         if config.stop_strings is not None:  # transformers would lose the tokenizer on the way to a custom loop
-            if (tokenizer := model_kwargs.pop("tokenizer", None)) is None:
-                raise ValueError(f"stop_strings={config.stop_strings!r} need the tokenizer: pass tokenizer=... to generate")
+            tokenizer = model_kwargs.pop("tokenizer", None)
+            check_stop_strings(config.stop_strings, tokenizer)
             criteria = StoppingCriteriaList(model_kwargs.pop("stopping_criteria", None) or [])
             criteria.append(StopStringCriteria(tokenizer, config.stop_strings))
             model_kwargs["stopping_criteria"] = criteria
             config.stop_strings = None
-        if (mask_id := self.config.mask_token_id) in config.eos_ids():
-            raise ValueError(f"eos_token_id holds the mask id {mask_id}, which is never picked: leave it out")
+        check_special_ids(config.eos_ids(), _pad_id(config), self.config.mask_token_id, self.config.vocab_size)
         return config, model_kwargs
 
     def block_cache(self, batch_size: int, capacity: int, scratch: int, with_head: bool) -> BlockCache:
@@ -263,13 +277,13 @@ class MRPGenerationMixin(GenerationMixin):
         """
         block_size = self.config.block_size
         for name, size in (("batch_size", batch_size), ("capacity", capacity), ("scratch", scratch)):
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise ValueError(f"{name} is {size!r}: it must be an int of 1 or more")
+            if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size < 1 << 31:
+                raise ValueError(f"{name} is {size!r}: it must be an int of 1 or more, below 2**31")
         if capacity % block_size:
             raise ValueError(f"capacity is {capacity}: it must be a multiple of the block size, {block_size}")
         if with_head and self.mrp_head is None:
             raise ValueError("with_head=True, but this checkpoint has no MRP head: pass with_head=False")
-        heads, width, devices = self.config.num_key_value_heads, self.config.head_dim, self._layer_devices(with_head)
+        heads, width, devices = self.config.num_key_value_heads, self.config.head_dim, devices_of_layers(self, with_head)
         head_layers = len(devices) - self.config.num_hidden_layers
         cache = BlockCache(batch_size, heads, width, devices, capacity, scratch, self.dtype, head_layers)
         cache.owner = weakref.ref(self)
@@ -279,38 +293,10 @@ class MRPGenerationMixin(GenerationMixin):
         """Free the recorded rounds that calls of `generate` on CUDA leave for the next, and the KV cache they write to."""
         release_graphs(self)
 
-    def _layer_devices(self, with_head: bool) -> tuple[torch.device, ...]:
-        layers = list(self.model.layers) + (list(self.mrp_head.layers) if with_head else [])
-        return tuple(layer.self_attn.k_proj.weight.device for layer in layers)
 
-    def _check_past(self, past_key_values: BlockCache, rows: int) -> None:
-        if not isinstance(past_key_values, BlockCache):
-            raise ValueError(
-                f"past_key_values are a {type(past_key_values).__name__}: pass those that "
-                "generate(..., return_dict_in_generate=True) gave, or leave them unset"
-            )
-        if past_key_values.owner is None or past_key_values.owner() is not self:
-            raise ValueError("past_key_values come from another model: pass those of this one's generate, or leave them unset")
-        if past_key_values.rows != rows:
-            raise ValueError(
-                f"past_key_values hold {past_key_values.rows} rows, and input_ids have {rows}: pass the same conversations in "
-                "the same order, or leave them unset"
-            )
-        devices = self._layer_devices(bool(past_key_values.head_layers))
-        if past_key_values.dtype != self.dtype or past_key_values.layer_devices != devices:
-            raise ValueError(
-                f"past_key_values are {past_key_values.dtype} on {_names(past_key_values.layer_devices)}, and the model is now "
-                f"{self.dtype} on {_names(devices)}: leave them unset"
-            )
-
-
-def _names(devices: tuple[torch.device, ...]) -> str:
-    return ", ".join(map(str, dict.fromkeys(devices)))
-
-
-def _unknown(config: GenerationConfig) -> str:
+def _unknown(fields: Mapping[str, Any]) -> str:
     """List the fields of a config that are no options, in words; "" if there are none."""
-    return _listed(sorted(name for name in vars(config) if not name.startswith("_") and name not in OPTION_NAMES))
+    return _listed(sorted(str(name) for name in fields if not str(name).startswith("_") and name not in OPTION_NAMES))
 
 
 def _listed(names: list[str]) -> str:
@@ -365,14 +351,16 @@ def _decode(
     with _cache_for(model, recorder_for(model, config.graphs), *room) as (recorded, cache):
         text = text.with_room(cache.capacity) if recorded is not None else text
         reused = cache.reusable(text.tokens, current.start, block, mode.uses_head)
+        parts = ("model", "mrp_head") if cache.head_layers else ("model",)
+        cache.weights = {name: WeightsSeen(getattr(model, name)) for name in parts}
         # From here on the slots behind are overwritten, also by a call that does not come to its end.
         cache.hold(text.tokens, reused, reused.minimum(cache.head_held.to(device)))
         reader = _reader(model, picker, mode, request, recorded)
         task = Task(mode, reader, block, mask_id, stopping)
         whole = recorded is not None and replayable(task)
-        parts = None if recorded is None or whole else recorded.parts.call
+        by_parts = None if recorded is None or whole else recorded.parts.call
         round_masks = takes_round_masks(model, picker.dispatch)
-        runner = Runner(model, cache, mode.uses_head, picker.dispatch, round_masks, device, parts)
+        runner = Runner(model, cache, mode.uses_head, picker.dispatch, round_masks, device, by_parts)
         state = begin(task, runner, text, current, reused)
         rounds = RecordedRounds(task, runner, state, recorded) if recorded is not None and whole else None
         passes = mode.drafting.passes if mode.drafting else 0
@@ -443,6 +431,12 @@ def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationCo
     temperature = 1.0
     before, after = LogitsProcessorList(), LogitsProcessorList()
     for processor in processors:
+        biased = processor.sequence_bias if isinstance(processor, SequenceBiasLogitsProcessor) else ()
+        if outside := [one for ids in biased for one in ids if not 0 <= one < model.config.vocab_size]:
+            raise ValueError(
+                f"bad_words_ids or sequence_bias hold the id {outside[0]}, outside the vocabulary of "
+                f"{model.config.vocab_size}: use this model's tokenizer"
+            )
         if isinstance(processor, TemperatureLogitsWarper):
             temperature = float(processor.temperature)
         elif isinstance(processor, _TRUNCATIONS):
@@ -451,6 +445,8 @@ def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationCo
             before.append(RepetitionPenaltyLogitsProcessor(processor.penalty))
         elif not isinstance(processor, MinLengthLogitsProcessor | MinNewTokensLengthLogitsProcessor):
             before.append(processor)
+    dispatch = Dispatch(config.kernels)
+    dispatch.check(model.lm_head.weight)
     return Sampler(
         model.lm_head.weight,
         model.config.mask_token_id,
@@ -459,7 +455,7 @@ def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationCo
         before or None,
         after or None,
         tuple(config.eos_ids()),
-        dispatch=Dispatch(config.kernels),
+        dispatch=dispatch,
     )
 
 

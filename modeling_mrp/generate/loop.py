@@ -29,7 +29,7 @@ from ..rules.states import PARENT, Memory, Reveal, Scored, Source, States
 from ..runner.runner import Held, Runner
 from .decode_state import Counts, DecodeState, Remasked, RoundPlan, Text, first_state, summary
 from .modes import Mode
-from .scoring import Reader
+from .scoring import Reader, unscored_error
 from .settle import clean_slot, count_round, settle, stand_at
 from .stopping import Stopping
 
@@ -80,11 +80,21 @@ def decode(
 
     Returns:
         The last state, and what each step remasked.
+
+    Raises:
+        ValueError: for a position at which no token has a finite score.
     """
+
+    def seen(state: DecodeState, numbers: list[int]) -> RoundPlan:
+        if (plan := RoundPlan.read(numbers)).unscored:
+            runner.cache.empty()  # what is not finite there would reach whatever is computed beside it
+            raise unscored_error(task.reader, runner.model, state.text)
+        return plan
+
     drafting = task.mode.drafting
     width, branches, bound = (drafting.states, drafting.branches, drafting.compute_bound_tokens) if drafting else (1, 1, None)
     budget = Budget(width, state.current.ids.numel(), bound, head_cost)
-    plan = RoundPlan.read(summary(state, task.mask_token_id).tolist()).with_slots(budget.width(), branches)
+    plan = seen(state, summary(state, task.mask_token_id).tolist()).with_slots(budget.width(), branches)
     remasked: list[Remasked] = []
     while True:
         if task.mode.refine is not None and task.mode.refine.remasks:
@@ -96,9 +106,9 @@ def decode(
             numbers = summary(state, task.mask_token_id, accepted).tolist()
         else:
             state, numbers = step(state, plan)
-        seen = RoundPlan.read(numbers)
-        budget.learn(list(seen.accepted[: min(plan.per_row, plan.room)]), plan.active - plan.clean)
-        plan = seen.with_slots(budget.width(), branches)
+        after = seen(state, numbers)
+        budget.learn(list(after.accepted[: min(plan.per_row, plan.room)]), plan.active - plan.clean)
+        plan = after.with_slots(budget.width(), branches)
         if on_round is not None:
             on_round(state)
 

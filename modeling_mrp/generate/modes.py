@@ -108,7 +108,7 @@ class ThresholdRemask:
     def __call__(self, steps: HeadSteps, states: States, hidden: Tensor, reveal: Reveal) -> Reveal:
         """See `Refinement`."""
         believed = belief(steps, states, hidden, reveal, reveal.where)
-        return kept_reveal(reveal, believed >= self.threshold, believed)
+        return kept_reveal(reveal.resting_on(believed), believed >= self.threshold, believed)
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class ResidualRemask:
         """See `Refinement`."""
         residual = steps.head_hidden(states, hidden)
         moved = steps.residual_magnitude(residual, reveal.token, reveal.where)
-        return kept_reveal(reveal, moved <= self.delta, reveal.confidence)
+        return kept_reveal(reveal.resting_on(moved), moved <= self.delta, reveal.confidence)
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class RereadRemask:
         while bool(unsettled.any()):  # one look at the device a pass; most rows are settled by the first
             believed = belief(steps, replace(states, valid=unsettled), hidden, reveal, reveal.where)
             back, doubted = least_believed(reveal, believed, self.threshold, unsettled)
-            reveal = reveal.only(reveal.where & ~back)
+            reveal = reveal.resting_on(believed).only(reveal.where & ~back)
             several = several & (reveal.where.sum(-1) > 1)
             unsettled = unsettled & doubted & several
         if bool(several.any()):

@@ -43,6 +43,9 @@ class Option:
         """Raise `ValueError`, with value and remedy, for a value of another type or out of range."""
         if value is None and self.default is None:
             return
+        if isinstance(value, int) and value.bit_length() > 63:  # so many digits need not be shown, nor can they
+            shown = f"{'-' if value < 0 else ''}2**{value.bit_length() - 1}"
+            raise ValueError(f"{self.name} is {shown} or more: {self.remedy.format(block_size=block_size)}, and of 64 bits")
         fits = isinstance(value, self.kind) and (self.kind is bool or not isinstance(value, bool))
         if not fits or not self.holds(value, block_size):
             kind = "" if fits else f", of type {type(value).__name__}"
@@ -51,9 +54,11 @@ class Option:
 
 # Type, range and remedy.
 _Values = tuple[Any, Callable[[Any, int], bool], str]
-_COUNT: _Values = (int, lambda v, _: v >= 1, "it must be an int of 1 or more")
+COUNT: _Values = (int, lambda v, _: v >= 1, "it must be an int of 1 or more")
+_MOST_STATES = 256  # of a block of 4, the shortest published, the kernels hold no more
+_STATES: _Values = (int, lambda v, _: 1 <= v <= _MOST_STATES, f"it must be an int from 1 to {_MOST_STATES}")
 _STEPS: _Values = (int, lambda v, size: 1 <= v <= size, "it must be an int from 1 to block_size ({block_size})")
-_PROBABILITY: _Values = (int | float, lambda v, _: 0 <= v <= 1, "it must be a probability, a float from 0 to 1")
+PROBABILITY: _Values = (int | float, lambda v, _: 0 <= v <= 1, "it must be a probability, a float from 0 to 1")
 _NATS: _Values = (int | float, lambda v, _: v >= 0, "it must be a number of nats, a float of 0 or more")
 _LOGITS: _Values = (int | float, lambda v, _: v > 0, "it must be a positive number of logits, a float")
 _KERNELS: _Values = (bool, lambda *_: True, "use None (where they can be used), True (or an error) or False (PyTorch only)")
@@ -85,7 +90,7 @@ OPTIONS = (
         "steps per block; None: `block_size`, one token a step",
         ("static", "sequential", "mrp_direct"),
     ),
-    Option("confidence_threshold", 0.9, *_PROBABILITY, "tau, a probability", ("dynamic", "mrp_remask")),
+    Option("confidence_threshold", 0.9, *PROBABILITY, "tau, a probability", ("dynamic", "mrp_remask")),
     Option(
         "entropy_threshold",
         0.35,
@@ -93,14 +98,14 @@ OPTIONS = (
         "bound in nats on the summed entropy of a step's reveals",
         ("entropy_bound",),
     ),
-    Option("mrp_steps", 1, *_COUNT, "reveals of the head after each backbone step, unverified", ("mrp_direct",)),
-    Option("num_draft_states", 4, *_COUNT, "K: states a row submits per round, at most: the next one, and drafts", DRAFTING),
-    Option("draft_branches", 3, *_COUNT, "followers considered per state; 1 drafts a chain", DRAFTING),
-    Option("draft_passes", 1, *_COUNT, "head passes per round, at most; each re-reads what is drafted so far", ("mrp_spec",)),
+    Option("mrp_steps", 1, *_STEPS, "reveals of the head after each backbone step, unverified", ("mrp_direct",)),
+    Option("num_draft_states", 4, *_STATES, "K: states a row submits per round, at most: the next one, and drafts", DRAFTING),
+    Option("draft_branches", 3, *COUNT, "followers considered per state; 1 drafts a chain", DRAFTING),
+    Option("draft_passes", 1, *COUNT, "head passes per round, at most; each re-reads what is drafted so far", ("mrp_spec",)),
     Option(
         "compute_bound_tokens",
         None,
-        *_COUNT,
+        *COUNT,
         "tokens in a forward up to which its time hardly grows (about 140 for bf16 on an H200): drafts are submitted as far as "
         "they are worth their time; None: only forwards count",
         DRAFTING,
@@ -112,4 +117,4 @@ OPTIONS = (
     Option("graphs", None, *_GRAPHS, "CUDA graphs: None where possible, True or an error, False never"),
 )
 
-__all__ = ["DECODINGS", "DRAFTING", "OPTIONS", "REMASK_RULES", "TARGETS", "Option"]
+__all__ = ["COUNT", "DECODINGS", "DRAFTING", "OPTIONS", "PROBABILITY", "REMASK_RULES", "TARGETS", "Option"]

@@ -2,7 +2,7 @@
 
 import difflib
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import inf
 from typing import Any
 
@@ -12,7 +12,7 @@ from transformers.generation import GenerationConfig
 
 from ..rules.revealing import Dynamic, EntropyBound, RevealRule, Sequential, Static, logit, reveal_schedule
 from .modes import Direct, Drafting, Mode, RereadRemask, ResidualRemask, ThresholdRemask
-from .option_table import OPTIONS, TARGETS, Option
+from .option_table import COUNT, OPTIONS, PROBABILITY, TARGETS, Option
 
 # Of options that were checked: none is None.
 _RULES: dict[str, Callable[[Any], RevealRule]] = {
@@ -40,9 +40,28 @@ def _drafting(options: Any, passes: int) -> Drafting:
     return Drafting(states, options.draft_branches, min(passes, states - 1), options.compute_bound_tokens)
 
 
-# Options of transformers that it checks later, or not.
+_FROM_ZERO: Any = (int, lambda v, _: v >= 0, "it must be an int of 0 or more")
+_CUTOFF: Any = (int | float, lambda v, _: 0 <= v < 1, "it must be a probability, 0 (off) or more and below 1")
+_POSITIVE_SHARE: Any = (int | float, lambda v, _: 0 < v <= 1, "it must be above 0 and 1 (off) at most")
+_FLAG: Any = (bool, lambda *_: True, "use True or False")
+_MOST_COPIES = 65_535  # a CUDA grid has no more in the dimension along which attention takes rows
+# Options of transformers that it checks later, or not, or by failing on them.
 _CHECKED = (
-    Option("max_new_tokens", None, int, lambda v, _: v >= 1, "it must be an int of 1 or more"),
+    *(Option(name, None, *COUNT) for name in ("max_new_tokens", "max_length")),
+    *(Option(name, None, *_FROM_ZERO) for name in ("min_new_tokens", "min_length", "top_k", "no_repeat_ngram_size")),
+    *(Option(name, None, *PROBABILITY) for name in ("top_p", "min_p")),
+    *(Option(name, None, *_POSITIVE_SHARE) for name in ("typical_p", "top_h")),
+    *(Option(name, None, *_CUTOFF) for name in ("epsilon_cutoff", "eta_cutoff")),
+    *(Option(name, None, *_FLAG) for name in ("do_sample", "return_dict_in_generate", "remove_invalid_values")),
+    Option("max_time", None, int | float, lambda v, _: v >= 0, "it must be a number of seconds, 0 or more"),
+    Option("repetition_penalty", None, int | float, lambda v, _: 0 < v < inf, "it must be a positive number (1: off)"),
+    Option(
+        "num_return_sequences",
+        None,
+        int,
+        lambda v, _: 1 <= v <= _MOST_COPIES,
+        f"it must be an int from 1 to {_MOST_COPIES}",
+    ),
     Option(
         "temperature",
         None,
@@ -89,18 +108,13 @@ class MRPGenerationConfig(GenerationConfig):
     def check(self, block_size: int, has_head: bool) -> None:
         """Fill in defaults, then raise `ValueError`, with value and remedy, for the first option that cannot be honoured."""
         self.update(**{option.name: option.default for option in OPTIONS}, defaults_only=True)
-        for option in (*OPTIONS, *_CHECKED):
-            option.check(getattr(self, option.name), block_size)
+        check_values(vars(self), block_size)
         if self.decoding.startswith("mrp_") and not has_head:
             raise ValueError(
                 f"decoding={self.decoding!r} needs an MRP head, and this model has none: load one with "
                 "MRPForCausalLM.from_backbone(backbone, head=...) or model.attach_head(head), or use 'self_spec', which is "
                 "lossless and needs no head"
             )
-        for name, ids in (("eos_token_id", self.eos_ids()), ("pad_token_id", [self.pad_token_id])):
-            if any(not (one is None and name == "pad_token_id") and not _is_id(one) for one in ids):
-                value, several = getattr(self, name), " or a list of them" if name == "eos_token_id" else ""
-                raise ValueError(f"{name} is {value!r}: it must be an id, an int,{several} or None")
         for name, off in _UNSUPPORTED.items():
             if (value := getattr(self, name, None)) not in (None, off):
                 why = _INSTEAD.get(name, _ONE_HYPOTHESIS)
@@ -112,10 +126,7 @@ class MRPGenerationConfig(GenerationConfig):
 
     def eos_ids(self) -> list[int]:
         """List the ids that end a row."""
-        eos: Any = self.eos_token_id
-        if isinstance(eos, Tensor):
-            return list(eos.flatten().tolist())
-        return [] if eos is None else list(eos) if isinstance(eos, list | tuple) else [eos]
+        return _given_ids(self.eos_token_id)
 
     def seeds(self, rows: int) -> Tensor:
         """Give every row its seed, [rows] long.
@@ -147,6 +158,24 @@ def did_you_mean(name: str) -> str:
     return f" (did you mean {near[0]}?)" if near else ""
 
 
+def check_values(values: Mapping[str, Any], block_size: int) -> None:
+    """Raise `ValueError`, with value and remedy, for the first of some options whose value cannot be honoured by itself."""
+    for option in (*OPTIONS, *_CHECKED):
+        if (value := values.get(option.name)) is not None:
+            option.check(value, block_size)
+    for name, several in (("eos_token_id", " or a list of them"), ("pad_token_id", "")):
+        value = values.get(name)
+        if not all(map(_is_id, _given_ids(value))) or (not several and isinstance(value, list | tuple)):
+            raise ValueError(f"{name} is {value!r}: it must be an id, an int,{several} or None")
+
+
+def _given_ids(value: Any) -> list[Any]:
+    """List the ids that an option gives: one, several or None."""
+    if isinstance(value, Tensor):
+        return list(value.flatten().tolist())
+    return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
+
+
 def _is_id(value: Any) -> bool:
     try:
         operator.index(value)
@@ -155,4 +184,4 @@ def _is_id(value: Any) -> bool:
     return not isinstance(value, bool)
 
 
-__all__ = ["OPTION_NAMES", "MRPGenerationConfig", "did_you_mean"]
+__all__ = ["OPTION_NAMES", "MRPGenerationConfig", "check_values", "did_you_mean"]

@@ -1,9 +1,12 @@
-"""Checks of the prompts of `generate`, their mask, and the tokens that stand behind them already."""
+"""Checks of the prompts of `generate`, their mask, the tokens that stand behind them already, and what else goes along."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from ..runner.cache import BlockCache, devices_of_layers
 
 
 def check_prompt(prompt: Any, attention_mask: Tensor | None, mask_token_id: int, vocab_size: int) -> None:
@@ -21,11 +24,15 @@ def check_prompt(prompt: Any, attention_mask: Tensor | None, mask_token_id: int,
         )
     real = torch.ones_like(prompt, dtype=torch.bool)
     if attention_mask is not None:
+        if not isinstance(attention_mask, Tensor) or not _is_plain(attention_mask):
+            raise ValueError(f"attention_mask is {_kind(attention_mask)}: pass a dense [rows, length] tensor of 0 and 1")
         if attention_mask.dim() != 2 or attention_mask.shape != prompt.shape:
             raise ValueError(
                 f"attention_mask has shape {list(attention_mask.shape)} for input_ids of {list(prompt.shape)}: "
                 "generate takes a 2-D mask of the same shape (a 4-D mask works with forward only)"
             )
+        if bool((odd := (attention_mask != 0) & (attention_mask != 1)).any()):
+            raise ValueError(f"attention_mask holds {attention_mask[odd][0].item()}: it must be 1 at tokens and 0 at padding")
         real = attention_mask.bool()
     if bool(((prompt == mask_token_id) & real).any()):
         raise ValueError(
@@ -68,11 +75,93 @@ def check_rows(real: Tensor, new_tokens: int, max_positions: int) -> None:
         )
 
 
+def check_streamer(streamer: Any, rows: int) -> None:
+    """Raise `ValueError` unless it is a streamer, and for a single row."""
+    if not all(callable(getattr(streamer, name, None)) for name in ("put", "end")):
+        raise ValueError(f"streamer is {streamer!r}: it must have put and end, as a transformers.TextStreamer has")
+    if rows > 1:
+        raise ValueError(f"a streamer takes one row, and the batch has {rows}: stream one prompt at a time")
+
+
+def check_functions(name: str, functions: Any) -> None:
+    """Raise `ValueError` unless processors or criteria are a list of functions."""
+    if not isinstance(functions, list) or not all(map(callable, functions)):
+        raise ValueError(f"{name} is {functions!r}: pass a list of functions, or of transformers' own")
+
+
+def check_stop_strings(strings: Any, tokenizer: Any) -> None:
+    """Raise `ValueError` unless these are texts, and a tokenizer is there to find them."""
+    texts = [strings] if isinstance(strings, str) else strings
+    if not isinstance(texts, list | tuple) or not texts or not all(isinstance(one, str) and one for one in texts):
+        raise ValueError(f"stop_strings is {strings!r}: it must be a text or a list of texts, none of them empty")
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        given = "" if tokenizer is None else f", and tokenizer is {tokenizer!r}"
+        raise ValueError(f"stop_strings={strings!r} need the tokenizer{given}: pass tokenizer=... to generate")
+
+
+def check_special_ids(eos: list[int], pad: int, mask_token_id: int, vocab_size: int) -> None:
+    """Raise `ValueError` for an eos or padding outside the vocabulary, or an eos that is the mask."""
+    for name, ids in (("eos_token_id", eos), ("pad_token_id", [pad])):
+        if outside := [one for one in ids if not 0 <= one < vocab_size]:
+            raise ValueError(f"{name} holds {outside[0]}, outside the vocabulary of {vocab_size}: use one inside")
+    if mask_token_id in eos:
+        raise ValueError(f"eos_token_id holds the mask id {mask_token_id}, which is never picked: leave it out")
+
+
+def check_past(past_key_values: Any, model: Any, rows: int) -> None:
+    """Raise `ValueError` unless one may go on from a cache, for so many prompts."""
+    if not isinstance(past_key_values, BlockCache):
+        raise ValueError(
+            f"past_key_values are a {type(past_key_values).__name__}: pass those that "
+            "generate(..., return_dict_in_generate=True) gave, or leave them unset"
+        )
+    owned = past_key_values.owner is not None and past_key_values.owner() is model
+    if not owned:
+        raise ValueError("past_key_values come from another model: pass those of this one's generate, or leave them unset")
+    if past_key_values.rows != rows:
+        raise ValueError(
+            f"past_key_values hold {past_key_values.rows} rows, and input_ids have {rows}: pass the same conversations in "
+            "the same order, or leave them unset"
+        )
+    depth = 0 if model.mrp_head is None else len(model.mrp_head.layers)
+    if past_key_values.head_layers not in (0, depth):
+        raise ValueError(
+            f"past_key_values hold those of a head of {past_key_values.head_layers} layers, and the model's has {depth}: "
+            "leave them unset"
+        )
+    devices = devices_of_layers(model, bool(past_key_values.head_layers))
+    if past_key_values.dtype != model.dtype or past_key_values.layer_devices != devices:
+        raise ValueError(
+            f"past_key_values are {past_key_values.dtype} on {_names(past_key_values.layer_devices)}, and the model is now "
+            f"{model.dtype} on {_names(devices)}: leave them unset"
+        )
+    for name, seen in past_key_values.weights.items():
+        if not seen.same(getattr(model, name)):
+            raise ValueError(f"past_key_values are older than the weights of {name}, which have changed: leave them unset")
+
+
+def _names(devices: tuple[torch.device, ...]) -> str:
+    return ", ".join(map(str, dict.fromkeys(devices)))
+
+
 def _check_type(name: str, ids: Any, shape: str) -> None:
-    if not isinstance(ids, Tensor) or ids.dtype not in (torch.long, torch.int):
-        kind = ids.dtype if isinstance(ids, Tensor) else f"a {type(ids).__name__}"
+    if not isinstance(ids, Tensor) or ids.dtype not in (torch.long, torch.int) or not _is_plain(ids):
         hint = ". Of what a tokenizer returns with return_tensors='pt', pass **inputs" if hasattr(ids, "keys") else ""
-        raise ValueError(f"{name} are {kind}: pass a {shape} tensor of ids, torch.long{hint}")
+        raise ValueError(f"{name} are {_kind(ids)}: pass a {shape} tensor of ids, torch.long{hint}")
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_meta
+
+
+def _kind(value: Any) -> str:
+    """Say what is given in place of a plain tensor."""
+    if not isinstance(value, Tensor):
+        return f"a {type(value).__name__}"
+    odd = ("nested" if value.is_nested else "on the meta device" if value.is_meta else str(value.layout)) * (
+        not _is_plain(value)
+    )
+    return f"a tensor that is {odd}" if odd else str(value.dtype)
 
 
 def _check_range(what: str, ids: Tensor, vocab_size: int) -> None:
@@ -83,4 +172,13 @@ def _check_range(what: str, ids: Tensor, vocab_size: int) -> None:
         )
 
 
-__all__ = ["check_infill", "check_prompt", "check_rows"]
+__all__ = [
+    "check_functions",
+    "check_infill",
+    "check_past",
+    "check_prompt",
+    "check_rows",
+    "check_special_ids",
+    "check_stop_strings",
+    "check_streamer",
+]

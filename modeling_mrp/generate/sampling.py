@@ -6,6 +6,7 @@ the block, token id). So two decoders that reach the same state draw the same to
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -175,7 +176,9 @@ class Sampler:
             logits = widened(logits)
         for index, committed in context(at) if self.processors and context else []:
             assert self.processors is not None
-            processed = self.processors(committed.expand(len(index), -1), logits[index])
+            processed = logits[index]
+            for processor in self.processors:
+                processed = _answer(processor, processor(committed.expand(len(index), -1), processed), processed.shape)
             logits[index] = processed.masked_fill(processed.isnan(), -torch.inf)
             logits[index, self.mask_token_id] = -torch.inf
         return self.unembedding.barred(logits, None if no_eos is None else no_eos[at])
@@ -194,23 +197,38 @@ class Sampler:
 
     def _pick_top(self, logits: Tensor, keys: Tensor, top_k: int, active: Tensor | None) -> Picks:
         """`_pick` from logits in the weights' dtype: those that it keeps are those not under one, which is found among k."""
-        assert self.truncation is not None
         unembedding = self.unembedding
         top = logits.topk(min(top_k, logits.shape[1])).values
-        kept = self.truncation(keys[:, None], unembedding.tempered(widened(top), None)) > -torch.inf
+        kept = self._truncated(keys, unembedding.tempered(widened(top), None)) > -torch.inf
         least = top.masked_fill(~kept, torch.inf).amin(-1)
         picked = pick_above(unembedding, logits, least, keys if self.sample else None, active, self.dispatch)
         return Picks(*picked, torch.zeros_like(picked.logprob))
 
+    def _truncated(self, keys: Tensor, scores: Tensor) -> Tensor:
+        """Truncate scores [n, vocab]; some warpers (eta cutoff, top-h) take no empty ones."""
+        assert self.truncation is not None
+        return self.truncation(keys[:, None], scores) if len(scores) else scores
+
     def _pick(self, scores: Tensor, keys: Tensor) -> Picks:
-        shown = self.truncation(keys[:, None], scores.clone()) if self.truncation else scores
+        shown = self._truncated(keys, scores.clone()) if self.truncation else scores
         token = self.unembedding.shown(shown, keys if self.sample else None).argmax(-1)
-        logprob, confidence = log_odds(scores, token)
+        logprob, confidence = log_odds(scores, token, picked=True)
         entropy = torch.zeros_like(logprob)
         if self.entropy:
             logp = scores.log_softmax(-1)
             entropy = -(logp.exp() * logp.nan_to_num(neginf=0.0)).sum(-1)
         return Picks(token if self.token_ids is None else self.token_ids[token], logprob, confidence, entropy)
+
+
+def _answer(processor: Any, answer: Any, shape: torch.Size) -> Tensor:
+    """Check what a logits processor returned."""
+    if not isinstance(answer, Tensor) or answer.shape != shape or not answer.is_floating_point():
+        got = f"{answer.dtype} of {list(answer.shape)}" if isinstance(answer, Tensor) else f"a {type(answer).__name__}"
+        raise ValueError(
+            f"the logits processor {type(processor).__name__} returned {got}: it must return float scores of the shape it was "
+            f"given, {list(shape)}"
+        )
+    return answer
 
 
 __all__ = ["Sampler", "Picks"]

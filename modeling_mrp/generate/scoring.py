@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..kernels.noise import noise_keys
 from ..kernels.pick import residual_magnitude
@@ -139,6 +140,33 @@ class Reader:
         return (~where).flatten().to(torch.int8).sort(stable=True).indices
 
 
+def unscored_error(reader: Reader, model: Any, text: Text) -> ValueError:
+    """Say where a text has a token without a log-probability, and why no token has a finite score there."""
+    row, position = (int(number) for number in text.logprob[:, :-1].isnan().nonzero()[0])
+    request, sampler = reader.request, reader.sampler
+    weights = model.named_parameters() if isinstance(model, nn.Module) else ()
+    if (broken := next((name for name, weight in weights if not _is_finite(weight)), None)) is not None:
+        why = f"the weights {broken} are NaN or infinite. Load or train them again"
+    elif sampler.processors:
+        names = ", ".join(dict.fromkeys(type(processor).__name__ for processor in sampler.processors))
+        why = f"so say the logits processors ({names}), for which -inf and NaN bar a token. Leave one a finite score"
+    elif position < int(request.no_eos_before[row]) and len(request.eos):
+        why = (
+            "every eos_token_id is barred before min_new_tokens, min_length and given tokens. Leave some id out of eos_token_id"
+        )
+    else:
+        why = f"the weights are finite, so {sampler.lm_head_weight.dtype} overflows, here or divided by temperature="
+        why += f"{sampler.temperature}. Load the model in a wider dtype"
+    prompt = int(request.prompt_length[row])
+    return ValueError(
+        f"row {row} has no token with a finite score at position {position}, {position - prompt} behind its prompt: {why}"
+    )
+
+
+def _is_finite(weight: Tensor) -> bool:
+    return weight.is_meta or not weight.numel() or bool(torch.stack(torch.aminmax(weight.detach())).isfinite().all())
+
+
 def in_order(at: Tensor, count: int) -> bool:
     """Tell whether indices are all `count` places as they lie; those of more than a tile are sorted."""
     return len(at) == count <= ONE_TILE
@@ -197,4 +225,4 @@ class _Places:
         return contexts
 
 
-__all__ = ["ONE_TILE", "Reader", "in_order", "taken"]
+__all__ = ["ONE_TILE", "Reader", "in_order", "taken", "unscored_error"]

@@ -69,7 +69,17 @@ class Stopping:
         """Ask of each row if some criterion ends it; one that gives a single answer gives it for all rows."""
         stops = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
         for criterion in self.criteria:
-            stops |= torch.as_tensor(criterion(ids, None), device=ids.device).bool()
+            answer = criterion(ids, None)
+            try:
+                given = torch.as_tensor(answer, device=ids.device)
+            except (RuntimeError, TypeError, ValueError):
+                given = ids
+            if given.dtype != torch.bool or given.numel() not in (1, len(ids)):
+                raise ValueError(
+                    f"the stopping criterion {type(criterion).__name__} returned {answer!r}: it must return a bool, or a "
+                    f"tensor of one bool for each of the {len(ids)} rows"
+                )
+            stops |= given.flatten()
         return stops.tolist()
 
 

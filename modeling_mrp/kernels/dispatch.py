@@ -54,6 +54,11 @@ class Dispatch:
 
     forced: bool | None = None
 
+    def check(self, weight: Tensor) -> None:
+        """Raise `ValueError` if kernels are forced and cannot be used with weights like these."""
+        if self.forced and (obstacle := _obstacle((weight,), interpreted=True)) is not None:
+            raise ValueError(f"kernels is True, but they cannot be used: {obstacle}, or use kernels=None or kernels=False")
+
     def run(
         self, name: str, kernel: Callable[[], T], twin: Callable[[], T], *tensors: Tensor, obstacle: str | None = None
     ) -> T:

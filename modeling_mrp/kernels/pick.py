@@ -30,7 +30,8 @@ def pick(
 ) -> Picked:
     """The token of the largest logit, or of the largest logit plus noise: a sample. Of equals the first.
 
-    NaN counts as larger than any number, as in `torch.argmax`, and makes the probability NaN.
+    NaN counts as larger than any number, as in `torch.argmax`. Where the token's own score is not finite (all are -inf, or one
+    is NaN or infinite) there is nothing to pick: log-probability and log-odds are NaN.
 
     Args:
         unembedding: The distributions.
@@ -98,7 +99,7 @@ def pick_ref(
     for at in unembedding.chunks(len(hidden)):
         scores = unembedding.tempered(unembedding.logits(hidden[at]), None if no_eos is None else no_eos[at])
         token = unembedding.shown(scores, None if keys is None else keys[at]).argmax(-1)
-        parts.append((token if unembedding.token_ids is None else unembedding.token_ids[token], *log_odds(scores, token)))
+        parts.append((token if unembedding.token_ids is None else unembedding.token_ids[token], *log_odds(scores, token, True)))
     return _where_active(Picked(*(torch.cat(part) for part in zip(*parts, strict=True))), active)
 
 
@@ -109,7 +110,7 @@ def pick_above_ref(
     scores = unembedding.tempered(widened(logits), None)
     token = unembedding.shown(scores.masked_fill(logits < least[:, None], -torch.inf), keys).argmax(-1)
     ids = token if unembedding.token_ids is None else unembedding.token_ids[token]
-    return _where_active(Picked(ids, *log_odds(scores, token)), active)
+    return _where_active(Picked(ids, *log_odds(scores, token, True)), active)
 
 
 def _where_active(picked: Picked, active: Tensor | None) -> Picked:
@@ -525,6 +526,8 @@ if triton is not None:
             logit = tl.sum(tl.where(wins, own, 0.0), 1)
             others = _log_add(others, _log_sum(tl.where(valid & (piece != winner[:, None]), own, float("-inf")), 1))
         odds = logit - others
+        if given is None:
+            odds = tl.where(tl.abs(logit) == float("inf"), float("nan"), odds)
         # log sigmoid(odds) = min(odds, 0) - log1p(exp(-|odds|)); inf - inf is no number, as in PyTorch
         small = tl.exp(-tl.abs(odds))
         rest = 1.0 + small

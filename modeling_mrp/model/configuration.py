@@ -21,6 +21,8 @@ _SIZES = (
     "head_dim",
     "max_position_embeddings",
 )
+_LARGEST_SIZE = (1 << 63) - 1  # of a tensor
+_LONGEST_LIST = 1 << 16  # transformers makes lists of layers and labels
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
 _ROPE_TYPES = ("default", *sorted(ROPE_INIT_FUNCTIONS.keys() - {"default"}))
 
@@ -69,8 +71,8 @@ class MRPConfig(Qwen3Config):
         base_model_revision: The backbone's commit, branch or tag.
 
     Raises:
-        ValueError: if `block_size` or a size of the backbone is not positive; `mask_token_id` or `pad_token_id` lies outside of
-            the vocabulary; the dtype, the activation or the kind of rotary embedding is unknown, or its base or the norms'
+        ValueError: if `block_size` or a size of the backbone is not positive or too large; `mask_token_id` or `pad_token_id` lies
+            outside of the vocabulary; the dtype, the activation or the kind of rotary embedding is unknown, or its base or the norms'
             epsilon no number above 0; the number of heads is not 1, `head_predicts` is unknown, the draft vocabulary is as
             large as the vocabulary or comes without a head; the kinds of layers are not as many as the layers, a layer uses
             sliding-window attention (the block-causal mask has no window), the attention is another repository's; or the
@@ -100,12 +102,14 @@ class MRPConfig(Qwen3Config):
             name = dtype if isinstance(dtype, str) else str(dtype).removeprefix("torch.")
             if dtype is not None and name not in _DTYPES:
                 raise ValueError(f"dtype is {dtype!r}: use one of {', '.join(_DTYPES)}, or leave it out")
+        self._check_bounds(kwargs.get("num_labels"))
         super().__post_init__(**kwargs)
         self._check_backbone()
         self._check_numerics()
-        if not isinstance(self.block_size, int) or self.block_size < 1:
+        if not isinstance(self.block_size, int) or not 1 <= self.block_size <= self.max_position_embeddings:
             raise ValueError(
-                f"block_size is {self.block_size!r}: it must be an int of at least 1 (published checkpoints use 4 to 64)"
+                f"block_size is {self.block_size!r}: it must be an int of at least 1 and at most max_position_embeddings, "
+                f"{self.max_position_embeddings} (published checkpoints use 4 to 64)"
             )
         if not isinstance(self.mask_token_id, int) or not 0 <= self.mask_token_id < self.vocab_size:
             raise ValueError(
@@ -140,6 +144,14 @@ class MRPConfig(Qwen3Config):
                 f"base_model_revision is {self.base_model_revision!r} and base_model_name_or_path "
                 f"{self.base_model_name_or_path!r}: a revision is a commit, branch or tag of the backbone that is named"
             )
+
+    def _check_bounds(self, num_labels: Any) -> None:
+        """Check what is too large before anything is made of it."""
+        sizes = {name: getattr(self, name) for name in (*_SIZES, "num_nextn_predict_layers")}
+        for name, size in {**sizes, "num_labels": num_labels}.items():
+            most = _LONGEST_LIST if name in ("num_hidden_layers", "num_labels") else _LARGEST_SIZE
+            if isinstance(size, int) and size > most:
+                raise ValueError(f"{name} is {size if size.bit_length() < 99 else 'huge'}: it must be at most {most}")
 
     def _check_backbone(self) -> None:
         """Check what Qwen3's own config lets pass."""

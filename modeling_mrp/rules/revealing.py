@@ -96,7 +96,7 @@ def top_by(score: Tensor, candidates: Tensor, count: Tensor) -> Tensor:
 
 def best_by(score: Tensor, candidates: Tensor) -> Tensor:
     """The best of the candidates [..., block] by score [..., block], ties to the left; bool [..., block]."""
-    best = score.masked_fill(~candidates, -torch.inf).argmax(-1, keepdim=True)
+    best = score.clamp(min=torch.finfo(score.dtype).min).masked_fill(~candidates, -torch.inf).argmax(-1, keepdim=True)
     return candidates & (indices(score.shape[-1], score.device) == best)
 
 

@@ -107,6 +107,10 @@ class Reveal(TensorFields):
         """Keep the reveal at fewer positions, `where` [..., block] bool."""
         return replace(self, where=where)
 
+    def resting_on(self, number: Tensor) -> "Reveal":
+        """The same, but without a log-probability where a number [..., block] that it was judged by is NaN."""
+        return replace(self, logprob=number.to(self.logprob.dtype).where(number.isnan(), self.logprob))
+
     def and_then(self, later: "Reveal") -> "Reveal":
         """Join both reveals."""
         fields = ("token", "logprob", "confidence")

@@ -3,12 +3,43 @@
 import copy
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from ..rules.constants import indices
+
+
+class WeightsSeen:
+    """A module's parameters at some time, to tell later whether they are still the same."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.seen = [(weakref.ref(weight), _state_of(weight)) for weight in _held_parameters(module)]
+
+    def same(self, module: nn.Module | None) -> bool:
+        """Tell if nothing was replaced, moved or written to; writes to `.data` are not counted."""
+        weights = [] if module is None else _held_parameters(module)
+        return len(weights) == len(self.seen) and all(
+            seen() is weight and state == _state_of(weight) for (seen, state), weight in zip(self.seen, weights, strict=True)
+        )
+
+
+def _held_parameters(module: nn.Module) -> list[Tensor]:
+    return [weight for weight in module.parameters() if not weight.is_meta]  # those that are offloaded come anew each time
+
+
+def _state_of(weight: Tensor) -> list[int]:
+    """Where a weight lies, and how often it was written to: autograd's counter, for which there is no public name."""
+    place = weight.data_ptr() if type(weight) in (Tensor, nn.Parameter) else 0
+    return [place, 0 if weight.is_inference() else weight._version]
+
+
+def devices_of_layers(model: Any, with_head: bool) -> tuple[torch.device, ...]:
+    """List the devices of a model's layers, the backbone's first, then with the head's."""
+    layers = list(model.model.layers) + (list(model.mrp_head.layers) if with_head else [])
+    return tuple(layer.self_attn.k_proj.weight.device for layer in layers)
 
 
 class BlockCache(Cache):
@@ -36,6 +67,7 @@ class BlockCache(Cache):
         held: [rows] long, so many first tokens of it have their keys and values in all layers of the backbone.
         head_held: [rows] long, the same for the layers of the head.
         owner: A weak reference to the model whose keys and values these are.
+        weights: The parts of that model whose keys and values these are, by name, as they were then.
         deferred: Whether attention calls `store` itself, as in rounds under a `RoundMask`.
     """
 
@@ -56,6 +88,7 @@ class BlockCache(Cache):
         self.scratch = scratch
         self.capacity = capacity
         self.owner: weakref.ref[torch.nn.Module] | None = None
+        self.weights: dict[str, WeightsSeen] = {}
         self.deferred = False
         self._hold_nothing()
         self._device_of = list(layer_devices)
@@ -226,4 +259,4 @@ class BlockCache(Cache):
         return 0
 
 
-__all__ = ["BlockCache"]
+__all__ = ["BlockCache", "WeightsSeen", "devices_of_layers"]

@@ -1,0 +1,165 @@
+"""Random models, prompts and options, what a decode of them gave, and whether two gave the same: for tests and the soak."""
+
+import random
+from typing import Any
+
+import torch
+
+from modeling_mrp import MRPConfig, MRPForCausalLM
+
+MASK, VOCAB = 60, 64
+# What a decode cost each row.
+COSTS = ("row_forwards", "row_head_forwards", "drafted", "accepted", "accepted_lengths")
+
+
+def make_model(seed: int = 0, **overrides: Any) -> MRPForCausalLM:
+    """A float64 model with random weights, wide enough to have opinions and a head that says something."""
+    options: dict[str, Any] = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "block_size": 4,
+        "mask_token_id": 60,
+        "num_nextn_predict_layers": 2,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.2,
+        "pad_token_id": 0,
+    }
+    torch.manual_seed(seed)
+    model = MRPForCausalLM(MRPConfig(**{**options, **overrides}))
+    if model.mrp_head is not None:
+        torch.nn.init.normal_(model.mrp_head.norm.weight, std=0.3)
+    model = model.double().eval()
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+def batch_of(prompts: list[list[int]], side: str) -> dict[str, torch.Tensor]:
+    """Ids and attention mask of prompts, padded on the `left` or `right`."""
+    width = max(map(len, prompts))
+    ids, mask = [], []
+    for prompt in prompts:
+        pad = [0] * (width - len(prompt))
+        ids.append(pad + prompt if side == "left" else prompt + pad)
+        ones = [1] * len(prompt)
+        mask.append(pad + ones if side == "left" else ones + pad)
+    return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
+
+
+def dampened(model: MRPForCausalLM, factor: float) -> MRPForCausalLM:
+    """Tokens look at each other less, so that a reveal changes little and drafts are often right."""
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight *= factor
+    return model
+
+
+def random_case_model(rng: random.Random) -> MRPForCausalLM:
+    """Random weights, whose drafts are nearly always wrong, or often right where tokens look at each other but a little."""
+    seed = rng.randrange(1 << 16)
+    draft_vocab_size = rng.choice((0, 0, 1, 9, 40))
+    shape = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
+    layers = {"num_hidden_layers": rng.choice((1, 2)), "num_nextn_predict_layers": rng.choice((1, 2))}
+    block_size = rng.choice((4, 8, 16, 32))
+    model = make_model(seed, block_size=block_size, draft_vocab_size=draft_vocab_size, **shape, **layers)
+    assert model.mrp_head is not None
+    if model.mrp_head.draft_token_ids is not None:
+        ids = rng.sample([i for i in range(VOCAB) if i != MASK], draft_vocab_size)
+        model.mrp_head.draft_token_ids.copy_(torch.tensor(ids))
+    calm = rng.choice((1.0, 0.3, 0.05))
+    torch.nn.init.normal_(model.mrp_head.norm.weight, std=0.3 * calm)
+    return dampened(model, calm)
+
+
+def random_options(rng: random.Random, block: int, sampled: bool) -> dict[str, Any]:
+    """What changes the text."""
+    options: dict[str, Any] = {
+        "max_new_tokens": rng.randint(1, 2 * min(block, 16) + 3),
+        "denoising_steps": rng.choice((None, None, 1, 2, 3, rng.randint(1, block))),
+        "confidence_threshold": rng.choice((0.0, 0.02, 0.05, 0.2, 0.9)),
+        "entropy_threshold": rng.choice((0.0, 2.0, 5.0, 12.0)),
+        "eos_token_id": rng.choice((None, [3, 5], list(range(1, 12)), rng.sample(range(50), 25))),
+    }
+    if rng.random() < 0.3 and options["eos_token_id"]:
+        options["min_new_tokens"] = rng.randint(1, options["max_new_tokens"])
+    if sampled:
+        options |= {
+            "do_sample": True,
+            "temperature": rng.choice((0.3, 0.7, 1.0, 1.7)),
+            "top_k": rng.choice((0, 0, 1, 5, 50)),
+            "top_p": rng.choice((1.0, 1.0, 0.5, 0.9)),
+        }
+    return options
+
+
+def random_drafting(rng: random.Random, rows: int, block: int) -> dict[str, Any]:
+    """What does not change the text."""
+    width = rng.randint(1, 12)
+    return {
+        "num_draft_states": width,
+        "draft_branches": rng.randint(1, 6),
+        "draft_passes": rng.randint(1, width),
+        "compute_bound_tokens": rng.choice((None, None, rng.randint(1, 2 * width * rows * block))),
+    }
+
+
+def random_infill(rng: random.Random, rows: int, most: int) -> torch.Tensor | None:
+    """Given tokens and masks that continue each prompt, sometimes whole blocks of either."""
+    if rng.random() < 0.6:
+        return None
+    count = rng.randint(1, most)
+    pattern = []
+    for _ in range(rows):
+        share, ids = rng.random(), list[int]()
+        while len(ids) < count:
+            run = rng.randint(1, 9)
+            ids += [MASK] * run if rng.random() < share else [rng.randrange(1, 50) for _ in range(run)]
+        pattern.append(ids[:count])
+    return torch.tensor(pattern)
+
+
+def decode_rows(
+    model: MRPForCausalLM, prompts: list[list[int]], side: str, infill: torch.Tensor | None, **options: Any
+) -> tuple[list[dict[str, Any]], Any]:
+    """What every row got (tokens, steps, log-probabilities) and cost, and the whole output."""
+    inputs: dict[str, Any] = batch_of(prompts, side)
+    out: Any = model.generate(**inputs, infill_ids=infill, return_dict_in_generate=True, **options)
+    width = inputs["input_ids"].shape[1]
+    rows = []
+    for row in range(len(prompts)):
+        got = {
+            "tokens": out.sequences[row, width:].tolist(),
+            "steps": out.reveal_step[row].tolist(),
+            "logprobs": out.token_logprobs[row],
+        }
+        rows.append(got | {"costs": [getattr(out.stats, name)[row].tolist() for name in COSTS]})
+    return rows, out
+
+
+def assert_same_text(a: dict[str, Any], b: dict[str, Any], case: Any) -> None:
+    """Alone a row is as long as its text, in a batch it may be padded."""
+    count = min(len(a["steps"]), len(b["steps"]))
+    assert a["tokens"][:count] == b["tokens"][:count], case
+    assert a["steps"][:count] == b["steps"][:count], case
+    assert all(step == -1 for step in a["steps"][count:] + b["steps"][count:]), case
+    torch.testing.assert_close(a["logprobs"][:count], b["logprobs"][:count], rtol=0, atol=1e-5)
+
+
+__all__ = [
+    "COSTS",
+    "MASK",
+    "VOCAB",
+    "assert_same_text",
+    "batch_of",
+    "dampened",
+    "decode_rows",
+    "make_model",
+    "random_case_model",
+    "random_drafting",
+    "random_infill",
+    "random_options",
+]
