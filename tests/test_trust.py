@@ -163,7 +163,7 @@ LIES: list[tuple[dict[str, Any], str]] = [
         for name in ("hidden_size", "num_hidden_layers", "head_dim")
     ),
     *(({f"num_{which}_heads": -4}, f"num_{which}_heads is -4: it must be") for which in ("attention", "key_value")),
-    ({"vocab_size": 2**70}, "the values in the config are those of no model"),
+    ({"vocab_size": 2**70}, "vocab_size is 1180591620717411303424: it must be at most 9223372036854775807"),
     ({"max_position_embeddings": 0}, "max_position_embeddings is 0: it must be an int of at least 1"),
     *(
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, **rope}}, message)

@@ -71,13 +71,14 @@ class MRPConfig(Qwen3Config):
         base_model_revision: The backbone's commit, branch or tag.
 
     Raises:
-        ValueError: if `block_size` or a size of the backbone is not positive or too large; `mask_token_id` or `pad_token_id` lies
-            outside of the vocabulary; the dtype, the activation or the kind of rotary embedding is unknown, or its base or the norms'
-            epsilon no number above 0; the number of heads is not 1, `head_predicts` is unknown, the draft vocabulary is as
-            large as the vocabulary or comes without a head; the kinds of layers are not as many as the layers, a layer uses
-            sliding-window attention (the block-causal mask has no window), the attention is another repository's; or the
-            backbone's name or revision is not a text; when read from a file or dict, also for the config of another kind of
-            model, and for values of the wrong type.
+        ValueError: if `block_size` or a size of the backbone is not positive or too large; `mask_token_id` or
+            `pad_token_id` lies outside of the vocabulary; the dtype, the activation or the kind of rotary embedding
+            is unknown, or its base or the norms' epsilon no number above 0; the number of heads is not 1,
+            `head_predicts` is unknown, the draft vocabulary is as large as the vocabulary or comes without a head;
+            the kinds of layers are not as many as the layers, a layer uses sliding-window attention (the block-causal
+            mask has no window), the attention is another repository's; or the backbone's name or revision is not a
+            text; when read from a file or dict, also for the config of another kind of model, and for values of the
+            wrong type.
     """
 
     model_type = "sdar_mrp"
