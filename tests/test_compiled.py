@@ -28,7 +28,8 @@ def test_every_kernel_compiles_for_what_is_shipped(capability: int) -> None:
     kinds = (("pick", False), ("pick", True), ("pick_above", False))
     assert picks == {(launch, 16 * states, sampled) for launch, sampled in kinds for states in (1, 4, 8)}
     for line in lines:
-        assert line["stack_bytes"] <= (8 if line["programs"] > 1 else 0), line
+        few = 16 if line["launch"] == "grow" else 8  # one program a row, which waits for itself, not for memory
+        assert line["stack_bytes"] <= (few if line["programs"] > 1 else 0), line
         assert 0 < line["registers"] <= 255
         assert line["programs"] >= 1, "it fits the registers and the shared memory of a multiprocessor"
         assert line["shared_bytes"] <= 99 * 1024  # what an Ada or small Blackwell multiprocessor has

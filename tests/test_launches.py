@@ -8,6 +8,7 @@ import torch
 from conftest import make_model
 from tape import TapeRecorder, tapes
 
+from modeling_mrp.generate import sampling
 from modeling_mrp.runner import recorded
 
 __all__ = ["tapes"]  # a fixture
@@ -47,14 +48,15 @@ def launches(states: int, sampled: bool) -> Counter[str]:
 
 
 @pytest.mark.usefixtures("tapes")
-@pytest.mark.parametrize(("states", "most"), [(4, 199), (8, 219)])
-def test_bookkeeping_of_a_drafting_round(states: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("states", "sampled", "most"), [(4, False, 199), (8, False, 219), (4, True, 309)])
+def test_bookkeeping_of_a_drafting_round(states: int, sampled: bool, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorded, "LEAST_CAPACITY", 64)
-    counted = launches(states, sampled=False)
+    monkeypatch.setattr(sampling, "LIKELIEST", 4)  # the interpreter takes them one by one
+    counted = launches(states, sampled)
     layers = sum(counted[name] for name in OF_LAYERS)
     assert counted["triton._grow"] == 2
     assert counted["triton._attend"] == LAYERS + 1
     assert layers >= 12 * (LAYERS + 1)
     rest = {name: count for name, count in counted.items() if name not in OF_LAYERS}
-    print(f"K = {states}: {sum(rest.values())} launches beside {layers} of {LAYERS + 1} layers")
+    print(f"K = {states}{', sampled' * sampled}: {sum(rest.values())} launches beside {layers} of {LAYERS + 1} layers")
     assert sum(rest.values()) <= most, rest
