@@ -3,9 +3,10 @@
 ``python -m benchmarks.tables TABLE`` reads `benchmarks/results` (or `--results FOLDER`): `heldout` the decoding modes on 500
 problems a family, from `tiny_heldout_{math,code}.jsonl`, and `eager` and `recovered` the parts of it in which `mrp_remask` is
 compared with `dynamic`; `yardstick` and `ratios` the comparison with the published algorithm, from `tiny_yardstick.jsonl`, and
-`drafting` the part of it in which K is 8; `sweep` from `tiny_sweep.jsonl`; `cost` from `cost_model.jsonl`; `wallclock` from all
-of `wallclock_*.jsonl`; `remask` the rules of `mrp_remask` at equal tokens per forward, from `tiny_remask.jsonl`; `load_memory`,
-`loss_memory` and `compiled`, and `head_prefix`, `specialise` and `retrained` from the files of these names behind `tiny_`.
+`drafting` the part of it in which K is 8; `targets` every target, alone and drafted, from `tiny_targets.jsonl`; `sweep` from
+`tiny_sweep.jsonl`; `cost` from `cost_model.jsonl`; `wallclock` from all of `wallclock_*.jsonl`; `remask` the rules of
+`mrp_remask` at equal tokens per forward, from `tiny_remask.jsonl`; `load_memory`, `loss_memory` and `compiled`, and
+`head_prefix`, `specialise` and `retrained` from the files of these names behind `tiny_`.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from mrp_trainer.publishing.card import markdown_table as _markdown
 from mrp_trainer.publishing.card import mode_name, results_table
 
 from .common import RESULTS, read_lines
+from .targets import TARGETS
 
 Line = dict[str, Any]
 EAGER_TAUS = (0.4, 0.5)
@@ -73,6 +75,25 @@ def drafting(folder: Path = RESULTS) -> str:
     """The same for K = 8 and each mode as it is by default."""
     shown = ("published K=8", "self_spec K=8", "mrp_spec K=8")
     return _beside_published([line for line in read_lines(folder / "tiny_yardstick.jsonl") if line["mode"] in shown])
+
+
+# Mode, K and head passes a round, where a target is drafted.
+_TARGET_COLUMNS = (("self_spec", 4, 0), ("self_spec", 8, 0), ("mrp_spec", 4, 1), ("mrp_spec", 8, 1), ("mrp_spec", 8, 2))
+
+
+def targets(folder: Path = RESULTS) -> str:
+    """Tokens per forward of each target, alone and drafted; over its own in brackets, and how many texts differ from it."""
+    rows: dict[tuple[str, str], dict[Any, Line]] = {}
+    for line in read_lines(folder / "tiny_targets.jsonl"):
+        way = line["drafts"] and (line["drafts"], line["K"], line["passes"])
+        rows.setdefault((line["target"], line["family"]), {})[way] = line
+    head = [f"{mode} K={k}" + (f", {passes} head passes" if passes > 1 else "") for mode, k, passes in _TARGET_COLUMNS]
+    cells = []
+    for (target, family), of in sorted(rows.items(), key=lambda row: (list(TARGETS).index(row[0][0]))):
+        drafted = [f"{of[way]['tokens_per_forward']:.2f} ({of[way]['over_target']:.2f}x)" for way in _TARGET_COLUMNS]
+        differing = sum(line.get("texts_that_differ", 0) for line in of.values())
+        cells.append([f"`{target}`", family, f"{of[None]['tokens_per_forward']:.2f}", *drafted, str(differing)])
+    return _markdown(["target", "problems", "alone", *head, "texts that differ"], cells)
 
 
 def _beside_published(lines: Sequence[Line]) -> str:
@@ -307,6 +328,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "recovered": recovered,
     "yardstick": yardstick,
     "drafting": drafting,
+    "targets": targets,
     "ratios": ratios,
     "sweep": sweep,
     "cost": cost,

@@ -21,17 +21,10 @@ from transformers.generation import (
     TemperatureLogitsWarper,
 )
 from transformers.generation.logits_process import (
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
     MinLengthLogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
-    MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
-    TopHLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
 )
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import ModelOutput
@@ -58,7 +51,7 @@ from .prompts import (
     check_streamer,
 )
 from .recording import RecordedRounds, replayable
-from .sampling import Sampler
+from .sampling import TRUNCATIONS, Sampler
 from .scoring import Reader
 from .stopping import Stopping
 
@@ -66,15 +59,6 @@ logger = transformers_logging.get_logger(__name__)
 
 # What else `generate` may be given, beside the fields of the generation config.
 _ARGUMENTS = ("input_ids", "attention_mask", "logits_processor", "stopping_criteria", "tokenizer", "synced_gpus")
-_TRUNCATIONS = (
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TopHLogitsWarper,
-    MinPLogitsWarper,
-    TypicalLogitsWarper,
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
-)
 
 
 @dataclass
@@ -439,7 +423,7 @@ def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationCo
             )
         if isinstance(processor, TemperatureLogitsWarper):
             temperature = float(processor.temperature)
-        elif isinstance(processor, _TRUNCATIONS):
+        elif isinstance(processor, tuple(TRUNCATIONS)):
             after.append(processor)
         elif isinstance(processor, RepetitionPenaltyLogitsProcessor) and torch.is_tensor(processor.prompt_ignore_length):
             before.append(RepetitionPenaltyLogitsProcessor(processor.penalty))

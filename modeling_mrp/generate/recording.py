@@ -18,16 +18,12 @@ from dataclasses import replace
 
 import torch
 from torch.utils._pytree import tree_map
-from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from ..runner.recorded import RecordedCache
 from ..runner.runner import Runner
 from .decode_state import SUMMARY, DecodeState, RoundPlan, summary
 from .loop import Task, decode_round
-from .sampling import Sampler
-
-# Warpers that are tensor code from end to end, and numbers.
-_REPLAYED_WARPERS = (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
+from .sampling import Sampler, may_be_recorded
 
 
 def replayable(task: Task) -> bool:
@@ -37,7 +33,7 @@ def replayable(task: Task) -> bool:
         not (refine is not None and refine.asks_host)
         and task.stopping is None
         and sampler.processors is None
-        and all(type(warper) in _REPLAYED_WARPERS for warper in sampler.truncation or [])
+        and may_be_recorded(sampler.truncation)
     )
 
 

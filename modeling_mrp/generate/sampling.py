@@ -10,13 +10,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.generation import LogitsProcessorList
+from transformers.generation import LogitsProcessor, LogitsProcessorList
 from transformers.generation.logits_process import (
     EpsilonLogitsWarper,
     EtaLogitsWarper,
     MinPLogitsWarper,
+    TopHLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
+    TypicalLogitsWarper,
 )
 
 from ..kernels.dispatch import AUTOMATIC, Dispatch
@@ -25,8 +27,30 @@ from ..kernels.unembedding import Unembedding, log_odds, widened
 
 # For logits processors: for a slice of positions, pairs of (indices into the slice, committed ids [1, length]).
 Context = Callable[[slice], list[tuple[Tensor, Tensor]]]
-# What keeps the likeliest tokens, however many: all of it that there is behind a top-k needs only its k logits.
-_KEEPS_THE_LIKELIEST = (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper, EpsilonLogitsWarper, EtaLogitsWarper)
+
+
+@dataclass(frozen=True)
+class Truncation:
+    """A kind of truncation.
+
+    Attributes:
+        keeps_the_likeliest: Of any scores it keeps the likeliest tokens, however many: behind a top-k it needs its k logits.
+        recorded: It is tensor code from end to end, and numbers, so that a round with it can be recorded.
+    """
+
+    keeps_the_likeliest: bool = False
+    recorded: bool = False
+
+
+TRUNCATIONS: dict[type, Truncation] = {
+    TopKLogitsWarper: Truncation(keeps_the_likeliest=True, recorded=True),
+    TopPLogitsWarper: Truncation(keeps_the_likeliest=True, recorded=True),
+    MinPLogitsWarper: Truncation(keeps_the_likeliest=True, recorded=True),
+    EpsilonLogitsWarper: Truncation(keeps_the_likeliest=True),
+    EtaLogitsWarper: Truncation(keeps_the_likeliest=True),
+    TopHLogitsWarper: Truncation(),
+    TypicalLogitsWarper: Truncation(),
+}
 
 # Tokens of a position that a sampled draft chooses among: all that transformers' own top-k of 50 leaves.
 LIKELIEST = 64
@@ -144,7 +168,7 @@ class Sampler:
             odds = torch.cat([best.log_odds[:, None], (log_p - torch.log1p(-log_p.exp()))[:, 1:]], 1)
             if self.truncation and len(logits):
                 shown = scores if top_k else unembedding.tempered(widened(logits), None)
-                shown = self.truncation(top.indices[:, :1], shown.clone())
+                shown = self._truncated(top.indices[:, 0], shown.clone())
                 odds = odds.masked_fill((shown if top_k else shown.gather(1, top.indices)) == -torch.inf, -torch.inf)
             found.append((top.indices[:, :LIKELIEST], odds[:, :LIKELIEST]))
         token, odds = (torch.cat(parts) for parts in zip(*found, strict=True))
@@ -190,7 +214,7 @@ class Sampler:
     def _top_k(self) -> int | None:
         """The k of a truncation that begins with a top-k, and goes on with what its k logits suffice for."""
         warpers = self.truncation or []
-        if not all(type(warper) in _KEEPS_THE_LIKELIEST and warper.filter_value == -torch.inf for warper in warpers):
+        if not all(_kind_of(warper).keeps_the_likeliest and warper.filter_value == -torch.inf for warper in warpers):
             return None
         first = next(iter(warpers), None)
         return first.top_k if isinstance(first, TopKLogitsWarper) else None
@@ -231,4 +255,14 @@ def _answer(processor: Any, answer: Any, shape: torch.Size) -> Tensor:
     return answer
 
 
-__all__ = ["Sampler", "Picks"]
+def _kind_of(warper: LogitsProcessor) -> Truncation:
+    """Look up a truncation by its very class: what a subclass does is not known."""
+    return TRUNCATIONS.get(type(warper), Truncation())
+
+
+def may_be_recorded(truncation: LogitsProcessorList | None) -> bool:
+    """Tell if a round that truncates so can be recorded."""
+    return all(_kind_of(warper).recorded for warper in truncation or [])
+
+
+__all__ = ["LIKELIEST", "TRUNCATIONS", "Picks", "Sampler", "may_be_recorded"]
