@@ -89,7 +89,7 @@ def targets(folder: Path = RESULTS) -> str:
         rows.setdefault((line["target"], line["family"]), {})[way] = line
     head = [f"{mode} K={k}" + (f", {passes} head passes" if passes > 1 else "") for mode, k, passes in _TARGET_COLUMNS]
     cells = []
-    for (target, family), of in sorted(rows.items(), key=lambda row: (list(TARGETS).index(row[0][0]))):
+    for (target, family), of in sorted(rows.items(), key=lambda row: list(TARGETS).index(row[0][0])):
         drafted = [f"{of[way]['tokens_per_forward']:.2f} ({of[way]['over_target']:.2f}x)" for way in _TARGET_COLUMNS]
         differing = sum(line.get("texts_that_differ", 0) for line in of.values())
         cells.append([f"`{target}`", family, f"{of[None]['tokens_per_forward']:.2f}", *drafted, str(differing)])
