@@ -85,7 +85,7 @@ MODES = """`generate` takes `decoding=...`; `generation_config.json` asks for `{
 | `dynamic` | reveals everything above `confidence_threshold` | differs: fewer forwards, less accurate |
 | `sequential`, `entropy_bound` | reveals from the left; or in order of entropy up to `entropy_threshold` | differs |
 | `self_spec` | drafts from the backbone's own stale logits and verifies; needs no head | that of its `target` |
-| `mrp_spec` | submits up to `num_draft_states` states a row and round: the next one and drafts of the head | that of its `target` |
+| `mrp_spec` | submits up to `num_draft_states` states a row and round: its next one and drafts | that of its `target` |
 | `mrp_direct` | after each backbone step the head reveals `mrp_steps` more positions, unverified | differs |
 | `mrp_remask` | reveals like `dynamic`; the head takes reveals back that it no longer believes | differs |"""
 
