@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from modeling_mrp.generate.decode_state import DecodeState, RoundPlan, summary
 from modeling_mrp.generate.loop import HeadPasses, Task, begin, decode, decode_round, draft_states
 from modeling_mrp.generate.modes import Drafting, Mode
+from modeling_mrp.generate.pace import Amount, Fixed
 from modeling_mrp.modeling import MRPForCausalLM
 from modeling_mrp.rules.drafting import SOURCE, told
 from modeling_mrp.rules.revealing import Static, ranks
@@ -80,7 +81,7 @@ def watch(model: MRPForCausalLM, tokenizer: PreTrainedTokenizerFast, asked: list
     prompts = [encode(problem, tokenizer)[0] for problem in asked]
     task, runner, text, current = greedy_decode(model, mode, prompts, NEW_TOKENS[asked[0].family], eos, 4)
     state = begin(task, runner, text, current, torch.zeros_like(current.start))
-    decode(task, runner, state, 0.0, Watched(task, runner, counted))
+    decode(task, runner, state, Fixed(Amount(4, passes)), Watched(task, runner, counted))
     return counted
 
 

@@ -96,14 +96,13 @@ def random_options(rng: random.Random, block: int, sampled: bool) -> dict[str, A
     return options
 
 
-def random_drafting(rng: random.Random, rows: int, block: int) -> dict[str, Any]:
+def random_drafting(rng: random.Random) -> dict[str, Any]:
     """What does not change the text."""
     width = rng.randint(1, 12)
     return {
-        "num_draft_states": width,
+        "num_draft_states": rng.choice((width, width, width, "auto")),
         "draft_branches": rng.randint(1, 6),
         "draft_passes": rng.randint(1, width),
-        "compute_bound_tokens": rng.choice((None, None, rng.randint(1, 2 * width * rows * block))),
     }
 
 

@@ -114,7 +114,7 @@ class Case:
             "remask_rule": rng.choice(REMASK_RULES),
             "residual_delta": rng.choice((0.2, 1.0)),
         }
-        self.drafting = random_drafting(rng, self.count, block)
+        self.drafting = random_drafting(rng)
         self.infill = random_infill(rng, self.count, self.options["max_new_tokens"])
         self.extras = random_extras(rng, tokenizer)
         self.seeds = [rng.randrange(1 << 62) for _ in range(self.count)]

@@ -19,36 +19,8 @@ from modeling_mrp.generate import loop
 from modeling_mrp.generate.decode_state import DecodeState, RoundPlan
 from modeling_mrp.kernels.grow import DraftTable
 from modeling_mrp.rules import drafting
-from modeling_mrp.rules.drafting import DRAFT_STEP, Budget, Draft
+from modeling_mrp.rules.drafting import DRAFT_STEP, Draft
 from modeling_mrp.rules.states import Memory, Scored, States
-
-
-@pytest.mark.parametrize(("bound", "drafts"), [(12, "none"), (1 << 40, "all")])
-@pytest.mark.parametrize("mode", ["mrp_spec", "self_spec"])
-def test_what_the_budget_does_to_a_decode(mode: str, bound: int, drafts: str) -> None:
-    """Three rows of blocks of 4: 12 tokens fill the device with one state each. Then nothing is drafted, and it costs what
-    `static` costs; where everything fits it costs what it costs without a bound."""
-    model = dampened(make_model(3), 0.1)
-    prompts = random_prompts(random.Random(mode), 3)
-    options: dict[str, Any] = {"max_new_tokens": 21, "eos_token_id": None, "return_dict_in_generate": True, "seed": 1}
-    options |= {"do_sample": True, "top_k": 0, "num_draft_states": 5}
-    inputs = pad_left(prompts, 0)
-    static = model.generate(**inputs, decoding="static", **options)
-    bounded = model.generate(**inputs, decoding=mode, compute_bound_tokens=bound, **options)
-    free = model.generate(**inputs, decoding=mode, **options)
-    assert torch.equal(static.sequences, bounded.sequences)
-    assert torch.equal(static.sequences, free.sequences)
-    assert free.stats.drafted.min() > 0
-    assert free.stats.row_forwards.sum() < static.stats.row_forwards.sum()
-    if drafts == "none":
-        assert bounded.stats.drafted.tolist() == [0, 0, 0]
-        assert bounded.stats.row_forwards.tolist() == static.stats.row_forwards.tolist()
-        assert bounded.stats.forwards["denoise"] == static.stats.forwards["denoise"]
-        assert bounded.stats.forwards["verify"] == 0
-    else:
-        assert bounded.stats.forwards == free.stats.forwards
-        for name in ("drafted", "accepted", "row_forwards", "row_head_forwards", "accepted_lengths"):
-            assert torch.equal(getattr(bounded.stats, name), getattr(free.stats, name))
 
 
 def test_one_draft_state_drafts_nothing(random_model: MRPForCausalLM) -> None:
@@ -243,32 +215,8 @@ def test_head_passes_of_a_round(mode: str, passes: int, drafts: list[Round], mon
         assert min(passes, 4) in took_in_all
 
 
-@pytest.mark.parametrize("name", ["num_draft_states", "draft_branches", "draft_passes", "compute_bound_tokens"])
+@pytest.mark.parametrize("name", ["draft_branches", "draft_passes"])
 @pytest.mark.parametrize("value", [0, -1, 1.5, True])
 def test_options_are_checked(name: str, value: Any, random_model: MRPForCausalLM) -> None:
     with pytest.raises(ValueError, match=rf"{name} is {value!r}(, of type \w+)?: it must be an int of 1 or more"):
         random_model.generate(torch.tensor([[1, 2]]), decoding="self_spec", **{name: value})
-
-
-def test_a_budget_is_not_taught_by_rows_that_cannot_draft(
-    random_model: MRPForCausalLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A row with a clean block comes by the next one's first state in any case: it says nothing about drafts."""
-    taught: list[tuple[list[int], int, int]] = []
-    learn = Budget.learn
-
-    def noted(self: Budget, passed: list[int], rows: int) -> None:
-        taught.append((passed, rows, self.width()))
-        learn(self, passed, rows)
-
-    monkeypatch.setattr(Budget, "learn", noted)
-    for bound in (1, None):
-        taught.clear()
-        options: dict[str, Any] = {"num_draft_states": 3, "compute_bound_tokens": bound, "max_new_tokens": 14}
-        prompts = torch.tensor([[1, 2, 3, 4, 5, 6], [9, 8, 7, 0, 0, 0]])
-        random_model.generate(prompts, attention_mask=(prompts > 0).long(), decoding="self_spec", eos_token_id=None, **options)
-        assert any(rows < 2 for _, rows, _ in taught), "rows stand at clean blocks in different rounds"
-        assert all(max(passed, default=0) <= rows for passed, rows, _ in taught)
-        assert all(len(passed) <= width for passed, _, width in taught)
-        if bound == 1:
-            assert all(len(passed) == 1 for passed, _, _ in taught)

@@ -357,7 +357,7 @@ BAD_ARGUMENTS: dict[str, list[tuple[Any, dict[str, Any], str, str]]] = {
     },
     **{
         name: [(10**400, {}, rf"{name} is 2\*\*1328 or more", "64 bits")]
-        for name in ("temperature", "entropy_threshold", "residual_delta", "max_time", "compute_bound_tokens", "draft_branches")
+        for name in ("temperature", "entropy_threshold", "residual_delta", "max_time", "draft_branches")
     },
 }
 

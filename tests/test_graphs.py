@@ -48,7 +48,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "mrp_spec": {**SPEC, **SAMPLED},
     "mrp_spec greedy": {**SPEC, **GREEDY, "draft_passes": 2},
     "mrp_spec truncated": {**SPEC, **TRUNCATED, "draft_passes": 3, "min_new_tokens": 9},
-    "mrp_spec bound": {**SPEC, **SAMPLED, "compute_bound_tokens": 30},
     "mrp_direct": {"decoding": "mrp_direct", "mrp_steps": 2, **SAMPLED, "max_new_tokens": 21},
     "mrp_remask threshold": {"decoding": "mrp_remask", "remask_rule": "threshold", **SAMPLED},
     "mrp_remask residual": {"decoding": "mrp_remask", "remask_rule": "residual", "residual_delta": 0.3, **SAMPLED},

@@ -201,8 +201,7 @@ def test_generation_config_decodes_with_the_head(size: str) -> None:
     config.check(16, True)
     expected = {
         "decoding": "mrp_spec",
-        "num_draft_states": 8,
-        "compute_bound_tokens": 128,
+        "num_draft_states": "auto",
         "do_sample": False,
         "eos_token_id": [151645, 151643],
         "bos_token_id": 151643,

@@ -20,7 +20,6 @@ CHANGES: dict[str, dict[str, Any]] = {
     "num_draft_states": {"num_draft_states": 3},
     "draft_branches": {"draft_branches": 1},
     "draft_passes": {"draft_passes": 2},
-    "compute_bound_tokens": {"compute_bound_tokens": 140},
     "remask_rule": {"remask_rule": "threshold"},
     "residual_delta": {"residual_delta": 0.5, "remask_rule": "residual"},
 }

@@ -17,6 +17,7 @@ from torch import Tensor
 from modeling_mrp.generate.decode_state import DecodeState, Request, RoundPlan, laid_out, summary
 from modeling_mrp.generate.loop import Task, begin, decode, decode_round
 from modeling_mrp.generate.modes import Direct, Drafting, Mode, ThresholdRemask
+from modeling_mrp.generate.pace import Amount, Fixed
 from modeling_mrp.generate.sampling import Sampler
 from modeling_mrp.generate.scoring import Reader
 from modeling_mrp.kernels.dispatch import PYTORCH
@@ -105,16 +106,21 @@ class Case:
     runner: Runner
     state: DecodeState
 
+    @property
+    def amount(self) -> Amount:
+        drafting = self.task.mode.drafting
+        return Amount(drafting.states, drafting.passes) if drafting else Amount()
+
     def plan(self) -> RoundPlan:
         drafting = self.task.mode.drafting
-        width, branches = (drafting.states, drafting.branches) if drafting else (1, 1)
-        return RoundPlan.read(summary(self.state, M).tolist()).with_slots(width, branches)
+        branches = drafting.branches if drafting else 1
+        return RoundPlan.read(summary(self.state, M).tolist()).with_slots(self.amount, branches)
 
     def round(self) -> None:
         self.state, _ = decode_round(self.task, self.runner, self.state, self.plan())
 
     def run(self) -> None:
-        self.state, _ = decode(self.task, self.runner, self.state, 0.0)
+        self.state, _ = decode(self.task, self.runner, self.state, Fixed(self.amount))
 
     @property
     def text(self) -> list[list[int]]:

@@ -30,9 +30,10 @@ Its parts, in this order:
     model/saving.py             Writing of MRP models: heads on their own, and everything beside what is there before it is replaced.
     model/pushing.py            Publication of a saved checkpoint in one commit, or none: all that a model which was loaded as remote code needs for it.
     model/loading.py            Loading and saving of MRP models: the layouts that are read, backbones with heads from elsewhere, heads on their own.
-    generate/decode_state.py    One decode in tensors: what was asked, what a round changes, and what the host reads of it once a round.
     generate/modes.py           Modes of decoding, each three answers: what a step reveals, what the head changes about that, and what is drafted ahead.
     generate/option_table.py    The options of `generate` beyond those of transformers, each declared once.
+    generate/pace.py            The amount of drafting of each round: fixed, or as much as measured time and acceptance so far say pays.
+    generate/decode_state.py    One decode in tensors: what was asked, what a round changes, and what the host reads of it once a round.
     generate/options.py         The options of `generate` for MRP models: the config that holds, checks and interprets them.
     generate/prompts.py         Checks of the prompts of `generate`, their mask, the tokens that stand behind them already, and what else goes along.
     generate/sampling.py        Picks: the token and its confidence at every masked position, greedy or sampled, reproducible to the bit.
@@ -63,15 +64,17 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from importlib import import_module
 from math import inf
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from time import perf_counter
 from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, get_session, HfApi, ModelCardData, ModelInfo
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
@@ -89,6 +92,7 @@ from transformers.generation import (
     EosTokenCriteria,
     GenerationConfig,
     GenerationMixin,
+    LogitsProcessor,
     LogitsProcessorList,
     MaxLengthCriteria,
     StoppingCriteria,
@@ -3467,47 +3471,6 @@ def reachable(masks: int, branches: int, enough: int) -> int:
     return min(states, enough)
 
 
-class Budget:
-    """The number of states a row submits in a round, by how often those of earlier rounds were accepted.
-
-    A forward over n tokens takes one unit of time up to `compute_bound_tokens` and n / `compute_bound_tokens` units beyond; a
-    head pass takes its share of that. The states that make the most tokens for the time are submitted; what is not submitted
-    is hoped to get better, so that it is tried again after a while. Every row of a batch has as many: a forward is a rectangle.
-
-    Args:
-        width: States at most.
-        state_tokens: Tokens of one state of every row.
-        compute_bound_tokens: See above; None: time does not grow.
-        head_cost: Time of the round's head passes over that of the backbone's forward, at the same number of tokens.
-    """
-
-    EMA_RATE, RECOVERY_RATE = 0.1, 0.01
-
-    def __init__(self, width: int, state_tokens: int, compute_bound_tokens: int | None, head_cost: float) -> None:
-        self.state_tokens, self.bound, self.head_cost = state_tokens, compute_bound_tokens, head_cost
-        self.right = [1.0] * width  # the chance that the state in each slot is accepted
-
-    def width(self) -> int:
-        """States to submit."""
-        if self.bound is None:
-            return len(self.right)
-        return max(range(1, 1 + len(self.right)), key=lambda n: (self._worth(n), -n))
-
-    def _worth(self, states: int) -> float:
-        """Estimate a row's tokens in a unit of time: per state over per state, so that equals are equal in floating point."""
-        assert self.bound is not None
-        time = max(1 / states, self.state_tokens / self.bound)
-        return sum(self.right[:states]) / states / time / (1 + self.head_cost if states > 1 else 1)
-
-    def learn(self, passed: list[int], rows: int) -> None:
-        """Learn from a round in which so many rows could draft how many of them accepted the state in each slot offered."""
-        for slot in range(1, len(self.right) if rows else 1):
-            if slot < len(passed):
-                self.right[slot] += self.EMA_RATE * (passed[slot] / rows - self.right[slot])
-            else:
-                self.right[slot] += self.RECOVERY_RATE * (1 - self.right[slot])
-
-
 @dataclass(frozen=True)
 class Draft:
     """The states of a round.
@@ -3747,11 +3710,13 @@ class BlockCache(Cache):
         scratch: Tokens that can be scored at once per row.
         dtype: Of keys and values.
         head_layers: How many of the layers are the head's.
+        hidden_size: Of the hidden states that are kept for a head to read later; 0: none are.
 
     Attributes:
         ids: [rows, length] long, the text whose tokens the slots hold, by absolute position.
         held: [rows] long, so many first tokens of it have their keys and values in all layers of the backbone.
         head_held: [rows] long, the same for the layers of the head.
+        hidden_held: [rows] long, so many have hidden states that the head may still read, if it has not read them.
         owner: A weak reference to the model whose keys and values these are.
         weights: The parts of that model whose keys and values these are, by name, as they were then.
         deferred: Whether attention calls `store` itself, as in rounds under a `RoundMask`.
@@ -3767,6 +3732,7 @@ class BlockCache(Cache):
         scratch: int,
         dtype: torch.dtype,
         head_layers: int = 0,
+        hidden_size: int = 0,
     ) -> None:
         super().__init__(layers=[])
         self.rows, self.num_key_value_heads, self.head_dim = batch_size, num_key_value_heads, head_dim
@@ -3775,7 +3741,7 @@ class BlockCache(Cache):
         self.capacity = capacity
         self.owner: weakref.ref[torch.nn.Module] | None = None
         self.weights: dict[str, WeightsSeen] = {}
-        self.deferred = False
+        self.deferred, self.hidden_size = False, hidden_size
         self._hold_nothing()
         self._device_of = list(layer_devices)
         devices = list(dict.fromkeys(layer_devices))
@@ -3793,6 +3759,8 @@ class BlockCache(Cache):
             )
             for device in devices
         }
+        shape = batch_size, capacity + scratch, hidden_size  # what is not to be kept goes behind the capacity
+        self._hidden = torch.zeros(shape, dtype=dtype, device=layer_devices[-1])
         self._index = [self._device_of[:layer].count(device) for layer, device in enumerate(self._device_of)]
         self._write = self._read = slice(0, 0)
 
@@ -3804,7 +3772,7 @@ class BlockCache(Cache):
     @property
     def nbytes(self) -> int:
         """Bytes held, fixed at construction."""
-        return sum(buffer.numel() * buffer.element_size() for buffer in self._buffers.values())
+        return sum(buffer.numel() * buffer.element_size() for buffer in (*self._buffers.values(), self._hidden))
 
     @property
     def writable(self) -> bool:
@@ -3869,23 +3837,34 @@ class BlockCache(Cache):
                 row, to, of = rows.to(device), slots.to(device), source.to(device)
                 part[:, :, row, :, to] = part[:, :, row, :, of]
 
-    def hold(self, ids: Tensor, held: Tensor, head_held: Tensor) -> None:
-        """Note what the committed slots hold: `ids` [rows, length], `held` and `head_held` [rows], all long (see the
+    def keep_hidden(self, hidden: Tensor, start: Tensor, which: Tensor) -> None:
+        """Keep hidden states [rows, n, hidden_size] of rows' texts from `start` [rows] on, where `which` [rows] says so."""
+        offsets = indices(hidden.shape[1], start.device)
+        slots = torch.where(which[:, None], start[:, None] + offsets, self.capacity + offsets)
+        self._hidden[indices(len(start), start.device)[:, None], slots] = hidden.to(self._hidden.device)
+
+    def kept_hidden(self, start: int, length: int) -> Tensor:
+        """[rows, length, hidden_size]: what was kept."""
+        return self._hidden[:, start : start + length]
+
+    def hold(self, ids: Tensor, held: Tensor, head_held: Tensor, hidden_held: Tensor) -> None:
+        """Note what is held: `ids` [rows, length], `held`, `head_held` and `hidden_held` [rows], all long (see the
         attributes)."""
-        self.ids, self.held, self.head_held = ids, held, head_held
+        self.ids, self.held, self.head_held, self.hidden_held = ids, held, head_held, hidden_held
 
     def empty(self) -> None:
         """Hold nothing, with zeros in every slot: what was there may be infinite, and a masked slot still enters attention
         with a weight of 0."""
         for buffer in self._buffers.values():
             buffer.zero_()
+        self._hidden.zero_()
         self._hold_nothing()
 
     def _hold_nothing(self) -> None:
         nothing = torch.zeros(self.rows, dtype=torch.long)
-        self.hold(nothing[:, None][:, :0], nothing, nothing)
+        self.hold(nothing[:, None][:, :0], nothing, nothing, nothing)
 
-    def reusable(self, ids: Tensor, upto: Tensor, block_size: int, with_head: bool) -> Tensor:
+    def reusable(self, ids: Tensor, upto: Tensor, block_size: int, with_head: bool, later: bool = False) -> Tensor:
         """Count the first tokens of each row's text that need no prefill: the longest common prefix, in whole blocks.
 
         Args:
@@ -3893,10 +3872,12 @@ class BlockCache(Cache):
             upto: [rows] long, the most that is asked for.
             block_size: Keys and values depend on the whole block.
             with_head: Whether the head's layers must hold them too.
+            later: Whether it is enough that the head can read them later.
         """
         length = min(ids.shape[1], self.ids.shape[1])
         common = (ids[:, :length] == self.ids[:, :length].to(ids.device)).long().cumprod(1).sum(1)
-        held = torch.minimum(self.held, self.head_held) if with_head else self.held
+        of_head = torch.maximum(self.head_held, self.hidden_held) if later else self.head_held
+        held = torch.minimum(self.held, of_head) if with_head else self.held
         return torch.minimum(torch.minimum(common, held.to(ids.device)), upto) // block_size * block_size
 
     def with_room(self, rows: int, capacity: int, scratch: int) -> "BlockCache":
@@ -3910,7 +3891,7 @@ class BlockCache(Cache):
             return self
         capacity, scratch = max(capacity, self.capacity), max(scratch, self.scratch)
         heads, width, devices = self.num_key_value_heads, self.head_dim, self._device_of
-        bigger = BlockCache(rows, heads, width, devices, capacity, scratch, self.dtype, self.head_layers)
+        bigger = BlockCache(rows, heads, width, devices, capacity, scratch, self.dtype, self.head_layers, self.hidden_size)
         bigger.owner = self.owner
         bigger.fill_from(self)
         return bigger
@@ -3922,11 +3903,12 @@ class BlockCache(Cache):
     def fill_from(self, other: "BlockCache") -> None:
         """Hold what another cache of as many layers holds, a divisor of this one's rows: each so many times in turn."""
         copies = self.rows // other.rows
-        self.hold(*(t.repeat_interleave(copies, 0) for t in (other.ids, other.held, other.head_held)))
+        self.hold(*(t.repeat_interleave(copies, 0) for t in (other.ids, other.held, other.head_held, other.hidden_held)))
         used = int(other.held.max())
         for device, buffer in other._buffers.items():
             held = buffer[:, :, :, :, other.scratch : other.scratch + used]
             self._buffers[device][:, :, :, :, self.scratch : self.scratch + used] = held.repeat_interleave(copies, 2)
+        self._hidden[:, :used] = other._hidden[:, :used].repeat_interleave(copies, 0)
 
     def alias(self) -> "BlockCache":
         """Make another cache on the same memory."""
@@ -3939,6 +3921,7 @@ class BlockCache(Cache):
     def detach(self) -> None:
         """Go on with a copy of the memory that is shared."""
         self._buffers = {device: buffer.clone() for device, buffer in self._buffers.items()}
+        self._hidden = self._hidden.clone()
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return 0: rows differ in length, so there is no common one; positions are always passed explicitly."""
@@ -4688,6 +4671,7 @@ class Runner:
         with_round_masks: Whether attention takes a `RoundMask`, not a dense mask.
         device: Where the rows are.
         recorded: Runs a forward from a recording (`Graphs.call`), where forwards are recorded one by one; or None.
+        rests: Whether the head may rest: it then reads nothing of a text until `catch_up` has it read all.
 
     Attributes:
         forwards: Forwards of the whole batch by role, `prefill`, `denoise` (those over rounds' states) and `head`.
@@ -4702,9 +4686,11 @@ class Runner:
         with_round_masks: bool,
         device: torch.device,
         recorded: Callable[..., Tensor] | None = None,
+        rests: bool = False,
     ) -> None:
         self.model, self.cache, self.device, self.recorded = model, cache, device, recorded
         self.dispatch, self.with_round_masks = dispatch, with_round_masks
+        self.rests = rests and with_head
         config = model.config
         depth = config.num_hidden_layers
         self.backbone_layers = range(depth)
@@ -4713,14 +4699,21 @@ class Runner:
         self.turns = {self.backbone_layers: 0, self.head_layers: 0}
         self.forwards = {"prefill": 0, "denoise": 0, "head": 0}
 
-    def start(self, committed: Tensor) -> Held:
-        """Describe what is held once `prefill` has stored `committed` [rows] tokens: nothing is late."""
+    def start(self, committed: Tensor, read: Tensor | None = None) -> Held:
+        """Describe what is held once `prefill` has stored `committed` [rows] tokens: nothing is late.
+
+        `read` [rows] long: where the head rests, so many of them it has read; None: none.
+        """
         rows, config = len(committed), self.model.config
         committed = committed.clone(memory_format=torch.contiguous_format)  # strides of a column would be compiled for anew
         zero = torch.zeros_like(committed)
         return Held(
             committed=committed,
-            head_committed=committed.clone(),
+            head_committed=committed.clone()
+            if not self.rests
+            else torch.zeros_like(committed)
+            if read is None
+            else read.clone(),
             late=zero.bool(),
             late_ids=zero[:, None].repeat(1, self.block),
             late_hidden=torch.zeros(rows, self.block, config.hidden_size, dtype=self.model.dtype, device=self.device),
@@ -4758,7 +4751,10 @@ class Runner:
             takes_part = (start >= begin) & (reused < end)
             self.forwards["prefill"] += 1
             held = replace(held, row_forwards=held.row_forwards + takes_part)
-            if self.head_layers:
+            if self.rests:
+                everyone = torch.ones_like(takes_part)
+                self.cache.keep_hidden(hidden, torch.full_like(start, begin), everyone)
+            elif self.head_layers:
                 self.model.residual(ids, hidden, here, mask, self.cache, compiled=False)
                 self.forwards["head"] += 1
                 held = replace(held, row_head_forwards=held.row_head_forwards + takes_part)
@@ -4767,6 +4763,28 @@ class Runner:
             block = hidden.gather(1, at[..., None].expand(-1, -1, hidden.shape[-1]))
             first = torch.where(inside[:, None, None], block, first)
         return first, held
+
+    def catch_up(self, tokens: Tensor, held: Held) -> Held:
+        """Have the head read all of the texts that it has not read while it rested.
+
+        Args:
+            tokens: [rows, at least the longest text] long, by absolute position.
+            held: What is held.
+        """
+        begin, end = int(held.head_committed.min()), int(held.committed.max())
+        positions = torch.arange(end, device=self.device).expand(len(tokens), end)
+        chunk = max(1, PREFILL_CHUNK // self.block) * self.block
+        for at in range(begin, end, chunk):
+            upto = min(end, at + chunk)
+            here = positions[:, at:upto]
+            mask = block_causal_mask(here, positions[:, :upto], torch.ones_like(positions[:, :upto]).bool(), self.block)
+            self.cache.target_slots(at, upto - at)
+            hidden = self.cache.kept_hidden(at, upto - at)
+            self.model.residual(tokens[:, at:upto], hidden, here, mask, self.cache, compiled=False)
+            self.forwards["head"] += 1
+            takes_part = (held.committed > at) & (held.head_committed < upto)
+            held = replace(held, row_head_forwards=held.row_head_forwards + takes_part)
+        return replace(held, head_committed=held.committed.clone(), late=torch.zeros_like(held.late))
 
     def score(self, states: States, held: Held, used: int | None, taking_part: Tensor) -> tuple[Scratch, Held]:
         """Score states [rows, n] side by side, in one forward of the backbone.
@@ -4832,14 +4850,19 @@ class Runner:
         width = scored.states.start.shape[1] * self.block
         self.cache.commit(width, slot * self.block, start, which, self.block, scored.layers)
 
-    def commit_clean(self, scored: Scratch, slot: Tensor, held: Held) -> Held:
-        """Commit the accepted clean state of each row, in `slot` [rows] long, -1 for none; the head's share of it is late."""
+    def commit_clean(self, scored: Scratch, slot: Tensor, held: Held, for_head: bool = True) -> Held:
+        """Commit the accepted clean state of each row, in `slot` [rows] long, -1 for none.
+
+        The head's share of it is late; or left to `catch_up`, if not `for_head`.
+        """
         row, slot = slot >= 0, slot.clamp(min=0)
         self.commit(scored, slot, held.committed, row)
+        rows, before = indices(len(row), row.device), held.committed
         held = replace(held, committed=held.committed + self.block * row)
-        if not self.head_layers:
+        if self.rests:
+            self.cache.keep_hidden(scored.hidden[rows, slot], before, row)
+        if not (self.head_layers and for_head):
             return held
-        rows = indices(len(row), row.device)
         return replace(
             held,
             late=held.late | row,
@@ -6366,6 +6389,509 @@ def _as_block_diffusion(source: str, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 # ----------------------------------------------------------------------------------------------------
+# generate/modes.py
+#
+# Modes of decoding, each three answers: what a step reveals, what the head changes about that, and what is drafted ahead.
+
+class HeadSteps(Protocol):
+    """The head passes and picks, on one state per row, that a refinement may ask for."""
+
+    def head_hidden(self, states: States, hidden: Tensor) -> Tensor:
+        """Compute h_C [rows, block, hidden] at states [rows], given hidden states h_A, or their estimate, of that shape."""
+        ...
+
+    def most_confident(self, states: States, reveal: Reveal, hidden: Tensor) -> Reveal:
+        """Reveal the most confident position that `reveal` leaves open, up to an eos in it.
+
+        Args:
+            states: [rows] before the reveal.
+            reveal: [rows] what is revealed there already.
+            hidden: [rows, block, hidden] at the states behind it.
+        """
+        ...
+
+    def token_confidence(self, states: States, hidden: Tensor, token: Tensor, where: Tensor) -> Tensor:
+        """Compute the log-odds of given tokens under lm_head(hidden): [rows, block], -inf outside `where`."""
+        ...
+
+    def residual_magnitude(self, hidden: Tensor, token: Tensor, where: Tensor) -> Tensor:
+        """Compute |C| of given tokens: [rows, block], 0 outside `where`."""
+        ...
+
+
+class Refinement(Protocol):
+    """A change of a reveal before it counts: a frozen dataclass of its numbers.
+
+    Attributes:
+        remasks: It may take reveals back.
+        asks_host: It reads from the device what to do next, so that its rounds cannot be recorded whole.
+    """
+
+    remasks: ClassVar[bool]
+    asks_host: ClassVar[bool]
+
+    def __call__(self, steps: HeadSteps, states: States, hidden: Tensor, reveal: Reveal) -> Reveal:
+        """Change what is revealed at states [rows], whose hidden states are [rows, block, hidden]."""
+        ...
+
+
+def applied(reveal: Reveal, states: States) -> States:
+    """Write a reveal's tokens into its states, for the head to read."""
+    block = reveal.where.shape[-1]
+    ids = torch.where(reveal.where, reveal.token, states.ids)
+    return replace(states, table=torch.cat([ids, states.table[..., block:]], -1))
+
+
+@dataclass(frozen=True)
+class Direct:
+    """`mrp_direct`: after each backbone step the head reveals one more position at a time, unverified (MRP, section 5)."""
+
+    head_reveals: int
+    remasks: ClassVar[bool] = False
+    asks_host: ClassVar[bool] = False
+
+    def __call__(self, steps: HeadSteps, states: States, hidden: Tensor, reveal: Reveal) -> Reveal:
+        """See `Refinement`."""
+        for _ in range(self.head_reveals):
+            hidden = hidden + steps.head_hidden(applied(reveal, states), hidden)
+            reveal = reveal.and_then(steps.most_confident(states, reveal, hidden))
+        return reveal
+
+
+def belief(steps: HeadSteps, states: States, hidden: Tensor, reveal: Reveal, given: Tensor) -> Tensor:
+    """Ask the head for the log-odds of valid rows' revealed tokens under those `given`: [rows, block], -inf elsewhere.
+
+    At a token that is itself given, a trained head says what the backbone would if this one token were still masked.
+
+    Args:
+        steps: The head.
+        states: [rows] before the reveal.
+        hidden: [rows, block, hidden] h_A there.
+        reveal: [rows] the tokens in question.
+        given: [rows, block] bool, the part of the reveal that the head sees.
+    """
+    corrected = hidden + steps.head_hidden(applied(reveal.only(given), states), hidden)
+    return steps.token_confidence(states, corrected, reveal.token, reveal.where & states.valid[:, None])
+
+
+@dataclass(frozen=True)
+class ThresholdRemask:
+    """The published rule of `mrp_remask`: the head is conditioned on all the fresh reveals, and a token whose corrected
+    confidence falls under tau goes back to a mask (MRP, arXiv 2605.18817). At least one reveal stays, under every rule.
+
+    Attributes:
+        threshold: tau, in log-odds.
+    """
+
+    threshold: float
+    remasks: ClassVar[bool] = True
+    asks_host: ClassVar[bool] = False
+
+    def __call__(self, steps: HeadSteps, states: States, hidden: Tensor, reveal: Reveal) -> Reveal:
+        """See `Refinement`."""
+        believed = belief(steps, states, hidden, reveal, reveal.where)
+        return kept_reveal(reveal.resting_on(believed), believed >= self.threshold, believed)
+
+
+@dataclass(frozen=True)
+class ResidualRemask:
+    """The rule `residual` of the released code: the head reads the state before the reveal, and a token whose own logit it
+    moves by more than `delta` in magnitude goes back.
+
+    Attributes:
+        delta: In logits.
+    """
+
+    delta: float
+    remasks: ClassVar[bool] = True
+    asks_host: ClassVar[bool] = False
+
+    def __call__(self, steps: HeadSteps, states: States, hidden: Tensor, reveal: Reveal) -> Reveal:
+        """See `Refinement`."""
+        residual = steps.head_hidden(states, hidden)
+        moved = steps.residual_magnitude(residual, reveal.token, reveal.where)
+        return kept_reveal(reveal.resting_on(moved), moved <= self.delta, reveal.confidence)
+
+
+@dataclass(frozen=True)
+class RereadRemask:
+    """The rule `reread`: what stays is believed under all the rest of it, and is no mere echo of it.
+
+    Under `threshold` two reveals that contradict each other both go back. Here only the least believed one under tau does;
+    then the head reads again what is left, until every token is believed under the others. Tokens that are wrong together
+    still speak up for each other, so the head at last reads them under the surest alone: one whose confidence there is under
+    `alone` goes back as well (`benchmarks/NOTES.md`, Remasking). A row with a single reveal asks the head nothing.
+
+    Attributes:
+        threshold: tau, in log-odds.
+        alone: What a token needs under the surest one alone, in log-odds: those of half of tau.
+    """
+
+    threshold: float
+    alone: float
+    remasks: ClassVar[bool] = True
+    asks_host: ClassVar[bool] = True
+
+    def __call__(self, steps: HeadSteps, states: States, hidden: Tensor, reveal: Reveal) -> Reveal:
+        """See `Refinement`."""
+        several = unsettled = states.valid & (reveal.where.sum(-1) > 1)
+        while bool(unsettled.any()):  # one look at the device a pass; most rows are settled by the first
+            believed = belief(steps, replace(states, valid=unsettled), hidden, reveal, reveal.where)
+            back, doubted = least_believed(reveal, believed, self.threshold, unsettled)
+            reveal = reveal.resting_on(believed).only(reveal.where & ~back)
+            several = several & (reveal.where.sum(-1) > 1)
+            unsettled = unsettled & doubted & several
+        if bool(several.any()):
+            surest = best_by(reveal.confidence, reveal.where)
+            believed = belief(steps, replace(states, valid=several), hidden, reveal, surest)
+            reveal = reveal.only(reveal.where & (surest | (believed >= self.alone) | ~several[:, None]))
+        return reveal
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """The amount of drafting: states that may follow, scored together in one forward. Drafts never change the text.
+
+    Attributes:
+        states: K, the states a row may submit per round.
+        branches: Followers of a state that are considered; 1 drafts a chain.
+        passes: Head passes per round; with `states - 1` of them each drafted state is re-read before the next; 0: drafts come
+            from the backbone's own stale logits.
+        paced: `states` and `passes` are the most of both: each round has as much as measured time says pays (`Pace`).
+    """
+
+    states: int
+    branches: int
+    passes: int = 0
+    paced: bool = False
+
+
+@dataclass(frozen=True)
+class Mode:
+    """The meaning of one value of `decoding`.
+
+    Attributes:
+        rule: Which positions a step of the backbone reveals: this alone, with `refine`, says what the text is.
+        refine: What the head changes about that; None: nothing.
+        drafting: What is drafted ahead; None: nothing.
+    """
+
+    rule: RevealRule
+    refine: Refinement | None = None
+    drafting: Drafting | None = None
+
+    @property
+    def uses_head(self) -> bool:
+        """True if the head takes part."""
+        return self.refine is not None or (self.drafting is not None and self.drafting.passes > 0)
+
+    @property
+    def width(self) -> int:
+        """States of a row in a round, at most: its own and the next block's, or with drafts more."""
+        return max(2, 1 if self.drafting is None else self.drafting.states)
+
+
+# ----------------------------------------------------------------------------------------------------
+# generate/option_table.py
+#
+# The options of `generate` beyond those of transformers, each declared once.
+#
+# From `OPTIONS` come the fields of `MRPGenerationConfig`, their defaults and checks, the flags of command lines and the README's
+# table. Nothing here imports torch, so that the help of a command line comes at once.
+
+DECODINGS = ("static", "dynamic", "sequential", "entropy_bound", "self_spec", "mrp_direct", "mrp_spec", "mrp_remask")
+TARGETS, DRAFTING = DECODINGS[:4], ("self_spec", "mrp_spec")
+REMASK_RULES = ("reread", "threshold", "residual")
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option of `generate`.
+
+    Attributes:
+        name: The keyword argument, and the field of the config.
+        default: The value of an option that nobody sets. None stays allowed where it is the default.
+        kind: The type of its values, as `isinstance` takes it; a bool is no number.
+        holds: The range: True of the values allowed, given one of that type and the model's block size.
+        remedy: The end of the error for others; `{block_size}` stands for the model's.
+        help: Its meaning, a line of Markdown.
+        modes: The values of `decoding` in which it has an effect; it has one, too, in modes that draft for these as `target`.
+    """
+
+    name: str
+    default: Any
+    kind: Any
+    holds: Callable[[Any, int], bool]
+    remedy: str
+    help: str = ""
+    modes: tuple[str, ...] = DECODINGS
+
+    def counts(self, decoding: str, target: str | None = None) -> bool:
+        """Tell if it has an effect in a mode, which drafts for `target` if it drafts."""
+        return decoding in self.modes or (decoding in DRAFTING and target in self.modes)
+
+    def check(self, value: Any, block_size: int) -> None:
+        """Raise `ValueError`, with value and remedy, for a value of another type or out of range."""
+        if value is None and self.default is None:
+            return
+        if isinstance(value, int) and value.bit_length() > 63:  # so many digits need not be shown, nor can they
+            shown = f"{'-' if value < 0 else ''}2**{value.bit_length() - 1}"
+            raise ValueError(f"{self.name} is {shown} or more: {self.remedy.format(block_size=block_size)}, and of 64 bits")
+        fits = isinstance(value, self.kind) and (self.kind is bool or not isinstance(value, bool))
+        if not fits or not self.holds(value, block_size):
+            kind = "" if fits else f", of type {type(value).__name__}"
+            raise ValueError(f"{self.name} is {value!r}{kind}: {self.remedy.format(block_size=block_size)}")
+
+
+# Type, range and remedy.
+_Values = tuple[Any, Callable[[Any, int], bool], str]
+COUNT: _Values = (int, lambda v, _: v >= 1, "it must be an int of 1 or more")
+_MOST_STATES = 256  # of a block of 4, the shortest published, the kernels hold no more
+_STATES: _Values = (
+    int | str,
+    lambda v, _: v == "auto" if isinstance(v, str) else 1 <= v <= _MOST_STATES,
+    f"it must be 'auto' or an int from 1 to {_MOST_STATES}",
+)
+_STEPS: _Values = (int, lambda v, size: 1 <= v <= size, "it must be an int from 1 to block_size ({block_size})")
+PROBABILITY: _Values = (int | float, lambda v, _: 0 <= v <= 1, "it must be a probability, a float from 0 to 1")
+_NATS: _Values = (int | float, lambda v, _: v >= 0, "it must be a number of nats, a float of 0 or more")
+_LOGITS: _Values = (int | float, lambda v, _: v > 0, "it must be a positive number of logits, a float")
+_KERNELS: _Values = (bool, lambda *_: True, "use None (where they can be used), True (or an error) or False (PyTorch only)")
+_GRAPHS: _Values = (bool, lambda *_: True, "use True, False, or None for CUDA graphs where they are possible")
+_SEED: _Values = (
+    int | list,
+    lambda v, _: all(type(one) is int and 0 <= one < 1 << 62 for one in (v if isinstance(v, list) else [v])),
+    "use None, an int of 0 or more and below 2**62, or a list of one such int per row",
+)
+
+
+def _one_of(names: tuple[str, ...]) -> _Values:
+    return str, lambda v, _: v in names, f"choose one of {', '.join(names)}"
+
+
+OPTIONS = (
+    Option("decoding", "static", *_one_of(DECODINGS), "the mode"),
+    Option(
+        "target",
+        "static",
+        *_one_of(TARGETS),
+        "whose text it is that drafts reach in fewer forwards: that of `decoding=target`",
+        DRAFTING,
+    ),
+    Option(
+        "denoising_steps",
+        None,
+        *_STEPS,
+        "steps per block; None: `block_size`, one token a step",
+        ("static", "sequential", "mrp_direct"),
+    ),
+    Option("confidence_threshold", 0.9, *PROBABILITY, "tau, a probability", ("dynamic", "mrp_remask")),
+    Option(
+        "entropy_threshold",
+        0.35,
+        *_NATS,
+        "bound in nats on the summed entropy of a step's reveals",
+        ("entropy_bound",),
+    ),
+    Option("mrp_steps", 1, *_STEPS, "reveals of the head after each backbone step, unverified", ("mrp_direct",)),
+    Option(
+        "num_draft_states",
+        4,
+        *_STATES,
+        "K: states a row submits per round, at most: the next one, and drafts; `auto`: as many as measured time says pay, none "
+        "where none do",
+        DRAFTING,
+    ),
+    Option("draft_branches", 3, *COUNT, "followers considered per state; 1 drafts a chain", DRAFTING),
+    Option("draft_passes", 1, *COUNT, "head passes per round, at most; each re-reads what is drafted so far", ("mrp_spec",)),
+    Option("remask_rule", "reread", *_one_of(REMASK_RULES), "`reread`, `threshold` or `residual`", ("mrp_remask",)),
+    Option("residual_delta", 1.0, *_LOGITS, "for the rule `residual`, in logits", ("mrp_remask",)),
+    Option("seed", None, *_SEED, "with `do_sample`: int s gives row i s + i, a list one per row, None torch's generator"),
+    Option("kernels", None, *_KERNELS, "Triton kernels: None where possible, True or an error, False never"),
+    Option("graphs", None, *_GRAPHS, "CUDA graphs: None where possible, True or an error, False never"),
+)
+
+
+# ----------------------------------------------------------------------------------------------------
+# generate/pace.py
+#
+# The amount of drafting of each round: fixed, or as much as measured time and acceptance so far say pays.
+#
+# Drafts never change the text, so that how much is drafted is free to follow the clock. The host reads one summary a round, which
+# waits for the device: the time from one to the next is the round's, whatever it ran on.
+
+# States a row may submit, of which one is chosen; each has its own recording on CUDA.
+WIDTHS = (1, 2, 3, 4, 6, 8)
+# As many where several processes decide alike.
+TOGETHER = 4
+
+
+@dataclass(frozen=True)
+class Amount:
+    """An amount of drafting.
+
+    Attributes:
+        states: States that a row may submit in a round; 1: it drafts nothing.
+        passes: Head passes of the round; 0: drafts come from stale logits, and the head rests.
+    """
+
+    states: int = 1
+    passes: int = 0
+
+
+@dataclass
+class Fixed:
+    """The same amount in every round.
+
+    Attributes:
+        amount: It.
+    """
+
+    amount: Amount
+
+    def choose(self) -> Amount:
+        """Choose it."""
+        return self.amount
+
+    def learn(self, amount: Amount, width: int, passed: list[int], rows: int, seconds: float) -> None:
+        """Learn nothing."""
+
+
+@dataclass
+class Pace:
+    """Chooses the amount that makes the most accepted states for its time.
+
+    A round of n states accepts the chances of its slots added up; what it takes is an average over rounds of that width, of
+    one never tried a line through those that were. Now and then a neighbour of the best amount is tried, so that what changes
+    is noticed.
+
+    Attributes:
+        amounts: What may be chosen, the first of them drafts nothing.
+        seconds: By width and whether the head took part, what a round took.
+        chances: By the same flag, the chance that the state in each slot is accepted; below 0 where none was offered.
+        rounds: How many were chosen,
+        tries: and how often each amount was.
+        tried: What was chosen last.
+    """
+
+    amounts: tuple[Amount, ...]
+    seconds: dict[tuple[int, bool], float] = field(default_factory=dict)
+    chances: dict[bool, list[float]] = field(init=False)
+    rounds: int = 0
+    tries: dict[Amount, int] = field(default_factory=dict)
+    tried: Amount | None = None
+
+    # Other work of the machine makes rounds slower, never faster: a shorter time counts for more than a longer one.
+    FASTER_RATE, SLOWER_RATE, CHANCE_RATE, TRY_EVERY = 0.5, 0.15, 0.1, 25
+    # Rounds of an amount until its time can be believed: the first ones compile, allocate or record.
+    WARM = 3
+    # A round that took so many times what it does on average is no sign of anything.
+    OUTLIER = 3.0
+
+    def __post_init__(self) -> None:
+        most = max(amount.states for amount in self.amounts)
+        self.chances = {flag: [1.0] + [-1.0] * (most - 1) for flag in (False, True)}
+
+    def choose(self) -> Amount:
+        """Choose for the next round."""
+        self.rounds += 1
+        if self.tried is None or self.tries[self.tried] >= self.WARM:
+            self.tried = self._chosen()
+        self.tries[self.tried] = self.tries.get(self.tried, 0) + 1
+        return self.tried
+
+    def _chosen(self) -> Amount:
+        if (1, False) not in self.seconds:
+            return self.amounts[0]
+        tried = {amount.passes > 0: amount.states for amount in sorted(self.tries, key=lambda amount: amount.states)}
+        best = max((amount for amount in self.amounts if amount.states <= self._next(tried, amount)), key=self.worth)
+        if self.rounds % self.TRY_EVERY:
+            return best
+        others = self._neighbours(best)
+        return others[self.rounds // self.TRY_EVERY % len(others)]
+
+    def _next(self, tried: dict[bool, int], amount: Amount) -> int:
+        """The width that comes behind the widest of an amount's kind that was tried: further no estimate reaches."""
+        widest = tried.get(amount.passes > 0, 1)
+        return min((each.states for each in self.amounts if each.states > widest), default=widest)
+
+    def worth(self, amount: Amount) -> float:
+        """Estimate accepted states in a second; of a slot that was never offered the chance is that of the one before."""
+        flag, states, chance = amount.passes > 0, 0.0, 1.0
+        for known in self.chances[flag][: amount.states]:
+            chance = known if known >= 0 else chance
+            states += chance
+        return states / self._time(amount.states, flag)
+
+    def learn(self, amount: Amount, width: int, passed: list[int], rows: int, seconds: float) -> None:
+        """Learn from a round.
+
+        Args:
+            amount: What was chosen.
+            width: States that rows had room for.
+            passed: How many rows accepted the state in each slot offered, of
+            rows: so many that could.
+            seconds: What it took.
+        """
+        flag = amount.passes > 0 and width > 1
+        before = self.seconds.get((width, flag), seconds)
+        warm = self.tries.get(amount, 0) > self.WARM
+        rate = self.SLOWER_RATE if seconds > before else self.FASTER_RATE if warm else 1.0
+        self.seconds[width, flag] = before + rate * (min(seconds, self.OUTLIER * before) - before)
+        for slot in range(1, min(len(passed), len(self.chances[flag])) if rows else 1):
+            share, before = passed[slot] / rows, self.chances[flag][slot]
+            self.chances[flag][slot] = share if before < 0 else before + self.CHANCE_RATE * (share - before)
+
+    def _neighbours(self, best: Amount) -> list[Amount]:
+        """None, the next wider and narrower amount, and the other one of the same width."""
+        alike = [amount for amount in self.amounts if amount.passes == best.passes or amount.states == 1]
+        place = alike.index(best)
+        others = [amount for amount in self.amounts if amount.states == max(best.states, 2) and amount not in alike]
+        near = [*alike[max(0, place - 1) : place], *alike[place + 1 : place + 2], *others]
+        return [each for one in near for each in ((one, alike[0]) if place else (one,))]
+
+    def _time(self, width: int, flag: bool) -> float:
+        if (known := self.seconds.get((width, flag))) is not None:
+            return known
+        points = sorted((w, t) for (w, f), t in self.seconds.items() if f == flag or w == 1)
+        below = [point for point in points if point[0] < width]
+        above = [point for point in points if point[0] > width]
+        if below and above:
+            (a, t_a), (b, t_b) = below[-1], above[0]
+        elif len(points) > 1:
+            (a, t_a), (b, t_b) = (below or above)[-2:] if below else points[:2]
+        else:
+            return points[0][1]  # nothing is known of drafts: they are worth a try
+        return max(t_a + (t_b - t_a) / (b - a) * (width - a), min(t_a, t_b) / 2)
+
+
+_PACES: "weakref.WeakKeyDictionary[nn.Module, dict[Hashable, Pace]]" = weakref.WeakKeyDictionary()
+
+
+def pace_of(model: nn.Module, mode: Mode, rows: int) -> Pace | Fixed:
+    """Choose the amounts of a decode of so many rows; what was learnt stays with the model, for the calls that follow.
+
+    Where several processes run, which must decide alike if they share a model, nothing follows the clock.
+    """
+    drafting = mode.drafting
+    if drafting is None or not drafting.paced:
+        return Fixed(Amount() if drafting is None else Amount(drafting.states, drafting.passes))
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        states = min(drafting.states, TOGETHER)
+        return Fixed(Amount(states, min(drafting.passes, states - 1)))
+    kept = _PACES.setdefault(model, {})
+    key = mode, rows, next(model.parameters()).device, next(model.parameters()).dtype
+    return kept.setdefault(key, Pace(paced(drafting.states, drafting.passes)))
+
+
+def paced(states: int, passes: int) -> tuple[Amount, ...]:
+    """List the amounts of up to so many states and head passes, the least first."""
+    widths = [width for width in WIDTHS if width <= states]
+    kinds = [0, passes] if passes else [0]
+    return (Amount(), *(Amount(width, min(kind, width - 1)) for kind in kinds for width in widths if width > 1))
+
+
+# ----------------------------------------------------------------------------------------------------
 # generate/decode_state.py
 #
 # One decode in tensors: what was asked, what a round changes, and what the host reads of it once a round.
@@ -6615,6 +7141,7 @@ class RoundPlan:
         blocked: One of them is about to commit another block.
         accepted: How many rows accepted the state in each slot of the round before, of those that had masks left.
         unscored: Some token of a text has no log-probability: no token had a finite score there.
+        amount: What was chosen to be drafted.
         per_row: States that a row may submit.
         room: Places that the forward has for them: no more than any row can fill.
     """
@@ -6629,6 +7156,7 @@ class RoundPlan:
     blocked: bool
     accepted: tuple[int, ...] = ()
     unscored: bool = False
+    amount: Amount = field(default_factory=Amount)
     per_row: int = 1
     room: int = 1
 
@@ -6639,14 +7167,14 @@ class RoundPlan:
         drafting, late, blocked, unscored = (flag > 0 for flag in flags)
         return cls(active, used, head_used, clean, masks, drafting, late, blocked, tuple(numbers[SUMMARY:]), unscored)
 
-    def with_slots(self, width: int, branches: int) -> "RoundPlan":
-        """The same with room for up to `width` states a row.
+    def with_slots(self, amount: Amount, branches: int) -> "RoundPlan":
+        """The same with room for up to so many states a row.
 
         What a row drafts must not depend on its neighbours: room that none of them can fill is left out, no other.
         """
-        per_row = width if self.drafting else 1
+        per_row = amount.states if self.drafting else 1
         filled = reachable(self.masks, branches, per_row)
-        return replace(self, per_row=per_row, room=max(filled, 2 if self.clean else 1))
+        return replace(self, amount=amount, per_row=per_row, room=max(filled, 2 if self.clean else 1))
 
 
 # Numbers of a `RoundPlan` before `accepted`.
@@ -6678,327 +7206,6 @@ def summary(state: DecodeState, mask_token_id: int, accepted: Tensor | None = No
 
 
 # ----------------------------------------------------------------------------------------------------
-# generate/modes.py
-#
-# Modes of decoding, each three answers: what a step reveals, what the head changes about that, and what is drafted ahead.
-
-class HeadSteps(Protocol):
-    """The head passes and picks, on one state per row, that a refinement may ask for."""
-
-    def head_hidden(self, states: States, hidden: Tensor) -> Tensor:
-        """Compute h_C [rows, block, hidden] at states [rows], given hidden states h_A, or their estimate, of that shape."""
-        ...
-
-    def most_confident(self, states: States, reveal: Reveal, hidden: Tensor) -> Reveal:
-        """Reveal the most confident position that `reveal` leaves open, up to an eos in it.
-
-        Args:
-            states: [rows] before the reveal.
-            reveal: [rows] what is revealed there already.
-            hidden: [rows, block, hidden] at the states behind it.
-        """
-        ...
-
-    def token_confidence(self, states: States, hidden: Tensor, token: Tensor, where: Tensor) -> Tensor:
-        """Compute the log-odds of given tokens under lm_head(hidden): [rows, block], -inf outside `where`."""
-        ...
-
-    def residual_magnitude(self, hidden: Tensor, token: Tensor, where: Tensor) -> Tensor:
-        """Compute |C| of given tokens: [rows, block], 0 outside `where`."""
-        ...
-
-
-class Refinement(Protocol):
-    """A change of a reveal before it counts: a frozen dataclass of its numbers.
-
-    Attributes:
-        remasks: It may take reveals back.
-        asks_host: It reads from the device what to do next, so that its rounds cannot be recorded whole.
-    """
-
-    remasks: ClassVar[bool]
-    asks_host: ClassVar[bool]
-
-    def __call__(self, steps: HeadSteps, states: States, hidden: Tensor, reveal: Reveal) -> Reveal:
-        """Change what is revealed at states [rows], whose hidden states are [rows, block, hidden]."""
-        ...
-
-
-def applied(reveal: Reveal, states: States) -> States:
-    """Write a reveal's tokens into its states, for the head to read."""
-    block = reveal.where.shape[-1]
-    ids = torch.where(reveal.where, reveal.token, states.ids)
-    return replace(states, table=torch.cat([ids, states.table[..., block:]], -1))
-
-
-@dataclass(frozen=True)
-class Direct:
-    """`mrp_direct`: after each backbone step the head reveals one more position at a time, unverified (MRP, section 5)."""
-
-    head_reveals: int
-    remasks: ClassVar[bool] = False
-    asks_host: ClassVar[bool] = False
-
-    def __call__(self, steps: HeadSteps, states: States, hidden: Tensor, reveal: Reveal) -> Reveal:
-        """See `Refinement`."""
-        for _ in range(self.head_reveals):
-            hidden = hidden + steps.head_hidden(applied(reveal, states), hidden)
-            reveal = reveal.and_then(steps.most_confident(states, reveal, hidden))
-        return reveal
-
-
-def belief(steps: HeadSteps, states: States, hidden: Tensor, reveal: Reveal, given: Tensor) -> Tensor:
-    """Ask the head for the log-odds of valid rows' revealed tokens under those `given`: [rows, block], -inf elsewhere.
-
-    At a token that is itself given, a trained head says what the backbone would if this one token were still masked.
-
-    Args:
-        steps: The head.
-        states: [rows] before the reveal.
-        hidden: [rows, block, hidden] h_A there.
-        reveal: [rows] the tokens in question.
-        given: [rows, block] bool, the part of the reveal that the head sees.
-    """
-    corrected = hidden + steps.head_hidden(applied(reveal.only(given), states), hidden)
-    return steps.token_confidence(states, corrected, reveal.token, reveal.where & states.valid[:, None])
-
-
-@dataclass(frozen=True)
-class ThresholdRemask:
-    """The published rule of `mrp_remask`: the head is conditioned on all the fresh reveals, and a token whose corrected
-    confidence falls under tau goes back to a mask (MRP, arXiv 2605.18817). At least one reveal stays, under every rule.
-
-    Attributes:
-        threshold: tau, in log-odds.
-    """
-
-    threshold: float
-    remasks: ClassVar[bool] = True
-    asks_host: ClassVar[bool] = False
-
-    def __call__(self, steps: HeadSteps, states: States, hidden: Tensor, reveal: Reveal) -> Reveal:
-        """See `Refinement`."""
-        believed = belief(steps, states, hidden, reveal, reveal.where)
-        return kept_reveal(reveal.resting_on(believed), believed >= self.threshold, believed)
-
-
-@dataclass(frozen=True)
-class ResidualRemask:
-    """The rule `residual` of the released code: the head reads the state before the reveal, and a token whose own logit it
-    moves by more than `delta` in magnitude goes back.
-
-    Attributes:
-        delta: In logits.
-    """
-
-    delta: float
-    remasks: ClassVar[bool] = True
-    asks_host: ClassVar[bool] = False
-
-    def __call__(self, steps: HeadSteps, states: States, hidden: Tensor, reveal: Reveal) -> Reveal:
-        """See `Refinement`."""
-        residual = steps.head_hidden(states, hidden)
-        moved = steps.residual_magnitude(residual, reveal.token, reveal.where)
-        return kept_reveal(reveal.resting_on(moved), moved <= self.delta, reveal.confidence)
-
-
-@dataclass(frozen=True)
-class RereadRemask:
-    """The rule `reread`: what stays is believed under all the rest of it, and is no mere echo of it.
-
-    Under `threshold` two reveals that contradict each other both go back. Here only the least believed one under tau does;
-    then the head reads again what is left, until every token is believed under the others. Tokens that are wrong together
-    still speak up for each other, so the head at last reads them under the surest alone: one whose confidence there is under
-    `alone` goes back as well (`benchmarks/NOTES.md`, Remasking). A row with a single reveal asks the head nothing.
-
-    Attributes:
-        threshold: tau, in log-odds.
-        alone: What a token needs under the surest one alone, in log-odds: those of half of tau.
-    """
-
-    threshold: float
-    alone: float
-    remasks: ClassVar[bool] = True
-    asks_host: ClassVar[bool] = True
-
-    def __call__(self, steps: HeadSteps, states: States, hidden: Tensor, reveal: Reveal) -> Reveal:
-        """See `Refinement`."""
-        several = unsettled = states.valid & (reveal.where.sum(-1) > 1)
-        while bool(unsettled.any()):  # one look at the device a pass; most rows are settled by the first
-            believed = belief(steps, replace(states, valid=unsettled), hidden, reveal, reveal.where)
-            back, doubted = least_believed(reveal, believed, self.threshold, unsettled)
-            reveal = reveal.resting_on(believed).only(reveal.where & ~back)
-            several = several & (reveal.where.sum(-1) > 1)
-            unsettled = unsettled & doubted & several
-        if bool(several.any()):
-            surest = best_by(reveal.confidence, reveal.where)
-            believed = belief(steps, replace(states, valid=several), hidden, reveal, surest)
-            reveal = reveal.only(reveal.where & (surest | (believed >= self.alone) | ~several[:, None]))
-        return reveal
-
-
-@dataclass(frozen=True)
-class Drafting:
-    """The amount of drafting: states that may follow, scored together in one forward. Drafts never change the text.
-
-    Attributes:
-        states: K, the states a row may submit per round.
-        branches: Followers of a state that are considered; 1 drafts a chain.
-        passes: Head passes per round; with `states - 1` of them each drafted state is re-read before the next; 0: drafts come
-            from the backbone's own stale logits.
-        compute_bound_tokens: Tokens in a forward up to which its time hardly grows; None: it never does.
-    """
-
-    states: int
-    branches: int
-    passes: int = 0
-    compute_bound_tokens: int | None = None
-
-
-@dataclass(frozen=True)
-class Mode:
-    """The meaning of one value of `decoding`.
-
-    Attributes:
-        rule: Which positions a step of the backbone reveals: this alone, with `refine`, says what the text is.
-        refine: What the head changes about that; None: nothing.
-        drafting: What is drafted ahead; None: nothing.
-    """
-
-    rule: RevealRule
-    refine: Refinement | None = None
-    drafting: Drafting | None = None
-
-    @property
-    def uses_head(self) -> bool:
-        """True if the head takes part."""
-        return self.refine is not None or (self.drafting is not None and self.drafting.passes > 0)
-
-    @property
-    def width(self) -> int:
-        """States of a row in a round, at most: its own and the next block's, or with drafts more."""
-        return max(2, 1 if self.drafting is None else self.drafting.states)
-
-
-# ----------------------------------------------------------------------------------------------------
-# generate/option_table.py
-#
-# The options of `generate` beyond those of transformers, each declared once.
-#
-# From `OPTIONS` come the fields of `MRPGenerationConfig`, their defaults and checks, the flags of command lines and the README's
-# table. Nothing here imports torch, so that the help of a command line comes at once.
-
-DECODINGS = ("static", "dynamic", "sequential", "entropy_bound", "self_spec", "mrp_direct", "mrp_spec", "mrp_remask")
-TARGETS, DRAFTING = DECODINGS[:4], ("self_spec", "mrp_spec")
-REMASK_RULES = ("reread", "threshold", "residual")
-
-
-@dataclass(frozen=True)
-class Option:
-    """An option of `generate`.
-
-    Attributes:
-        name: The keyword argument, and the field of the config.
-        default: The value of an option that nobody sets. None stays allowed where it is the default.
-        kind: The type of its values, as `isinstance` takes it; a bool is no number.
-        holds: The range: True of the values allowed, given one of that type and the model's block size.
-        remedy: The end of the error for others; `{block_size}` stands for the model's.
-        help: Its meaning, a line of Markdown.
-        modes: The values of `decoding` in which it has an effect; it has one, too, in modes that draft for these as `target`.
-    """
-
-    name: str
-    default: Any
-    kind: Any
-    holds: Callable[[Any, int], bool]
-    remedy: str
-    help: str = ""
-    modes: tuple[str, ...] = DECODINGS
-
-    def counts(self, decoding: str, target: str | None = None) -> bool:
-        """Tell if it has an effect in a mode, which drafts for `target` if it drafts."""
-        return decoding in self.modes or (decoding in DRAFTING and target in self.modes)
-
-    def check(self, value: Any, block_size: int) -> None:
-        """Raise `ValueError`, with value and remedy, for a value of another type or out of range."""
-        if value is None and self.default is None:
-            return
-        if isinstance(value, int) and value.bit_length() > 63:  # so many digits need not be shown, nor can they
-            shown = f"{'-' if value < 0 else ''}2**{value.bit_length() - 1}"
-            raise ValueError(f"{self.name} is {shown} or more: {self.remedy.format(block_size=block_size)}, and of 64 bits")
-        fits = isinstance(value, self.kind) and (self.kind is bool or not isinstance(value, bool))
-        if not fits or not self.holds(value, block_size):
-            kind = "" if fits else f", of type {type(value).__name__}"
-            raise ValueError(f"{self.name} is {value!r}{kind}: {self.remedy.format(block_size=block_size)}")
-
-
-# Type, range and remedy.
-_Values = tuple[Any, Callable[[Any, int], bool], str]
-COUNT: _Values = (int, lambda v, _: v >= 1, "it must be an int of 1 or more")
-_MOST_STATES = 256  # of a block of 4, the shortest published, the kernels hold no more
-_STATES: _Values = (int, lambda v, _: 1 <= v <= _MOST_STATES, f"it must be an int from 1 to {_MOST_STATES}")
-_STEPS: _Values = (int, lambda v, size: 1 <= v <= size, "it must be an int from 1 to block_size ({block_size})")
-PROBABILITY: _Values = (int | float, lambda v, _: 0 <= v <= 1, "it must be a probability, a float from 0 to 1")
-_NATS: _Values = (int | float, lambda v, _: v >= 0, "it must be a number of nats, a float of 0 or more")
-_LOGITS: _Values = (int | float, lambda v, _: v > 0, "it must be a positive number of logits, a float")
-_KERNELS: _Values = (bool, lambda *_: True, "use None (where they can be used), True (or an error) or False (PyTorch only)")
-_GRAPHS: _Values = (bool, lambda *_: True, "use True, False, or None for CUDA graphs where they are possible")
-_SEED: _Values = (
-    int | list,
-    lambda v, _: all(type(one) is int and 0 <= one < 1 << 62 for one in (v if isinstance(v, list) else [v])),
-    "use None, an int of 0 or more and below 2**62, or a list of one such int per row",
-)
-
-
-def _one_of(names: tuple[str, ...]) -> _Values:
-    return str, lambda v, _: v in names, f"choose one of {', '.join(names)}"
-
-
-OPTIONS = (
-    Option("decoding", "static", *_one_of(DECODINGS), "the mode"),
-    Option(
-        "target",
-        "static",
-        *_one_of(TARGETS),
-        "whose text it is that drafts reach in fewer forwards: that of `decoding=target`",
-        DRAFTING,
-    ),
-    Option(
-        "denoising_steps",
-        None,
-        *_STEPS,
-        "steps per block; None: `block_size`, one token a step",
-        ("static", "sequential", "mrp_direct"),
-    ),
-    Option("confidence_threshold", 0.9, *PROBABILITY, "tau, a probability", ("dynamic", "mrp_remask")),
-    Option(
-        "entropy_threshold",
-        0.35,
-        *_NATS,
-        "bound in nats on the summed entropy of a step's reveals",
-        ("entropy_bound",),
-    ),
-    Option("mrp_steps", 1, *_STEPS, "reveals of the head after each backbone step, unverified", ("mrp_direct",)),
-    Option("num_draft_states", 4, *_STATES, "K: states a row submits per round, at most: the next one, and drafts", DRAFTING),
-    Option("draft_branches", 3, *COUNT, "followers considered per state; 1 drafts a chain", DRAFTING),
-    Option("draft_passes", 1, *COUNT, "head passes per round, at most; each re-reads what is drafted so far", ("mrp_spec",)),
-    Option(
-        "compute_bound_tokens",
-        None,
-        *COUNT,
-        "tokens in a forward up to which its time hardly grows (about 140 for bf16 on an H200): drafts are submitted as far as "
-        "they are worth their time; None: only forwards count",
-        DRAFTING,
-    ),
-    Option("remask_rule", "reread", *_one_of(REMASK_RULES), "`reread`, `threshold` or `residual`", ("mrp_remask",)),
-    Option("residual_delta", 1.0, *_LOGITS, "for the rule `residual`, in logits", ("mrp_remask",)),
-    Option("seed", None, *_SEED, "with `do_sample`: int s gives row i s + i, a list one per row, None torch's generator"),
-    Option("kernels", None, *_KERNELS, "Triton kernels: None where possible, True or an error, False never"),
-    Option("graphs", None, *_GRAPHS, "CUDA graphs: None where possible, True or an error, False never"),
-)
-
-
-# ----------------------------------------------------------------------------------------------------
 # generate/options.py
 #
 # The options of `generate` for MRP models: the config that holds, checks and interprets them.
@@ -7025,8 +7232,9 @@ _REMASKS: dict[str, Callable[[Any], Any]] = {
 
 
 def _drafting(options: Any, passes: int) -> Drafting:
-    states = options.num_draft_states
-    return Drafting(states, options.draft_branches, min(passes, states - 1), options.compute_bound_tokens)
+    states, auto = options.num_draft_states, options.num_draft_states == "auto"
+    states = WIDTHS[-1] if auto else states
+    return Drafting(states, options.draft_branches, min(passes, states - 1), auto)
 
 
 _FROM_ZERO: Any = (int, lambda v, _: v >= 0, "it must be an int of 0 or more")
@@ -7351,8 +7559,30 @@ def _check_range(what: str, ids: Tensor, vocab_size: int) -> None:
 
 # For logits processors: for a slice of positions, pairs of (indices into the slice, committed ids [1, length]).
 Context = Callable[[slice], list[tuple[Tensor, Tensor]]]
-# What keeps the likeliest tokens, however many: all of it that there is behind a top-k needs only its k logits.
-_KEEPS_THE_LIKELIEST = (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper, EpsilonLogitsWarper, EtaLogitsWarper)
+
+
+@dataclass(frozen=True)
+class Truncation:
+    """A kind of truncation.
+
+    Attributes:
+        keeps_the_likeliest: Of any scores it keeps the likeliest tokens, however many: behind a top-k it needs its k logits.
+        recorded: It is tensor code from end to end, and numbers, so that a round with it can be recorded.
+    """
+
+    keeps_the_likeliest: bool = False
+    recorded: bool = False
+
+
+TRUNCATIONS: dict[type, Truncation] = {
+    TopKLogitsWarper: Truncation(keeps_the_likeliest=True, recorded=True),
+    TopPLogitsWarper: Truncation(keeps_the_likeliest=True, recorded=True),
+    MinPLogitsWarper: Truncation(keeps_the_likeliest=True, recorded=True),
+    EpsilonLogitsWarper: Truncation(keeps_the_likeliest=True),
+    EtaLogitsWarper: Truncation(keeps_the_likeliest=True),
+    TopHLogitsWarper: Truncation(),
+    TypicalLogitsWarper: Truncation(),
+}
 
 # Tokens of a position that a sampled draft chooses among: all that transformers' own top-k of 50 leaves.
 LIKELIEST = 64
@@ -7470,7 +7700,7 @@ class Sampler:
             odds = torch.cat([best.log_odds[:, None], (log_p - torch.log1p(-log_p.exp()))[:, 1:]], 1)
             if self.truncation and len(logits):
                 shown = scores if top_k else unembedding.tempered(widened(logits), None)
-                shown = self.truncation(top.indices[:, :1], shown.clone())
+                shown = self._truncated(top.indices[:, 0], shown.clone())
                 odds = odds.masked_fill((shown if top_k else shown.gather(1, top.indices)) == -torch.inf, -torch.inf)
             found.append((top.indices[:, :LIKELIEST], odds[:, :LIKELIEST]))
         token, odds = (torch.cat(parts) for parts in zip(*found, strict=True))
@@ -7516,7 +7746,7 @@ class Sampler:
     def _top_k(self) -> int | None:
         """The k of a truncation that begins with a top-k, and goes on with what its k logits suffice for."""
         warpers = self.truncation or []
-        if not all(type(warper) in _KEEPS_THE_LIKELIEST and warper.filter_value == -torch.inf for warper in warpers):
+        if not all(_kind_of(warper).keeps_the_likeliest and warper.filter_value == -torch.inf for warper in warpers):
             return None
         first = next(iter(warpers), None)
         return first.top_k if isinstance(first, TopKLogitsWarper) else None
@@ -7555,6 +7785,16 @@ def _answer(processor: Any, answer: Any, shape: torch.Size) -> Tensor:
             f"given, {list(shape)}"
         )
     return answer
+
+
+def _kind_of(warper: LogitsProcessor) -> Truncation:
+    """Look up a truncation by its very class: what a subclass does is not known."""
+    return TRUNCATIONS.get(type(warper), Truncation())
+
+
+def may_be_recorded(truncation: LogitsProcessorList | None) -> bool:
+    """Tell if a round that truncates so can be recorded."""
+    return all(_kind_of(warper).recorded for warper in truncation or [])
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -8052,7 +8292,7 @@ def decode(
     task: Task,
     runner: Runner,
     state: DecodeState,
-    head_cost: float,
+    pace: Pace | Fixed,
     step: Step | None = None,
     on_round: Callable[[DecodeState], None] | None = None,
 ) -> tuple[DecodeState, list[Remasked]]:
@@ -8062,7 +8302,7 @@ def decode(
         task: What to do.
         runner: Runs the model.
         state: As `begin` gave it.
-        head_cost: Time of the round's head passes over that of the backbone's forward, at the same number of tokens.
+        pace: Chooses how much each round drafts.
         step: Runs a round and reads its summary, from a recording for instance; by default `decode_round` as it is.
         on_round: Called after every round (for streamers); or None.
 
@@ -8079,24 +8319,29 @@ def decode(
             raise unscored_error(task.reader, runner.model, state.text)
         return plan
 
-    drafting = task.mode.drafting
-    width, branches, bound = (drafting.states, drafting.branches, drafting.compute_bound_tokens) if drafting else (1, 1, None)
-    budget = Budget(width, state.current.ids.numel(), bound, head_cost)
-    plan = seen(state, summary(state, task.mask_token_id).tolist()).with_slots(budget.width(), branches)
+    branches = task.mode.drafting.branches if task.mode.drafting else 1
+    plan = seen(state, summary(state, task.mask_token_id).tolist()).with_slots(pace.choose(), branches)
     remasked: list[Remasked] = []
+    behind = runner.rests  # the head has texts to read
     while True:
         if task.mode.refine is not None and task.mode.refine.remasks:
             remasked.append(replace(state.remasked, **{name: part.clone() for name, part in vars(state.remasked).items()}))
         if not plan.active:
             return state, remasked
+        begun = perf_counter()
+        if behind and plan.amount.passes:
+            state = replace(state, held=runner.catch_up(state.text.tokens, state.held))
+            plan, behind = replace(plan, head_used=plan.used, late=False, blocked=False), False
+        behind = behind or (runner.rests and not plan.amount.passes)
         if step is None:
             state, accepted = decode_round(task, runner, state, plan)
             numbers = summary(state, task.mask_token_id, accepted).tolist()
         else:
             state, numbers = step(state, plan)
         after = seen(state, numbers)
-        budget.learn(list(after.accepted[: min(plan.per_row, plan.room)]), plan.active - plan.clean)
-        plan = after.with_slots(budget.width(), branches)
+        width = min(plan.per_row, plan.room)
+        pace.learn(plan.amount, width, list(after.accepted[:width]), plan.active - plan.clean, perf_counter() - begun)
+        plan = after.with_slots(pace.choose(), branches)
         if on_round is not None:
             on_round(state)
 
@@ -8109,8 +8354,9 @@ def decode_round(task: Task, runner: Runner, state: DecodeState, plan: RoundPlan
     Returns:
         The state behind it, and how many rows accepted each of its states, [states] long, of those that had masks left.
     """
-    drafts, successor = task.mode.drafting is not None, task.successor(state)
-    head = HeadPasses(runner, state.held, plan.head_used, plan.late)
+    drafts, successor = task.mode.drafting is not None and plan.amount.states > 1, task.successor(state)
+    reads = plan.amount.passes > 0 or not runner.rests
+    head = HeadPasses(runner, state.held, plan.head_used, plan.late and reads)
 
     draft = draft_states(task, head, state, successor, plan)
 
@@ -8118,7 +8364,8 @@ def decode_round(task: Task, runner: Runner, state: DecodeState, plan: RoundPlan
     reveal = task.reader.reveal(scratch.states, scratch.hidden, state.text)
     scored = Scored(scratch.states, reveal, scratch.hidden)
 
-    commit = partial(runner.commit_clean, scratch) if drafts or plan.clean else None  # else no clean state was scored
+    # Where nothing is drafted and no row was clean, no clean state was scored.
+    commit = partial(runner.commit_clean, scratch, for_head=reads) if drafts or plan.clean else None
     if task.mode.refine is not None or task.stopping is not None:
         accepted = accept(scored, state.memory if drafts else None, successor, task.reader.request.eos, task.mask_token_id)
         return refined_round(task, runner, state, head, draft, accepted, held, commit, plan)
@@ -8135,7 +8382,7 @@ def decode_round(task: Task, runner: Runner, state: DecodeState, plan: RoundPlan
         task.reader.sampler.dispatch,
     )
 
-    held = commit(settled.clean_slot, held) if commit else held
+    held = commit(settled.clean_slot, held=held) if commit else held
     hidden = torch.cat([scored.hidden, state.memory.scored.hidden], 1) if drafts else scored.hidden
     rows = indices(len(hidden), hidden.device)
     state = replace(
@@ -8143,7 +8390,7 @@ def decode_round(task: Task, runner: Runner, state: DecodeState, plan: RoundPlan
         current=States(settled.table, settled.valid),
         seed=Source(settled.token, settled.odds, hidden[rows, settled.last]),
         has_seed=settled.at_mask,
-        held=replace(held, late=held.late & settled.valid),
+        held=replace(held, late=held.late & settled.valid if reads else torch.zeros_like(held.late)),
     )
     if drafts:
         state.counts.verified += (settled.drafted > 0).any()
@@ -8159,17 +8406,18 @@ def refined_round(
     draft: Draft,
     accepted: Accepted,
     held: Held,
-    commit: Callable[[Tensor, Held], Held] | None,
+    commit: Callable[..., Held] | None,
     plan: RoundPlan,
 ) -> tuple[DecodeState, Tensor]:
     """Run the second half of a round whose reveals are refined by the head, or whose texts stopping criteria may end."""
-    drafts, count = task.mode.drafting is not None, draft.valid.shape[1]
+    drafts, count = task.mode.drafting is not None and plan.amount.states > 1, draft.valid.shape[1]
     submitted = count_round(state.counts, draft, accepted, task.mask_token_id, drafts)
-    held = commit(clean_slot(accepted, count), held) if commit else held
+    held = commit(clean_slot(accepted, count), held=held) if commit else held
     if drafts:
         state.counts.verified += (submitted > 0).any()
         state = replace(state, memory=remembered(accepted, count, task.mode.width))
-    late = head.late or (plan.clean > 0 and not drafts)  # where drafts are made, the next plan tells
+    # Where drafts are made, the next plan tells.
+    late = head.late or (plan.clean > 0 and task.mode.drafting is None)
     state = advance(task, HeadPasses(runner, held, head.used, late), state, accepted)
     return state, (accepted.passed & ~accepted.clean[:, :1])[:, :count].sum(0)
 
@@ -8206,7 +8454,7 @@ def draft_states(task: Task, head: HeadPasses, state: DecodeState, successor: St
         return undrafted(current, successor, task.mask_token_id, plan.room)
     table, hidden = sources(task, state, successor)
     dispatch = task.reader.sampler.dispatch
-    sizes = growth(plan.per_row, drafting.passes)
+    sizes = growth(plan.per_row, plan.amount.passes)
     for turn, size in enumerate(sizes if plan.masks > 1 else sizes[:1]):  # behind a single mask nothing is read twice
         draft = grow(table, min(size, plan.room), task.mode.width, dispatch)
         table, hidden = re_read(task, head, state.text, table, hidden, draft, min(turn, 1), blocked)
@@ -8362,7 +8610,8 @@ def begin(task: Task, runner: Runner, text: Text, current: States, reused: Tenso
         reused: [rows] long, so many first tokens have their keys and values already.
     """
     drafts, width = task.mode.drafting is not None, task.mode.width
-    hidden, held = runner.prefill(text.tokens, current.start, reused, runner.start(current.start))
+    held = runner.start(current.start, reused.minimum(runner.cache.head_held.to(reused.device)))
+    hidden, held = runner.prefill(text.tokens, current.start, reused, held)
     states = current.map(lambda t: t[:, None])
     reveal = task.reader.reveal(states, hidden[:, None], text)
     scored = Scored(states, reveal, hidden[:, None])
@@ -8394,16 +8643,12 @@ def begin(task: Task, runner: Runner, text: Text, current: States, reused: Tenso
 # committed, so how long a text is plays no part. For each batch size there are so, at most: in `static` and the like, rounds
 # with a clean block and without; in speculation, these two for rows that cannot draft, one in which a late block catches up
 # alone, and the drafting round, once more for several head passes where at most one mask is left, and with
-# `compute_bound_tokens` for each number of states that is chosen. A drafting round always has room for all of its states, though
+# `num_draft_states="auto"` for each amount that is chosen. A drafting round always has room for all of its states, though
 # few masks may not let them be filled: what nobody fills is not valid. Below the compute-bound limit a forward takes no longer.
 #
 # Not replayed as a whole are calls with logits processors or stopping criteria, which are the user's code, with truncation
 # other than top-k, top-p and min-p, and the remasking rule `reread`, which asks the device as it goes. Their forwards are
 # recorded one by one, and the rest of the round runs as it is.
-
-# Warpers that are tensor code from end to end, and numbers.
-_REPLAYED_WARPERS = (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
-
 
 def replayable(task: Task) -> bool:
     """Tell whether a whole round of this task is tensor code and depends on nothing but registers and key."""
@@ -8412,7 +8657,7 @@ def replayable(task: Task) -> bool:
         not (refine is not None and refine.asks_host)
         and task.stopping is None
         and sampler.processors is None
-        and all(type(warper) in _REPLAYED_WARPERS for warper in sampler.truncation or [])
+        and may_be_recorded(sampler.truncation)
     )
 
 
@@ -8439,6 +8684,8 @@ class RecordedRounds:
     def __call__(self, state: DecodeState, plan: RoundPlan) -> tuple[DecodeState, list[int]]:
         """Run a round on the registers, where `state` lies; returns them and the numbers of the summary."""
         task, registers, forwards = self.task, self.registers, self.runner.forwards
+        if state is not self.state:
+            registers.write((task.reader.request, state))
         kind, before = self.kind(plan), dict(forwards)
         numbers = registers.numbers_for(SUMMARY + task.mode.width)
 
@@ -8455,9 +8702,9 @@ class RecordedRounds:
 
     def kind(self, plan: RoundPlan) -> RoundPlan:
         """The plan as far as a recording depends on it."""
-        drafting, mode = plan.per_row > 1, self.task.mode
-        passes, branches = (mode.drafting.passes, mode.drafting.branches) if mode.drafting else (0, 1)
-        with_head = bool(self.runner.head_layers)
+        drafting, mode, passes = plan.per_row > 1, self.task.mode, plan.amount.passes
+        branches = mode.drafting.branches if mode.drafting else 1
+        with_head = bool(self.runner.head_layers) and (passes > 0 or not self.runner.rests)
         kind = RoundPlan(
             active=1,
             used=None,
@@ -8468,7 +8715,9 @@ class RecordedRounds:
             late=with_head if drafting else plan.late,
             blocked=with_head if drafting else plan.blocked,
         )
-        return replace(kind, per_row=plan.per_row, room=plan.per_row) if drafting else kind.with_slots(1, branches)
+        if drafting:
+            return replace(kind, amount=plan.amount, per_row=plan.per_row, room=plan.per_row)
+        return replace(kind.with_slots(Amount(), branches), amount=plan.amount)
 
     def end(self) -> DecodeState:
         """The last state in tensors of its own: the next call writes to the registers."""
@@ -8491,15 +8740,6 @@ logger = transformers_logging.get_logger(__name__)
 
 # What else `generate` may be given, beside the fields of the generation config.
 _ARGUMENTS = ("input_ids", "attention_mask", "logits_processor", "stopping_criteria", "tokenizer", "synced_gpus")
-_TRUNCATIONS = (
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TopHLogitsWarper,
-    MinPLogitsWarper,
-    TypicalLogitsWarper,
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
-)
 
 
 @dataclass
@@ -8710,7 +8950,8 @@ class MRPGenerationMixin(GenerationMixin):
             raise ValueError("with_head=True, but this checkpoint has no MRP head: pass with_head=False")
         heads, width, devices = self.config.num_key_value_heads, self.config.head_dim, devices_of_layers(self, with_head)
         head_layers = len(devices) - self.config.num_hidden_layers
-        cache = BlockCache(batch_size, heads, width, devices, capacity, scratch, self.dtype, head_layers)
+        hidden_size = self.config.hidden_size if with_head else 0
+        cache = BlockCache(batch_size, heads, width, devices, capacity, scratch, self.dtype, head_layers, hidden_size)
         cache.owner = weakref.ref(self)
         return cache
 
@@ -8775,26 +9016,27 @@ def _decode(
     room = (past_key_values, len(prompts), text.capacity, mode.width * block, mode.uses_head)
     with _cache_for(model, recorder_for(model, config.graphs), *room) as (recorded, cache):
         text = text.with_room(cache.capacity) if recorded is not None else text
-        reused = cache.reusable(text.tokens, current.start, block, mode.uses_head)
+        rests = mode.drafting is not None and mode.drafting.paced and mode.uses_head
+        reused = cache.reusable(text.tokens, current.start, block, mode.uses_head, rests)
         parts = ("model", "mrp_head") if cache.head_layers else ("model",)
         cache.weights = {name: WeightsSeen(getattr(model, name)) for name in parts}
         # From here on the slots behind are overwritten, also by a call that does not come to its end.
-        cache.hold(text.tokens, reused, reused.minimum(cache.head_held.to(device)))
+        cache.hold(text.tokens, reused, *(reused.minimum(part.to(device)) for part in (cache.head_held, cache.hidden_held)))
         reader = _reader(model, picker, mode, request, recorded)
         task = Task(mode, reader, block, mask_id, stopping)
         whole = recorded is not None and replayable(task)
         by_parts = None if recorded is None or whole else recorded.parts.call
         round_masks = takes_round_masks(model, picker.dispatch)
-        runner = Runner(model, cache, mode.uses_head, picker.dispatch, round_masks, device, by_parts)
+        runner = Runner(model, cache, mode.uses_head, picker.dispatch, round_masks, device, by_parts, rests)
         state = begin(task, runner, text, current, reused)
         rounds = RecordedRounds(task, runner, state, recorded) if recorded is not None and whole else None
-        passes = mode.drafting.passes if mode.drafting else 0
-        cost = passes * model.head_share() if passes else 0.0
         on_round = stream.on_round if stream is not None else None
-        state, remasked = decode(task, runner, state if rounds is None else rounds.state, cost, rounds, on_round)
+        pace = pace_of(model, mode, len(prompts))
+        state, remasked = decode(task, runner, state if rounds is None else rounds.state, pace, rounds, on_round)
         state = state if rounds is None else rounds.end()
         held = state.held
-        cache.hold(state.text.tokens, held.committed, held.head_committed if mode.uses_head else cache.head_held)
+        of_head = held.head_committed if mode.uses_head else cache.head_held
+        cache.hold(state.text.tokens, held.committed, of_head, held.committed if rests else cache.hidden_held)
     if stream is not None:
         stream.end(state)
     return _output(input_ids, request, state, runner, remasked, cache, config)
@@ -8864,7 +9106,7 @@ def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationCo
             )
         if isinstance(processor, TemperatureLogitsWarper):
             temperature = float(processor.temperature)
-        elif isinstance(processor, _TRUNCATIONS):
+        elif isinstance(processor, tuple(TRUNCATIONS)):
             after.append(processor)
         elif isinstance(processor, RepetitionPenaltyLogitsProcessor) and torch.is_tensor(processor.prompt_ignore_length):
             before.append(RepetitionPenaltyLogitsProcessor(processor.penalty))

@@ -1,6 +1,6 @@
 """One decode in tensors: what was asked, what a round changes, and what the host reads of it once a round."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from ..rules.drafting import reachable
 from ..rules.rules import whole_text
 from ..rules.states import Memory, Reveal, Source, States
 from ..runner.runner import Held
+from .pace import Amount
 
 
 @dataclass
@@ -258,6 +259,7 @@ class RoundPlan:
         blocked: One of them is about to commit another block.
         accepted: How many rows accepted the state in each slot of the round before, of those that had masks left.
         unscored: Some token of a text has no log-probability: no token had a finite score there.
+        amount: What was chosen to be drafted.
         per_row: States that a row may submit.
         room: Places that the forward has for them: no more than any row can fill.
     """
@@ -272,6 +274,7 @@ class RoundPlan:
     blocked: bool
     accepted: tuple[int, ...] = ()
     unscored: bool = False
+    amount: Amount = field(default_factory=Amount)
     per_row: int = 1
     room: int = 1
 
@@ -282,14 +285,14 @@ class RoundPlan:
         drafting, late, blocked, unscored = (flag > 0 for flag in flags)
         return cls(active, used, head_used, clean, masks, drafting, late, blocked, tuple(numbers[SUMMARY:]), unscored)
 
-    def with_slots(self, width: int, branches: int) -> "RoundPlan":
-        """The same with room for up to `width` states a row.
+    def with_slots(self, amount: Amount, branches: int) -> "RoundPlan":
+        """The same with room for up to so many states a row.
 
         What a row drafts must not depend on its neighbours: room that none of them can fill is left out, no other.
         """
-        per_row = width if self.drafting else 1
+        per_row = amount.states if self.drafting else 1
         filled = reachable(self.masks, branches, per_row)
-        return replace(self, per_row=per_row, room=max(filled, 2 if self.clean else 1))
+        return replace(self, amount=amount, per_row=per_row, room=max(filled, 2 if self.clean else 1))
 
 
 # Numbers of a `RoundPlan` before `accepted`.

@@ -40,6 +40,7 @@ from .decode_state import DecodeState, Remasked, Request, laid_out
 from .loop import Task, begin, decode
 from .modes import Mode
 from .options import OPTION_NAMES, MRPGenerationConfig, check_values, did_you_mean
+from .pace import pace_of
 from .prompts import (
     check_functions,
     check_infill,
@@ -269,7 +270,8 @@ class MRPGenerationMixin(GenerationMixin):
             raise ValueError("with_head=True, but this checkpoint has no MRP head: pass with_head=False")
         heads, width, devices = self.config.num_key_value_heads, self.config.head_dim, devices_of_layers(self, with_head)
         head_layers = len(devices) - self.config.num_hidden_layers
-        cache = BlockCache(batch_size, heads, width, devices, capacity, scratch, self.dtype, head_layers)
+        hidden_size = self.config.hidden_size if with_head else 0
+        cache = BlockCache(batch_size, heads, width, devices, capacity, scratch, self.dtype, head_layers, hidden_size)
         cache.owner = weakref.ref(self)
         return cache
 
@@ -334,26 +336,27 @@ def _decode(
     room = (past_key_values, len(prompts), text.capacity, mode.width * block, mode.uses_head)
     with _cache_for(model, recorder_for(model, config.graphs), *room) as (recorded, cache):
         text = text.with_room(cache.capacity) if recorded is not None else text
-        reused = cache.reusable(text.tokens, current.start, block, mode.uses_head)
+        rests = mode.drafting is not None and mode.drafting.paced and mode.uses_head
+        reused = cache.reusable(text.tokens, current.start, block, mode.uses_head, rests)
         parts = ("model", "mrp_head") if cache.head_layers else ("model",)
         cache.weights = {name: WeightsSeen(getattr(model, name)) for name in parts}
         # From here on the slots behind are overwritten, also by a call that does not come to its end.
-        cache.hold(text.tokens, reused, reused.minimum(cache.head_held.to(device)))
+        cache.hold(text.tokens, reused, *(reused.minimum(part.to(device)) for part in (cache.head_held, cache.hidden_held)))
         reader = _reader(model, picker, mode, request, recorded)
         task = Task(mode, reader, block, mask_id, stopping)
         whole = recorded is not None and replayable(task)
         by_parts = None if recorded is None or whole else recorded.parts.call
         round_masks = takes_round_masks(model, picker.dispatch)
-        runner = Runner(model, cache, mode.uses_head, picker.dispatch, round_masks, device, by_parts)
+        runner = Runner(model, cache, mode.uses_head, picker.dispatch, round_masks, device, by_parts, rests)
         state = begin(task, runner, text, current, reused)
         rounds = RecordedRounds(task, runner, state, recorded) if recorded is not None and whole else None
-        passes = mode.drafting.passes if mode.drafting else 0
-        cost = passes * model.head_share() if passes else 0.0
         on_round = stream.on_round if stream is not None else None
-        state, remasked = decode(task, runner, state if rounds is None else rounds.state, cost, rounds, on_round)
+        pace = pace_of(model, mode, len(prompts))
+        state, remasked = decode(task, runner, state if rounds is None else rounds.state, pace, rounds, on_round)
         state = state if rounds is None else rounds.end()
         held = state.held
-        cache.hold(state.text.tokens, held.committed, held.head_committed if mode.uses_head else cache.head_held)
+        of_head = held.head_committed if mode.uses_head else cache.head_held
+        cache.hold(state.text.tokens, held.committed, of_head, held.committed if rests else cache.hidden_held)
     if stream is not None:
         stream.end(state)
     return _output(input_ids, request, state, runner, remasked, cache, config)

@@ -17,18 +17,20 @@ A mode that drafts nothing submits one state a round (two where a block ends) an
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from time import perf_counter
 
 import torch
 from torch import Tensor
 
 from ..kernels.grow import DraftTable
 from ..rules.constants import indices
-from ..rules.drafting import BASE, Budget, Draft, as_slots, grow, growth, undrafted, with_estimates
+from ..rules.drafting import BASE, Draft, as_slots, grow, growth, undrafted, with_estimates
 from ..rules.rules import Accepted, accept, memory_of, remembered, stepped, steps_on_path
 from ..rules.states import PARENT, Memory, Reveal, Scored, Source, States
 from ..runner.runner import Held, Runner
 from .decode_state import Counts, DecodeState, Remasked, RoundPlan, Text, first_state, summary
 from .modes import Mode
+from .pace import Fixed, Pace
 from .scoring import Reader, unscored_error
 from .settle import clean_slot, count_round, settle, stand_at
 from .stopping import Stopping
@@ -64,7 +66,7 @@ def decode(
     task: Task,
     runner: Runner,
     state: DecodeState,
-    head_cost: float,
+    pace: Pace | Fixed,
     step: Step | None = None,
     on_round: Callable[[DecodeState], None] | None = None,
 ) -> tuple[DecodeState, list[Remasked]]:
@@ -74,7 +76,7 @@ def decode(
         task: What to do.
         runner: Runs the model.
         state: As `begin` gave it.
-        head_cost: Time of the round's head passes over that of the backbone's forward, at the same number of tokens.
+        pace: Chooses how much each round drafts.
         step: Runs a round and reads its summary, from a recording for instance; by default `decode_round` as it is.
         on_round: Called after every round (for streamers); or None.
 
@@ -91,24 +93,29 @@ def decode(
             raise unscored_error(task.reader, runner.model, state.text)
         return plan
 
-    drafting = task.mode.drafting
-    width, branches, bound = (drafting.states, drafting.branches, drafting.compute_bound_tokens) if drafting else (1, 1, None)
-    budget = Budget(width, state.current.ids.numel(), bound, head_cost)
-    plan = seen(state, summary(state, task.mask_token_id).tolist()).with_slots(budget.width(), branches)
+    branches = task.mode.drafting.branches if task.mode.drafting else 1
+    plan = seen(state, summary(state, task.mask_token_id).tolist()).with_slots(pace.choose(), branches)
     remasked: list[Remasked] = []
+    behind = runner.rests  # the head has texts to read
     while True:
         if task.mode.refine is not None and task.mode.refine.remasks:
             remasked.append(replace(state.remasked, **{name: part.clone() for name, part in vars(state.remasked).items()}))
         if not plan.active:
             return state, remasked
+        begun = perf_counter()
+        if behind and plan.amount.passes:
+            state = replace(state, held=runner.catch_up(state.text.tokens, state.held))
+            plan, behind = replace(plan, head_used=plan.used, late=False, blocked=False), False
+        behind = behind or (runner.rests and not plan.amount.passes)
         if step is None:
             state, accepted = decode_round(task, runner, state, plan)
             numbers = summary(state, task.mask_token_id, accepted).tolist()
         else:
             state, numbers = step(state, plan)
         after = seen(state, numbers)
-        budget.learn(list(after.accepted[: min(plan.per_row, plan.room)]), plan.active - plan.clean)
-        plan = after.with_slots(budget.width(), branches)
+        width = min(plan.per_row, plan.room)
+        pace.learn(plan.amount, width, list(after.accepted[:width]), plan.active - plan.clean, perf_counter() - begun)
+        plan = after.with_slots(pace.choose(), branches)
         if on_round is not None:
             on_round(state)
 
@@ -121,8 +128,9 @@ def decode_round(task: Task, runner: Runner, state: DecodeState, plan: RoundPlan
     Returns:
         The state behind it, and how many rows accepted each of its states, [states] long, of those that had masks left.
     """
-    drafts, successor = task.mode.drafting is not None, task.successor(state)
-    head = HeadPasses(runner, state.held, plan.head_used, plan.late)
+    drafts, successor = task.mode.drafting is not None and plan.amount.states > 1, task.successor(state)
+    reads = plan.amount.passes > 0 or not runner.rests
+    head = HeadPasses(runner, state.held, plan.head_used, plan.late and reads)
 
     draft = draft_states(task, head, state, successor, plan)
 
@@ -130,7 +138,8 @@ def decode_round(task: Task, runner: Runner, state: DecodeState, plan: RoundPlan
     reveal = task.reader.reveal(scratch.states, scratch.hidden, state.text)
     scored = Scored(scratch.states, reveal, scratch.hidden)
 
-    commit = partial(runner.commit_clean, scratch) if drafts or plan.clean else None  # else no clean state was scored
+    # Where nothing is drafted and no row was clean, no clean state was scored.
+    commit = partial(runner.commit_clean, scratch, for_head=reads) if drafts or plan.clean else None
     if task.mode.refine is not None or task.stopping is not None:
         accepted = accept(scored, state.memory if drafts else None, successor, task.reader.request.eos, task.mask_token_id)
         return refined_round(task, runner, state, head, draft, accepted, held, commit, plan)
@@ -147,7 +156,7 @@ def decode_round(task: Task, runner: Runner, state: DecodeState, plan: RoundPlan
         task.reader.sampler.dispatch,
     )
 
-    held = commit(settled.clean_slot, held) if commit else held
+    held = commit(settled.clean_slot, held=held) if commit else held
     hidden = torch.cat([scored.hidden, state.memory.scored.hidden], 1) if drafts else scored.hidden
     rows = indices(len(hidden), hidden.device)
     state = replace(
@@ -155,7 +164,7 @@ def decode_round(task: Task, runner: Runner, state: DecodeState, plan: RoundPlan
         current=States(settled.table, settled.valid),
         seed=Source(settled.token, settled.odds, hidden[rows, settled.last]),
         has_seed=settled.at_mask,
-        held=replace(held, late=held.late & settled.valid),
+        held=replace(held, late=held.late & settled.valid if reads else torch.zeros_like(held.late)),
     )
     if drafts:
         state.counts.verified += (settled.drafted > 0).any()
@@ -171,17 +180,18 @@ def refined_round(
     draft: Draft,
     accepted: Accepted,
     held: Held,
-    commit: Callable[[Tensor, Held], Held] | None,
+    commit: Callable[..., Held] | None,
     plan: RoundPlan,
 ) -> tuple[DecodeState, Tensor]:
     """Run the second half of a round whose reveals are refined by the head, or whose texts stopping criteria may end."""
-    drafts, count = task.mode.drafting is not None, draft.valid.shape[1]
+    drafts, count = task.mode.drafting is not None and plan.amount.states > 1, draft.valid.shape[1]
     submitted = count_round(state.counts, draft, accepted, task.mask_token_id, drafts)
-    held = commit(clean_slot(accepted, count), held) if commit else held
+    held = commit(clean_slot(accepted, count), held=held) if commit else held
     if drafts:
         state.counts.verified += (submitted > 0).any()
         state = replace(state, memory=remembered(accepted, count, task.mode.width))
-    late = head.late or (plan.clean > 0 and not drafts)  # where drafts are made, the next plan tells
+    # Where drafts are made, the next plan tells.
+    late = head.late or (plan.clean > 0 and task.mode.drafting is None)
     state = advance(task, HeadPasses(runner, held, head.used, late), state, accepted)
     return state, (accepted.passed & ~accepted.clean[:, :1])[:, :count].sum(0)
 
@@ -218,7 +228,7 @@ def draft_states(task: Task, head: HeadPasses, state: DecodeState, successor: St
         return undrafted(current, successor, task.mask_token_id, plan.room)
     table, hidden = sources(task, state, successor)
     dispatch = task.reader.sampler.dispatch
-    sizes = growth(plan.per_row, drafting.passes)
+    sizes = growth(plan.per_row, plan.amount.passes)
     for turn, size in enumerate(sizes if plan.masks > 1 else sizes[:1]):  # behind a single mask nothing is read twice
         draft = grow(table, min(size, plan.room), task.mode.width, dispatch)
         table, hidden = re_read(task, head, state.text, table, hidden, draft, min(turn, 1), blocked)
@@ -374,7 +384,8 @@ def begin(task: Task, runner: Runner, text: Text, current: States, reused: Tenso
         reused: [rows] long, so many first tokens have their keys and values already.
     """
     drafts, width = task.mode.drafting is not None, task.mode.width
-    hidden, held = runner.prefill(text.tokens, current.start, reused, runner.start(current.start))
+    held = runner.start(current.start, reused.minimum(runner.cache.head_held.to(reused.device)))
+    hidden, held = runner.prefill(text.tokens, current.start, reused, held)
     states = current.map(lambda t: t[:, None])
     reveal = task.reader.reveal(states, hidden[:, None], text)
     scored = Scored(states, reveal, hidden[:, None])

@@ -175,13 +175,13 @@ class Drafting:
         branches: Followers of a state that are considered; 1 drafts a chain.
         passes: Head passes per round; with `states - 1` of them each drafted state is re-read before the next; 0: drafts come
             from the backbone's own stale logits.
-        compute_bound_tokens: Tokens in a forward up to which its time hardly grows; None: it never does.
+        paced: `states` and `passes` are the most of both: each round has as much as measured time says pays (`Pace`).
     """
 
     states: int
     branches: int
     passes: int = 0
-    compute_bound_tokens: int | None = None
+    paced: bool = False
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,11 @@ class Option:
 _Values = tuple[Any, Callable[[Any, int], bool], str]
 COUNT: _Values = (int, lambda v, _: v >= 1, "it must be an int of 1 or more")
 _MOST_STATES = 256  # of a block of 4, the shortest published, the kernels hold no more
-_STATES: _Values = (int, lambda v, _: 1 <= v <= _MOST_STATES, f"it must be an int from 1 to {_MOST_STATES}")
+_STATES: _Values = (
+    int | str,
+    lambda v, _: v == "auto" if isinstance(v, str) else 1 <= v <= _MOST_STATES,
+    f"it must be 'auto' or an int from 1 to {_MOST_STATES}",
+)
 _STEPS: _Values = (int, lambda v, size: 1 <= v <= size, "it must be an int from 1 to block_size ({block_size})")
 PROBABILITY: _Values = (int | float, lambda v, _: 0 <= v <= 1, "it must be a probability, a float from 0 to 1")
 _NATS: _Values = (int | float, lambda v, _: v >= 0, "it must be a number of nats, a float of 0 or more")
@@ -99,17 +103,16 @@ OPTIONS = (
         ("entropy_bound",),
     ),
     Option("mrp_steps", 1, *_STEPS, "reveals of the head after each backbone step, unverified", ("mrp_direct",)),
-    Option("num_draft_states", 4, *_STATES, "K: states a row submits per round, at most: the next one, and drafts", DRAFTING),
-    Option("draft_branches", 3, *COUNT, "followers considered per state; 1 drafts a chain", DRAFTING),
-    Option("draft_passes", 1, *COUNT, "head passes per round, at most; each re-reads what is drafted so far", ("mrp_spec",)),
     Option(
-        "compute_bound_tokens",
-        None,
-        *COUNT,
-        "tokens in a forward up to which its time hardly grows (about 140 for bf16 on an H200): drafts are submitted as far as "
-        "they are worth their time; None: only forwards count",
+        "num_draft_states",
+        4,
+        *_STATES,
+        "K: states a row submits per round, at most: the next one, and drafts; `auto`: as many as measured time says pay, none "
+        "where none do",
         DRAFTING,
     ),
+    Option("draft_branches", 3, *COUNT, "followers considered per state; 1 drafts a chain", DRAFTING),
+    Option("draft_passes", 1, *COUNT, "head passes per round, at most; each re-reads what is drafted so far", ("mrp_spec",)),
     Option("remask_rule", "reread", *_one_of(REMASK_RULES), "`reread`, `threshold` or `residual`", ("mrp_remask",)),
     Option("residual_delta", 1.0, *_LOGITS, "for the rule `residual`, in logits", ("mrp_remask",)),
     Option("seed", None, *_SEED, "with `do_sample`: int s gives row i s + i, a list one per row, None torch's generator"),

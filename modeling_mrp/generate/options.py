@@ -13,6 +13,7 @@ from transformers.generation import GenerationConfig
 from ..rules.revealing import Dynamic, EntropyBound, RevealRule, Sequential, Static, logit, reveal_schedule
 from .modes import Direct, Drafting, Mode, RereadRemask, ResidualRemask, ThresholdRemask
 from .option_table import COUNT, OPTIONS, PROBABILITY, TARGETS, Option
+from .pace import WIDTHS
 
 # Of options that were checked: none is None.
 _RULES: dict[str, Callable[[Any], RevealRule]] = {
@@ -36,8 +37,9 @@ _REMASKS: dict[str, Callable[[Any], Any]] = {
 
 
 def _drafting(options: Any, passes: int) -> Drafting:
-    states = options.num_draft_states
-    return Drafting(states, options.draft_branches, min(passes, states - 1), options.compute_bound_tokens)
+    states, auto = options.num_draft_states, options.num_draft_states == "auto"
+    states = WIDTHS[-1] if auto else states
+    return Drafting(states, options.draft_branches, min(passes, states - 1), auto)
 
 
 _FROM_ZERO: Any = (int, lambda v, _: v >= 0, "it must be an int of 0 or more")

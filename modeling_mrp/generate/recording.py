@@ -5,7 +5,7 @@ the key of the registers, and of a `RoundPlan`, reduced to the kind of round. At
 committed, so how long a text is plays no part. For each batch size there are so, at most: in `static` and the like, rounds
 with a clean block and without; in speculation, these two for rows that cannot draft, one in which a late block catches up
 alone, and the drafting round, once more for several head passes where at most one mask is left, and with
-`compute_bound_tokens` for each number of states that is chosen. A drafting round always has room for all of its states, though
+`num_draft_states="auto"` for each amount that is chosen. A drafting round always has room for all of its states, though
 few masks may not let them be filled: what nobody fills is not valid. Below the compute-bound limit a forward takes no longer.
 
 Not replayed as a whole are calls with logits processors or stopping criteria, which are the user's code, with truncation
@@ -23,6 +23,7 @@ from ..runner.recorded import RecordedCache
 from ..runner.runner import Runner
 from .decode_state import SUMMARY, DecodeState, RoundPlan, summary
 from .loop import Task, decode_round
+from .pace import Amount
 from .sampling import Sampler, may_be_recorded
 
 
@@ -60,6 +61,8 @@ class RecordedRounds:
     def __call__(self, state: DecodeState, plan: RoundPlan) -> tuple[DecodeState, list[int]]:
         """Run a round on the registers, where `state` lies; returns them and the numbers of the summary."""
         task, registers, forwards = self.task, self.registers, self.runner.forwards
+        if state is not self.state:
+            registers.write((task.reader.request, state))
         kind, before = self.kind(plan), dict(forwards)
         numbers = registers.numbers_for(SUMMARY + task.mode.width)
 
@@ -76,9 +79,9 @@ class RecordedRounds:
 
     def kind(self, plan: RoundPlan) -> RoundPlan:
         """The plan as far as a recording depends on it."""
-        drafting, mode = plan.per_row > 1, self.task.mode
-        passes, branches = (mode.drafting.passes, mode.drafting.branches) if mode.drafting else (0, 1)
-        with_head = bool(self.runner.head_layers)
+        drafting, mode, passes = plan.per_row > 1, self.task.mode, plan.amount.passes
+        branches = mode.drafting.branches if mode.drafting else 1
+        with_head = bool(self.runner.head_layers) and (passes > 0 or not self.runner.rests)
         kind = RoundPlan(
             active=1,
             used=None,
@@ -89,7 +92,9 @@ class RecordedRounds:
             late=with_head if drafting else plan.late,
             blocked=with_head if drafting else plan.blocked,
         )
-        return replace(kind, per_row=plan.per_row, room=plan.per_row) if drafting else kind.with_slots(1, branches)
+        if drafting:
+            return replace(kind, amount=plan.amount, per_row=plan.per_row, room=plan.per_row)
+        return replace(kind.with_slots(Amount(), branches), amount=plan.amount)
 
     def end(self) -> DecodeState:
         """The last state in tensors of its own: the next call writes to the registers."""

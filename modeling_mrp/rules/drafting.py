@@ -46,47 +46,6 @@ def reachable(masks: int, branches: int, enough: int) -> int:
     return min(states, enough)
 
 
-class Budget:
-    """The number of states a row submits in a round, by how often those of earlier rounds were accepted.
-
-    A forward over n tokens takes one unit of time up to `compute_bound_tokens` and n / `compute_bound_tokens` units beyond; a
-    head pass takes its share of that. The states that make the most tokens for the time are submitted; what is not submitted
-    is hoped to get better, so that it is tried again after a while. Every row of a batch has as many: a forward is a rectangle.
-
-    Args:
-        width: States at most.
-        state_tokens: Tokens of one state of every row.
-        compute_bound_tokens: See above; None: time does not grow.
-        head_cost: Time of the round's head passes over that of the backbone's forward, at the same number of tokens.
-    """
-
-    EMA_RATE, RECOVERY_RATE = 0.1, 0.01
-
-    def __init__(self, width: int, state_tokens: int, compute_bound_tokens: int | None, head_cost: float) -> None:
-        self.state_tokens, self.bound, self.head_cost = state_tokens, compute_bound_tokens, head_cost
-        self.right = [1.0] * width  # the chance that the state in each slot is accepted
-
-    def width(self) -> int:
-        """States to submit."""
-        if self.bound is None:
-            return len(self.right)
-        return max(range(1, 1 + len(self.right)), key=lambda n: (self._worth(n), -n))
-
-    def _worth(self, states: int) -> float:
-        """Estimate a row's tokens in a unit of time: per state over per state, so that equals are equal in floating point."""
-        assert self.bound is not None
-        time = max(1 / states, self.state_tokens / self.bound)
-        return sum(self.right[:states]) / states / time / (1 + self.head_cost if states > 1 else 1)
-
-    def learn(self, passed: list[int], rows: int) -> None:
-        """Learn from a round in which so many rows could draft how many of them accepted the state in each slot offered."""
-        for slot in range(1, len(self.right) if rows else 1):
-            if slot < len(passed):
-                self.right[slot] += self.EMA_RATE * (passed[slot] / rows - self.right[slot])
-            else:
-                self.right[slot] += self.RECOVERY_RATE * (1 - self.right[slot])
-
-
 @dataclass(frozen=True)
 class Draft:
     """The states of a round.
@@ -279,7 +238,6 @@ __all__ = [
     "DRAFT_START",
     "DRAFT_STEP",
     "SOURCE",
-    "Budget",
     "Draft",
     "as_slots",
     "followers_of",

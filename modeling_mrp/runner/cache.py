@@ -61,11 +61,13 @@ class BlockCache(Cache):
         scratch: Tokens that can be scored at once per row.
         dtype: Of keys and values.
         head_layers: How many of the layers are the head's.
+        hidden_size: Of the hidden states that are kept for a head to read later; 0: none are.
 
     Attributes:
         ids: [rows, length] long, the text whose tokens the slots hold, by absolute position.
         held: [rows] long, so many first tokens of it have their keys and values in all layers of the backbone.
         head_held: [rows] long, the same for the layers of the head.
+        hidden_held: [rows] long, so many have hidden states that the head may still read, if it has not read them.
         owner: A weak reference to the model whose keys and values these are.
         weights: The parts of that model whose keys and values these are, by name, as they were then.
         deferred: Whether attention calls `store` itself, as in rounds under a `RoundMask`.
@@ -81,6 +83,7 @@ class BlockCache(Cache):
         scratch: int,
         dtype: torch.dtype,
         head_layers: int = 0,
+        hidden_size: int = 0,
     ) -> None:
         super().__init__(layers=[])
         self.rows, self.num_key_value_heads, self.head_dim = batch_size, num_key_value_heads, head_dim
@@ -89,7 +92,7 @@ class BlockCache(Cache):
         self.capacity = capacity
         self.owner: weakref.ref[torch.nn.Module] | None = None
         self.weights: dict[str, WeightsSeen] = {}
-        self.deferred = False
+        self.deferred, self.hidden_size = False, hidden_size
         self._hold_nothing()
         self._device_of = list(layer_devices)
         devices = list(dict.fromkeys(layer_devices))
@@ -107,6 +110,8 @@ class BlockCache(Cache):
             )
             for device in devices
         }
+        shape = batch_size, capacity + scratch, hidden_size  # what is not to be kept goes behind the capacity
+        self._hidden = torch.zeros(shape, dtype=dtype, device=layer_devices[-1])
         self._index = [self._device_of[:layer].count(device) for layer, device in enumerate(self._device_of)]
         self._write = self._read = slice(0, 0)
 
@@ -118,7 +123,7 @@ class BlockCache(Cache):
     @property
     def nbytes(self) -> int:
         """Bytes held, fixed at construction."""
-        return sum(buffer.numel() * buffer.element_size() for buffer in self._buffers.values())
+        return sum(buffer.numel() * buffer.element_size() for buffer in (*self._buffers.values(), self._hidden))
 
     @property
     def writable(self) -> bool:
@@ -183,23 +188,34 @@ class BlockCache(Cache):
                 row, to, of = rows.to(device), slots.to(device), source.to(device)
                 part[:, :, row, :, to] = part[:, :, row, :, of]
 
-    def hold(self, ids: Tensor, held: Tensor, head_held: Tensor) -> None:
-        """Note what the committed slots hold: `ids` [rows, length], `held` and `head_held` [rows], all long (see the
+    def keep_hidden(self, hidden: Tensor, start: Tensor, which: Tensor) -> None:
+        """Keep hidden states [rows, n, hidden_size] of rows' texts from `start` [rows] on, where `which` [rows] says so."""
+        offsets = indices(hidden.shape[1], start.device)
+        slots = torch.where(which[:, None], start[:, None] + offsets, self.capacity + offsets)
+        self._hidden[indices(len(start), start.device)[:, None], slots] = hidden.to(self._hidden.device)
+
+    def kept_hidden(self, start: int, length: int) -> Tensor:
+        """[rows, length, hidden_size]: what was kept."""
+        return self._hidden[:, start : start + length]
+
+    def hold(self, ids: Tensor, held: Tensor, head_held: Tensor, hidden_held: Tensor) -> None:
+        """Note what is held: `ids` [rows, length], `held`, `head_held` and `hidden_held` [rows], all long (see the
         attributes)."""
-        self.ids, self.held, self.head_held = ids, held, head_held
+        self.ids, self.held, self.head_held, self.hidden_held = ids, held, head_held, hidden_held
 
     def empty(self) -> None:
         """Hold nothing, with zeros in every slot: what was there may be infinite, and a masked slot still enters attention
         with a weight of 0."""
         for buffer in self._buffers.values():
             buffer.zero_()
+        self._hidden.zero_()
         self._hold_nothing()
 
     def _hold_nothing(self) -> None:
         nothing = torch.zeros(self.rows, dtype=torch.long)
-        self.hold(nothing[:, None][:, :0], nothing, nothing)
+        self.hold(nothing[:, None][:, :0], nothing, nothing, nothing)
 
-    def reusable(self, ids: Tensor, upto: Tensor, block_size: int, with_head: bool) -> Tensor:
+    def reusable(self, ids: Tensor, upto: Tensor, block_size: int, with_head: bool, later: bool = False) -> Tensor:
         """Count the first tokens of each row's text that need no prefill: the longest common prefix, in whole blocks.
 
         Args:
@@ -207,10 +223,12 @@ class BlockCache(Cache):
             upto: [rows] long, the most that is asked for.
             block_size: Keys and values depend on the whole block.
             with_head: Whether the head's layers must hold them too.
+            later: Whether it is enough that the head can read them later.
         """
         length = min(ids.shape[1], self.ids.shape[1])
         common = (ids[:, :length] == self.ids[:, :length].to(ids.device)).long().cumprod(1).sum(1)
-        held = torch.minimum(self.held, self.head_held) if with_head else self.held
+        of_head = torch.maximum(self.head_held, self.hidden_held) if later else self.head_held
+        held = torch.minimum(self.held, of_head) if with_head else self.held
         return torch.minimum(torch.minimum(common, held.to(ids.device)), upto) // block_size * block_size
 
     def with_room(self, rows: int, capacity: int, scratch: int) -> "BlockCache":
@@ -224,7 +242,7 @@ class BlockCache(Cache):
             return self
         capacity, scratch = max(capacity, self.capacity), max(scratch, self.scratch)
         heads, width, devices = self.num_key_value_heads, self.head_dim, self._device_of
-        bigger = BlockCache(rows, heads, width, devices, capacity, scratch, self.dtype, self.head_layers)
+        bigger = BlockCache(rows, heads, width, devices, capacity, scratch, self.dtype, self.head_layers, self.hidden_size)
         bigger.owner = self.owner
         bigger.fill_from(self)
         return bigger
@@ -236,11 +254,12 @@ class BlockCache(Cache):
     def fill_from(self, other: "BlockCache") -> None:
         """Hold what another cache of as many layers holds, a divisor of this one's rows: each so many times in turn."""
         copies = self.rows // other.rows
-        self.hold(*(t.repeat_interleave(copies, 0) for t in (other.ids, other.held, other.head_held)))
+        self.hold(*(t.repeat_interleave(copies, 0) for t in (other.ids, other.held, other.head_held, other.hidden_held)))
         used = int(other.held.max())
         for device, buffer in other._buffers.items():
             held = buffer[:, :, :, :, other.scratch : other.scratch + used]
             self._buffers[device][:, :, :, :, self.scratch : self.scratch + used] = held.repeat_interleave(copies, 2)
+        self._hidden[:, :used] = other._hidden[:, :used].repeat_interleave(copies, 0)
 
     def alias(self) -> "BlockCache":
         """Make another cache on the same memory."""
@@ -253,6 +272,7 @@ class BlockCache(Cache):
     def detach(self) -> None:
         """Go on with a copy of the memory that is shared."""
         self._buffers = {device: buffer.clone() for device, buffer in self._buffers.items()}
+        self._hidden = self._hidden.clone()
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return 0: rows differ in length, so there is no common one; positions are always passed explicitly."""

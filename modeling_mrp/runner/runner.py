@@ -80,6 +80,7 @@ class Runner:
         with_round_masks: Whether attention takes a `RoundMask`, not a dense mask.
         device: Where the rows are.
         recorded: Runs a forward from a recording (`Graphs.call`), where forwards are recorded one by one; or None.
+        rests: Whether the head may rest: it then reads nothing of a text until `catch_up` has it read all.
 
     Attributes:
         forwards: Forwards of the whole batch by role, `prefill`, `denoise` (those over rounds' states) and `head`.
@@ -94,9 +95,11 @@ class Runner:
         with_round_masks: bool,
         device: torch.device,
         recorded: Callable[..., Tensor] | None = None,
+        rests: bool = False,
     ) -> None:
         self.model, self.cache, self.device, self.recorded = model, cache, device, recorded
         self.dispatch, self.with_round_masks = dispatch, with_round_masks
+        self.rests = rests and with_head
         config = model.config
         depth = config.num_hidden_layers
         self.backbone_layers = range(depth)
@@ -105,14 +108,21 @@ class Runner:
         self.turns = {self.backbone_layers: 0, self.head_layers: 0}
         self.forwards = {"prefill": 0, "denoise": 0, "head": 0}
 
-    def start(self, committed: Tensor) -> Held:
-        """Describe what is held once `prefill` has stored `committed` [rows] tokens: nothing is late."""
+    def start(self, committed: Tensor, read: Tensor | None = None) -> Held:
+        """Describe what is held once `prefill` has stored `committed` [rows] tokens: nothing is late.
+
+        `read` [rows] long: where the head rests, so many of them it has read; None: none.
+        """
         rows, config = len(committed), self.model.config
         committed = committed.clone(memory_format=torch.contiguous_format)  # strides of a column would be compiled for anew
         zero = torch.zeros_like(committed)
         return Held(
             committed=committed,
-            head_committed=committed.clone(),
+            head_committed=committed.clone()
+            if not self.rests
+            else torch.zeros_like(committed)
+            if read is None
+            else read.clone(),
             late=zero.bool(),
             late_ids=zero[:, None].repeat(1, self.block),
             late_hidden=torch.zeros(rows, self.block, config.hidden_size, dtype=self.model.dtype, device=self.device),
@@ -150,7 +160,10 @@ class Runner:
             takes_part = (start >= begin) & (reused < end)
             self.forwards["prefill"] += 1
             held = replace(held, row_forwards=held.row_forwards + takes_part)
-            if self.head_layers:
+            if self.rests:
+                everyone = torch.ones_like(takes_part)
+                self.cache.keep_hidden(hidden, torch.full_like(start, begin), everyone)
+            elif self.head_layers:
                 self.model.residual(ids, hidden, here, mask, self.cache, compiled=False)
                 self.forwards["head"] += 1
                 held = replace(held, row_head_forwards=held.row_head_forwards + takes_part)
@@ -159,6 +172,28 @@ class Runner:
             block = hidden.gather(1, at[..., None].expand(-1, -1, hidden.shape[-1]))
             first = torch.where(inside[:, None, None], block, first)
         return first, held
+
+    def catch_up(self, tokens: Tensor, held: Held) -> Held:
+        """Have the head read all of the texts that it has not read while it rested.
+
+        Args:
+            tokens: [rows, at least the longest text] long, by absolute position.
+            held: What is held.
+        """
+        begin, end = int(held.head_committed.min()), int(held.committed.max())
+        positions = torch.arange(end, device=self.device).expand(len(tokens), end)
+        chunk = max(1, PREFILL_CHUNK // self.block) * self.block
+        for at in range(begin, end, chunk):
+            upto = min(end, at + chunk)
+            here = positions[:, at:upto]
+            mask = block_causal_mask(here, positions[:, :upto], torch.ones_like(positions[:, :upto]).bool(), self.block)
+            self.cache.target_slots(at, upto - at)
+            hidden = self.cache.kept_hidden(at, upto - at)
+            self.model.residual(tokens[:, at:upto], hidden, here, mask, self.cache, compiled=False)
+            self.forwards["head"] += 1
+            takes_part = (held.committed > at) & (held.head_committed < upto)
+            held = replace(held, row_head_forwards=held.row_head_forwards + takes_part)
+        return replace(held, head_committed=held.committed.clone(), late=torch.zeros_like(held.late))
 
     def score(self, states: States, held: Held, used: int | None, taking_part: Tensor) -> tuple[Scratch, Held]:
         """Score states [rows, n] side by side, in one forward of the backbone.
@@ -224,14 +259,19 @@ class Runner:
         width = scored.states.start.shape[1] * self.block
         self.cache.commit(width, slot * self.block, start, which, self.block, scored.layers)
 
-    def commit_clean(self, scored: Scratch, slot: Tensor, held: Held) -> Held:
-        """Commit the accepted clean state of each row, in `slot` [rows] long, -1 for none; the head's share of it is late."""
+    def commit_clean(self, scored: Scratch, slot: Tensor, held: Held, for_head: bool = True) -> Held:
+        """Commit the accepted clean state of each row, in `slot` [rows] long, -1 for none.
+
+        The head's share of it is late; or left to `catch_up`, if not `for_head`.
+        """
         row, slot = slot >= 0, slot.clamp(min=0)
         self.commit(scored, slot, held.committed, row)
+        rows, before = indices(len(row), row.device), held.committed
         held = replace(held, committed=held.committed + self.block * row)
-        if not self.head_layers:
+        if self.rests:
+            self.cache.keep_hidden(scored.hidden[rows, slot], before, row)
+        if not (self.head_layers and for_head):
             return held
-        rows = indices(len(row), row.device)
         return replace(
             held,
             late=held.late | row,

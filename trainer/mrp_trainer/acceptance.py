@@ -106,7 +106,7 @@ def measure_acceptance(
     """Really decodes a few prompts with `mrp_spec`, greedily, and says how far its drafts carry.
 
     For use while training: gradients are off, every module's train or eval mode is as before afterwards, and no random number
-    is drawn. A row drafts as many states as `num_draft_states` says, whatever the checkpoint's `compute_bound_tokens`.
+    is drawn. A row drafts as many states as `num_draft_states` says, or the checkpoint's config; 4 where that says `auto`.
 
     Args:
         model: An `MRPForCausalLM` with a head, on any device, also inside a peft model or a distributed wrapper with `module`.
@@ -126,7 +126,9 @@ def measure_acceptance(
     """
     ids = [row for prompt in prompts for row in _as_ids(prompt, tokenizer)]
     plain = unwrapped(model)
-    with _in_eval_mode(plain), _unbounded(plain):
+    own = getattr(plain.generation_config, "num_draft_states", None)
+    options = {"num_draft_states": own if isinstance(own, int) else 4, **options}
+    with _in_eval_mode(plain):
         decoded = decode_prompts(
             plain,
             tokenizer,
@@ -181,20 +183,6 @@ def _in_eval_mode(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
-
-
-@contextmanager
-def _unbounded(model: Any) -> Iterator[None]:
-    """Without the checkpoint's `compute_bound_tokens`, which None in a call would not override."""
-    config = model.generation_config
-    bound = getattr(config, "compute_bound_tokens", None)
-    if bound is not None:
-        config.compute_bound_tokens = None
-    try:
-        yield
-    finally:
-        if bound is not None:
-            config.compute_bound_tokens = bound
 
 
 __all__ = [
