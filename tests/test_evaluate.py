@@ -236,7 +236,8 @@ def test_the_demo_ends_with_its_table(capsys: pytest.CaptureFixture[str], monkey
     assert list(table) == [name for name, _ in demo.MODES]
     for name, (math, code, _, head, speed, same, _, source) in table.items():
         assert float(math) in (0, 50, 100) and float(code) in (0, 50, 100)  # noqa: PT018
-        assert (float(head) > 0) == name.startswith("mrp")
+        assert float(head) == 0 or "mrp" in name  # with what follows the clock it may rest
+        assert float(head) > 0 or not name.startswith("mrp")
         assert "x (" in speed
         if name == "static":
             assert (same, source) == ("100.0", "100.0")

@@ -26,13 +26,13 @@ JUDGED: tuple[Family, ...] = ("math", "code")
 _DRAFTED = {"decoding": "mrp_spec", "num_draft_states": "auto"}
 MODES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("static", {"decoding": "static"}),
-    ("mrp_spec of static", {**_DRAFTED, "target": "static"}),
+    ("static +mrp", {**_DRAFTED, "target": "static"}),
     ("sequential", {"decoding": "sequential"}),
-    ("mrp_spec of sequential", {**_DRAFTED, "target": "sequential"}),
+    ("sequential +mrp", {**_DRAFTED, "target": "sequential"}),
     ("entropy_bound", {"decoding": "entropy_bound"}),
-    ("mrp_spec of entropy_bound", {**_DRAFTED, "target": "entropy_bound"}),
+    ("entropy_bound +mrp", {**_DRAFTED, "target": "entropy_bound"}),
     ("dynamic tau=0.9", {"decoding": "dynamic", "confidence_threshold": 0.9}),
-    ("mrp_spec of dynamic", {**_DRAFTED, "target": "dynamic", "confidence_threshold": 0.9}),
+    ("dynamic 0.9 +mrp", {**_DRAFTED, "target": "dynamic", "confidence_threshold": 0.9}),
     ("mrp_spec K=4", {"decoding": "mrp_spec", "num_draft_states": 4}),
     ("mrp_direct", {"decoding": "mrp_direct"}),
     ("dynamic tau=0.5", {"decoding": "dynamic", "confidence_threshold": 0.5}),
