@@ -2,6 +2,7 @@
 
 import json
 import re
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers import AutoTokenizer
 
 from benchmarks import ablation_report, tables
 from benchmarks.common import read_lines
+from benchmarks.targets import TARGETS
 from modeling_mrp import MRPForCausalLM
 from modeling_mrp.generate.generation import MRPGenerationConfig
 from modeling_mrp.model.configuration import MRPConfig
@@ -28,6 +30,7 @@ TINY = ROOT / "hub_configs" / "sdar-tiny-mrp"
         ("MODEL_CARD.md", tables.heldout),
         ("hub_configs/sdar-tiny-mrp/README.md", tables.heldout),
         ("README.md", tables.drafting),
+        ("README.md", tables.targets),
         ("README.md", tables.eager),
         ("benchmarks/README.md", tables.yardstick),
         ("benchmarks/README.md", tables.ratios),
@@ -295,3 +298,19 @@ def test_what_loading_and_the_loss_take() -> None:
     assert ratio["chunked_over_naive"] <= 0.2
     assert ways[0]["loss"] == pytest.approx(ways[1]["loss"], rel=1e-6)
     assert ways[0]["gradient"] == pytest.approx(ways[1]["gradient"], rel=1e-6)
+
+
+def test_the_soak_found_nothing() -> None:
+    """In a million tokens or more, as the README says."""
+    (line,) = read_lines(tables.RESULTS / "soak.jsonl")
+    assert line["mismatches"] == 0
+    assert line["tokens"] > 1_000_000
+    said = f"compared {line['tokens']:,} tokens in {line['calls']:,} calls, with 0 mismatches"
+    assert said in " ".join((ROOT / "README.md").read_text().split())
+
+
+def test_drafted_texts_are_their_targets() -> None:
+    """200 problems of math and of code, 100 of source, for every target and way to draft."""
+    lines = [line for line in read_lines(tables.RESULTS / "tiny_targets.jsonl") if line["drafts"]]
+    assert {line["texts_that_differ"] for line in lines} == {0}
+    assert {(line["target"], line["family"]) for line in lines} == set(product(TARGETS, ("math", "code", "source")))

@@ -9,7 +9,6 @@ from tape import Tape, TapeRecorder, strangers, tapes
 from test_decoding import dampened
 from test_graphs import generate, same
 
-from modeling_mrp.generate import sampling
 from modeling_mrp.kernels.dispatch import triton
 from modeling_mrp.runner.recorded import recording_report
 
@@ -46,10 +45,10 @@ def launches(tape: Tape) -> list[str]:
     return [name.removeprefix("triton.") for name in names if name.startswith("triton.")]
 
 
+@pytest.mark.usefixtures("few_candidates")
 @pytest.mark.parametrize("way", WAYS)
-def test_the_same_with_recorded_kernels(way: str, tapes: type[TapeRecorder], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_with_recorded_kernels(way: str, tapes: type[TapeRecorder]) -> None:
     """Every kind of round that comes back is recorded with its launches; one layer each, as the interpreter is slow."""
-    monkeypatch.setattr(sampling, "LIKELIEST", 4)  # which it takes one by one
     model = dampened(make_model(4, num_hidden_layers=1, num_nextn_predict_layers=1), 0.3)
     model = model.to(torch.bfloat16 if way == "static bfloat16" else torch.float32)
     same(*(generate(model, PROMPTS, seed=1, kernels=True, graphs=graphs, **WAYS[way]) for graphs in (True, False)))

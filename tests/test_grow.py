@@ -21,6 +21,7 @@ from modeling_mrp.rules.drafting import SOURCE, Draft, grow, grow_ref
 pytestmark = [
     pytest.mark.skipif(triton is None, reason="needs triton"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),  # numpy's, of infinities, where a kernel is interpreted
+    pytest.mark.usefixtures("few_candidates"),
 ]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NEAR = 1e-5  # chances this close, relatively, are a tie to float32 sums in another order

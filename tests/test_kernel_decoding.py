@@ -17,6 +17,7 @@ from modeling_mrp.kernels.unembedding import Unembedding
 pytestmark = [
     pytest.mark.skipif(triton is None, reason="needs triton"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),  # numpy's, of infinities, where a kernel is interpreted
+    pytest.mark.usefixtures("few_candidates"),
 ]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PROMPTS = torch.tensor([[1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11, 12], [0, 0, 13, 14, 15, 16]], device=DEVICE)

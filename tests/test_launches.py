@@ -8,7 +8,6 @@ import torch
 from conftest import make_model
 from tape import TapeRecorder, tapes
 
-from modeling_mrp.generate import sampling
 from modeling_mrp.runner import recorded
 
 __all__ = ["tapes"]  # a fixture
@@ -47,11 +46,10 @@ def launches(states: int, sampled: bool) -> Counter[str]:
     return max(counted, key=lambda each: each["triton._grow"] + each["sort.stable"])
 
 
-@pytest.mark.usefixtures("tapes")
+@pytest.mark.usefixtures("tapes", "few_candidates")
 @pytest.mark.parametrize(("states", "sampled", "most"), [(4, False, 199), (8, False, 219), (4, True, 309)])
 def test_bookkeeping_of_a_drafting_round(states: int, sampled: bool, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorded, "LEAST_CAPACITY", 64)
-    monkeypatch.setattr(sampling, "LIKELIEST", 4)  # the interpreter takes them one by one
     counted = launches(states, sampled)
     layers = sum(counted[name] for name in OF_LAYERS)
     assert counted["triton._grow"] == 2

@@ -413,13 +413,13 @@ def test_chunks_change_nothing(options: dict[str, Any], monkeypatch: pytest.Monk
     sampler, hidden = random_sampler(eos_token_ids=(3, 30), **options)
     early = torch.arange(10) > 4
     shapes: list[int] = []
-    logits = Unembedding.logits
+    product = Unembedding.product
 
     def counted(unembedding: Unembedding, hidden: Tensor) -> Tensor:
         shapes.append(len(hidden))
-        return logits(unembedding, hidden)
+        return product(unembedding, hidden)
 
-    monkeypatch.setattr(Unembedding, "logits", counted)
+    monkeypatch.setattr(Unembedding, "product", counted)
     whole, token = sampler(hidden, some_keys(10), committed_at, early), torch.arange(10)
     whole_odds = sampler.token_log_odds(hidden, token, committed_at)
     assert shapes == [10, 10]

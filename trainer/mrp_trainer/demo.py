@@ -23,20 +23,18 @@ from .tasks import Family, Problem, problems
 
 MODEL = Path(__file__).parents[2] / "hub_configs" / "sdar-tiny-mrp"
 JUDGED: tuple[Family, ...] = ("math", "code")
-_DRAFTED = {"decoding": "mrp_spec", "num_draft_states": "auto"}
 MODES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("static", {"decoding": "static"}),
-    ("static +mrp", {**_DRAFTED, "target": "static"}),
     ("sequential", {"decoding": "sequential"}),
-    ("sequential +mrp", {**_DRAFTED, "target": "sequential"}),
     ("entropy_bound", {"decoding": "entropy_bound"}),
-    ("entropy_bound +mrp", {**_DRAFTED, "target": "entropy_bound"}),
-    ("dynamic tau=0.9", {"decoding": "dynamic", "confidence_threshold": 0.9}),
-    ("dynamic 0.9 +mrp", {**_DRAFTED, "target": "dynamic", "confidence_threshold": 0.9}),
+    ("self_spec K=4", {"decoding": "self_spec", "num_draft_states": 4}),
     ("mrp_spec K=4", {"decoding": "mrp_spec", "num_draft_states": 4}),
+    ("mrp_spec K=8", {"decoding": "mrp_spec", "num_draft_states": 8}),
     ("mrp_direct", {"decoding": "mrp_direct"}),
     ("dynamic tau=0.5", {"decoding": "dynamic", "confidence_threshold": 0.5}),
     ("mrp_remask tau=0.5", {"decoding": "mrp_remask", "confidence_threshold": 0.5}),
+    ("dynamic tau=0.9", {"decoding": "dynamic", "confidence_threshold": 0.9}),
+    ("mrp_remask tau=0.9", {"decoding": "mrp_remask", "confidence_threshold": 0.9}),
 )
 
 
