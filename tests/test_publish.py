@@ -560,6 +560,31 @@ def test_a_silent_hub_is_given_up(hub: HubServer, push: Callable[..., Done], fol
     assert len(hub.asked("GET /api/models/")) <= 4  # fewer where huggingface_hub has a bound of its own, of 10 s
 
 
+@pytest.mark.parametrize("pattern", ["GET /api/models/", "GET /.*/resolve/"])
+def test_a_repository_that_is_to_be_copied_is_not_waited_for(
+    hub: HubServer, push: Callable[..., Done], client: HubClient, folders: dict[str, Path], repo: str, pattern: str
+) -> None:
+    """Whichever request of its download is not answered: nothing is pushed, and the next try does."""
+    push(folders["full"], repo)
+    target = f"alice/{repo.split('/')[1]}"
+    hub.fail(pattern, silent=True, times=99)
+    copy = f"""
+        from huggingface_hub import get_session, constants, file_download
+        from mrp_trainer import publish
+        publish.PATIENCE = constants.HF_HUB_DOWNLOAD_TIMEOUT = file_download._ETAG_RETRY_TIMEOUT = 0.3
+        constants.HF_HUB_ETAG_TIMEOUT = 0.3
+        publish.main(["push", {repo!r}, {target!r}])
+        """
+    begun = time.monotonic()
+    done = client.run(copy)
+    assert time.monotonic() - begun < 60
+    assert f"SystemExit: push: the download of {repo} was given up (" in str(done.error)
+    assert hub.store.find(target) is None
+    hub.faults.clear()
+    assert client.run(copy).error is None
+    assert hub.files(target)["model.safetensors"] == hub.files(repo)["model.safetensors"]
+
+
 def test_a_loaded_model_asks_what_became_of_its_commit(
     hub: HubServer, client: HubClient, folders: dict[str, Path], repo: str
 ) -> None:

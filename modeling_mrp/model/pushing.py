@@ -114,7 +114,7 @@ def answered_within(seconds: float) -> Iterator[None]:
         client.timeout = before
 
 
-def _info(api: HfApi, repo_id: str, revision: str | None = None, files_metadata: bool = False) -> ModelInfo:
+def revision_info(api: HfApi, repo_id: str, revision: str | None = None, files_metadata: bool = False) -> ModelInfo:
     """Ask for what a revision holds, with the client's timeout, which `model_info` would otherwise override."""
     timeout = get_session().timeout.read
     return api.model_info(repo_id, revision=revision, files_metadata=files_metadata, timeout=timeout)
@@ -129,9 +129,9 @@ def look(api: HfApi, repo_id: str, branch: str, kind: str) -> Remote | None:
     exists = True
     try:
         try:
-            info = _info(api, repo_id, branch)
+            info = revision_info(api, repo_id, branch)
         except RevisionNotFoundError:
-            exists, info = False, _info(api, repo_id)
+            exists, info = False, revision_info(api, repo_id)
     except RepositoryNotFoundError:
         return None
     names = frozenset(sibling.rfilename for sibling in info.siblings or ())
@@ -160,7 +160,7 @@ def landed(api: HfApi, repo_id: str, branch: str, before: str, operations: Colle
         before: The commit that it was on.
         operations: What was sent.
     """
-    info = _info(api, repo_id, branch, files_metadata=True)
+    info = revision_info(api, repo_id, branch, files_metadata=True)
     files = {sibling.rfilename: sibling for sibling in info.siblings or ()}
 
     def holds(operation: Operation) -> bool:
@@ -269,4 +269,5 @@ __all__ = [
     "landed",
     "look",
     "push_saved",
+    "revision_info",
 ]

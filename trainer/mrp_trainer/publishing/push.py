@@ -271,7 +271,7 @@ class _Push:
                     return step()
             except Exception as error:
                 status, asked = _status(error), _retry_after(error)
-                lost = status is None and _is_connection(error)
+                lost = status is None and is_connection(error)
                 if done_already and status in (None, 412) and (result := self.patiently(done_already)) is not None:
                     return result
                 silent += time.monotonic() - begun if _is_of(error, "TimeoutException") else 0.0
@@ -279,7 +279,7 @@ class _Push:
                 if not passing or not left or (asked or 0) > self.retries.longest_wait or silent > self.retries.longest_silence:
                     raise
                 pause = asked if asked is not None else min(wait, self.retries.longest_wait)
-                log.warning("%s: %s; again in %g s", self.repo_id, _first_line(error), pause)
+                log.warning("%s: %s; again in %g s", self.repo_id, first_line(error), pause)
                 time.sleep(pause)
                 wait *= 2
         raise AssertionError("the last attempt returns or raises")
@@ -293,7 +293,7 @@ class _Push:
             status, asked = _status(error), _retry_after(error)
             if status in (401, 403):
                 raise PermissionError(
-                    f"the token may not write to {self.repo_id} ({_first_line(error)}): log in with `hf auth login`, or pass "
+                    f"the token may not write to {self.repo_id} ({first_line(error)}): log in with `hf auth login`, or pass "
                     "the token of somebody who may. Nothing was changed"
                 ) from error
             if status == 412:
@@ -301,13 +301,13 @@ class _Push:
                     f"somebody else committed to {self.repo_id} ({self.branch}) meanwhile, and that is kept: look "
                     "at it, then push again"
                 ) from error
-            if status is None and not _is_connection(error):
+            if status is None and not is_connection(error):
                 raise
             remedy = f"wait {asked:g} s, then push again" if asked else "push again when the connection stands"
             if self.create_pr:
                 remedy += f", after a look at the pull requests of {self.repo_id}: the last one may be this push's"
             raise ConnectionError(
-                f"the push to {self.repo_id} was given up ({_first_line(error)}) after {time.monotonic() - self.begun:.0f} s. "
+                f"the push to {self.repo_id} was given up ({first_line(error)}) after {time.monotonic() - self.begun:.0f} s. "
                 f"Its files and your folder are as they were; {remedy}: what was uploaded already is not sent again"
             ) from error
 
@@ -332,7 +332,7 @@ def _retry_after(error: BaseException) -> float | None:
     return None
 
 
-def _is_connection(error: BaseException) -> bool:
+def is_connection(error: BaseException) -> bool:
     """Whether a connection failed, or gave an answer that cannot be read."""
     if isinstance(error, OfflineModeIsEnabled):  # it stays so, and says what to do
         return False
@@ -345,10 +345,10 @@ def _is_of(error: BaseException, name: str) -> bool:
     return any(base.__name__ == name for cause in _causes(error) for base in type(cause).__mro__)
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     *_, last = _causes(error)
     told = next((cause for cause in _causes(error) if isinstance(cause, HfHubHTTPError)), last)
     return f"{type(told).__name__}: {str(told).strip()}".splitlines()[0]
 
 
-__all__ = ["Publication", "Retries", "publish"]
+__all__ = ["Publication", "Retries", "first_line", "is_connection", "publish"]
