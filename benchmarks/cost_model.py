@@ -14,6 +14,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
+from modeling_mrp.modeling import MRPForCausalLM
+
 from .common import HUB_CONFIGS, RESULTS, emit, header, read_lines
 from .roofline import Device, Shape, Work, backbone_forward, head_forward, vocabulary_step
 
@@ -60,6 +64,18 @@ class Setting:
     prefix: int = 512
     draft_vocabulary: int | None = None
     logit_passes: int = 0
+
+
+def head_share(model: MRPForCausalLM) -> float:
+    """Divide the parameters that a head pass and its picks read by those that a backbone forward and its picks read."""
+
+    def size(module: nn.Module | None) -> int:
+        return sum(parameter.numel() for parameter in module.parameters()) if module is not None else 0
+
+    picked = model.config.draft_vocab_size or model.config.vocab_size
+    return (size(model.mrp_head) + picked * model.config.hidden_size) / (
+        size(model.model.layers) + model.lm_head.weight.numel()
+    )
 
 
 def masks_per_state(block_size: int) -> float:

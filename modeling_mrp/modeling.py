@@ -117,17 +117,6 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
         output = head(embeds, hidden_states, self._attention_bias(mask), rotary, past_key_values)
         return output if self.config.head_predicts == "residual" else output - hidden_states
 
-    def head_share(self) -> float:
-        """Parameters that a head pass and its picks read, over those that a backbone forward and its picks read."""
-
-        def size(module: nn.Module | None) -> int:
-            return sum(parameter.numel() for parameter in module.parameters()) if module is not None else 0
-
-        picked = self.config.draft_vocab_size or self.config.vocab_size
-        return (size(self.mrp_head) + picked * self.config.hidden_size) / (
-            size(self.model.layers) + self.lm_head.weight.numel()
-        )
-
     @can_return_tuple
     def forward(
         self,

@@ -12,6 +12,7 @@ from test_decoding import SAMPLINGS, dampened, random_prompts
 from torch import Tensor
 from transformers.generation import LogitsProcessor, LogitsProcessorList, TopKLogitsWarper
 
+from benchmarks.cost_model import head_share
 from modeling_mrp import MRPConfig, MRPForCausalLM
 from modeling_mrp.generate import generation
 from modeling_mrp.generate.decode_state import Text
@@ -168,7 +169,7 @@ def test_head_share_counts_the_draft_vocabulary() -> None:
     """4 rows of the lm_head in place of 64: 60 * 32 parameters less over those of the layers and the lm_head."""
     small, whole = with_vocabulary([7, 59, 61, 2]), make_model()
     layers = sum(p.numel() for p in whole.model.layers.parameters())
-    assert whole.head_share() - small.head_share() == pytest.approx(60 * 32 / (layers + 64 * 32))
+    assert head_share(whole) - head_share(small) == pytest.approx(60 * 32 / (layers + 64 * 32))
 
 
 # ------------------------------------------------------------------------------------------------ whole decodes

@@ -59,7 +59,8 @@ def _download(api: HfApi, repo_id: str) -> Path:
         names = list(filter_repo_objects((file.rfilename for file in info.siblings or ()), allow_patterns=_DOWNLOADED))
         if not names:
             raise ValueError(f"{repo_id} is empty, or holds no file of a model: name another repository")
-        return [Path(api.hf_hub_download(repo_id, name, revision=info.sha)).parents[name.count("/")] for name in names][0]
+        files = {name: Path(api.hf_hub_download(repo_id, name, revision=info.sha)) for name in names}
+        return files[names[0]].parents[names[0].count("/")]
     except Exception as error:
         if not is_connection(error):
             raise

@@ -333,7 +333,7 @@ def _retry_after(error: BaseException) -> float | None:
 
 
 def is_connection(error: BaseException) -> bool:
-    """Whether a connection failed, or gave an answer that cannot be read."""
+    """Tell whether a connection failed, or gave an answer that cannot be read."""
     if isinstance(error, OfflineModeIsEnabled):  # it stays so, and says what to do
         return False
     broken = ConnectionError | TimeoutError | json.JSONDecodeError
@@ -346,6 +346,7 @@ def _is_of(error: BaseException, name: str) -> bool:
 
 
 def first_line(error: BaseException) -> str:
+    """Name an error by the first line of what lies behind it: the Hub's answer if there was one."""
     *_, last = _causes(error)
     told = next((cause for cause in _causes(error) if isinstance(cause, HfHubHTTPError)), last)
     return f"{type(told).__name__}: {str(told).strip()}".splitlines()[0]
