@@ -167,7 +167,8 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
         if labels is not None:
             if past_key_values is not None or input_ids is None or (attention_mask is not None and attention_mask.dim() != 2):
                 raise ValueError(
-                    "labels need input_ids with a 2-D attention_mask and no past_key_values: the pass packs its own mask"
+                    "labels need input_ids with a 2-D attention_mask and no past_key_values: the pass packs its own mask. A "
+                    "prompt, prefix or P-tuning adapter passes others: train an adapter of the weights instead, such as LoRA"
                 )
             given: dict[str, Any] = {"position_ids": position_ids, "inputs_embeds": inputs_embeds, **kwargs}
             unused = [name for name, value in given.items() if value is not None and value is not False]
@@ -227,9 +228,7 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
             position_ids = position_ids.expand(batch, length)
             key_positions = torch.cat([key_positions[:, :past], position_ids], 1)
         if attention_mask is not None and attention_mask.dim() == 4:
-            return (
-                self._attention_bias(attention_mask) if attention_mask.dtype == torch.bool else attention_mask
-            ), position_ids
+            return self._attention_bias(attention_mask), position_ids
         mask = block_causal_mask(position_ids, key_positions, valid, self.config.block_size)
         mask |= torch.eye(length, past + length, dtype=torch.bool, device=given.device).roll(past, -1)  # padding sees itself
         return self._attention_bias(mask), position_ids
@@ -237,7 +236,17 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
     def _attention_bias(self, mask: Any) -> Any:
         """SDPA takes a boolean mask as it is, flex attention a `BlockMask`, the attention of rounds a `RoundMask`; eager and
         flex attention add others to the scores."""
-        if isinstance(mask, BlockMask | RoundMask) or self.config._attn_implementation not in ("eager", "flex_attention"):
+        chosen = self.config._attn_implementation
+        if isinstance(mask, BlockMask | RoundMask) or chosen not in ("eager", "flex_attention"):
+            return mask
+        if (
+            chosen == "flex_attention" and mask.device.type == "cpu"
+        ):  # what it is compiled to writes outside of its memory there
+            raise ValueError(
+                "attn_implementation is 'flex_attention', which takes no dense mask on a CPU: call "
+                "model.set_attn_implementation('sdpa')"
+            )
+        if mask.dtype != torch.bool:
             return mask
         return torch.zeros(mask.shape, dtype=self.dtype, device=mask.device).masked_fill_(~mask, torch.finfo(self.dtype).min)
 
@@ -255,8 +264,10 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
             if given is not None and given.shape != input_ids.shape:
                 raise ValueError(f"{name} has shape {list(given.shape)}: it must be that of input_ids, {[batch, length]}")
         valid = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
-        if (valid[:, 1:] & ~valid[:, :-1]).any():
-            raise ValueError("labels need right padding: a 0 stands before a 1 in attention_mask")
+        if ((valid[:, 1:] & ~valid[:, :-1]).sum(-1) + valid[:, 0] > 1).any():
+            raise ValueError(
+                "attention_mask has holes: with labels a row's tokens must be contiguous, with padding on one side or both"
+            )
         _check_noise(noise_level, noise_mask, batch, length)
         if noise_level is None:
             noise_level = 1 - torch.rand(batch, device=input_ids.device)

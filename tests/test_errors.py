@@ -10,6 +10,7 @@ import torch
 from refusals import EMBEDS, PAIR, PROMPT, ForwardRan, headless, model, rejected
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig
+from transformers.generation.streamers import BaseStreamer
 
 from modeling_mrp import MRPForCausalLM
 from modeling_mrp.generate.option_table import DECODINGS, REMASK_RULES
@@ -305,7 +306,7 @@ BAD_ARGUMENTS: dict[str, list[tuple[Any, dict[str, Any], str, str]]] = {
         ([("top_k", 3)], {}, "generation_config is", "pass a GenerationConfig, or a dict"),
         ({"decodng": "static"}, {}, r"decodng \(did you mean decoding\?\)", "Check their spelling"),
         ({3: 4}, {}, "unknown fields: 3", "Check their spelling"),
-        ({"top_p": "x"}, {}, "top_p is 'x', of type str", "a probability"),
+        ({"top_p": "x", "do_sample": True}, {}, "top_p is 'x', of type str", "a probability"),
         ({"num_draft_states": 0}, {}, "num_draft_states is 0", "1 to 256"),
     ],
     "attention_mask": [
@@ -324,6 +325,15 @@ BAD_ARGUMENTS: dict[str, list[tuple[Any, dict[str, Any], str, str]]] = {
     "streamer": [
         ("stdout", {}, "streamer is 'stdout'", "put and end"),
         (print, {}, "streamer is <built-in", "put and end"),
+        ([BaseStreamer(), None], {}, "streamer is None", "put and end"),
+        (
+            [BaseStreamer()] * 2,
+            {"num_return_sequences": 2, "do_sample": True},
+            "the batch has 2, and streamer holds 1",
+            "a list of 2 different",
+        ),
+        ([BaseStreamer(), BaseStreamer()], {}, "the batch has 1, and streamer holds 2", "a list of 1"),
+        ([], {}, "streamer holds 0", "a list of 1"),
     ],
     "eos_token_id": [
         (64, {}, "eos_token_id holds 64, outside the vocabulary of 64", "inside"),
@@ -352,11 +362,14 @@ BAD_ARGUMENTS: dict[str, list[tuple[Any, dict[str, Any], str, str]]] = {
     ],
     "stopping_criteria": [(lambda ids, scores: True, {}, "stopping_criteria is <function", "pass a list")],
     **{
-        name: [(1 << 63, {}, rf"{name} is 2\*\*63 or more", "64 bits"), (10**5000, {}, rf"{name} is 2\*\*16609", "64 bits")]
+        name: [
+            (1 << 63, {"do_sample": True}, rf"{name} is 2\*\*63 or more", "64 bits"),
+            (10**5000, {"do_sample": True}, rf"{name} is 2\*\*16609", "64 bits"),
+        ]
         for name in ("max_new_tokens", "max_length", "min_new_tokens", "top_k", "num_return_sequences", "num_draft_states")
     },
     **{
-        name: [(10**400, {}, rf"{name} is 2\*\*1328 or more", "64 bits")]
+        name: [(10**400, {"do_sample": True}, rf"{name} is 2\*\*1328 or more", "64 bits")]
         for name in ("temperature", "entropy_threshold", "residual_delta", "max_time", "draft_branches")
     },
 }

@@ -1,13 +1,14 @@
 """What a streamer is put: the prompt, every block in order, the drafts between, and nothing behind the end."""
 
+import threading
 from typing import Any
 
 import pytest
 import torch
 from conftest import make_model
-from helpers import LIVELY, MASK, PROMPTS, StopAfter, every_mode, inside_a_block, text
+from helpers import LIVELY, MASK, PROMPTS, StopAfter, every_mode, inside_a_block, left_padded, text, texts
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast, StoppingCriteriaList, TextStreamer
+from transformers import PreTrainedTokenizerFast, StoppingCriteriaList, TextIteratorStreamer, TextStreamer
 from transformers.generation.streamers import BaseStreamer
 
 from modeling_mrp import MRPForCausalLM
@@ -98,3 +99,61 @@ def test_states_of_static_by_hand(random_model: MRPForCausalLM) -> None:
     random_model.generate(torch.tensor([[1, 2, 3, 4]]), streamer=streamer, max_new_tokens=8)
     shown = [(kind, tokens.count(MASK)) for kind, tokens in streamer.events[1:] if kind == "put" or MASK in tokens]
     assert shown == [("draft", 2), ("draft", 1), ("put", 0), ("draft", 3), ("draft", 2), ("draft", 1), ("put", 0)]
+
+
+# Several rows
+
+
+@every_mode
+def test_each_row_has_a_stream_of_its_own(random_model: MRPForCausalLM, mode: str) -> None:
+    """What a row's streamer is put is what it is put where the row is decoded alone, prompt and drafts included."""
+    options = {"decoding": mode, "max_new_tokens": 11, "eos_token_id": [*range(1, 8)], **LIVELY}
+    alone = []
+    for row, prompt in enumerate(PROMPTS):
+        alone.append(Drafts())
+        random_model.generate(torch.tensor([prompt]), streamer=alone[-1], seed=3 + row, **options)
+    together = [Drafts() for _ in PROMPTS]
+    random_model.generate(**left_padded(PROMPTS), streamer=together, seed=3, **options)
+    assert [streamer.events for streamer in together] == [streamer.events for streamer in alone]
+    assert len({len(streamer.events) for streamer in together}) > 1, "rows should end at different times"
+
+
+def test_copies_of_a_prompt_are_rows(random_model: MRPForCausalLM) -> None:
+    streamers = [Blocks(), Blocks()]
+    options = {"max_new_tokens": 6, "num_return_sequences": 2, "seed": [4, 9], **LIVELY}
+    ids = random_model.generate(torch.tensor([[1, 2, 3, 4]]), streamer=streamers, **options)
+    for streamer, row in zip(streamers, ids.tolist(), strict=True):
+        assert streamer.events == [("put", [row[:4]]), ("put", row[4:8]), ("put", row[8:]), ("end", [])]
+
+
+def test_a_row_that_ends_early_ends_its_stream(random_model: MRPForCausalLM) -> None:
+    """The row whose last block is given but for one mask ends in its first round; the other is decoded for long after."""
+    order: list[str] = []
+
+    class Named(Blocks):
+        def __init__(self, name: str) -> None:
+            super().__init__()
+            self.name = name
+
+        def put(self, value: Tensor) -> None:
+            order.append(self.name)
+
+        def end(self) -> None:
+            order.append(f"end of {self.name}")
+
+    infill = torch.tensor([[5, 6, 7, 8, 5, 6, 7, MASK], [MASK] * 8])
+    random_model.generate(torch.tensor([[1, 2, 3, 4]] * 2), infill_ids=infill, streamer=(Named("a"), Named("b")))
+    assert order == ["a", "b", "a", "end of a", "b", "b", "end of b"]
+
+
+def test_texts_are_read_row_by_row_while_they_are_made(
+    random_model: MRPForCausalLM, id_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    options = {"max_new_tokens": 9, "seed": 0, **LIVELY}
+    expected = [id_tokenizer.decode(tokens) for tokens in texts(random_model, PROMPTS, **options)]
+    streamers = [TextIteratorStreamer(id_tokenizer, skip_prompt=True, timeout=60) for _ in PROMPTS]
+    given = {**left_padded(PROMPTS), "streamer": streamers, **options}
+    thread = threading.Thread(target=random_model.generate, kwargs=given)
+    thread.start()
+    assert ["".join(streamer) for streamer in streamers] == expected
+    thread.join()

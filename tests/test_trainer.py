@@ -22,7 +22,7 @@ from modeling_mrp.model.diffusion import PackedBatch
 
 def new_trainer(model: MRPForCausalLM, folder: Path, dataset: Any = None, **options: Any) -> MRPTrainer:
     functions = ("compute_metrics", "compute_loss_func", "preprocess_logits_for_metrics")
-    of_trainer = ("eval_dataset", "callbacks", "processing_class", *functions)
+    of_trainer = ("model_init", "eval_dataset", "callbacks", "processing_class", *functions)
     rest = {name: options.pop(name) for name in of_trainer if name in options}
     arguments = MRPTrainingArguments(
         output_dir=str(folder),
@@ -294,6 +294,7 @@ def test_a_resumed_run_ends_with_the_same_weights(
         ({"compute_metrics": len}, 1, "compute_metrics is <built-in function len>, which would never be called"),
         ({"compute_loss_func": len}, 1, "compute_loss_func is <built-in function len>, which would never be called"),
         ({"preprocess_logits_for_metrics": len}, 1, "preprocess_logits_for_metrics is .*, which would never be called"),
+        ({"model_init": len}, 1, "takes no model_init: pass model=model_init()"),
         ({"objective": "mrp"}, 0, "needs a model with a head: set num_nextn_predict_layers"),
     ],
 )

@@ -69,6 +69,27 @@ def test_loss_and_gradients_equal_the_loop_over_blocks() -> None:
 
 
 @pytest.mark.usefixtures("exact_norms")
+@pytest.mark.parametrize("before", [[0, 5, 3], [0, 2, 3]], ids=["left", "both sides"])
+def test_padding_on_either_side_is_the_same_loss(before: list[int]) -> None:
+    """Each row of `training_example` with so much of its padding before its tokens."""
+    example = training_example()
+    moved = {
+        name: torch.stack([row.roll(shift) for row, shift in zip(value, before, strict=True)]) if value.dim() > 1 else value
+        for name, value in example.items()
+    }
+    right, other = make_model(), make_model()
+    outs = right(**example), other(**moved)
+    assert outs[1].loss.item() == pytest.approx(outs[0].loss.item(), rel=1e-12)
+    for row, shift in enumerate(before):
+        real = example["attention_mask"][row].bool()
+        close(outs[1].logits[row].roll(-shift, 0)[real], outs[0].logits[row][real])
+    for out in outs:
+        out.loss.backward()
+    for parameter, twin in zip(other.model.parameters(), right.model.parameters(), strict=True):
+        close(parameter.grad, twin.grad)
+
+
+@pytest.mark.usefixtures("exact_norms")
 @torch.no_grad()
 def test_logits_of_the_training_pass_are_those_of_the_noisy_copy(random_model: MRPForCausalLM) -> None:
     example = training_example()

@@ -4,6 +4,7 @@
 Its parts, in this order:
     model/custom_generate.py    `sdar.generate(custom_generate="org/head", trust_remote_code=True)`: a stock SDAR model decodes with a repository's head.
     model/layouts.py            The layouts that checkpoints come in: names of tensors, fields of configs, contents of the safetensors files.
+    model/offloading.py         Modules whose weights accelerate keeps on disk or in a CPU's memory, and fetches for each of their forwards.
     model/stock.py              An MRP model around a loaded SDAR model of another class: the same parameters in memory, and a repository's head.
     kernels/dispatch.py         The choice between a Triton kernel and its plain PyTorch twin. The kernels themselves lie beside their twins.
     kernels/noise.py            The noise of sampled picks: a counter-based generator, a pure function of (seed, position, masks left, token id).
@@ -42,6 +43,7 @@ Its parts, in this order:
     generate/stopping.py        Stopping criteria, asked as transformers' own loop would ask them, of rows that come along at different speeds.
     generate/loop.py            The one decoding loop: rounds of states side by side, over rows that never wait for each other.
     generate/recording.py       Rounds that are recorded whole and replayed with one launch: what is a register, and what a recording depends on.
+    generate/streaming.py       Streaming of texts while they are decoded, each row to a streamer of its own.
     generate/generation.py      `generate` for MRP models: arguments in, text and counts out.
     modeling.py                 The SDAR backbone as a difference from transformers' Qwen3, with the MRP head on top of it.
 """
@@ -438,6 +440,45 @@ def backbone_location(name: str, source: str) -> str:
             "instead: work in another folder, or pass backbone=... to say which is meant"
         )
     return name
+
+
+# ----------------------------------------------------------------------------------------------------
+# model/offloading.py
+#
+# Modules whose weights accelerate keeps on disk or in a CPU's memory, and fetches for each of their forwards.
+
+def device_of(module: nn.Module) -> torch.device:
+    """Find where a module computes: the device of its weight, or the one to which its hook fetches that.
+
+    Raises:
+        ValueError: if the weight is nowhere, and no hook fetches it.
+    """
+    weight = module.weight
+    assert isinstance(weight, torch.Tensor)
+    if not weight.is_meta:
+        return weight.device
+    hook = getattr(module, "_hf_hook", None)
+    for one in getattr(hook, "hooks", [hook]):
+        if (device := getattr(one, "execution_device", None)) is not None:
+            return torch.device(device)
+    raise ValueError(
+        f"the weight of a {type(module).__name__} is on the meta device, and no hook of accelerate fetches it: load the model "
+        "with from_pretrained, with device_map if it is to be offloaded"
+    )
+
+
+@contextmanager
+def fetched(module: nn.Module) -> Iterator[None]:
+    """Hold the weights of a module in the memory of its device, whose `weight` is read without calling it."""
+    hook = getattr(module, "_hf_hook", None)
+    if hook is None or not any(weight.is_meta for weight in module.parameters()):
+        yield
+        return
+    hook.pre_forward(module)
+    try:
+        yield
+    finally:
+        hook.post_forward(module, None)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -2390,15 +2431,15 @@ def pack_noisy(
     """Pack a batch of sequences (one sample a row) with one noisy copy: [x_t | x_0].
 
     Args:
-        input_ids: [batch, length] long, left-aligned (position = column).
+        input_ids: [batch, length] long.
         response: [batch, length] bool: the tokens that are learned.
-        valid: [batch, length] bool: False for padding.
+        valid: [batch, length] bool: False for padding, on either side. Positions are counted from the first token.
         masked: [batch, length] bool: response tokens hidden in the noisy copy.
         weight: [batch, length] float: loss weight of each masked token (published: 1 / t).
         mask_token_id: The mask's id.
     """
     batch, length = input_ids.shape
-    positions = torch.arange(length, device=input_ids.device).expand(batch, length)
+    positions = (valid.long().cumsum(-1) - 1).clamp(min=0)
     hidden = masked & response & valid
     noisy_view = torch.where(valid, 1, NO_VIEW)
     clean_view = torch.where(valid, CLEAN_VIEW, NO_VIEW)
@@ -3661,11 +3702,21 @@ def with_estimates(table: DraftTable, slots: Tensor, which: Tensor, token: Tenso
 #
 # Keys and values of committed blocks by absolute position, and the scratch of the states being scored.
 
+class PassingReference(weakref.ref[Any]):
+    """A weak reference that may be pickled and copied: out of a pickle it comes dead, as its object stays behind."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (set(),)  # which nothing else holds
+
+    def __deepcopy__(self, memo: Any) -> "PassingReference":
+        return self
+
+
 class WeightsSeen:
     """A module's parameters at some time, to tell later whether they are still the same."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.seen = [(weakref.ref(weight), _state_of(weight)) for weight in _held_parameters(module)]
+        self.seen = [(PassingReference(weight), _state_of(weight)) for weight in _held_parameters(module)]
 
     def same(self, module: nn.Module | None) -> bool:
         """Tell if nothing was replaced, moved or written to; writes to `.data` are not counted."""
@@ -3686,9 +3737,9 @@ def _state_of(weight: Tensor) -> list[int]:
 
 
 def devices_of_layers(model: Any, with_head: bool) -> tuple[torch.device, ...]:
-    """List the devices of a model's layers, the backbone's first, then with the head's."""
+    """List the devices on which a model's layers compute, the backbone's first, then with the head's."""
     layers = list(model.model.layers) + (list(model.mrp_head.layers) if with_head else [])
-    return tuple(layer.self_attn.k_proj.weight.device for layer in layers)
+    return tuple(device_of(layer.self_attn.k_proj) for layer in layers)
 
 
 class BlockCache(Cache):
@@ -3739,7 +3790,7 @@ class BlockCache(Cache):
         self.dtype, self.head_layers = dtype, head_layers
         self.scratch = scratch
         self.capacity = capacity
-        self.owner: weakref.ref[torch.nn.Module] | None = None
+        self.owner: PassingReference | None = None
         self.weights: dict[str, WeightsSeen] = {}
         self.deferred, self.hidden_size = False, hidden_size
         self._hold_nothing()
@@ -5532,7 +5583,7 @@ class HeadMixin:
         if not isinstance(head_layers, int) or isinstance(head_layers, bool) or head_layers < 1:
             raise ValueError(f"head_layers is {head_layers!r}: a head has 1 layer or more (3 are published)")
         weight = self.lm_head.weight
-        with torch.device(weight.device):
+        with torch.device(device_of(self.lm_head)):
             head = MRPHead(self._config_with(head_layers, 0)).to(weight.dtype)
         for module in head.modules():
             if isinstance(module, nn.Linear):
@@ -5635,11 +5686,9 @@ def _of_this_copy(head: Any, config: MRPConfig) -> MRPHead:
 
 def _place(head: nn.Module, model: Any) -> None:
     """Put a head where the model's logits are made, in their type, also if the model is spread over devices."""
-    hook = getattr(model.lm_head, "_hf_hook", None)
-    device = getattr(hook, "execution_device", None)
-    weight = model.lm_head.weight
-    head.to(weight.device if device is None else device, weight.dtype)
-    if device is not None:
+    device = device_of(model.lm_head)
+    head.to(device, model.lm_head.weight.dtype)
+    if hasattr(model.lm_head, "_hf_hook"):
         add_hook_to_module(head, AlignDevicesHook(device))
         model.hf_device_map["mrp_head"] = device
 
@@ -7245,10 +7294,7 @@ _MOST_COPIES = 65_535  # a CUDA grid has no more in the dimension along which at
 # Options of transformers that it checks later, or not, or by failing on them.
 _CHECKED = (
     *(Option(name, None, *COUNT) for name in ("max_new_tokens", "max_length")),
-    *(Option(name, None, *_FROM_ZERO) for name in ("min_new_tokens", "min_length", "top_k", "no_repeat_ngram_size")),
-    *(Option(name, None, *PROBABILITY) for name in ("top_p", "min_p")),
-    *(Option(name, None, *_POSITIVE_SHARE) for name in ("typical_p", "top_h")),
-    *(Option(name, None, *_CUTOFF) for name in ("epsilon_cutoff", "eta_cutoff")),
+    *(Option(name, None, *_FROM_ZERO) for name in ("min_new_tokens", "min_length", "no_repeat_ngram_size")),
     *(Option(name, None, *_FLAG) for name in ("do_sample", "return_dict_in_generate", "remove_invalid_values")),
     Option("max_time", None, int | float, lambda v, _: v >= 0, "it must be a number of seconds, 0 or more"),
     Option("repetition_penalty", None, int | float, lambda v, _: 0 < v < inf, "it must be a positive number (1: off)"),
@@ -7259,6 +7305,13 @@ _CHECKED = (
         lambda v, _: 1 <= v <= _MOST_COPIES,
         f"it must be an int from 1 to {_MOST_COPIES}",
     ),
+)
+# Those that have no effect on greedy decoding, which clients ask for by do_sample=False together with temperature=0.
+_OF_SAMPLING = (
+    Option("top_k", None, *_FROM_ZERO),
+    *(Option(name, None, *PROBABILITY) for name in ("top_p", "min_p")),
+    *(Option(name, None, *_POSITIVE_SHARE) for name in ("typical_p", "top_h")),
+    *(Option(name, None, *_CUTOFF) for name in ("epsilon_cutoff", "eta_cutoff")),
     Option(
         "temperature",
         None,
@@ -7305,7 +7358,7 @@ class MRPGenerationConfig(GenerationConfig):
     def check(self, block_size: int, has_head: bool) -> None:
         """Fill in defaults, then raise `ValueError`, with value and remedy, for the first option that cannot be honoured."""
         self.update(**{option.name: option.default for option in OPTIONS}, defaults_only=True)
-        check_values(vars(self), block_size)
+        check_values(vars(self), block_size, bool(self.do_sample))
         if self.decoding.startswith("mrp_") and not has_head:
             raise ValueError(
                 f"decoding={self.decoding!r} needs an MRP head, and this model has none: load one with "
@@ -7355,9 +7408,12 @@ def did_you_mean(name: str) -> str:
     return f" (did you mean {near[0]}?)" if near else ""
 
 
-def check_values(values: Mapping[str, Any], block_size: int) -> None:
-    """Raise `ValueError`, with value and remedy, for the first of some options whose value cannot be honoured by itself."""
-    for option in (*OPTIONS, *_CHECKED):
+def check_values(values: Mapping[str, Any], block_size: int, sampling: bool) -> None:
+    """Raise `ValueError`, with value and remedy, for the first of some options whose value cannot be honoured by itself.
+
+    Without `sampling`, those that only sampling follows may be anything, as in transformers.
+    """
+    for option in (*OPTIONS, *_CHECKED, *(_OF_SAMPLING if sampling else ())):
         if (value := values.get(option.name)) is not None:
             option.check(value, block_size)
     for name, several in (("eos_token_id", " or a list of them"), ("pad_token_id", "")):
@@ -7452,12 +7508,14 @@ def check_rows(real: Tensor, new_tokens: int, max_positions: int) -> None:
         )
 
 
-def check_streamer(streamer: Any, rows: int) -> None:
-    """Raise `ValueError` unless it is a streamer, and for a single row."""
-    if not all(callable(getattr(streamer, name, None)) for name in ("put", "end")):
-        raise ValueError(f"streamer is {streamer!r}: it must have put and end, as a transformers.TextStreamer has")
-    if rows > 1:
-        raise ValueError(f"a streamer takes one row, and the batch has {rows}: stream one prompt at a time")
+def check_adapter(prepare_inputs: Any) -> None:
+    """Raise `ValueError` if inputs are prepared by a peft model that puts vectors of its own before them."""
+    config: Any = getattr(getattr(prepare_inputs, "__self__", None), "active_peft_config", None)
+    if getattr(config, "is_prompt_learning", False):
+        raise ValueError(
+            f"an adapter of type {config.peft_type.value} has no effect on generate, which decodes from ids alone: train an "
+            "adapter of the weights instead, such as LoRA, or decode without it under model.disable_adapter()"
+        )
 
 
 def check_functions(name: str, functions: Any) -> None:
@@ -7494,7 +7552,10 @@ def check_past(past_key_values: Any, model: Any, rows: int) -> None:
         )
     owned = past_key_values.owner is not None and past_key_values.owner() is model
     if not owned:
-        raise ValueError("past_key_values come from another model: pass those of this one's generate, or leave them unset")
+        raise ValueError(
+            "past_key_values come from another model, or out of a pickle: pass those of this one's generate, or leave them "
+            "unset"
+        )
     if past_key_values.rows != rows:
         raise ValueError(
             f"past_key_values hold {past_key_values.rows} rows, and input_ids have {rows}: pass the same conversations in "
@@ -8230,7 +8291,15 @@ class Stopping:
         """Ask of each row if some criterion ends it; one that gives a single answer gives it for all rows."""
         stops = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
         for criterion in self.criteria:
-            answer = criterion(ids, None)
+            try:
+                answer = criterion(ids, None)
+            except (AttributeError, TypeError) as error:
+                if "None" not in str(error):
+                    raise
+                raise ValueError(
+                    f"the stopping criterion {type(criterion).__name__} failed ({error}), and the scores that it is given are "
+                    "None here: let it decide by input_ids"
+                ) from error
             try:
                 given = torch.as_tensor(answer, device=ids.device)
             except (RuntimeError, TypeError, ValueError):
@@ -8732,6 +8801,63 @@ def _sampling(sampler: Sampler) -> Hashable:
 
 
 # ----------------------------------------------------------------------------------------------------
+# generate/streaming.py
+#
+# Streaming of texts while they are decoded, each row to a streamer of its own.
+
+class Streams:
+    """The feeding of streamers: the prompt, finished blocks in order, and drafts to a streamer that has `put_draft`.
+
+    Args:
+        streamers: One for each row.
+        prompts: Of each row a 1-D long tensor of ids, without padding: what its streamer is put first, as [1, length].
+        request: What was asked for.
+        block_size: Tokens of a block.
+    """
+
+    def __init__(self, streamers: Sequence[BaseStreamer], prompts: list[Tensor], request: Request, block_size: int) -> None:
+        self.open, self.block_size = dict(enumerate(streamers)), block_size
+        self.sent, self.limit = request.prompt_length.tolist(), request.limit.tolist()
+        for streamer, prompt in zip(streamers, prompts, strict=True):
+            streamer.put(prompt[None].cpu())
+
+    def on_round(self, state: DecodeState) -> None:
+        """Put what a round has finished, and end the streams of rows that have ended."""
+        current, text = state.current, state.text
+        starts, stops, going = torch.stack([current.start, text.stop, current.valid.long()]).tolist()
+        for row, streamer in list(self.open.items()):
+            start, sent = starts[row], self.sent[row]
+            upto = min(start, stops[row]) if going[row] else stops[row]
+            if upto > sent:
+                streamer.put(text.tokens[row, sent:upto].cpu())
+                self.sent[row] = upto
+            if not going[row]:
+                self.open.pop(row).end()
+            elif (put_draft := getattr(streamer, "put_draft", None)) is not None:
+                begin, end = max(start, self.sent[row]), min(start + self.block_size, self.limit[row])
+                put_draft(text.tokens[row : row + 1, begin:end].cpu())
+
+
+def listed_streamers(streamer: Any, rows: int) -> list[BaseStreamer]:
+    """List the streamers of a call, one for each row.
+
+    Raises:
+        ValueError: for what is no streamer, another number of them, or one that is to take two rows.
+    """
+    streamers = list(streamer) if isinstance(streamer, list | tuple) else [streamer]
+    for one in streamers:
+        if not all(callable(getattr(one, name, None)) for name in ("put", "end")):
+            raise ValueError(f"streamer is {one!r}: it must have put and end, as a transformers.TextStreamer has")
+    different = len(set(map(id, streamers)))
+    if not len(streamers) == different == rows:
+        raise ValueError(
+            f"a streamer takes one row, the batch has {rows}, and streamer holds {different}: pass a list of {rows} different "
+            "ones, or stream one prompt at a time"
+        )
+    return streamers
+
+
+# ----------------------------------------------------------------------------------------------------
 # generate/generation.py
 #
 # `generate` for MRP models: arguments in, text and counts out.
@@ -8806,7 +8932,7 @@ class MRPGenerationMixin(GenerationMixin):
         self,
         inputs: Tensor | None = None,
         generation_config: GenerationConfig | dict[str, Any] | None = None,
-        streamer: BaseStreamer | None = None,
+        streamer: BaseStreamer | Sequence[BaseStreamer] | None = None,
         assistant_model: Any = None,
         custom_generate: Any = None,
         negative_prompt_ids: Tensor | None = None,
@@ -8828,7 +8954,8 @@ class MRPGenerationMixin(GenerationMixin):
         Args:
             inputs: [rows, length] long, the prompts (or `input_ids`).
             generation_config: Options, or a dict of them; keyword arguments go before its fields.
-            streamer: Receives the prompt, then finished blocks in order; of a single row.
+            streamer: Receives the prompt without its padding, then finished blocks in order; of a single row. A list holds one
+                for each row (after `num_return_sequences`), which ends as soon as its row does.
             assistant_model: Not supported.
             custom_generate: As in transformers; the call is then passed on.
             negative_prompt_ids: Not supported.
@@ -8859,12 +8986,12 @@ class MRPGenerationMixin(GenerationMixin):
             raise ValueError("assistant_model is not supported: the model's own MRP head drafts. Use decoding='mrp_spec'")
         if negative_prompt_ids is not None:
             raise ValueError("negative_prompt_ids are not supported: leave them unset")
+        check_adapter(self.prepare_inputs_for_generation)
         config, model_kwargs = self._resolved(generation_config, kwargs)
         prompt: Any = inputs if inputs is not None else model_kwargs.get("input_ids")
         check_prompt(prompt, model_kwargs.get("attention_mask"), self.config.mask_token_id, self.config.vocab_size)
         copies = config.num_return_sequences or 1
-        if streamer is not None:
-            check_streamer(streamer, len(prompt) * copies)
+        streamers = None if streamer is None else listed_streamers(streamer, len(prompt) * copies)
         if past_key_values is not None:
             check_past(past_key_values, self, len(prompt))
         if infill_ids is not None:
@@ -8885,10 +9012,21 @@ class MRPGenerationMixin(GenerationMixin):
             picker = _picker(model, logits_processor, generation_config)
             criteria = [c for c in stopping_criteria if not isinstance(c, MaxLengthCriteria | EosTokenCriteria)]
             mask = model_kwargs.get("attention_mask")
-            return _decode(model, input_ids, mask, picker, criteria, generation_config, streamer, infill_ids, past_key_values)
+            return _decode(model, input_ids, mask, picker, criteria, generation_config, streamers, infill_ids, past_key_values)
 
-        with _either_padding_side():
-            return super().generate(inputs, generation_config=config, custom_generate=custom, streamer=streamer, **model_kwargs)
+        with _either_padding_side(), fetched(self.lm_head):
+            return super().generate(inputs, generation_config=config, custom_generate=custom, **model_kwargs)
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse transformers' continuous batching, and with it `generate_batch`, which feed a causal cache a token at a time.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            "generate_batch and continuous batching are not supported, as they make one token a step: pass all prompts to "
+            "generate as one padded batch, in which no row waits for another"
+        )
 
     def _resolved(
         self, generation_config: GenerationConfig | dict[str, Any] | None, kwargs: dict[str, Any]
@@ -8901,8 +9039,10 @@ class MRPGenerationMixin(GenerationMixin):
             raise ValueError(f"generation_config is {given!r}: pass a GenerationConfig, or a dict of its fields")
         if unknown := _unknown(given or {}):
             raise ValueError(f"generation_config has unknown fields: {unknown}. Check their spelling, or leave them unset")
-        for options in (self.generation_config.to_dict(), given or {}, kwargs):  # before transformers compares and adds them
-            check_values(options, block_size)
+        ways = self.generation_config.to_dict(), given or {}, kwargs
+        sampling = [way["do_sample"] for way in ways if way.get("do_sample") is not None]
+        for options in ways:  # before transformers compares and adds them
+            check_values(options, block_size, bool(sampling and sampling[-1]))
         config.update(**(given or {}))
         if unknown := _unknown(vars(self.generation_config)):
             logger.warning_once(
@@ -8952,7 +9092,7 @@ class MRPGenerationMixin(GenerationMixin):
         head_layers = len(devices) - self.config.num_hidden_layers
         hidden_size = self.config.hidden_size if with_head else 0
         cache = BlockCache(batch_size, heads, width, devices, capacity, scratch, self.dtype, head_layers, hidden_size)
-        cache.owner = weakref.ref(self)
+        cache.owner = PassingReference(self)
         return cache
 
     def release_graphs(self) -> None:
@@ -8991,7 +9131,7 @@ def _decode(
     picker: Sampler,
     criteria: list[StoppingCriteria],
     config: MRPGenerationConfig,
-    streamer: BaseStreamer | None,
+    streamers: list[BaseStreamer] | None,
     infill_ids: Tensor | None,
     past_key_values: BlockCache | None,
 ) -> Tensor | MRPGenerateOutput:
@@ -9012,7 +9152,7 @@ def _decode(
     text, ends, current = laid_out(prompts, infill, new, block, mask_id, device)
     request = _request(ends, config, input_ids.shape[1], block)
     stopping = Stopping(criteria, input_ids, _pad_id(config), mask_id) if criteria else None
-    stream = _Stream(streamer, request, block) if streamer is not None else None
+    streams = Streams(streamers, prompts, request, block) if streamers is not None else None
     room = (past_key_values, len(prompts), text.capacity, mode.width * block, mode.uses_head)
     with _cache_for(model, recorder_for(model, config.graphs), *room) as (recorded, cache):
         text = text.with_room(cache.capacity) if recorded is not None else text
@@ -9030,15 +9170,15 @@ def _decode(
         runner = Runner(model, cache, mode.uses_head, picker.dispatch, round_masks, device, by_parts, rests)
         state = begin(task, runner, text, current, reused)
         rounds = RecordedRounds(task, runner, state, recorded) if recorded is not None and whole else None
-        on_round = stream.on_round if stream is not None else None
+        on_round = streams.on_round if streams is not None else None
         pace = pace_of(model, mode, len(prompts))
         state, remasked = decode(task, runner, state if rounds is None else rounds.state, pace, rounds, on_round)
         state = state if rounds is None else rounds.end()
         held = state.held
         of_head = held.head_committed if mode.uses_head else cache.head_held
         cache.hold(state.text.tokens, held.committed, of_head, held.committed if rests else cache.hidden_held)
-    if stream is not None:
-        stream.end(state)
+    if streams is not None:
+        streams.on_round(state)
     return _output(input_ids, request, state, runner, remasked, cache, config)
 
 
@@ -9124,31 +9264,6 @@ def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationCo
         tuple(config.eos_ids()),
         dispatch=dispatch,
     )
-
-
-class _Stream:
-    """The feeding of a streamer: finished blocks in order, and drafts to a streamer that has `put_draft`."""
-
-    def __init__(self, streamer: BaseStreamer, request: Request, block_size: int) -> None:
-        self.streamer, self.block_size = streamer, block_size
-        self.sent, self.limit = int(request.prompt_length[0]), int(request.limit[0])
-
-    def on_round(self, state: DecodeState) -> None:
-        start = int(state.current.start[0])
-        begin, end = max(start, self.sent), min(start + self.block_size, self.limit)
-        self._put(state, start)
-        if hasattr(self.streamer, "put_draft") and bool(state.current.valid[0]):
-            self.streamer.put_draft(state.text.tokens[:1, begin:end].cpu())
-
-    def end(self, state: DecodeState) -> None:
-        self._put(state, int(state.text.stop[0]))
-        self.streamer.end()
-
-    def _put(self, state: DecodeState, upto: int) -> None:
-        upto = min(upto, int(state.text.stop[0]))
-        if upto > self.sent:
-            self.streamer.put(state.text.tokens[0, self.sent : upto].cpu())
-            self.sent = upto
 
 
 def _pad_id(config: MRPGenerationConfig) -> int:
@@ -9354,7 +9469,8 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
         if labels is not None:
             if past_key_values is not None or input_ids is None or (attention_mask is not None and attention_mask.dim() != 2):
                 raise ValueError(
-                    "labels need input_ids with a 2-D attention_mask and no past_key_values: the pass packs its own mask"
+                    "labels need input_ids with a 2-D attention_mask and no past_key_values: the pass packs its own mask. A "
+                    "prompt, prefix or P-tuning adapter passes others: train an adapter of the weights instead, such as LoRA"
                 )
             given: dict[str, Any] = {"position_ids": position_ids, "inputs_embeds": inputs_embeds, **kwargs}
             unused = [name for name, value in given.items() if value is not None and value is not False]
@@ -9414,9 +9530,7 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
             position_ids = position_ids.expand(batch, length)
             key_positions = torch.cat([key_positions[:, :past], position_ids], 1)
         if attention_mask is not None and attention_mask.dim() == 4:
-            return (
-                self._attention_bias(attention_mask) if attention_mask.dtype == torch.bool else attention_mask
-            ), position_ids
+            return self._attention_bias(attention_mask), position_ids
         mask = block_causal_mask(position_ids, key_positions, valid, self.config.block_size)
         mask |= torch.eye(length, past + length, dtype=torch.bool, device=given.device).roll(past, -1)  # padding sees itself
         return self._attention_bias(mask), position_ids
@@ -9424,7 +9538,17 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
     def _attention_bias(self, mask: Any) -> Any:
         """SDPA takes a boolean mask as it is, flex attention a `BlockMask`, the attention of rounds a `RoundMask`; eager and
         flex attention add others to the scores."""
-        if isinstance(mask, BlockMask | RoundMask) or self.config._attn_implementation not in ("eager", "flex_attention"):
+        chosen = self.config._attn_implementation
+        if isinstance(mask, BlockMask | RoundMask) or chosen not in ("eager", "flex_attention"):
+            return mask
+        if (
+            chosen == "flex_attention" and mask.device.type == "cpu"
+        ):  # what it is compiled to writes outside of its memory there
+            raise ValueError(
+                "attn_implementation is 'flex_attention', which takes no dense mask on a CPU: call "
+                "model.set_attn_implementation('sdpa')"
+            )
+        if mask.dtype != torch.bool:
             return mask
         return torch.zeros(mask.shape, dtype=self.dtype, device=mask.device).masked_fill_(~mask, torch.finfo(self.dtype).min)
 
@@ -9442,8 +9566,10 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
             if given is not None and given.shape != input_ids.shape:
                 raise ValueError(f"{name} has shape {list(given.shape)}: it must be that of input_ids, {[batch, length]}")
         valid = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
-        if (valid[:, 1:] & ~valid[:, :-1]).any():
-            raise ValueError("labels need right padding: a 0 stands before a 1 in attention_mask")
+        if ((valid[:, 1:] & ~valid[:, :-1]).sum(-1) + valid[:, 0] > 1).any():
+            raise ValueError(
+                "attention_mask has holes: with labels a row's tokens must be contiguous, with padding on one side or both"
+            )
         _check_noise(noise_level, noise_mask, batch, length)
         if noise_level is None:
             noise_level = 1 - torch.rand(batch, device=input_ids.device)

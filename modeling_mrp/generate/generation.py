@@ -1,8 +1,7 @@
 """`generate` for MRP models: arguments in, text and counts out."""
 
 import logging
-import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,7 +30,8 @@ from transformers.utils import ModelOutput
 from transformers.utils import logging as transformers_logging
 
 from ..kernels.dispatch import Dispatch
-from ..runner.cache import BlockCache, WeightsSeen, devices_of_layers
+from ..model.offloading import fetched
+from ..runner.cache import BlockCache, PassingReference, WeightsSeen, devices_of_layers
 from ..runner.graphs import Recorder
 from ..runner.recorded import RecordedCache, recorded_cache, recorder_for, release_graphs
 from ..runner.round_layers import takes_round_masks
@@ -42,6 +42,7 @@ from .modes import Mode
 from .options import OPTION_NAMES, MRPGenerationConfig, check_values, did_you_mean
 from .pace import pace_of
 from .prompts import (
+    check_adapter,
     check_functions,
     check_infill,
     check_past,
@@ -49,12 +50,12 @@ from .prompts import (
     check_rows,
     check_special_ids,
     check_stop_strings,
-    check_streamer,
 )
 from .recording import RecordedRounds, replayable
 from .sampling import TRUNCATIONS, Sampler
 from .scoring import Reader
 from .stopping import Stopping
+from .streaming import Streams, listed_streamers
 
 logger = transformers_logging.get_logger(__name__)
 
@@ -126,7 +127,7 @@ class MRPGenerationMixin(GenerationMixin):
         self,
         inputs: Tensor | None = None,
         generation_config: GenerationConfig | dict[str, Any] | None = None,
-        streamer: BaseStreamer | None = None,
+        streamer: BaseStreamer | Sequence[BaseStreamer] | None = None,
         assistant_model: Any = None,
         custom_generate: Any = None,
         negative_prompt_ids: Tensor | None = None,
@@ -148,7 +149,8 @@ class MRPGenerationMixin(GenerationMixin):
         Args:
             inputs: [rows, length] long, the prompts (or `input_ids`).
             generation_config: Options, or a dict of them; keyword arguments go before its fields.
-            streamer: Receives the prompt, then finished blocks in order; of a single row.
+            streamer: Receives the prompt without its padding, then finished blocks in order; of a single row. A list holds one
+                for each row (after `num_return_sequences`), which ends as soon as its row does.
             assistant_model: Not supported.
             custom_generate: As in transformers; the call is then passed on.
             negative_prompt_ids: Not supported.
@@ -179,12 +181,12 @@ class MRPGenerationMixin(GenerationMixin):
             raise ValueError("assistant_model is not supported: the model's own MRP head drafts. Use decoding='mrp_spec'")
         if negative_prompt_ids is not None:
             raise ValueError("negative_prompt_ids are not supported: leave them unset")
+        check_adapter(self.prepare_inputs_for_generation)
         config, model_kwargs = self._resolved(generation_config, kwargs)
         prompt: Any = inputs if inputs is not None else model_kwargs.get("input_ids")
         check_prompt(prompt, model_kwargs.get("attention_mask"), self.config.mask_token_id, self.config.vocab_size)
         copies = config.num_return_sequences or 1
-        if streamer is not None:
-            check_streamer(streamer, len(prompt) * copies)
+        streamers = None if streamer is None else listed_streamers(streamer, len(prompt) * copies)
         if past_key_values is not None:
             check_past(past_key_values, self, len(prompt))
         if infill_ids is not None:
@@ -205,10 +207,21 @@ class MRPGenerationMixin(GenerationMixin):
             picker = _picker(model, logits_processor, generation_config)
             criteria = [c for c in stopping_criteria if not isinstance(c, MaxLengthCriteria | EosTokenCriteria)]
             mask = model_kwargs.get("attention_mask")
-            return _decode(model, input_ids, mask, picker, criteria, generation_config, streamer, infill_ids, past_key_values)
+            return _decode(model, input_ids, mask, picker, criteria, generation_config, streamers, infill_ids, past_key_values)
 
-        with _either_padding_side():
-            return super().generate(inputs, generation_config=config, custom_generate=custom, streamer=streamer, **model_kwargs)
+        with _either_padding_side(), fetched(self.lm_head):
+            return super().generate(inputs, generation_config=config, custom_generate=custom, **model_kwargs)
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse transformers' continuous batching, and with it `generate_batch`, which feed a causal cache a token at a time.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            "generate_batch and continuous batching are not supported, as they make one token a step: pass all prompts to "
+            "generate as one padded batch, in which no row waits for another"
+        )
 
     def _resolved(
         self, generation_config: GenerationConfig | dict[str, Any] | None, kwargs: dict[str, Any]
@@ -221,8 +234,10 @@ class MRPGenerationMixin(GenerationMixin):
             raise ValueError(f"generation_config is {given!r}: pass a GenerationConfig, or a dict of its fields")
         if unknown := _unknown(given or {}):
             raise ValueError(f"generation_config has unknown fields: {unknown}. Check their spelling, or leave them unset")
-        for options in (self.generation_config.to_dict(), given or {}, kwargs):  # before transformers compares and adds them
-            check_values(options, block_size)
+        ways = self.generation_config.to_dict(), given or {}, kwargs
+        sampling = [way["do_sample"] for way in ways if way.get("do_sample") is not None]
+        for options in ways:  # before transformers compares and adds them
+            check_values(options, block_size, bool(sampling and sampling[-1]))
         config.update(**(given or {}))
         if unknown := _unknown(vars(self.generation_config)):
             logger.warning_once(
@@ -272,7 +287,7 @@ class MRPGenerationMixin(GenerationMixin):
         head_layers = len(devices) - self.config.num_hidden_layers
         hidden_size = self.config.hidden_size if with_head else 0
         cache = BlockCache(batch_size, heads, width, devices, capacity, scratch, self.dtype, head_layers, hidden_size)
-        cache.owner = weakref.ref(self)
+        cache.owner = PassingReference(self)
         return cache
 
     def release_graphs(self) -> None:
@@ -311,7 +326,7 @@ def _decode(
     picker: Sampler,
     criteria: list[StoppingCriteria],
     config: MRPGenerationConfig,
-    streamer: BaseStreamer | None,
+    streamers: list[BaseStreamer] | None,
     infill_ids: Tensor | None,
     past_key_values: BlockCache | None,
 ) -> Tensor | MRPGenerateOutput:
@@ -332,7 +347,7 @@ def _decode(
     text, ends, current = laid_out(prompts, infill, new, block, mask_id, device)
     request = _request(ends, config, input_ids.shape[1], block)
     stopping = Stopping(criteria, input_ids, _pad_id(config), mask_id) if criteria else None
-    stream = _Stream(streamer, request, block) if streamer is not None else None
+    streams = Streams(streamers, prompts, request, block) if streamers is not None else None
     room = (past_key_values, len(prompts), text.capacity, mode.width * block, mode.uses_head)
     with _cache_for(model, recorder_for(model, config.graphs), *room) as (recorded, cache):
         text = text.with_room(cache.capacity) if recorded is not None else text
@@ -350,15 +365,15 @@ def _decode(
         runner = Runner(model, cache, mode.uses_head, picker.dispatch, round_masks, device, by_parts, rests)
         state = begin(task, runner, text, current, reused)
         rounds = RecordedRounds(task, runner, state, recorded) if recorded is not None and whole else None
-        on_round = stream.on_round if stream is not None else None
+        on_round = streams.on_round if streams is not None else None
         pace = pace_of(model, mode, len(prompts))
         state, remasked = decode(task, runner, state if rounds is None else rounds.state, pace, rounds, on_round)
         state = state if rounds is None else rounds.end()
         held = state.held
         of_head = held.head_committed if mode.uses_head else cache.head_held
         cache.hold(state.text.tokens, held.committed, of_head, held.committed if rests else cache.hidden_held)
-    if stream is not None:
-        stream.end(state)
+    if streams is not None:
+        streams.on_round(state)
     return _output(input_ids, request, state, runner, remasked, cache, config)
 
 
@@ -444,31 +459,6 @@ def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationCo
         tuple(config.eos_ids()),
         dispatch=dispatch,
     )
-
-
-class _Stream:
-    """The feeding of a streamer: finished blocks in order, and drafts to a streamer that has `put_draft`."""
-
-    def __init__(self, streamer: BaseStreamer, request: Request, block_size: int) -> None:
-        self.streamer, self.block_size = streamer, block_size
-        self.sent, self.limit = int(request.prompt_length[0]), int(request.limit[0])
-
-    def on_round(self, state: DecodeState) -> None:
-        start = int(state.current.start[0])
-        begin, end = max(start, self.sent), min(start + self.block_size, self.limit)
-        self._put(state, start)
-        if hasattr(self.streamer, "put_draft") and bool(state.current.valid[0]):
-            self.streamer.put_draft(state.text.tokens[:1, begin:end].cpu())
-
-    def end(self, state: DecodeState) -> None:
-        self._put(state, int(state.text.stop[0]))
-        self.streamer.end()
-
-    def _put(self, state: DecodeState, upto: int) -> None:
-        upto = min(upto, int(state.text.stop[0]))
-        if upto > self.sent:
-            self.streamer.put(state.text.tokens[0, self.sent : upto].cpu())
-            self.sent = upto
 
 
 def _pad_id(config: MRPGenerationConfig) -> int:

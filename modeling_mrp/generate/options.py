@@ -50,10 +50,7 @@ _MOST_COPIES = 65_535  # a CUDA grid has no more in the dimension along which at
 # Options of transformers that it checks later, or not, or by failing on them.
 _CHECKED = (
     *(Option(name, None, *COUNT) for name in ("max_new_tokens", "max_length")),
-    *(Option(name, None, *_FROM_ZERO) for name in ("min_new_tokens", "min_length", "top_k", "no_repeat_ngram_size")),
-    *(Option(name, None, *PROBABILITY) for name in ("top_p", "min_p")),
-    *(Option(name, None, *_POSITIVE_SHARE) for name in ("typical_p", "top_h")),
-    *(Option(name, None, *_CUTOFF) for name in ("epsilon_cutoff", "eta_cutoff")),
+    *(Option(name, None, *_FROM_ZERO) for name in ("min_new_tokens", "min_length", "no_repeat_ngram_size")),
     *(Option(name, None, *_FLAG) for name in ("do_sample", "return_dict_in_generate", "remove_invalid_values")),
     Option("max_time", None, int | float, lambda v, _: v >= 0, "it must be a number of seconds, 0 or more"),
     Option("repetition_penalty", None, int | float, lambda v, _: 0 < v < inf, "it must be a positive number (1: off)"),
@@ -64,6 +61,13 @@ _CHECKED = (
         lambda v, _: 1 <= v <= _MOST_COPIES,
         f"it must be an int from 1 to {_MOST_COPIES}",
     ),
+)
+# Those that have no effect on greedy decoding, which clients ask for by do_sample=False together with temperature=0.
+_OF_SAMPLING = (
+    Option("top_k", None, *_FROM_ZERO),
+    *(Option(name, None, *PROBABILITY) for name in ("top_p", "min_p")),
+    *(Option(name, None, *_POSITIVE_SHARE) for name in ("typical_p", "top_h")),
+    *(Option(name, None, *_CUTOFF) for name in ("epsilon_cutoff", "eta_cutoff")),
     Option(
         "temperature",
         None,
@@ -110,7 +114,7 @@ class MRPGenerationConfig(GenerationConfig):
     def check(self, block_size: int, has_head: bool) -> None:
         """Fill in defaults, then raise `ValueError`, with value and remedy, for the first option that cannot be honoured."""
         self.update(**{option.name: option.default for option in OPTIONS}, defaults_only=True)
-        check_values(vars(self), block_size)
+        check_values(vars(self), block_size, bool(self.do_sample))
         if self.decoding.startswith("mrp_") and not has_head:
             raise ValueError(
                 f"decoding={self.decoding!r} needs an MRP head, and this model has none: load one with "
@@ -160,9 +164,12 @@ def did_you_mean(name: str) -> str:
     return f" (did you mean {near[0]}?)" if near else ""
 
 
-def check_values(values: Mapping[str, Any], block_size: int) -> None:
-    """Raise `ValueError`, with value and remedy, for the first of some options whose value cannot be honoured by itself."""
-    for option in (*OPTIONS, *_CHECKED):
+def check_values(values: Mapping[str, Any], block_size: int, sampling: bool) -> None:
+    """Raise `ValueError`, with value and remedy, for the first of some options whose value cannot be honoured by itself.
+
+    Without `sampling`, those that only sampling follows may be anything, as in transformers.
+    """
+    for option in (*OPTIONS, *_CHECKED, *(_OF_SAMPLING if sampling else ())):
         if (value := values.get(option.name)) is not None:
             option.check(value, block_size)
     for name, several in (("eos_token_id", " or a list of them"), ("pad_token_id", "")):

@@ -75,12 +75,14 @@ def check_rows(real: Tensor, new_tokens: int, max_positions: int) -> None:
         )
 
 
-def check_streamer(streamer: Any, rows: int) -> None:
-    """Raise `ValueError` unless it is a streamer, and for a single row."""
-    if not all(callable(getattr(streamer, name, None)) for name in ("put", "end")):
-        raise ValueError(f"streamer is {streamer!r}: it must have put and end, as a transformers.TextStreamer has")
-    if rows > 1:
-        raise ValueError(f"a streamer takes one row, and the batch has {rows}: stream one prompt at a time")
+def check_adapter(prepare_inputs: Any) -> None:
+    """Raise `ValueError` if inputs are prepared by a peft model that puts vectors of its own before them."""
+    config: Any = getattr(getattr(prepare_inputs, "__self__", None), "active_peft_config", None)
+    if getattr(config, "is_prompt_learning", False):
+        raise ValueError(
+            f"an adapter of type {config.peft_type.value} has no effect on generate, which decodes from ids alone: train an "
+            "adapter of the weights instead, such as LoRA, or decode without it under model.disable_adapter()"
+        )
 
 
 def check_functions(name: str, functions: Any) -> None:
@@ -117,7 +119,10 @@ def check_past(past_key_values: Any, model: Any, rows: int) -> None:
         )
     owned = past_key_values.owner is not None and past_key_values.owner() is model
     if not owned:
-        raise ValueError("past_key_values come from another model: pass those of this one's generate, or leave them unset")
+        raise ValueError(
+            "past_key_values come from another model, or out of a pickle: pass those of this one's generate, or leave them "
+            "unset"
+        )
     if past_key_values.rows != rows:
         raise ValueError(
             f"past_key_values hold {past_key_values.rows} rows, and input_ids have {rows}: pass the same conversations in "
@@ -173,6 +178,7 @@ def _check_range(what: str, ids: Tensor, vocab_size: int) -> None:
 
 
 __all__ = [
+    "check_adapter",
     "check_functions",
     "check_infill",
     "check_past",
@@ -180,5 +186,4 @@ __all__ = [
     "check_rows",
     "check_special_ids",
     "check_stop_strings",
-    "check_streamer",
 ]

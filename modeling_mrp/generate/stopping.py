@@ -69,7 +69,15 @@ class Stopping:
         """Ask of each row if some criterion ends it; one that gives a single answer gives it for all rows."""
         stops = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
         for criterion in self.criteria:
-            answer = criterion(ids, None)
+            try:
+                answer = criterion(ids, None)
+            except (AttributeError, TypeError) as error:
+                if "None" not in str(error):
+                    raise
+                raise ValueError(
+                    f"the stopping criterion {type(criterion).__name__} failed ({error}), and the scores that it is given are "
+                    "None here: let it decide by input_ids"
+                ) from error
             try:
                 given = torch.as_tensor(answer, device=ids.device)
             except (RuntimeError, TypeError, ValueError):

@@ -28,6 +28,7 @@ from .layouts import (
     stored_tensors,
     weight_files,
 )
+from .offloading import device_of
 
 try:
     from accelerate.hooks import AlignDevicesHook, add_hook_to_module
@@ -47,7 +48,7 @@ class HeadMixin:
         if not isinstance(head_layers, int) or isinstance(head_layers, bool) or head_layers < 1:
             raise ValueError(f"head_layers is {head_layers!r}: a head has 1 layer or more (3 are published)")
         weight = self.lm_head.weight
-        with torch.device(weight.device):
+        with torch.device(device_of(self.lm_head)):
             head = MRPHead(self._config_with(head_layers, 0)).to(weight.dtype)
         for module in head.modules():
             if isinstance(module, nn.Linear):
@@ -150,11 +151,9 @@ def _of_this_copy(head: Any, config: MRPConfig) -> MRPHead:
 
 def _place(head: nn.Module, model: Any) -> None:
     """Put a head where the model's logits are made, in their type, also if the model is spread over devices."""
-    hook = getattr(model.lm_head, "_hf_hook", None)
-    device = getattr(hook, "execution_device", None)
-    weight = model.lm_head.weight
-    head.to(weight.device if device is None else device, weight.dtype)
-    if device is not None:
+    device = device_of(model.lm_head)
+    head.to(device, model.lm_head.weight.dtype)
+    if hasattr(model.lm_head, "_hf_hook"):
         add_hook_to_module(head, AlignDevicesHook(device))
         model.hf_device_map["mrp_head"] = device
 

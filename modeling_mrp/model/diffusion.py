@@ -145,15 +145,15 @@ def pack_noisy(
     """Pack a batch of sequences (one sample a row) with one noisy copy: [x_t | x_0].
 
     Args:
-        input_ids: [batch, length] long, left-aligned (position = column).
+        input_ids: [batch, length] long.
         response: [batch, length] bool: the tokens that are learned.
-        valid: [batch, length] bool: False for padding.
+        valid: [batch, length] bool: False for padding, on either side. Positions are counted from the first token.
         masked: [batch, length] bool: response tokens hidden in the noisy copy.
         weight: [batch, length] float: loss weight of each masked token (published: 1 / t).
         mask_token_id: The mask's id.
     """
     batch, length = input_ids.shape
-    positions = torch.arange(length, device=input_ids.device).expand(batch, length)
+    positions = (valid.long().cumsum(-1) - 1).clamp(min=0)
     hidden = masked & response & valid
     noisy_view = torch.where(valid, 1, NO_VIEW)
     clean_view = torch.where(valid, CLEAN_VIEW, NO_VIEW)

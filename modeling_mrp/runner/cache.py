@@ -9,14 +9,25 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from ..model.offloading import device_of
 from ..rules.constants import indices
+
+
+class PassingReference(weakref.ref[Any]):
+    """A weak reference that may be pickled and copied: out of a pickle it comes dead, as its object stays behind."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (set(),)  # which nothing else holds
+
+    def __deepcopy__(self, memo: Any) -> "PassingReference":
+        return self
 
 
 class WeightsSeen:
     """A module's parameters at some time, to tell later whether they are still the same."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.seen = [(weakref.ref(weight), _state_of(weight)) for weight in _held_parameters(module)]
+        self.seen = [(PassingReference(weight), _state_of(weight)) for weight in _held_parameters(module)]
 
     def same(self, module: nn.Module | None) -> bool:
         """Tell if nothing was replaced, moved or written to; writes to `.data` are not counted."""
@@ -37,9 +48,9 @@ def _state_of(weight: Tensor) -> list[int]:
 
 
 def devices_of_layers(model: Any, with_head: bool) -> tuple[torch.device, ...]:
-    """List the devices of a model's layers, the backbone's first, then with the head's."""
+    """List the devices on which a model's layers compute, the backbone's first, then with the head's."""
     layers = list(model.model.layers) + (list(model.mrp_head.layers) if with_head else [])
-    return tuple(layer.self_attn.k_proj.weight.device for layer in layers)
+    return tuple(device_of(layer.self_attn.k_proj) for layer in layers)
 
 
 class BlockCache(Cache):
@@ -90,7 +101,7 @@ class BlockCache(Cache):
         self.dtype, self.head_layers = dtype, head_layers
         self.scratch = scratch
         self.capacity = capacity
-        self.owner: weakref.ref[torch.nn.Module] | None = None
+        self.owner: PassingReference | None = None
         self.weights: dict[str, WeightsSeen] = {}
         self.deferred, self.hidden_size = False, hidden_size
         self._hold_nothing()
@@ -279,4 +290,4 @@ class BlockCache(Cache):
         return 0
 
 
-__all__ = ["BlockCache", "WeightsSeen", "devices_of_layers"]
+__all__ = ["BlockCache", "PassingReference", "WeightsSeen", "devices_of_layers"]

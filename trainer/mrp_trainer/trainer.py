@@ -70,8 +70,8 @@ class MRPTrainer(Trainer):
 
     def __init__(
         self,
-        model: Any,
-        args: MRPTrainingArguments,
+        model: Any = None,
+        args: MRPTrainingArguments | None = None,
         train_dataset: Any = None,
         eval_dataset: Any = None,
         data_collator: Any = None,
@@ -83,6 +83,10 @@ class MRPTrainer(Trainer):
                     f"{name} is {kwargs[name]!r}, which would never be called, as no logits are kept: leave it out. "
                     "Evaluations measure what is listed at MRPTrainer.log, and with eval_prompts how far drafts carry"
                 )
+        if model is None or args is None or kwargs.get("model_init") is not None:
+            raise ValueError(
+                "MRPTrainer needs a model and args=MRPTrainingArguments(...), and takes no model_init: pass model=model_init()"
+            )
         bare = bare_model(model)
         if args.objective == "mrp" and bare.mrp_head is None:
             raise ValueError("objective 'mrp' needs a model with a head: set num_nextn_predict_layers in its config")
@@ -357,7 +361,17 @@ def gathered(model: nn.Module) -> Iterator[None]:
 
 
 def bare_model(model: Any) -> MRPForCausalLM:
-    """The model inside a peft model."""
+    """The model inside a peft model.
+
+    Raises:
+        ValueError: if its adapter puts vectors before the inputs, which the packed pass has no place for.
+    """
+    config: Any = getattr(model, "active_peft_config", None)
+    if getattr(config, "is_prompt_learning", False):
+        raise ValueError(
+            f"an adapter of type {config.peft_type.value} would not be trained, as the packed pass takes ids alone: use an "
+            "adapter of the weights, such as LoRA"
+        )
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 

@@ -1,0 +1,203 @@
+"""Habits of Hugging Face users: greedy options of clients, peft adapters, other attention, offloading, pickles, batch calls."""
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_model
+from helpers import PROMPTS, left_padded, random_ids, text
+from mrp_trainer.trainer import bare_model
+from peft import PrefixTuningConfig, PromptEncoderConfig, PromptTuningConfig, get_peft_model
+from refusals import PROMPT, rejected
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedTokenizerFast, StoppingCriteria, pipeline
+
+from modeling_mrp import MRPForCausalLM
+
+# Greedy options
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"do_sample": False, "temperature": 0.0},
+        {"temperature": 0},
+        {"temperature": 0.0, "top_p": 0, "top_k": -1},
+        {"temperature": -1.0, "min_p": 4, "typical_p": 7, "top_h": 0, "epsilon_cutoff": 3, "eta_cutoff": 3},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("way", ["arguments", "dict", "config"])
+def test_greedy_ignores_the_options_of_sampling(random_model: MRPForCausalLM, options: dict[str, Any], way: str) -> None:
+    given = {"arguments": options, "dict": {"generation_config": options}}.get(way)
+    given = given or {"generation_config": GenerationConfig(**options)}
+    assert text(random_model, PROMPTS[0], max_new_tokens=9, **given) == text(random_model, PROMPTS[0], max_new_tokens=9)
+
+
+def test_the_last_word_on_sampling_counts(random_model: MRPForCausalLM) -> None:
+    """An argument goes before the config: what the config says of sampling is then followed, or ignored."""
+    sampled, greedy = {"do_sample": True, "temperature": 0.0}, {"do_sample": False, "temperature": 0.0}
+    random_model.generate(PROMPT, max_new_tokens=2, generation_config=sampled, do_sample=False)
+    rejected(
+        lambda: random_model.generate(PROMPT, max_new_tokens=2, generation_config=greedy, do_sample=True),
+        r"^temperature is 0.0",
+        r"greedy decoding is do_sample=False",
+    )
+
+
+def test_a_pipeline_at_temperature_0(tiny_model: MRPForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    pipe = pipeline("text-generation", model=tiny_model, tokenizer=tiny_tokenizer)
+    chat = [{"role": "user", "content": "What is 3 + 4?"}]
+    cold, plain = (
+        pipe(chat, max_new_tokens=8, **options) for options in ({"do_sample": False, "temperature": 0.0}, {"do_sample": False})
+    )
+    assert cold == plain
+
+
+# Adapters that put vectors before the inputs
+
+
+ADAPTERS = {
+    "PROMPT_TUNING": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+    "PREFIX_TUNING": PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+    "P_TUNING": PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=4, encoder_hidden_size=8),
+}
+
+
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_adapters_of_the_prompt_are_refused(kind: str) -> None:
+    plain = text(make_model(), PROMPTS[0], max_new_tokens=6)
+    adapted: Any = get_peft_model(make_model().float(), ADAPTERS[kind])
+    lora = "adapter of the weights instead, such as LoRA"
+    rejected(lambda: adapted.generate(input_ids=PROMPT, max_new_tokens=6), f"type {kind} has no effect on generate", lora)
+    rejected(lambda: adapted(input_ids=PROMPT, labels=PROMPT), "prompt, prefix or P-tuning adapter", lora)
+    rejected(lambda: bare_model(adapted), f"type {kind} would not be trained", "an adapter of the weights, such as LoRA")
+    with adapted.disable_adapter():
+        assert adapted.generate(input_ids=PROMPT, max_new_tokens=6)[0, 5:].tolist() == plain
+
+
+# Attention and devices
+
+
+@pytest.mark.parametrize("call", ["forward", "4-D mask", "labels", "generate"])
+def test_flex_attention_on_a_cpu_is_refused(call: str) -> None:
+    """Compiled for a CPU, flex attention under a dense mask ended the process."""
+    model = make_model()
+    model.set_attn_implementation("flex_attention")
+    calls = {
+        "forward": lambda: model(PROMPT),
+        "4-D mask": lambda: model(PROMPT, attention_mask=torch.zeros(1, 1, 5, 5, dtype=model.dtype)),
+        "labels": lambda: model(PROMPT, labels=PROMPT),
+        "generate": lambda: model.generate(PROMPT, max_new_tokens=4),
+    }
+    rejected(calls[call], r"attn_implementation is 'flex_attention'.*CPU", r"set_attn_implementation\('sdpa'\)")
+    model.set_attn_implementation("sdpa")
+    assert model.generate(PROMPT, max_new_tokens=4).equal(make_model().generate(PROMPT, max_new_tokens=4))
+
+
+PARTS = ("model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head", "mrp_head", "model.layers.0", "model.layers.1")
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+def stored(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[MRPForCausalLM, Path]:
+    """A model and where it lies: whole in `full`, and its head alone in `head`, which names that."""
+    model, folder = make_model(tie_word_embeddings=request.param), tmp_path_factory.mktemp("stored")
+    model.save_pretrained(folder / "full")
+    model.save_pretrained(folder / "head", head_only=True, base_model_name_or_path=str(folder / "full"))
+    return model, folder
+
+
+@pytest.mark.parametrize(
+    "offloaded",
+    [PARTS, ("model.layers.0",), ("mrp_head",), ("lm_head", "model.embed_tokens")],
+    ids=["all", "layer", "head", "lm_head"],
+)
+def test_offloaded_weights_decode(stored: tuple[MRPForCausalLM, Path], offloaded: tuple[str, ...], tmp_path: Path) -> None:
+    """What accelerate keeps on disk is fetched for each forward, and goes back: same text, same counts, also with a cache."""
+    model, folder = stored
+    places = {part: "disk" if part in offloaded else "cpu" for part in PARTS}
+    spilled = MRPForCausalLM.from_pretrained(folder / "full", device_map=places, offload_folder=tmp_path / "spilled")
+    assert any(weight.is_meta for weight in spilled.parameters())
+    ids = random_ids(3, 2, 9)
+    for mode in ("static", "mrp_spec", "mrp_remask"):
+        options: dict[str, Any] = {"decoding": mode, "max_new_tokens": 9, "return_dict_in_generate": True}
+        here, there = model.generate(ids, **options), spilled.generate(ids, **options)
+        assert there.sequences.equal(here.sequences)
+        again = [
+            one.generate(out.sequences, past_key_values=out.past_key_values, **options)
+            for one, out in ((model, here), (spilled, there))
+        ]
+        assert again[1].sequences.equal(again[0].sequences)
+        assert again[1].stats.forwards == again[0].stats.forwards
+    assert spilled.lm_head.weight.is_meta == ("lm_head" in offloaded)
+
+
+def test_a_head_is_put_on_an_offloaded_model(stored: tuple[MRPForCausalLM, Path], tmp_path: Path) -> None:
+    model, folder = stored
+    places = dict.fromkeys(PARTS, "disk")
+    spilled = MRPForCausalLM.from_pretrained(folder / "head", device_map=places, offload_folder=tmp_path / "spilled")
+    options: dict[str, Any] = {"decoding": "mrp_spec", "max_new_tokens": 9}
+    assert spilled.generate(PROMPT, **options).equal(model.generate(PROMPT, **options))
+    assert spilled.new_head(1).eh_proj.weight.device.type == "cpu"
+
+
+def test_weights_that_are_nowhere() -> None:
+    with torch.device("meta"):
+        model = MRPForCausalLM(make_model().config)
+    rejected(lambda: model.block_cache(1, 8, 8, with_head=False), "weight of a Linear is on the meta device", "from_pretrained")
+
+
+# Calls and outputs
+
+
+def test_continuous_batching_is_refused(random_model: MRPForCausalLM) -> None:
+    remedy = "all prompts to generate as one padded batch"
+    rejected(lambda: random_model.generate_batch([[1, 2, 3]], max_new_tokens=4), "generate_batch and continuous", remedy)
+    rejected(lambda: random_model.init_continuous_batching(), "continuous batching are not supported", remedy)
+
+
+def test_an_output_goes_through_a_pickle() -> None:
+    """All but the way back to the model: its cache is refused, where a deep copy goes on."""
+    model = make_model()
+    out = model.generate(**left_padded(PROMPTS), decoding="mrp_spec", max_new_tokens=9, return_dict_in_generate=True)
+    again = pickle.loads(pickle.dumps(out))
+    assert again.sequences.equal(out.sequences)
+    assert again.stats.forwards == out.stats.forwards
+    assert again.past_key_values.read(0)[0].equal(out.past_key_values.read(0)[0])
+    more = {"input_ids": out.sequences, "max_new_tokens": 4}
+    rejected(lambda: model.generate(**more, past_key_values=again.past_key_values), "out of a pickle", "leave them unset")
+    copied = copy.deepcopy(out.past_key_values)
+    assert model.generate(**more, past_key_values=copied).equal(model.generate(**more))
+
+
+class Sure(StoppingCriteria):
+    """Stops by what it makes of the scores."""
+
+    def __init__(self, read: Any) -> None:
+        self.read = read
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> bool:
+        return bool(self.read(scores))
+
+
+@pytest.mark.parametrize(
+    "read",
+    [lambda s: s[-1].max() > 9, lambda s: s.max() > 9, lambda s: torch.softmax(s, -1).max() > 0.9, len, lambda s: s + 1],
+    ids=["item", "method", "softmax", "len", "sum"],
+)
+def test_a_criterion_that_reads_scores(random_model: MRPForCausalLM, read: Any) -> None:
+    rejected(
+        lambda: random_model.generate(PROMPT, max_new_tokens=4, stopping_criteria=[Sure(read)]),
+        r"the stopping criterion Sure failed .*scores .*are None",
+        r"decide by input_ids",
+    )
+
+
+def test_a_criterion_that_looks_first_or_fails_by_itself(random_model: MRPForCausalLM) -> None:
+    ids = random_model.generate(PROMPT, max_new_tokens=4, stopping_criteria=[Sure(lambda s: s is not None and s[-1])])
+    assert ids.shape == (1, 9)
+    with pytest.raises(TypeError, match="unsupported operand"):
+        random_model.generate(PROMPT, max_new_tokens=4, stopping_criteria=[Sure(lambda s: 1 + "x")])
