@@ -1,6 +1,6 @@
-"""The console script `mrp`: train, decode, evaluate, make tasks, convert, publish. ``python -m mrp_trainer.cli`` is the same.
+"""The console script `mrp`: train, decode, evaluate, serve, make tasks, convert, publish.
 
-Commands import what they need when they run, so that help comes at once.
+``python -m mrp_trainer.cli`` is the same. Commands import what they need when they run, so that help comes at once.
 """
 
 from pathlib import Path
@@ -13,6 +13,7 @@ from .cli_errors import told
 from .decode_options import DecodeOptions
 from .evaluate_options import EvaluateOptions
 from .flags import for_typer, takes_flags
+from .serve_options import ServeOptions
 from .tasks import Family, Split
 
 app = typer.Typer(
@@ -50,6 +51,17 @@ def decode(**given: Any) -> None:
     if written is not None:
         cut = f", {written.cut} of them without an end (of these training takes whole blocks)" if written.cut else ""
         typer.echo(f"wrote {written.texts} texts to {written.path}{cut}")
+
+
+@app.command()
+@takes_flags(ServeOptions, required=["model"], defaults=True)
+def serve(**given: Any) -> None:
+    """Answer OpenAI's chats and completions over HTTP on this machine until Ctrl-C: mrp serve hub_configs/sdar-tiny-mrp."""
+    with told():
+        options = ServeOptions(**given)
+        from .serve import serve as serve_model
+
+        serve_model(options)
 
 
 @app.command()

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, Literal
 
-import yaml
-
 from modeling_mrp.generate.option_table import DECODINGS, DRAFTING, OPTIONS, TARGETS
 
+from .assignments import assigned
 from .flags import flag, too_small
 from .tasks import Family, Split
 
@@ -20,7 +19,7 @@ _OPTIONS = {option.name: option for option in OPTIONS}
 # Options of `generate` that have a flag for several values, others that have a flag, and those that the measurement rests on.
 _SWEPT = {"confidence_threshold": "tau", "num_draft_states": "states", "draft_branches": "branches"}
 _BY_FLAG = {**_SWEPT, "decoding": "decoding", "target": "target", "max_new_tokens": "max-new-tokens"}
-_FIXED = ("return_dict_in_generate", "num_return_sequences", "max_length")
+_FIXED = dict.fromkeys(("return_dict_in_generate", "num_return_sequences", "max_length"), "the measurement")
 
 
 Judge = Literal["exact", "last_number", "contains"]
@@ -84,19 +83,7 @@ class EvaluateOptions:
         Raises:
             ValueError: for an assignment without a name or value, a name that is given twice, or one that has another flag.
         """
-        found: dict[str, Any] = {}
-        for assignment in self.set:
-            name, equals, text = (part.strip() for part in assignment.partition("="))
-            if not (name and equals and text):
-                raise ValueError(f"--set {assignment}: write it as NAME=VALUE")
-            if name in found:
-                raise ValueError(f"--set {assignment}: {name} is given twice, leave one out")
-            if name in _BY_FLAG:
-                raise ValueError(f"--set {assignment}: use --{_BY_FLAG[name]}")
-            if name in _FIXED:
-                raise ValueError(f"--set {assignment}: the measurement decides on {name}, leave it out")
-            found[name] = _value(text, assignment)
-        return found
+        return assigned(self.set, _BY_FLAG, _FIXED)
 
     def settings(self) -> list[dict[str, Any]]:
         """The options of `generate`, one mapping a setting; those of `set` are together under that name."""
@@ -113,19 +100,6 @@ class EvaluateOptions:
 def generate_options(setting: Mapping[str, Any]) -> dict[str, Any]:
     """A setting as keyword arguments of `generate`."""
     return {**{name: value for name, value in setting.items() if name != "set"}, **setting.get("set", {})}
-
-
-def _value(text: str, assignment: str) -> Any:
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(f"--set {assignment}: the value is not YAML: {error}") from error
-    if isinstance(value, str):  # YAML 1.1 reads 1e-3, which has no point, as a text
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return value
 
 
 __all__ = ["FILE_NEW_TOKENS", "EvaluateOptions", "generate_options"]

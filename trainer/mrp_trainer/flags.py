@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from enum import StrEnum
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -28,6 +28,7 @@ class Flag:
         name: The flag, where it is not the field's name; "--x/--no-x" for a switch that can be off.
         kind: Its type, where the field's says less, such as a literal of its choices.
         more: For `typer.Option`: `metavar`, `min`, `max`.
+        positional: Whether it is given without a flag, of a command of typer.
     """
 
     help: str
@@ -36,6 +37,7 @@ class Flag:
     name: str | None
     kind: Any
     more: dict[str, Any]
+    positional: bool = False
 
 
 def flag(
@@ -47,6 +49,7 @@ def flag(
     name: str | None = None,
     kind: Any = None,
     only: str | None = None,
+    positional: bool = False,
     **more: Any,
 ) -> Any:
     """Declare a field of a dataclass that is a flag, too; the arguments are those of `Flag`.
@@ -59,9 +62,10 @@ def flag(
         name: See `Flag`.
         kind: See `Flag`.
         only: The one command that has it, for `takes_flags`; None for all.
+        positional: See `Flag`.
         more: See `Flag`.
     """
-    metadata = {"flag": Flag(help, panel, shown, name, kind, more), "only": only}
+    metadata = {"flag": Flag(help, panel, shown, name, kind, more, positional), "only": only}
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -113,8 +117,8 @@ def takes_flags(
         for one, of_field, kind in flagged(group, only):
             several = get_origin(kind) is list
             default = one.default if defaults and not several and one.default is not MISSING else None
-            option = typer.Option(
-                *([of_field.name] if of_field.name else [f"--{one.name.replace('_', '-')}"] if kind is bool else []),
+            names = [of_field.name] if of_field.name else [f"--{one.name.replace('_', '-')}"] if kind is bool else []
+            option = (typer.Argument if of_field.positional else partial(typer.Option, *names))(
                 rich_help_panel=of_field.panel,
                 help=f"{of_field.help} Repeatable." if several else of_field.help,
                 show_default=True if default is not None else shown_default(one) or False,

@@ -1,0 +1,316 @@
+"""`mrp serve` over HTTP, by OpenAI's own client: a server in a process of its own, and a Hub that nobody is to ask."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT, TINY
+from hub_server import HubServer
+from mrp_trainer.serve_options import ServeOptions
+from test_cli import mrp
+
+for name in ("fastapi", "uvicorn"):
+    pytest.importorskip(name, reason="the server is that of transformers[serving]")
+openai: Any = pytest.importorskip("openai", reason="the tests' client, and of transformers[serving]")
+
+MODEL = "hub_configs/sdar-tiny-mrp"
+ASKED = [{"role": "user", "content": "Sum the numbers of a list that are even, each plus 5."}]
+OTHERS = ("Write a function of a number: plus 9 when even, otherwise plus 3.", "Ana has 3 pens. Bo gives Ana 4 more. How many?")
+PROMPT = "def change(value):\n"
+FEW = 16  # tokens of most answers
+ENDLESS = {"0": -100, "2": -100}  # the ids that end a text
+ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'trainer'}", "HF_HUB_OFFLINE": "0"}
+
+
+@dataclass
+class Server:
+    url: str
+    hub: HubServer
+
+    @property
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=self.url, api_key="none", max_retries=0, timeout=60)
+
+    def chat(self, **options: Any) -> Any:
+        return self.client.chat.completions.create(**{"model": MODEL, "messages": ASKED, "temperature": 0, **options})
+
+    def complete(self, **options: Any) -> Any:
+        return self.client.completions.create(**{"model": MODEL, "prompt": PROMPT, "temperature": 0, **options})
+
+    def streamed(self, **options: Any) -> str:
+        return "".join(chunk.choices[0].delta.content or "" for chunk in self.chat(stream=True, **options))
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Drafts for another target than the checkpoint's; Ctrl-C ends it."""
+    folder = tmp_path_factory.mktemp("serve")
+    command = [sys.executable, "-m", "mrp_trainer.cli", "serve", MODEL, "--port", "0"]
+    with HubServer(folder / "hub") as hub, (folder / "errors").open("w+") as errors:
+        running = subprocess.Popen(
+            [*command, "--decoding", "mrp_spec", "--target", "sequential", "--set", "num_draft_states=8"],
+            cwd=ROOT,
+            env={**ENVIRONMENT, "HF_ENDPOINT": hub.url, "HF_HOME": str(folder)},
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        )
+        try:
+            assert running.stdout is not None
+            said = running.stdout.readline().split()
+            assert said[:2] == ["serving", MODEL], (folder / "errors").read_text()
+            yield Server(said[-1], hub)
+            running.send_signal(signal.SIGINT)
+            assert running.wait(30) == 0
+            assert "Traceback" not in (folder / "errors").read_text()
+        finally:
+            running.kill()
+            running.wait()
+
+
+@pytest.fixture(scope="module")
+def answers(tiny_model: Any, tiny_tokenizer: Any) -> Any:
+    """What the model itself answers, with the options that the server was given."""
+
+    def answer(text: str, chat: bool = True, **options: Any) -> str:
+        if chat:
+            messages = [{"role": "user", "content": text}]
+            inputs = tiny_tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            )
+        else:
+            inputs = tiny_tokenizer(text, return_tensors="pt")
+        options = {"decoding": "sequential", "max_new_tokens": FEW, **options}
+        ids = tiny_model.generate(**inputs, tokenizer=tiny_tokenizer, **options)
+        return str(tiny_tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+
+    return answer
+
+
+def test_a_chat_is_what_generate_answers_with_the_options_that_were_given(server: Server, answers: Any) -> None:
+    done = server.chat(max_tokens=64)
+    expected = answers(ASKED[0]["content"], max_new_tokens=64)
+    assert expected != answers(ASKED[0]["content"], decoding="static", max_new_tokens=64)
+    assert done.choices[0].message.content == expected
+    assert (done.choices[0].finish_reason, done.model) == ("stop", MODEL)
+    assert done.usage.total_tokens == done.usage.prompt_tokens + done.usage.completion_tokens
+
+
+def test_a_stream_has_the_same_text(server: Server, answers: Any) -> None:
+    chunks = list(server.chat(stream=True, max_completion_tokens=64))
+    texts = [chunk.choices[0].delta.content for chunk in chunks if chunk.choices[0].delta.content]
+    assert len(texts) > 3
+    assert "".join(texts) == answers(ASKED[0]["content"], max_new_tokens=64)
+    assert chunks[-1].choices[0].finish_reason == "stop"
+    assert chunks[-1].usage.prompt_tokens == server.chat(max_tokens=1).usage.prompt_tokens
+
+
+def test_a_completion_goes_on_from_a_text(server: Server, answers: Any) -> None:
+    expected = answers(PROMPT, chat=False, max_new_tokens=FEW)
+    done = server.complete(max_tokens=FEW)
+    assert done.choices[0].text == expected
+    chunks = server.complete(max_tokens=FEW, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in chunks) == expected
+
+
+def test_what_a_request_sets(server: Server, answers: Any) -> None:
+    text = ASKED[0]["content"]
+    cut = server.chat(max_tokens=5)
+    assert (cut.usage.completion_tokens, cut.choices[0].finish_reason) == (5, "length")
+    stopped = server.chat(stop=["sum"], max_tokens=FEW).choices[0].message.content
+    assert stopped == answers(text, stop_strings=["sum"])
+    assert stopped.endswith("sum")
+    sampled = [server.chat(temperature=1.5, seed=seed, max_tokens=FEW).choices[0].message.content for seed in (7, 7, 8)]
+    assert sampled[0] == sampled[1] != sampled[2]
+    assert sampled[0] == answers(text, do_sample=True, temperature=1.5, seed=7, max_new_tokens=FEW)
+    biased = server.chat(logit_bias=ENDLESS, max_tokens=FEW)
+    assert biased.usage.completion_tokens == FEW
+    own = server.chat(max_tokens=FEW, extra_body={"generation_config": json.dumps({"decoding": "static"})})
+    assert own.choices[0].message.content == answers(text, decoding="static")
+
+
+def test_fields_that_are_null_or_change_nothing_are_let_through(server: Server, answers: Any) -> None:
+    message = {"role": "user", "content": [{"type": "text", "text": ASKED[0]["content"]}], "tool_calls": None}
+    nothing = {"n": 1, "logprobs": False, "presence_penalty": 0, "tools": None, "chat_template_kwargs": None, "stop": []}
+    done = server.chat(messages=[message], max_tokens=FEW, extra_body={**nothing, "user": "a", "top_p": None})
+    assert done.choices[0].message.content == answers(ASKED[0]["content"])
+
+
+def test_three_requests_and_three_streams_at_once(server: Server, answers: Any) -> None:
+    texts = [ASKED[0]["content"], *OTHERS]
+    expected = [answers(text) for text in texts]
+    asked = [[{"role": "user", "content": text}] for text in texts]
+    with ThreadPoolExecutor(6) as pool:
+        streams = [pool.submit(server.streamed, messages=one, max_tokens=FEW) for one in asked]
+        whole = [pool.submit(server.chat, messages=one, max_tokens=FEW) for one in asked]
+        assert [one.result() for one in streams] == expected
+        assert [one.result().choices[0].message.content for one in whole] == expected
+
+
+def test_a_client_that_leaves_in_the_middle(server: Server, answers: Any) -> None:
+    """The server goes on with the next request, and not with the one that nobody waits for."""
+    for _ in range(2):
+        with server.chat(stream=True, max_tokens=900, logit_bias=ENDLESS) as stream:
+            assert next(iter(stream)).choices
+    assert server.chat(max_tokens=FEW, timeout=20).choices[0].message.content == answers(ASKED[0]["content"])
+
+
+def test_one_model_is_listed_and_no_hub_is_asked(server: Server) -> None:
+    assert [one.id for one in server.client.models.list()] == [MODEL]
+    assert server.client.models.retrieve(MODEL).id == MODEL
+    with pytest.raises(openai.NotFoundError, match="'org/other': this server has 'hub_configs/sdar-tiny-mrp' alone"):
+        server.client.models.retrieve("org/other")
+    assert server.hub.requests == []
+
+
+def test_it_listens_on_loopback_alone(server: Server) -> None:
+    port = int(server.url.split(":")[-1].split("/")[0])
+    assert server.url == f"http://127.0.0.1:{port}/v1"
+    with socket.socket() as other:
+        assert other.connect_ex(("127.0.0.2", port)) != 0
+
+
+def options(**given: Any) -> dict[str, Any]:
+    return {"extra_body": {"generation_config": json.dumps(given)}}
+
+
+BAD: list[tuple[dict[str, Any], int, str]] = [
+    ({"model": "gpt-4"}, 404, "model is 'gpt-4': this server has 'hub_configs/sdar-tiny-mrp' alone"),
+    ({"messages": []}, 400, r"messages is \[\]: it must be a list of one message or more"),
+    ({"messages": "hi"}, 400, "messages is 'hi': it must be a list"),
+    ({"messages": [{"content": "hi"}]}, 400, "messages.0. is .*: it must be an object with role and content"),
+    ({"messages": [{"role": "user", "content": 5}]}, 400, "messages.0. has the content 5: it must be a text"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "a list of parts of text"),
+    ({"messages": [{"role": "user", "content": "<|MASK|>"}]}, 400, "the prompt holds the mask id 3"),
+    ({"messages": [{"role": "user", "content": "x " * 2000}]}, 400, "exceeds max_position_embeddings=1024"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, 400, "messages cannot be made into tokens: KeyError"),
+    ({"max_tokens": -1}, 400, "max_tokens is -1: it must be an int of 1 or more"),
+    ({"max_tokens": 5000}, 400, "5000 new ones make .* exceeds max_position_embeddings=1024"),
+    ({"max_completion_tokens": "x"}, 400, "max_completion_tokens is 'x', of type str"),
+    ({"temperature": 5}, 400, r"temperature is 5: it must be a number from 0 \(greedy\) to 2"),
+    ({"temperature": "x"}, 400, "temperature is 'x', of type str"),
+    ({"top_p": 2}, 400, "top_p is 2: it must be a probability"),
+    ({"seed": "x"}, 400, "seed is 'x', of type str"),
+    ({"stop": [""]}, 400, "none of them empty"),
+    ({"stop": 5}, 400, "stop_strings is 5: it must be a text"),
+    ({"stream": "x"}, 400, "stream is 'x', of type str: it must be true or false"),
+    ({"n": 3}, 400, "n is 3: this server does not follow it"),
+    ({"logprobs": True}, 400, "logprobs is True: this server does not follow it"),
+    ({"frequency_penalty": -1}, 400, "frequency_penalty is -1"),
+    ({"logit_bias": {"1280": 1}}, 400, "logit_bias has '1280': 1: give ids of tokens"),
+    ({"logit_bias": {"5": "x"}}, 400, "logit_bias has '5': 'x'"),
+    ({"tools": 5}, 400, "messages cannot be made into tokens: TypeError"),
+    ({"extra_body": {"frobnicate": 1}}, 422, "Unexpected fields in the request: {'frobnicate'}"),
+    ({"extra_body": {"chat_template_kwargs": 0}}, 400, "chat_template_kwargs is 0, of type int"),
+    ({"extra_body": {"chat_template_kwargs": {"tokenize": False}}}, 400, "only variables of the template can be set"),
+    ({"extra_body": {"generation_config": "{"}}, 400, "generation_config is '{': it must be JSON"),
+    ({"extra_body": {"generation_config": "[]"}}, 400, "it must be the JSON of an object"),
+    (options(decodin="static"), 400, r"decodin, which no request can set \(did you mean decoding\?\)"),
+    (options(decoding="fast"), 400, "decoding is 'fast': choose one of static"),
+    (options(num_return_sequences=2), 400, "num_return_sequences, which no request can set: leave it out"),
+    (options(seed=[1, 2]), 400, "seed lists 2 values for 1 rows"),
+    (options(eos_token_id=5000), 400, "eos_token_id holds 5000, outside the vocabulary"),
+]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize(("given", "status", "reason"), BAD)
+def test_a_bad_chat_is_refused_with_a_reason(
+    server: Server, given: dict[str, Any], status: int, reason: str, streams: bool
+) -> None:
+    with pytest.raises(openai.APIStatusError, match=reason) as error:
+        server.chat(**{"stream": streams, **given})
+    assert error.value.status_code == status
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"prompt": ""}, "prompt is '': it must be a text, and not empty"),
+        ({"prompt": ["a", "b"]}, r"prompt is \['a', 'b'\], of type list: it must be a text"),
+        ({"prompt": None}, "prompt is None"),
+        ({"suffix": "x"}, "suffix is 'x': this server does not follow it"),
+        ({"max_tokens": 0}, "max_tokens is 0: it must be an int of 1 or more"),
+    ],
+)
+def test_a_bad_completion_is_refused_with_a_reason(server: Server, given: dict[str, Any], reason: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=reason):
+        server.complete(**given)
+
+
+@pytest.mark.parametrize(("body", "reason"), [(b"{", "JSON decode error"), (b"[1]", "valid dictionary")])
+def test_what_is_no_request_is_refused_with_a_reason(server: Server, body: bytes, reason: str) -> None:
+    for path in ("/chat/completions", "/completions"):
+        request = urllib.request.Request(server.url + path, body, {"Content-Type": "application/json"})
+        with pytest.raises(urllib.error.HTTPError) as error:
+            urllib.request.urlopen(request)
+        assert error.value.code == 400
+        assert reason in json.load(error.value)["error"]["message"]
+
+
+def test_transformers_chat_talks_to_it(server: Server, answers: Any, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "transformers.cli.transformers",
+            "chat",
+            MODEL,
+            server.url,
+            f"max_new_tokens={FEW}",
+            "do_sample=False",
+        ],
+        input=f"{ASKED[0]['content']}\nn\n!exit\n",
+        env={**ENVIRONMENT, "HF_HOME": str(tmp_path), "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    shown = [line.strip() for line in done.stdout.splitlines()]
+    for line in answers(ASKED[0]["content"]).splitlines():
+        assert line.strip() in shown
+
+
+def test_a_port_that_is_taken_is_told_before_anything_is_loaded() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        told = mrp("serve", "no/such-model", "--port", str(port), fails=True)
+    assert f"127.0.0.1:{port} cannot be listened at" in told
+    assert "give another --port or --host" in told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--set", "tau=0.5"], "--set tau: generate has no such option"),
+        (["--set", "draft_passes=0"], "draft_passes is 0: it must be an int of 1 or more"),
+        (["--set", "decoding=static"], "--set decoding=static: use --decoding"),
+        (["--set", "num_return_sequences=2"], "the server decides on num_return_sequences, leave it out"),
+    ],
+)
+def test_options_that_cannot_be_served(arguments: list[str], reason: str) -> None:
+    assert reason in " ".join(mrp("serve", str(TINY), "--port", "0", *arguments, fails=True).split())
+
+
+def test_options_are_those_of_generate() -> None:
+    given = ServeOptions("m", target="dynamic", set=["confidence_threshold=1e-1", "num_draft_states=auto"])
+    assert given.setting() == {"target": "dynamic", "set": {"confidence_threshold": 0.1, "num_draft_states": "auto"}}
+    with pytest.raises(ValueError, match=r"port is 65536: it must be from 0 \(any free one\) to 65535"):
+        ServeOptions("m", port=65536)
+
+
+def test_the_libraries_are_named_where_they_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "fastapi", None)
+    monkeypatch.delitem(sys.modules, "mrp_trainer.serve", raising=False)
+    assert "pip install '.[serve]'" in mrp("serve", str(TINY), fails=True)
