@@ -81,7 +81,7 @@ def watch(model: MRPForCausalLM, tokenizer: PreTrainedTokenizerFast, asked: list
     prompts = [encode(problem, tokenizer)[0] for problem in asked]
     task, runner, text, current = greedy_decode(model, mode, prompts, NEW_TOKENS[asked[0].family], eos, 4)
     state = begin(task, runner, text, current, torch.zeros_like(current.start))
-    decode(task, runner, state, lambda rows: Fixed(Amount(4, passes)), lambda task, state: Watched(task, runner, counted))
+    decode(task, runner, state, Fixed(Amount(4, passes)), Watched(task, runner, counted))
     return counted
 
 

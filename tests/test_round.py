@@ -120,7 +120,7 @@ class Case:
         self.state, _ = decode_round(self.task, self.runner, self.state, self.plan())
 
     def run(self) -> None:
-        self.state = decode(self.task, self.runner, self.state, lambda rows: Fixed(self.amount)).state
+        self.state, _ = decode(self.task, self.runner, self.state, Fixed(self.amount))
 
     @property
     def text(self) -> list[list[int]]:

@@ -35,7 +35,6 @@ Its parts, in this order:
     generate/option_table.py    The options of `generate` beyond those of transformers, each declared once.
     generate/pace.py            The amount of drafting of each round: fixed, or as much as measured time and acceptance so far say pays.
     generate/decode_state.py    One decode in tensors: what was asked, what a round changes, and what the host reads of it once a round.
-    generate/active_rows.py     The rows of a batch that go on: those that have ended leave it by halves, so that later rounds cost nothing for them.
     generate/options.py         The options of `generate` for MRP models: the config that holds, checks and interprets them.
     generate/prompts.py         Checks of the prompts of `generate`, their mask, the tokens that stand behind them already, and what else goes along.
     generate/sampling.py        Picks: the token and its confidence at every masked position, greedy or sampled, reproducible to the bit.
@@ -3966,18 +3965,6 @@ class BlockCache(Cache):
         """Make another cache on the same memory."""
         return copy.copy(self)
 
-    def first(self, rows: int) -> "BlockCache":
-        """Make a cache of the first rows, on the same memory."""
-        part = self.alias()
-        part.rows, part._hidden = rows, self._hidden[:rows]
-        part._buffers = {device: buffer[:, :, :rows] for device, buffer in self._buffers.items()}
-        return part
-
-    def swap(self, one: int, other: int) -> None:
-        """Exchange the keys, values and hidden states of two rows."""
-        for part in (*(buffer.movedim(2, 0) for buffer in self._buffers.values()), self._hidden):
-            part[[one, other]] = part[[other, one]]
-
     def shares(self, other: "BlockCache") -> bool:
         """Tell if two caches have the same memory."""
         return self._buffers is other._buffers
@@ -4762,22 +4749,6 @@ class Runner:
         self.block = config.block_size
         self.turns = {self.backbone_layers: 0, self.head_layers: 0}
         self.forwards = {"prefill": 0, "denoise": 0, "head": 0}
-        self._narrowed: list[tuple[BlockCache, list[tuple[int, int]]]] = []
-
-    def narrow(self, places: list[int]) -> None:
-        """Go on with fewer rows: those that stand at `places` now, of which none but the displaced change their place."""
-        swaps = [(to, of) for to, of in enumerate(places) if to != of]
-        self._narrowed.append((self.cache, swaps))
-        for pair in swaps:
-            self.cache.swap(*pair)
-        self.cache = self.cache.first(len(places))
-
-    def widen(self) -> None:
-        """Have all rows back in their places."""
-        while self._narrowed:
-            self.cache, swaps = self._narrowed.pop()
-            for pair in swaps:
-                self.cache.swap(*pair)
 
     def start(self, committed: Tensor, read: Tensor | None = None) -> Held:
         """Describe what is held once `prefill` has stored `committed` [rows] tokens: nothing is late.
@@ -6979,7 +6950,6 @@ class Request:
     """Request of one decode, row by row: tensors that no round changes.
 
     Attributes:
-        row: [rows] long, which of the call's rows each is.
         prompt_length: [rows] long.
         given_end: [rows] long, one past the last token that was given: of the prompt, or of what is to be filled in.
         limit: [rows] long, one past the last position the user wants.
@@ -6990,7 +6960,6 @@ class Request:
         eos: [any] long, ids that end a row.
     """
 
-    row: Tensor
     prompt_length: Tensor
     given_end: Tensor
     limit: Tensor
@@ -7150,7 +7119,7 @@ def laid_out(
         device: Where everything is.
 
     Returns:
-        The texts; `row`, `prompt_length`, `given_end`, `limit` and `open_end` of the `Request`; and [rows] the first states.
+        The texts; `prompt_length`, `given_end`, `limit` and `open_end` of the `Request`; and [rows] the first states.
     """
     rows = len(prompts)
     lengths = torch.tensor([len(p) for p in prompts], device=device)
@@ -7174,7 +7143,6 @@ def laid_out(
         stop=torch.full_like(lengths, torch.iinfo(torch.long).max),
     )
     ends = {
-        "row": torch.arange(rows, device=device),
         "prompt_length": lengths,
         "given_end": given_end,
         "limit": limit,
@@ -7284,87 +7252,6 @@ def summary(state: DecodeState, mask_token_id: int, accepted: Tensor | None = No
     total, most = each.sum(1), each.amax(1)
     numbers = torch.cat([total[:1], most[1:3], total[3:4], most[4:]])
     return numbers if accepted is None else torch.cat([numbers, accepted])
-
-
-# ----------------------------------------------------------------------------------------------------
-# generate/active_rows.py
-#
-# The rows of a batch that go on: those that have ended leave it by halves, so that later rounds cost nothing for them.
-
-class ActiveRows:
-    """The rows that a `DecodeState` still holds, of all rows of a call.
-
-    A row's text does not depend on its neighbours, so that it may change its place. Halves are all there is: each size of a
-    batch is compiled, recorded and timed for itself.
-
-    Args:
-        state: That of all rows.
-
-    Attributes:
-        rows: Which of the call's rows the places of the state stand for.
-        slots: Rows of all rounds so far added up, those that have ended included.
-    """
-
-    def __init__(self, state: DecodeState) -> None:
-        self.rows = list(range(len(state.has_seed)))
-        self.slots = 0
-        self._whole: DecodeState | None = None
-        self._count = len(self.rows)
-
-    def smaller(self, active: int) -> int:
-        """Halve the size of the batch as long as `active` rows have room in it."""
-        size = len(self.rows)
-        while size > 1 and (size + 1) // 2 >= active:
-            size = (size + 1) // 2
-        return size
-
-    def shrink(self, state: DecodeState, request: Request, runner: Runner, size: int) -> tuple[DecodeState, Request]:
-        """Let ended rows leave.
-
-        Args:
-            state: Where the decode stands.
-            request: What was asked of its rows.
-            runner: Whose keys and values follow.
-            size: Rows that stay, as `smaller` gave it.
-
-        Returns:
-            The state and the request of the rows that stay.
-        """
-        self._whole = self.all_of(state)
-        places, going = list(range(size)), state.current.valid.tolist()
-        ended = [place for place in places if not going[place]]
-        behind = [place for place in range(size, len(self.rows)) if going[place]]
-        for place, other in zip(ended, behind, strict=False):  # there may be more room than rows
-            places[place] = other
-        runner.narrow(places)
-        self.rows = [self.rows[place] for place in places]
-        at = torch.tensor(places, device=state.has_seed.device)
-        return tree_map(lambda t: t[at] if t.dim() else t, state), request_of(request, at)
-
-    def all_of(self, state: DecodeState) -> DecodeState:
-        """Put a state beside those of the rows that left before it: that of all rows of the call."""
-        if self._whole is None:
-            return state
-        at = torch.tensor(self.rows, device=state.has_seed.device)
-        return tree_map(lambda whole, t: whole.index_copy(0, at, t) if t.dim() else t, self._whole, state)
-
-    def all_remasked(self, remasked: Remasked) -> Remasked:
-        """Copy what a step put back, with nothing for rows that have left."""
-        if self._whole is None:
-            return tree_map(torch.clone, remasked)
-        at = torch.tensor(self.rows, device=remasked.start.device)
-
-        def spread(part: Tensor) -> Tensor:
-            return part.new_zeros(self._count, *part.shape[1:]).index_copy_(0, at, part)
-
-        return tree_map(spread, remasked)
-
-
-def request_of(request: Request, at: Tensor) -> Request:
-    """Select the request of the rows `at` [n] long."""
-    shared = {"schedule", "eos"}
-    names = [field.name for field in fields(request) if field.name not in shared]
-    return replace(request, **{name: getattr(request, name)[at] for name in names})
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -8118,9 +8005,9 @@ def unscored_error(reader: Reader, model: Any, text: Text) -> ValueError:
     else:
         why = f"the weights are finite, so {sampler.lm_head_weight.dtype} overflows, here or divided by temperature="
         why += f"{sampler.temperature}. Load the model in a wider dtype"
-    prompt, asked = int(request.prompt_length[row]), int(request.row[row])
+    prompt = int(request.prompt_length[row])
     return ValueError(
-        f"row {asked} has no token with a finite score at position {position}, {position - prompt} behind its prompt: {why}"
+        f"row {row} has no token with a finite score at position {position}, {position - prompt} behind its prompt: {why}"
     )
 
 
@@ -8363,7 +8250,6 @@ class Stopping:
         self.criteria, self.prompt = criteria, input_ids
         self.pad_id, self.mask_id = pad_token_id, mask_token_id
         self.asked = [0] * len(input_ids)  # how many tokens of each row have been shown
-        self._shown: tuple[Tensor, Tensor, Tensor] | None = None  # of all rows: tokens, how many are final, whether that is all
 
     def ask(self, text: Text, request: Request, active: Tensor, end: Tensor, done: Tensor) -> None:
         """Ask about all newly final tokens; where a criterion ends a row's text, write that into `end` and `done`.
@@ -8375,23 +8261,16 @@ class Stopping:
             end: [rows] long, one past the last position of each text as far as eos and limit tell.
             done: [rows] bool, rows of which all before `end` is final.
         """
-        start, rows = request.prompt_length, request.row.tolist()
+        start = request.prompt_length
         columns = torch.arange(int((request.limit - start).max()), device=end.device)
         tokens = text.tokens.gather(1, (start[:, None] + columns).clamp(max=text.capacity))
         masked = tokens == self.mask_id
         final = torch.where(masked.any(1), masked.int().argmax(1), len(columns))
         final = final.minimum(torch.where(active, end, text.stop) - start)
-        here = tokens, final, done | ~active
-        # Rows that have left the batch stay as they were.
-        if self._shown is None:
-            self._shown = here
-        else:
-            for whole, part in zip(self._shown, here, strict=True):
-                whole[request.row] = part
-        tokens, final, ended = self._shown
+        ended = done | ~active
         news = {
             row: range(self.asked[row], upto)
-            for row, upto, going in zip(rows, final[request.row].tolist(), active.tolist(), strict=True)
+            for row, (upto, going) in enumerate(zip(final.tolist(), active.tolist(), strict=True))
             if going
         }
         for column in sorted({column for news_of_row in news.values() for column in news_of_row}):
@@ -8404,9 +8283,8 @@ class Stopping:
             for row in asking:
                 self.asked[row] = column + 1
                 if stops[row]:
-                    place = rows.index(row)
                     final[row] = column + 1
-                    end[place], done[place], ended[row] = start[place] + column + 1, True, True
+                    end[row], done[row], ended[row] = start[row] + column + 1, True, True
                     del news[row]
 
     def _answers(self, ids: Tensor) -> list[bool]:
@@ -8479,68 +8357,30 @@ class Task:
 Step = Callable[[DecodeState, RoundPlan], tuple[DecodeState, list[int]]]
 
 
-@dataclass(frozen=True)
-class Decoded:
-    """A decode that has come to its end.
-
-    Attributes:
-        state: The last state.
-        remasked: What each step remasked.
-        slots: Rows of all rounds added up, those included that had ended while the batch went on.
-    """
-
-    state: DecodeState
-    remasked: list[Remasked]
-    slots: int
-
-
 def decode(
     task: Task,
     runner: Runner,
     state: DecodeState,
-    paces: Callable[[int], Pace | Fixed],
-    steps: Callable[[Task, DecodeState], Step] | None = None,
-    on_round: Callable[[DecodeState, list[int]], None] | None = None,
-) -> Decoded:
+    pace: Pace | Fixed,
+    step: Step | None = None,
+    on_round: Callable[[DecodeState], None] | None = None,
+) -> tuple[DecodeState, list[Remasked]]:
     """Decode every row to its end.
 
     Args:
         task: What to do.
         runner: Runs the model.
         state: As `begin` gave it.
-        paces: Gives, for so many rows, what chooses how much each round drafts.
-        steps: Gives what runs a round from a state on and reads its summary, from a recording for instance; by default
-            `decode_round` as it is.
-        on_round: Called after every round (for streamers) with the state, and which rows it holds; or None.
+        pace: Chooses how much each round drafts.
+        step: Runs a round and reads its summary, from a recording for instance; by default `decode_round` as it is.
+        on_round: Called after every round (for streamers); or None.
+
+    Returns:
+        The last state, and what each step remasked.
 
     Raises:
         ValueError: for a position at which no token has a finite score.
     """
-    try:
-        return _decode_rows(task, runner, state, paces, steps or partial(unrecorded, runner), on_round)
-    finally:
-        runner.widen()
-
-
-def unrecorded(runner: Runner, task: Task, state: DecodeState) -> Step:
-    """Run rounds as they are."""
-
-    def step(state: DecodeState, plan: RoundPlan) -> tuple[DecodeState, list[int]]:
-        state, accepted = decode_round(task, runner, state, plan)
-        return state, summary(state, task.mask_token_id, accepted).tolist()
-
-    return step
-
-
-def _decode_rows(
-    task: Task,
-    runner: Runner,
-    state: DecodeState,
-    paces: Callable[[int], Pace | Fixed],
-    steps: Callable[[Task, DecodeState], Step],
-    on_round: Callable[[DecodeState, list[int]], None] | None,
-) -> Decoded:
-    rows = ActiveRows(state)
 
     def seen(state: DecodeState, numbers: list[int]) -> RoundPlan:
         if (plan := RoundPlan.read(numbers)).unscored:
@@ -8548,33 +8388,31 @@ def _decode_rows(
             raise unscored_error(task.reader, runner.model, state.text)
         return plan
 
-    pace, step = paces(len(rows.rows)), steps(task, state)
     branches = task.mode.drafting.branches if task.mode.drafting else 1
     plan = seen(state, summary(state, task.mask_token_id).tolist()).with_slots(pace.choose(), branches)
     remasked: list[Remasked] = []
     behind = runner.rests  # the head has texts to read
     while True:
         if task.mode.refine is not None and task.mode.refine.remasks:
-            remasked.append(rows.all_remasked(state.remasked))
+            remasked.append(replace(state.remasked, **{name: part.clone() for name, part in vars(state.remasked).items()}))
         if not plan.active:
-            return Decoded(rows.all_of(state), remasked, rows.slots)
-        rows.slots += len(rows.rows)
+            return state, remasked
         begun = perf_counter()
         if behind and plan.amount.passes:
             state = replace(state, held=runner.catch_up(state.text.tokens, state.held))
             plan, behind = replace(plan, head_used=plan.used, late=False, blocked=False), False
         behind = behind or (runner.rests and not plan.amount.passes)
-        state, numbers = step(state, plan)
+        if step is None:
+            state, accepted = decode_round(task, runner, state, plan)
+            numbers = summary(state, task.mask_token_id, accepted).tolist()
+        else:
+            state, numbers = step(state, plan)
         after = seen(state, numbers)
         width = min(plan.per_row, plan.room)
         pace.learn(plan.amount, width, list(after.accepted[:width]), plan.active - plan.clean, perf_counter() - begun)
-        if on_round is not None:
-            on_round(state, rows.rows)
-        if (size := rows.smaller(after.active)) < len(rows.rows) and after.active:
-            state, request = rows.shrink(state, task.reader.request, runner, size)
-            task = replace(task, reader=replace(task.reader, request=request))
-            pace, step = paces(size), steps(task, state)
         plan = after.with_slots(pace.choose(), branches)
+        if on_round is not None:
+            on_round(state)
 
 
 def decode_round(task: Task, runner: Runner, state: DecodeState, plan: RoundPlan) -> tuple[DecodeState, Tensor]:
@@ -8896,13 +8734,13 @@ class RecordedRounds:
     """The rounds of one decode behind its prefill, recorded or replayed: a `Step` of `decode`.
 
     Args:
-        recorded: Where the runner's cache is.
-        runner: Runs the model.
         task: What is done.
+        runner: Runs the model.
         state: Where the decode stands.
+        recorded: Where the runner's cache is.
     """
 
-    def __init__(self, recorded: RecordedCache, runner: Runner, task: Task, state: DecodeState) -> None:
+    def __init__(self, task: Task, runner: Runner, state: DecodeState, recorded: RecordedCache) -> None:
         reader = task.reader
         key = (
             *(task.mode, reader.bars_eos, runner.with_round_masks),
@@ -8950,6 +8788,10 @@ class RecordedRounds:
             return replace(kind, amount=plan.amount, per_row=plan.per_row, room=plan.per_row)
         return replace(kind.with_slots(Amount(), branches), amount=plan.amount)
 
+    def end(self) -> DecodeState:
+        """The last state in tensors of its own: the next call writes to the registers."""
+        return tree_map(torch.clone, self.state)
+
 
 def _sampling(sampler: Sampler) -> Hashable:
     """Key of what a recording depends on in a sampler, beside the weights, which stay where they are."""
@@ -8979,23 +8821,21 @@ class Streams:
         for streamer, prompt in zip(streamers, prompts, strict=True):
             streamer.put(prompt[None].cpu())
 
-    def on_round(self, state: DecodeState, rows: list[int]) -> None:
-        """Put what a round has finished, and end the streams of rows that have ended; `rows` are those of the state."""
+    def on_round(self, state: DecodeState) -> None:
+        """Put what a round has finished, and end the streams of rows that have ended."""
         current, text = state.current, state.text
         starts, stops, going = torch.stack([current.start, text.stop, current.valid.long()]).tolist()
-        for place, row in enumerate(rows):
-            if (streamer := self.open.get(row)) is None:
-                continue
-            start, sent = starts[place], self.sent[row]
-            upto = min(start, stops[place]) if going[place] else stops[place]
+        for row, streamer in list(self.open.items()):
+            start, sent = starts[row], self.sent[row]
+            upto = min(start, stops[row]) if going[row] else stops[row]
             if upto > sent:
-                streamer.put(text.tokens[place, sent:upto].cpu())
+                streamer.put(text.tokens[row, sent:upto].cpu())
                 self.sent[row] = upto
-            if not going[place]:
+            if not going[row]:
                 self.open.pop(row).end()
             elif (put_draft := getattr(streamer, "put_draft", None)) is not None:
                 begin, end = max(start, self.sent[row]), min(start + self.block_size, self.limit[row])
-                put_draft(text.tokens[place : place + 1, begin:end].cpu())
+                put_draft(text.tokens[row : row + 1, begin:end].cpu())
 
 
 def listed_streamers(streamer: Any, rows: int) -> list[BaseStreamer]:
@@ -9037,8 +8877,6 @@ class MRPGenerateStats(ModelOutput):
             and `denoise` (rounds without), and those of the `head`.
         row_forwards: [rows] long, backbone forwards in which each row took part.
         row_head_forwards: [rows] long, the same for the head.
-        slot_forwards: Rows of all backbone forwards added up: those that had ended while the batch went on count until they
-            leave it, which they do by halves.
         drafted: [rows] long, drafted states that were submitted.
         accepted: [rows] long, drafted states that were right.
         revoked: [rows] long, reveals that `mrp_remask` took back.
@@ -9062,7 +8900,6 @@ class MRPGenerateStats(ModelOutput):
     offered_at_depth: Tensor | None = None
     accepted_at_depth: Tensor | None = None
     revocations: Tensor | None = None
-    slot_forwards: int | None = None
 
 
 @dataclass
@@ -9332,16 +9169,17 @@ def _decode(
         round_masks = takes_round_masks(model, picker.dispatch)
         runner = Runner(model, cache, mode.uses_head, picker.dispatch, round_masks, device, by_parts, rests)
         state = begin(task, runner, text, current, reused)
-        steps = partial(RecordedRounds, recorded, runner) if recorded is not None and whole else None
+        rounds = RecordedRounds(task, runner, state, recorded) if recorded is not None and whole else None
         on_round = streams.on_round if streams is not None else None
-        decoded = decode(task, runner, state, partial(pace_of, model, mode), steps, on_round)
-        state = tree_map(torch.clone, decoded.state) if whole else decoded.state  # the next call writes to the registers
+        pace = pace_of(model, mode, len(prompts))
+        state, remasked = decode(task, runner, state if rounds is None else rounds.state, pace, rounds, on_round)
+        state = state if rounds is None else rounds.end()
         held = state.held
         of_head = held.head_committed if mode.uses_head else cache.head_held
         cache.hold(state.text.tokens, held.committed, of_head, held.committed if rests else cache.hidden_held)
     if streams is not None:
-        streams.on_round(state, list(range(len(prompts))))
-    return _output(input_ids, request, replace(decoded, state=state), runner, cache, config)
+        streams.on_round(state)
+    return _output(input_ids, request, state, runner, remasked, cache, config)
 
 
 def _request(ends: dict[str, Tensor], config: MRPGenerationConfig, prompt_columns: int, block_size: int) -> Request:
@@ -9436,13 +9274,13 @@ def _pad_id(config: MRPGenerationConfig) -> int:
 def _output(
     input_ids: Tensor,
     request: Request,
-    decoded: Decoded,
+    state: DecodeState,
     runner: Runner,
+    remasked: list[Remasked],
     cache: BlockCache,
     config: MRPGenerationConfig,
 ) -> Tensor | MRPGenerateOutput:
-    state, start = decoded.state, request.prompt_length
-    text = state.text
+    text, start = state.text, request.prompt_length
     lengths = text.stop - start
     columns = torch.arange(int(lengths.max()), device=input_ids.device)
     inside = columns < lengths[:, None]
@@ -9465,8 +9303,7 @@ def _output(
             forwards=forwards,
             row_forwards=held.row_forwards,
             row_head_forwards=held.row_head_forwards,
-            revocations=_revocations(decoded.remasked, start),
-            slot_forwards=len(start) * runner.forwards["prefill"] + decoded.slots,
+            revocations=_revocations(remasked, start),
             **counts,
         ),
         past_key_values=cache,

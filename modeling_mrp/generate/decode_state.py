@@ -19,7 +19,6 @@ class Request:
     """Request of one decode, row by row: tensors that no round changes.
 
     Attributes:
-        row: [rows] long, which of the call's rows each is.
         prompt_length: [rows] long.
         given_end: [rows] long, one past the last token that was given: of the prompt, or of what is to be filled in.
         limit: [rows] long, one past the last position the user wants.
@@ -30,7 +29,6 @@ class Request:
         eos: [any] long, ids that end a row.
     """
 
-    row: Tensor
     prompt_length: Tensor
     given_end: Tensor
     limit: Tensor
@@ -190,7 +188,7 @@ def laid_out(
         device: Where everything is.
 
     Returns:
-        The texts; `row`, `prompt_length`, `given_end`, `limit` and `open_end` of the `Request`; and [rows] the first states.
+        The texts; `prompt_length`, `given_end`, `limit` and `open_end` of the `Request`; and [rows] the first states.
     """
     rows = len(prompts)
     lengths = torch.tensor([len(p) for p in prompts], device=device)
@@ -214,7 +212,6 @@ def laid_out(
         stop=torch.full_like(lengths, torch.iinfo(torch.long).max),
     )
     ends = {
-        "row": torch.arange(rows, device=device),
         "prompt_length": lengths,
         "given_end": given_end,
         "limit": limit,

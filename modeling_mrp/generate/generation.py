@@ -4,12 +4,10 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 from transformers.generation import (
     EosTokenCriteria,
     GenerationConfig,
@@ -38,8 +36,8 @@ from ..runner.graphs import Recorder
 from ..runner.recorded import RecordedCache, recorded_cache, recorder_for, release_graphs
 from ..runner.round_layers import takes_round_masks
 from ..runner.runner import Runner
-from .decode_state import Remasked, Request, laid_out
-from .loop import Decoded, Task, begin, decode
+from .decode_state import DecodeState, Remasked, Request, laid_out
+from .loop import Task, begin, decode
 from .modes import Mode
 from .options import OPTION_NAMES, MRPGenerationConfig, check_values, did_you_mean
 from .pace import pace_of
@@ -74,8 +72,6 @@ class MRPGenerateStats(ModelOutput):
             and `denoise` (rounds without), and those of the `head`.
         row_forwards: [rows] long, backbone forwards in which each row took part.
         row_head_forwards: [rows] long, the same for the head.
-        slot_forwards: Rows of all backbone forwards added up: those that had ended while the batch went on count until they
-            leave it, which they do by halves.
         drafted: [rows] long, drafted states that were submitted.
         accepted: [rows] long, drafted states that were right.
         revoked: [rows] long, reveals that `mrp_remask` took back.
@@ -99,7 +95,6 @@ class MRPGenerateStats(ModelOutput):
     offered_at_depth: Tensor | None = None
     accepted_at_depth: Tensor | None = None
     revocations: Tensor | None = None
-    slot_forwards: int | None = None
 
 
 @dataclass
@@ -369,16 +364,17 @@ def _decode(
         round_masks = takes_round_masks(model, picker.dispatch)
         runner = Runner(model, cache, mode.uses_head, picker.dispatch, round_masks, device, by_parts, rests)
         state = begin(task, runner, text, current, reused)
-        steps = partial(RecordedRounds, recorded, runner) if recorded is not None and whole else None
+        rounds = RecordedRounds(task, runner, state, recorded) if recorded is not None and whole else None
         on_round = streams.on_round if streams is not None else None
-        decoded = decode(task, runner, state, partial(pace_of, model, mode), steps, on_round)
-        state = tree_map(torch.clone, decoded.state) if whole else decoded.state  # the next call writes to the registers
+        pace = pace_of(model, mode, len(prompts))
+        state, remasked = decode(task, runner, state if rounds is None else rounds.state, pace, rounds, on_round)
+        state = state if rounds is None else rounds.end()
         held = state.held
         of_head = held.head_committed if mode.uses_head else cache.head_held
         cache.hold(state.text.tokens, held.committed, of_head, held.committed if rests else cache.hidden_held)
     if streams is not None:
-        streams.on_round(state, list(range(len(prompts))))
-    return _output(input_ids, request, replace(decoded, state=state), runner, cache, config)
+        streams.on_round(state)
+    return _output(input_ids, request, state, runner, remasked, cache, config)
 
 
 def _request(ends: dict[str, Tensor], config: MRPGenerationConfig, prompt_columns: int, block_size: int) -> Request:
@@ -473,13 +469,13 @@ def _pad_id(config: MRPGenerationConfig) -> int:
 def _output(
     input_ids: Tensor,
     request: Request,
-    decoded: Decoded,
+    state: DecodeState,
     runner: Runner,
+    remasked: list[Remasked],
     cache: BlockCache,
     config: MRPGenerationConfig,
 ) -> Tensor | MRPGenerateOutput:
-    state, start = decoded.state, request.prompt_length
-    text = state.text
+    text, start = state.text, request.prompt_length
     lengths = text.stop - start
     columns = torch.arange(int(lengths.max()), device=input_ids.device)
     inside = columns < lengths[:, None]
@@ -502,8 +498,7 @@ def _output(
             forwards=forwards,
             row_forwards=held.row_forwards,
             row_head_forwards=held.row_head_forwards,
-            revocations=_revocations(decoded.remasked, start),
-            slot_forwards=len(start) * runner.forwards["prefill"] + decoded.slots,
+            revocations=_revocations(remasked, start),
             **counts,
         ),
         past_key_values=cache,

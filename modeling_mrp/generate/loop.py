@@ -28,7 +28,6 @@ from ..rules.drafting import BASE, Draft, as_slots, grow, growth, undrafted, wit
 from ..rules.rules import Accepted, accept, memory_of, remembered, stepped, steps_on_path
 from ..rules.states import PARENT, Memory, Reveal, Scored, Source, States
 from ..runner.runner import Held, Runner
-from .active_rows import ActiveRows
 from .decode_state import Counts, DecodeState, Remasked, RoundPlan, Text, first_state, summary
 from .modes import Mode
 from .pace import Fixed, Pace
@@ -63,68 +62,30 @@ class Task:
 Step = Callable[[DecodeState, RoundPlan], tuple[DecodeState, list[int]]]
 
 
-@dataclass(frozen=True)
-class Decoded:
-    """A decode that has come to its end.
-
-    Attributes:
-        state: The last state.
-        remasked: What each step remasked.
-        slots: Rows of all rounds added up, those included that had ended while the batch went on.
-    """
-
-    state: DecodeState
-    remasked: list[Remasked]
-    slots: int
-
-
 def decode(
     task: Task,
     runner: Runner,
     state: DecodeState,
-    paces: Callable[[int], Pace | Fixed],
-    steps: Callable[[Task, DecodeState], Step] | None = None,
-    on_round: Callable[[DecodeState, list[int]], None] | None = None,
-) -> Decoded:
+    pace: Pace | Fixed,
+    step: Step | None = None,
+    on_round: Callable[[DecodeState], None] | None = None,
+) -> tuple[DecodeState, list[Remasked]]:
     """Decode every row to its end.
 
     Args:
         task: What to do.
         runner: Runs the model.
         state: As `begin` gave it.
-        paces: Gives, for so many rows, what chooses how much each round drafts.
-        steps: Gives what runs a round from a state on and reads its summary, from a recording for instance; by default
-            `decode_round` as it is.
-        on_round: Called after every round (for streamers) with the state, and which rows it holds; or None.
+        pace: Chooses how much each round drafts.
+        step: Runs a round and reads its summary, from a recording for instance; by default `decode_round` as it is.
+        on_round: Called after every round (for streamers); or None.
+
+    Returns:
+        The last state, and what each step remasked.
 
     Raises:
         ValueError: for a position at which no token has a finite score.
     """
-    try:
-        return _decode_rows(task, runner, state, paces, steps or partial(unrecorded, runner), on_round)
-    finally:
-        runner.widen()
-
-
-def unrecorded(runner: Runner, task: Task, state: DecodeState) -> Step:
-    """Run rounds as they are."""
-
-    def step(state: DecodeState, plan: RoundPlan) -> tuple[DecodeState, list[int]]:
-        state, accepted = decode_round(task, runner, state, plan)
-        return state, summary(state, task.mask_token_id, accepted).tolist()
-
-    return step
-
-
-def _decode_rows(
-    task: Task,
-    runner: Runner,
-    state: DecodeState,
-    paces: Callable[[int], Pace | Fixed],
-    steps: Callable[[Task, DecodeState], Step],
-    on_round: Callable[[DecodeState, list[int]], None] | None,
-) -> Decoded:
-    rows = ActiveRows(state)
 
     def seen(state: DecodeState, numbers: list[int]) -> RoundPlan:
         if (plan := RoundPlan.read(numbers)).unscored:
@@ -132,33 +93,31 @@ def _decode_rows(
             raise unscored_error(task.reader, runner.model, state.text)
         return plan
 
-    pace, step = paces(len(rows.rows)), steps(task, state)
     branches = task.mode.drafting.branches if task.mode.drafting else 1
     plan = seen(state, summary(state, task.mask_token_id).tolist()).with_slots(pace.choose(), branches)
     remasked: list[Remasked] = []
     behind = runner.rests  # the head has texts to read
     while True:
         if task.mode.refine is not None and task.mode.refine.remasks:
-            remasked.append(rows.all_remasked(state.remasked))
+            remasked.append(replace(state.remasked, **{name: part.clone() for name, part in vars(state.remasked).items()}))
         if not plan.active:
-            return Decoded(rows.all_of(state), remasked, rows.slots)
-        rows.slots += len(rows.rows)
+            return state, remasked
         begun = perf_counter()
         if behind and plan.amount.passes:
             state = replace(state, held=runner.catch_up(state.text.tokens, state.held))
             plan, behind = replace(plan, head_used=plan.used, late=False, blocked=False), False
         behind = behind or (runner.rests and not plan.amount.passes)
-        state, numbers = step(state, plan)
+        if step is None:
+            state, accepted = decode_round(task, runner, state, plan)
+            numbers = summary(state, task.mask_token_id, accepted).tolist()
+        else:
+            state, numbers = step(state, plan)
         after = seen(state, numbers)
         width = min(plan.per_row, plan.room)
         pace.learn(plan.amount, width, list(after.accepted[:width]), plan.active - plan.clean, perf_counter() - begun)
-        if on_round is not None:
-            on_round(state, rows.rows)
-        if (size := rows.smaller(after.active)) < len(rows.rows) and after.active:
-            state, request = rows.shrink(state, task.reader.request, runner, size)
-            task = replace(task, reader=replace(task.reader, request=request))
-            pace, step = paces(size), steps(task, state)
         plan = after.with_slots(pace.choose(), branches)
+        if on_round is not None:
+            on_round(state)
 
 
 def decode_round(task: Task, runner: Runner, state: DecodeState, plan: RoundPlan) -> tuple[DecodeState, Tensor]:
@@ -448,4 +407,4 @@ def begin(task: Task, runner: Runner, text: Text, current: States, reused: Tenso
     return advance(task, HeadPasses(runner, held, used, False), state, accepted)
 
 
-__all__ = ["Decoded", "HeadPasses", "HeadQuestions", "Task", "advance", "begin", "decode", "decode_round", "draft_states"]
+__all__ = ["HeadPasses", "HeadQuestions", "Task", "advance", "begin", "decode", "decode_round", "draft_states"]

@@ -16,6 +16,9 @@ recorded one by one, and the rest of the round runs as it is.
 from collections.abc import Hashable
 from dataclasses import replace
 
+import torch
+from torch.utils._pytree import tree_map
+
 from ..runner.recorded import RecordedCache
 from ..runner.runner import Runner
 from .decode_state import SUMMARY, DecodeState, RoundPlan, summary
@@ -39,13 +42,13 @@ class RecordedRounds:
     """The rounds of one decode behind its prefill, recorded or replayed: a `Step` of `decode`.
 
     Args:
-        recorded: Where the runner's cache is.
-        runner: Runs the model.
         task: What is done.
+        runner: Runs the model.
         state: Where the decode stands.
+        recorded: Where the runner's cache is.
     """
 
-    def __init__(self, recorded: RecordedCache, runner: Runner, task: Task, state: DecodeState) -> None:
+    def __init__(self, task: Task, runner: Runner, state: DecodeState, recorded: RecordedCache) -> None:
         reader = task.reader
         key = (
             *(task.mode, reader.bars_eos, runner.with_round_masks),
@@ -92,6 +95,10 @@ class RecordedRounds:
         if drafting:
             return replace(kind, amount=plan.amount, per_row=plan.per_row, room=plan.per_row)
         return replace(kind.with_slots(Amount(), branches), amount=plan.amount)
+
+    def end(self) -> DecodeState:
+        """The last state in tensors of its own: the next call writes to the registers."""
+        return tree_map(torch.clone, self.state)
 
 
 def _sampling(sampler: Sampler) -> Hashable:

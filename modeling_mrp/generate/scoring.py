@@ -157,9 +157,9 @@ def unscored_error(reader: Reader, model: Any, text: Text) -> ValueError:
     else:
         why = f"the weights are finite, so {sampler.lm_head_weight.dtype} overflows, here or divided by temperature="
         why += f"{sampler.temperature}. Load the model in a wider dtype"
-    prompt, asked = int(request.prompt_length[row]), int(request.row[row])
+    prompt = int(request.prompt_length[row])
     return ValueError(
-        f"row {asked} has no token with a finite score at position {position}, {position - prompt} behind its prompt: {why}"
+        f"row {row} has no token with a finite score at position {position}, {position - prompt} behind its prompt: {why}"
     )
 
 

@@ -107,22 +107,6 @@ class Runner:
         self.block = config.block_size
         self.turns = {self.backbone_layers: 0, self.head_layers: 0}
         self.forwards = {"prefill": 0, "denoise": 0, "head": 0}
-        self._narrowed: list[tuple[BlockCache, list[tuple[int, int]]]] = []
-
-    def narrow(self, places: list[int]) -> None:
-        """Go on with fewer rows: those that stand at `places` now, of which none but the displaced change their place."""
-        swaps = [(to, of) for to, of in enumerate(places) if to != of]
-        self._narrowed.append((self.cache, swaps))
-        for pair in swaps:
-            self.cache.swap(*pair)
-        self.cache = self.cache.first(len(places))
-
-    def widen(self) -> None:
-        """Have all rows back in their places."""
-        while self._narrowed:
-            self.cache, swaps = self._narrowed.pop()
-            for pair in swaps:
-                self.cache.swap(*pair)
 
     def start(self, committed: Tensor, read: Tensor | None = None) -> Held:
         """Describe what is held once `prefill` has stored `committed` [rows] tokens: nothing is late.
