@@ -13,11 +13,10 @@ from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import Sampler
-from transformers import Trainer
+from transformers import Trainer, set_seed
 from transformers.trainer_utils import rotate_checkpoints
 
 from modeling_mrp.model.diffusion import PackedBatch
-from modeling_mrp.modeling import MRPForCausalLM
 
 from .acceptance import measure_acceptance
 from .arguments import NO_CHECKPOINTING, NO_MUON, MRPTrainingArguments
@@ -34,6 +33,7 @@ from .checkpoints import (
 )
 from .collator import DiffusionCollator
 from .held_out import filled_up, rows_of
+from .inputs import as_rows, bare_model, check_prompts, make_ready, trains_what_is_not_used
 from .measures import Measures
 from .objectives import Measured, block_diffusion
 from .optimizer import MuonAdamW
@@ -46,23 +46,28 @@ _NO_GAP = 1e-6
 
 
 class MRPTrainer(Trainer):
-    """Trains an `MRPForCausalLM`, bare or in a peft model, on rows of samples (see `Samples`).
+    """Trains an `MRPForCausalLM`, bare or in a peft model, on records as `mrp train` reads them, or on rows of samples.
 
     The loss is a sum over tokens divided by the response tokens of the whole step, over all processes and accumulation steps,
     so that it does not matter how a step is divided. All noise is a function of (seed, sample, visit).
 
     Args:
         model: The model; under objective `mrp` all but its head is frozen, under `block_diffusion` its head, unless it is a
-            peft model, which says itself what trains.
+            peft model, which says itself what trains. What trains becomes float32. None with `model_init`.
         args: The options.
-        train_dataset: Rows of samples, by number or as a stream.
-        eval_dataset: The same, held out.
+        train_dataset: Records: a `datasets.Dataset` or `datasets.IterableDataset`, a list or a path (see `source_of`); or rows
+            of samples, by number (see `Samples`) or as a stream.
+        eval_dataset: The same, held out; or several by their names.
         data_collator: By default the `DiffusionCollator` that the options describe.
+        processing_class: The tokenizer, which encodes records and is saved with the model.
+        kwargs: As `Trainer` takes them.
 
     Raises:
-        ValueError: if the objective is `mrp` and the model has no head, or `eval_prompts` are asked for without a head, a
-            held-out dataset and the tokenizer (`processing_class`); if FSDP or DeepSpeed shards the model and Muon is asked
-            for, or activation checkpointing for objective `mrp`.
+        RecordError: if records are malformed, which is found at once but in what only comes in order, or a path is missing.
+        ValueError: if `args` are those of another trainer; the objective is `mrp` and the model has no head, or 16 bits and the
+            passes have not; there are records and no tokenizer; `eval_prompts` are asked for without a head, held-out prompts
+            and the tokenizer; or FSDP or DeepSpeed shards the model and Muon is asked for, or activation checkpointing for
+            objective `mrp`.
     """
 
     args: MRPTrainingArguments
@@ -70,33 +75,39 @@ class MRPTrainer(Trainer):
 
     def __init__(
         self,
-        model: Any,
-        args: MRPTrainingArguments,
+        model: Any = None,
+        args: MRPTrainingArguments | None = None,
         train_dataset: Any = None,
         eval_dataset: Any = None,
         data_collator: Any = None,
+        processing_class: Any = None,
         **kwargs: Any,
     ) -> None:
+        if not isinstance(args, MRPTrainingArguments):
+            raise ValueError(f"args is {type(args).__name__}: pass MRPTrainingArguments(output_dir, objective='mrp', ...)")
         for name in ("compute_metrics", "compute_loss_func", "preprocess_logits_for_metrics"):
             if kwargs.get(name) is not None:
                 raise ValueError(
                     f"{name} is {kwargs[name]!r}, which would never be called, as no logits are kept: leave it out. "
                     "Evaluations measure what is listed at MRPTrainer.log, and with eval_prompts how far drafts carry"
                 )
+        self.args, self._made = args, list[Any]()
+        given = model
+        if model is None and kwargs.get("model_init") is not None:
+            model = self._make_ahead(kwargs["model_init"])
+        elif model is None:
+            raise ValueError("model is None: pass a model, or model_init, which makes one")
+        else:
+            make_ready(model, args)
         bare = bare_model(model)
-        if args.objective == "mrp" and bare.mrp_head is None:
-            raise ValueError("objective 'mrp' needs a model with a head: set num_nextn_predict_layers in its config")
-        if args.eval_prompts and bare.mrp_head is None:
-            raise ValueError(f"eval_prompts is {args.eval_prompts}, but there is no head to decode them with: use 0")
-        if args.eval_prompts and (eval_dataset is None or kwargs.get("processing_class") is None):
+        if args.eval_prompts and (eval_dataset is None or processing_class is None):
             raise ValueError(f"eval_prompts is {args.eval_prompts}: give eval_dataset and processing_class, the tokenizer, too")
-        if args.objective == "mrp" and bare is model:
-            model.requires_grad_(False)
-            bare.get_submodule("mrp_head").requires_grad_(True)
-        elif bare is model and bare.mrp_head is not None:
-            bare.get_submodule("mrp_head").requires_grad_(False)  # DDP waits for gradients of all that trains
+        train_dataset = as_rows(train_dataset, "train_dataset", model, args, processing_class)
+        eval_dataset = as_rows(eval_dataset, "eval_dataset", model, args, processing_class, held_out=True)
+        if args.eval_prompts:
+            check_prompts(eval_dataset, args.eval_prompts)
         if args.ddp_find_unused_parameters is None:
-            args.ddp_find_unused_parameters = _trains_what_is_not_used(model, args.objective)
+            args.ddp_find_unused_parameters = trains_what_is_not_used(model, args.objective)
         if data_collator is None:
             data_collator = DiffusionCollator(
                 bare.config.block_size,
@@ -108,11 +119,12 @@ class MRPTrainer(Trainer):
                 args.seed,
             )
         super().__init__(
-            model=model,
+            model=given,
             args=args,
             data_collator=data_collator,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
+            processing_class=processing_class,
             **kwargs,
         )
         if args.muon_learning_rate is not None and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
@@ -126,6 +138,21 @@ class MRPTrainer(Trainer):
         self._decoding_attention: str | None = None
         self._steps_done = 0
         self._since = time.perf_counter()
+
+    def call_model_init(self, trial: Any = None) -> Any:
+        """As `Trainer.call_model_init`, with the model made ready; one that was made ahead is given first."""
+        if self._made:
+            return self._made.pop()
+        model = super().call_model_init(trial)
+        make_ready(model, self.args)
+        return model
+
+    def _make_ahead(self, model_init: Callable[..., Any], trial: Any = None) -> Any:
+        """Makes the model that the Trainer asks for next."""
+        set_seed(self.args.seed)
+        self.model_init = model_init
+        self._made.append(self.call_model_init(trial))
+        return self._made[0]
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
         """As `Trainer.train`; `resume_from_checkpoint=True` takes up the newest whole checkpoint, if any, and sets damaged ones
@@ -142,6 +169,8 @@ class MRPTrainer(Trainer):
             check_whole(Path(resume_from_checkpoint))
         self._steps_done = (step_of(Path(resume_from_checkpoint)) or 0) if isinstance(resume_from_checkpoint, str) else 0
         self._since = time.perf_counter()
+        if self.model_init is not None:
+            self.model = self._make_ahead(self.model_init, kwargs.get("trial"))
         bare, attention = bare_model(self.model), self.args.packed_attention
         if attention == "auto":
             attention = "flex_attention" if self.args.device.type == "cuda" else bare.config._attn_implementation
@@ -181,7 +210,9 @@ class MRPTrainer(Trainer):
         return sampler
 
     def _get_dataloader(self, dataset: Any, description: str, batch_size: int, *args: Any, **kwargs: Any) -> Any:
-        """As `Trainer._get_dataloader`; no row is evaluated twice."""
+        """As `Trainer._get_dataloader`; records become rows, and no row is evaluated twice."""
+        if description != "Training":
+            dataset = as_rows(dataset, "eval_dataset", self.model, self.args, self.processing_class, held_out=True)
         if self.args.world_size > 1 and description != "Training":
             dataset = filled_up(dataset, batch_size * self.args.world_size)
         return super()._get_dataloader(dataset, description, batch_size, *args, **kwargs)
@@ -354,18 +385,6 @@ def gathered(model: nn.Module) -> Iterator[None]:
     finally:
         for module in sharded:
             module.reshard()
-
-
-def bare_model(model: Any) -> MRPForCausalLM:
-    """The model inside a peft model."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def _trains_what_is_not_used(model: nn.Module, objective: str) -> bool:
-    """Whether something trains that gets no gradient, as an adapter of the backbone beside one of the head may: only then has
-    DDP to look for it in every step."""
-    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    return any(("mrp_head." in name) != (objective == "mrp") for name in trained)
 
 
 def _summary(measured: dict[str, tuple[float, float]]) -> dict[str, float]:
