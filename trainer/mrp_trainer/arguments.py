@@ -154,6 +154,11 @@ class MRPTrainingArguments(TrainingArguments):
         for name, (needed, reason) in _LEFT_OUT.items():
             if getattr(self, name) != needed:
                 raise ValueError(f"{name} is {getattr(self, name)!r}, which does nothing here: {reason}. Leave it out")
+        if (strategy := getattr(self.hub_strategy, "value", self.hub_strategy)) not in ("every_save", "end"):
+            raise ValueError(
+                f"hub_strategy is {strategy!r}, and what a run goes on from is pickled, which is never pushed: choose "
+                "'every_save' or 'end'"
+            )
         for name, choices in (
             ("objective", OBJECTIVES),
             ("noise_per", ("block", "sample")),

@@ -1,22 +1,25 @@
 """An HF Trainer for the two objectives: the backbone's block diffusion and the head's residual prediction."""
 
 import itertools
+import logging
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.data_loader import IterableDatasetShard
 from accelerate.utils import broadcast_object_list
+from huggingface_hub import CommitInfo
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import Sampler
 from transformers import Trainer, set_seed
-from transformers.trainer_utils import rotate_checkpoints
+from transformers.trainer_utils import HubStrategy, rotate_checkpoints
 
 from modeling_mrp.model.diffusion import PackedBatch
+from modeling_mrp.model.layouts import is_hub_id
 
 from .acceptance import measure_acceptance
 from .arguments import NO_CHECKPOINTING, NO_MUON, MRPTrainingArguments
@@ -37,9 +40,12 @@ from .inputs import as_rows, bare_model, check_prompts, make_ready, trains_what_
 from .measures import Measures
 from .objectives import Measured, block_diffusion
 from .optimizer import MuonAdamW
+from .publishing import Retries, publish
 from .run_folder import telling_what_is_full
 from .sampler import LengthBucketSampler
 from .samples import samples_of
+
+log = logging.getLogger(__name__)
 
 # In nats: what rounding makes of two equal distributions. A token left out right behind the reveal that showed it leaves none.
 _NO_GAP = 1e-6
@@ -303,18 +309,14 @@ class MRPTrainer(Trainer):
             super()._save(output_dir, state_dict)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """As `Trainer._save_checkpoint`, in a place where nothing was left lying, and sealed before older ones are removed. A
-        frozen backbone is named, not saved, where it has a name, unless the model is sharded or checkpoints are pushed, which
-        have to be whole."""
+        """As `Trainer._save_checkpoint`, in a place where nothing was left lying, and sealed before older ones are removed."""
         folder, limit = Path(self._get_output_dir(trial)), self.args.save_total_limit
         if self.args.should_save:
             make_room(folder, self.state.global_step)
         self.accelerator.wait_for_everyone()
-        bare, whole = bare_model(self.model), self.is_fsdp_enabled or self.is_deepspeed_enabled or self.args.push_to_hub
-        alone = self.args.objective == "mrp" and bare is self.model and bare.backbone_source is not None and not whole
         self.args.save_total_limit = None  # none is removed yet
         try:
-            with telling_what_is_full(folder), saving_head_alone(bare) if alone else nullcontext():
+            with telling_what_is_full(folder), self._head_alone(self.args.push_to_hub):
                 super()._save_checkpoint(model, trial)
                 if self.args.should_save:
                     seal(folder / f"checkpoint-{self.state.global_step}")
@@ -322,6 +324,86 @@ class MRPTrainer(Trainer):
             self.args.save_total_limit = limit
         if self.args.should_save:
             rotate_checkpoints(str(folder), limit, self.state.best_model_checkpoint, use_mtime=True)
+
+    def _head_alone(self, pushed: bool) -> AbstractContextManager[None]:
+        """Inside, a frozen backbone is named, not saved, where it has a name (if it is to be pushed, one on the Hub) and the
+        model is not sharded."""
+        bare, sharded = bare_model(self.model), self.is_fsdp_enabled or self.is_deepspeed_enabled
+        source = bare.backbone_source if self.args.objective == "mrp" and bare is self.model and not sharded else None
+        named = source is not None and (not pushed or is_hub_id(source.name))
+        return saving_head_alone(bare) if named else nullcontext()
+
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+        """As `Trainer.init_hf_repo`; a new repository is private, unless told."""
+        super().init_hf_repo(token, self.args.hub_private_repo is not False if private is None else private)
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        tags: str | Sequence[str] = (),
+        **kwargs: Any,
+    ) -> CommitInfo | None:
+        """Save to the output folder and publish that as `mrp push` does: one commit, no pickles, with a card.
+
+        It is the head alone where the backbone has a name on the Hub. The push is done when this returns.
+
+        Args:
+            commit_message: The commit's title.
+            blocking: Has to be true.
+            token: By default `hub_token`, or the saved one.
+            revision: The branch; by default `hub_revision`, or `main`.
+            private: Whether a new repository is private; by default it is, unless `hub_private_repo` is false.
+            tags: More tags for the card.
+            kwargs: None: what is told of a checkpoint is given to `mrp push`.
+
+        Returns:
+            The commit; None on other processes than the first.
+
+        Raises:
+            ValueError: for an argument that does nothing here, and as `mrp_trainer.publishing.publish`.
+            PermissionError: if the token may not write there.
+            ConnectionError: if the Hub could not be reached, or was changed meanwhile.
+        """
+        if not blocking or kwargs:
+            unused = ["blocking=False"] if not blocking else sorted(kwargs)
+            raise ValueError(
+                f"{', '.join(unused)} does nothing here: leave it out, and tell of the model with mrp push --about"
+            )
+        if self.hub_model_id is None:
+            self.init_hf_repo(token, private)
+        with self._head_alone(pushed=True):
+            self.save_model(_internal_call=True)
+        if not self.is_world_process_zero():
+            return None
+        published = publish(
+            str(self.args.output_dir),
+            str(self.hub_model_id),
+            revision=revision or self.args.hub_revision,
+            commit_message=commit_message,
+            token=token or self.args.hub_token,
+            tags=[tags] if isinstance(tags, str) else tags,
+        )
+        return published.commit
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Publish a checkpoint's model; training goes on where the Hub cannot be reached."""
+        if not self.is_world_process_zero() or self.args.hub_strategy == HubStrategy.END:
+            return
+        try:
+            publish(
+                checkpoint_folder,
+                str(self.hub_model_id),
+                revision=self.args.hub_revision,
+                commit_message=f"Training in progress, step {self.state.global_step}",
+                token=self.args.hub_token,
+                retries=Retries(times=1),
+            )
+        except OSError as error:
+            log.warning("step %d is not pushed, and training goes on: %s", self.state.global_step, error)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """As `Trainer._issue_warnings_after_load`, of a checkpoint that need not hold what is frozen.
