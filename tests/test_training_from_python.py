@@ -279,6 +279,6 @@ def test_pushed_models_load_elsewhere(hub: HubServer, tmp_path: Path) -> None:
     code = """
         from transformers import AutoModel
         model = AutoModel.from_pretrained("org/head", trust_remote_code=True)
-        print(model.config.base_model_name_or_path, model.generation_config.decoding, model.mrp_head is not None)
+        print(model.backbone_source.name, model.generation_config.decoding, model.mrp_head is not None)
     """
     assert run_python(code, other, hub.environment(other, "hf_alice")).split()[-3:] == ["org/whole", "mrp_spec", "True"]
