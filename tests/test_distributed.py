@@ -103,7 +103,7 @@ def test_ddp_looks_for_parameters_without_gradients_where_there_are_any(
     """Adapters of the backbone get none from the head's loss, nor the head's from the backbone's."""
     target = rf"{adapted}\.layers.*q_proj" if adapted == "mrp_head" else adapted
     model = get_peft_model(small_model(), LoraConfig(r=2, target_modules=target))
-    arguments = MRPTrainingArguments(str(tmp_path), **OPTIONS, objective=objective)
+    arguments = MRPTrainingArguments(str(tmp_path), **{**OPTIONS, "objective": objective})
     assert MRPTrainer(model, arguments, Rows(4)).args.ddp_find_unused_parameters is searches
 
 
@@ -220,7 +220,7 @@ def test_a_sharded_run_resumes(kind: str, sharded: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize("shards", [{"fsdp": True}, {"deepspeed": {"zero_optimization": {"stage": 2}}}])
 def test_muon_is_refused_where_matrices_are_sharded(shards: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="muon_learning_rate is set, but Muon needs whole matrices, which FSDP and DeepSpeed"):
-        MRPTrainingArguments("unused", muon_learning_rate=1e-3, **shards)
+        MRPTrainingArguments("unused", objective="mrp", muon_learning_rate=1e-3, **shards)
 
 
 def test_a_deepspeed_config_is_accepted() -> None:

@@ -131,7 +131,7 @@ def test_arguments_that_are_unknown(model: MRPForCausalLM, labels: Tensor | None
     ids=str,
 )
 def test_what_callers_pass_whatever_the_model(model: MRPForCausalLM, options: dict[str, Any]) -> None:
-    calls = [{"labels": PROMPT}] if "noise_level" in options else [{}, {"labels": PROMPT}]
+    calls = [{"labels": PROMPT}] if {"noise_level", "num_items_in_batch"} & options.keys() else [{}, {"labels": PROMPT}]
     for call in calls:
         with pytest.raises(ForwardRan):
             model(PROMPT, **call, **options)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.activations import ACT2FN
 from transformers.cache_utils import DynamicCache
-from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3Model, Qwen3RMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
 
 from modeling_mrp import MRPForCausalLM
 from modeling_mrp.kernels import dispatch, fused_layers
@@ -26,6 +26,7 @@ from modeling_mrp.kernels.dispatch import PYTORCH, Dispatch, triton
 from modeling_mrp.kernels.fused_layers import fused, gated, rotated, rotated_ref, sum_and_norm, sum_and_norm_ref
 from modeling_mrp.kernels.round_attention import RoundMask
 from modeling_mrp.model.head import MRPHead
+from modeling_mrp.modeling import MRPBackbone
 from modeling_mrp.runner.cache import BlockCache
 from modeling_mrp.runner.round_layers import under_round_masks
 
@@ -288,10 +289,10 @@ def test_where_layers_fuse() -> None:
     model = make_model().float().to(DEVICE)
     backbone, head = model.model, model.mrp_head
     assert head is not None
-    assert fuses(backbone, Qwen3Model, FORCED)
+    assert fuses(backbone, MRPBackbone, FORCED)
     assert fuses(head, None, FORCED)
-    assert not fuses(backbone, Qwen3Model, PYTORCH)
-    assert fuses(backbone, Qwen3Model, Dispatch()) is (DEVICE == "cuda")
+    assert not fuses(backbone, MRPBackbone, PYTORCH)
+    assert fuses(backbone, MRPBackbone, Dispatch()) is (DEVICE == "cuda")
     cache = model.block_cache(1, 4, 4, with_head=True)
     mask = RoundMask(torch.zeros(1, dtype=torch.long, device=DEVICE), None, 1, 4, FORCED)
     assert fused(backbone, 2, mask, DynamicCache()) is None
@@ -299,9 +300,9 @@ def test_where_layers_fuse() -> None:
     layer: Any = backbone.layers[1]
     layer.self_attn.q_proj.register_forward_hook(lambda *_: None)  # products are made by calling their modules
     layer.mlp.act_fn = nn.SiLU()
-    assert fuses(backbone, Qwen3Model, FORCED)
+    assert fuses(backbone, MRPBackbone, FORCED)
     with pytest.raises(ValueError, match=r"'fused_layers' cannot be used: there are no kernels for torch\.float64"):
-        fuses(make_model().to(DEVICE).model, Qwen3Model, FORCED)
+        fuses(make_model().to(DEVICE).model, MRPBackbone, FORCED)
 
 
 @torch.inference_mode()
@@ -313,9 +314,9 @@ def test_modules_that_do_more_are_called(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(dispatch, "_obstacle", lambda *_, **__: None)
 
     def refused(reason: str) -> None:
-        assert not fuses(backbone, Qwen3Model, Dispatch())
+        assert not fuses(backbone, MRPBackbone, Dispatch())
         with pytest.raises(ValueError, match=f"'fused_layers' cannot be used: {reason}, or use kernels=None or kernels=False"):
-            fuses(backbone, Qwen3Model, FORCED)
+            fuses(backbone, MRPBackbone, FORCED)
 
     places = [backbone, layer, layer.self_attn, layer.mlp, layer.mlp.act_fn, layer.self_attn.k_norm, backbone.norm]
     for module in places:
@@ -323,7 +324,7 @@ def test_modules_that_do_more_are_called(monkeypatch: pytest.MonkeyPatch) -> Non
         for handle in handles:
             refused(f"a {type(module).__name__} carries hooks: remove them")
             handle.remove()
-        assert fuses(backbone, Qwen3Model, Dispatch())
+        assert fuses(backbone, MRPBackbone, Dispatch())
         module.forward = module.forward  # as accelerate does where layers are on several devices
         refused(f"a {type(module).__name__} is wrapped or no {type(module).__name__}: use plain modules")
         del module.forward
@@ -347,7 +348,7 @@ def test_modules_that_do_more_are_called(monkeypatch: pytest.MonkeyPatch) -> Non
         backbone.layers[0].mlp, first = Swapped(), backbone.layers[0].mlp
         refused(f"the forward of a Swapped was replaced by one of {__name__}: leave it as it was")
         layer.mlp, backbone.layers[0].mlp = mlp, first
-    assert fuses(backbone, Qwen3Model, Dispatch())
+    assert fuses(backbone, MRPBackbone, Dispatch())
 
 
 @interpreted
@@ -358,7 +359,7 @@ def test_what_was_compiled_is_left_to_torch(which: str) -> None:
     backbone: Any = make_model().float().model
     part = {"backbone": backbone, "layer": backbone.layers[1], "part": backbone.layers[0].mlp.act_fn}[which]
     part.compile(backend="eager")
-    assert not fuses(backbone, Qwen3Model, FORCED)
+    assert not fuses(backbone, MRPBackbone, FORCED)
     assert not fuses(backbone, None, FORCED)
 
 
@@ -473,7 +474,7 @@ def test_hidden_states_that_were_asked_for_once_do_not_matter() -> None:
     with torch.inference_mode():
         model(torch.tensor([[1, 2, 3, 4]]), output_hidden_states=True, output_attentions=True)
         assert model.model.layers[0]._forward_hooks
-        assert fuses(model.model, Qwen3Model, FORCED)
+        assert fuses(model.model, MRPBackbone, FORCED)
 
 
 @interpreted
@@ -482,7 +483,7 @@ def test_adapters_of_the_products_take_part() -> None:
     plain = texts(model, PROMPTS[:2], decoding="static", max_new_tokens=6, kernels=True)
     inject_adapter_in_model(LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False), model.model)
     model.requires_grad_(False)
-    assert fuses(model.model, Qwen3Model, FORCED)
+    assert fuses(model.model, MRPBackbone, FORCED)
     options: dict[str, Any] = {"decoding": "static", "max_new_tokens": 6}
     adapted = texts(model, PROMPTS[:2], kernels=True, **options)
     assert adapted == texts(model, PROMPTS[:2], kernels=False, **options)

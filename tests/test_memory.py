@@ -118,7 +118,7 @@ def test_published_recipes(size: str) -> None:
         dry_run(settings, processes=3)
     assert arguments.muon_learning_rate is None
     assert settings.training["bf16"] is True
-    assert (settings.options.max_length, settings.options.head_init, settings.options.head_layers) == (4096, "published", 3)
+    assert (settings.training["max_length"], settings.options.head_init, settings.options.head_layers) == (4096, "published", 3)
 
 
 def test_our_recipe() -> None:

@@ -73,7 +73,7 @@ def test_flags_win_over_yaml_and_that_over_defaults(tmp_path: Path) -> None:
     config = tmp_path / "run.yaml"
     config.write_text("model: from_yaml\nlearning_rate: 1e-2\nmax_length: 64\nreport_to: tensorboard\ndata: [a, b]\n")
     read = read_settings("mrp", str(config), {"max_length": 32, "output_dir": "out"}, ["weight_decay=0.5", "run_name=7"])
-    assert (read.options.model, read.options.max_length, read.options.data) == ("from_yaml", 32, ["a", "b"])
+    assert (read.options.model, read.training["max_length"], read.options.data) == ("from_yaml", 32, ["a", "b"])
     assert read.options.head_layers == 3
     assert read.training["learning_rate"] == 0.01  # a text in YAML 1.1, which has a point in its floats
     assert (read.training["report_to"], read.training["weight_decay"], read.training["run_name"]) == ("tensorboard", 0.5, "7")

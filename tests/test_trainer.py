@@ -29,7 +29,7 @@ def new_trainer(model: MRPForCausalLM, folder: Path, dataset: Any = None, **opti
         use_cpu=True,
         report_to=[],
         disable_tqdm=True,
-        **{"save_strategy": "no", "logging_strategy": "no", **options},
+        **{"objective": "block_diffusion", "save_strategy": "no", "logging_strategy": "no", **options},
     )
     return MRPTrainer(model=model, args=arguments, train_dataset=dataset, **rest)
 
@@ -258,12 +258,18 @@ def test_a_resumed_run_ends_with_the_same_weights(
 @pytest.mark.parametrize(
     ("options", "head_layers", "message"),
     [
+        (
+            {"objective": None},
+            1,
+            "objective is not given: 'mrp' trains the head on a frozen backbone, 'block_diffusion' trains the backbone",
+        ),
         ({"objective": "mpr"}, 1, "objective is 'mpr': choose 'block_diffusion' or 'mrp'"),
         ({"head_loss": "mae"}, 1, "head_loss is 'mae': choose 'kl', 'reverse_kl', 'cross_entropy' or 'mse'"),
         ({"reveal_rule": "best"}, 1, "reveal_rule is 'best': choose 'on_policy', 'random' or 'random_count'"),
         ({"packed_attention": "flash"}, 1, "packed_attention is 'flash': choose 'auto', 'flex_attention', 'sdpa' or 'eager'"),
         ({"noise_per": "token"}, 1, "noise_per is 'token': choose 'block' or 'sample'"),
         ({"noisy_copies": 3}, 1, "noisy_copies is 3: 1, or 2"),
+        ({"max_length": 0}, 1, "max_length is 0: it must be 1 or more"),
         ({"unroll": 0}, 1, "unroll is 0: it must be 1 or more"),
         ({"order_weight": -1.0}, 1, "order_weight is -1.0: it must be 0 or more"),
         ({"reread_weight": -0.5}, 1, "reread_weight is -0.5: it must be 0 or more"),
@@ -284,12 +290,12 @@ def test_a_resumed_run_ends_with_the_same_weights(
         ({"train_sampling_strategy": "sequential"}, 1, "train_sampling_strategy is 'sequential', which does nothing here"),
         ({"label_smoothing_factor": 0.1}, 1, "label_smoothing_factor is 0.1, which does nothing here: no objective has labels"),
         ({"dataloader_drop_last": True}, 1, "dataloader_drop_last is True, which does nothing here: epochs are rounded up"),
-        ({"rows_per_step": 12}, 1, "rows_per_step is 12: 1 processes with per_device_train_batch_size 8 take 8 rows at once"),
+        ({"rows_per_step": 10}, 1, "rows_per_step is 10: 1 processes with per_device_train_batch_size 4 take 4 rows at once"),
         ({"rows_per_step": 0}, 1, "rows_per_step is 0: 1 processes .* so make it a multiple of that"),
         (
-            {"rows_per_step": 16, "gradient_accumulation_steps": 4},
+            {"rows_per_step": 16, "gradient_accumulation_steps": 2},
             1,
-            "gradient_accumulation_steps is 4, and rows_per_step 16 makes it 2: set rows_per_step to null",
+            "gradient_accumulation_steps is 2, and rows_per_step 16 makes it 4: set rows_per_step to null",
         ),
         ({"compute_metrics": len}, 1, "compute_metrics is <built-in function len>, which would never be called"),
         ({"compute_loss_func": len}, 1, "compute_loss_func is <built-in function len>, which would never be called"),
@@ -309,7 +315,7 @@ def test_a_step_is_not_divided_among_processes_that_are_not_there(tmp_path: Path
     """Another launcher may have set WORLD_SIZE, or left it out."""
     two = mock.patch.object(TrainingArguments, "world_size", mock.PropertyMock(return_value=2))
     with two, pytest.raises(ValueError, match=r"rows_per_step is 16, .* WORLD_SIZE says 1, and there are 2\. Start"):
-        MRPTrainingArguments(str(tmp_path), use_cpu=True, rows_per_step=16)
+        MRPTrainingArguments(str(tmp_path), objective="mrp", use_cpu=True, rows_per_step=16)
 
 
 def test_one_process_does_not_take_several_gpus(tmp_path: Path) -> None:
@@ -317,7 +323,7 @@ def test_one_process_does_not_take_several_gpus(tmp_path: Path) -> None:
     two = mock.patch.object(TrainingArguments, "n_gpu", mock.PropertyMock(return_value=2))
     message = "one process sees 2 GPUs, .* with accelerate launch --multi_gpu --num_processes 2 -m mrp_trainer.cli train"
     with two, pytest.raises(ValueError, match=message):
-        MRPTrainingArguments(str(tmp_path), use_cpu=True)
+        MRPTrainingArguments(str(tmp_path), objective="mrp", use_cpu=True)
 
 
 def test_the_options_reach_the_collator_and_the_objective(word_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:

@@ -44,6 +44,8 @@ _PRELOADED = [
     "mrp_trainer.trainer",
 ]
 OPTIONS: dict[str, Any] = {
+    "objective": "block_diffusion",
+    "save_total_limit": None,
     "per_device_train_batch_size": 4,
     "max_steps": 3,
     "learning_rate": 1e-2,

@@ -9332,10 +9332,29 @@ def _revocations(remasked: list[Remasked], prompt_length: Tensor) -> Tensor:
 _PASSED_ON = ("output_hidden_states", "output_attentions", "cache_position")
 
 
+class MRPBackbone(Qwen3Model):
+    """transformers' `Qwen3Model`, whose mask has to be given: its own is causal."""
+
+    def forward(self, *args: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
+        """As `Qwen3Model.forward`.
+
+        Raises:
+            ValueError: if `attention_mask` is no dictionary of masks. So trainers call it that compute a next-token loss
+                themselves, in place of the model's forward (TRL's do).
+        """
+        if not isinstance(attention_mask, dict):
+            raise ValueError(
+                "the backbone was called without the model around it, and would see a causal mask instead of its own. "
+                "TRL's trainers do so for a next-token loss, which ruins the model: train with mrp_trainer.MRPTrainer, which "
+                "takes the same records, or with transformers' Trainer and labels. For logits or hidden states call the model"
+            )
+        return super().forward(*args, attention_mask=attention_mask, **kwargs)
+
+
 class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
     """An SDAR block-diffusion language model with an optional MRP head.
 
-    The backbone is transformers' `Qwen3Model`, unchanged, under a block-causal mask: a token sees every token of
+    The backbone is transformers' `Qwen3Model` under a block-causal mask: a token sees every token of
     earlier blocks and of its own block, and a masked position predicts its own token (no shift by one).
     """
 
@@ -9343,7 +9362,7 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
 
     def __init__(self, config: MRPConfig) -> None:
         super().__init__(config)
-        self.model = Qwen3Model(config)
+        self.model = MRPBackbone(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.mrp_head = MRPHead(config) if config.has_head else None
         self.post_init()
@@ -9372,7 +9391,7 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
         Raises:
             ValueError: if a `RoundMask` forces kernels that cannot be used here.
         """
-        if (walk := fused(self.model, self.config.num_hidden_layers, mask, past_key_values, Qwen3Model)) is not None:
+        if (walk := fused(self.model, self.config.num_hidden_layers, mask, past_key_values, MRPBackbone)) is not None:
             embeds = self.model.embed_tokens(input_ids)
             return walk(embeds, self.model.rotary_emb(embeds, position_ids))
         return _called(self.model, compiled)(
@@ -9484,6 +9503,12 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
             return self._training_pass(input_ids, labels, attention_mask, noise_level, noise_mask, num_items_in_batch)
         if unused := [name for name, value in (("noise_level", noise_level), ("noise_mask", noise_mask)) if value is not None]:
             raise ValueError(f"{', '.join(unused)}: no effect without labels. Pass labels too, or leave them out")
+        if num_items_in_batch is not None:
+            raise ValueError(
+                "num_items_in_batch without labels: a Trainer kept them for a loss of its own (compute_loss_func or "
+                "label_smoothing_factor), and on clean text every position sees the token that it predicts. Leave that option "
+                "out: the model's loss noises the text first"
+            )
         if isinstance(past_key_values, BlockCache):
             raise ValueError(
                 "past_key_values are a BlockCache, which only generate goes on from: pass them there, or here a DynamicCache"

@@ -11,6 +11,9 @@ from .reveals import REVEAL_RULES, Reveals
 from .train_options import TrainerFlags
 
 OBJECTIVES = ("block_diffusion", "mrp")
+LEARNING_RATES = {"mrp": 1e-3, "block_diffusion": 1e-4}
+# Of the schedule that is the default.
+MIN_RATE = {"min_lr_rate": 0.1}
 ATTENTIONS = ("auto", "flex_attention", "sdpa", "eager")
 NO_CHECKPOINTING = "gradient_checkpointing drops the keys that the head's passes share: leave it off for objective 'mrp'"
 # Options of `TrainingArguments` that would do nothing: their defaults, and why.
@@ -42,10 +45,13 @@ def passes_of(rows_per_step: int, rows_at_once: int, processes: int) -> int:
 
 @dataclass
 class MRPTrainingArguments(TrainingArguments):
-    """`TrainingArguments` plus what block diffusion and the head need.
+    """`TrainingArguments` plus what block diffusion and the head need; the defaults are those of `mrp train`.
 
     Attributes:
-        objective: `block_diffusion` trains the backbone, `mrp` trains the head on a frozen backbone.
+        objective: `block_diffusion` trains the backbone, `mrp` trains the head on a frozen backbone. It has to be given.
+        learning_rate: AdamW's; by default 1e-3 for a head and 1e-4 for a backbone.
+        max_length: Tokens of a row of records; longer samples are cut.
+        packed: Whether rows of records hold several samples.
         noisy_copies: Noisy copies of a sample in one pass, 1 (published) or 2 that complement each other.
         inverse_level: Weigh each masked token by 1 / t (published).
         noise_per: Whether a `block` or a `sample` (published) draws its noise level t.
@@ -75,7 +81,18 @@ class MRPTrainingArguments(TrainingArguments):
         ValueError: on values out of range or that do not go together.
     """
 
-    objective: str = field(default="block_diffusion", metadata={"choices": OBJECTIVES})
+    objective: str | None = field(default=None, metadata={"choices": OBJECTIVES})
+    num_train_epochs: float = TrainerFlags.num_train_epochs
+    per_device_train_batch_size: int = TrainerFlags.per_device_train_batch_size
+    learning_rate: float = None  # type: ignore[assignment]  # the objective decides
+    lr_scheduler_type: str = "cosine_with_min_lr"
+    lr_scheduler_kwargs: dict[str, Any] | str | None = None
+    logging_steps: float = TrainerFlags.logging_steps
+    eval_steps: float | None = TrainerFlags.eval_steps
+    save_steps: float = TrainerFlags.save_steps
+    save_total_limit: int | None = 2
+    max_length: int = TrainerFlags.max_length
+    packed: bool = TrainerFlags.packed
     noisy_copies: int = TrainerFlags.noisy_copies
     inverse_level: bool = False
     noise_per: str = field(default="block", metadata={"choices": ("block", "sample")})
@@ -96,6 +113,10 @@ class MRPTrainingArguments(TrainingArguments):
 
     def __post_init__(self) -> None:
         self._check()
+        if self.learning_rate is None:
+            self.learning_rate = LEARNING_RATES[str(self.objective)]
+        if self.lr_scheduler_type == type(self).lr_scheduler_type and self.lr_scheduler_kwargs is None:
+            self.lr_scheduler_kwargs = dict(MIN_RATE)
         processes = int(os.environ.get("WORLD_SIZE", "1"))  # DeepSpeed's config needs the passes before there are any
         if self.rows_per_step is not None:
             passes = passes_of(self.rows_per_step, self.per_device_train_batch_size, processes)
@@ -126,9 +147,18 @@ class MRPTrainingArguments(TrainingArguments):
             self.accelerator_config.dispatch_batches = False
 
     def _check(self) -> None:
+        if self.objective is None:
+            raise ValueError(
+                "objective is not given: 'mrp' trains the head on a frozen backbone, 'block_diffusion' trains the backbone"
+            )
         for name, (needed, reason) in _LEFT_OUT.items():
             if getattr(self, name) != needed:
                 raise ValueError(f"{name} is {getattr(self, name)!r}, which does nothing here: {reason}. Leave it out")
+        if (strategy := getattr(self.hub_strategy, "value", self.hub_strategy)) not in ("every_save", "end"):
+            raise ValueError(
+                f"hub_strategy is {strategy!r}, and what a run goes on from is pickled, which is never pushed: choose "
+                "'every_save' or 'end'"
+            )
         for name, choices in (
             ("objective", OBJECTIVES),
             ("noise_per", ("block", "sample")),
@@ -139,7 +169,14 @@ class MRPTrainingArguments(TrainingArguments):
             value = getattr(self, name)
             if value not in choices:
                 raise ValueError(f"{name} is {value!r}: choose {', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}")
-        at_least: dict[str, Any] = {"unroll": 1, "order_weight": 0, "reread_weight": 0, "eval_prompts": 0, "eval_new_tokens": 1}
+        at_least: dict[str, Any] = {
+            "max_length": 1,
+            "unroll": 1,
+            "order_weight": 0,
+            "reread_weight": 0,
+            "eval_prompts": 0,
+            "eval_new_tokens": 1,
+        }
         for name, least in at_least.items():
             if getattr(self, name) < least:
                 raise ValueError(f"{name} is {getattr(self, name)}: it must be {least} or more")

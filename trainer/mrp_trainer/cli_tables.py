@@ -12,7 +12,7 @@ def print_dry_run(plan: DryRun, console: Console | None = None) -> None:
     memory, options, count = plan.memory, plan.settings.options, plan.processes
     console.print(f"{options.model}, objective {plan.settings.objective}")
     console.print(f"parameters: {memory.parameters:,}, of which {memory.trained:,} train")
-    of_batch = f"{plan.settings.training['per_device_train_batch_size']} x {options.max_length} tokens"
+    of_batch = f"{plan.settings.training['per_device_train_batch_size']} x {plan.settings.training['max_length']} tokens"
     table = Table("GiB per device", title=f"Memory, estimated for passes of {of_batch}", title_justify="left")
     shown = [(1, False), *([(count, False), (count, True)] if count > 1 else [])]
     for processes, sharded in shown:

@@ -20,10 +20,12 @@ from modeling_mrp.modeling import MRPForCausalLM
 from .chat import RecordEncoder
 from .decode_options import DecodeOptions
 from .decoded import padding_id
+from .inputs import encoder_of
 from .records import FieldError
-from .runs import encoder_of, run_tokenizer
+from .runs import run_tokenizer
 from .settings import RunOptions
 from .sources import Places, Stream, TableSource, checked, open_source
+from .train_options import TrainerFlags
 from .trajectories import decoded_lines, digest, write_lines
 
 # Processes that are done wait for the others, longer than what communicates would have it.
@@ -112,7 +114,7 @@ def decode(options: DecodeOptions, state: PartialState | None = None) -> Written
         raise ValueError(
             f"max_new_tokens is {options.max_new_tokens}: training takes whole blocks, give at least {block_size}, one of them"
         )
-    encoder = encoder_of(model, tokenizer, run)
+    encoder = encoder_of(model, tokenizer, TrainerFlags.max_length)
     prompts = Prompts(source, encoder, longest, options.limit)
     decoder = _Decoder(model, encoder, prompts, options)
     path = Path(options.output)

@@ -24,8 +24,8 @@ def filled_up(rows: Any, multiple: int) -> Any:
 
 
 def rows_of(dataset: Any) -> Iterator[Row]:
-    """The rows of an epoch: a dataset's numbers may go on behind it."""
-    return (dataset[i] for i in range(len(dataset))) if hasattr(dataset, "__getitem__") else iter(dataset)
+    """The rows of an epoch: a dataset's numbers may go on behind it, and a stream has none."""
+    return (dataset[i] for i in range(len(dataset))) if hasattr(dataset, "__len__") else iter(dataset)
 
 
 class _FilledDataset(Dataset[Row]):

@@ -277,6 +277,26 @@ def open_rows(
         return ChatStream(source, encoder, seed, 4096 if shuffle else 0, packed, repeat=True, show_progress=show_progress)
     if isinstance(source, Stream):
         raise ValueError(f"{source.names[0]} comes in order only: turn streaming on, or write it to a .jsonl file")
+    return rows_from(source, encoder, packed, seed, shuffle, show_progress=show_progress)
+
+
+def rows_from(
+    source: TableSource | Stream,
+    encoder: RecordEncoder,
+    packed: bool = True,
+    seed: int = 0,
+    shuffle: bool = True,
+    repeat: bool = True,
+    show_progress: bool = True,
+) -> ChatDataset | PackedDataset | ChatStream:
+    """What to train on, of a source; a stream's records, which may have no end, are checked as they come.
+
+    Raises:
+        RecordError: A record is malformed.
+        ValueError: No record is short enough.
+    """
+    if isinstance(source, Stream):
+        return ChatStream(source, encoder, seed, 4096 if shuffle else 0, packed, repeat=repeat, check=False)
     dataset = ChatDataset(source, encoder, seed, shuffle, show_progress=show_progress)
     return PackedDataset(dataset) if packed else dataset
 

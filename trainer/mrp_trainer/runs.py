@@ -18,17 +18,15 @@ from modeling_mrp.model.configuration import MRPConfig
 from modeling_mrp.modeling import MRPForCausalLM
 
 from .arguments import MRPTrainingArguments, passes_of
-from .chat import RecordEncoder
 from .checkpoints import digest_of, under_own_class
+from .inputs import bare_model, encoder_of
 from .loading import WITHOUT_WEIGHTS, load_tokenizer
 from .memory import Load, MemoryEstimate, estimate
 from .rows import open_rows
 from .run_folder import check_folder, hold, take_over, telling_what_is_full
-from .samples import samples_of
 from .settings import RunOptions, Settings
 from .sources import check_paths
-from .trainer import MRPTrainer, bare_model
-from .trajectories import digest
+from .trainer import MRPTrainer
 
 _LAYER = r"layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)"
 # The matrices that an adapter changes, by objective.
@@ -152,14 +150,12 @@ def _make_trainer(
     settings: Settings, arguments: MRPTrainingArguments, model: Any, tokenizer: PreTrainedTokenizerBase
 ) -> MRPTrainer:
     """The trainer of a run, its data open."""
-    options = settings.options
-    encoder = encoder_of(model, tokenizer, options, not arguments.inverse_level)
-    rows = open_rows(options.data, encoder, options.packed, options.streaming, options.split, arguments.seed)
+    options, packed = settings.options, arguments.packed
+    encoder = encoder_of(model, tokenizer, arguments.max_length, not arguments.inverse_level)
+    rows = open_rows(options.data, encoder, packed, options.streaming, options.split, arguments.seed)
     held_out = None
     if options.eval_data:
-        held_out = open_rows(options.eval_data, encoder, options.packed, split=options.eval_split, shuffle=False)
-    if arguments.eval_prompts and not any(sample.response.argmax() for row in held_out or () for sample in samples_of(row)):
-        raise ValueError(f"eval_prompts is {arguments.eval_prompts}, but no record to evaluate on has a prompt: use 0")
+        held_out = open_rows(options.eval_data, encoder, packed, split=options.eval_split, shuffle=False)
     return MRPTrainer(model=model, args=arguments, train_dataset=rows, eval_dataset=held_out, processing_class=tokenizer)
 
 
@@ -226,7 +222,7 @@ def dry_run(settings: Settings, processes: int = 1) -> DryRun:
         model.mrp_head.requires_grad_(True)
     load = Load(
         arguments.per_device_train_batch_size,
-        settings.options.max_length,
+        arguments.max_length,
         arguments.noisy_copies,
         settings.objective,
         arguments.unroll,
@@ -239,8 +235,8 @@ def dry_run(settings: Settings, processes: int = 1) -> DryRun:
     rows = None
     if settings.options.data and not settings.options.streaming:
         tokenizer = run_tokenizer(settings.options, local_files_only=True)
-        encoder = encoder_of(model, tokenizer, settings.options, not arguments.inverse_level)
-        rows = len(open_rows(settings.options.data, encoder, settings.options.packed, split=settings.options.split))  # type: ignore[arg-type]  # no stream
+        encoder = encoder_of(model, tokenizer, arguments.max_length, not arguments.inverse_level)
+        rows = len(open_rows(settings.options.data, encoder, arguments.packed, split=settings.options.split))  # type: ignore[arg-type]  # no stream
     passes, at_once = arguments.gradient_accumulation_steps, arguments.per_device_train_batch_size
     if arguments.rows_per_step is not None:
         passes = passes_of(arguments.rows_per_step, at_once, processes)
@@ -285,23 +281,6 @@ def _need_head(config: MRPConfig, source: str) -> None:
         raise ValueError(f"{source} has no MRP head: name a checkpoint that has one, or train one with mrp train head")
 
 
-def encoder_of(model: Any, tokenizer: PreTrainedTokenizerBase, options: RunOptions, with_decoded: bool = True) -> RecordEncoder:
-    """What makes samples and prompts of records for a model."""
-    bare = bare_model(model)
-    ends = bare.generation_config.eos_token_id
-    ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
-    return RecordEncoder(
-        tokenizer,
-        bare.config.block_size,
-        options.max_length,
-        bare.config.mask_token_id,
-        ends,
-        vocab_size=bare.config.vocab_size,
-        digest=digest(bare),
-        with_decoded=with_decoded,
-    )
-
-
 def _check_sharding(arguments: MRPTrainingArguments) -> None:
     """Raises `ValueError` where ZeRO-3 would leave nobody the whole weights to save."""
     plugin, key = arguments.deepspeed_plugin, "zero_optimization.stage3_gather_16bit_weights_on_model_save"
@@ -339,9 +318,6 @@ def _save(trainer: MRPTrainer, settings: Settings, folder: Path) -> None:
         trainer.model.to(dtype)
     else:
         state = {name: value.to(dtype) if value.is_floating_point() else value for name, value in state.items()}
-    options = trainer.model.generation_config
-    if settings.objective == "mrp" and getattr(options, "decoding", None) is None:
-        options.decoding = "mrp_spec"  # what the head is for
     only = settings.objective == "mrp" and settings.options.save == "head"
     with under_own_class(trainer.model):
         trainer.model.save_pretrained(folder, state_dict=state, head_only=only)

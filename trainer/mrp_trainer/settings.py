@@ -13,7 +13,7 @@ import yaml
 
 from modeling_mrp.model.head import NEW_HEADS
 
-from .arguments import MRPTrainingArguments
+from .arguments import LEARNING_RATES, MIN_RATE, MRPTrainingArguments
 from .train_options import RunOptions, TrainerFlags
 
 RECIPES = Path(__file__).parent / "recipes"
@@ -25,18 +25,9 @@ _NOT_SET = {"remove_unused_columns", "resume_from_checkpoint", "do_train", "do_e
 _FREE = {"output_dir", "save", "report_to", "run_name", "project", "disable_tqdm", "push_to_hub", "bf16_full_eval"}
 _FREE |= {"dataloader_num_workers", "dataloader_pin_memory", "dataloader_prefetch_factor", "dataloader_persistent_workers"}
 _FREE_PREFIXES = ("eval_", "save_", "log_", "logging_", "hub_", "trackio_")
-# Where the defaults of `TrainingArguments` suit other models.
-_DEFAULTS: dict[str, Any] = {
-    "num_train_epochs": TrainerFlags.num_train_epochs,
-    "per_device_train_batch_size": TrainerFlags.per_device_train_batch_size,
-    "lr_scheduler_type": "cosine_with_min_lr",
-    "lr_scheduler_kwargs": {"min_lr_rate": 0.1},
-    "logging_steps": TrainerFlags.logging_steps,
-    "save_steps": TrainerFlags.save_steps,
-    "save_total_limit": 2,
-    "report_to": "none",
-}
-_LEARNING_RATE = {"mrp": 1e-3, "block_diffusion": 1e-4}
+# Defaults that a run writes down beside what it was given.
+_WRITTEN = ["num_train_epochs", "per_device_train_batch_size", "max_length", "packed", "lr_scheduler_type"]
+_WRITTEN += ["logging_steps", "save_steps", "save_total_limit", "report_to"]
 
 
 @dataclass
@@ -137,7 +128,8 @@ def _option_names(objective: str) -> tuple[str, ...]:
 
 
 def _with_defaults(given: dict[str, Any], objective: str, evaluated: bool) -> dict[str, Any]:
-    training = {**_DEFAULTS, "learning_rate": _LEARNING_RATE[objective], **given}
+    written = {name: getattr(MRPTrainingArguments, name) for name in _WRITTEN}
+    training = {**written, "lr_scheduler_kwargs": dict(MIN_RATE), "learning_rate": LEARNING_RATES[objective], **given}
     if "lr_scheduler_type" in given and "lr_scheduler_kwargs" not in given:
         del training["lr_scheduler_kwargs"]  # of the default schedule
     if evaluated:
@@ -149,7 +141,7 @@ def _check(settings: Settings, given: Mapping[str, Any]) -> None:
     options, training = settings.options, settings.training
     if "output_dir" not in training:
         raise ValueError("no output folder: give --output-dir, or output_dir in the YAML file")
-    for name, least in (("max_length", 1), ("head_layers", 1), ("lora_rank", 0)):
+    for name, least in (("head_layers", 1), ("lora_rank", 0)):
         if getattr(options, name) < least:
             raise ValueError(f"{name} is {getattr(options, name)}: it must be {least} or more")
     if options.head_init not in NEW_HEADS:

@@ -3,7 +3,7 @@
 import os
 import sys
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol
@@ -177,6 +177,29 @@ def open_source(paths: Sequence[str], split: str = "train", streaming: bool = Fa
     if len(paths) > 1:
         raise ValueError(f"found {', '.join(paths)}: several paths must all be {' or '.join(_LINES)} files")
     return _load(Path(paths[0]), split, streaming)
+
+
+def source_of(dataset: Any, name: str) -> TableSource | Stream | None:
+    """Find the records in a dataset that a program has.
+
+    Args:
+        dataset: A `datasets.Dataset` or `datasets.IterableDataset`; a list of records, or any other dataset by number whose
+            first item is one; a path that `open_source` takes.
+        name: What errors call it.
+
+    Returns:
+        Its records; None of a dataset of something else.
+
+    Raises:
+        RecordError: A path is missing, or cannot be read.
+    """
+    if isinstance(dataset, str | os.PathLike):
+        return open_source([os.fspath(dataset)])
+    if hasattr(dataset, "column_names") and not hasattr(dataset, "__len__"):
+        return Stream(lambda: dataset, name)
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        return None
+    return Rows(dataset, name) if len(dataset) == 0 or isinstance(dataset[0], Mapping) else None
 
 
 def check_paths(paths: Sequence[str]) -> None:

@@ -20,9 +20,9 @@ _LOSS, _OPTIMIZER, _WATCH, _ADAPTER = "Objective", "Optimizer", "Watching and sa
 class RunOptions:
     """What a run needs beside `MRPTrainingArguments`; the flags' help says what each is.
 
-    For an adapter of a head, `model` is the head's checkpoint. Longer samples than `max_length` are cut. `block_size` and
-    `mask_token_id` are for an autoregressive Qwen3 checkpoint that becomes a block-diffusion model. `head_revision` is the
-    commit, branch or tag of `head`.
+    For an adapter of a head, `model` is the head's checkpoint. `block_size` and `mask_token_id` are for an
+    autoregressive Qwen3 checkpoint that becomes a block-diffusion model. `head_revision` is the commit, branch or tag of
+    `head`.
     """
 
     model: str = flag("Checkpoint: folder or Hub id.", panel=_MODEL, metavar="PATH")
@@ -38,8 +38,6 @@ class RunOptions:
     split: str = flag("Split of a folder of --data.", "train", panel=_DATA)
     eval_data: list[str] = flag("Data to evaluate on.", [], panel=_DATA, metavar="FILE")
     eval_split: str = flag("Split of a folder of --eval-data.", "test", panel=_DATA)
-    max_length: int = flag("Tokens of a row.", 2048, panel=_DATA)
-    packed: bool = flag("Several samples a row.", True, panel=_DATA, name="--packed/--not-packed")
     streaming: bool = flag("Read data as they come.", False, panel=_DATA, name="--streaming/--not-streaming")
     head: str | None = flag("Head to go on from.", None, panel=_HEAD, metavar="PATH", shown="a new one", only="mrp")
     head_revision: str | None = field(default=None, metadata={"only": "mrp"})
@@ -56,13 +54,12 @@ class RunOptions:
 
 @dataclass
 class TrainerFlags:
-    """Fields of `MRPTrainingArguments` that have a flag, with their defaults in a run.
-
-    Those are the fields' own, but where the defaults of `TrainingArguments` suit other models.
-    """
+    """Fields of `MRPTrainingArguments` that have a flag, with their defaults."""
 
     output_dir: str | None = flag("Folder for checkpoints and the result.", None, panel=_RUN, metavar="FOLDER")
     seed: int = flag("Seed of noise, order and new weights.", 42, panel=_RUN)
+    max_length: int = flag("Tokens of a row.", 2048, panel=_DATA)
+    packed: bool = flag("Several samples a row.", True, panel=_DATA, name="--packed/--not-packed")
     unroll: int = flag("Head steps trained in a chain.", 1, panel=_LOSS, only="mrp")
     reveal_rule: str = flag("What is revealed before the head is asked.", "on_policy", panel=_LOSS, kind=RevealRule, only="mrp")
     head_loss: str = flag(

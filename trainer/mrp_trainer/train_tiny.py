@@ -174,6 +174,7 @@ def train_backbone(options: TinyOptions) -> None:
         options.work / "backbone",
         seed=0,
         batch_size=options.batch_size,
+        objective="block_diffusion",
         max_steps=options.steps,
         learning_rate=options.learning_rate,
         muon_learning_rate=options.learning_rate / 2,

@@ -1,23 +1,25 @@
 """An HF Trainer for the two objectives: the backbone's block diffusion and the head's residual prediction."""
 
 import itertools
+import logging
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.data_loader import IterableDatasetShard
 from accelerate.utils import broadcast_object_list
+from huggingface_hub import CommitInfo
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import Sampler
-from transformers import Trainer
-from transformers.trainer_utils import rotate_checkpoints
+from transformers import Trainer, set_seed
+from transformers.trainer_utils import HubStrategy, rotate_checkpoints
 
 from modeling_mrp.model.diffusion import PackedBatch
-from modeling_mrp.modeling import MRPForCausalLM
+from modeling_mrp.model.layouts import is_hub_id
 
 from .acceptance import measure_acceptance
 from .arguments import NO_CHECKPOINTING, NO_MUON, MRPTrainingArguments
@@ -34,35 +36,44 @@ from .checkpoints import (
 )
 from .collator import DiffusionCollator
 from .held_out import filled_up, rows_of
+from .inputs import as_rows, bare_model, check_prompts, make_ready, trains_what_is_not_used
 from .measures import Measures
 from .objectives import Measured, block_diffusion
 from .optimizer import MuonAdamW
+from .publishing import Retries, publish
 from .run_folder import telling_what_is_full
 from .sampler import LengthBucketSampler
 from .samples import samples_of
+
+log = logging.getLogger(__name__)
 
 # In nats: what rounding makes of two equal distributions. A token left out right behind the reveal that showed it leaves none.
 _NO_GAP = 1e-6
 
 
 class MRPTrainer(Trainer):
-    """Trains an `MRPForCausalLM`, bare or in a peft model, on rows of samples (see `Samples`).
+    """Trains an `MRPForCausalLM`, bare or in a peft model, on records as `mrp train` reads them, or on rows of samples.
 
     The loss is a sum over tokens divided by the response tokens of the whole step, over all processes and accumulation steps,
     so that it does not matter how a step is divided. All noise is a function of (seed, sample, visit).
 
     Args:
         model: The model; under objective `mrp` all but its head is frozen, under `block_diffusion` its head, unless it is a
-            peft model, which says itself what trains.
+            peft model, which says itself what trains. What trains becomes float32. None with `model_init`.
         args: The options.
-        train_dataset: Rows of samples, by number or as a stream.
-        eval_dataset: The same, held out.
+        train_dataset: Records: a `datasets.Dataset` or `datasets.IterableDataset`, a list or a path (see `source_of`); or rows
+            of samples, by number (see `Samples`) or as a stream.
+        eval_dataset: The same, held out; or several by their names.
         data_collator: By default the `DiffusionCollator` that the options describe.
+        processing_class: The tokenizer, which encodes records and is saved with the model.
+        kwargs: As `Trainer` takes them.
 
     Raises:
-        ValueError: if the objective is `mrp` and the model has no head, or `eval_prompts` are asked for without a head, a
-            held-out dataset and the tokenizer (`processing_class`); if FSDP or DeepSpeed shards the model and Muon is asked
-            for, or activation checkpointing for objective `mrp`.
+        RecordError: if records are malformed, which is found at once but in what only comes in order, or a path is missing.
+        ValueError: if `args` are those of another trainer; the objective is `mrp` and the model has no head, or 16 bits and the
+            passes have not; there are records and no tokenizer; `eval_prompts` are asked for without a head, held-out prompts
+            and the tokenizer; or FSDP or DeepSpeed shards the model and Muon is asked for, or activation checkpointing for
+            objective `mrp`.
     """
 
     args: MRPTrainingArguments
@@ -75,32 +86,34 @@ class MRPTrainer(Trainer):
         train_dataset: Any = None,
         eval_dataset: Any = None,
         data_collator: Any = None,
+        processing_class: Any = None,
         **kwargs: Any,
     ) -> None:
+        if not isinstance(args, MRPTrainingArguments):
+            raise ValueError(f"args is {type(args).__name__}: pass MRPTrainingArguments(output_dir, objective='mrp', ...)")
         for name in ("compute_metrics", "compute_loss_func", "preprocess_logits_for_metrics"):
             if kwargs.get(name) is not None:
                 raise ValueError(
                     f"{name} is {kwargs[name]!r}, which would never be called, as no logits are kept: leave it out. "
                     "Evaluations measure what is listed at MRPTrainer.log, and with eval_prompts how far drafts carry"
                 )
-        if model is None or args is None or kwargs.get("model_init") is not None:
-            raise ValueError(
-                "MRPTrainer needs a model and args=MRPTrainingArguments(...), and takes no model_init: pass model=model_init()"
-            )
+        self.args, self._made = args, list[Any]()
+        given = model
+        if model is None and kwargs.get("model_init") is not None:
+            model = self._make_ahead(kwargs["model_init"])
+        elif model is None:
+            raise ValueError("model is None: pass a model, or model_init, which makes one")
+        else:
+            make_ready(model, args)
         bare = bare_model(model)
-        if args.objective == "mrp" and bare.mrp_head is None:
-            raise ValueError("objective 'mrp' needs a model with a head: set num_nextn_predict_layers in its config")
-        if args.eval_prompts and bare.mrp_head is None:
-            raise ValueError(f"eval_prompts is {args.eval_prompts}, but there is no head to decode them with: use 0")
-        if args.eval_prompts and (eval_dataset is None or kwargs.get("processing_class") is None):
+        if args.eval_prompts and (eval_dataset is None or processing_class is None):
             raise ValueError(f"eval_prompts is {args.eval_prompts}: give eval_dataset and processing_class, the tokenizer, too")
-        if args.objective == "mrp" and bare is model:
-            model.requires_grad_(False)
-            bare.get_submodule("mrp_head").requires_grad_(True)
-        elif bare is model and bare.mrp_head is not None:
-            bare.get_submodule("mrp_head").requires_grad_(False)  # DDP waits for gradients of all that trains
+        train_dataset = as_rows(train_dataset, "train_dataset", model, args, processing_class)
+        eval_dataset = as_rows(eval_dataset, "eval_dataset", model, args, processing_class, held_out=True)
+        if args.eval_prompts:
+            check_prompts(eval_dataset, args.eval_prompts)
         if args.ddp_find_unused_parameters is None:
-            args.ddp_find_unused_parameters = _trains_what_is_not_used(model, args.objective)
+            args.ddp_find_unused_parameters = trains_what_is_not_used(model, args.objective)
         if data_collator is None:
             data_collator = DiffusionCollator(
                 bare.config.block_size,
@@ -112,11 +125,12 @@ class MRPTrainer(Trainer):
                 args.seed,
             )
         super().__init__(
-            model=model,
+            model=given,
             args=args,
             data_collator=data_collator,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
+            processing_class=processing_class,
             **kwargs,
         )
         if args.muon_learning_rate is not None and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
@@ -130,6 +144,21 @@ class MRPTrainer(Trainer):
         self._decoding_attention: str | None = None
         self._steps_done = 0
         self._since = time.perf_counter()
+
+    def call_model_init(self, trial: Any = None) -> Any:
+        """As `Trainer.call_model_init`, with the model made ready; one that was made ahead is given first."""
+        if self._made:
+            return self._made.pop()
+        model = super().call_model_init(trial)
+        make_ready(model, self.args)
+        return model
+
+    def _make_ahead(self, model_init: Callable[..., Any], trial: Any = None) -> Any:
+        """Makes the model that the Trainer asks for next."""
+        set_seed(self.args.seed)
+        self.model_init = model_init
+        self._made.append(self.call_model_init(trial))
+        return self._made[0]
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
         """As `Trainer.train`; `resume_from_checkpoint=True` takes up the newest whole checkpoint, if any, and sets damaged ones
@@ -146,6 +175,8 @@ class MRPTrainer(Trainer):
             check_whole(Path(resume_from_checkpoint))
         self._steps_done = (step_of(Path(resume_from_checkpoint)) or 0) if isinstance(resume_from_checkpoint, str) else 0
         self._since = time.perf_counter()
+        if self.model_init is not None:
+            self.model = self._make_ahead(self.model_init, kwargs.get("trial"))
         bare, attention = bare_model(self.model), self.args.packed_attention
         if attention == "auto":
             attention = "flex_attention" if self.args.device.type == "cuda" else bare.config._attn_implementation
@@ -185,7 +216,9 @@ class MRPTrainer(Trainer):
         return sampler
 
     def _get_dataloader(self, dataset: Any, description: str, batch_size: int, *args: Any, **kwargs: Any) -> Any:
-        """As `Trainer._get_dataloader`; no row is evaluated twice."""
+        """As `Trainer._get_dataloader`; records become rows, and no row is evaluated twice."""
+        if description != "Training":
+            dataset = as_rows(dataset, "eval_dataset", self.model, self.args, self.processing_class, held_out=True)
         if self.args.world_size > 1 and description != "Training":
             dataset = filled_up(dataset, batch_size * self.args.world_size)
         return super()._get_dataloader(dataset, description, batch_size, *args, **kwargs)
@@ -276,18 +309,14 @@ class MRPTrainer(Trainer):
             super()._save(output_dir, state_dict)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """As `Trainer._save_checkpoint`, in a place where nothing was left lying, and sealed before older ones are removed. A
-        frozen backbone is named, not saved, where it has a name, unless the model is sharded or checkpoints are pushed, which
-        have to be whole."""
+        """As `Trainer._save_checkpoint`, in a place where nothing was left lying, and sealed before older ones are removed."""
         folder, limit = Path(self._get_output_dir(trial)), self.args.save_total_limit
         if self.args.should_save:
             make_room(folder, self.state.global_step)
         self.accelerator.wait_for_everyone()
-        bare, whole = bare_model(self.model), self.is_fsdp_enabled or self.is_deepspeed_enabled or self.args.push_to_hub
-        alone = self.args.objective == "mrp" and bare is self.model and bare.backbone_source is not None and not whole
         self.args.save_total_limit = None  # none is removed yet
         try:
-            with telling_what_is_full(folder), saving_head_alone(bare) if alone else nullcontext():
+            with telling_what_is_full(folder), self._head_alone(self.args.push_to_hub):
                 super()._save_checkpoint(model, trial)
                 if self.args.should_save:
                     seal(folder / f"checkpoint-{self.state.global_step}")
@@ -295,6 +324,86 @@ class MRPTrainer(Trainer):
             self.args.save_total_limit = limit
         if self.args.should_save:
             rotate_checkpoints(str(folder), limit, self.state.best_model_checkpoint, use_mtime=True)
+
+    def _head_alone(self, pushed: bool) -> AbstractContextManager[None]:
+        """Inside, a frozen backbone is named, not saved, where it has a name (if it is to be pushed, one on the Hub) and the
+        model is not sharded."""
+        bare, sharded = bare_model(self.model), self.is_fsdp_enabled or self.is_deepspeed_enabled
+        source = bare.backbone_source if self.args.objective == "mrp" and bare is self.model and not sharded else None
+        named = source is not None and (not pushed or is_hub_id(source.name))
+        return saving_head_alone(bare) if named else nullcontext()
+
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+        """As `Trainer.init_hf_repo`; a new repository is private, unless told."""
+        super().init_hf_repo(token, self.args.hub_private_repo is not False if private is None else private)
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        tags: str | Sequence[str] = (),
+        **kwargs: Any,
+    ) -> CommitInfo | None:
+        """Save to the output folder and publish that as `mrp push` does: one commit, no pickles, with a card.
+
+        It is the head alone where the backbone has a name on the Hub. The push is done when this returns.
+
+        Args:
+            commit_message: The commit's title.
+            blocking: Has to be true.
+            token: By default `hub_token`, or the saved one.
+            revision: The branch; by default `hub_revision`, or `main`.
+            private: Whether a new repository is private; by default it is, unless `hub_private_repo` is false.
+            tags: More tags for the card.
+            kwargs: None: what is told of a checkpoint is given to `mrp push`.
+
+        Returns:
+            The commit; None on other processes than the first.
+
+        Raises:
+            ValueError: for an argument that does nothing here, and as `mrp_trainer.publishing.publish`.
+            PermissionError: if the token may not write there.
+            ConnectionError: if the Hub could not be reached, or was changed meanwhile.
+        """
+        if not blocking or kwargs:
+            unused = ["blocking=False"] if not blocking else sorted(kwargs)
+            raise ValueError(
+                f"{', '.join(unused)} does nothing here: leave it out, and tell of the model with mrp push --about"
+            )
+        if self.hub_model_id is None:
+            self.init_hf_repo(token, private)
+        with self._head_alone(pushed=True):
+            self.save_model(_internal_call=True)
+        if not self.is_world_process_zero():
+            return None
+        published = publish(
+            str(self.args.output_dir),
+            str(self.hub_model_id),
+            revision=revision or self.args.hub_revision,
+            commit_message=commit_message,
+            token=token or self.args.hub_token,
+            tags=[tags] if isinstance(tags, str) else tags,
+        )
+        return published.commit
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Publish a checkpoint's model; training goes on where the Hub cannot be reached."""
+        if not self.is_world_process_zero() or self.args.hub_strategy == HubStrategy.END:
+            return
+        try:
+            publish(
+                checkpoint_folder,
+                str(self.hub_model_id),
+                revision=self.args.hub_revision,
+                commit_message=f"Training in progress, step {self.state.global_step}",
+                token=self.args.hub_token,
+                retries=Retries(times=1),
+            )
+        except OSError as error:
+            log.warning("step %d is not pushed, and training goes on: %s", self.state.global_step, error)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """As `Trainer._issue_warnings_after_load`, of a checkpoint that need not hold what is frozen.
@@ -358,28 +467,6 @@ def gathered(model: nn.Module) -> Iterator[None]:
     finally:
         for module in sharded:
             module.reshard()
-
-
-def bare_model(model: Any) -> MRPForCausalLM:
-    """The model inside a peft model.
-
-    Raises:
-        ValueError: if its adapter puts vectors before the inputs, which the packed pass has no place for.
-    """
-    config: Any = getattr(model, "active_peft_config", None)
-    if getattr(config, "is_prompt_learning", False):
-        raise ValueError(
-            f"an adapter of type {config.peft_type.value} would not be trained, as the packed pass takes ids alone: use an "
-            "adapter of the weights, such as LoRA"
-        )
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def _trains_what_is_not_used(model: nn.Module, objective: str) -> bool:
-    """Whether something trains that gets no gradient, as an adapter of the backbone beside one of the head may: only then has
-    DDP to look for it in every step."""
-    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    return any(("mrp_head." in name) != (objective == "mrp") for name in trained)
 
 
 def _summary(measured: dict[str, tuple[float, float]]) -> dict[str, float]:
