@@ -8,7 +8,7 @@ COUNT ?= 64
 CHECKED := rules drafting_rules drafting_budget round losses golden_traces imports bundle
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: demo check test lint clean
+.PHONY: demo check test lint walkthrough clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m mrp_trainer.demo --count $(COUNT)
@@ -18,6 +18,18 @@ check: $(VENV)/.dev
 
 test: $(VENV)/.dev
 	$(PYTEST)
+
+# As a user does: the package from its wheel in an environment of its own, from an empty folder. PARTS="1 4" takes some.
+WALK := build/walkthrough
+
+walkthrough: $(VENV)/bin/python
+	rm -rf build
+	mkdir -p $(WALK)/empty
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir $(WALK) .
+	$(PYTHON) -m venv $(WALK)/venv
+	$(WALK)/venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		"$$(echo $(WALK)/*.whl)[train,serve,quantized]" trl openai
+	cd $(WALK)/empty && env -u PYTHONPATH ../venv/bin/python ../../../tests/walkthrough $(PARTS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .

@@ -37,6 +37,7 @@ Its parts, in this order:
     generate/decode_state.py    One decode in tensors: what was asked, what a round changes, and what the host reads of it once a round.
     generate/options.py         The options of `generate` for MRP models: the config that holds, checks and interprets them.
     generate/prompts.py         Checks of the prompts of `generate`, their mask, the tokens that stand behind them already, and what else goes along.
+    generate/quantized.py       Quantized models: what decoding needs of their unembedding, and whose tokens change each other's results.
     generate/sampling.py        Picks: the token and its confidence at every masked position, greedy or sampled, reproducible to the bit.
     generate/scoring.py         From hidden states to what is revealed: picks at masked positions, and the reveal rule on them.
     generate/settle.py          Settle a round's scores: which states are accepted, what becomes text, and where each row stands next.
@@ -1986,6 +1987,8 @@ def _check(weight: Tensor, hidden: Tensor, **per_row: Tensor | None) -> None:
 
 def _layout(weight: Tensor) -> str | None:
     """Find what about the weights keeps kernels from them."""
+    if type(weight) not in (Tensor, nn.Parameter):  # its numbers lie elsewhere: its own address is null
+        return f"weight is a {type(weight).__name__}: keep lm_head out of quantization"
     if weight.stride(1) == 1 and len(weight):
         return None
     return f"weight has shape {list(weight.shape)} and strides {weight.stride()}: pass rows that are contiguous"
@@ -5478,7 +5481,7 @@ def start_head(head: MRPHead, backbone_layers: nn.ModuleList, how: str) -> None:
 
     Raises:
         ValueError: if `how` is none of these, or `backbone` and the head is deeper than the backbone, or the layers to copy are
-            offloaded.
+            offloaded or quantized.
     """
     if how not in NEW_HEADS:
         raise ValueError(f"head_init is {how!r}: choose one of {', '.join(NEW_HEADS)}")
@@ -5499,9 +5502,14 @@ def start_head(head: MRPHead, backbone_layers: nn.ModuleList, how: str) -> None:
                 "use fewer head_layers"
             )
         sources = list(backbone_layers)[-depth:]
-        if any(parameter.is_meta for source in sources for parameter in source.parameters()):
+        weights = [parameter for source in sources for parameter in source.parameters()]
+        if any(weight.is_meta for weight in weights):
             raise ValueError(
                 "head_init is 'backbone', but its last layers are offloaded: load them into memory, or use 'identity'"
+            )
+        if kinds := {type(weight).__name__ for weight in weights} - {"Parameter"}:
+            raise ValueError(
+                f"head_init is 'backbone', but its last layers are quantized ({', '.join(sorted(kinds))}): use 'identity'"
             )
         hidden = head.eh_proj.out_features
         head.eh_proj.weight.zero_()
@@ -5734,10 +5742,11 @@ def head_to_save(
         )
     state = model.state_dict() if state_dict is None else state_dict
     head = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items() if name.startswith(HEAD)}
-    if head.keys() != (expected := shapes_of_head(model.config).keys()):
+    others = head.keys() ^ shapes_of_head(model.config).keys()
+    if others := others | {name for name, tensor in head.items() if type(tensor) is not Tensor}:
         raise ValueError(
-            f"the head holds other tensors than its own, or lacks some: {sorted(head.keys() ^ expected)[:4]}, ... Merge "
-            "adapters first (merge_and_unload), or save them with peft"
+            f"the head holds other tensors than its own, or lacks some: {sorted(others)[:4]}, ... Merge adapters first "
+            "(merge_and_unload), or save them with peft; save a quantized head with the whole model, or quantize the rest only"
         )
     config = copy.deepcopy(model.config)
     config.auto_map, config.architectures = dict(AUTO_MAP), [type(model).__name__]
@@ -7611,6 +7620,50 @@ def _check_range(what: str, ids: Tensor, vocab_size: int) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------
+# generate/quantized.py
+#
+# Quantized models: what decoding needs of their unembedding, and whose tokens change each other's results.
+
+def check_unembedding(lm_head: Any) -> None:
+    """Refuse an `lm_head` whose weight is no matrix of floating point numbers: rows of it are read.
+
+    Raises:
+        ValueError: if bitsandbytes has packed it.
+    """
+    if not lm_head.weight.is_floating_point():
+        raise ValueError(
+            f"lm_head is a {type(lm_head).__name__} with weights in {lm_head.weight.dtype}, which generate cannot read: keep "
+            "it as it was, with 'lm_head' in llm_int8_skip_modules where that is given"
+        )
+
+
+def mixed_tokens(quantization: Any) -> str | None:
+    """Say how a quantization lets the tokens of a forward change each other's results, and the remedy; None: it does not.
+
+    Args:
+        quantization: The `quantization_config` of a model's config, or None.
+    """
+    if getattr(quantization, "load_in_8bit", False) and quantization.llm_int8_threshold > 0:
+        how = "LLM.int8 takes columns with an activation above llm_int8_threshold out of int8 for all tokens of a forward"
+        remedy = "BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)"
+    elif _one_scale(getattr(quantization, "quant_type", None)):
+        how, remedy = "torchao's PerTensor scales the activations of all tokens of a forward alike", "granularity=PerRow()"
+    else:
+        return None
+    return (
+        f"{how}: drafted text may differ from its target's, and the text of a row from what it is in another batch. Load with "
+        f"{remedy} for the same text"
+    )
+
+
+def _one_scale(scheme: Any) -> bool:
+    """Tell if a scheme of torchao scales activations by one number, found in each forward."""
+    scales = getattr(scheme, "granularity", None)  # of activations and weights, or for both
+    of_activations = scales[0] if isinstance(scales, list | tuple) else scales
+    return "DynamicActivation" in type(scheme).__name__ and type(of_activations).__name__ == "PerTensor"
+
+
+# ----------------------------------------------------------------------------------------------------
 # generate/sampling.py
 #
 # Picks: the token and its confidence at every masked position, greedy or sampled, reproducible to the bit.
@@ -8012,6 +8065,8 @@ def unscored_error(reader: Reader, model: Any, text: Text) -> ValueError:
 
 
 def _is_finite(weight: Tensor) -> bool:
+    if type(weight).dequantize is not Tensor.dequantize:  # of a class of its own, which need not know aminmax
+        weight = weight.dequantize()
     return weight.is_meta or not weight.numel() or bool(torch.stack(torch.aminmax(weight.detach())).isfinite().all())
 
 
@@ -9147,6 +9202,9 @@ def _decode(
             "raise it, or leave it unset"
         )
     mode, block, mask_id = config.mode(), model.config.block_size, model.config.mask_token_id
+    mixed = mixed_tokens(getattr(model.config, "quantization_config", None))
+    if mixed is not None and (mode.drafting is not None or len(input_ids) > 1):
+        logger.warning_once(mixed)
     prompts = [ids[keep] for ids, keep in zip(input_ids, real, strict=True)]
     infill = None if infill_ids is None else infill_ids.to(device, torch.long)
     text, ends, current = laid_out(prompts, infill, new, block, mask_id, device)
@@ -9252,6 +9310,7 @@ def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationCo
             before.append(RepetitionPenaltyLogitsProcessor(processor.penalty))
         elif not isinstance(processor, MinLengthLogitsProcessor | MinNewTokensLengthLogitsProcessor):
             before.append(processor)
+    check_unembedding(model.lm_head)
     dispatch = Dispatch(config.kernels)
     dispatch.check(model.lm_head.weight)
     return Sampler(

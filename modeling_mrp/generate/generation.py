@@ -51,6 +51,7 @@ from .prompts import (
     check_special_ids,
     check_stop_strings,
 )
+from .quantized import check_unembedding, mixed_tokens
 from .recording import RecordedRounds, replayable
 from .sampling import TRUNCATIONS, Sampler
 from .scoring import Reader
@@ -342,6 +343,9 @@ def _decode(
             "raise it, or leave it unset"
         )
     mode, block, mask_id = config.mode(), model.config.block_size, model.config.mask_token_id
+    mixed = mixed_tokens(getattr(model.config, "quantization_config", None))
+    if mixed is not None and (mode.drafting is not None or len(input_ids) > 1):
+        logger.warning_once(mixed)
     prompts = [ids[keep] for ids, keep in zip(input_ids, real, strict=True)]
     infill = None if infill_ids is None else infill_ids.to(device, torch.long)
     text, ends, current = laid_out(prompts, infill, new, block, mask_id, device)
@@ -447,6 +451,7 @@ def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationCo
             before.append(RepetitionPenaltyLogitsProcessor(processor.penalty))
         elif not isinstance(processor, MinLengthLogitsProcessor | MinNewTokensLengthLogitsProcessor):
             before.append(processor)
+    check_unembedding(model.lm_head)
     dispatch = Dispatch(config.kernels)
     dispatch.check(model.lm_head.weight)
     return Sampler(

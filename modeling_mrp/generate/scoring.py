@@ -164,6 +164,8 @@ def unscored_error(reader: Reader, model: Any, text: Text) -> ValueError:
 
 
 def _is_finite(weight: Tensor) -> bool:
+    if type(weight).dequantize is not Tensor.dequantize:  # of a class of its own, which need not know aminmax
+        weight = weight.dequantize()
     return weight.is_meta or not weight.numel() or bool(torch.stack(torch.aminmax(weight.detach())).isfinite().all())
 
 

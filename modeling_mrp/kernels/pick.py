@@ -9,7 +9,7 @@ them to 16 bits: the two agree up to that rounding, so up to near-ties in the to
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .dispatch import AUTOMATIC, MULTIPLY_ADD, PYTORCH, Dispatch, ceil_div, power_of_two, processors, tensor_memory, tl, triton
 from .unembedding import Picked, Unembedding, log_odds, widened
@@ -234,6 +234,8 @@ def _check(weight: Tensor, hidden: Tensor, **per_row: Tensor | None) -> None:
 
 def _layout(weight: Tensor) -> str | None:
     """Find what about the weights keeps kernels from them."""
+    if type(weight) not in (Tensor, nn.Parameter):  # its numbers lie elsewhere: its own address is null
+        return f"weight is a {type(weight).__name__}: keep lm_head out of quantization"
     if weight.stride(1) == 1 and len(weight):
         return None
     return f"weight has shape {list(weight.shape)} and strides {weight.stride()}: pass rows that are contiguous"

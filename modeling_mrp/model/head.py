@@ -120,7 +120,7 @@ def start_head(head: MRPHead, backbone_layers: nn.ModuleList, how: str) -> None:
 
     Raises:
         ValueError: if `how` is none of these, or `backbone` and the head is deeper than the backbone, or the layers to copy are
-            offloaded.
+            offloaded or quantized.
     """
     if how not in NEW_HEADS:
         raise ValueError(f"head_init is {how!r}: choose one of {', '.join(NEW_HEADS)}")
@@ -141,9 +141,14 @@ def start_head(head: MRPHead, backbone_layers: nn.ModuleList, how: str) -> None:
                 "use fewer head_layers"
             )
         sources = list(backbone_layers)[-depth:]
-        if any(parameter.is_meta for source in sources for parameter in source.parameters()):
+        weights = [parameter for source in sources for parameter in source.parameters()]
+        if any(weight.is_meta for weight in weights):
             raise ValueError(
                 "head_init is 'backbone', but its last layers are offloaded: load them into memory, or use 'identity'"
+            )
+        if kinds := {type(weight).__name__ for weight in weights} - {"Parameter"}:
+            raise ValueError(
+                f"head_init is 'backbone', but its last layers are quantized ({', '.join(sorted(kinds))}): use 'identity'"
             )
         hidden = head.eh_proj.out_features
         head.eh_proj.weight.zero_()

@@ -54,10 +54,11 @@ def head_to_save(
         )
     state = model.state_dict() if state_dict is None else state_dict
     head = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items() if name.startswith(HEAD)}
-    if head.keys() != (expected := shapes_of_head(model.config).keys()):
+    others = head.keys() ^ shapes_of_head(model.config).keys()
+    if others := others | {name for name, tensor in head.items() if type(tensor) is not Tensor}:
         raise ValueError(
-            f"the head holds other tensors than its own, or lacks some: {sorted(head.keys() ^ expected)[:4]}, ... Merge "
-            "adapters first (merge_and_unload), or save them with peft"
+            f"the head holds other tensors than its own, or lacks some: {sorted(others)[:4]}, ... Merge adapters first "
+            "(merge_and_unload), or save them with peft; save a quantized head with the whole model, or quantize the rest only"
         )
     config = copy.deepcopy(model.config)
     config.auto_map, config.architectures = dict(AUTO_MAP), [type(model).__name__]

@@ -1,0 +1,15 @@
+"""The walk itself, in a process that knows nothing of this checkout but these files."""
+
+import sys
+
+import commands
+import decoding
+import quantized
+import serving
+import training
+from habits import go
+
+HABITS = (commands, decoding, quantized, serving, training)  # registered when they are imported
+
+if __name__ == "__main__":
+    sys.exit(go({int(part) for part in sys.argv[1:]}))
