@@ -165,10 +165,17 @@ def test_from_tasks_to_a_head_that_decodes(tmp_path: Path, word_tokenizer: PreTr
     )
     assert torch.equal(spec.sequences, static.sequences)
     assert int(spec.stats.drafted.sum()) > 0
-    line = json.loads(mrp("evaluate", "--model", str(head), "--prompts", questions(tmp_path), "--max-new-tokens", "8"))
+    asked = ["evaluate", "--model", str(head), "--prompts", questions(tmp_path), "--max-new-tokens", "8"]
+    assert "│ questions.jsonl │ static" in mrp(*asked)
+    line = json.loads(mrp(*asked, "--json"))
     assert (line["decoding"], line["tokens_per_forward_95"][0] > 0, line["asked"]["problems"]) == ("static", True, 1)
     refused = mrp(*arguments, "--learning-rate", "0.5", fails=True)
-    assert "learning_rate was 0.001 and is 0.5. Name another folder, or begin again with --restart" in refused
+    assert "learning_rate was 0.001 and is 0.5. Name another folder, or begin again with --restart." in refused
+    assert f"To train its head further, give --head {head} and another --output-dir" in refused
+    again = mrp(*arguments, "--logging-steps", "1", "--set", "disable_tqdm=true")
+    assert (
+        f"resuming from checkpoint-3\nall 3 steps of this run are done. To train its head further, give --head {head}" in again
+    )
 
 
 def questions(folder: Path) -> str:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import yaml
 
-from modeling_mrp.generate.option_table import DECODINGS, DRAFTING, OPTIONS, TARGETS
+from modeling_mrp.generate.option_table import DECODINGS, DRAFTING, OPTIONS, TARGETS, closest_name
 
 from .flags import flag, too_small
 from .tasks import Family, Split
@@ -60,17 +60,19 @@ class EvaluateOptions:
     decoding: list[str] = flag("Modes of decoding.", [_OPTIONS["decoding"].default], panel=_HOW, kind=list[Decoding])
     target: list[str] = flag("Modes whose text is drafted.", [_OPTIONS["target"].default], panel=_HOW, kind=list[Target])
     tau: list[float] = flag(**_of("confidence_threshold"))
-    states: list[int] = flag(**_of("num_draft_states"))
+    states: list[int | str] = flag(**_of("num_draft_states"), kind=list[str], metavar="K")
     branches: list[int] = flag(**_of("draft_branches"))
     set: list[str] = flag("Any other option of generate.", [], panel=_HOW, metavar="NAME=VALUE")
     max_new_tokens: int | None = flag("Tokens per answer.", None, panel=_HOW, min=1, shown="the family's, or 256")
     batch_size: int = flag("Prompts per call of generate.", 32, panel=_HOW, min=1)
-    output: str | None = flag("Append lines here; what is there is skipped.", None, panel=_OUTPUT, metavar="FILE")
+    json: bool = flag("JSON lines, not a table.", False, panel=_OUTPUT)
+    output: str | None = flag("Append JSON lines here; what is there is skipped.", None, panel=_OUTPUT, metavar="FILE")
     show: int = flag("Answers to print.", 0, panel=_OUTPUT, min=0)
 
     def __post_init__(self) -> None:
         for name, value, least in too_small(self):
             raise ValueError(f"--{name.replace('_', '-')} is {value}: at least {least}{' problem' if name == 'count' else ''}")
+        self.states = [int(one) if str(one).removeprefix("-").isdecimal() else one for one in self.states]
         self.extra()
 
     @property
@@ -115,6 +117,16 @@ def generate_options(setting: Mapping[str, Any]) -> dict[str, Any]:
     return {**{name: value for name, value in setting.items() if name != "set"}, **setting.get("set", {})}
 
 
+def check_names(setting: Mapping[str, Any]) -> None:
+    """Raise `ValueError` for an option in `set` that `generate` does not know."""
+    from transformers import GenerationConfig
+
+    known = {name for name in vars(GenerationConfig()) if not name.startswith("_")} | _OPTIONS.keys()
+    for name in setting.get("set", {}):
+        if name not in known:
+            raise ValueError(f"--set {name}: generate has no such option{closest_name(name, known)}")
+
+
 def _value(text: str, assignment: str) -> Any:
     try:
         value = yaml.safe_load(text)
@@ -128,4 +140,4 @@ def _value(text: str, assignment: str) -> Any:
     return value
 
 
-__all__ = ["FILE_NEW_TOKENS", "EvaluateOptions", "generate_options"]
+__all__ = ["FILE_NEW_TOKENS", "EvaluateOptions", "check_names", "generate_options"]
