@@ -188,16 +188,16 @@ def test_evaluate_takes_several_of_each(monkeypatch: pytest.MonkeyPatch) -> None
     """What reaches the evaluation is what its own command line would make of the same words."""
     seen: list[EvaluateOptions] = []
     monkeypatch.setattr(evaluate, "evaluate", seen.append)
-    shared = ["--model", "m", "--count", "3", "--limit", "2"]
+    shared = ["--model", str(TINY), "--count", "3", "--limit", "2"]
     one_by_one = ["--family", "math", "--family", "code", "--decoding", "static", "--decoding", "dynamic"]
     mrp("evaluate", *shared, *one_by_one, "--tau", "0.5", "--tau", "0.9", "--set", "seed=3", "--set", "top_k=0")
     lists = ["--family", "math", "code", "--decoding", "static", "dynamic", "--tau", "0.5", "0.9", "--set", "seed=3", "top_k=0"]
     evaluate.main([*shared, *lists])
-    mrp("evaluate", "--model", "m")
-    evaluate.main(["--model", "m"])
+    mrp("evaluate", "--model", str(TINY))
+    evaluate.main(["--model", str(TINY)])
     assert seen[0] == seen[1]
     assert seen[0].set == ["seed=3", "top_k=0"]
-    assert seen[2] == seen[3] == EvaluateOptions(model="m")
+    assert seen[2] == seen[3] == EvaluateOptions(model=str(TINY))
 
 
 def test_a_dry_run_prints_parameters_and_memory(tmp_path: Path) -> None:

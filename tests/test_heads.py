@@ -68,7 +68,23 @@ def test_what_a_head_repository_holds(folders: dict[str, Path]) -> None:
     assert all(torch.equal(full[name], tensor) for name, tensor in head.items())
     config = json.loads((folders["head"] / "config.json").read_text())
     whole = json.loads((folders["full"] / "config.json").read_text())
+    told = {name: config.pop(name) for name in list(config) if name.startswith("speculators_")}
     assert config == whole | {"base_model_name_or_path": str(folders["backbone"])}  # of a folder there is no revision
+    greedy = {
+        "proposal_type": "greedy",
+        "speculative_tokens": 3,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }  # blocks of 4
+    assert told == {
+        "speculators_model_type": "mrp",
+        "speculators_config": {
+            "algorithm": "mrp",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [greedy],
+            "verifier": {"name_or_path": str(folders["backbone"]), "architectures": ["MRPForCausalLM"]},
+        },
+    }
     code = {path.name for path in folders["full"].glob("*_mrp.py")}
     assert {path.name for path in folders["head"].rglob("*") if path.is_file()} == code | {
         "config.json",
@@ -96,7 +112,7 @@ def test_a_head_repository_loads_its_backbone(folders: dict[str, Path], tmp_path
     assert not model.mrp_head.training
     model.save_pretrained(tmp_path / "whole")
     saved = json.loads((tmp_path / "whole" / "config.json").read_text())
-    assert not [name for name in saved if name.startswith("base_model")]
+    assert not [name for name in saved if name.startswith(("base_model", "speculators_"))]
     assert same_tensors(MRPForCausalLM.from_pretrained(tmp_path / "whole"), full)
     model.save_pretrained(tmp_path / "head", head_only=True)
     again = json.loads((tmp_path / "head" / "config.json").read_text())

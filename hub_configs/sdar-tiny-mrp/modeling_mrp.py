@@ -5726,11 +5726,12 @@ def check_unchanged(state: Mapping[str, Tensor], backbone: BackboneSource) -> No
         files = stored_tensors(weight_files(backbone.name, revision=backbone.revision, local_files_only=True))
     except (OSError, ValueError):
         files = {}
-    changed = [name for name, stored in files.items() if name in state and not _same_row(state[name], stored)]
+    own = {name: stored for name, stored in files.items() if name in state and not name.startswith(HEAD)}
+    changed = [name for name, stored in own.items() if not _same_row(state[name], stored)]
     if wrapped or changed:
         raise ValueError(
             f"the head's backbone is no longer {backbone.name}: {(wrapped or changed)[0]} is not of it. If an adapter was "
-            "merged into it, publish the backbone as it is now and name it with base_model_name_or_path, or save the model whole"
+            "merged into it, publish it as it is now and name that (base_model_name_or_path), or save the model whole"
         )
 
 
@@ -5842,6 +5843,11 @@ def check_target(repo_id: str, revision: str | None, create_pr: bool) -> None:
     if revision is not None and create_pr:
         raise ValueError(f"revision={revision!r} and create_pr=True: push to a branch, or open a pull request")
     validate_repo_id(repo_id)
+
+
+def full_name(api: HfApi, repo_id: str) -> str:
+    """Complete the name of a repository that has no owner with the user's, who is asked for."""
+    return repo_id if "/" in repo_id else f"{api.whoami()['name']}/{repo_id}"
 
 
 def check_base(base: str | None) -> None:
@@ -5983,7 +5989,7 @@ def push_saved(
     base = json.loads(files[CONFIGS[kind]].read_text(encoding="utf-8")).get("base_model_name_or_path")
     check_base(base)
     api, branch = HfApi(token=token), revision or "main"
-    repo_id = api.get_full_repo_name(repo_id)  # the user's own where no owner is named
+    repo_id = full_name(api, repo_id)
     remote = look(api, repo_id, branch, kind)
     if remote is None:
         api.create_repo(repo_id, private=private, exist_ok=True)

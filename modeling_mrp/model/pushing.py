@@ -72,6 +72,11 @@ def check_target(repo_id: str, revision: str | None, create_pr: bool) -> None:
     validate_repo_id(repo_id)
 
 
+def full_name(api: HfApi, repo_id: str) -> str:
+    """Complete the name of a repository that has no owner with the user's, who is asked for."""
+    return repo_id if "/" in repo_id else f"{api.whoami()['name']}/{repo_id}"
+
+
 def check_base(base: str | None) -> None:
     """Refuse a base model that others cannot find, with a `ValueError`."""
     if base is not None and not is_hub_id(base):
@@ -211,7 +216,7 @@ def push_saved(
     base = json.loads(files[CONFIGS[kind]].read_text(encoding="utf-8")).get("base_model_name_or_path")
     check_base(base)
     api, branch = HfApi(token=token), revision or "main"
-    repo_id = api.get_full_repo_name(repo_id)  # the user's own where no owner is named
+    repo_id = full_name(api, repo_id)
     remote = look(api, repo_id, branch, kind)
     if remote is None:
         api.create_repo(repo_id, private=private, exist_ok=True)
@@ -268,6 +273,7 @@ __all__ = [
     "answered_within",
     "check_base",
     "check_target",
+    "full_name",
     "is_ours",
     "kind_of",
     "landed",

@@ -97,11 +97,12 @@ def check_unchanged(state: Mapping[str, Tensor], backbone: BackboneSource) -> No
         files = stored_tensors(weight_files(backbone.name, revision=backbone.revision, local_files_only=True))
     except (OSError, ValueError):
         files = {}
-    changed = [name for name, stored in files.items() if name in state and not _same_row(state[name], stored)]
+    own = {name: stored for name, stored in files.items() if name in state and not name.startswith(HEAD)}
+    changed = [name for name, stored in own.items() if not _same_row(state[name], stored)]
     if wrapped or changed:
         raise ValueError(
             f"the head's backbone is no longer {backbone.name}: {(wrapped or changed)[0]} is not of it. If an adapter was "
-            "merged into it, publish the backbone as it is now and name it with base_model_name_or_path, or save the model whole"
+            "merged into it, publish it as it is now and name that (base_model_name_or_path), or save the model whole"
         )
 
 

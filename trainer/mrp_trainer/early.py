@@ -25,16 +25,10 @@ from .sources import check_paths
 RESULTS = "give result files, the lines that mrp evaluate writes"
 ABOUT = "give a Markdown file that tells of the checkpoint, or leave it out"
 CARD = "give the card to publish, or leave it out"
-# Modules of the trackers that the Trainer knows, any one of which will do, and what brings the first.
-_TRACKERS = {
-    **{name: (name,) for name in ("wandb", "trackio", "mlflow", "codecarbon", "clearml", "comet_ml", "dvclive", "swanlab")},
-    **{
-        "tensorboard": ("tensorboard", "tensorboardX"),
-        "azure_ml": ("azureml",),
-        "dagshub": ("dagshub",),
-        "flyte": ("flytekit",),
-    },
-}
+# The trackers that the Trainer knows, and what they import where that has another name; any one of these will do.
+_TRACKERS = ("azure_ml", "clearml", "codecarbon", "comet_ml", "dagshub", "dvclive", "flyte", "mlflow", "neptune", "swanlab")
+_TRACKERS += ("tensorboard", "trackio", "wandb")
+_MODULES = {"azure_ml": ("azureml",), "flyte": ("flytekit",), "tensorboard": ("tensorboard", "tensorboardX")}
 
 
 def check_training(settings: Settings, dry_run: bool) -> None:
@@ -59,8 +53,8 @@ def check_training(settings: Settings, dry_run: bool) -> None:
 def check_trackers(names: str | Iterable[str] | None) -> None:
     """Refuse, with an `ImportError`, a tracker that is not installed; one that nobody knows is left to the Trainer."""
     for name in [names] if isinstance(names, str) else names or ():
-        modules = _TRACKERS.get(name, ())
-        if modules and not any(find_spec(module) for module in modules):
+        modules = _MODULES.get(name, (name,))
+        if name in _TRACKERS and not any(find_spec(module) for module in modules):
             package = modules[0].replace("_", "-")
             raise ImportError(f"report_to is {name!r}, which is not installed: pip install {package}, or name another tracker")
 

@@ -24,6 +24,7 @@ from modeling_mrp.model.pushing import (
     answered_within,
     check_base,
     check_target,
+    full_name,
     landed,
     look,
 )
@@ -154,7 +155,7 @@ def publish(
     push = _Push(HfApi(token=token), repo_id, revision or "main", create_pr, retries or Retries())
     if "/" not in repo_id and not dry_run:
         with push.explained():
-            push.repo_id = repo_id = push.patiently(partial(push.api.get_full_repo_name, repo_id))
+            push.repo_id = repo_id = push.patiently(partial(full_name, push.api, repo_id))
         text, is_rendered = card_of(repo_id)
     additions = {name: CommitOperationAdd(name, path) for name, path in found.files.items() if name != "README.md"}
     additions |= {name: CommitOperationAdd(name, code.encode()) for name, code in found.code.items()}
