@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_model
+from mrp_trainer.convert import convert
 from published import backbone_config, backbone_shapes, heavyball_tensors, published_config, random_tensors, write
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from modeling_mrp import MRPForCausalLM, MRPHead
+from modeling_mrp import MRPConfig, MRPForCausalLM, MRPHead
 from modeling_mrp.model.layouts import backbone_location
 from modeling_mrp.model.saving import written_beside
 
@@ -92,6 +93,16 @@ def test_what_a_head_repository_holds(folders: dict[str, Path]) -> None:
         "model.safetensors",
         "generate.py",
     }
+
+
+def test_a_heads_verifier_is_the_backbone_as_its_own_config_has_it(folders: dict[str, Path], tmp_path: Path) -> None:
+    convert(folders["backbone"], tmp_path / "published", "sdar")
+    model = MRPForCausalLM.from_backbone(tmp_path / "published", head_layers=1)
+    model.save_pretrained(tmp_path / "head", head_only=True)
+    config = MRPConfig.from_pretrained(tmp_path / "head")
+    verifier = {"name_or_path": str(tmp_path / "published"), "architectures": ["SDARForCausalLM"]}
+    assert config.speculators_config["verifier"] == verifier
+    assert model.config.speculators_config is None, "what is loaded has its backbone"
 
 
 def test_a_persons_card_of_a_head_is_kept(folders: dict[str, Path], tmp_path: Path) -> None:

@@ -377,6 +377,7 @@ def test_the_command_names_another_base(
 ) -> None:
     """Of what was trained on a local folder. A card that was rendered tells of the new base, a person's is kept."""
     folder = shutil.copytree(folders[kind], tmp_path / kind)
+    (folder / "run.yaml").write_text("objective: mrp\nmodel: /home/me/backbone\nunroll: 2\n")
     config = folder / {"head": "config.json", "adapter": "adapter_config.json"}[kind]
     fields = json.loads(config.read_text()) | {"base_model_name_or_path": "/home/me/backbone"}
     config.write_text(json.dumps(fields))
@@ -392,6 +393,8 @@ def test_the_command_names_another_base(
     weights = {"head": "model.safetensors", "adapter": "adapter_model.safetensors"}[kind]
     assert files[weights] == (folder / weights).read_bytes()
     assert "base_model: org/b\n" in files["README.md"].decode()
+    assert "model: org/b\nunroll: 2\n```" in files["README.md"].decode(), "the recipe of the run, which itself stays here"
+    assert "run.yaml" not in files
     (folder / "README.md").write_text(WRITTEN)
     assert client.run(f"from mrp_trainer.publish import main; main({arguments!r})").error is None
     assert hub.files(repo)["README.md"].decode() == WRITTEN

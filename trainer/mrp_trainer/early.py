@@ -26,8 +26,8 @@ RESULTS = "give result files, the lines that mrp evaluate writes"
 ABOUT = "give a Markdown file that tells of the checkpoint, or leave it out"
 CARD = "give the card to publish, or leave it out"
 # The trackers that the Trainer knows, and what they import where that has another name; any one of these will do.
-_TRACKERS = ("azure_ml", "clearml", "codecarbon", "comet_ml", "dagshub", "dvclive", "flyte", "mlflow", "neptune", "swanlab")
-_TRACKERS += ("tensorboard", "trackio", "wandb")
+_TRACKERS = {"azure_ml", "clearml", "codecarbon", "comet_ml", "dagshub", "dvclive", "flyte", "mlflow", "neptune", "swanlab"}
+_TRACKERS |= {"tensorboard", "trackio", "wandb"}
 _MODULES = {"azure_ml": ("azureml",), "flyte": ("flytekit",), "tensorboard": ("tensorboard", "tensorboardX")}
 
 

@@ -32,7 +32,7 @@ def recipe_of(folder: Path, base: str | None = None) -> str | None:
     if base is not None and _is_local(run.get("model")):
         told["model"] = base
     command = _COMMANDS.get(str(told.pop("objective", None)), "head")
-    settings = yaml.safe_dump(told, sort_keys=False, default_flow_style=None)
+    settings = yaml.safe_dump(told, sort_keys=False)
     return f"Trained by `mrp train {command}` with these settings, which `--config` takes as a file:\n\n```yaml\n{settings}```"
 
 
