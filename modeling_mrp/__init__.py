@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from .modeling import MRPForCausalLM, MRPHead
     from .runner.cache import BlockCache
 
+__version__ = "0.1.0"
 _HOMES = {"MRPGenerateOutput": "generate.generation", "MRPGenerationConfig": "generate.options"}
 _HOMES |= {"MRPConfig": "model.configuration", "BlockCache": "runner.cache"}
 _HOMES |= {"MRPForCausalLM": "modeling", "MRPHead": "modeling"}
@@ -23,4 +24,4 @@ def __getattr__(name: str) -> Any:
     return getattr(import_module(f".{_HOMES[name]}", __name__), name)
 
 
-__all__ = ["BlockCache", "MRPConfig", "MRPForCausalLM", "MRPGenerateOutput", "MRPGenerationConfig", "MRPHead"]
+__all__ = ["BlockCache", "MRPConfig", "MRPForCausalLM", "MRPGenerateOutput", "MRPGenerationConfig", "MRPHead", "__version__"]

@@ -274,6 +274,10 @@ class HubApi:
 
     # Repositories
 
+    @route("GET", "/api/whoami-v2")
+    def whoami(self, request: Request) -> Response:
+        return Response({"type": "user", "name": request.known().name, "orgs": []})
+
     @route("POST", "/api/repos/create")
     def create_repo(self, request: Request) -> Response:
         wanted = request.json()

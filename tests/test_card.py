@@ -15,9 +15,11 @@ from hub_cards import validate_card
 from huggingface_hub import ModelCard
 from mrp_trainer.publish import main
 from mrp_trainer.publishing.card import About, check_card, is_own_card, read_results, renamed, render_card, results_table
+from mrp_trainer.settings import read_settings
 from safetensors.torch import save_file
 
 from benchmarks import tables
+from modeling_mrp import __version__
 
 RESULTS = [f"benchmarks/results/tiny_heldout_{family}.jsonl" for family in ("math", "code")]
 ABOUT = "benchmarks/results/tiny_card.md"
@@ -86,9 +88,8 @@ def test_the_embedded_cards_code_runs(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert float(names["out"].tokens_per_forward[0]) > 1
 
 
-def test_the_package_version_is_the_projects() -> None:
-    assert 'version = "0.1.0"' in (ROOT / "pyproject.toml").read_text()
-    assert "modeling-mrp 0.1.0" in (TINY / "README.md").read_text()
+def test_the_card_names_the_packages_version() -> None:
+    assert f"modeling-mrp {__version__}." in (TINY / "README.md").read_text()
 
 
 def test_a_card_without_a_word_from_a_person_claims_nothing(folder: Path) -> None:
@@ -98,7 +99,7 @@ def test_a_card_without_a_word_from_a_person_claims_nothing(folder: Path) -> Non
         "library_name": "transformers",
         "license": "unknown",
         "pipeline_tag": "text-generation",
-        "tags": ["diffusion-lm", "block-diffusion", "speculative-decoding", "sdar", "mrp"],
+        "tags": ["dllm", "diffusion-lm", "block-diffusion", "speculative-decoding", "sdar", "mrp"],
     }
     assert "# some-model\n" in text
     assert "backbone | 2 layers, hidden 32, vocabulary 64, blocks of 4 tokens |" in text
@@ -112,6 +113,48 @@ def test_a_card_without_a_word_from_a_person_claims_nothing(folder: Path) -> Non
     assert text.count('"org/some-model"') == 3
     assert text.endswith("\n")
     assert "\n\n\n" not in text
+
+
+RUN = {
+    **{"objective": "mrp", "model": "/home/me/backbone", "tokenizer": None, "data": ["/home/me/chats.jsonl", "more.jsonl"]},
+    **{"eval_data": ["/home/me/held.jsonl"], "max_length": 64, "output_dir": "/home/me/head", "learning_rate": 0.5},
+    **{"deepspeed": "./secret/zero2.json", "hub_token": "hf_secret", "logging_dir": "/home/me", "data_digest": "ab12"},
+}
+
+
+@pytest.mark.parametrize("base", ["org/base", "/home/me/backbone"])
+def test_the_recipe_comes_from_the_run(tmp_path: Path, base: str) -> None:
+    """What made the weights, with the names of files alone; what is left is a file for `--config`."""
+    make_model().save_pretrained(tmp_path, head_only=True, base_model_name_or_path=base)
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(RUN))
+    text = str(render_card(tmp_path, "head", "org/mine"))
+    told = text.split("## Training\n\n")[1].split("\n## ")[0]
+    assert told.startswith("Trained by `mrp train head` with these settings")
+    (tmp_path / "again.yaml").write_text(told.split("```yaml\n")[1].split("```")[0])
+    assert yaml.safe_load((tmp_path / "again.yaml").read_text()) == {
+        **{"model": "org/base" if base == "org/base" else "backbone", "data": ["chats.jsonl", "more.jsonl"], "max_length": 64},
+        **{"learning_rate": 0.5, "deepspeed": "zero2.json", "data_digest": "ab12"},
+    }
+    assert read_settings("mrp", str(tmp_path / "again.yaml"), {"output_dir": "o"}).training["learning_rate"] == 0.5
+    assert not [word for word in ("secret", "/home/me/", "held.jsonl") if word in told]
+    about = About(sections={"Training": "By hand."})
+    assert "## Training\n\nBy hand.\n" in str(render_card(tmp_path, "head", "org/mine", about=about))
+
+
+@pytest.mark.parametrize(
+    ("model", "base"), [("org/start", "org/start"), ("hub_configs/sdar-tiny-mrp", None), ("/home/me", None)]
+)
+def test_a_trained_model_names_the_one_it_began_with(
+    folder: Path, tmp_path: Path, model: str, base: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If that is on the Hub."""
+    monkeypatch.chdir(ROOT)
+    copy = shutil.copytree(folder, tmp_path / "model")
+    (copy / "run.yaml").write_text(yaml.safe_dump({"objective": "block_diffusion", "model": model}))
+    card = render_card(copy, "full", "org/m")
+    assert metadata(card).get("base_model") == base
+    assert metadata(card).get("base_model_relation") == (None if base is None else "finetune")
+    assert "Trained by `mrp train backbone` with these settings" in str(card)
 
 
 def test_a_person_tells_of_the_checkpoint(folder: Path, tmp_path: Path) -> None:
@@ -193,6 +236,7 @@ def test_cards_of_heads_and_adapters_name_their_base(tmp_path: Path, kind: str) 
     card = render_card(tmp_path, kind, "org/mine")
     data, text = metadata(card), str(card)
     assert (data["base_model"], data["base_model_relation"]) == ("org/base", "adapter")
+    assert data["tags"][6:] == (["speculators", "draft-model"] if kind == "head" else [])
     assert data["library_name"] == {"head": "transformers", "adapter": "peft"}[kind]
     assert {"head": "holds the head alone", "adapter": 'model.load_adapter("org/mine")'}[kind] in text
     assert 'AutoTokenizer.from_pretrained("org/base"' in text

@@ -165,10 +165,17 @@ def test_from_tasks_to_a_head_that_decodes(tmp_path: Path, word_tokenizer: PreTr
     )
     assert torch.equal(spec.sequences, static.sequences)
     assert int(spec.stats.drafted.sum()) > 0
-    line = json.loads(mrp("evaluate", "--model", str(head), "--prompts", questions(tmp_path), "--max-new-tokens", "8"))
+    asked = ["evaluate", "--model", str(head), "--prompts", questions(tmp_path), "--max-new-tokens", "8"]
+    assert "│ questions.jsonl │ static" in mrp(*asked)
+    line = json.loads(mrp(*asked, "--json"))
     assert (line["decoding"], line["tokens_per_forward_95"][0] > 0, line["asked"]["problems"]) == ("static", True, 1)
     refused = mrp(*arguments, "--learning-rate", "0.5", fails=True)
-    assert "learning_rate was 0.001 and is 0.5. Name another folder, or begin again with --restart" in refused
+    assert "learning_rate was 0.001 and is 0.5. Name another folder, or begin again with --restart." in refused
+    assert f"To train its head further, give --head {head} and another --output-dir" in refused
+    again = mrp(*arguments, "--logging-steps", "1", "--set", "disable_tqdm=true")
+    assert (
+        f"resuming from checkpoint-3\nall 3 steps of this run are done. To train its head further, give --head {head}" in again
+    )
 
 
 def questions(folder: Path) -> str:
@@ -181,16 +188,16 @@ def test_evaluate_takes_several_of_each(monkeypatch: pytest.MonkeyPatch) -> None
     """What reaches the evaluation is what its own command line would make of the same words."""
     seen: list[EvaluateOptions] = []
     monkeypatch.setattr(evaluate, "evaluate", seen.append)
-    shared = ["--model", "m", "--count", "3", "--limit", "2"]
+    shared = ["--model", str(TINY), "--count", "3", "--limit", "2"]
     one_by_one = ["--family", "math", "--family", "code", "--decoding", "static", "--decoding", "dynamic"]
     mrp("evaluate", *shared, *one_by_one, "--tau", "0.5", "--tau", "0.9", "--set", "seed=3", "--set", "top_k=0")
     lists = ["--family", "math", "code", "--decoding", "static", "dynamic", "--tau", "0.5", "0.9", "--set", "seed=3", "top_k=0"]
     evaluate.main([*shared, *lists])
-    mrp("evaluate", "--model", "m")
-    evaluate.main(["--model", "m"])
+    mrp("evaluate", "--model", str(TINY))
+    evaluate.main(["--model", str(TINY)])
     assert seen[0] == seen[1]
     assert seen[0].set == ["seed=3", "top_k=0"]
-    assert seen[2] == seen[3] == EvaluateOptions(model="m")
+    assert seen[2] == seen[3] == EvaluateOptions(model=str(TINY))
 
 
 def test_a_dry_run_prints_parameters_and_memory(tmp_path: Path) -> None:

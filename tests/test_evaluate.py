@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(not TINY.exists(), reason="the embedded checkpoi
 
 def test_evaluate_prints_a_line_for_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
     asked = f"--model {TINY} --count 3 --family math --decoding static mrp_spec dynamic"
-    evaluate.main([*asked.split(), *["--states", "2", "4", "--branches", "1", "3", "--tau", "0.5", "0.9"]])
+    evaluate.main([*asked.split(), "--json", *["--states", "2", "4", "--branches", "1", "3", "--tau", "0.5", "0.9"]])
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     settings = [
         (line["decoding"], line.get("num_draft_states"), line.get("draft_branches"), line.get("confidence_threshold"))
@@ -56,7 +56,7 @@ def test_what_is_counted(tiny_model: MRPForCausalLM, tiny_tokenizer: object) -> 
 
 def lines_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, Any]]:
     """What the command prints; arguments may hold several words."""
-    evaluate.main(["--model", str(TINY), *" ".join(arguments).split()])
+    evaluate.main(["--model", str(TINY), "--json", *" ".join(arguments).split()])
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
@@ -102,9 +102,9 @@ def test_a_file_of_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     talks = [{"messages": [{"role": "user", "content": r["prompt"]}], "answer": r.get("answer")} for r in records]
     chats.write_text("".join(json.dumps(record) + "\n" for record in talks))
     common = ["--limit", "3", "--max-new-tokens", "64", "--decoding", "mrp_spec", "--show", "1"]
-    evaluate.main(["--model", str(TINY), *common, "--family", "math"])
+    evaluate.main(["--model", str(TINY), "--json", *common, "--family", "math"])
     known = json.loads(capsys.readouterr().out.splitlines()[0])
-    evaluate.main(["--model", str(TINY), *common, "--prompts", str(path), "--chat", "--judge", "last_number"])
+    evaluate.main(["--model", str(TINY), "--json", *common, "--prompts", str(path), "--chat", "--judge", "last_number"])
     line, *shown = capsys.readouterr().out.splitlines()
     found = json.loads(line)
     assert shown[0] == f"--- {asked[0].prompt}"
@@ -133,6 +133,28 @@ def test_a_command_goes_on_where_it_was_killed(tmp_path: Path, capsys: pytest.Ca
     arguments[3] = "3"
     assert len(lines_of(capsys, *arguments)) == 3
     assert len(path.read_text().splitlines()) == 6
+
+
+def test_a_table_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its cells are the fields of the lines that the file gets; measured again, it is read from there."""
+    path = tmp_path / "out.jsonl"
+    arguments = f"--model {TINY} --family math --count 2 --max-new-tokens 16 --show 1 --states auto 2 --output {path}"
+    asked = [*arguments.split(), "--decoding", "static", "mrp_spec"]
+    evaluate.main(asked)
+    shown = capsys.readouterr().out
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line.get("num_draft_states") for line in lines] == [None, "auto", 2]
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown.splitlines() if line.startswith("│")]
+    assert [row[1] for row in rows] == ["static", "mrp_spec K=auto", "mrp_spec K=2"]
+    low, high = lines[2]["tokens_per_forward_95"]
+    assert rows[2][3] == f"{lines[2]['tokens_per_forward']:.2f} ({low:.2f}-{high:.2f})"
+    assert (rows[0][0], rows[0][4], rows[0][5]) == ("math", "-", "0.00")
+    assert shown.count("--- ") == 3, "an answer of each"
+    assert "{" not in shown
+    evaluate.main(asked)
+    again = [[cell.strip() for cell in line.split("│")[1:-1]] for line in capsys.readouterr().out.splitlines() if "│" in line]
+    assert again == rows
+    assert len(path.read_text().splitlines()) == 3
 
 
 @pytest.fixture(scope="module")
@@ -191,6 +213,7 @@ def test_other_options_of_generate(tmp_path: Path, capsys: pytest.CaptureFixture
         ("--family math --max-new-tokens 9000", "problem 0: a prompt of"),
         ("--output BAD", "bad.jsonl, line 1: no result of this command"),
         ("--decoding dynamic --tau 2", "confidence_threshold is 2.0: it must be a probability"),
+        ("--decoding mrp_spec --states two", "num_draft_states is 'two': it must be 'auto' or an int from 1 to 256"),
         ("--decoding mrp_spec --states 0", "num_draft_states is 0: it must be 'auto' or an int from 1 to 256"),
         ("--set draft_pases=2", "--set draft_pases: generate has no such option (did you mean draft_passes?)"),
         ("--set check=1", "--set check: generate has no such option"),

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_model
+from mrp_trainer.convert import convert
 from published import backbone_config, backbone_shapes, heavyball_tensors, published_config, random_tensors, write
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from modeling_mrp import MRPForCausalLM, MRPHead
+from modeling_mrp import MRPConfig, MRPForCausalLM, MRPHead
 from modeling_mrp.model.layouts import backbone_location
 from modeling_mrp.model.saving import written_beside
 
@@ -68,7 +69,23 @@ def test_what_a_head_repository_holds(folders: dict[str, Path]) -> None:
     assert all(torch.equal(full[name], tensor) for name, tensor in head.items())
     config = json.loads((folders["head"] / "config.json").read_text())
     whole = json.loads((folders["full"] / "config.json").read_text())
+    told = {name: config.pop(name) for name in list(config) if name.startswith("speculators_")}
     assert config == whole | {"base_model_name_or_path": str(folders["backbone"])}  # of a folder there is no revision
+    greedy = {
+        "proposal_type": "greedy",
+        "speculative_tokens": 3,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }  # blocks of 4
+    assert told == {
+        "speculators_model_type": "mrp",
+        "speculators_config": {
+            "algorithm": "mrp",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [greedy],
+            "verifier": {"name_or_path": str(folders["backbone"]), "architectures": ["MRPForCausalLM"]},
+        },
+    }
     code = {path.name for path in folders["full"].glob("*_mrp.py")}
     assert {path.name for path in folders["head"].rglob("*") if path.is_file()} == code | {
         "config.json",
@@ -76,6 +93,16 @@ def test_what_a_head_repository_holds(folders: dict[str, Path]) -> None:
         "model.safetensors",
         "generate.py",
     }
+
+
+def test_a_heads_verifier_is_the_backbone_as_its_own_config_has_it(folders: dict[str, Path], tmp_path: Path) -> None:
+    convert(folders["backbone"], tmp_path / "published", "sdar")
+    model = MRPForCausalLM.from_backbone(tmp_path / "published", head_layers=1)
+    model.save_pretrained(tmp_path / "head", head_only=True)
+    config = MRPConfig.from_pretrained(tmp_path / "head")
+    verifier = {"name_or_path": str(tmp_path / "published"), "architectures": ["SDARForCausalLM"]}
+    assert config.speculators_config["verifier"] == verifier
+    assert model.config.speculators_config is None, "what is loaded has its backbone"
 
 
 def test_a_persons_card_of_a_head_is_kept(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -96,7 +123,7 @@ def test_a_head_repository_loads_its_backbone(folders: dict[str, Path], tmp_path
     assert not model.mrp_head.training
     model.save_pretrained(tmp_path / "whole")
     saved = json.loads((tmp_path / "whole" / "config.json").read_text())
-    assert not [name for name in saved if name.startswith("base_model")]
+    assert not [name for name in saved if name.startswith(("base_model", "speculators_"))]
     assert same_tensors(MRPForCausalLM.from_pretrained(tmp_path / "whole"), full)
     model.save_pretrained(tmp_path / "head", head_only=True)
     again = json.loads((tmp_path / "head" / "config.json").read_text())

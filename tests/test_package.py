@@ -3,13 +3,14 @@
 import subprocess
 import sys
 import tomllib
-from importlib import metadata
 
 import mrp_trainer
 import pytest
 from conftest import ROOT
 from mrp_trainer.arguments import MRPTrainingArguments
 from mrp_trainer.trainer import MRPTrainer
+
+import modeling_mrp
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
@@ -43,9 +44,10 @@ def test_the_trainer_exports_its_classes_when_they_are_asked_for() -> None:
     assert done.stdout == "[]\n"
 
 
-def test_the_version_is_the_distributions() -> None:
-    try:
-        installed = metadata.version(PROJECT["project"]["name"])
-    except metadata.PackageNotFoundError:
-        pytest.skip("the project is not installed")
-    assert mrp_trainer.__version__ == installed == PROJECT["project"]["version"]
+def test_the_version_is_written_once() -> None:
+    """The distribution takes it from the package, without importing that."""
+    assert "version" not in PROJECT["project"]
+    assert PROJECT["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "modeling_mrp.__version__"}
+    assert modeling_mrp.__version__ == mrp_trainer.__version__ == "0.1.0"
+    expand = pytest.importorskip("setuptools.config.expand", reason="what builds the distribution is not installed")
+    assert expand.read_attr("modeling_mrp.__version__", PROJECT["tool"]["setuptools"]["package-dir"], ROOT) == "0.1.0"

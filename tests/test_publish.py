@@ -161,6 +161,7 @@ def test_a_head_and_an_adapter_arrive(
     base = {"head": "org/backbone", "adapter": "org/head"}[kind]
     assert f"base_model: {base}\n" in files["README.md"].decode()
     assert "base_model_relation: adapter\n" in files["README.md"].decode()
+    assert ("\n- speculators\n- draft-model\n" in files["README.md"].decode()) == (kind == "head")
 
 
 def test_of_a_model_with_a_peft_adapter_the_adapter_is_published(
@@ -376,6 +377,7 @@ def test_the_command_names_another_base(
 ) -> None:
     """Of what was trained on a local folder. A card that was rendered tells of the new base, a person's is kept."""
     folder = shutil.copytree(folders[kind], tmp_path / kind)
+    (folder / "run.yaml").write_text("objective: mrp\nmodel: /home/me/backbone\nunroll: 2\n")
     config = folder / {"head": "config.json", "adapter": "adapter_config.json"}[kind]
     fields = json.loads(config.read_text()) | {"base_model_name_or_path": "/home/me/backbone"}
     config.write_text(json.dumps(fields))
@@ -385,10 +387,14 @@ def test_the_command_names_another_base(
     assert hashes(folder) == before
     files = hub.files(repo)
     revision = {"head": "base_model_revision", "adapter": "revision"}[kind]
+    if kind == "head":
+        fields["speculators_config"]["verifier"]["name_or_path"] = "org/b"
     assert json.loads(files[config.name]) == fields | {"base_model_name_or_path": "org/b", revision: "v1"}
     weights = {"head": "model.safetensors", "adapter": "adapter_model.safetensors"}[kind]
     assert files[weights] == (folder / weights).read_bytes()
     assert "base_model: org/b\n" in files["README.md"].decode()
+    assert "model: org/b\nunroll: 2\n```" in files["README.md"].decode(), "the recipe of the run, which itself stays here"
+    assert "run.yaml" not in files
     (folder / "README.md").write_text(WRITTEN)
     assert client.run(f"from mrp_trainer.publish import main; main({arguments!r})").error is None
     assert hub.files(repo)["README.md"].decode() == WRITTEN
@@ -427,7 +433,6 @@ def test_a_repository_of_another_kind_is_not_overwritten(
 @pytest.mark.parametrize(
     ("repo_id", "options", "message"),
     [
-        ("name", {}, "repo_id is 'name': name the owner too"),
         ("a/b/c", {}, "Repo id must be"),
         ("org/name", {"revision": "b", "create_pr": True}, "push to a branch, or open a pull request"),
         ("org/name", {"results": ["missing.jsonl"]}, "missing.jsonl is not a file"),
@@ -445,7 +450,7 @@ def test_a_wrong_argument_is_refused(folders: dict[str, Path], repo_id: str, opt
     ("repo_id", "options", "kind", "message"),
     [
         ("org/name", {"privat": True}, TypeError, "unexpected keyword argument 'privat'"),
-        ("x", {}, ValueError, "repo_id is 'x': name the owner too"),
+        ("a/b/c", {}, ValueError, "Repo id must be in the form"),
         ("org/name", {"revision": "b", "create_pr": True}, ValueError, "push to a branch, or open a pull request"),
     ],
 )
@@ -460,10 +465,31 @@ def test_a_loaded_model_is_not_written_for_a_wrong_argument(
         make_model().push_to_hub(repo_id, **options)
 
 
-def test_saving_and_pushing_needs_an_owner(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="repo_id is 'saved': name the owner too"):
-        make_model().save_pretrained(tmp_path / "saved", push_to_hub=True)
-    assert (tmp_path / "saved" / "model.safetensors").is_file()
+def test_a_name_without_an_owner_is_the_users(hub: HubServer, client: HubClient, folders: dict[str, Path]) -> None:
+    """Of a model that pushes itself, that is saved and pushed, and of the command, whose dry run cannot know who it is."""
+    done = client.run(
+        f"""
+        from mrp_trainer.publish import main
+        from modeling_mrp import MRPForCausalLM
+        model = MRPForCausalLM.from_pretrained({str(folders["full"])!r})
+        print(model.push_to_hub("mine").commit_url.split("/commit/")[0])
+        model.save_pretrained("saved", push_to_hub=True)
+        main(["push", {str(folders["head"])!r}, "my-head"])
+        """
+    )
+    assert done.error is None
+    assert done.printed.startswith(f"{hub.url}/alice/mine\nan MRP head to alice/my-head (branch main; private if it is new)\n")
+    for name, kind in (("mine", "a full model"), ("saved", "a full model"), ("my-head", "an MRP head")):
+        assert titles(hub, f"alice/{name}") == [f"Upload {kind}", "initial commit"]
+    assert '"alice/my-head"' in hub.files("alice/my-head")["README.md"].decode()
+    dry = publish(folders["head"], "my-head", dry_run=True)
+    assert str(dry).startswith("an MRP head to my-head of your own (branch main;")
+
+
+def test_a_name_without_an_owner_needs_a_user(folders: dict[str, Path]) -> None:
+    for push in (make_model().push_to_hub, lambda name, **how: publish(folders["full"], name, **how)):
+        with pytest.raises(ValueError, match=r"Cannot use `token=False` with `whoami`"):
+            push("mine", token=False)
 
 
 def test_a_dry_run_makes_no_connection(hub: HubServer, push: Callable[..., Done], folders: dict[str, Path], repo: str) -> None:

@@ -154,7 +154,16 @@ def test_a_config_that_is_not_there() -> None:
         read_settings("mrp", "nowhere.yaml")
 
 
-def test_an_interrupted_run_goes_on(files: dict[str, str], tmp_path: Path) -> None:
+def test_a_model_that_is_nowhere_is_named_as_the_model(files: dict[str, str], tmp_path: Path) -> None:
+    """Not as a tokenizer; by a run, and by what asks for its tokenizer alone."""
+    settings = settings_of(files, tmp_path / "o", model="org/none")
+    for call in (lambda: open_run(settings), lambda: run_tokenizer(settings.options)):
+        with pytest.raises(OSError, match=r"^'org/none' is no folder here, and as a repository it could not be read"):
+            call()
+    assert not (tmp_path / "o").exists()
+
+
+def test_an_interrupted_run_goes_on(files: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """From the checkpoint in the middle; the result is that of the whole run, bit for bit."""
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     assert open_run(settings_of(files, whole)).train() == whole
@@ -162,7 +171,9 @@ def test_an_interrupted_run_goes_on(files: dict[str, str], tmp_path: Path) -> No
     shutil.copytree(whole / "checkpoint-2", cut / "checkpoint-2")
     shutil.copy(whole / "run.yaml", cut / "run.yaml")
     run = open_run(settings_of(files, cut, save_total_limit=1))  # what is kept may change
+    assert "resuming" not in capsys.readouterr().out
     run.train()
+    assert capsys.readouterr().out.splitlines()[0] == "resuming from checkpoint-2"
     assert sorted(path.name for path in cut.glob("checkpoint-*")) == ["checkpoint-4"]
     found, expected = weights(cut), weights(whole)
     assert found.keys() == expected.keys()
@@ -184,7 +195,9 @@ def test_an_interrupted_run_goes_on(files: dict[str, str], tmp_path: Path) -> No
         {"lora_rank": 2, "packed": False},
     ],
 )
-def test_a_run_that_is_done_is_only_saved_again(flags: dict[str, Any], files: dict[str, str], tmp_path: Path) -> None:
+def test_a_run_that_is_done_is_only_saved_again(
+    flags: dict[str, Any], files: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """16 rows in steps of 4 make 4 an epoch."""
     steps = 6 if "num_train_epochs" in flags else 4
     flags = {"learning_rate": 0.05, **flags, **({"model": files["full"]} if "lora_rank" in flags else {})}
@@ -194,7 +207,10 @@ def test_a_run_that_is_done_is_only_saved_again(flags: dict[str, Any], files: di
     saved, trained = (tmp_path / name).read_bytes(), first.trainer.model.state_dict()
     (tmp_path / name).unlink()
     again = open_run(settings_of(files, tmp_path, **flags))
+    capsys.readouterr()
     again.train()
+    remedy = "" if "lora_rank" in flags else f" To train its head further, give --head {tmp_path} and another --output-dir"
+    assert f"resuming from checkpoint-{steps}\nall {steps} steps of this run are done.{remedy}\n" in capsys.readouterr().out
     assert first.trainer.state.global_step == again.trainer.state.global_step == steps
     assert max(int(path.name.split("-")[1]) for path in tmp_path.glob("checkpoint-*")) == steps
     assert (tmp_path / name).read_bytes() == saved
@@ -206,6 +222,7 @@ def test_a_run_with_other_settings_is_not_taken_up(files: dict[str, str], tmp_pa
     open_run(first).train()
     other = settings_of(files, tmp_path, max_steps=2, learning_rate=0.5, head_init="published", eval_data=[files["held"]])
     message = r"head_init was 'identity' and is 'published'; learning_rate was 0\.001 and is 0\.5\. Name another folder"
+    message += rf".*--restart\. To train its head further, give --head {tmp_path} and another --output-dir$"
     with pytest.raises(ValueError, match=message):
         open_run(other)
     weight_decay = read_settings("mrp", str(tmp_path / "run.yaml"), None, ["weight_decay=0.5"])

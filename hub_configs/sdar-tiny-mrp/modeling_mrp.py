@@ -5724,13 +5724,20 @@ class BackboneSource(NamedTuple):
 
 
 def head_to_save(
-    model: Any, state_dict: dict[str, Tensor] | None, backbone: BackboneSource | None
+    model: Any, state_dict: dict[str, Tensor] | None, named: BackboneSource | None
 ) -> tuple[dict[str, Tensor], MRPConfig]:
     """Select the tensors and the config of a head repository.
 
+    Args:
+        model: The model.
+        state_dict: Its tensors, if not those that it holds.
+        named: Its backbone, as the user says; None for the one that it was loaded with.
+
     Raises:
-        ValueError: if the model has no head, its backbone no name, or the head not just its own tensors.
+        ValueError: if the model has no head, its backbone no name or, as loaded, other weights; or the head not just its own
+            tensors.
     """
+    backbone = named or model.backbone_source
     if model.mrp_head is None:
         raise ValueError(
             "head_only=True, but the model has no MRP head: give it one with attach_head or from_backbone, or save it whole"
@@ -5748,13 +5755,50 @@ def head_to_save(
             f"the head holds other tensors than its own, or lacks some: {sorted(others)[:4]}, ... Merge adapters first "
             "(merge_and_unload), or save them with peft; save a quantized head with the whole model, or quantize the rest only"
         )
+    if named is None:
+        check_unchanged(state, backbone)
     config = copy.deepcopy(model.config)
+    config.describe_speculator(backbone.name, config.architectures or [type(model).__name__])
     config.auto_map, config.architectures = dict(AUTO_MAP), [type(model).__name__]
     config.dtype = next(tensor.dtype for tensor in head.values() if tensor.is_floating_point())
     config.base_model_name_or_path, config.base_model_revision = backbone
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # the backbone's
     return head, config
+
+
+def check_unchanged(state: Mapping[str, Tensor], backbone: BackboneSource) -> None:
+    """Refuse to name a checkpoint as the backbone that has other weights, such as those before an adapter was merged.
+
+    The first row of every tensor is compared, to the rounding of the 16-bit types. A checkpoint that is no longer here passes.
+
+    Args:
+        state: The model's tensors.
+        backbone: Where they came from.
+
+    Raises:
+        ValueError: if they differ, or the model carries an adapter of its backbone.
+    """
+    wrapped = [name for name in state if ".lora_" in name and not name.startswith(HEAD)]
+    try:
+        files = stored_tensors(weight_files(backbone.name, revision=backbone.revision, local_files_only=True))
+    except (OSError, ValueError):
+        files = {}
+    own = {name: stored for name, stored in files.items() if name in state and not name.startswith(HEAD)}
+    changed = [name for name, stored in own.items() if not _same_row(state[name], stored)]
+    if wrapped or changed:
+        raise ValueError(
+            f"the head's backbone is no longer {backbone.name}: {(wrapped or changed)[0]} is not of it. If an adapter was "
+            "merged into it, publish it as it is now and name that (base_model_name_or_path), or save the model whole"
+        )
+
+
+def _same_row(value: Tensor, stored: StoredTensor) -> bool:
+    if value.is_meta or not value.is_floating_point() or tuple(value.shape) != stored.shape or not all(stored.shape or [0]):
+        return True  # spread over devices, or quantized: not to be compared
+    with safe_open(stored.file, framework="pt") as tensors:
+        row = tensors.get_slice(stored.name)[:1]
+    return torch.allclose(value[:1].detach().cpu().double(), row.double(), rtol=2**-7, atol=1e-7, equal_nan=True)
 
 
 def code_files() -> dict[str, str]:
@@ -5808,7 +5852,8 @@ def written_beside(folder: Path) -> Iterator[Path]:
 
 KINDS = {"full": "a full model", "head": "an MRP head", "adapter": "an adapter"}
 CONFIGS = {"full": "config.json", "head": "config.json", "adapter": "adapter_config.json"}
-TAGS = ["diffusion-lm", "block-diffusion", "speculative-decoding", "sdar", "mrp"]
+TAGS = ["dllm", "diffusion-lm", "block-diffusion", "speculative-decoding", "sdar", "mrp"]
+_HEAD_TAGS = ["speculators", "draft-model"]
 WEIGHTS = re.compile(r"(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 NOT_FILLED_IN = "Nothing is told of it yet: `mrp push` renders a card with its facts, its use and what was measured."
 PATIENCE = 60.0  # seconds that the Hub may be silent before a request counts as lost
@@ -5841,18 +5886,26 @@ def kind_of(names: Collection[str], read: Callable[[str], bytes]) -> str | None:
     return f"files of no model of this package, such as {others[0]}" if others else None
 
 
+def tags_of(kind: str) -> list[str]:
+    """List the tags by which a kind of repository is found."""
+    return [*TAGS, *(_HEAD_TAGS if kind == "head" else [])]
+
+
 def is_ours(path: str) -> bool:
     """Tell whether an earlier push may have put this file there, so that a later one may remove it."""
     return bool(WEIGHTS.fullmatch(path) or re.fullmatch(r"[a-z_]+_mrp\.py", path) or path == CUSTOM_GENERATE)
 
 
 def check_target(repo_id: str, revision: str | None, create_pr: bool) -> None:
-    """Refuse a name that is no "org/name", or both a branch and a pull request, with a `ValueError`."""
+    """Refuse what is no repository's name, or both a branch and a pull request, with a `ValueError`."""
     if revision is not None and create_pr:
         raise ValueError(f"revision={revision!r} and create_pr=True: push to a branch, or open a pull request")
     validate_repo_id(repo_id)
-    if repo_id.count("/") != 1:
-        raise ValueError(f"repo_id is {repo_id!r}: name the owner too, 'org/name'")
+
+
+def full_name(api: HfApi, repo_id: str) -> str:
+    """Complete the name of a repository that has no owner with the user's, who is asked for."""
+    return repo_id if "/" in repo_id else f"{api.whoami()['name']}/{repo_id}"
 
 
 def check_base(base: str | None) -> None:
@@ -5994,6 +6047,7 @@ def push_saved(
     base = json.loads(files[CONFIGS[kind]].read_text(encoding="utf-8")).get("base_model_name_or_path")
     check_base(base)
     api, branch = HfApi(token=token), revision or "main"
+    repo_id = full_name(api, repo_id)
     remote = look(api, repo_id, branch, kind)
     if remote is None:
         api.create_repo(repo_id, private=private, exist_ok=True)
@@ -6031,7 +6085,7 @@ def short_card(repo_id: str, kind: str, base: str | None) -> str:
         library_name="peft" if kind == "adapter" else "transformers",
         pipeline_tag="text-generation",
         license="unknown",
-        tags=TAGS,
+        tags=tags_of(kind),
         base_model=base,
         base_model_relation="adapter" if base else None,
     )
@@ -6206,7 +6260,8 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
             save_directory: The folder, made if needed. Its other files stay.
             is_main_process: As in transformers.
             state_dict: As in transformers.
-            push_to_hub: As in transformers; pushes with `push_to_hub` once the folder is written.
+            push_to_hub: As in transformers; pushes with `push_to_hub` once the folder is written, to `repo_id` or a repository
+                of the user's own with the folder's name.
             head_only: Whether to write the head alone. The folder names the backbone, and loads it when it is loaded.
             base_model_name_or_path: With `head_only`, the backbone's name (an id or an absolute path) instead of what the model
                 was loaded from (`backbone_source`). Needed if the backbone was changed since, or made from a config.
@@ -6214,15 +6269,15 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
             kwargs: As in transformers.
 
         Raises:
-            ValueError: with `head_only`, if there is no head, it carries adapters, or the backbone has no name; without it, if
-                the backbone is named.
+            ValueError: with `head_only`, if there is no head, it carries adapters, or the backbone has no name, or since it was
+                loaded got other weights and no other name; without it, if the backbone is named.
         """
         hub = {name: kwargs.pop(name) for name in _OF_THE_HUB if name in kwargs}
         folder = Path(save_directory)
         self.generation_config._from_model_config = False  # or our options would be dropped when it is read again
         if head_only:
             named = BackboneSource(base_model_name_or_path, base_model_revision) if base_model_name_or_path else None
-            head, config = head_to_save(self, state_dict, named or self.backbone_source)
+            head, config = head_to_save(self, state_dict, named)
             if is_main_process:
                 with written_beside(folder) as beside:
                     save_file(head, beside / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
@@ -6274,7 +6329,7 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
         """Publish the model in one commit, with a card of a few lines where there is none; `mrp push` renders a whole one.
 
         Args:
-            repo_id: "org/name".
+            repo_id: "org/name", or "name" for a repository of the user's own.
             head_only: Publishes the head alone, which names its backbone, instead of the whole model. Of a model with a peft
                 adapter, the adapter alone is published.
             base_model_name_or_path: With `head_only`, the backbone's name on the Hub, if it was not loaded from there.
@@ -6292,8 +6347,9 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
             The commit.
 
         Raises:
-            ValueError: as from `save_pretrained`; for a `repo_id` without an owner; if the name of the base is not that of a
-                repository, or the target holds another kind of thing.
+            ValueError: as from `save_pretrained`; if the name of the base is not that of a repository, or the target holds
+                another kind of thing.
+            OSError: if no owner is named, and nobody is logged in.
             HfHubHTTPError: if the Hub refuses, or somebody else committed meanwhile; no commit is then made.
         """
         check_target(repo_id, revision, create_pr)
@@ -6768,6 +6824,12 @@ OPTIONS = (
     Option("kernels", None, *_KERNELS, "Triton kernels: None where possible, True or an error, False never"),
     Option("graphs", None, *_GRAPHS, "CUDA graphs: None where possible, True or an error, False never"),
 )
+
+
+def closest_name(name: str, names: Iterable[str]) -> str:
+    """Suggest the one of some names that is most like this one, with a space before; "" if none is."""
+    near = difflib.get_close_matches(name, sorted(names), n=1, cutoff=0.75)
+    return f" (did you mean {near[0]}?)" if near else ""
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -7413,8 +7475,7 @@ OPTION_NAMES = frozenset(name for name in vars(MRPGenerationConfig()) if not nam
 
 def did_you_mean(name: str) -> str:
     """Suggest the option whose name is most like this one, with a space before; "" if none is."""
-    near = difflib.get_close_matches(name, sorted(OPTION_NAMES), n=1, cutoff=0.75)
-    return f" (did you mean {near[0]}?)" if near else ""
+    return closest_name(name, OPTION_NAMES)
 
 
 def check_values(values: Mapping[str, Any], block_size: int, sampling: bool) -> None:

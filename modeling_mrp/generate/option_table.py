@@ -4,7 +4,8 @@ From `OPTIONS` come the fields of `MRPGenerationConfig`, their defaults and chec
 table. Nothing here imports torch, so that the help of a command line comes at once.
 """
 
-from collections.abc import Callable
+import difflib
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,4 +121,11 @@ OPTIONS = (
     Option("graphs", None, *_GRAPHS, "CUDA graphs: None where possible, True or an error, False never"),
 )
 
-__all__ = ["COUNT", "DECODINGS", "DRAFTING", "OPTIONS", "PROBABILITY", "REMASK_RULES", "TARGETS", "Option"]
+
+def closest_name(name: str, names: Iterable[str]) -> str:
+    """Suggest the one of some names that is most like this one, with a space before; "" if none is."""
+    near = difflib.get_close_matches(name, sorted(names), n=1, cutoff=0.75)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
+__all__ = ["COUNT", "DECODINGS", "DRAFTING", "OPTIONS", "PROBABILITY", "REMASK_RULES", "TARGETS", "Option", "closest_name"]

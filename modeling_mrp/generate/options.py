@@ -1,6 +1,5 @@
 """The options of `generate` for MRP models: the config that holds, checks and interprets them."""
 
-import difflib
 import operator
 from collections.abc import Callable, Mapping
 from math import inf
@@ -12,7 +11,7 @@ from transformers.generation import GenerationConfig
 
 from ..rules.revealing import Dynamic, EntropyBound, RevealRule, Sequential, Static, logit, reveal_schedule
 from .modes import Direct, Drafting, Mode, RereadRemask, ResidualRemask, ThresholdRemask
-from .option_table import COUNT, OPTIONS, PROBABILITY, TARGETS, Option
+from .option_table import COUNT, OPTIONS, PROBABILITY, TARGETS, Option, closest_name
 from .pace import WIDTHS
 
 # Of options that were checked: none is None.
@@ -160,8 +159,7 @@ OPTION_NAMES = frozenset(name for name in vars(MRPGenerationConfig()) if not nam
 
 def did_you_mean(name: str) -> str:
     """Suggest the option whose name is most like this one, with a space before; "" if none is."""
-    near = difflib.get_close_matches(name, sorted(OPTION_NAMES), n=1, cutoff=0.75)
-    return f" (did you mean {near[0]}?)" if near else ""
+    return closest_name(name, OPTION_NAMES)
 
 
 def check_values(values: Mapping[str, Any], block_size: int, sampling: bool) -> None:

@@ -200,7 +200,8 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
             save_directory: The folder, made if needed. Its other files stay.
             is_main_process: As in transformers.
             state_dict: As in transformers.
-            push_to_hub: As in transformers; pushes with `push_to_hub` once the folder is written.
+            push_to_hub: As in transformers; pushes with `push_to_hub` once the folder is written, to `repo_id` or a repository
+                of the user's own with the folder's name.
             head_only: Whether to write the head alone. The folder names the backbone, and loads it when it is loaded.
             base_model_name_or_path: With `head_only`, the backbone's name (an id or an absolute path) instead of what the model
                 was loaded from (`backbone_source`). Needed if the backbone was changed since, or made from a config.
@@ -208,15 +209,15 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
             kwargs: As in transformers.
 
         Raises:
-            ValueError: with `head_only`, if there is no head, it carries adapters, or the backbone has no name; without it, if
-                the backbone is named.
+            ValueError: with `head_only`, if there is no head, it carries adapters, or the backbone has no name, or since it was
+                loaded got other weights and no other name; without it, if the backbone is named.
         """
         hub = {name: kwargs.pop(name) for name in _OF_THE_HUB if name in kwargs}
         folder = Path(save_directory)
         self.generation_config._from_model_config = False  # or our options would be dropped when it is read again
         if head_only:
             named = BackboneSource(base_model_name_or_path, base_model_revision) if base_model_name_or_path else None
-            head, config = head_to_save(self, state_dict, named or self.backbone_source)
+            head, config = head_to_save(self, state_dict, named)
             if is_main_process:
                 with written_beside(folder) as beside:
                     save_file(head, beside / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
@@ -268,7 +269,7 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
         """Publish the model in one commit, with a card of a few lines where there is none; `mrp push` renders a whole one.
 
         Args:
-            repo_id: "org/name".
+            repo_id: "org/name", or "name" for a repository of the user's own.
             head_only: Publishes the head alone, which names its backbone, instead of the whole model. Of a model with a peft
                 adapter, the adapter alone is published.
             base_model_name_or_path: With `head_only`, the backbone's name on the Hub, if it was not loaded from there.
@@ -286,8 +287,9 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
             The commit.
 
         Raises:
-            ValueError: as from `save_pretrained`; for a `repo_id` without an owner; if the name of the base is not that of a
-                repository, or the target holds another kind of thing.
+            ValueError: as from `save_pretrained`; if the name of the base is not that of a repository, or the target holds
+                another kind of thing.
+            OSError: if no owner is named, and nobody is logged in.
             HfHubHTTPError: if the Hub refuses, or somebody else committed meanwhile; no commit is then made.
         """
         check_target(repo_id, revision, create_pr)

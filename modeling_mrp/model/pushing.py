@@ -21,7 +21,8 @@ from .saving import CUSTOM_GENERATE
 
 KINDS = {"full": "a full model", "head": "an MRP head", "adapter": "an adapter"}
 CONFIGS = {"full": "config.json", "head": "config.json", "adapter": "adapter_config.json"}
-TAGS = ["diffusion-lm", "block-diffusion", "speculative-decoding", "sdar", "mrp"]
+TAGS = ["dllm", "diffusion-lm", "block-diffusion", "speculative-decoding", "sdar", "mrp"]
+_HEAD_TAGS = ["speculators", "draft-model"]
 WEIGHTS = re.compile(r"(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 NOT_FILLED_IN = "Nothing is told of it yet: `mrp push` renders a card with its facts, its use and what was measured."
 PATIENCE = 60.0  # seconds that the Hub may be silent before a request counts as lost
@@ -54,18 +55,26 @@ def kind_of(names: Collection[str], read: Callable[[str], bytes]) -> str | None:
     return f"files of no model of this package, such as {others[0]}" if others else None
 
 
+def tags_of(kind: str) -> list[str]:
+    """List the tags by which a kind of repository is found."""
+    return [*TAGS, *(_HEAD_TAGS if kind == "head" else [])]
+
+
 def is_ours(path: str) -> bool:
     """Tell whether an earlier push may have put this file there, so that a later one may remove it."""
     return bool(WEIGHTS.fullmatch(path) or re.fullmatch(r"[a-z_]+_mrp\.py", path) or path == CUSTOM_GENERATE)
 
 
 def check_target(repo_id: str, revision: str | None, create_pr: bool) -> None:
-    """Refuse a name that is no "org/name", or both a branch and a pull request, with a `ValueError`."""
+    """Refuse what is no repository's name, or both a branch and a pull request, with a `ValueError`."""
     if revision is not None and create_pr:
         raise ValueError(f"revision={revision!r} and create_pr=True: push to a branch, or open a pull request")
     validate_repo_id(repo_id)
-    if repo_id.count("/") != 1:
-        raise ValueError(f"repo_id is {repo_id!r}: name the owner too, 'org/name'")
+
+
+def full_name(api: HfApi, repo_id: str) -> str:
+    """Complete the name of a repository that has no owner with the user's, who is asked for."""
+    return repo_id if "/" in repo_id else f"{api.whoami()['name']}/{repo_id}"
 
 
 def check_base(base: str | None) -> None:
@@ -207,6 +216,7 @@ def push_saved(
     base = json.loads(files[CONFIGS[kind]].read_text(encoding="utf-8")).get("base_model_name_or_path")
     check_base(base)
     api, branch = HfApi(token=token), revision or "main"
+    repo_id = full_name(api, repo_id)
     remote = look(api, repo_id, branch, kind)
     if remote is None:
         api.create_repo(repo_id, private=private, exist_ok=True)
@@ -244,7 +254,7 @@ def short_card(repo_id: str, kind: str, base: str | None) -> str:
         library_name="peft" if kind == "adapter" else "transformers",
         pipeline_tag="text-generation",
         license="unknown",
-        tags=TAGS,
+        tags=tags_of(kind),
         base_model=base,
         base_model_relation="adapter" if base else None,
     )
@@ -257,17 +267,18 @@ __all__ = [
     "KINDS",
     "NOT_FILLED_IN",
     "PATIENCE",
-    "TAGS",
     "WEIGHTS",
     "Operation",
     "Remote",
     "answered_within",
     "check_base",
     "check_target",
+    "full_name",
     "is_ours",
     "kind_of",
     "landed",
     "look",
     "push_saved",
     "revision_info",
+    "tags_of",
 ]

@@ -5,18 +5,20 @@ import inspect
 import os
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from .configuration import MRPConfig
 from .custom_generate import generate
 from .head import shapes_of_head
-from .layouts import HEAD
+from .layouts import HEAD, StoredTensor, stored_tensors, weight_files
 
 CONFIGURATION, MODELING = "configuration_mrp.py", "modeling_mrp.py"
 CUSTOM_GENERATE = "custom_generate/generate.py"
@@ -36,13 +38,20 @@ class BackboneSource(NamedTuple):
 
 
 def head_to_save(
-    model: Any, state_dict: dict[str, Tensor] | None, backbone: BackboneSource | None
+    model: Any, state_dict: dict[str, Tensor] | None, named: BackboneSource | None
 ) -> tuple[dict[str, Tensor], MRPConfig]:
     """Select the tensors and the config of a head repository.
 
+    Args:
+        model: The model.
+        state_dict: Its tensors, if not those that it holds.
+        named: Its backbone, as the user says; None for the one that it was loaded with.
+
     Raises:
-        ValueError: if the model has no head, its backbone no name, or the head not just its own tensors.
+        ValueError: if the model has no head, its backbone no name or, as loaded, other weights; or the head not just its own
+            tensors.
     """
+    backbone = named or model.backbone_source
     if model.mrp_head is None:
         raise ValueError(
             "head_only=True, but the model has no MRP head: give it one with attach_head or from_backbone, or save it whole"
@@ -60,13 +69,50 @@ def head_to_save(
             f"the head holds other tensors than its own, or lacks some: {sorted(others)[:4]}, ... Merge adapters first "
             "(merge_and_unload), or save them with peft; save a quantized head with the whole model, or quantize the rest only"
         )
+    if named is None:
+        check_unchanged(state, backbone)
     config = copy.deepcopy(model.config)
+    config.describe_speculator(backbone.name, config.architectures or [type(model).__name__])
     config.auto_map, config.architectures = dict(AUTO_MAP), [type(model).__name__]
     config.dtype = next(tensor.dtype for tensor in head.values() if tensor.is_floating_point())
     config.base_model_name_or_path, config.base_model_revision = backbone
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # the backbone's
     return head, config
+
+
+def check_unchanged(state: Mapping[str, Tensor], backbone: BackboneSource) -> None:
+    """Refuse to name a checkpoint as the backbone that has other weights, such as those before an adapter was merged.
+
+    The first row of every tensor is compared, to the rounding of the 16-bit types. A checkpoint that is no longer here passes.
+
+    Args:
+        state: The model's tensors.
+        backbone: Where they came from.
+
+    Raises:
+        ValueError: if they differ, or the model carries an adapter of its backbone.
+    """
+    wrapped = [name for name in state if ".lora_" in name and not name.startswith(HEAD)]
+    try:
+        files = stored_tensors(weight_files(backbone.name, revision=backbone.revision, local_files_only=True))
+    except (OSError, ValueError):
+        files = {}
+    own = {name: stored for name, stored in files.items() if name in state and not name.startswith(HEAD)}
+    changed = [name for name, stored in own.items() if not _same_row(state[name], stored)]
+    if wrapped or changed:
+        raise ValueError(
+            f"the head's backbone is no longer {backbone.name}: {(wrapped or changed)[0]} is not of it. If an adapter was "
+            "merged into it, publish it as it is now and name that (base_model_name_or_path), or save the model whole"
+        )
+
+
+def _same_row(value: Tensor, stored: StoredTensor) -> bool:
+    if value.is_meta or not value.is_floating_point() or tuple(value.shape) != stored.shape or not all(stored.shape or [0]):
+        return True  # spread over devices, or quantized: not to be compared
+    with safe_open(stored.file, framework="pt") as tensors:
+        row = tensors.get_slice(stored.name)[:1]
+    return torch.allclose(value[:1].detach().cpu().double(), row.double(), rtol=2**-7, atol=1e-7, equal_nan=True)
 
 
 def code_files() -> dict[str, str]:

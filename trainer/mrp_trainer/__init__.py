@@ -2,21 +2,19 @@
 
 from typing import TYPE_CHECKING, Any
 
+from modeling_mrp import __version__
+
 if TYPE_CHECKING:
     from .arguments import MRPTrainingArguments
     from .trainer import MRPTrainer
-
-    __version__: str
 
 _HOMES = {"MRPTrainer": "trainer", "MRPTrainingArguments": "arguments"}
 
 
 def __getattr__(name: str) -> Any:
     """What is exported, imported when it is asked for: torch and transformers take seconds, and `mrp --help` needs neither."""
-    from importlib import import_module, metadata
+    from importlib import import_module
 
-    if name == "__version__":
-        return metadata.version("modeling-mrp")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f".{_HOMES[name]}", __name__), name)

@@ -8,12 +8,9 @@ from transformers import TrainingArguments
 
 from .objectives import HEAD_LOSSES, HeadObjective
 from .reveals import REVEAL_RULES, Reveals
-from .train_options import TrainerFlags
+from .train_options import KEPT_CHECKPOINTS, LEARNING_RATES, MIN_RATE, SCHEDULER, TrainerFlags
 
 OBJECTIVES = ("block_diffusion", "mrp")
-LEARNING_RATES = {"mrp": 1e-3, "block_diffusion": 1e-4}
-# Of the schedule that is the default.
-MIN_RATE = {"min_lr_rate": 0.1}
 ATTENTIONS = ("auto", "flex_attention", "sdpa", "eager")
 NO_CHECKPOINTING = "gradient_checkpointing drops the keys that the head's passes share: leave it off for objective 'mrp'"
 # Options of `TrainingArguments` that would do nothing: their defaults, and why.
@@ -85,12 +82,12 @@ class MRPTrainingArguments(TrainingArguments):
     num_train_epochs: float = TrainerFlags.num_train_epochs
     per_device_train_batch_size: int = TrainerFlags.per_device_train_batch_size
     learning_rate: float = None  # type: ignore[assignment]  # the objective decides
-    lr_scheduler_type: str = "cosine_with_min_lr"
+    lr_scheduler_type: str = SCHEDULER
     lr_scheduler_kwargs: dict[str, Any] | str | None = None
     logging_steps: float = TrainerFlags.logging_steps
     eval_steps: float | None = TrainerFlags.eval_steps
     save_steps: float = TrainerFlags.save_steps
-    save_total_limit: int | None = 2
+    save_total_limit: int | None = KEPT_CHECKPOINTS
     max_length: int = TrainerFlags.max_length
     packed: bool = TrainerFlags.packed
     noisy_copies: int = TrainerFlags.noisy_copies

@@ -1,12 +1,15 @@
 """The console script `mrp`: train, decode, evaluate, serve, make tasks, convert, publish.
 
-``python -m mrp_trainer.cli`` is the same. Commands import what they need when they run, so that help comes at once.
+``python -m mrp_trainer.cli`` is the same. Commands import what they need when they run, so that help comes at once, and look at
+what is cheap first (`early`), so that errors do.
 """
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
+
+from modeling_mrp import __version__
 
 from . import cli_train
 from .cli_errors import told
@@ -25,15 +28,34 @@ app = typer.Typer(
 )
 app.add_typer(cli_train.app, name="train")
 
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the package's version.")
+    ] = False,
+) -> None:
+    """The options beside the commands."""
+
+
 _KIND, _TARGET, _CARD = "What is pushed", "Where to", "Card"
 
 
 @app.command()
 @takes_flags(EvaluateOptions, required=["model"], defaults=True)
 def evaluate(**given: Any) -> None:
-    """Measure accuracy, tokens per forward and acceptance, with 95 % intervals: one JSON line per set and mode."""
+    """Measure accuracy, tokens per forward and acceptance, with 95 % intervals: a row of a table per set and mode."""
     with told():
         options = EvaluateOptions(**given)
+        from .early import check_evaluation
+
+        check_evaluation(options)
         from .evaluate import evaluate as evaluate_model
 
         evaluate_model(options)
@@ -45,6 +67,9 @@ def decode(**given: Any) -> None:
     """Have a model answer prompts with static decoding: training data for its head. Run again, it goes on."""
     with told():
         options = DecodeOptions(**given)
+        from .early import check_decoding
+
+        check_decoding(options)
         from .decode import decode as decode_prompts
 
         written = decode_prompts(options)
@@ -100,6 +125,10 @@ def convert(
 ) -> None:
     """Write a checkpoint in another layout, its numbers byte for byte."""
     with told():
+        from .early import check_checkpoint, check_new_folder
+
+        check_new_folder(target)
+        check_checkpoint(source)
         from .convert import convert as convert_checkpoint
 
         written = convert_checkpoint(source, target, layout)
@@ -119,7 +148,7 @@ About = Annotated[
 @app.command()
 def push(
     folder: Annotated[str, typer.Argument(metavar="FOLDER_OR_ID", help="What training saved, or a repository to copy.")],
-    repo_id: Annotated[str, typer.Argument(metavar="REPO", help="Repository: org/name.")],
+    repo_id: Annotated[str, typer.Argument(metavar="REPO", help="Repository: org/name, or a name among your own.")],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list files and sizes; no connection is made.")] = False,
     head_only: Annotated[
         bool, typer.Option("--head-only", rich_help_panel=_KIND, help="Push the head of a full model alone.")
@@ -154,6 +183,9 @@ def push(
         ):
             if one and other:
                 raise ValueError(f"{names}: give one of them")
+        from .early import ABOUT, CARD, RESULTS, check_push
+
+        check_push(folder, repo_id, [(card, CARD), (about, ABOUT), *((path, RESULTS) for path in results or [])])
         from .publish import push as push_checkpoint
 
         kind = "head" if head_only else "adapter" if adapter else None
@@ -186,6 +218,9 @@ def card(
 ) -> None:
     """Print the model card of a checkpoint, as a push would render it."""
     with told():
+        from .early import ABOUT, RESULTS, check_push
+
+        check_push(folder, None, [(about, ABOUT), *((path, RESULTS) for path in results or [])])
         from .publish import card as rendered_card
 
         text = rendered_card(folder, name, results or [], about)

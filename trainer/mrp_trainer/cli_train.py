@@ -36,9 +36,12 @@ def _train(objective: str, given: dict[str, Any]) -> None:
     """Train, or only reckon, as the flags say."""
     command = TrainCommand(**{one.name: given.pop(one.name) for one in fields(TrainCommand) if one.name in given})
     with told():
-        # These import torch and transformers, for which `mrp --help` should not wait.
-        from .runs import dry_run, open_run
+        from .early import check_training
         from .settings import read_settings
+
+        check_training(read_settings(objective, command.config, given, command.set, early=True), command.dry_run)
+        # These import torch, for which neither help nor an error should wait.
+        from .runs import dry_run, open_run
 
         settings = read_settings(objective, command.config, given, command.set)
         if command.dry_run:

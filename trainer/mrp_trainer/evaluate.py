@@ -1,9 +1,10 @@
 """Accuracy and cost of decoding modes on problems, with 95 % intervals.
 
-``python -m mrp_trainer.evaluate --model FOLDER --decoding static mrp_spec --count 500`` prints one JSON line per family and
-mode; ``--prompts FILE`` asks a file of prompts with answers instead (`mrp_trainer.questions`). Intervals are fields NAME_95,
-[low, high]: Wilson's for shares of problems, a bootstrap over problems for all else (`mrp_trainer.intervals`). What is counted
-by depth of a draft, and of reveals taken back, is defined in `mrp_trainer.acceptance`.
+``python -m mrp_trainer.evaluate --model FOLDER --decoding static mrp_spec --count 500`` prints a table with a row per family
+and mode, and with ``--json`` a JSON line for each; ``--output FILE`` keeps the lines. ``--prompts FILE`` asks a file of prompts
+with answers instead (`mrp_trainer.questions`). Intervals are fields NAME_95, [low, high]: Wilson's for shares of problems, a
+bootstrap over problems for all else (`mrp_trainer.intervals`). What is counted by depth of a draft, and of reveals taken back,
+is defined in `mrp_trainer.acceptance`.
 """
 
 import hashlib
@@ -17,13 +18,14 @@ from typing import Any, cast
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from modeling_mrp.generate.options import OPTION_NAMES, MRPGenerationConfig, did_you_mean
+from modeling_mrp.generate.options import MRPGenerationConfig
 from modeling_mrp.model.configuration import MRPConfig
 
 from .acceptance import acceptance_by_depth, judged_revocations, mean_accepted_length
 from .data import encode
 from .decoded import NEW_TOKENS, Decoded, Judge, decode_problems, decode_prompts, pad_left
-from .evaluate_options import FILE_NEW_TOKENS, EvaluateOptions, generate_options
+from .evaluate_options import FILE_NEW_TOKENS, EvaluateOptions, check_names, generate_options
+from .evaluate_table import printing
 from .flags import argument_parser
 from .intervals import Interval, ratio_of_sums, wilson
 from .loading import load_config, load_model, load_tokenizer
@@ -212,7 +214,7 @@ class Evaluation:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Command line: one JSON line per problem set and setting."""
+    """Command line: a row or a JSON line per problem set and setting."""
     parser = argument_parser(EvaluateOptions, "python -m mrp_trainer.evaluate", main.__doc__)
     try:
         evaluate(EvaluateOptions(**vars(parser.parse_args(arguments))))
@@ -221,7 +223,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def evaluate(options: EvaluateOptions) -> None:
-    """Prints one JSON line per problem set and setting. Everything is checked before the model's weights are read.
+    """Prints a row or a JSON line per problem set and setting. Everything is checked before the model's weights are read.
 
     Raises:
         ValueError: for a malformed file, a prompt that leaves no room for an answer, options that `generate` refuses, or a
@@ -244,9 +246,7 @@ def evaluate(options: EvaluateOptions) -> None:
 
 def check_setting(setting: Mapping[str, Any], config: MRPConfig) -> None:
     """Raises `ValueError` for an option that `generate` does not know, or would refuse of a model with this config."""
-    for name in setting.get("set", {}):
-        if name not in OPTION_NAMES:
-            raise ValueError(f"--set {name}: generate has no such option{did_you_mean(name)}")
+    check_names(setting)
     MRPGenerationConfig(**generate_options(setting)).check(config.block_size, config.has_head)
 
 
@@ -276,26 +276,36 @@ def report(
     sets: Sequence[ProblemSet],
     results: ResultsFile | None = None,
 ) -> None:
-    """Prints the measurements that are asked for, and adds them to the file of results."""
+    """Prints the measurements that are asked for, and adds them to the file of results. Of those that are there already only
+    a table has rows."""
     every = options.settings()
+    with printing(options.json) as printer:
+        for asked in sets:
+            evaluation = Evaluation(model, tokenizer, asked, options.batch_size)
+            question = _question(options, model, asked)
+            for setting in every:
+                identity = {**asked.name, **setting, "set": setting.get("set"), "asked": question}
+                known = None if results is None else results.find(**identity, first=every[0])
+                if known is not None:
+                    print(f"{asked.name} {setting}: in {options.output} already", file=sys.stderr)
+                    if not options.json:
+                        printer.line(known)
+                    continue
+                line = {**asked.name, **setting, **evaluation.line(setting, every), "first": every[0], "asked": question}
+                printer.line(line)
+                if results is not None:
+                    results.add(line)
+                decoded = evaluation.decoded(setting)
+                for shown, text, right in list(zip(asked.shown, decoded.texts, decoded.right, strict=True))[: options.show]:
+                    printer.text(f"--- {shown}\n{text}\n[{'not judged' if right is None else 'right' if right else 'wrong'}]")
+
+
+def _question(options: EvaluateOptions, model: Any, asked: ProblemSet) -> dict[str, Any]:
+    """What tells a measurement from that of other models and problems."""
     names = ("model", "tokenizer", "split", "judge", "chat", "batch_size")
-    for asked in sets:
-        evaluation = Evaluation(model, tokenizer, asked, options.batch_size)
-        question = {name: getattr(options, name) for name in names}
-        question |= {"dtype": str(model.dtype), "device": str(model.device), "problems": len(asked.prompts)}
-        question |= {"max_new_tokens": asked.max_new_tokens, "digest": asked.digest()}
-        for setting in every:
-            identity = {**asked.name, **setting, "set": setting.get("set"), "asked": question}
-            if results is not None and results.find(**identity, first=every[0]) is not None:
-                print(f"{asked.name} {setting}: in {options.output} already", file=sys.stderr)
-                continue
-            line = {**asked.name, **setting, **evaluation.line(setting, every), "first": every[0], "asked": question}
-            print(json.dumps(line), flush=True)
-            if results is not None:
-                results.add(line)
-            decoded = evaluation.decoded(setting)
-            for shown, text, right in list(zip(asked.shown, decoded.texts, decoded.right, strict=True))[: options.show]:
-                print(f"--- {shown}\n{text}\n[{'not judged' if right is None else 'right' if right else 'wrong'}]")
+    of_model = {"dtype": str(model.dtype), "device": str(model.device)}
+    of_set = {"problems": len(asked.prompts), "max_new_tokens": asked.max_new_tokens, "digest": asked.digest()}
+    return {**{name: getattr(options, name) for name in names}, **of_model, **of_set}
 
 
 __all__ = [

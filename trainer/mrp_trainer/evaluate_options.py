@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, Literal
 
-from modeling_mrp.generate.option_table import DECODINGS, DRAFTING, OPTIONS, TARGETS
+from modeling_mrp.generate.option_table import DECODINGS, DRAFTING, OPTIONS, TARGETS, closest_name
 
 from .assignments import assigned
 from .flags import flag, too_small
@@ -59,17 +59,19 @@ class EvaluateOptions:
     decoding: list[str] = flag("Modes of decoding.", [_OPTIONS["decoding"].default], panel=_HOW, kind=list[Decoding])
     target: list[str] = flag("Modes whose text is drafted.", [_OPTIONS["target"].default], panel=_HOW, kind=list[Target])
     tau: list[float] = flag(**_of("confidence_threshold"))
-    states: list[int] = flag(**_of("num_draft_states"))
+    states: list[int | str] = flag(**_of("num_draft_states"), kind=list[str], metavar="K")
     branches: list[int] = flag(**_of("draft_branches"))
     set: list[str] = flag("Any other option of generate.", [], panel=_HOW, metavar="NAME=VALUE")
     max_new_tokens: int | None = flag("Tokens per answer.", None, panel=_HOW, min=1, shown="the family's, or 256")
     batch_size: int = flag("Prompts per call of generate.", 32, panel=_HOW, min=1)
-    output: str | None = flag("Append lines here; what is there is skipped.", None, panel=_OUTPUT, metavar="FILE")
+    json: bool = flag("JSON lines, not a table.", False, panel=_OUTPUT)
+    output: str | None = flag("Append JSON lines here; what is there is skipped.", None, panel=_OUTPUT, metavar="FILE")
     show: int = flag("Answers to print.", 0, panel=_OUTPUT, min=0)
 
     def __post_init__(self) -> None:
         for name, value, least in too_small(self):
             raise ValueError(f"--{name.replace('_', '-')} is {value}: at least {least}{' problem' if name == 'count' else ''}")
+        self.states = [int(one) if str(one).removeprefix("-").isdecimal() else one for one in self.states]
         self.extra()
 
     @property
@@ -102,4 +104,14 @@ def generate_options(setting: Mapping[str, Any]) -> dict[str, Any]:
     return {**{name: value for name, value in setting.items() if name != "set"}, **setting.get("set", {})}
 
 
-__all__ = ["FILE_NEW_TOKENS", "EvaluateOptions", "generate_options"]
+def check_names(setting: Mapping[str, Any]) -> None:
+    """Raise `ValueError` for an option in `set` that `generate` does not know."""
+    from transformers import GenerationConfig
+
+    known = {name for name in vars(GenerationConfig()) if not name.startswith("_")} | _OPTIONS.keys()
+    for name in setting.get("set", {}):
+        if name not in known:
+            raise ValueError(f"--set {name}: generate has no such option{closest_name(name, known)}")
+
+
+__all__ = ["FILE_NEW_TOKENS", "EvaluateOptions", "check_names", "generate_options"]

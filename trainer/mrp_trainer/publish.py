@@ -27,6 +27,7 @@ from .publishing import Publication, publish
 from .publishing.card import About, is_own_card, read_results, render_card
 from .publishing.folder import Folder, read_folder
 from .publishing.push import first_line, is_connection
+from .settings import RUN_FILE
 
 _DOWNLOADED = ["*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model", "README.md"]  # code is written anew
 
@@ -94,6 +95,7 @@ def _as_kind(folder: Path, kind: str | None, base: str | None, revision: str | N
             MRPForCausalLM.from_pretrained(folder, dtype="auto").save_pretrained(
                 head, head_only=True, base_model_name_or_path=base, base_model_revision=revision
             )
+            _copy_recipe(folder, Path(head))
             yield Path(head)
     else:
         raise ValueError(f"{folder} holds {KINDS[found]}, not {KINDS[str(kind)]}: leave out the option, or give another folder")
@@ -108,8 +110,20 @@ def _copy_with_base(checkpoint: Folder, target: Path, base: str, revision: str |
             continue
         shutil.copyfile(file, target / name)
     fields = json.loads(checkpoint.files[config_name].read_text(encoding="utf-8"))
-    named = {"base_model_name_or_path": base, "revision" if checkpoint.kind == "adapter" else "base_model_revision": revision}
+    named: dict[str, Any] = {
+        "base_model_name_or_path": base,
+        "revision" if checkpoint.kind == "adapter" else "base_model_revision": revision,
+    }
+    if isinstance(told := fields.get("speculators_config"), dict):
+        named["speculators_config"] = {**told, "verifier": {**told.get("verifier", {}), "name_or_path": base}}
     (target / config_name).write_text(json.dumps(fields | named, indent=2), encoding="utf-8")
+    _copy_recipe(checkpoint.path, target)
+
+
+def _copy_recipe(source: Path, target: Path) -> None:
+    """Have the card of a copy tell how it was trained."""
+    if (source / RUN_FILE).is_file():
+        shutil.copyfile(source / RUN_FILE, target / RUN_FILE)
 
 
 def push(
@@ -125,7 +139,7 @@ def push(
 
     Args:
         folder_or_id: The folder, or the id of a repository.
-        repo_id: Where to, "org/name".
+        repo_id: Where to, "org/name", or "name" for a repository of the user's own.
         kind: "head" to publish the head of a full model alone; "adapter" or "full" to make sure of what it is.
         base_model: For the head of a full model, or a head or an adapter that names another: the repository of its base. By
             default, if the full model came from one, that one.
@@ -158,7 +172,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     pushing = commands.add_parser("push", help="push a full model, a head or an adapter in one commit")
     pushing.add_argument("folder", metavar="FOLDER_OR_ID", help="what save_pretrained wrote, or a repository to copy")
-    pushing.add_argument("repo_id", metavar="REPO", help="org/name")
+    pushing.add_argument("repo_id", metavar="REPO", help="org/name, or a name among your own")
     kind = pushing.add_mutually_exclusive_group()
     kind.add_argument("--head-only", dest="kind", action="store_const", const="head", help="push the head alone")
     kind.add_argument("--adapter", dest="kind", action="store_const", const="adapter", help="push a peft adapter")

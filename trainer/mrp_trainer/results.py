@@ -2,8 +2,18 @@
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+
+def mode_name(line: Mapping[str, Any]) -> str:
+    """A result line's decoding with the settings that vary: "mrp_spec of dynamic K=4 tau=0.9", "static temperature=0.7"."""
+    name = str(line["decoding"])
+    name += f" of {line['target']}" if "target" in line else ""
+    name += f" K={line['num_draft_states']}" if "num_draft_states" in line else ""
+    name += f" tau={line['confidence_threshold']}" if "confidence_threshold" in line else ""
+    return name + "".join(f" {option}={value}" for option, value in line.get("set", {}).items())
 
 
 class ResultsFile:
@@ -54,4 +64,4 @@ class ResultsFile:
         self.lines.append(line)
 
 
-__all__ = ["ResultsFile"]
+__all__ = ["ResultsFile", "mode_name"]

@@ -60,7 +60,16 @@ def check_folder(folder: Path, settings: Settings) -> None:
     except ValueError as error:
         raise ValueError(f"{error}. What run {folder} holds cannot be told: {_RESTART}") from error
     if different := settings.differences(before):
-        raise ValueError(f"{folder} holds a run with other settings: {'; '.join(different)}. {_RESTART.capitalize()}")
+        more = how_to_go_on(folder, settings) if (folder / "config.json").is_file() else ""
+        raise ValueError(f"{folder} holds a run with other settings: {'; '.join(different)}. {_RESTART.capitalize()}.{more}")
+
+
+def how_to_go_on(folder: Path, settings: Settings) -> str:
+    """Say how to train further what a run has saved, with a space before; "" of an adapter."""
+    what, flag = ("head", "head") if settings.objective == "mrp" else ("backbone", "model")
+    if settings.options.lora_rank:
+        return ""
+    return f" To train its {what} further, give --{flag} {folder} and another --output-dir"
 
 
 def take_over(folder: Path, settings: Settings, restart: bool) -> None:

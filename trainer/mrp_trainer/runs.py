@@ -15,15 +15,18 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase, set_seed
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
 from modeling_mrp.model.configuration import MRPConfig
+from modeling_mrp.model.layouts import config_file
 from modeling_mrp.modeling import MRPForCausalLM
 
 from .arguments import MRPTrainingArguments, passes_of
+from .callbacks import TellResumption
 from .checkpoints import digest_of, under_own_class
+from .early import check_training
 from .inputs import bare_model, encoder_of
 from .loading import WITHOUT_WEIGHTS, load_tokenizer
 from .memory import Load, MemoryEstimate, estimate
 from .rows import open_rows
-from .run_folder import check_folder, hold, take_over, telling_what_is_full
+from .run_folder import check_folder, hold, how_to_go_on, take_over, telling_what_is_full
 from .settings import RunOptions, Settings
 from .sources import check_paths
 from .trainer import MRPTrainer
@@ -110,10 +113,7 @@ def open_run(settings: Settings, restart: bool = False) -> OpenRun:
             settings name does not go together; or DeepSpeed's config would leave nothing to save.
         OSError: if a checkpoint is not there.
     """
-    if not settings.options.data:
-        raise ValueError("no data: give --data, or data in the YAML file")
-    for paths in (settings.options.data, settings.options.eval_data):
-        check_paths(paths)
+    check_training(settings, dry_run=False)
     settings = replace(settings, data_digest=_data_digest(settings.options.data))
     arguments = settings.arguments()
     folder = Path(settings.training["output_dir"])
@@ -156,11 +156,20 @@ def _make_trainer(
     held_out = None
     if options.eval_data:
         held_out = open_rows(options.eval_data, encoder, packed, split=options.eval_split, shuffle=False)
-    return MRPTrainer(model=model, args=arguments, train_dataset=rows, eval_dataset=held_out, processing_class=tokenizer)
+    trainer = MRPTrainer(model=model, args=arguments, train_dataset=rows, eval_dataset=held_out, processing_class=tokenizer)
+    trainer.add_callback(TellResumption(how_to_go_on(Path(arguments.output_dir), settings)))
+    return trainer
 
 
 def run_tokenizer(options: RunOptions, local_files_only: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer of a run."""
+    """The tokenizer of a run.
+
+    Raises:
+        ValueError: if there is none, or it cannot be read.
+        OSError: if there is no such model.
+    """
+    if not local_files_only:
+        config_file(options.model, revision=options.revision)  # or a model that is nowhere would be told of as a tokenizer
     revision = None if options.tokenizer else options.revision
     return load_tokenizer(options.tokenizer or options.model, revision, local_files_only)
 

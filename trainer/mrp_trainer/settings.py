@@ -1,20 +1,27 @@
-"""The settings of a training run: flags over a YAML file over defaults, each checked against its type."""
+"""The settings of a training run: flags over a YAML file over defaults, each checked against its type.
 
+`MRPTrainingArguments` takes seconds to import, and torch with it. So its fields are read from the source for early checks, and
+it is imported for what the source does not tell.
+"""
+
+import ast
 import difflib
+import operator
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
 from enum import Enum
-from functools import cache
+from functools import cache, reduce
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
-from modeling_mrp.model.head import NEW_HEADS
+from .train_options import KEPT_CHECKPOINTS, LEARNING_RATES, MIN_RATE, SCHEDULER, HeadInit, RunOptions, TrainerFlags
 
-from .arguments import LEARNING_RATES, MIN_RATE, MRPTrainingArguments
-from .train_options import RunOptions, TrainerFlags
+if TYPE_CHECKING:
+    from .arguments import MRPTrainingArguments
 
 RECIPES = Path(__file__).parent / "recipes"
 RUN_FILE = "run.yaml"
@@ -26,8 +33,12 @@ _FREE = {"output_dir", "save", "report_to", "run_name", "project", "disable_tqdm
 _FREE |= {"dataloader_num_workers", "dataloader_pin_memory", "dataloader_prefetch_factor", "dataloader_persistent_workers"}
 _FREE_PREFIXES = ("eval_", "save_", "log_", "logging_", "hub_", "trackio_")
 # Defaults that a run writes down beside what it was given.
-_WRITTEN = ["num_train_epochs", "per_device_train_batch_size", "max_length", "packed", "lr_scheduler_type"]
-_WRITTEN += ["logging_steps", "save_steps", "save_total_limit", "report_to"]
+_FLAGS = ("num_train_epochs", "per_device_train_batch_size", "max_length", "packed", "logging_steps", "save_steps")
+_WRITTEN: dict[str, Any] = {name: getattr(TrainerFlags, name) for name in _FLAGS}
+_WRITTEN |= {"lr_scheduler_type": SCHEDULER, "save_total_limit": KEPT_CHECKPOINTS, "report_to": "none"}
+# transformers declares the texts alone, whose names it has deprecated.
+_ALSO: dict[str, Any] = {"fsdp": bool | str | None}
+_PLAIN: dict[str, Any] = {"int": int, "float": float, "bool": bool, "str": str, "None": None}
 
 
 @dataclass
@@ -56,17 +67,26 @@ class Settings:
     def differences(self, before: Mapping[str, Any]) -> list[str]:
         """What makes another result than a run with the settings `before` (as `as_dict` gives them), with both values."""
         now = self.as_dict()
-        names = [name for name in {**before, **now} if name not in _FREE and not name.startswith(_FREE_PREFIXES)]
+        names = [name for name in {**before, **now} if changes_weights(name)]
         pairs = [(name, before.get(name, _default(name)), now.get(name, _default(name))) for name in names]
         return [f"{name} was {old!r} and is {new!r}" for name, old, new in pairs if old != new]
 
-    def arguments(self, **others: Any) -> MRPTrainingArguments:
+    def arguments(self, **others: Any) -> "MRPTrainingArguments":
         """The options of the trainer."""
-        return MRPTrainingArguments(objective=self.objective, **{**self.training, **others})
+        return _trainers_class()(objective=self.objective, **{**self.training, **others})
+
+
+def changes_weights(name: str) -> bool:
+    """Whether another value makes other weights, rather than other measurements, logs, or places."""
+    return name not in _FREE and not name.startswith(_FREE_PREFIXES)
 
 
 def read_settings(
-    objective: str, config: str | None = None, flags: Mapping[str, Any] | None = None, assignments: Sequence[str] = ()
+    objective: str,
+    config: str | None = None,
+    flags: Mapping[str, Any] | None = None,
+    assignments: Sequence[str] = (),
+    early: bool = False,
 ) -> Settings:
     """The settings of a run: flags win over the YAML file, and that over the defaults.
 
@@ -75,18 +95,20 @@ def read_settings(
         config: A YAML file, or the name of a recipe that the package has.
         flags: Values by the names of fields of `RunOptions` and `MRPTrainingArguments`; None for what is not given.
         assignments: "name=value", the values as YAML writes them.
+        early: Whether to import nothing heavy, and to leave fields unchecked whose type the source alone does not tell.
 
     Raises:
         ValueError: for an unknown name, a value of another type, values that do not go together, or an unreadable file.
     """
-    known = known_names(objective)
+    known = early_names(objective) if early else known_names(objective)
+    hints = _early_hints() if early else _hints()
     found: dict[str, Any] = {}
     if config is not None:
         path = _config_path(config)
         for name, value in read_yaml(path).items():
             if name != "data_digest":  # of the files as they were
                 found[_known(str(name), known, str(path))] = value
-        found = {name: _checked(name, value, str(path)) for name, value in found.items()}
+        found = {name: _checked(name, value, str(path), hints) for name, value in found.items()}
     for assignment in assignments:
         name, equals, text = assignment.partition("=")
         if not equals:
@@ -96,11 +118,11 @@ def read_settings(
             value = _parsed(text)
         except ValueError as error:
             raise ValueError(f"--set {assignment}: the value is not YAML that is read here: {error}") from error
-        found[name] = _checked(name, value, "--set", text)
+        found[name] = _checked(name, value, "--set", hints, text)
     for name, value in (flags or {}).items():
         if value is not None and value != []:
             _known(name, known, "a flag")
-            found[name] = _checked(name, value, "a flag")
+            found[name] = _checked(name, value, "a flag", hints)
     if found.pop("objective", objective) != objective:
         raise ValueError(f"{config} is for another objective than {objective!r}: use the other command of mrp train")
     names = _option_names(objective)
@@ -114,8 +136,14 @@ def read_settings(
 
 def known_names(objective: str) -> tuple[str, ...]:
     """Everything that may be set."""
-    of_trainer = [f.name for f in fields(MRPTrainingArguments) if f.init and f.name not in _NOT_SET]
+    of_trainer = [f.name for f in fields(_trainers_class()) if f.init and f.name not in _NOT_SET]
     return (*_option_names(objective), *of_trainer)
+
+
+def early_names(objective: str) -> tuple[str, ...]:
+    """As `known_names`, without the import; in another order."""
+    others = {field.name for field in fields(RunOptions)} | _NOT_SET
+    return (*_option_names(objective), *(name for name in _early_hints() if name not in others))
 
 
 def recipe_names() -> list[str]:
@@ -128,8 +156,7 @@ def _option_names(objective: str) -> tuple[str, ...]:
 
 
 def _with_defaults(given: dict[str, Any], objective: str, evaluated: bool) -> dict[str, Any]:
-    written = {name: getattr(MRPTrainingArguments, name) for name in _WRITTEN}
-    training = {**written, "lr_scheduler_kwargs": dict(MIN_RATE), "learning_rate": LEARNING_RATES[objective], **given}
+    training = {**_WRITTEN, "lr_scheduler_kwargs": dict(MIN_RATE), "learning_rate": LEARNING_RATES[objective], **given}
     if "lr_scheduler_type" in given and "lr_scheduler_kwargs" not in given:
         del training["lr_scheduler_kwargs"]  # of the default schedule
     if evaluated:
@@ -144,8 +171,8 @@ def _check(settings: Settings, given: Mapping[str, Any]) -> None:
     for name, least in (("head_layers", 1), ("lora_rank", 0)):
         if getattr(options, name) < least:
             raise ValueError(f"{name} is {getattr(options, name)}: it must be {least} or more")
-    if options.head_init not in NEW_HEADS:
-        raise ValueError(f"head_init is {options.head_init!r}: choose one of {', '.join(NEW_HEADS)}")
+    if options.head_init not in get_args(HeadInit):
+        raise ValueError(f"head_init is {options.head_init!r}: choose one of {', '.join(get_args(HeadInit))}")
     if options.save not in ("head", "full"):
         raise ValueError(f"save is {options.save!r}: choose 'head' or 'full'")
     if options.streaming and training.get("max_steps", -1) < 1:
@@ -220,25 +247,54 @@ def _known(name: str, known: Sequence[str], where: str) -> str:
 
 @cache
 def _hints() -> dict[str, Any]:
-    also = {"fsdp": bool | str | None}  # transformers declares the texts alone, whose names it has deprecated
-    return {**get_type_hints(MRPTrainingArguments), **get_type_hints(RunOptions), **also}
+    return {**get_type_hints(_trainers_class()), **get_type_hints(RunOptions), **_ALSO}
+
+
+@cache
+def _early_hints() -> dict[str, Any]:
+    """Types by name, `Any` where the source's text alone does not tell one."""
+    declared: dict[str, Any] = {}
+    for module, name in (
+        ("transformers.training_args", "TrainingArguments"),
+        (f"{__package__}.arguments", "MRPTrainingArguments"),
+    ):
+        spec = find_spec(module)
+        tree = ast.parse(Path(str(spec and spec.origin)).read_text(encoding="utf-8"))
+        (found,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
+        declared |= {
+            node.target.id: _plain_type(ast.unparse(node.annotation))
+            for node in found.body
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and not node.target.id.startswith("_")
+        }
+    return {**declared, **get_type_hints(RunOptions), **_ALSO}
+
+
+def _plain_type(annotation: str) -> Any:
+    parts = annotation.split(" | ")
+    return reduce(operator.or_, map(_PLAIN.__getitem__, parts)) if _PLAIN.keys() >= set(parts) else Any
+
+
+def _trainers_class() -> "type[MRPTrainingArguments]":
+    from .arguments import MRPTrainingArguments
+
+    return MRPTrainingArguments
 
 
 @cache
 def _default(name: str) -> Any:
-    for one in (*fields(RunOptions), *fields(MRPTrainingArguments)):
+    for one in (*fields(RunOptions), *fields(_trainers_class())):
         if one.name == name:
             return one.default_factory() if one.default_factory is not MISSING else one.default
     return None
 
 
-def _checked(name: str, value: Any, where: str, text: str | None = None) -> Any:
+def _checked(name: str, value: Any, where: str, hints: Mapping[str, Any], text: str | None = None) -> Any:
     """A value as its field's type has it; `text` is what the user wrote.
 
     Raises:
         ValueError: if it is of another type.
     """
-    hint = _hints()[name]
+    hint = hints[name]
     for candidate in [value] if text is None else [value, text]:
         fitted = _fitted(candidate, hint)
         if fitted:

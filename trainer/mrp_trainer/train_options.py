@@ -12,6 +12,13 @@ HeadLoss = Literal["kl", "reverse_kl", "cross_entropy", "mse"]
 RevealRule = Literal["on_policy", "random", "random_count"]
 HeadInit = Literal["identity", "backbone", "published"]
 
+# By objective.
+LEARNING_RATES = {"mrp": 1e-3, "block_diffusion": 1e-4}
+SCHEDULER = "cosine_with_min_lr"
+# Of that schedule.
+MIN_RATE = {"min_lr_rate": 0.1}
+KEPT_CHECKPOINTS = 2
+
 _RUN, _MODEL, _DATA, _HEAD = "Run", "Model", "Data", "Head"
 _LOSS, _OPTIMIZER, _WATCH, _ADAPTER = "Objective", "Optimizer", "Watching and saving", "Adapter (LoRA)"
 

@@ -17,14 +17,17 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from huggingface_hub.utils import validate_repo_id
 
+from modeling_mrp import __version__
 from modeling_mrp.generate.options import MRPGenerationConfig
 from modeling_mrp.model.layouts import HEAD, is_hub_id
-from modeling_mrp.model.pushing import CONFIGS, NOT_FILLED_IN, TAGS
+from modeling_mrp.model.pushing import CONFIGS, NOT_FILLED_IN, tags_of
 
+from ..early import ABOUT, RESULTS, check_file
+from ..results import mode_name
 from .cardtext import LICENSES, MODES, RELATIONS, SOURCES, SUMMARIES, TEMPLATE, USE
 from .folder import json_of, tensors_in
+from .recipe import model_of, recipe_of
 
-PACKAGE_VERSION = "0.1.0"
 _RENDERED = re.compile(r"<!-- Rendered from a template for (.+); without this line, pushing keeps the card as it is\. -->")
 _OURS = ("families", "versions")  # of an about file's metadata: for the rendering, not for the card
 _FORMS = ("[More Information Needed]", NOT_FILLED_IN)  # of peft, and of a model that pushed itself
@@ -53,8 +56,7 @@ class About:
         Raises:
             ValueError: if it is not there, or its metadata is not a mapping.
         """
-        if not Path(path).is_file():
-            raise ValueError(f"{path} is not a file: give a Markdown file that tells of the checkpoint, or leave it out")
+        check_file(path, ABOUT)
         text = Path(path).read_text(encoding="utf-8")
         metadata = RepoCard(text).data.to_dict() if REGEX_YAML_BLOCK.search(text) else {}
         summary, *parts = re.split(r"^## +", REGEX_YAML_BLOCK.sub("", text, count=1), flags=re.MULTILINE)
@@ -63,15 +65,14 @@ class About:
 
 
 def read_results(paths: Iterable[Path | str]) -> list[dict[str, Any]]:
-    """The measurements in result files, lines of `trainer.evaluate`; lines that say how a benchmark ran are left out.
+    """The measurements in result files, lines of `mrp evaluate`; lines that say how a benchmark ran are left out.
 
     Raises:
         ValueError: if a file is not there, or a line is no JSON or lacks what the card needs; both are named.
     """
     lines: list[dict[str, Any]] = []
     for path in map(Path, paths):
-        if not path.is_file():
-            raise ValueError(f"{path} is not a file: give result files, the lines that trainer.evaluate prints")
+        check_file(path, RESULTS)
         for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
             try:
                 line = json.loads(text)
@@ -84,19 +85,10 @@ def read_results(paths: Iterable[Path | str]) -> list[dict[str, Any]]:
                 line = {"family": Path(str(line["file"])).stem, **line}
             if not isinstance(line, dict) or any(name not in line for name in needed):
                 raise ValueError(
-                    f"{path}, line {number} is no measurement with {', '.join(needed)}: give trainer.evaluate's lines"
+                    f"{path}, line {number} is no measurement with {', '.join(needed)}: give lines of mrp evaluate --output"
                 )
             lines.append(line)
     return lines
-
-
-def mode_name(line: Mapping[str, Any]) -> str:
-    """A result line's decoding with the settings that vary: "mrp_spec of dynamic K=4 tau=0.9", "static temperature=0.7"."""
-    name = str(line["decoding"])
-    name += f" of {line['target']}" if "target" in line else ""
-    name += f" K={line['num_draft_states']}" if "num_draft_states" in line else ""
-    name += f" tau={line['confidence_threshold']}" if "confidence_threshold" in line else ""
-    return name + "".join(f" {option}={value}" for option, value in line.get("set", {}).items())
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -234,7 +226,7 @@ def render_card(
     defaults.check(config.get("block_size", 16), True)
     title = _title(name)
     base = config.get("base_model_name_or_path")
-    metadata = _metadata(kind, base, about, extra_tags)
+    metadata = _metadata(kind, model_of(folder) if kind == "full" else base, about, extra_tags)
     if results:
         metadata["model_name"] = title
         metadata["eval_results"] = eval_results(results, defaults, about.metadata.get("families", {}))
@@ -251,7 +243,11 @@ def render_card(
         title=title,
         summary=about.summary or SUMMARIES[text_of],
         facts=_facts(folder, kind, config),
-        sections={"Use": use, "Decoding modes": MODES.format(default=defaults.decoding), **_told(about, results)},
+        sections={
+            "Use": use,
+            "Decoding modes": MODES.format(default=defaults.decoding),
+            **_told(about, results, recipe_of(folder, metadata["base_model"])),
+        },
     )
     check_card(str(card))
     return card
@@ -267,20 +263,20 @@ def _metadata(kind: str, base_model: str | None, about: About, extra_tags: Seque
         "license": "other" if "license_name" in given else "unknown",
         "base_model": base_model if base_model is None or is_hub_id(base_model) else None,
         **given,
-        "tags": [*TAGS, *([tags] if isinstance(tags, str) else tags), *extra_tags],
+        "tags": [*tags_of(kind), *([tags] if isinstance(tags, str) else tags), *extra_tags],
     }
     if metadata["base_model"]:
         metadata.setdefault("base_model_relation", "finetune" if kind == "full" else "adapter")
     return metadata
 
 
-def _told(about: About, results: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+def _told(about: About, results: Sequence[Mapping[str, Any]], recipe: str | None) -> dict[str, str]:
     """The card's sections from `Numbers` on."""
-    versions = {"transformers": version("transformers"), "torch": version("torch"), "modeling-mrp": PACKAGE_VERSION}
+    versions = {"transformers": version("transformers"), "torch": version("torch"), "modeling-mrp": __version__}
     versions |= about.metadata.get("versions", {})
     sections = {
         "Numbers": "Not measured yet.",
-        "Training": "The recipe was not recorded.",
+        "Training": recipe or "The recipe was not recorded.",
         "Limits": "Those of the backbone: the lossless modes repeat its text, the others change it.",
         **about.sections,
         "Versions": "Saved with " + ", ".join(f"{package} {number}" for package, number in versions.items()) + ".",

@@ -24,6 +24,7 @@ from modeling_mrp.model.pushing import (
     answered_within,
     check_base,
     check_target,
+    full_name,
     landed,
     look,
 )
@@ -87,7 +88,8 @@ class Publication:
         else:
             end = str(getattr(self.commit, "pr_url", None) or self.commit.commit_url)
         visibility = "private" if self.private else "public"
-        lines = [f"{KINDS[self.kind]} to {self.repo_id} ({self.where}; {visibility} if it is new)"]
+        owner = "" if "/" in self.repo_id else " of your own"
+        lines = [f"{KINDS[self.kind]} to {self.repo_id}{owner} ({self.where}; {visibility} if it is new)"]
         lines += [f"{size:>15,}  {path}" for path, size in self.sizes.items()]
         lines += [f"{sum(self.sizes.values()):>15,}  bytes in {len(self.sizes)} files"]
         lines += [f"left out: {', '.join(self.left_out)}"] if self.left_out else []
@@ -121,7 +123,7 @@ def publish(
 
     Args:
         folder: What `save_pretrained` wrote: a full model, a head (`head_only=True`) or a peft adapter.
-        repo_id: "org/name".
+        repo_id: "org/name", or "name" for a repository of the user's own, which a dry run cannot tell the owner of.
         private: Whether to create the repository private; one that is there stays as it is.
         revision: The branch, created if it is not there; `main` by default.
         create_pr: Opens a pull request instead of changing `main`.
@@ -148,7 +150,13 @@ def publish(
     check_target(repo_id, revision, create_pr)
     found = read_folder(folder)
     check_base(found.base)
-    text, is_rendered = _card(found, repo_id, card, new_card, read_results(results), about, tags)
+    card_of = partial(_card, found, card=card, new_card=new_card, results=read_results(results), about=about, tags=tags)
+    text, is_rendered = card_of(repo_id)
+    push = _Push(HfApi(token=token), repo_id, revision or "main", create_pr, retries or Retries())
+    if "/" not in repo_id and not dry_run:
+        with push.explained():
+            push.repo_id = repo_id = push.patiently(partial(full_name, push.api, repo_id))
+        text, is_rendered = card_of(repo_id)
     additions = {name: CommitOperationAdd(name, path) for name, path in found.files.items() if name != "README.md"}
     additions |= {name: CommitOperationAdd(name, code.encode()) for name, code in found.code.items()}
     additions["README.md"] = CommitOperationAdd("README.md", text.encode())
@@ -157,7 +165,6 @@ def publish(
     publication = Publication(repo_id, found.kind, where, private, sizes, found.left_out)
     if dry_run:
         return publication
-    push = _Push(HfApi(token=token), repo_id, revision or "main", create_pr, retries or Retries())
     with push.explained():
         remote = push.prepare(found, private)
         if is_rendered and not new_card and remote.card is not None and is_own_card(remote.card):
