@@ -99,8 +99,7 @@ class Requests:
                 raise ValueError(f"{name} is {value!r}: this server does not follow it. Leave it out")
         given = self._given(body)
         config = copy.deepcopy(self.served)
-        sampling = bool(given.get("do_sample", config.do_sample))
-        check_values(given, self.model.config.block_size, sampling)  # before transformers compares them
+        check_values(given, self.model.config.block_size, sampling=True)  # before transformers compares them
         config.update(**given)
         try:
             prompt = torch.tensor([ids()])
