@@ -8,10 +8,14 @@ COUNT ?= 64
 CHECKED := rules drafting_rules drafting_budget round losses golden_traces imports bundle
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: demo check test lint clean
+.PHONY: demo picture check test lint clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m mrp_trainer.demo --count $(COUNT)
+
+# The picture of the README and of the embedded checkpoint's card; in float64, so that it is the same everywhere.
+picture: $(VENV)/.demo
+	$(BIN)/python -m mrp_trainer.cli show --animated --dtype float64 --output hub_configs/sdar-tiny-mrp/decode.svg
 
 check: $(VENV)/.dev
 	$(PYTEST) $(CHECKED:%=tests/test_%.py)

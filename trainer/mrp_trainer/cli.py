@@ -1,4 +1,4 @@
-"""The console script `mrp`: train, decode, evaluate, make tasks, convert, publish. ``python -m mrp_trainer.cli`` is the same.
+"""The console script `mrp`: train, decode, evaluate, show, convert, publish. ``python -m mrp_trainer.cli`` is the same.
 
 Commands import what they need when they run, so that help comes at once.
 """
@@ -13,6 +13,7 @@ from .cli_errors import told
 from .decode_options import DecodeOptions
 from .evaluate_options import EvaluateOptions
 from .flags import for_typer, takes_flags
+from .show_options import ShowOptions
 from .tasks import Family, Split
 
 app = typer.Typer(
@@ -50,6 +51,18 @@ def decode(**given: Any) -> None:
     if written is not None:
         cut = f", {written.cut} of them without an end (of these training takes whole blocks)" if written.cut else ""
         typer.echo(f"wrote {written.texts} texts to {written.path}{cut}")
+
+
+@app.command()
+@takes_flags(ShowOptions, defaults=True)
+def show(**given: Any) -> None:
+    """Decode a prompt, and draw which forward revealed each token: one SVG, the modes side by side."""
+    with told():
+        options = ShowOptions(**given)
+        from .show import show_model
+
+        picture = show_model(options)
+    typer.echo(f"wrote {options.output}: {picture.title}")
 
 
 @app.command()

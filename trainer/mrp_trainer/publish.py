@@ -24,9 +24,10 @@ from modeling_mrp.model.pushing import CONFIGS, KINDS
 
 from .publishing import Publication, publish
 from .publishing.card import About, is_own_card, read_results, render_card
+from .publishing.cardtext import PICTURE
 from .publishing.folder import Folder, read_folder
 
-_DOWNLOADED = ["*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model", "README.md"]  # code is written anew
+_DOWNLOADED = ["*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model", "README.md", PICTURE]  # code is written anew
 
 
 def _folder_of(folder_or_id: str, dry_run: bool) -> Path:
@@ -72,6 +73,8 @@ def _as_kind(folder: Path, kind: str | None, base: str | None, revision: str | N
             MRPForCausalLM.from_pretrained(folder, dtype="auto").save_pretrained(
                 head, head_only=True, base_model_name_or_path=base, base_model_revision=revision
             )
+            if (folder / PICTURE).is_file():
+                shutil.copyfile(folder / PICTURE, Path(head) / PICTURE)
             yield Path(head)
     else:
         raise ValueError(f"{folder} holds {KINDS[found]}, not {KINDS[str(kind)]}: leave out the option, or give another folder")

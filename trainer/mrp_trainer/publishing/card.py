@@ -21,7 +21,7 @@ from modeling_mrp.generate.options import MRPGenerationConfig
 from modeling_mrp.model.layouts import HEAD, is_hub_id
 from modeling_mrp.model.pushing import CONFIGS, NOT_FILLED_IN, TAGS
 
-from .cardtext import LICENSES, MODES, RELATIONS, SOURCES, SUMMARIES, TEMPLATE, USE
+from .cardtext import LICENSES, MODES, NOT_SHOWN, PICTURE, RELATIONS, SEE, SHOWN, SOURCES, SUMMARIES, TEMPLATE, USE
 from .folder import json_of, tensors_in
 
 PACKAGE_VERSION = "0.1.0"
@@ -244,6 +244,9 @@ def render_card(
         base=base or metadata["base_model"] or "org/backbone",
         decoding="self_spec" if text_of == "backbone" else "mrp_spec",
     )
+    more = f' --tokenizer "{base}"' if base and kind != "full" else ""
+    more += " --decoding static --decoding self_spec" if text_of == "backbone" else ""
+    see = SEE.format(shown=SHOWN if (folder / PICTURE).is_file() else NOT_SHOWN, name=name, more=more)
     card = ModelCard.from_template(
         ModelCardData(**metadata),
         template_str=TEMPLATE,
@@ -251,7 +254,12 @@ def render_card(
         title=title,
         summary=about.summary or SUMMARIES[text_of],
         facts=_facts(folder, kind, config),
-        sections={"Use": use, "Decoding modes": MODES.format(default=defaults.decoding), **_told(about, results)},
+        sections={
+            "Use": use,
+            "A decode to look at": see,
+            "Decoding modes": MODES.format(default=defaults.decoding),
+            **_told(about, results),
+        },
     )
     check_card(str(card))
     return card
@@ -296,13 +304,14 @@ def is_own_card(text: str) -> bool:
     return _RENDERED.search(text) is None and not any(form in text for form in _FORMS)
 
 
-def renamed(text: str, name: str, base: str | None = None) -> str | None:
-    """A rendered card under another name: its title, and what its examples load.
+def renamed(text: str, name: str, base: str | None = None, picture: bool = False) -> str | None:
+    """A rendered card under another name: its title, what its examples load, and whether it shows a picture.
 
     Args:
         text: The card.
         name: The repository id, or the folder as a user writes it.
         base: The base model that its config names.
+        picture: Whether there is one to show.
 
     Returns:
         The card; None if it was not rendered, or is about another base model.
@@ -310,6 +319,7 @@ def renamed(text: str, name: str, base: str | None = None) -> str | None:
     found = _RENDERED.search(text)
     if found is None or (base is not None and RepoCard(text).data.to_dict().get("base_model") != base):
         return None
+    text = text.replace(SHOWN, NOT_SHOWN).replace(NOT_SHOWN, SHOWN if picture else NOT_SHOWN)
     text = text.replace(found[0], found[0].replace(found[1], name)).replace(f'"{found[1]}"', f'"{name}"')
     return text.replace(f"\n# {_title(found[1])}\n", f"\n# {_title(name)}\n", 1)
 
