@@ -8,7 +8,7 @@ COUNT ?= 64
 CHECKED := rules drafting_rules drafting_budget round losses golden_traces imports bundle
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: demo picture check test lint clean
+.PHONY: demo picture check test test-space lint clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m mrp_trainer.demo --count $(COUNT)
@@ -22,6 +22,10 @@ check: $(VENV)/.dev
 
 test: $(VENV)/.dev
 	$(PYTEST)
+
+# The Space in headless Chromium; says why where there is none.
+test-space: $(VENV)/.space
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs tests/test_space.py
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
@@ -39,6 +43,10 @@ $(VENV)/.demo: $(VENV)/bin/python pyproject.toml constraints.txt
 $(VENV)/.dev: $(VENV)/bin/python pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@ $(VENV)/.demo
+
+$(VENV)/.space: $(VENV)/.dev
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,space]'
+	touch $@
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

@@ -231,9 +231,10 @@ class _Panel:
             fits = f'textLength="{_n(columns(piece.text) * _CHARACTER)}" lengthAdjust="spacingAndGlyphs"'
             fits = fits if columns(piece.text) > 1 else ""
             back = f'<circle class="back" cx="{_n(piece.x + piece.width - 1)}" cy="{_n(piece.line * _LINE + 1)}" r="3.2"/>'
+            under = _chip(piece, "under") if self.animated else ""
             parts.append(
                 f'<g class="{_when(token.forward)}" {_paint(token.forward, self.clock)}><title>{escape(_told(token))}</title>'
-                f'{_chip(piece, kind)}<text class="{ink}" {at} {fits}>{xml(piece.text)}</text>'
+                f'{under}{_chip(piece, kind)}<text class="{ink}" {at} {fits}>{xml(piece.text)}</text>'
                 f"{back if token.taken_back else ''}</g>"
             )
         return parts
