@@ -8,16 +8,24 @@ COUNT ?= 64
 CHECKED := rules drafting_rules drafting_budget round losses golden_traces imports bundle
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: demo check test lint walkthrough clean
+.PHONY: demo picture check test test-space lint walkthrough clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m mrp_trainer.demo --count $(COUNT)
+
+# The picture of the README and of the embedded checkpoint's card; in float64, so that it is the same everywhere.
+picture: $(VENV)/.demo
+	$(BIN)/python -m mrp_trainer.cli show --animated --dtype float64 --output hub_configs/sdar-tiny-mrp/decode.svg
 
 check: $(VENV)/.dev
 	$(PYTEST) $(CHECKED:%=tests/test_%.py)
 
 test: $(VENV)/.dev
 	$(PYTEST)
+
+# The Space in headless Chromium; says why where there is none.
+test-space: $(VENV)/.space
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs tests/test_space.py
 
 # As a user does: the package from its wheel in an environment of its own, from an empty folder. PARTS="1 4" takes some.
 WALK := build/walkthrough
@@ -47,6 +55,10 @@ $(VENV)/.demo: $(VENV)/bin/python pyproject.toml constraints.txt
 $(VENV)/.dev: $(VENV)/bin/python pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@ $(VENV)/.demo
+
+$(VENV)/.space: $(VENV)/.dev
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,space]'
+	touch $@
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

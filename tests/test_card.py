@@ -59,7 +59,7 @@ def test_the_embedded_card_is_valid_and_complete() -> None:
     check_card(text)
     assert validate_card(text) == []
     headings = re.findall(r"^## (.*)$", text, re.MULTILINE)
-    assert headings == ["Use", "Decoding modes", "Numbers", "Training", "Limits", "Versions", "Sources"]
+    assert headings == ["Use", "A decode to look at", "Decoding modes", "Numbers", "Training", "Limits", "Versions", "Sources"]
     data = yaml.safe_load(text.split("---")[1])
     assert (data["library_name"], data["pipeline_tag"], data["license"]) == ("transformers", "text-generation", "apache-2.0")
     assert "| parameters | 1,017,216 of the backbone, 550,208 of the head |" in text
@@ -110,7 +110,7 @@ def test_a_card_without_a_word_from_a_person_claims_nothing(folder: Path) -> Non
     assert "## Numbers\n\nNot measured yet.\n" in text
     assert "## Training\n\nThe recipe was not recorded.\n" in text
     assert f"Saved with transformers {version('transformers')}, torch {version('torch')}, modeling-mrp 0.1.0." in text
-    assert text.count('"org/some-model"') == 3
+    assert text.count('"org/some-model"') == 4
     assert text.endswith("\n")
     assert "\n\n\n" not in text
 

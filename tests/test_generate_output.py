@@ -10,6 +10,7 @@ from torch import Tensor
 
 from modeling_mrp import MRPForCausalLM
 from modeling_mrp.generate.generation import MRPGenerationConfig
+from modeling_mrp.generate.option_table import DECODINGS
 
 SCHEDULES = {
     1: [16] + [0] * 15,
@@ -160,3 +161,59 @@ def test_a_temperature_without_sampling_changes_nothing(random_model: MRPForCaus
     warm = generate(random_model, PROMPTS, max_new_tokens=9, temperature=0.5)
     assert warm.sequences.equal(plain.sequences)
     assert warm.token_logprobs.equal(plain.token_logprobs)
+
+
+class Watcher:
+    """A streamer that keeps what stood there after each round: finished blocks, then the current one with its masks."""
+
+    def __init__(self) -> None:
+        self.sent: list[int] = []
+        self.seen: list[list[int]] = []
+
+    def put(self, value: Tensor) -> None:
+        self.sent += value.flatten().tolist()
+
+    def put_draft(self, value: Tensor) -> None:
+        self.seen.append(self.sent + value[0].tolist())
+
+    def end(self) -> None:
+        self.seen.append(self.sent)
+
+
+@pytest.mark.parametrize("mode", sorted({*DECODINGS} - {"mrp_remask"}))
+def test_rounds_tell_which_forward_revealed_a_token(random_model: MRPForCausalLM, mode: str) -> None:
+    """Told by the steps of `rounds`, a token is there after its forward and not before, as a streamer sees it."""
+    watcher = Watcher()
+    prompt = [21, 22, 23, 24, 25, 26]
+    options = {**LIVELY, "decoding": mode, "seed": 5, "max_new_tokens": 14, "eos_token_id": None}
+    out = random_model.generate(
+        torch.tensor([prompt]), streamer=watcher, pad_token_id=0, return_dict_in_generate=True, **options
+    )
+    rounds = {name: counts[:, 0].tolist() for name, counts in out.stats.rounds.items()}
+    shown = [seen[len(prompt) :] if seen[: len(prompt)] == prompt else seen for seen in watcher.seen]
+    assert len(rounds["steps"]) >= len(shown) > 2
+    for after, (seen, steps) in enumerate(zip(shown, rounds["steps"][1:], strict=False), 1):
+        there = [step < steps for step in out.reveal_step[0].tolist()]
+        masked = [*(token != MASK for token in seen), *[False] * len(there)][: len(there)]
+        assert there == masked, after
+
+
+@every_mode
+def test_rounds_end_with_the_counts_and_know_no_neighbours(random_model: MRPForCausalLM, mode: str) -> None:
+    options = {**LIVELY, "decoding": mode, "max_new_tokens": 11, "eos_token_id": None}
+    out = generate(random_model, PROMPTS, seed=[3, 4, 5], **options)
+    rounds = out.stats.rounds
+    for name in ("row_forwards", "drafted", "accepted"):
+        assert rounds[name][-1].equal(getattr(out.stats, name)), name
+    assert rounds["steps"][-1].equal(1 + out.reveal_step.amax(1))
+    assert all((counts[1:] >= counts[:-1]).all() for counts in rounds.values())
+    alone = generate(random_model, PROMPTS[1:2], seed=[4], **options).stats.rounds
+    for name, counts in alone.items():
+        assert counts[:, 0].equal(rounds[name][: len(counts), 1]), name
+
+
+def test_blocks_begin_where_rounds_say(random_model: MRPForCausalLM) -> None:
+    """Blocks of 4: behind a prompt of 5 they begin at column 3, 7 and 11, behind one of 3 at 1, 5 and 9."""
+    out = generate(random_model, PROMPTS[:2], max_new_tokens=12, eos_token_id=None)
+    found = [sorted({column for column in row if 0 < column < 12}) for row in out.stats.rounds["column"].T.tolist()]
+    assert found == [[3, 7, 11], [1, 5, 9]]

@@ -83,6 +83,10 @@ def same(got: MRPGenerateOutput, expected: MRPGenerateOutput) -> None:
     assert got.stats is not None
     assert expected.stats is not None
     assert got.stats.forwards == expected.stats.forwards
+    assert got.stats.rounds is not None
+    assert expected.stats.rounds is not None
+    for name, counts in expected.stats.rounds.items():
+        assert torch.equal(got.stats.rounds[name], counts), name
     for name in COUNTS:
         assert torch.equal(getattr(got.stats, name), getattr(expected.stats, name)), name
 

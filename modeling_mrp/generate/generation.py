@@ -84,6 +84,10 @@ class MRPGenerateStats(ModelOutput):
             is accepted given that k - 1 were; the sum over k is `accepted`.
         revocations: [n, 3] long: row, column of the generated text (as in `reveal_step`) and token of each reveal that
             `mrp_remask` took back, in order. A column may lie behind the end of the text.
+        rounds: [1 + rounds, rows] long by name: what each row had come to behind the prefill and behind each round.
+            `row_forwards`, `drafted` and `accepted` as above; `steps`, so many denoising steps, which tell with `reveal_step`
+            what each forward revealed; and `column`, where the row's block begins in the generated text (below 0 within the
+            prompt).
     """
 
     forwards: dict[str, int] | None = None
@@ -96,6 +100,7 @@ class MRPGenerateStats(ModelOutput):
     offered_at_depth: Tensor | None = None
     accepted_at_depth: Tensor | None = None
     revocations: Tensor | None = None
+    rounds: dict[str, Tensor] | None = None
 
 
 @dataclass
@@ -369,7 +374,14 @@ def _decode(
         runner = Runner(model, cache, mode.uses_head, picker.dispatch, round_masks, device, by_parts, rests)
         state = begin(task, runner, text, current, reused)
         rounds = RecordedRounds(task, runner, state, recorded) if recorded is not None and whole else None
-        on_round = streams.on_round if streams is not None else None
+        progress = [_progress(state)]
+
+        def on_round(state: DecodeState) -> None:
+            if config.return_dict_in_generate:
+                progress.append(_progress(state))
+            if streams is not None:
+                streams.on_round(state)
+
         pace = pace_of(model, mode, len(prompts))
         state, remasked = decode(task, runner, state if rounds is None else rounds.state, pace, rounds, on_round)
         state = state if rounds is None else rounds.end()
@@ -378,7 +390,7 @@ def _decode(
         cache.hold(state.text.tokens, held.committed, of_head, held.committed if rests else cache.hidden_held)
     if streams is not None:
         streams.on_round(state)
-    return _output(input_ids, request, state, runner, remasked, cache, config)
+    return _output(input_ids, request, state, runner, remasked, progress, cache, config)
 
 
 def _request(ends: dict[str, Tensor], config: MRPGenerationConfig, prompt_columns: int, block_size: int) -> Request:
@@ -477,6 +489,7 @@ def _output(
     state: DecodeState,
     runner: Runner,
     remasked: list[Remasked],
+    progress: list[Tensor],
     cache: BlockCache,
     config: MRPGenerationConfig,
 ) -> Tensor | MRPGenerateOutput:
@@ -491,6 +504,7 @@ def _output(
         return sequences
     reveal_step = text.reveal_step.gather(1, at).where(inside, torch.tensor(-1, device=at.device))
     counts = {name: count for name, count in vars(state.counts).items() if name != "verified"}
+    rounds = dict(zip(_PROGRESS, torch.stack(progress, 1).unbind(), strict=True))
     verify, held = int(state.counts.verified), state.held
     forwards = {"prefill": 0, "denoise": 0, "verify": verify, **runner.forwards}
     forwards["denoise"] -= verify
@@ -504,10 +518,22 @@ def _output(
             row_forwards=held.row_forwards,
             row_head_forwards=held.row_head_forwards,
             revocations=_revocations(remasked, start),
+            rounds={**rounds, "column": rounds["column"] - start},
             **counts,
         ),
         past_key_values=cache,
     )
+
+
+# What is noted of each round.
+_PROGRESS = ("row_forwards", "steps", "drafted", "accepted", "column")
+
+
+def _progress(state: DecodeState) -> Tensor:
+    """[5, rows] long: what each row has come to, in the order of `_PROGRESS`; `column` counts from the first token."""
+    counts = state.counts
+    steps, start = state.text.total_steps, state.current.start
+    return torch.stack([state.held.row_forwards, steps, counts.drafted, counts.accepted, start])
 
 
 def _revocations(remasked: list[Remasked], prompt_length: Tensor) -> Tensor:

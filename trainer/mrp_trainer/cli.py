@@ -1,4 +1,4 @@
-"""The console script `mrp`: train, decode, evaluate, serve, make tasks, convert, publish.
+"""The console script `mrp`: train, decode, evaluate, show, serve, make tasks, convert, publish.
 
 ``python -m mrp_trainer.cli`` is the same. Commands import what they need when they run, so that help comes at once, and look at
 what is cheap first (`early`), so that errors do.
@@ -17,6 +17,7 @@ from .decode_options import DecodeOptions
 from .evaluate_options import EvaluateOptions
 from .flags import for_typer, takes_flags
 from .serve_options import ServeOptions
+from .show_options import ShowOptions
 from .tasks import Family, Split
 
 app = typer.Typer(
@@ -87,6 +88,18 @@ def serve(**given: Any) -> None:
         from .serve import serve as serve_model
 
         serve_model(options)
+
+
+@app.command()
+@takes_flags(ShowOptions, defaults=True)
+def show(**given: Any) -> None:
+    """Decode a prompt, and draw which forward revealed each token: one SVG, the modes side by side."""
+    with told():
+        options = ShowOptions(**given)
+        from .show import show_model
+
+        picture = show_model(options)
+    typer.echo(f"wrote {options.output}: {picture.title}")
 
 
 @app.command()

@@ -25,11 +25,12 @@ from modeling_mrp.model.pushing import CONFIGS, KINDS, PATIENCE, answered_within
 
 from .publishing import Publication, publish
 from .publishing.card import About, is_own_card, read_results, render_card
+from .publishing.cardtext import PICTURE
 from .publishing.folder import Folder, read_folder
 from .publishing.push import first_line, is_connection
 from .settings import RUN_FILE
 
-_DOWNLOADED = ["*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model", "README.md"]  # code is written anew
+_DOWNLOADED = ["*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model", "README.md", PICTURE]  # code is written anew
 
 
 def _folder_of(folder_or_id: str, dry_run: bool) -> Path:
@@ -96,6 +97,8 @@ def _as_kind(folder: Path, kind: str | None, base: str | None, revision: str | N
                 head, head_only=True, base_model_name_or_path=base, base_model_revision=revision
             )
             _copy_recipe(folder, Path(head))
+            if (folder / PICTURE).is_file():
+                shutil.copyfile(folder / PICTURE, Path(head) / PICTURE)
             yield Path(head)
     else:
         raise ValueError(f"{folder} holds {KINDS[found]}, not {KINDS[str(kind)]}: leave out the option, or give another folder")

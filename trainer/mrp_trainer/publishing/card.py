@@ -24,7 +24,7 @@ from modeling_mrp.model.pushing import CONFIGS, NOT_FILLED_IN, tags_of
 
 from ..early import ABOUT, RESULTS, check_file
 from ..results import mode_name
-from .cardtext import LICENSES, MODES, RELATIONS, SOURCES, SUMMARIES, TEMPLATE, USE
+from .cardtext import LICENSES, MODES, NOT_SHOWN, PICTURE, RELATIONS, SEE, SHOWN, SOURCES, SUMMARIES, TEMPLATE, USE
 from .folder import json_of, tensors_in
 from .recipe import model_of, recipe_of
 
@@ -236,6 +236,9 @@ def render_card(
         base=base or metadata["base_model"] or "org/backbone",
         decoding="self_spec" if text_of == "backbone" else "mrp_spec",
     )
+    more = f' --tokenizer "{base}"' if base and kind != "full" else ""
+    more += " --decoding static --decoding self_spec" if text_of == "backbone" else ""
+    see = SEE.format(shown=SHOWN if (folder / PICTURE).is_file() else NOT_SHOWN, name=name, more=more)
     card = ModelCard.from_template(
         ModelCardData(**metadata),
         template_str=TEMPLATE,
@@ -245,6 +248,7 @@ def render_card(
         facts=_facts(folder, kind, config),
         sections={
             "Use": use,
+            "A decode to look at": see,
             "Decoding modes": MODES.format(default=defaults.decoding),
             **_told(about, results, recipe_of(folder, metadata["base_model"])),
         },
@@ -292,13 +296,14 @@ def is_own_card(text: str) -> bool:
     return _RENDERED.search(text) is None and not any(form in text for form in _FORMS)
 
 
-def renamed(text: str, name: str, base: str | None = None) -> str | None:
-    """A rendered card under another name: its title, and what its examples load.
+def renamed(text: str, name: str, base: str | None = None, picture: bool = False) -> str | None:
+    """A rendered card under another name: its title, what its examples load, and whether it shows a picture.
 
     Args:
         text: The card.
         name: The repository id, or the folder as a user writes it.
         base: The base model that its config names.
+        picture: Whether there is one to show.
 
     Returns:
         The card; None if it was not rendered, or is about another base model.
@@ -306,6 +311,7 @@ def renamed(text: str, name: str, base: str | None = None) -> str | None:
     found = _RENDERED.search(text)
     if found is None or (base is not None and RepoCard(text).data.to_dict().get("base_model") != base):
         return None
+    text = text.replace(SHOWN, NOT_SHOWN).replace(NOT_SHOWN, SHOWN if picture else NOT_SHOWN)
     text = text.replace(found[0], found[0].replace(found[1], name)).replace(f'"{found[1]}"', f'"{name}"')
     return text.replace(f"\n# {_title(found[1])}\n", f"\n# {_title(name)}\n", 1)
 

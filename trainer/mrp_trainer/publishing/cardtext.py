@@ -77,6 +77,16 @@ tok = AutoTokenizer.from_pretrained("{{base}}", trust_remote_code=True)
 {_GENERATE}""",
 }
 
+# The file of a folder that its card shows, and what the card says with it and without.
+PICTURE = "decode.svg"
+SHOWN = f"![Which forward of the backbone revealed each token, in two modes]({PICTURE})\n\nSuch a picture is made by:"
+NOT_SHOWN = f"This makes a picture of a decode, which the card shows if its folder holds `{PICTURE}`:"
+SEE = """{shown}
+
+```
+mrp show --model "{name}"{more} --animated --output decode.svg
+```"""
+
 MODES = """`generate` takes `decoding=...`; `generation_config.json` asks for `{default}`.
 
 | `decoding` | what it does | text |

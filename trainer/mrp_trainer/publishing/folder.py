@@ -11,6 +11,8 @@ from modeling_mrp.model.layouts import HEAD, StoredTensor, json_object, shards_o
 from modeling_mrp.model.pushing import CONFIGS, KINDS, WEIGHTS, kind_of
 from modeling_mrp.model.saving import AUTO_MAP, code_files
 
+from .cardtext import PICTURE
+
 log = logging.getLogger(__name__)
 
 _NAMES = """
@@ -18,7 +20,7 @@ config.json generation_config.json adapter_config.json README.md LICENSE .gitatt
 tokenizer.json tokenizer_config.json tokenizer.model special_tokens_map.json added_tokens.json vocab.json merges.txt
 chat_template.jinja
 """
-_DECLARED = frozenset(_NAMES.split())
+_DECLARED = frozenset((*_NAMES.split(), PICTURE))
 _UNSAFE = frozenset((".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"))
 _TRAINER_STATE = re.compile(r"training_args\.bin|(optimizer|scheduler|scaler)\.(pt|bin)|rng_state.*\.pth")
 

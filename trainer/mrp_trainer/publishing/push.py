@@ -30,6 +30,7 @@ from modeling_mrp.model.pushing import (
 )
 
 from .card import About, check_card, is_own_card, read_results, renamed, render_card
+from .cardtext import PICTURE
 from .folder import Folder, read_folder
 
 log = logging.getLogger(__name__)
@@ -199,13 +200,17 @@ def _card(
                 "nothing: leave them out, or pass new_card=True to replace it"
             )
         text, is_rendered = there, False
-    elif there is not None and not new_card and not told and (again := renamed(there, repo_id, folder.base)) is not None:
+    elif there is not None and not new_card and not told and (again := _renamed(there, repo_id, folder)) is not None:
         text, is_rendered = again, True
     else:
         person = None if about is None else About.load(about)
         text, is_rendered = str(render_card(folder.path, folder.kind, repo_id, results, person, tags)), True
     check_card(text)
     return text, is_rendered
+
+
+def _renamed(text: str, repo_id: str, folder: Folder) -> str | None:
+    return renamed(text, repo_id, folder.base, PICTURE in folder.files)
 
 
 class _Push:

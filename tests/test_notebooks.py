@@ -1,0 +1,86 @@
+"""The notebooks, run from the first cell to the last; the second trains for a few steps and pushes to a Hub on loopback."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT
+from hub_server import HubServer
+
+nbclient = pytest.importorskip("nbclient", reason="notebooks need nbclient and ipykernel: pip install -e '.[notebooks]'")
+pytest.importorskip("ipykernel", reason="notebooks need ipykernel: pip install -e '.[notebooks]'")
+import nbformat  # noqa: E402  # comes with nbclient
+
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+
+
+@pytest.fixture
+def quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that writes nowhere but to this test's folder, and imports from this checkout."""
+    for name in ("JUPYTER_RUNTIME_DIR", "JUPYTER_DATA_DIR", "IPYTHONDIR", "TMPDIR"):
+        (tmp_path / name.lower()).mkdir()
+        monkeypatch.setenv(name, str(tmp_path / name.lower()))
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'trainer'}")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def run(name: str) -> Any:
+    """The notebook with its outputs."""
+    notebook = nbformat.read(ROOT / "notebooks" / name, as_version=4)
+    where = {"metadata": {"path": str(ROOT / "notebooks")}}
+    nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3", resources=where).execute()
+    return notebook
+
+
+def pictures(notebook: Any) -> list[str]:
+    found = [out["data"].get("text/html", "") for cell in notebook.cells for out in cell.get("outputs", ()) if "data" in out]
+    return [re.findall(r'aria-label="([^"]*)"', html)[0] for html in found if html.startswith("<svg")]
+
+
+def printed(notebook: Any) -> str:
+    outputs = [out for cell in notebook.cells for out in cell.get("outputs", ())]
+    return "".join(out["text"] for out in outputs if out.get("name") == "stdout")
+
+
+def test_there_are_two() -> None:
+    assert [path.name for path in NOTEBOOKS] == ["decode.ipynb", "train.ipynb"]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_what_is_committed_is_as_nobody_ran_it(path: Path) -> None:
+    """No outputs, which would tell of a machine and its folders."""
+    notebook = json.loads(path.read_text())
+    assert set(notebook["metadata"]) == {"kernelspec", "language_info"}
+    code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None and cell["metadata"] == {} for cell in code)
+    assert len(code) <= 10
+
+
+@pytest.mark.usefixtures("quiet")
+def test_decode_and_see() -> None:
+    """Its own assertions hold drafted texts to their targets; the pictures are those of the embedded checkpoint."""
+    notebook = run("decode.ipynb")
+    assert "2.67 tokens per forward, 1.00 without drafts\n20 of 56 drafts accepted\n" in printed(notebook)
+    shown = pictures(notebook)
+    assert shown[:2] == ["decode: 32 forwards", "static: 32 forwards; mrp_spec K=8: 12 forwards"]
+    assert len(shown) == 7
+
+
+@pytest.mark.usefixtures("quiet")
+def test_train_evaluate_and_push(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    for name, value in hub.environment(tmp_path, "hf_alice").items():
+        if name.startswith(("HF_", "HUGGING")):
+            monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MRP_NOTEBOOK_STEPS", "3")
+    monkeypatch.setenv("MRP_NOTEBOOK_REPO", "alice/tiny-head")
+    notebook = run("train.ipynb")
+    told = printed(notebook)
+    for mode in ("static", "self_spec", "mrp_spec"):
+        assert re.search(rf"^{mode} +\d\.\d\d tokens per forward, \d+ % right$", told, re.MULTILINE), mode
+    assert len(pictures(notebook)) == 1
+    files = hub.files("alice/tiny-head")
+    assert {"README.md", "config.json", "decode.svg", "model.safetensors", "modeling_mrp.py", "tokenizer.json"} <= files.keys()
+    assert b"](decode.svg)" in files["README.md"]

@@ -1,0 +1,236 @@
+"""Pictures of decodes: their facts by hand, what is safe and visible in them, and that the committed one is what is drawn."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from conftest import ROOT, TINY
+from mrp_trainer import cli
+from mrp_trainer.picture import Decode, draw, read_decode, show
+from mrp_trainer.picture.facts import Forward, Token, token_texts
+from mrp_trainer.picture.style import colour
+from mrp_trainer.picture.text import columns, cut, visible
+from mrp_trainer.publishing import publish
+from mrp_trainer.publishing.card import renamed, render_card
+from mrp_trainer.publishing.cardtext import NOT_SHOWN, PICTURE, SHOWN
+from mrp_trainer.show_options import ShowOptions
+from test_card import folder
+from typer.testing import CliRunner
+
+__all__ = ["folder"]  # a fixture
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+class Bytes:
+    """A tokenizer whose ids are bytes, with an end of text."""
+
+    all_special_ids = (0,)
+
+    def decode(self, ids: list[int], **options: Any) -> str:
+        assert options == {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+        return "<end>" if ids == [0] else bytes(ids).decode(errors="replace")
+
+
+def output(text: str, reveal_step: list[int], **rounds: list[int]) -> Any:
+    """One row's output, behind a prompt of one byte; each token but given ones with probability 1/2."""
+    ids = torch.tensor([[65, *text.encode()]])
+    stats = SimpleNamespace(
+        rounds={name: torch.tensor(counts)[:, None] for name, counts in rounds.items()},
+        revocations=torch.tensor([[0, 1, 66], [0, 1, 67], [1, 0, 66]]),
+        row_head_forwards=torch.tensor([2]),
+    )
+    step = torch.tensor([reveal_step])
+    logprobs = torch.where(step < 0, 0.0, torch.tensor(0.5).log())
+    return SimpleNamespace(sequences=ids, reveal_step=step, token_logprobs=logprobs, stats=stats)
+
+
+# The prefill takes step 0; the next forward has three drafts and takes steps 1 and 2; the third has one, refused, and takes 3.
+ROUNDS = {"row_forwards": [1, 2, 3], "steps": [1, 3, 4], "drafted": [0, 3, 4], "accepted": [0, 1, 1], "column": [-3, 1, 1]}
+
+
+def drawn() -> Decode:
+    return read_decode(output("abcde", [0, 2, -1, 1, 3], **ROUNDS), Bytes(), "mine")
+
+
+def test_facts_by_hand() -> None:
+    found = drawn()
+    assert found.tokens == (
+        Token("a", 1, 0, False, pytest.approx(0.5)),
+        Token("b", 2, 2, True, pytest.approx(0.5), 2),
+        Token("c", None),
+        Token("d", 2, 1, False, pytest.approx(0.5)),
+        Token("e", 3, 3, False, pytest.approx(0.5)),
+    )
+    assert found.forwards == (Forward(1, 0, 0), Forward(1, 1, 2), Forward(1, 0, 1))
+    assert (found.head_forwards, found.drafted, found.accepted, found.blocks) == (2, 4, 1, (1,))
+    assert found.tokens_per_forward == pytest.approx(4 / 3)
+
+
+def test_padding_is_left_out_and_a_given_end_kept() -> None:
+    assert [one.text for one in read_decode(output("ab\0\0", [0, 1, -1, -1], **ROUNDS), Bytes()).tokens] == ["a", "b"]
+    assert [one.text for one in read_decode(output("ab)", [0, 1, -1], **ROUNDS), Bytes()).tokens] == ["a", "b", ")"]
+
+
+@pytest.mark.parametrize(
+    ("text", "texts"),
+    [
+        ("aé", ["a", "", "é"]),
+        ("🦙b", ["", "", "", "🦙", "b"]),
+        (b"\xf0\x9f", ["\ufffd", "\ufffd"]),  # cut short
+        (b"\xff" * 9, ["\ufffd"] * 9),  # no character begins so
+    ],
+)
+def test_a_character_of_several_tokens_stands_at_the_last(text: str | bytes, texts: list[str]) -> None:
+    assert token_texts(list(text.encode() if isinstance(text, str) else text), Bytes()) == texts
+
+
+@pytest.mark.parametrize(
+    ("text", "shown", "wide"),
+    [
+        ("a b", "a b", 3),
+        ("\n", "↵\n", None),
+        ("a\r\nb", "a↵\nb", None),
+        ("\t\r\x00\x1b\x7f", "⇥␍␀␛␡", 5),
+        ("\x85\u200b\u202e\u2028", "⟨85⟩⟨200B⟩⟨202E⟩⟨2028⟩", 4 + 6 + 6 + 6),
+        ("\ud800\uffff\U000e0041", "⟨D800⟩⟨FFFF⟩⟨E0041⟩", 6 + 6 + 7),
+        ("漢字", "漢字", 4),
+        ("🦙", "🦙", 2),
+        ("e\u0301", "e\u0301", 1),
+    ],
+)
+def test_everything_is_visible(text: str, shown: str, wide: int | None) -> None:
+    assert visible(text) == shown
+    if wide is not None:
+        assert columns(shown) == wide
+
+
+def test_cuts_keep_characters_whole() -> None:
+    assert cut("ae\u0301漢b", 2) == ["ae\u0301", "漢", "b"]
+    assert cut("", 2) == [""]
+
+
+@pytest.mark.parametrize("animated", [False, True])
+@pytest.mark.parametrize("theme", ["auto", "light", "dark"])
+def test_a_picture_is_whole_in_itself(animated: bool, theme: Any) -> None:
+    hostile = "</text><script>alert(1)</script>&amp;\"']]><!--\x00\ud800\n\u202e漢🦙"
+    nasty = replace(drawn(), name=hostile, tokens=tuple(replace(token, text=hostile) for token in drawn().tokens))
+    picture = draw([nasty, drawn()], prompt=hostile * 30, animated=animated, theme=theme)
+    root = ElementTree.fromstring(picture.svg.encode())  # encodes and parses: nothing that XML does not allow
+    assert {one.tag.removeprefix(SVG) for one in root.iter()} <= {
+        *("svg", "style", "rect", "text", "g", "path", "circle", "title", "clipPath")
+    }
+    assert re.findall(r"(?:https?:|//)[^\"' ]*", picture.svg) == ["http://www.w3.org/2000/svg"]
+    assert all(found.startswith("url(#mrp-") for found in re.findall(r"url\([^)]*\)", picture.svg))
+    assert not any(name.startswith("on") or "href" in name for one in root.iter() for name in one.attrib)
+    assert ("@keyframes" in picture.svg) == animated
+    assert ("prefers-color-scheme" in picture.svg) == (theme == "auto")
+    name = root.attrib["id"]
+    style = root.findtext(f"{SVG}style") or ""
+    rules = re.findall(r"[{}]\s*([^{}@]+)\{", style)
+    assert all(rule.startswith(f"#{name}") or re.fullmatch(r"[\d.,%]+", rule) for rule in rules), "bound to this picture"
+    assert (
+        ElementTree.fromstring(
+            picture.html.partition("\n")[2]
+            .replace('<meta charset="utf-8">', "")
+            .replace('<meta name="color-scheme" content="light dark">', "")
+        )
+        is not None
+    )
+
+
+def test_every_forward_has_its_moment_and_colour() -> None:
+    svg = draw(drawn(), animated=True).svg
+    name = ElementTree.fromstring(svg).attrib["id"]
+    assert sorted(set(re.findall(rf"@keyframes {name}-(\w+)", svg))) == ["f1", "f2", "f3", "head", "s3"]
+    tokens = ElementTree.fromstring(svg).findall(f".//{SVG}g[@class]")
+    painted = {one.attrib["class"]: one.attrib.get("style") for one in tokens if one.attrib["class"].startswith("token")}
+    assert painted == {
+        "token f1": f"--c:{colour(0)}",
+        "token f2": f"--c:{colour(0.5)}",
+        "token f3": f"--c:{colour(1)}",
+        "token": None,
+    }
+    assert "prefers-reduced-motion:no-preference" in svg
+
+
+def test_the_same_decodes_make_the_same_picture() -> None:
+    assert draw([drawn(), drawn()]).svg == draw([drawn(), drawn()]).svg
+    assert draw(drawn()).svg != draw(replace(drawn(), name="other")).svg
+
+
+def test_long_texts_stay_within_their_panel() -> None:
+    token = Token("word " * 30, 1)
+    svg = draw(replace(drawn(), tokens=(token, *[Token(" x", 2)] * 300), blocks=(1, 200))).svg
+    chips = [one for one in ElementTree.fromstring(svg).iter(f"{SVG}rect") if one.get("class") == "own"]
+    assert len(chips) > 300
+    assert max(float(one.attrib["x"]) + float(one.attrib["width"]) for one in chips if one.get("rx") == "4") <= 440
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda: read_decode(torch.zeros(1, 3), Bytes()), "output is a Tensor without stats.rounds: pass what generate"),
+        (lambda: read_decode(output("a", [0], **ROUNDS), Bytes(), row=1), "row is 1: the output has the rows 0 to 0"),
+        (lambda: draw([]), "there are no decodes to draw"),
+        (lambda: show({}, Bytes()), "there are no decodes to draw"),
+        (lambda: draw(drawn(), theme="blue"), "theme is 'blue': choose"),  # type: ignore[arg-type]
+        (lambda: draw(drawn()).save("a.png"), "a.png: a picture is an SVG or a page, give a name that ends in .svg or .html"),
+        (lambda: ShowOptions(output="a.png"), "--output is a.png: a picture is an SVG or a page"),
+        (lambda: ShowOptions(max_new_tokens=0), "--max-new-tokens is 0: at least 1"),
+        (lambda: ShowOptions(set=["seed"]), "--set seed: write it as NAME=VALUE"),
+    ],
+)
+def test_what_cannot_be_drawn(wrong: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        wrong()
+
+
+def test_the_committed_picture_is_what_the_command_draws(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The command is that of `make picture`."""
+    monkeypatch.chdir(ROOT)
+    (command,) = re.findall(r"mrp_trainer\.cli (show .*)", (ROOT / "Makefile").read_text())
+    *arguments, path = command.split()
+    assert path == f"hub_configs/sdar-tiny-mrp/{PICTURE}"
+    result = CliRunner().invoke(cli.app, [*arguments, str(tmp_path / "it.svg")])
+    assert result.stdout == f"wrote {tmp_path / 'it.svg'}: static: 32 forwards; mrp_spec K=8: 12 forwards\n"
+    assert (tmp_path / "it.svg").read_text() == (ROOT / path).read_text()
+
+
+def test_a_notebook_shows_a_drafted_batch(tiny_model: Any, tiny_tokenizer: Any) -> None:
+    """A row of a batch with padding is drawn as it is alone."""
+    inputs = tiny_tokenizer(["def double(x):", "def f(value):\n    if"], return_tensors="pt", padding=True)
+    options = {"decoding": "mrp_spec", "max_new_tokens": 24, "return_dict_in_generate": True}
+    out = tiny_model.generate(**inputs, **options)
+    alone = tiny_model.generate(**tiny_tokenizer("def double(x):", return_tensors="pt"), **options)
+    picture = show(out, tiny_tokenizer, row=0)
+    assert picture._repr_html_() == show(alone, tiny_tokenizer).svg
+    found = read_decode(out, tiny_tokenizer, row=1)
+    assert sum(one.own + one.accepted for one in found.forwards) == int((out.reveal_step[1] >= 0).sum())
+    assert any(token.drafted for token in found.tokens)
+
+
+def test_a_card_shows_the_picture_of_its_folder(folder: Path, tmp_path: Path) -> None:
+    bare = str(render_card(folder, "full", "org/m"))
+    assert NOT_SHOWN in bare
+    assert 'mrp show --model "org/m" --animated --output decode.svg' in bare
+    (folder / PICTURE).write_text("<svg/>")
+    try:
+        with_picture = str(render_card(folder, "full", "org/m"))
+        assert publish(folder, "org/m", dry_run=True).sizes[PICTURE] == len("<svg/>")
+    finally:
+        (folder / PICTURE).unlink()
+    assert SHOWN in with_picture
+    assert f"]({PICTURE})" in with_picture
+    assert renamed(bare, "org/m", picture=True) == with_picture
+    assert renamed(with_picture, "org/m") == bare
+
+
+def test_the_readme_of_the_embedded_checkpoint_shows_it() -> None:
+    assert f"]({PICTURE})" in (TINY / "README.md").read_text()
+    assert (TINY / PICTURE).is_file()

@@ -1,0 +1,157 @@
+"""The Space: its page in headless Chromium, asking for nothing from elsewhere, and the folder that is uploaded."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import tomllib
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from browser import Browser, free_port, missing_programs, wait_until
+from conftest import ROOT
+
+pytest.importorskip("gradio", reason="the Space needs gradio: pip install -e '.[space]'")
+
+SPACE = ROOT / "space"
+PROMPT = "Sum the numbers of a list that are even, each plus 5."
+# Runs a script, and writes down where it connects to, if that is not this machine.
+GUARD = """
+import runpy, socket, sys
+connect, path = socket.socket.connect, sys.argv[2]
+def watched(self, address):
+    if self.family != socket.AF_UNIX and address[0] not in ("127.0.0.1", "::1", "localhost"):
+        open(path, "a").write(f"{address}\\n")
+        raise OSError(f"{address} is elsewhere")
+    return connect(self, address)
+socket.socket.connect = watched
+look_up = socket.getaddrinfo
+def named(host, *args, **kwargs):
+    if host not in ("127.0.0.1", "::1", "localhost", None, ""):
+        open(path, "a").write(f"{host}\\n")
+        raise OSError(f"{host} is elsewhere")
+    return look_up(host, *args, **kwargs)
+socket.getaddrinfo = named
+runpy.run_path(sys.argv[1], run_name="__main__")
+"""
+
+
+@dataclass(frozen=True)
+class Served:
+    """A page that is served.
+
+    Attributes:
+        url: Its address.
+        elsewhere: What the server connected to beside this machine, line by line; no file, if nothing.
+    """
+
+    url: str
+    elsewhere: Path
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """The Space as it is uploaded, in a folder that knows nothing of this checkout."""
+    folder = tmp_path_factory.mktemp("space")
+    subprocess.run([sys.executable, SPACE / "folder.py", folder / "app"], check=True, capture_output=True)
+    (folder / "guard.py").write_text(textwrap.dedent(GUARD))
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MRP_", "GRADIO_", "PYTHON"))}
+    port = free_port()
+    environment |= {"GRADIO_SERVER_PORT": str(port), "PYTHONPATH": str(folder / "app"), "OMP_NUM_THREADS": "1"}
+    with (folder / "log").open("w") as log:
+        command = [sys.executable, "-P", folder / "guard.py", folder / "app" / "app.py", folder / "elsewhere"]
+        process = subprocess.Popen(
+            command, cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        url = f"http://127.0.0.1:{port}/"
+
+        def is_up() -> bool:
+            assert process.poll() is None, (folder / "log").read_text()
+            try:
+                return urllib.request.urlopen(url, timeout=5).status == 200
+            except OSError:
+                return False
+
+        try:
+            wait_until(is_up, 120, "page")
+            yield Served(url, folder / "elsewhere")
+        finally:
+            os.killpg(process.pid, signal.SIGTERM)
+            process.wait()
+
+
+@pytest.fixture
+def browser(tmp_path: Path) -> Iterator[Browser]:
+    if missing := missing_programs():
+        pytest.skip(f"no {' and no '.join(missing)} on this machine: install the distribution's packages")
+    with Browser(tmp_path, height=1370) as opened:
+        yield opened
+
+
+def test_a_prompt_is_answered_and_the_picture_appears(served: Served, browser: Browser, tmp_path: Path) -> None:
+    """A block is seen at work, then the whole text, what it cost, and both decodes. MRP_SCREENSHOT names a file to keep."""
+    browser.open(served.url)
+    wait_until(lambda: browser.count("#prompt textarea"), 30, "prompt")
+    browser.requested()  # of the browser's own first page
+    browser.open(served.url)
+    wait_until(lambda: browser.count("#prompt textarea"), 30, "prompt")
+    browser.type("#prompt textarea", PROMPT)
+    browser.click("#send")
+    wait_until(lambda: browser.count(".mrp-block") and browser.count(".mrp-mask"), 30, "block at work")
+    wait_until(lambda: browser.count("#mrp-picture svg"), 60, "picture")
+    said = browser.text("#chat").replace("\u00a0", " ")
+    assert PROMPT in said
+    assert "def item_here_one(n):\n    return sum(5 + n_one_now for n_one_now in n if n_one_now % 2 == 0)" in said
+    assert browser.count(".mrp-mask") == 0
+    told = browser.text("#mrp-cost")
+    pattern = r"2\.67 tokens per forward · 32 tokens · 12 forwards · [\d.]+ s · 20 of 56 drafts accepted · the same text as its"
+    assert re.match(pattern, told), told
+    label = browser.run("return document.querySelector('#mrp-picture svg').getAttribute('aria-label')")
+    assert label == "static: 32 forwards; mrp_spec K=8: 12 forwards"
+    hidden = "return getComputedStyle(document.querySelectorAll('#mrp-picture .token')[40]).animationDuration"
+    assert browser.run(hidden).endswith("s"), "the style sheet arrived"
+    asked = browser.requested()
+    assert len(asked) > 5
+    assert [url for url in asked if not url.startswith((served.url, "data:", "blob:"))] == []
+    assert not served.elsewhere.exists(), served.elsewhere.read_text()
+    assert [line for line in browser.errors() if "favicon" not in line] == []
+    if kept := os.environ.get("MRP_SCREENSHOT"):
+        wait_until(lambda: float(browser.run(PROGRESS)) > 0.99, 30, "whole picture")
+        browser.screenshot(Path(kept))
+
+
+# How much of the picture's last token is to be seen.
+PROGRESS = "return getComputedStyle([...document.querySelectorAll('#mrp-picture .f32')].at(-1)).opacity"
+
+
+def test_what_is_typed_is_text_and_what_does_not_fit_is_told(served: Served, browser: Browser) -> None:
+    browser.open(served.url)
+    wait_until(lambda: browser.count("#prompt textarea"), 30, "prompt")
+    browser.click("#send")
+    wait_until(lambda: "There is no prompt" in browser.text("body"), 30, "error")
+    typed = "<img src=x onerror=alert(1)> **a_b_c** $x$ `y` &amp;"
+    browser.type("#prompt textarea", typed)
+    browser.click("#send")
+    wait_until(lambda: browser.count("#mrp-cost"), 60, "answer")
+    assert typed in browser.text("#chat").replace("\u00a0", " ")
+    assert browser.count("#chat img[src='x']") == 0
+
+
+def test_a_space_installs_what_the_package_needs() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed = [*project["dependencies"], *project["optional-dependencies"]["space"]]
+    assert (SPACE / "requirements.txt").read_text().split() == needed
+    pinned = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+    assert f"sdk_version: {pinned['gradio']}\n" in (SPACE / "README.md").read_text()
+
+
+def test_a_folder_that_is_there_is_not_written_to(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, SPACE / "folder.py", tmp_path], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr == f"Error: {tmp_path} is there already: remove it, or give a new folder\n"
+    assert list(tmp_path.iterdir()) == []

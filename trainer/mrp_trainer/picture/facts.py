@@ -1,0 +1,165 @@
+"""Facts of one decode, read from the output of `generate`: which forward revealed each token, and what became of the drafts."""
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+_NOT_WHOLE = "\ufffd"  # what a tokenizer makes of bytes that are no whole character
+_LONGEST = 8  # tokens that one character may take
+
+
+@dataclass(frozen=True)
+class Token:
+    """A token of a text, and how it came there.
+
+    Attributes:
+        text: As the tokenizer decodes it; "" where its bytes are shown at a later token, which completes the character.
+        forward: The forward that revealed it, from 1; None of a given token.
+        step: The denoising step that it belongs to; -1 of a given token.
+        drafted: A state that was drafted revealed it: without drafts it would have taken a forward of its own.
+        probability: When it was committed.
+        taken_back: How often a reveal at this place went back to a mask.
+        special: An end of text or the like.
+    """
+
+    text: str
+    forward: int | None
+    step: int = -1
+    drafted: bool = False
+    probability: float = 0.0
+    taken_back: int = 0
+    special: bool = False
+
+
+@dataclass(frozen=True)
+class Forward:
+    """A forward of the backbone that the row took part in.
+
+    Attributes:
+        own: Tokens that it revealed at the row's next state.
+        accepted: Tokens that it revealed at drafted states.
+        refused: Drafted states that it scored in vain; what a later forward still finds of use is not told apart.
+    """
+
+    own: int
+    accepted: int
+    refused: int
+
+
+@dataclass(frozen=True)
+class Decode:
+    """One row's decode.
+
+    Attributes:
+        name: Of the way to decode.
+        tokens: The generated text.
+        forwards: Of the backbone, in order.
+        head_forwards: Of the head.
+        drafted: Drafted states that were submitted.
+        accepted: Those that were right.
+        blocks: Columns of the text at which a block begins.
+    """
+
+    name: str
+    tokens: tuple[Token, ...]
+    forwards: tuple[Forward, ...]
+    head_forwards: int
+    drafted: int
+    accepted: int
+    blocks: tuple[int, ...]
+
+    @property
+    def tokens_per_forward(self) -> float:
+        """Generated tokens (not given ones) over forwards."""
+        return sum(token.forward is not None for token in self.tokens) / max(1, len(self.forwards))
+
+
+def read_decode(output: Any, tokenizer: Any, name: str = "decode", row: int = 0) -> Decode:
+    """Read one row of what `generate` returned.
+
+    Args:
+        output: An `MRPGenerateOutput`.
+        tokenizer: The model's.
+        name: What the picture calls it.
+        row: Which row of the batch.
+
+    Raises:
+        ValueError: if `output` is not such an output, or has no such row.
+    """
+    rounds = getattr(getattr(output, "stats", None), "rounds", None)
+    if rounds is None:
+        raise ValueError(
+            f"output is a {type(output).__name__} without stats.rounds: pass what generate(..., return_dict_in_generate=True) "
+            "of this package returns, or read other checkpoints' with its MRPForCausalLM"
+        )
+    steps_of = output.reveal_step.tolist()
+    if not 0 <= row < len(steps_of):
+        raise ValueError(f"row is {row}: the output has the rows 0 to {len(steps_of) - 1}")
+    reveal_step = steps_of[row]
+    ids = output.sequences[row, output.sequences.shape[1] - len(reveal_step) :].tolist()
+    special = set(tokenizer.all_special_ids)
+    while reveal_step and reveal_step[-1] < 0 and ids[len(reveal_step) - 1] in special:  # padding
+        reveal_step.pop()
+    of_row = {key: counts[:, row].tolist() for key, counts in rounds.items()}
+    taken_back = Counter(column for at, column, _ in output.stats.revocations.tolist() if at == row)
+    logprobs = output.token_logprobs[row].double().exp().tolist()
+    texts = token_texts(ids[: len(reveal_step)], tokenizer)
+    tokens = []
+    for column, (text, step) in enumerate(zip(texts, reveal_step, strict=True)):
+        forward, drafted = _revealed_by(of_row, step) if step >= 0 else (None, False)
+        probability = logprobs[column] if step >= 0 else 0.0
+        tokens.append(Token(text, forward, step, drafted, probability, taken_back[column], ids[column] in special))
+    return Decode(
+        name,
+        tuple(tokens),
+        _forwards(of_row, tokens),
+        int(output.stats.row_head_forwards[row]),
+        of_row["drafted"][-1],
+        of_row["accepted"][-1],
+        tuple(sorted({column for column in of_row["column"] if 0 < column < len(tokens)})),
+    )
+
+
+def _revealed_by(of_row: dict[str, list[int]], step: int) -> tuple[int, bool]:
+    """The forward that took a step, and whether it took another one before it: then a draft was accepted."""
+    at = min(bisect_right(of_row["steps"], step), len(of_row["steps"]) - 1)
+    first = of_row["steps"][at - 1] if at else 0
+    return of_row["row_forwards"][at], step > first
+
+
+def _forwards(of_row: dict[str, list[int]], tokens: Sequence[Token]) -> tuple[Forward, ...]:
+    """Every forward of a row; those of a long prefill but the last revealed nothing."""
+    own = Counter(token.forward for token in tokens if not token.drafted)
+    accepted = Counter(token.forward for token in tokens if token.drafted)
+    refused: Counter[int] = Counter()
+    counts = zip(of_row["row_forwards"], of_row["drafted"], of_row["accepted"], strict=True)
+    for (before, drafts, right), (after, all_drafts, all_right) in pairwise(counts):
+        if after > before:
+            refused[after] = max(0, (all_drafts - drafts) - (all_right - right))
+    return tuple(Forward(own[n], accepted[n], refused[n]) for n in range(1, of_row["row_forwards"][-1] + 1))
+
+
+def token_texts(ids: Sequence[int], tokenizer: Any) -> list[str]:
+    """Each token's text. A character whose bytes are several tokens stands at the last of them, and "" at the others."""
+    texts: list[str] = []
+    begun: list[int] = []
+    for one in ids:
+        begun.append(one)
+        text = _decoded(begun, tokenizer)
+        if not text.endswith(_NOT_WHOLE):
+            texts += [""] * (len(begun) - 1) + [text]
+            begun = []
+        elif len(begun) == _LONGEST:  # no character takes so many
+            texts += [_decoded([each], tokenizer) for each in begun]
+            begun = []
+    return texts + [_decoded([each], tokenizer) for each in begun]
+
+
+def _decoded(ids: list[int], tokenizer: Any) -> str:
+    return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+__all__ = ["Decode", "Forward", "Token", "read_decode", "token_texts"]

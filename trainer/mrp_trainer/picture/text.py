@@ -1,0 +1,61 @@
+"""Texts as a picture shows them: every character visible, as wide as columns of a fixed-width font, and safe in XML."""
+
+import unicodedata
+from html import escape
+
+_JOINERS = "\u200c\u200d"  # within words and emoji
+_BREAK = "↵"
+
+
+def visible(text: str) -> str:
+    """Write a text so that everything in it is seen: line ends as ↵ before the break, controls as pictures or code points."""
+    return "".join(map(_shown, text.replace("\r\n", "\n")))
+
+
+def _shown(character: str) -> str:
+    code, category = ord(character), unicodedata.category(character)
+    if character == "\n":
+        return f"{_BREAK}\n"
+    if character == "\t":
+        return "⇥"
+    if code < 0x20:
+        return chr(0x2400 + code)
+    if code == 0x7F:
+        return "␡"
+    if character in _JOINERS:
+        return character
+    if category in ("Cc", "Cf", "Cs", "Cn", "Co", "Zl", "Zp"):  # unseen, unassigned, or not allowed in XML
+        return f"⟨{code:X}⟩"
+    return character
+
+
+def columns(text: str) -> int:
+    """Count the columns of a line: wide characters take two, combining ones none."""
+    return sum(_columns(character) for character in text)
+
+
+def _columns(character: str) -> int:
+    if character in _JOINERS or unicodedata.combining(character) or unicodedata.category(character) in ("Mn", "Me"):
+        return 0
+    return 2 if unicodedata.east_asian_width(character) in "WF" else 1
+
+
+def cut(text: str, width: int) -> list[str]:
+    """Cut a line into parts of `width` columns at most, none within a combined character."""
+    parts, used = [""], 0
+    for character in text:
+        wide = _columns(character)
+        if wide and used + wide > width and parts[-1]:
+            parts.append("")
+            used = 0
+        parts[-1] += character
+        used += wide
+    return parts
+
+
+def xml(text: str) -> str:
+    """Escape a visible text for XML, its spaces kept."""
+    return escape(text, quote=True).replace(" ", "\u00a0")
+
+
+__all__ = ["columns", "cut", "visible", "xml"]

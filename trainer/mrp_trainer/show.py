@@ -1,0 +1,38 @@
+"""A picture of a decode, side by side in several modes: the command `mrp show`."""
+
+from typing import Any, cast
+
+import torch
+
+from .evaluate_options import generate_options
+from .loading import load_model, load_tokenizer
+from .picture import Picture, Theme, show
+from .publishing.card import mode_name
+from .show_options import ShowOptions
+
+
+def show_model(options: ShowOptions) -> Picture:
+    """Decode a prompt in every mode that is asked for, draw that, and write it to `options.output`.
+
+    Raises:
+        ValueError: if the checkpoint, the tokenizer or an option of `generate` does not fit; nothing is written then.
+        OSError: if there is no such checkpoint, or the file cannot be written.
+    """
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    tokenizer: Any = load_tokenizer(options.tokenizer or options.model)
+    model: Any = load_model(options.model, options.dtype).to(device)
+    if options.plain or tokenizer.chat_template is None:
+        inputs = tokenizer(options.prompt, return_tensors="pt")
+    else:
+        chat = [{"role": "user", "content": options.prompt}]
+        inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    given = {name: inputs[name].to(device) for name in ("input_ids", "attention_mask")}
+    fixed = {"max_new_tokens": options.max_new_tokens, "return_dict_in_generate": True}
+    outputs = {mode_name(one): model.generate(**given, **generate_options(one), **fixed) for one in options.settings()}
+    theme = cast(Theme, options.theme)
+    picture = show(outputs, tokenizer, prompt=options.prompt, animated=options.animated, theme=theme)
+    picture.save(options.output)
+    return picture
+
+
+__all__ = ["show_model"]
