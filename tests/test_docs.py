@@ -112,13 +112,17 @@ def readme_code(*names: str) -> str:
     return "".join(block for block in blocks if all(name in block for name in names))
 
 
-def test_the_readmes_code_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_readmes_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """All that needs no other checkpoint than the embedded one."""
-    monkeypatch.chdir(ROOT)
+    (tmp_path / "hub_configs").symlink_to(ROOT / "hub_configs")
+    monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
-    exec(readme_code().removesuffix(readme_code("heavyball/")), names)
+    exec(readme_code().replace(readme_code("heavyball/"), ""), names)
     assert [message["role"] for message in names["chat"]] == ["user"]
-    assert "    if value % 2 == 0:\n        return value + 9\n    return 3 + value" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "    if value % 2 == 0:\n        return value + 9\n    return 3 + value" in printed
+    assert "\n1 " in printed, "the second row was streamed"
+    assert (tmp_path / "fine-tuned" / "checkpoint-4").is_dir()
     assert int(names["cache"].held) > 80, "of both turns"
 
 
