@@ -23,13 +23,13 @@ check: $(VENV)/.dev
 test: $(VENV)/.dev
 	$(PYTEST)
 
-# What needs the other extras: quantized weights, the server, notebooks, TRL's trainers, and the Space in headless Chromium,
-# which says why where there is none.
-EXTRAS := quantized serve notebooks other_trainers space
+# What needs the other extras: quantized weights, the server, notebooks, TRL's trainers.
+EXTRAS := quantized serve notebooks other_trainers
 
 test-extras: $(VENV)/.extras
 	$(PYTEST) -rs $(EXTRAS:%=tests/test_%.py)
 
+# The Space in headless Chromium; says why where there is none.
 test-space: $(VENV)/.extras
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs tests/test_space.py
 
