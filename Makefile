@@ -8,7 +8,7 @@ COUNT ?= 64
 CHECKED := rules drafting_rules drafting_budget round losses golden_traces imports bundle
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: demo picture check test test-space lint walkthrough clean
+.PHONY: demo picture check test test-space test-extras lint walkthrough clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m mrp_trainer.demo --count $(COUNT)
@@ -23,8 +23,14 @@ check: $(VENV)/.dev
 test: $(VENV)/.dev
 	$(PYTEST)
 
+# What needs the other extras: quantized weights, the server, notebooks, TRL's trainers.
+EXTRAS := quantized serve notebooks other_trainers
+
+test-extras: $(VENV)/.extras
+	$(PYTEST) -rs $(EXTRAS:%=tests/test_%.py)
+
 # The Space in headless Chromium; says why where there is none.
-test-space: $(VENV)/.space
+test-space: $(VENV)/.extras
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs tests/test_space.py
 
 # As a user does: the package from its wheel in an environment of its own, from an empty folder. PARTS="1 4" takes some.
@@ -56,8 +62,8 @@ $(VENV)/.dev: $(VENV)/bin/python pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@ $(VENV)/.demo
 
-$(VENV)/.space: $(VENV)/.dev
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,space]'
+$(VENV)/.extras: $(VENV)/.dev
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[extras]'
 	touch $@
 
 clean:

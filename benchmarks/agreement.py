@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn.functional import pad
 
-from modeling_mrp.generate.generation import MRPGenerateOutput
+from modeling_mrp.generate.output import MRPGenerateOutput
 
 
 def agreement(ours: Sequence[MRPGenerateOutput], theirs: Sequence[MRPGenerateOutput]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.benchmark import Timer
 from transformers.cache_utils import DynamicCache
 
-from modeling_mrp.generate.generation import MRPGenerateOutput
+from modeling_mrp.generate.output import MRPGenerateOutput
 from modeling_mrp.modeling import MRPForCausalLM
 
 from .agreement import agreement, without_cache

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from modeling_mrp.generate.generation import MRPGenerateOutput
+from modeling_mrp.generate.output import MRPGenerateOutput
 from modeling_mrp.modeling import MRPForCausalLM
 
 from .engine import code_of_parts

@@ -18,7 +18,7 @@ from mrp_trainer.data import encode
 from mrp_trainer.evaluate import NEW_TOKENS, pad_left
 from mrp_trainer.tasks import problems
 
-from modeling_mrp.generate.generation import MRPGenerateOutput
+from modeling_mrp.generate.output import MRPGenerateOutput
 from modeling_mrp.model.configuration import MRPConfig
 from modeling_mrp.modeling import MRPForCausalLM
 

@@ -3,14 +3,14 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .generate.generation import MRPGenerateOutput
     from .generate.options import MRPGenerationConfig
+    from .generate.output import MRPGenerateOutput
     from .model.configuration import MRPConfig
     from .modeling import MRPForCausalLM, MRPHead
     from .runner.cache import BlockCache
 
 __version__ = "0.1.0"
-_HOMES = {"MRPGenerateOutput": "generate.generation", "MRPGenerationConfig": "generate.options"}
+_HOMES = {"MRPGenerateOutput": "generate.output", "MRPGenerationConfig": "generate.options"}
 _HOMES |= {"MRPConfig": "model.configuration", "BlockCache": "runner.cache"}
 _HOMES |= {"MRPForCausalLM": "modeling", "MRPHead": "modeling"}
 

@@ -21,7 +21,7 @@ from benchmarks.gpu_cases import Case
 from benchmarks.gpu_rounds import PlainRound, Round, check_texts
 from benchmarks.roofline import Device, Shape, Work
 from benchmarks.timing import copies_for, timed
-from modeling_mrp.generate.generation import MRPGenerateOutput
+from modeling_mrp.generate.output import MRPGenerateOutput
 from modeling_mrp.kernels import dispatch
 
 __all__ = ["tapes"]  # a fixture

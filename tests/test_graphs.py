@@ -21,7 +21,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 from benchmarks.agreement import agreement, without_cache
 from modeling_mrp import MRPForCausalLM
 from modeling_mrp.generate import scoring
-from modeling_mrp.generate.generation import MRPGenerateOutput
+from modeling_mrp.generate.output import MRPGenerateOutput
 from modeling_mrp.rules.states import States
 from modeling_mrp.runner import graphs, recorded
 from modeling_mrp.runner.graphs import Graphs, RecordingFailedError, Registers, shapes_of

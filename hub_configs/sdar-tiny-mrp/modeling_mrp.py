@@ -36,6 +36,7 @@ Its parts, in this order:
     generate/pace.py            The amount of drafting of each round: fixed, or as much as measured time and acceptance so far say pays.
     generate/decode_state.py    One decode in tensors: what was asked, what a round changes, and what the host reads of it once a round.
     generate/options.py         The options of `generate` for MRP models: the config that holds, checks and interprets them.
+    generate/output.py          What `generate` returns: texts, and what they cost.
     generate/prompts.py         Checks of the prompts of `generate`, their mask, the tokens that stand behind them already, and what else goes along.
     generate/quantized.py       Quantized models: what decoding needs of their unembedding, and whose tokens change each other's results.
     generate/sampling.py        Picks: the token and its confidence at every masked position, greedy or sampled, reproducible to the bit.
@@ -7508,6 +7509,152 @@ def _is_id(value: Any) -> bool:
 
 
 # ----------------------------------------------------------------------------------------------------
+# generate/output.py
+#
+# What `generate` returns: texts, and what they cost.
+
+@dataclass
+class MRPGenerateStats(ModelOutput):
+    """Costs of a `generate` call.
+
+    Attributes:
+        forwards: Forwards of the whole batch by role: of the backbone `prefill` (prompts), `verify` (rounds that scored drafts)
+            and `denoise` (rounds without), and those of the `head`.
+        row_forwards: [rows] long, backbone forwards in which each row took part.
+        row_head_forwards: [rows] long, the same for the head.
+        drafted: [rows] long, drafted states that were submitted.
+        accepted: [rows] long, drafted states that were right.
+        revoked: [rows] long, reveals that `mrp_remask` took back.
+        accepted_lengths: [rows, n] long, how many rounds accepted 0, 1, 2, ... states (the first is never a draft; those that
+            were scored in vain a round earlier count).
+        offered_at_depth: [rows, n] long, by depth k = 1, 2, ...: rounds in which the backbone came by k - 1 drafts and there
+            was a draft that could follow the last of them. No columns in modes without drafts.
+        accepted_at_depth: [rows, n] long: of these, rounds in which it came by a k-th. Their ratio is the chance that draft k
+            is accepted given that k - 1 were; the sum over k is `accepted`.
+        revocations: [n, 3] long: row, column of the generated text (as in `reveal_step`) and token of each reveal that
+            `mrp_remask` took back, in order. A column may lie behind the end of the text.
+        rounds: [1 + rounds, rows] long by name: what each row had come to behind the prefill and behind each round.
+            `row_forwards`, `drafted` and `accepted` as above; `steps`, so many denoising steps, which tell with `reveal_step`
+            what each forward revealed; and `column`, where the row's block begins in the generated text (below 0 within the
+            prompt).
+    """
+
+    forwards: dict[str, int] | None = None
+    row_forwards: Tensor | None = None
+    row_head_forwards: Tensor | None = None
+    drafted: Tensor | None = None
+    accepted: Tensor | None = None
+    revoked: Tensor | None = None
+    accepted_lengths: Tensor | None = None
+    offered_at_depth: Tensor | None = None
+    accepted_at_depth: Tensor | None = None
+    revocations: Tensor | None = None
+    rounds: dict[str, Tensor] | None = None
+
+
+@dataclass
+class MRPGenerateOutput(ModelOutput):
+    """The output of `generate` with `return_dict_in_generate=True`.
+
+    Attributes:
+        sequences: [rows, prompt + generated] long, padded with `pad_token_id` behind each row's end.
+        tokens_per_forward: [rows] float, generated tokens (not given ones) over the backbone forwards in which the row took
+            part.
+        reveal_step: [rows, generated] long, the denoising step of the row that committed each token; -1 in padding and at
+            tokens given with `infill_ids`.
+        token_logprobs: [rows, generated] float32, log-probability of each token when committed; 0 in padding and where given.
+        stats: `MRPGenerateStats`.
+        past_key_values: The `BlockCache` to go on from in the next call.
+    """
+
+    sequences: Tensor | None = None
+    tokens_per_forward: Tensor | None = None
+    reveal_step: Tensor | None = None
+    token_logprobs: Tensor | None = None
+    stats: MRPGenerateStats | None = None
+    past_key_values: BlockCache | None = None
+
+
+def pad_id(config: MRPGenerationConfig) -> int:
+    """Choose the id that stands behind the end of a text."""
+    return config.pad_token_id if config.pad_token_id is not None else next(iter(config.eos_ids()), 0)
+
+
+def output_of(
+    input_ids: Tensor,
+    request: Request,
+    state: DecodeState,
+    runner: Runner,
+    remasked: list[Remasked],
+    progress: list[Tensor],
+    cache: BlockCache,
+    config: MRPGenerationConfig,
+) -> Tensor | MRPGenerateOutput:
+    """Make what `generate` returns of a decode's last state.
+
+    Args:
+        input_ids: [rows, prompt] long, as given.
+        request: What was asked for.
+        state: The last state.
+        runner: Whose forwards are counted.
+        remasked: What each step remasked.
+        progress: Of each round what `progress_of` gave.
+        cache: The keys and values.
+        config: The options.
+    """
+    text, start = state.text, request.prompt_length
+    lengths = text.stop - start
+    columns = torch.arange(int(lengths.max()), device=input_ids.device)
+    inside = columns < lengths[:, None]
+    at = (start[:, None] + columns).clamp(max=text.capacity)
+    pad = torch.tensor(pad_id(config), device=at.device)
+    sequences = torch.cat([input_ids, text.tokens.gather(1, at).where(inside, pad)], 1)
+    if not config.return_dict_in_generate:
+        return sequences
+    reveal_step = text.reveal_step.gather(1, at).where(inside, torch.tensor(-1, device=at.device))
+    counts = {name: count for name, count in vars(state.counts).items() if name != "verified"}
+    rounds = dict(zip(_PROGRESS, torch.stack(progress, 1).unbind(), strict=True))
+    verify, held = int(state.counts.verified), state.held
+    forwards = {"prefill": 0, "denoise": 0, "verify": verify, **runner.forwards}
+    forwards["denoise"] -= verify
+    return MRPGenerateOutput(
+        sequences=sequences,
+        tokens_per_forward=(reveal_step >= 0).sum(1) / held.row_forwards,
+        reveal_step=reveal_step,
+        token_logprobs=text.logprob.gather(1, at).where(inside, torch.tensor(0.0, device=at.device)),
+        stats=MRPGenerateStats(
+            forwards=forwards,
+            row_forwards=held.row_forwards,
+            row_head_forwards=held.row_head_forwards,
+            revocations=_revocations(remasked, start),
+            rounds={**rounds, "column": rounds["column"] - start},
+            **counts,
+        ),
+        past_key_values=cache,
+    )
+
+
+# What is noted of each round.
+_PROGRESS = ("row_forwards", "steps", "drafted", "accepted", "column")
+
+
+def progress_of(state: DecodeState) -> Tensor:
+    """[5, rows] long: what each row has come to, in the order of `_PROGRESS`; `column` counts from the first token."""
+    counts = state.counts
+    steps, start = state.text.total_steps, state.current.start
+    return torch.stack([state.held.row_forwards, steps, counts.drafted, counts.accepted, start])
+
+
+def _revocations(remasked: list[Remasked], prompt_length: Tensor) -> Tensor:
+    """List row, column of the generated text and token of each remasked reveal, in order: [n, 3] long."""
+    if not remasked:
+        return prompt_length.new_zeros(0, 3)
+    start, where, token = (torch.stack([getattr(part, name) for part in remasked]) for name in ("start", "where", "token"))
+    step, row, column = where.nonzero(as_tuple=True)
+    return torch.stack([row, start[step, row] + column - prompt_length[row], token[step, row, column]], 1)
+
+
+# ----------------------------------------------------------------------------------------------------
 # generate/prompts.py
 #
 # Checks of the prompts of `generate`, their mask, the tokens that stand behind them already, and what else goes along.
@@ -8984,68 +9131,6 @@ logger = transformers_logging.get_logger(__name__)
 _ARGUMENTS = ("input_ids", "attention_mask", "logits_processor", "stopping_criteria", "tokenizer", "synced_gpus")
 
 
-@dataclass
-class MRPGenerateStats(ModelOutput):
-    """Costs of a `generate` call.
-
-    Attributes:
-        forwards: Forwards of the whole batch by role: of the backbone `prefill` (prompts), `verify` (rounds that scored drafts)
-            and `denoise` (rounds without), and those of the `head`.
-        row_forwards: [rows] long, backbone forwards in which each row took part.
-        row_head_forwards: [rows] long, the same for the head.
-        drafted: [rows] long, drafted states that were submitted.
-        accepted: [rows] long, drafted states that were right.
-        revoked: [rows] long, reveals that `mrp_remask` took back.
-        accepted_lengths: [rows, n] long, how many rounds accepted 0, 1, 2, ... states (the first is never a draft; those that
-            were scored in vain a round earlier count).
-        offered_at_depth: [rows, n] long, by depth k = 1, 2, ...: rounds in which the backbone came by k - 1 drafts and there
-            was a draft that could follow the last of them. No columns in modes without drafts.
-        accepted_at_depth: [rows, n] long: of these, rounds in which it came by a k-th. Their ratio is the chance that draft k
-            is accepted given that k - 1 were; the sum over k is `accepted`.
-        revocations: [n, 3] long: row, column of the generated text (as in `reveal_step`) and token of each reveal that
-            `mrp_remask` took back, in order. A column may lie behind the end of the text.
-        rounds: [1 + rounds, rows] long by name: what each row had come to behind the prefill and behind each round.
-            `row_forwards`, `drafted` and `accepted` as above; `steps`, so many denoising steps, which tell with `reveal_step`
-            what each forward revealed; and `column`, where the row's block begins in the generated text (below 0 within the
-            prompt).
-    """
-
-    forwards: dict[str, int] | None = None
-    row_forwards: Tensor | None = None
-    row_head_forwards: Tensor | None = None
-    drafted: Tensor | None = None
-    accepted: Tensor | None = None
-    revoked: Tensor | None = None
-    accepted_lengths: Tensor | None = None
-    offered_at_depth: Tensor | None = None
-    accepted_at_depth: Tensor | None = None
-    revocations: Tensor | None = None
-    rounds: dict[str, Tensor] | None = None
-
-
-@dataclass
-class MRPGenerateOutput(ModelOutput):
-    """The output of `generate` with `return_dict_in_generate=True`.
-
-    Attributes:
-        sequences: [rows, prompt + generated] long, padded with `pad_token_id` behind each row's end.
-        tokens_per_forward: [rows] float, generated tokens (not given ones) over the backbone forwards in which the row took
-            part.
-        reveal_step: [rows, generated] long, the denoising step of the row that committed each token; -1 in padding and at
-            tokens given with `infill_ids`.
-        token_logprobs: [rows, generated] float32, log-probability of each token when committed; 0 in padding and where given.
-        stats: `MRPGenerateStats`.
-        past_key_values: The `BlockCache` to go on from in the next call.
-    """
-
-    sequences: Tensor | None = None
-    tokens_per_forward: Tensor | None = None
-    reveal_step: Tensor | None = None
-    token_logprobs: Tensor | None = None
-    stats: MRPGenerateStats | None = None
-    past_key_values: BlockCache | None = None
-
-
 class MRPGenerationMixin(GenerationMixin):
     """`generate` of an MRP model: transformers prepares everything, the loop decodes."""
 
@@ -9191,7 +9276,7 @@ class MRPGenerationMixin(GenerationMixin):
             criteria.append(StopStringCriteria(tokenizer, config.stop_strings))
             model_kwargs["stopping_criteria"] = criteria
             config.stop_strings = None
-        check_special_ids(config.eos_ids(), _pad_id(config), self.config.mask_token_id, self.config.vocab_size)
+        check_special_ids(config.eos_ids(), pad_id(config), self.config.mask_token_id, self.config.vocab_size)
         return config, model_kwargs
 
     def block_cache(self, batch_size: int, capacity: int, scratch: int, with_head: bool) -> BlockCache:
@@ -9275,7 +9360,7 @@ def _decode(
     infill = None if infill_ids is None else infill_ids.to(device, torch.long)
     text, ends, current = laid_out(prompts, infill, new, block, mask_id, device)
     request = _request(ends, config, input_ids.shape[1], block)
-    stopping = Stopping(criteria, input_ids, _pad_id(config), mask_id) if criteria else None
+    stopping = Stopping(criteria, input_ids, pad_id(config), mask_id) if criteria else None
     streams = Streams(streamers, prompts, request, block) if streamers is not None else None
     room = (past_key_values, len(prompts), text.capacity, mode.width * block, mode.uses_head)
     with _cache_for(model, recorder_for(model, config.graphs), *room) as (recorded, cache):
@@ -9294,11 +9379,11 @@ def _decode(
         runner = Runner(model, cache, mode.uses_head, picker.dispatch, round_masks, device, by_parts, rests)
         state = begin(task, runner, text, current, reused)
         rounds = RecordedRounds(task, runner, state, recorded) if recorded is not None and whole else None
-        progress = [_progress(state)]
+        progress = [progress_of(state)]
 
         def on_round(state: DecodeState) -> None:
             if config.return_dict_in_generate:
-                progress.append(_progress(state))
+                progress.append(progress_of(state))
             if streams is not None:
                 streams.on_round(state)
 
@@ -9310,7 +9395,7 @@ def _decode(
         cache.hold(state.text.tokens, held.committed, of_head, held.committed if rests else cache.hidden_held)
     if streams is not None:
         streams.on_round(state)
-    return _output(input_ids, request, state, runner, remasked, progress, cache, config)
+    return output_of(input_ids, request, state, runner, remasked, progress, cache, config)
 
 
 def _request(ends: dict[str, Tensor], config: MRPGenerationConfig, prompt_columns: int, block_size: int) -> Request:
@@ -9396,73 +9481,6 @@ def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationCo
         tuple(config.eos_ids()),
         dispatch=dispatch,
     )
-
-
-def _pad_id(config: MRPGenerationConfig) -> int:
-    """Choose the id that stands behind the end of a text."""
-    return config.pad_token_id if config.pad_token_id is not None else next(iter(config.eos_ids()), 0)
-
-
-def _output(
-    input_ids: Tensor,
-    request: Request,
-    state: DecodeState,
-    runner: Runner,
-    remasked: list[Remasked],
-    progress: list[Tensor],
-    cache: BlockCache,
-    config: MRPGenerationConfig,
-) -> Tensor | MRPGenerateOutput:
-    text, start = state.text, request.prompt_length
-    lengths = text.stop - start
-    columns = torch.arange(int(lengths.max()), device=input_ids.device)
-    inside = columns < lengths[:, None]
-    at = (start[:, None] + columns).clamp(max=text.capacity)
-    pad = torch.tensor(_pad_id(config), device=at.device)
-    sequences = torch.cat([input_ids, text.tokens.gather(1, at).where(inside, pad)], 1)
-    if not config.return_dict_in_generate:
-        return sequences
-    reveal_step = text.reveal_step.gather(1, at).where(inside, torch.tensor(-1, device=at.device))
-    counts = {name: count for name, count in vars(state.counts).items() if name != "verified"}
-    rounds = dict(zip(_PROGRESS, torch.stack(progress, 1).unbind(), strict=True))
-    verify, held = int(state.counts.verified), state.held
-    forwards = {"prefill": 0, "denoise": 0, "verify": verify, **runner.forwards}
-    forwards["denoise"] -= verify
-    return MRPGenerateOutput(
-        sequences=sequences,
-        tokens_per_forward=(reveal_step >= 0).sum(1) / held.row_forwards,
-        reveal_step=reveal_step,
-        token_logprobs=text.logprob.gather(1, at).where(inside, torch.tensor(0.0, device=at.device)),
-        stats=MRPGenerateStats(
-            forwards=forwards,
-            row_forwards=held.row_forwards,
-            row_head_forwards=held.row_head_forwards,
-            revocations=_revocations(remasked, start),
-            rounds={**rounds, "column": rounds["column"] - start},
-            **counts,
-        ),
-        past_key_values=cache,
-    )
-
-
-# What is noted of each round.
-_PROGRESS = ("row_forwards", "steps", "drafted", "accepted", "column")
-
-
-def _progress(state: DecodeState) -> Tensor:
-    """[5, rows] long: what each row has come to, in the order of `_PROGRESS`; `column` counts from the first token."""
-    counts = state.counts
-    steps, start = state.text.total_steps, state.current.start
-    return torch.stack([state.held.row_forwards, steps, counts.drafted, counts.accepted, start])
-
-
-def _revocations(remasked: list[Remasked], prompt_length: Tensor) -> Tensor:
-    """List row, column of the generated text and token of each remasked reveal, in order: [n, 3] long."""
-    if not remasked:
-        return prompt_length.new_zeros(0, 3)
-    start, where, token = (torch.stack([getattr(part, name) for part in remasked]) for name in ("start", "where", "token"))
-    step, row, column = where.nonzero(as_tuple=True)
-    return torch.stack([row, start[step, row] + column - prompt_length[row], token[step, row, column]], 1)
 
 
 # ----------------------------------------------------------------------------------------------------
