@@ -126,6 +126,13 @@ def test_the_readmes_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert int(names["cache"].held) > 80, "of both turns"
 
 
+def test_the_lines_of_the_generated_files_are_as_written() -> None:
+    text = (ROOT / "README.md").read_text()
+    for name in ("configuration_mrp.py", "modeling_mrp.py"):
+        lines = len((TINY / name).read_text().splitlines())
+        assert f"`{name}` ({lines:,} lines)" in text
+
+
 # With classes of its own: transformers notes at a class that it was loaded from a repository.
 CODE_OF_A_REPOSITORY = """from pathlib import Path
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from .configuration import MRPConfig
 from .custom_generate import generate
@@ -108,7 +108,8 @@ def check_unchanged(state: Mapping[str, Tensor], backbone: BackboneSource) -> No
 
 
 def _same_row(value: Tensor, stored: StoredTensor) -> bool:
-    if value.is_meta or not value.is_floating_point() or tuple(value.shape) != stored.shape or not all(stored.shape or [0]):
+    plain = type(value) in (Tensor, nn.Parameter) and value.is_floating_point() and not value.is_meta
+    if not plain or tuple(value.shape) != stored.shape or not all(stored.shape or [0]):
         return True  # spread over devices, or quantized: not to be compared
     with safe_open(stored.file, framework="pt") as tensors:
         row = tensors.get_slice(stored.name)[:1]
