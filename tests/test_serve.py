@@ -181,6 +181,22 @@ def test_it_listens_on_loopback_alone(server: Server) -> None:
         assert other.connect_ex(("127.0.0.2", port)) != 0
 
 
+def test_it_listens_where_it_is_told() -> None:
+    command = [sys.executable, "-m", "mrp_trainer.cli", "serve", MODEL, "--host", "127.0.0.2", "--port", "0"]
+    running = subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    try:
+        assert running.stdout is not None
+        url = running.stdout.readline().split()[-1]
+        port = int(url.split(":")[-1].split("/")[0])
+        assert url == f"http://127.0.0.2:{port}/v1"
+        for address, reached in (("127.0.0.2", True), ("127.0.0.1", False)):
+            with socket.socket() as other:
+                assert (other.connect_ex((address, port)) == 0) is reached
+    finally:
+        running.kill()
+        running.wait()
+
+
 def options(**given: Any) -> dict[str, Any]:
     return {"extra_body": {"generation_config": json.dumps(given)}}
 
@@ -285,7 +301,7 @@ def test_transformers_chat_talks_to_it(server: Server, answers: Any, tmp_path: P
 def test_a_port_that_is_taken_is_told_before_anything_is_loaded() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        told = mrp("serve", "no/such-model", "--port", str(port), fails=True)
+        told = mrp("serve", MODEL, "--port", str(port), fails=True)
     assert f"127.0.0.1:{port} cannot be listened at" in told
     assert "give another --port or --host" in told
 

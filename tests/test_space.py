@@ -2,6 +2,8 @@
 
 import os
 import re
+import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from browser import Browser, free_port, missing_programs, wait_until
-from conftest import ROOT
+from conftest import ROOT, TINY
 
 pytest.importorskip("gradio", reason="the Space needs gradio: pip install -e '.[space]'")
 
@@ -140,6 +142,31 @@ def test_what_is_typed_is_text_and_what_does_not_fit_is_told(served: Served, bro
     wait_until(lambda: browser.count("#mrp-cost"), 60, "answer")
     assert typed in browser.text("#chat").replace("\u00a0", " ")
     assert browser.count("#chat img[src='x']") == 0
+
+
+@pytest.mark.parametrize(
+    ("decoding", "target", "tau", "states", "label"),
+    [
+        ("static", "static", 0.9, 8, "static: "),
+        ("dynamic", "static", 0.7, 8, "dynamic tau=0.7: "),
+        ("mrp_spec", "dynamic", 0.7, 4, "dynamic tau=0.7: .*; mrp_spec of dynamic K=4 tau=0.7: "),
+        ("self_spec", "sequential", 0.9, 2, "sequential: .*; self_spec of sequential K=2: "),
+        ("mrp_remask", "static", 0.5, 8, "mrp_remask tau=0.5: "),
+    ],
+)
+def test_what_is_chosen_is_decoded(
+    decoding: str, target: str, tau: float, states: int, label: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a model that the variable names."""
+    shutil.copytree(TINY, tmp_path / "mine")
+    monkeypatch.setenv("MRP_MODEL", str(tmp_path / "mine"))
+    space = runpy.run_path(str(SPACE / "app.py"))
+    assert space["MODEL"] == str(tmp_path / "mine")
+    *_, (_, shown, chat, cost, picture) = space["answer"](PROMPT, [], decoding, target, tau, states, 64, 0, True, False)
+    assert re.search(f'aria-label="{label}', picture)
+    assert ("the same text as its target" in cost) is (decoding in ("mrp_spec", "self_spec"))
+    assert [message["role"] for message in chat] == [message["role"] for message in shown] == ["user", "assistant"]
+    assert "return sum(" in chat[1]["content"]
 
 
 def test_a_space_installs_what_the_package_needs() -> None:

@@ -85,6 +85,9 @@ def serve(**given: Any) -> None:
     """Answer OpenAI's chats and completions over HTTP on this machine until Ctrl-C: mrp serve hub_configs/sdar-tiny-mrp."""
     with told():
         options = ServeOptions(**given)
+        from .early import check_asked
+
+        check_asked(options.model, [options.setting()])
         from .serve import serve as serve_model
 
         serve_model(options)
@@ -96,6 +99,9 @@ def show(**given: Any) -> None:
     """Decode a prompt, and draw which forward revealed each token: one SVG, the modes side by side."""
     with told():
         options = ShowOptions(**given)
+        from .early import check_asked
+
+        check_asked(options.model, options.settings())
         from .show import show_model
 
         picture = show_model(options)
@@ -185,6 +191,10 @@ def push(
     new_card: Annotated[
         bool, typer.Option("--new-card", rich_help_panel=_CARD, help="Render the card even where a person wrote one.")
     ] = False,
+    picture: Annotated[
+        bool,
+        typer.Option("--picture/--no-picture", rich_help_panel=_CARD, help="Draw a decode for the card."),
+    ] = True,
     results: Results = None,
     about: About = None,
 ) -> None:
@@ -217,6 +227,7 @@ def push(
             new_card=new_card,
             results=results or [],
             about=about,
+            picture=picture,
         )
     typer.echo(done)
 

@@ -66,18 +66,28 @@ def check_evaluation(options: EvaluateOptions) -> None:
         ValueError: An option, a file of prompts or the file of results is not what it must be.
         OSError: There is no such checkpoint.
     """
-    every = options.settings()
-    config = check_checkpoint(options.model)
-    for setting in every:
+    check_asked(options.model, options.settings())
+    for path in options.prompts:
+        read_questions(path, options.judge, options.limit)
+    if options.output:
+        ResultsFile(options.output, "asked")
+
+
+def check_asked(model: str, settings: Iterable[dict[str, Any]]) -> None:
+    """Refuse options of `generate` that no model or this one cannot follow.
+
+    Raises:
+        ValueError: An option is unknown, or its value is not what it must be.
+        OSError: There is no such checkpoint.
+    """
+    settings = list(settings)
+    config = check_checkpoint(model)
+    for setting in settings:
         check_names(setting)
         given = generate_options(setting)
         for option in OPTIONS if "block_size" in config else ():
             if option.name in given:
                 option.check(given[option.name], config["block_size"])
-    for path in options.prompts:
-        read_questions(path, options.judge, options.limit)
-    if options.output:
-        ResultsFile(options.output, "asked")
 
 
 def check_decoding(options: DecodeOptions) -> None:

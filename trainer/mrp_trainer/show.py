@@ -7,7 +7,7 @@ import torch
 from .evaluate_options import generate_options
 from .loading import load_model, load_tokenizer
 from .picture import Picture, Theme, show
-from .publishing.card import mode_name
+from .results import mode_name
 from .show_options import ShowOptions
 
 
@@ -19,14 +19,18 @@ def show_model(options: ShowOptions) -> Picture:
         OSError: if there is no such checkpoint, or the file cannot be written.
     """
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    tokenizer: Any = load_tokenizer(options.tokenizer or options.model)
-    model: Any = load_model(options.model, options.dtype).to(device)
+    model = load_model(options.model, options.dtype)
+    return draw_modes(model.to(device), load_tokenizer(options.tokenizer or options.model), options)
+
+
+def draw_modes(model: Any, tokenizer: Any, options: ShowOptions) -> Picture:
+    """Do what `show_model` does with a loaded model."""
     if options.plain or tokenizer.chat_template is None:
         inputs = tokenizer(options.prompt, return_tensors="pt")
     else:
         chat = [{"role": "user", "content": options.prompt}]
         inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    given = {name: inputs[name].to(device) for name in ("input_ids", "attention_mask")}
+    given = {name: inputs[name].to(model.device) for name in ("input_ids", "attention_mask")}
     fixed = {"max_new_tokens": options.max_new_tokens, "return_dict_in_generate": True}
     outputs = {mode_name(one): model.generate(**given, **generate_options(one), **fixed) for one in options.settings()}
     theme = cast(Theme, options.theme)
@@ -35,4 +39,4 @@ def show_model(options: ShowOptions) -> Picture:
     return picture
 
 
-__all__ = ["show_model"]
+__all__ = ["draw_modes", "show_model"]

@@ -400,6 +400,7 @@ class MRPTrainer(Trainer):
                 revision=self.args.hub_revision,
                 commit_message=f"Training in progress, step {self.state.global_step}",
                 token=self.args.hub_token,
+                picture=False,
                 retries=Retries(times=1),
             )
         except OSError as error:

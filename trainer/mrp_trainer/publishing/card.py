@@ -203,6 +203,7 @@ def render_card(
     results: Sequence[Mapping[str, Any]] = (),
     about: About | None = None,
     extra_tags: Sequence[str] = (),
+    picture: bool | None = None,
 ) -> ModelCard:
     """The card of a saved checkpoint.
 
@@ -213,6 +214,7 @@ def render_card(
         results: Measurements, as `read_results` gives them.
         about: What a person says of the checkpoint.
         extra_tags: Tags beside those that every card has.
+        picture: Whether it shows one; by default, if the folder holds one.
 
     Returns:
         The card, with metadata that `check_card` accepts.
@@ -238,7 +240,8 @@ def render_card(
     )
     more = f' --tokenizer "{base}"' if base and kind != "full" else ""
     more += " --decoding static --decoding self_spec" if text_of == "backbone" else ""
-    see = SEE.format(shown=SHOWN if (folder / PICTURE).is_file() else NOT_SHOWN, name=name, more=more)
+    shows = (folder / PICTURE).is_file() if picture is None else picture
+    see = SEE.format(shown=SHOWN if shows else NOT_SHOWN, name=name, more=more)
     card = ModelCard.from_template(
         ModelCardData(**metadata),
         template_str=TEMPLATE,

@@ -7,7 +7,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,7 @@ from modeling_mrp.model.pushing import (
 
 from .card import About, check_card, is_own_card, read_results, renamed, render_card
 from .cardtext import PICTURE
+from .drawing import with_picture
 from .folder import Folder, read_folder
 
 log = logging.getLogger(__name__)
@@ -114,6 +115,7 @@ def publish(
     results: Sequence[Path | str] = (),
     about: Path | str | None = None,
     tags: Sequence[str] = (),
+    picture: bool = True,
     retries: Retries | None = None,
 ) -> Publication:
     """Pushes a saved checkpoint in one commit; the folder is only read.
@@ -138,6 +140,7 @@ def publish(
         results: Result files for the rendered card (`read_results`).
         about: A file that tells of the checkpoint, for the rendered card (`About`).
         tags: More tags for it.
+        picture: Draws a decode for the card where the folder holds none, with the model itself (see `drawing`).
         retries: How patient to be.
 
     Returns:
@@ -151,30 +154,32 @@ def publish(
     check_target(repo_id, revision, create_pr)
     found = read_folder(folder)
     check_base(found.base)
-    card_of = partial(_card, found, card=card, new_card=new_card, results=read_results(results), about=about, tags=tags)
-    text, is_rendered = card_of(repo_id)
-    push = _Push(HfApi(token=token), repo_id, revision or "main", create_pr, retries or Retries())
-    if "/" not in repo_id and not dry_run:
-        with push.explained():
-            push.repo_id = repo_id = push.patiently(partial(full_name, push.api, repo_id))
+    draws = picture and card is None and not dry_run
+    with with_picture(found) if draws else nullcontext(found) as found:
+        card_of = partial(_card, found, card=card, new_card=new_card, results=read_results(results), about=about, tags=tags)
         text, is_rendered = card_of(repo_id)
-    additions = {name: CommitOperationAdd(name, path) for name, path in found.files.items() if name != "README.md"}
-    additions |= {name: CommitOperationAdd(name, code.encode()) for name, code in found.code.items()}
-    additions["README.md"] = CommitOperationAdd("README.md", text.encode())
-    sizes = {name: additions[name].upload_info.size for name in sorted(additions)}
-    where = "a pull request" if create_pr else f"branch {revision or 'main'}"
-    publication = Publication(repo_id, found.kind, where, private, sizes, found.left_out)
-    if dry_run:
-        return publication
-    with push.explained():
-        remote = push.prepare(found, private)
-        if is_rendered and not new_card and remote.card is not None and is_own_card(remote.card):
-            log.warning("%s keeps its README.md, which a person wrote: pass new_card=True to replace it", repo_id)
-            del additions["README.md"], sizes["README.md"]
-        deleted = remote.stale(additions)
-        title = commit_message or f"Upload {KINDS[found.kind]}"
-        commit = push.send(remote, list(additions.values()), deleted, title, commit_description)
-    return replace(publication, deleted=deleted, commit=commit)
+        push = _Push(HfApi(token=token), repo_id, revision or "main", create_pr, retries or Retries())
+        if "/" not in repo_id and not dry_run:
+            with push.explained():
+                push.repo_id = repo_id = push.patiently(partial(full_name, push.api, repo_id))
+            text, is_rendered = card_of(repo_id)
+        additions = {name: CommitOperationAdd(name, path) for name, path in found.files.items() if name != "README.md"}
+        additions |= {name: CommitOperationAdd(name, code.encode()) for name, code in found.code.items()}
+        additions["README.md"] = CommitOperationAdd("README.md", text.encode())
+        sizes = {name: additions[name].upload_info.size for name in sorted(additions)}
+        where = "a pull request" if create_pr else f"branch {revision or 'main'}"
+        publication = Publication(repo_id, found.kind, where, private, sizes, found.left_out)
+        if dry_run:
+            return publication
+        with push.explained():
+            remote = push.prepare(found, private)
+            if is_rendered and not new_card and remote.card is not None and is_own_card(remote.card):
+                log.warning("%s keeps its README.md, which a person wrote: pass new_card=True to replace it", repo_id)
+                del additions["README.md"], sizes["README.md"]
+            deleted = remote.stale(additions)
+            title = commit_message or f"Upload {KINDS[found.kind]}"
+            commit = push.send(remote, list(additions.values()), deleted, title, commit_description)
+        return replace(publication, deleted=deleted, commit=commit)
 
 
 def _card(
@@ -204,7 +209,10 @@ def _card(
         text, is_rendered = again, True
     else:
         person = None if about is None else About.load(about)
-        text, is_rendered = str(render_card(folder.path, folder.kind, repo_id, results, person, tags)), True
+        text, is_rendered = (
+            str(render_card(folder.path, folder.kind, repo_id, results, person, tags, PICTURE in folder.files)),
+            True,
+        )
     check_card(text)
     return text, is_rendered
 
