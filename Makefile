@@ -21,10 +21,10 @@ check: $(VENV)/.dev
 	$(PYTEST) $(CHECKED:%=tests/test_%.py)
 
 test: $(VENV)/.dev
-	$(PYTEST)
+	$(PYTEST) --ignore=tests/test_compiled.py
 
-# What needs the other extras: quantized weights, the server, notebooks, TRL's trainers.
-EXTRAS := quantized serve notebooks other_trainers
+# What needs the other extras: quantized weights, the server, notebooks, TRL's trainers; and kernels compiled for four GPUs.
+EXTRAS := quantized serve notebooks other_trainers compiled
 
 test-extras: $(VENV)/.extras
 	$(PYTEST) -rs $(EXTRAS:%=tests/test_%.py)

@@ -59,9 +59,9 @@ def test_mrp_spec_equals_its_target(sampling: str, prompts: list[list[int]], tin
         target: in_batches(tiny_model_float64, prompts, seeds, 12, "left", decoding=target, **options) for target in TARGETS
     }
     targets, read = itertools.cycle(TARGETS), 0
-    # 60 prompts over 20 variants, a batch each: 50 and 10 of them.
+    # 40 prompts over 20 variants, a batch each: 30 and 10 of them.
     begin = 0
-    for size, side, width in itertools.product((5, 1), ("left", "right"), (2, 3, 4, 5, 6)):
+    for size, side, width in itertools.product((3, 1), ("left", "right"), (2, 3, 4, 5, 6)):
         chosen = list(range(begin, begin + size))
         begin += size
         target = next(targets)
@@ -72,7 +72,7 @@ def test_mrp_spec_equals_its_target(sampling: str, prompts: list[list[int]], tin
         for i, row, expected in zip(chosen, drafted, alone, strict=True):
             assert row == expected, f"prompt {i}, {target}, batch {size}, {side} padding, K = {width}"
         read += sum(len(tokens) for tokens, _ in alone)
-    assert begin == 60
+    assert begin == 40
     assert read > 20 * begin  # the test has seen real text
 
 
