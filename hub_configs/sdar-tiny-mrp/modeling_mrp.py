@@ -9380,10 +9380,10 @@ def _decode(
         runner = Runner(model, cache, mode.uses_head, picker.dispatch, round_masks, device, by_parts, rests)
         state = begin(task, runner, text, current, reused)
         rounds = RecordedRounds(task, runner, state, recorded) if recorded is not None and whole else None
-        progress = [progress_of(state)]
+        progress = [progress_of(state)] if config.return_dict_in_generate else []
 
         def on_round(state: DecodeState) -> None:
-            if config.return_dict_in_generate:
+            if progress:
                 progress.append(progress_of(state))
             if streams is not None:
                 streams.on_round(state)
