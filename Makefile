@@ -8,7 +8,7 @@ COUNT ?= 64
 CHECKED := rules drafting_rules drafting_budget round losses golden_traces imports bundle
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: demo picture check test test-space test-extras lint walkthrough clean
+.PHONY: demo picture check test test-space test-extras test-serving lint walkthrough clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m mrp_trainer.demo --count $(COUNT)
@@ -23,8 +23,9 @@ check: $(VENV)/.dev
 test: $(VENV)/.dev
 	$(PYTEST) --ignore=tests/test_compiled.py
 
-# What needs the other extras: quantized weights, the server, notebooks, TRL's trainers; and kernels compiled for four GPUs.
-EXTRAS := quantized serve notebooks other_trainers compiled
+# What needs the other extras: quantized weights, the server, notebooks, TRL's trainers, a tracker; and kernels compiled for four
+# GPUs.
+EXTRAS := quantized serve notebooks other_trainers trackers compiled
 
 test-extras: $(VENV)/.extras
 	$(PYTEST) -rs $(EXTRAS:%=tests/test_%.py)
@@ -32,6 +33,12 @@ test-extras: $(VENV)/.extras
 # The Space in headless Chromium; says why where there is none.
 test-space: $(VENV)/.extras
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs tests/test_space.py
+
+# Of the plugin in SGLang, which runs on a CPU: an environment of its own, servers on loopback. 30 minutes on two cores.
+SERVING := .venv-serving
+
+test-serving: $(SERVING)/.installed
+	OMP_NUM_THREADS=1 $(SERVING)/bin/python -m pytest -rs tests/serving
 
 # As a user does: the package from its wheel in an environment of its own, from an empty folder. PARTS="1 4" takes some.
 WALK := build/walkthrough
@@ -42,7 +49,7 @@ walkthrough: $(VENV)/bin/python
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir $(WALK) .
 	$(PYTHON) -m venv $(WALK)/venv
 	$(WALK)/venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-		"$$(echo $(WALK)/*.whl)[train,serve,quantized]" trl openai
+		"$$(echo $(WALK)/*.whl)[train,serve,quantized]" trl openai tensorboard
 	cd $(WALK)/empty && env -u PYTHONPATH ../venv/bin/python ../../../tests/walkthrough $(PARTS)
 
 lint: $(VENV)/.dev
@@ -66,5 +73,12 @@ $(VENV)/.extras: $(VENV)/.dev
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[extras]'
 	touch $@
 
+$(SERVING)/.installed: pyproject.toml tests/serving/requirements.txt tests/serving/engine.txt
+	$(PYTHON) -m venv $(SERVING)
+	$(SERVING)/bin/python -m pip install --quiet --disable-pip-version-check -r tests/serving/requirements.txt -e .
+	$(SERVING)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r tests/serving/engine.txt
+	$(SERVING)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps tests/serving/cpu_engine
+	touch $@
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) $(SERVING) build dist *.egg-info

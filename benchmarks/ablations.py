@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from mrp_trainer.arguments import MRPTrainingArguments
 from mrp_trainer.evaluate import decode_problems
+from mrp_trainer.results import ResultsFile
 from mrp_trainer.samples import Sample
 from mrp_trainer.tasks import Family, problems
 from mrp_trainer.train_tiny import head_on_backbone, trajectories
@@ -26,7 +27,7 @@ from transformers import PreTrainedTokenizerFast, set_seed
 
 from modeling_mrp.modeling import MRPForCausalLM
 
-from .common import TINY, header
+from .common import TINY, header, load
 
 # What a cell changes; `random_masks` hides response tokens at random instead of as decoding left them.
 CELLS: dict[str, dict[str, Any]] = {
@@ -144,15 +145,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=True)
     options = parser.parse_args(arguments)
     options.work.mkdir(parents=True, exist_ok=True)
-    done = set()
-    if options.output.exists():
-        done = {(line.get("cell"), line.get("seed")) for line in map(json.loads, options.output.read_text().splitlines())}
-    else:
-        written = {**vars(options), "work": options.work.name, "output": options.output.name}
-        options.output.write_text(json.dumps(header("ablations", argparse.Namespace(**written))) + "\n")
+    results = ResultsFile(options.output, "cell")
+    named = argparse.Namespace(**{**vars(options), "work": options.work.name})
+    results.begin({**header("ablations", named, load(TINY)[0]), "head": None})  # each cell has its own
     for seed in options.seed:
         for name in options.cell:
-            if (name, seed) in done:
+            if results.find(cell=name, seed=seed) is not None:
                 continue
             started = time.perf_counter()
             folder = options.work / f"{name.replace(' ', '-')}-{seed}"
@@ -160,8 +158,7 @@ def main(arguments: list[str] | None = None) -> None:
             random.seed(0)
             lines = [line for family in ("math", "code") for line in measure(model, family, options.count)]
             head = {"cell": name, "seed": seed, **logged, "minutes": round((time.perf_counter() - started) / 60, 1)}
-            with options.output.open("a") as file:  # all lines of a run at once, so that it is done or not
-                file.write("".join(json.dumps({**head, **line}) + "\n" for line in lines))
+            results.add(*({**head, **line} for line in lines))  # at once, so that a run is done or not
             print(json.dumps(head), flush=True)
 
 

@@ -1,15 +1,15 @@
-"""What the benchmark commands share: a first line that says what ran, where and when, and the reading of such lines."""
+"""What the benchmark commands share: reading what was measured with the embedded weights, and decodes of their own."""
 
-import argparse
 import json
-import platform
 import time
-from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
+from mrp_trainer.provenance import digests
+from mrp_trainer.provenance import header as header
+from mrp_trainer.results import measuring_command, other_weights, with_headers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
@@ -29,30 +29,36 @@ TINY = HUB_CONFIGS / "sdar-tiny-mrp"
 RESULTS = Path(__file__).parent / "results"
 
 
-def header(benchmark: str, options: argparse.Namespace) -> dict[str, Any]:
-    """The first line of a command's output: versions, date, threads, options. It alone has a field `benchmark`."""
-    asked = {name: value.replace(f"{ROOT}/", "") if isinstance(value, str) else value for name, value in vars(options).items()}
-    return {
-        "benchmark": benchmark,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
-        "threads": torch.get_num_threads(),
-        "date": datetime.now(UTC).date().isoformat(),
-        "options": asked,
-    }
-
-
 def emit(line: dict[str, Any]) -> None:
     """Prints one measurement at once, so that a run that is cut short leaves what it had."""
     print(json.dumps(line), flush=True)
 
 
+@cache
+def embedded_weights() -> dict[str, str | None]:
+    """The digests of the embedded checkpoint."""
+    return digests(load(TINY)[0])
+
+
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The measurements that a command left, without its first line."""
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return [line for line in lines if "benchmark" not in line]
+    """Read the measurements that a command left, without their headers.
+
+    Lines of other weights than the embedded ones are left out where these have been measured behind them.
+
+    Raises:
+        ValueError: The file holds lines of other weights and ends with them.
+    """
+    weights = embedded_weights()
+    measured = list(with_headers(map(json.loads, path.read_text().splitlines())))
+    others = {place: other_weights(header, line, weights) for place, (header, line) in enumerate(measured)}
+    stale = [place for place, part in others.items() if part is not None]
+    if stale and other_weights(measured[-1][0], {}, weights):
+        first, part = measured[stale[0]][0], str(others[stale[0]])
+        again = f": measure again with `{measuring_command(first, path)}`" if "options" in first else ""
+        raise ValueError(
+            f"{path}: measured with the {part} {first.get(part, 'unknown')}, and that of {TINY.name} is {weights[part]}{again}"
+        )
+    return [line for place, (_, line) in enumerate(measured) if others[place] is None]
 
 
 def now(device: torch.device) -> float:
@@ -70,7 +76,7 @@ def load(folder: str | Path) -> tuple[MRPForCausalLM, PreTrainedTokenizerFast]:
 def greedy_decode(
     model: MRPForCausalLM, mode: Mode, prompts: list[list[int]], new_tokens: int, eos: list[int], scratch_states: int
 ) -> tuple[Task, Runner, Text, States]:
-    """Set up a greedy decode of a batch on a CPU, one reveal a step, to be run by a loop of one's own.
+    """Set up a greedy decode of a batch on a CPU, for `decode` or for a loop of one's own; schedules reveal one a step.
 
     Args:
         model: In evaluation mode.
@@ -91,7 +97,7 @@ def greedy_decode(
         schedule=reveal_schedule(config.block_size, None),
         eos=torch.tensor(eos, dtype=torch.long),
     )
-    sampler = Sampler(model.lm_head.weight, config.mask_token_id, entropy=False)
+    sampler = Sampler(model.lm_head.weight, config.mask_token_id, entropy=mode.rule.needs_entropy)
     reader = Reader(mode.rule, sampler, sampler, request, config.mask_token_id, seeks=True, bars_eos=False)
     cache = model.block_cache(rows, text.capacity, scratch_states * config.block_size, with_head=mode.uses_head)
     runner = Runner(model, cache, mode.uses_head, sampler.dispatch, False, model.device)

@@ -3,22 +3,26 @@
 ``python -m benchmarks.cost_model`` takes tokens per forward, states per forward and head passes per round from results of
 `benchmarks.sweep` or `benchmarks.yardstick` (or by hand) and prints, for each shape, batch size and K, what a round of
 `static`, `self_spec` and `mrp_spec` takes and the mode to use; then where each stops paying and from which shape on the head
-pays. The counts are those of the checkpoint measured: predictions hold for a model whose drafts are right as often.
+pays. The counts are those of the checkpoint measured, a toy's here, and the bandwidth is ideal: predictions hold for a model
+whose drafts are right as often, on a device that never waits.
 """
 
 import argparse
 import itertools
+import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from mrp_trainer.results import with_headers
+from mrp_trainer.tasks import FAMILIES
 from torch import nn
 
 from modeling_mrp.modeling import MRPForCausalLM
 
-from .common import HUB_CONFIGS, RESULTS, emit, header, read_lines
+from .common import HUB_CONFIGS, RESULTS, emit, header
 from .roofline import Device, Shape, Work, backbone_forward, head_forward, vocabulary_step
 
 # Bandwidth of the H200 as measured with a large copy, the others and all peaks (dense bf16) as their makers give them.
@@ -184,9 +188,9 @@ def _given(counts: Counts, mode: str, options: argparse.Namespace) -> Counts:
 
 
 def modes_at(
-    lines: list[dict[str, Any]], states: int, batch: int, static: Counts, options: argparse.Namespace
+    lines: list[dict[str, Any]], family: str, states: int, batch: int, static: Counts, options: argparse.Namespace
 ) -> dict[str, Counts]:
-    """Counts of the modes that are known at a K and batch size; at K = 1 they draft nothing and are `static`."""
+    """Counts of the modes that are known of a family at a K and batch size; at K = 1 they draft nothing and are `static`."""
     by_hand = {(name, int(k)): float(tokens) for name, k, tokens in options.tokens}
     known = {"static": static}
     for mode in SPECULATING:
@@ -195,16 +199,16 @@ def modes_at(
         elif (tokens := by_hand.get((mode, states))) is not None:
             line = {"tokens_per_forward": tokens, "head_per_token": (states - 1) / tokens}
             known[mode] = _given(counts_of(line, mode, states), mode, options)
-        elif (counts := measured_counts(lines, options.family, mode, states, batch)) is not None:
+        elif (counts := measured_counts(lines, family, mode, states, batch)) is not None:
             known[mode] = _given(counts, mode, options)
     return known
 
 
 def predict(
-    shape: Shape, device: Device, known: dict[str, Counts], batch: int, states: int, setting: Setting
+    shape: Shape, device: Device, family: str, known: dict[str, Counts], batch: int, states: int, setting: Setting
 ) -> Iterator[dict[str, Any]]:
     """A line of kind `point` for each mode and, where both speculating ones are known and draft, one of kind `choice`."""
-    place = {"device": device.name, "shape": shape.name, "batch": batch, "states": states}
+    place = {"device": device.name, "shape": shape.name, "family": family, "batch": batch, "states": states}
     speed = {}
     for mode, counts in known.items():
         speed[mode] = speedup(shape, device, counts, known["static"], batch, setting)
@@ -232,7 +236,9 @@ def predict(
         }
 
 
-def limits(shape: Shape, device: Device, known: dict[str, Counts], states: int, setting: Setting) -> Iterator[dict[str, Any]]:
+def limits(
+    shape: Shape, device: Device, family: str, known: dict[str, Counts], states: int, setting: Setting
+) -> Iterator[dict[str, Any]]:
     """A line of kind `limit` for each speculating mode that is known: the batch at which it stops paying, and why."""
     for mode in SPECULATING:
         if mode in known:
@@ -241,6 +247,7 @@ def limits(shape: Shape, device: Device, known: dict[str, Counts], states: int, 
                 "kind": "limit",
                 "device": device.name,
                 "shape": shape.name,
+                "family": family,
                 "states": states,
                 "mode": mode,
                 "stops_paying_at_batch": stops_paying_at(shape, device, counts, known["static"], setting),
@@ -253,19 +260,19 @@ def head_pays_from(choices: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
     Takes the choices of one device, smaller shapes first.
     """
-    places = list(dict.fromkeys((line["device"], line["batch"], line["states"]) for line in choices))
+    names = ("device", "family", "batch", "states")
+    places = list(dict.fromkeys(tuple(line[name] for name in names) for line in choices))
     for place in places:
-        there = [line for line in choices if (line["device"], line["batch"], line["states"]) == place]
+        there = [line for line in choices if tuple(line[name] for name in names) == place]
         paying = list(itertools.takewhile(lambda line: line["head_over_self_spec"] > 1, reversed(there)))
-        device, batch, states = place
         smallest = paying[-1]["shape"] if paying else None
-        yield {"kind": "head", "device": device, "batch": batch, "states": states, "pays_from_shape": smallest}
+        yield {"kind": "head", **dict(zip(names, place, strict=True)), "pays_from_shape": smallest}
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cost_model", description=__doc__.splitlines()[0])
     parser.add_argument("--counts", default=str(RESULTS / "tiny_yardstick.jsonl"), help="results of sweep or yardstick")
-    parser.add_argument("--family", default="math", help="whose lines of them to take")
+    parser.add_argument("--family", nargs="+", default=list(FAMILIES), help="whose lines of them to take")
     parser.add_argument(
         "--tokens",
         nargs=3,
@@ -286,7 +293,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--achievable", type=float, help="share of the peak that matrix products reach; 0.6 by default")
     parser.add_argument("--layer-overhead-us", type=float, default=0.0, help="launches per decoder layer, in microseconds")
     parser.add_argument("--shape", nargs="+", choices=SHAPES, default=list(SHAPES))
-    parser.add_argument("--batch", nargs="+", type=int, default=[1, 2, 4, 8, 32, 128])
+    parser.add_argument("--batch", nargs="+", type=int, default=[1, 2, 3, 4, 6, 8])
     parser.add_argument("--states", nargs="+", type=int, default=[1, 2, 4, 8])
     parser.add_argument("--prefix", type=int, default=512, help="committed tokens of a row")
     return parser
@@ -298,8 +305,10 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if unknown := [mode for mode, *_ in options.tokens if mode not in SPECULATING]:
         parser.error(f"--tokens names {unknown[0]}: choose one of {', '.join(SPECULATING)}")
-    emit(header("cost_model", options))
-    lines = read_lines(Path(options.counts))
+    counted = list(with_headers(map(json.loads, Path(options.counts).read_text().splitlines())))
+    lines = [line for _, line in counted]
+    weights = {part: counted[-1][0].get(part) for part in ("backbone", "head")} if counted else {}
+    emit({**header("cost_model", options), **weights})
     devices = {**DEVICES, "CPU": Device("CPU", options.cpu_bandwidth, options.cpu_peak, 1.0)}
     setting = Setting(options.prefix, options.draft_vocab, options.logit_passes)
     for name in options.device:
@@ -307,23 +316,28 @@ def main(arguments: list[str] | None = None) -> None:
         if options.achievable is not None:
             device = replace(device, achievable=options.achievable)
         choices: list[dict[str, Any]] = []
-        for size in (size for size in SHAPES if size in options.shape):
-            shape = Shape.read(HUB_CONFIGS / f"sdar-{size}-mrp")
-            static = static_counts(shape.block_size)
-            if (measured := measured_counts(lines, options.family, "static", 1, 1)) is not None:
-                static = replace(static, tokens_per_forward=measured.tokens_per_forward)
-            for states in options.states:
-                for batch in options.batch:
-                    made = list(predict(shape, device, modes_at(lines, states, batch, static, options), batch, states, setting))
-                    choices += [line for line in made if line["kind"] == "choice"]
-                    for line in made:
-                        emit(line)
-                if states > 1:
-                    known = modes_at(lines, states, max(options.batch), static, options)
-                    for line in limits(shape, device, known, states, setting):
-                        emit(line)
+        for size, family in itertools.product((size for size in SHAPES if size in options.shape), options.family):
+            for line in _of_family(lines, Shape.read(HUB_CONFIGS / f"sdar-{size}-mrp"), device, family, setting, options):
+                choices += [line] if line["kind"] == "choice" else []
+                emit(line)
         for line in head_pays_from(choices):
             emit(line)
+
+
+def _of_family(
+    lines: list[dict[str, Any]], shape: Shape, device: Device, family: str, setting: Setting, options: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
+    """Every prediction of one shape on one device, with the counts of one family."""
+    static = static_counts(shape.block_size)
+    if (measured := measured_counts(lines, family, "static", 1, 1)) is not None:
+        static = replace(static, tokens_per_forward=measured.tokens_per_forward)
+    for states in options.states:
+        for batch in options.batch:
+            known = modes_at(lines, family, states, batch, static, options)
+            yield from predict(shape, device, family, known, batch, states, setting)
+        if states > 1:
+            known = modes_at(lines, family, states, max(options.batch), static, options)
+            yield from limits(shape, device, family, known, states, setting)
 
 
 if __name__ == "__main__":

@@ -6,9 +6,7 @@ had in the order that was expected.
 """
 
 import argparse
-import json
 from collections import Counter
-from pathlib import Path
 
 import torch
 from mrp_trainer.data import encode
@@ -27,9 +25,7 @@ from modeling_mrp.rules.revealing import Static, ranks
 from modeling_mrp.rules.states import Reveal
 from modeling_mrp.runner.runner import Runner
 
-from .common import greedy_decode
-
-TINY = Path(__file__).parent.parent / "hub_configs" / "sdar-tiny-mrp"
+from .common import TINY, emit, greedy_decode, header, load
 
 
 class Watched:
@@ -81,7 +77,7 @@ def watch(model: MRPForCausalLM, tokenizer: PreTrainedTokenizerFast, asked: list
     prompts = [encode(problem, tokenizer)[0] for problem in asked]
     task, runner, text, current = greedy_decode(model, mode, prompts, NEW_TOKENS[asked[0].family], eos, 4)
     state = begin(task, runner, text, current, torch.zeros_like(current.start))
-    decode(task, runner, state, Fixed(Amount(4, passes)), Watched(task, runner, counted))
+    decode(task, runner, state, lambda rows: Fixed(Amount(4, passes)), lambda task, state: Watched(task, runner, counted))
     return counted
 
 
@@ -91,15 +87,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--model", default=str(TINY))
     parser.add_argument("--count", type=int, default=96)
     options = parser.parse_args(arguments)
-    model = MRPForCausalLM.from_pretrained(options.model).eval()
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(options.model)
+    model, tokenizer = load(options.model)
+    emit(header("drafts", options, model))
     for family in FAMILIES:
         asked = problems(family, "heldout", options.count)
         for mode, passes in (("self_spec", 0), ("mrp_spec", 3)):
             counted = watch(model, tokenizer, asked, passes)
             states = counted.pop("states")
             shares = {name: round(100 * n / states, 1) for name, n in counted.items()}
-            print(json.dumps({"family": family, "mode": mode, "states": states, **shares}), flush=True)
+            emit({"family": family, "mode": mode, "states": states, **shares})
 
 
 if __name__ == "__main__":

@@ -41,8 +41,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--states", nargs="+", type=int, default=[4, 8])
     parser.add_argument("--batch-size", type=int, default=50)
     options = parser.parse_args(arguments)
-    emit(header("head_prefix", options))
     model, tokenizer = load(options.model)
+    emit(header("head_prefix", options, model))
     blind = BlockOnly.from_pretrained(options.model).eval()
     for family in options.family:
         asked = problems(family, "heldout", options.count)

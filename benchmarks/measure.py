@@ -1,7 +1,7 @@
 """One mode on one list of problems: texts, cost by problem, and what a round computes."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from mrp_trainer.evaluate import decode_problems
@@ -12,6 +12,8 @@ from modeling_mrp.modeling import MRPForCausalLM
 
 from .bootstrap import Cost, ratio, tokens_per_forward
 from .meter import Meter
+
+SAMPLE = 4
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,7 @@ class Measured:
         per_round: What a round computes (`Meter.per_round`); empty where the mode is not one of `generate`'s.
         drafted: Drafted states that were submitted, all problems together.
         accepted: Drafted states that the backbone came by.
+        right: Whether each text is accepted by its judge; None where there is no right answer.
     """
 
     ids: list[list[int]]
@@ -31,9 +34,10 @@ class Measured:
     per_round: dict[str, float]
     drafted: int = 0
     accepted: int = 0
+    right: list[bool | None] = field(default_factory=list)
 
     def line(self) -> dict[str, Any]:
-        """Tokens per forward with its interval, the head's cost, and what a round computes."""
+        """Tokens per forward with its interval, the head's cost, what a round computes, and the first problems' counts."""
         interval = tokens_per_forward(self.cost)
         line: dict[str, Any] = {
             "tokens_per_forward": round(interval.value, 3),
@@ -42,7 +46,11 @@ class Measured:
         }
         if self.drafted:
             line["accepted_percent"] = round(100 * self.accepted / self.drafted, 1)
-        return {**line, **self.per_round}
+        return {**line, **self.per_round, "sample": self.sample()}
+
+    def sample(self) -> dict[str, list[int]]:
+        """The exact counts of the first problems, which are quickly decoded again."""
+        return {name: list(counts)[:SAMPLE] for name, counts in vars(self.cost).items()}
 
     def over(self, **others: "Measured | None") -> dict[str, Any]:
         """`over_NAME` and `over_NAME_95` for each other mode given: the ratio of tokens per forward on the same problems."""
@@ -70,4 +78,5 @@ def measure(
         meter.per_round(),
         decoded.forwards["drafted"],
         decoded.forwards["accepted"],
+        decoded.right,
     )

@@ -7,22 +7,19 @@ problems for all rules and moves accuracy and speed alike.
 """
 
 import argparse
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from mrp_trainer.evaluate import Decoded, decode_problems
 from mrp_trainer.intervals import wilson
 from mrp_trainer.tasks import SPLITS, problems
-from transformers import PreTrainedTokenizerFast
 
 from modeling_mrp.generate.option_table import REMASK_RULES
-from modeling_mrp.modeling import MRPForCausalLM
 
-TINY = Path(__file__).parent.parent / "hub_configs" / "sdar-tiny-mrp"
+from .common import TINY, emit, header, load
+
 FAMILIES = ("math", "code")
 TAUS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 SPACING = 0.25
@@ -104,8 +101,8 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.count < 1:
         parser.error(f"--count is {options.count}: at least 1 problem")
-    model = MRPForCausalLM.from_pretrained(options.model).eval()
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(options.model)
+    model, tokenizer = load(options.model)
+    emit(header("remask", options, model))
     for family in options.family:
         asked = problems(family, options.split, options.count)
         decoded: dict[str, list[Decoded]] = {rule: [] for rule in options.rule}
@@ -132,12 +129,12 @@ def main(arguments: list[str] | None = None) -> None:
                     "head_per_token": round(of.head_forwards_per_token, 3),
                     "revoked": of.forwards["revoked"],
                 }
-                print(json.dumps(line), flush=True)
+                emit(line)
         curves = {rule: Curve.of(of) for rule, of in decoded.items()}
         first, *others = options.rule
         for other in others:
             for line in compare(curves[first], curves[other]):
-                print(json.dumps({"family": family, "rule": first, "against": other, **line}), flush=True)
+                emit({"family": family, "rule": first, "against": other, **line})
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Whether a head that was trained again is as good as the one before it: both on the same held-out problems.
 
-``python -m benchmarks.retrained --model NEW --before OLD`` decodes with `mrp_spec` (tokens per forward, their ratio) and with
-`mrp_direct` (accuracy) and prints a JSON line for each, with paired 95 % intervals. Both have the same backbone, so every text
-of `mrp_spec` is the same.
+``python -m benchmarks.retrained --model NEW --before OLD`` decodes with `mrp_spec` of each target (tokens per forward, their
+ratio) and with `mrp_direct` (accuracy) and prints a JSON line for each, with paired 95 % intervals. Both have the same
+backbone, so in float64 every text of `mrp_spec` is the same.
 """
 
 import argparse
@@ -15,6 +15,7 @@ from mrp_trainer.tasks import problems
 
 from .bootstrap import Cost, ratio
 from .common import TINY, emit, header, load
+from .targets import TARGETS
 
 
 def drafting(new: Decoded, old: Decoded) -> dict[str, Any]:
@@ -50,15 +51,22 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--before", required=True, metavar="FOLDER", help="the other one")
     parser.add_argument("--family", nargs="+", default=["math", "code"])
     parser.add_argument("--count", type=int, default=500)
+    parser.add_argument("--split", default="heldout", choices=("heldout", "tune"))
+    parser.add_argument("--target", nargs="+", default=["static"], choices=list(TARGETS))
     parser.add_argument("--states", nargs="+", type=int, default=[4, 8])
     parser.add_argument("--batch-size", type=int, default=50)
     options = parser.parse_args(arguments)
-    emit(header("retrained", options))
     new, tokenizer = load(options.model)
+    emit(header("retrained", options, new))
     old, _ = load(options.before)
+    new, old = new.double(), old.double()
+    settings: list[dict[str, Any]] = [
+        {"decoding": "mrp_spec", "target": target, **TARGETS[target], "num_draft_states": states}
+        for target in options.target
+        for states in options.states
+    ]
     for family in options.family:
-        asked = problems(family, "heldout", options.count)
-        settings: list[dict[str, Any]] = [{"decoding": "mrp_spec", "num_draft_states": states} for states in options.states]
+        asked = problems(family, options.split, options.count)
         for setting in [*settings, {"decoding": "mrp_direct"}]:
             decoded = [decode_problems(model, tokenizer, asked, options.batch_size, **setting) for model in (new, old)]
             measured = (accuracy if setting["decoding"] == "mrp_direct" else drafting)(*decoded)

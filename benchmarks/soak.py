@@ -230,10 +230,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--cases", type=int, default=None, help="cases at most")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)  # of such small products more only wait for each other
-    named = argparse.Namespace(**{**vars(options), "output": str(options.output)})
     line: dict[str, Any] = {}
     with options.output.open("w") as file:
-        file.write(json.dumps(header("soak", named)) + "\n")
+        file.write(json.dumps(header("soak", options)) + "\n")
         for line in soak(options.minutes, options.seed, options.first, options.cases):
             print(json.dumps(line), flush=True)
             if "so_far" not in line:

@@ -1,7 +1,7 @@
 """Tokens per forward against the number of states K, the batch size and the prompt's length.
 
-``python -m benchmarks.sweep`` prints one line per point: held-out problems, `static`, `self_spec`, `mrp_spec` and the published
-algorithm, each with its 95 % interval over problems and what a round computes. `--axis` names the sweeps to run.
+``python -m benchmarks.sweep`` prints one line per point: held-out problems, `static`, `self_spec`, `mrp_spec` and the released
+reference, each with its 95 % interval over problems and what a round computes. `--axis` names the sweeps to run.
 
 Prompts of the length sweep are real source text. A problem is a place in a module; what lies before it makes the prompt, cut
 at the line that comes nearest to the length asked for, so that every length continues the same text. (The embedded checkpoint
@@ -21,11 +21,12 @@ from transformers import PreTrainedTokenizerBase
 from modeling_mrp.modeling import MRPForCausalLM
 
 from .common import TINY, emit, header, load
+from .loops import measure_loop
 from .measure import Measured, measure
-from .yardstick import measure_published
+from .released import Released
 
 AXES = ("states", "batch", "prompt")
-MODES = ("static", "published", "self_spec", "mrp_spec")
+MODES = ("static", "released", "self_spec", "mrp_spec")
 DRAFTING = ("self_spec", "mrp_spec")
 # More than any tokenizer that reads source well needs for a token, on average.
 CHARS_PER_TOKEN = 8
@@ -74,8 +75,8 @@ def point(
     branches: int,
 ) -> Measured:
     """One mode at one K and batch size; `static` has no K."""
-    if mode == "published":
-        return measure_published(model, tokenizer, asked, batch_size, states)
+    if mode == "released":
+        return measure_loop(Released(states), model, tokenizer, asked, batch_size)
     drafted = {"num_draft_states": states, "draft_branches": branches} if mode in DRAFTING else {}
     return measure(model, tokenizer, asked, batch_size, decoding=mode, **drafted)
 
@@ -122,8 +123,8 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--branches", type=int, default=3)
     options = parser.parse_args(arguments)
-    emit(header("sweep", options))
     model, tokenizer = load(options.model)
+    emit(header("sweep", options, model))
     room = model.config.max_position_embeddings - NEW_TOKENS["source"]
     if "prompt" in options.axis and max(options.prompt) > room:
         parser.error(f"--prompt is {max(options.prompt)}: at most {room} tokens fit before {NEW_TOKENS['source']} new ones")

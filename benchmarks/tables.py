@@ -1,12 +1,13 @@
 """Prints the tables that the documents quote, from the lines that measurements left.
 
-``python -m benchmarks.tables TABLE`` reads `benchmarks/results` (or `--results FOLDER`): `heldout` the decoding modes on 500
-problems a family, from `tiny_heldout_{math,code}.jsonl`, and `eager` and `recovered` the parts of it in which `mrp_remask` is
-compared with `dynamic`; `yardstick` and `ratios` the comparison with the published algorithm, from `tiny_yardstick.jsonl`, and
-`drafting` the part of it in which K is 8; `targets` every target, alone and drafted, from `tiny_targets.jsonl`; `sweep` from
-`tiny_sweep.jsonl`; `cost` from `cost_model.jsonl`; `wallclock` from all of `wallclock_*.jsonl`; `remask` the rules of
-`mrp_remask` at equal tokens per forward, from `tiny_remask.jsonl`; `load_memory`, `loss_memory` and `compiled`, and
-`head_prefix`, `specialise` and `retrained` from the files of these names behind `tiny_`.
+``python -m benchmarks.tables TABLE`` reads `benchmarks/results` (or `--results FOLDER`): `frontier` accuracy and cost of every
+mode and setting, from `tiny_frontier*.jsonl`; `heldout` the decoding modes on 500 problems a family, from
+`tiny_heldout_{math,code}.jsonl`, and `eager` and `recovered` the parts of it in which `mrp_remask` is compared with `dynamic`;
+`yardstick` and `ratios` the comparison with the released reference, from `tiny_yardstick.jsonl`, and `headline` and `drafting`
+the parts of it in which K is 3 or 4, and 8; `targets` every target, alone and drafted, from `tiny_targets.jsonl`; `sweep` from
+`tiny_sweep.jsonl`; `cost` from `cost_model.jsonl`; `wallclock` from `wallclock_tiny.jsonl`; `remask` the rules of
+`mrp_remask` at equal tokens per forward, from `tiny_remask.jsonl`; `compiled`, and `novel`, `head_prefix`, `specialise` and
+`retrained` from the files of these names behind `tiny_`.
 """
 
 import argparse
@@ -18,10 +19,41 @@ from mrp_trainer.publishing.card import markdown_table as _markdown
 from mrp_trainer.publishing.card import mode_name, results_table
 
 from .common import RESULTS, read_lines
+from .frontier import on_frontier, setting_name
 from .targets import TARGETS
 
 Line = dict[str, Any]
 EAGER_TAUS = (0.4, 0.5)
+
+
+def frontier_lines(folder: Path = RESULTS) -> list[Line]:
+    """The lines of all files of the frontier."""
+    return [line for path in sorted(folder.glob("tiny_frontier*.jsonl")) for line in read_lines(path)]
+
+
+def frontier(folder: Path = RESULTS) -> str:
+    """Accuracy and tokens per forward of every setting, with 95 % intervals; a star where none is better at both."""
+    families: dict[str, list[Line]] = {}
+    rows: dict[str, dict[str, Line]] = {}
+    for line in frontier_lines(folder):
+        families.setdefault(line["family"], []).append(line)
+        rows.setdefault(setting_name(line), {})[line["family"]] = line
+    cells = []
+    for name, by in rows.items():
+        row = [name]
+        for family, lines in families.items():
+            if (one := by.get(family)) is None:
+                row += ["", ""]
+                continue
+            speed = "{:.2f} ({:.2f}-{:.2f})".format(one["tokens_per_forward"], *one["tokens_per_forward_95"])
+            row.append("{:.1f} ({:.1f}-{:.1f})".format(one["accuracy"], *one["accuracy_95"]))
+            row.append(speed + (" *" if on_frontier(one, lines) else ""))
+        row.append(", ".join(f"{by[family]['head_per_token']:.2f}" for family in families if family in by))
+        differ = [by[family].get("texts_that_differ") for family in families if family in by]
+        cells.append([*row, "" if None in differ else ", ".join(map(str, differ))])
+    head = [title for family in families for title in (f"{family} %", f"{family}: tokens / forward")]
+    pair = ", ".join(families)
+    return _markdown(["mode", *head, f"head / token ({pair})", f"texts that differ ({pair})"], cells)
 
 
 def heldout(folder: Path = RESULTS) -> str:
@@ -66,15 +98,28 @@ def recovered(folder: Path = RESULTS) -> str:
     return _markdown(["problems", *(f"tau {tau}, %" for tau in taus)], rows)
 
 
+# What the lines of a yardstick compare with: until 2026-11-22 an older reading of the released loop, without bonus tokens.
+REFERENCES = ("released", "published")
+
+
 def yardstick(folder: Path = RESULTS) -> str:
-    """Tokens per forward by family and batch size, a row a mode; over the published algorithm in brackets."""
-    return _beside_published(read_lines(folder / "tiny_yardstick.jsonl"))
+    """Tokens per forward by family and batch size, a row a mode; over the released reference in brackets."""
+    return _beside_reference(read_lines(folder / "tiny_yardstick.jsonl"))
+
+
+def headline(folder: Path = RESULTS) -> str:
+    """The same for K = 3, which published results are of, and 4, with each mode as it is by default."""
+    return _by_default(folder, 3, 4)
 
 
 def drafting(folder: Path = RESULTS) -> str:
-    """The same for K = 8 and each mode as it is by default."""
-    shown = ("published K=8", "self_spec K=8", "mrp_spec K=8")
-    return _beside_published([line for line in read_lines(folder / "tiny_yardstick.jsonl") if line["mode"] in shown])
+    """The same for K = 8."""
+    return _by_default(folder, 8)
+
+
+def _by_default(folder: Path, *states: int) -> str:
+    shown = {f"{mode} K={k}" for mode in (*REFERENCES, "self_spec", "mrp_spec") for k in states}
+    return _beside_reference([line for line in read_lines(folder / "tiny_yardstick.jsonl") if line["mode"] in shown])
 
 
 # Mode, K and head passes a round, where a target is drafted.
@@ -96,11 +141,17 @@ def targets(folder: Path = RESULTS) -> str:
     return _markdown(["target", "problems", "alone", *head, "texts that differ"], cells)
 
 
-def _beside_published(lines: Sequence[Line]) -> str:
+def over_reference(line: Line) -> str | None:
+    """Name the field that holds a line's ratio to the reference; None if it has none."""
+    return next((f"over_{name}" for name in REFERENCES if f"over_{name}" in line), None)
+
+
+def _beside_reference(lines: Sequence[Line]) -> str:
     columns = list(dict.fromkeys((line["family"], line["batch_size"]) for line in lines))
     cells: dict[str, dict[tuple[str, int], str]] = {}
     for line in lines:
-        ratio = f" ({_ratio(line, 'over_published')})" if "over_published" in line else ""
+        over = over_reference(line)
+        ratio = f" ({_ratio(line, over)})" if over else ""
         cells.setdefault(line["mode"], {})[line["family"], line["batch_size"]] = f"{line['tokens_per_forward']:.2f}{ratio}"
     return _markdown(
         ["mode", *(f"{family}, batch {size}" for family, size in columns)],
@@ -170,7 +221,7 @@ def _sweep_table(lines: list[Line], title: str, key: str) -> str:
 
 
 def cost(folder: Path = RESULTS) -> str:
-    """Predictions: the mode to use at each shape, batch and K, then the batch at which each mode stops paying."""
+    """Predictions by family: the mode to use at each shape, batch and K, then the batch at which each mode stops paying."""
     lines = read_lines(folder / "cost_model.jsonl")
     choices = [line for line in lines if line["kind"] == "choice"]
     limits = [line for line in lines if line["kind"] == "limit"]
@@ -182,20 +233,19 @@ def cost(folder: Path = RESULTS) -> str:
 
 
 def _pivot(lines: list[Line], names: list[str], cell: Callable[[Line], str]) -> str:
-    """A row for each value of `names`, a column for each K."""
-    columns = list(dict.fromkeys(line["states"] for line in lines))
-    rows: dict[tuple[Any, ...], dict[int, str]] = {}
+    """A row for each value of `names`, a column for each family and K."""
+    columns = list(dict.fromkeys((line["family"], line["states"]) for line in lines))
+    rows: dict[tuple[Any, ...], dict[tuple[str, int], str]] = {}
     for line in lines:
-        rows.setdefault(tuple(line[name] for name in names), {})[line["states"]] = cell(line)
+        rows.setdefault(tuple(line[name] for name in names), {})[line["family"], line["states"]] = cell(line)
     return _markdown(
-        [*names, *(f"K={k}" for k in columns)],
-        [[*map(str, row), *(of.get(k, "") for k in columns)] for row, of in rows.items()],
+        [*names, *(f"{family} K={k}" for family, k in columns)],
+        [[*map(str, row), *(of.get(column, "") for column in columns)] for row, of in rows.items()],
     )
 
 
 def wallclock(folder: Path = RESULTS) -> str:
     """Speed over `static`, median with the least and the most, and the shares of a round's time."""
-    lines = [line for path in sorted(folder.glob("wallclock_*.jsonl")) for line in read_lines(path)]
     kinds = ("backbone", "head", "vocabulary", "commit", "bookkeeping")
     rows = [
         [
@@ -206,7 +256,7 @@ def wallclock(folder: Path = RESULTS) -> str:
             f"{line['ms_per_round']:.1f}",
             *(f"{line['share'][kind]:.1f}" for kind in kinds),
         ]
-        for line in lines
+        for line in read_lines(folder / "wallclock_tiny.jsonl")
     ]
     return _markdown(["shape", "batch", "mode", "speed over static", "ms a round", *(f"{kind} %" for kind in kinds)], rows)
 
@@ -231,17 +281,15 @@ def remask(folder: Path = RESULTS) -> str:
     return _markdown(["family", "tokens / forward", f"{lines[0]['rule']} %", *(f"{other} %" for other in others)], rows)
 
 
-def load_memory(folder: Path = RESULTS) -> str:
-    """Peak memory of loading over the checkpoint's size."""
-    names = ("peak_ratio", "anonymous_ratio", "whole_process_ratio")
-    rows = [[line["layout"], *(f"{line[name]:.3f}" for name in names)] for line in read_lines(folder / "load_memory.jsonl")]
-    return _markdown(["layout", "resident, mapped pages included", "anonymous", "the process with its imports"], rows)
-
-
-def loss_memory(folder: Path = RESULTS) -> str:
-    """Peak memory of the head's loss."""
-    lines = [line for line in read_lines(folder / "loss_memory.jsonl") if "way" in line]
-    return _markdown(["way", "peak, GB"], [[line["way"], f"{line['peak_bytes'] / 1e9:.2f}"] for line in lines])
+def novel(folder: Path = RESULTS) -> str:
+    """Problems that ask for what training never asked for beside the others, with 95 % intervals."""
+    cells: dict[tuple[str, str], list[str]] = {}
+    for line in read_lines(folder / "tiny_novel.jsonl"):
+        accuracy = "{:.1f} ({:.1f}-{:.1f})".format(line["accuracy"], *line["accuracy_95"])
+        speed = "{:.2f} ({:.2f}-{:.2f})".format(line["tokens_per_forward"], *line["tokens_per_forward_95"])
+        cells.setdefault((line["family"], line["mode"]), []).extend((accuracy, speed))
+    head = [f"{part}: {what}" for part in ("novel", "known") for what in ("%", "tokens / forward")]
+    return _markdown(["problems", "mode", *head], [[family, f"`{mode}`", *of] for (family, mode), of in cells.items()])
 
 
 def head_prefix(folder: Path = RESULTS) -> str:
@@ -281,7 +329,8 @@ def retrained(folder: Path = RESULTS) -> str:
     rows = []
     for line in read_lines(folder / "tiny_retrained.jsonl"):
         if line["decoding"] == "mrp_spec":
-            what, digits, change = f"tokens a forward, K = {line['num_draft_states']}", 2, "{:.3f}x ({:.3f}-{:.3f})"
+            what = f"{line.get('target', 'static')}: tokens a forward, K = {line['num_draft_states']}"
+            digits, change = 2, "{:.3f}x ({:.3f}-{:.3f})"
             now, over = line["tokens_per_forward"], change.format(line["ratio"], *line["ratio_95"])
         else:
             what, digits, change = "`mrp_direct`, %", 1, "{:+.1f} ({:+.1f} to {:+.1f})"
@@ -323,10 +372,12 @@ def compiled(folder: Path = RESULTS) -> str:
 
 
 TABLES: dict[str, Callable[[Path], str]] = {
+    "frontier": frontier,
     "heldout": heldout,
     "eager": eager,
     "recovered": recovered,
     "yardstick": yardstick,
+    "headline": headline,
     "drafting": drafting,
     "targets": targets,
     "ratios": ratios,
@@ -334,8 +385,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "cost": cost,
     "wallclock": wallclock,
     "remask": remask,
-    "load_memory": load_memory,
-    "loss_memory": loss_memory,
+    "novel": novel,
     "head_prefix": head_prefix,
     "specialise": specialise,
     "retrained": retrained,

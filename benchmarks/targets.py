@@ -30,6 +30,15 @@ DRAFTED = (
 )
 
 
+def ways(target: str, drafted: tuple[str, int, int] | None) -> dict[str, Any]:
+    """Return the options of `generate` for a target, alone (None) or drafted: mode, K states, and head passes a round."""
+    if drafted is None:
+        return {"decoding": target, **TARGETS[target]}
+    mode, states, passes = drafted
+    more = {"draft_passes": passes} if passes else {}
+    return {"decoding": mode, "target": target, **TARGETS[target], "num_draft_states": states, **more}
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Command line: a JSON line for each family, target and way to draft for it."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.targets", description=__doc__.splitlines()[0])
@@ -40,19 +49,17 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--target", nargs="+", default=list(TARGETS), choices=list(TARGETS))
     parser.add_argument("--family", nargs="+", default=list(FAMILIES), choices=list(FAMILIES))
     options = parser.parse_args(arguments)
-    emit(header("targets", options))
     model, tokenizer = load(options.model)
+    emit(header("targets", options, model))
     model = model.to(torch.float64)
     for family in options.family:
         asked = problems(family, options.split, options.count // 2 if family == "source" else options.count)
         for target in options.target:
-            alone = measure(model, tokenizer, asked, options.batch_size, decoding=target, **TARGETS[target])
+            alone = measure(model, tokenizer, asked, options.batch_size, **ways(target, None))
             emit({"family": family, "target": target, "drafts": None, **alone.line()})
-            for mode, states, passes in DRAFTED:
-                more: dict[str, Any] = {"num_draft_states": states} | ({"draft_passes": passes} if passes else {})
-                drafted = measure(
-                    model, tokenizer, asked, options.batch_size, decoding=mode, target=target, **TARGETS[target], **more
-                )
+            for way in DRAFTED:
+                drafted = measure(model, tokenizer, asked, options.batch_size, **ways(target, way))
+                mode, states, passes = way
                 line = {"family": family, "target": target, "drafts": mode, "K": states, "passes": passes}
                 differ = sum(a != b for a, b in zip(drafted.ids, alone.ids, strict=True))
                 emit({**line, **drafted.line(), **drafted.over(target=alone), "texts_that_differ": differ})

@@ -171,8 +171,8 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.layers is not None and options.shape == "tiny":
         parser.error("--layers is for the published shapes: the embedded checkpoint has its own")
-    emit(header("wallclock", options))
     job = make_job(options)
+    emit(header("wallclock", options, load(TINY)[0] if options.shape == "tiny" else None))
     modes: dict[str, dict[str, Any]] = {"static": {"decoding": "static"}}
     for states in options.states:
         for mode in MODES[1:]:

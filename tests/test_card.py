@@ -71,7 +71,7 @@ def test_the_embedded_card_is_valid_and_complete() -> None:
         for metric in result["metrics"]
     }
     for path in RESULTS:
-        lines = [json.loads(line) for line in (ROOT / path).read_text().splitlines()]
+        lines = read_results([ROOT / path])
         spec = next(line for line in lines if line["decoding"] == "mrp_spec" and line["num_draft_states"] == 4)
         assert measured[spec["family"], "accuracy %, mrp_spec K=4"] == spec["accuracy"]
         assert measured[spec["family"], "tokens per backbone forward, mrp_spec K=4"] == spec["tokens_per_forward"]

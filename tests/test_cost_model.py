@@ -1,6 +1,7 @@
 """Bytes, FLOPs and times of a round, against numbers derived by hand and the parameter count of the model itself."""
 
 import json
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -137,12 +138,16 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     results = tmp_path / "none.jsonl"
     results.write_text("")
     asked = (
-        f"--counts {results} --device H200 CPU --shape 4b 1.7b --batch 1 64 --states 1 4 --head-passes 1 --self-spec-picks 0"
+        f"--counts {results} --device H200 CPU --shape 4b 1.7b --family math source --batch 1 64 --states 1 4 --head-passes 1 "
+        "--self-spec-picks 0"
     )
     cost_model.main([*asked.split(), *["--tokens", "self_spec", "4", "2.1", "--tokens", "mrp_spec", "4", "2.7"]])
     first, *lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert first["benchmark"] == "cost_model"
-    assert [sum(line["kind"] == kind for line in lines) for kind in ("point", "choice", "limit", "head")] == [48, 8, 8, 4]
+    assert [sum(line["kind"] == kind for line in lines) for kind in ("point", "choice", "limit", "head")] == [96, 16, 16, 8]
+    assert {(line["family"], line["kind"]) for line in lines} == set(
+        product(("math", "source"), ("point", "choice", "limit", "head"))
+    )
     at = {(line["device"], line["shape"], line["batch"]): line for line in lines if line["kind"] == "choice"}
     assert at["H200", "4B", 1]["decoding"] == "mrp_spec"
     assert at["H200", "4B", 64]["decoding"] == "static"

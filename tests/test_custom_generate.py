@@ -33,6 +33,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[MRPForCausalLM, str
 def test_a_stock_model_says_what_the_mrp_model_says(saved: tuple[MRPForCausalLM, str], mode: str) -> None:
     model, folder = saved
     options: dict[str, Any] = {"max_new_tokens": 21, "decoding": mode, "do_sample": True, "top_k": 0, "seed": [5, 9]}
+    options["num_draft_states"] = 4
     mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1] * 7])
     inputs = {"input_ids": random_ids(1, 2, 7) * mask, "attention_mask": mask}
     expected = model.generate(**inputs, **options, return_dict_in_generate=True)
@@ -87,8 +88,7 @@ def test_the_embedded_checkpoint_serves_too(tiny_model: MRPForCausalLM) -> None:
     )
     expected = tiny_model.generate(ids, max_new_tokens=20, return_dict_in_generate=True)
     assert torch.equal(out.sequences, expected.sequences)
-    assert out.stats.forwards == expected.stats.forwards
-    assert out.stats.forwards["head"] > 0
+    assert out.stats.offered_at_depth.shape[1] > 0, "a mode that drafts"
 
 
 def test_a_head_of_sharded_weights_alone(saved: tuple[MRPForCausalLM, str], tmp_path: Path) -> None:

@@ -60,6 +60,7 @@ def test_the_command_saves_a_checkpoint_that_drafts_from_it(
     assert tiny_tokenizer.eos_token_id in ids.tolist()
     prompts: dict[str, Any] = pad_left([encode(make_problem("math", "tune", i), tiny_tokenizer)[0] for i in range(3)], 0)
     static = model.generate(**prompts, max_new_tokens=40)
-    drafted = model.generate(**prompts, max_new_tokens=40, decoding="mrp_spec", return_dict_in_generate=True)
+    drafting = {"decoding": "mrp_spec", "num_draft_states": 4}
+    drafted = model.generate(**prompts, max_new_tokens=40, return_dict_in_generate=True, **drafting)
     assert torch.equal(drafted.sequences, static)
     assert float(drafted.tokens_per_forward.mean()) > 1.8

@@ -15,7 +15,7 @@ from test_decoding import dampened, decode, random_prompts
 from torch import Tensor
 
 from modeling_mrp import MRPForCausalLM
-from modeling_mrp.generate import loop
+from modeling_mrp.generate import generation, loop
 from modeling_mrp.generate.decode_state import DecodeState, RoundPlan
 from modeling_mrp.kernels.grow import DraftTable
 from modeling_mrp.rules import drafting
@@ -104,6 +104,7 @@ def drafts(monkeypatch: pytest.MonkeyPatch) -> list[Round]:
         return draft
 
     monkeypatch.setattr(loop, "draft_states", drafted)
+    monkeypatch.setattr(generation, "fewest_rows", lambda model, recorded, rows: rows)  # every row keeps its place
     return noted
 
 

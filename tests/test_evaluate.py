@@ -10,6 +10,9 @@ from conftest import TINY
 from mrp_trainer import demo, evaluate
 from mrp_trainer.decoded import NEW_TOKENS
 from mrp_trainer.evaluate import Decoded, decode_problems
+from mrp_trainer.loading import load_model
+from mrp_trainer.provenance import digests
+from mrp_trainer.results import with_headers
 from mrp_trainer.tasks import judge, problems
 
 from modeling_mrp import MRPForCausalLM
@@ -116,23 +119,30 @@ def test_a_file_of_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert (other["accuracy"], other["tokens_per_forward"]) == (0, known["tokens_per_forward"]), "no text holds the sentence"
 
 
+def measured(path: Path) -> list[dict[str, Any]]:
+    return [line for _, line in with_headers(map(json.loads, path.read_text().splitlines()))]
+
+
 def test_a_command_goes_on_where_it_was_killed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What is on a whole line is not measured again; another question is."""
     path = tmp_path / "out.jsonl"
     arguments = f"--family math --count 2 --max-new-tokens 16 --decoding static sequential mrp_spec --output {path}".split()
     lines = lines_of(capsys, *arguments)
-    assert [json.loads(line) for line in path.read_text().splitlines()] == lines
+    header, *written = (json.loads(line) for line in path.read_text().splitlines())
+    assert written == lines
+    weights = digests(load_model(str(TINY)))
+    assert {part: header[part] for part in weights} == weights
     whole = path.read_bytes()
-    path.write_bytes(whole[: whole.index(b"sequential") + 40])
+    path.write_bytes(whole[: whole.rindex(b"sequential") + 40])
     again = lines_of(capsys, *arguments)
     assert [line["decoding"] for line in again] == ["sequential", "mrp_spec"]
-    kept = [json.loads(line) for line in path.read_text().splitlines()]
+    kept = measured(path)
     for before, after in zip(lines, kept, strict=True):
         assert {**before, "seconds": 0} == {**after, "seconds": 0}
     assert lines_of(capsys, *arguments) == []
     arguments[3] = "3"
     assert len(lines_of(capsys, *arguments)) == 3
-    assert len(path.read_text().splitlines()) == 6
+    assert len(measured(path)) == 6
 
 
 def test_a_table_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -142,7 +152,7 @@ def test_a_table_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     asked = [*arguments.split(), "--decoding", "static", "mrp_spec"]
     evaluate.main(asked)
     shown = capsys.readouterr().out
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = measured(path)
     assert [line.get("num_draft_states") for line in lines] == [None, "auto", 2]
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown.splitlines() if line.startswith("│")]
     assert [row[1] for row in rows] == ["static", "mrp_spec K=auto", "mrp_spec K=2"]
@@ -154,7 +164,7 @@ def test_a_table_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     evaluate.main(asked)
     again = [[cell.strip() for cell in line.split("│")[1:-1]] for line in capsys.readouterr().out.splitlines() if "│" in line]
     assert again == rows
-    assert len(path.read_text().splitlines()) == 3
+    assert measured(path) == lines
 
 
 @pytest.fixture(scope="module")
@@ -249,18 +259,20 @@ def test_the_precision_and_device_asked_for(asked: str, used: str, capsys: pytes
 
 
 def test_the_demo_ends_with_its_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of short texts."""
+    """Of short texts: a drafted row has its target's, and is compared with it."""
     for family in NEW_TOKENS:
         monkeypatch.setitem(NEW_TOKENS, family, 20)
     demo.main(["--count", "2", "--batch-size", "2"])
     out = capsys.readouterr().out
     rows = {line.split("│")[1].strip(): line.split("│")[2:-1] for line in out.splitlines() if line.startswith("│")}
     table = {name: [cell.strip() for cell in cells] for name, cells in rows.items() if len(cells) == 8}
-    assert list(table) == [name for name, _ in demo.MODES]
+    assert list(table) == list(demo.MODES)
     for name, (math, code, _, head, speed, same, _, source) in table.items():
         assert float(math) in (0, 50, 100) and float(code) in (0, 50, 100)  # noqa: PT018
-        assert (float(head) > 0) == name.startswith("mrp")
+        target, _, drafted = name.partition(", ")
+        assert demo.MODES[name].against == (target if drafted else "static")
+        assert float(head) == 0 or drafted
         assert "x (" in speed
-        if name == "static":
+        if drafted or name == "static":
             assert (same, source) == ("100.0", "100.0")
     assert out.rstrip().splitlines()[-1].startswith("2 problems a family, batches of 2, greedy")

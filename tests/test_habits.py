@@ -110,18 +110,37 @@ def stored(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return model, folder
 
 
-@pytest.mark.parametrize(
+OFFLOADED = pytest.mark.parametrize(
     "offloaded",
     [PARTS, ("model.layers.0",), ("mrp_head",), ("lm_head", "model.embed_tokens")],
     ids=["all", "layer", "head", "lm_head"],
 )
-def test_offloaded_weights_decode(stored: tuple[MRPForCausalLM, Path], offloaded: tuple[str, ...], tmp_path: Path) -> None:
-    """What accelerate keeps on disk is fetched for each forward, and goes back: same text, same counts, also with a cache."""
-    model, folder = stored
-    places = {part: "disk" if part in offloaded else "cpu" for part in PARTS}
+# Where weights are kept: on disk; in a CPU's memory beside a device that computes, for which a CPU stands in: `torch.device` is
+# not what accelerate calls it, so that it fetches what lies on "cpu" as it does for a GPU; or in such memory beside a GPU.
+SPILLS = [
+    pytest.param("disk", "cpu", id="disk"),
+    pytest.param("cpu", torch.device("cpu"), id="memory"),
+    pytest.param(
+        *("cpu", 0),
+        id="memory beside a GPU",
+        marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
+    ),
+]
+
+
+@OFFLOADED
+@pytest.mark.parametrize(("kept", "computes"), SPILLS)
+def test_offloaded_weights_decode(
+    stored: tuple[MRPForCausalLM, Path], kept: str, computes: Any, offloaded: tuple[str, ...], tmp_path: Path
+) -> None:
+    """What accelerate keeps elsewhere is fetched for each forward, and goes back: same text, same counts, also with a cache."""
+    folder = stored[1]
+    model = MRPForCausalLM.from_pretrained(folder / "full").to(computes)
+    # A GPU computes where no part is placed on it: the part that holds no weights is.
+    places = {part: kept if part in offloaded and part != "model.rotary_emb" else computes for part in PARTS}
     spilled = MRPForCausalLM.from_pretrained(folder / "full", device_map=places, offload_folder=tmp_path / "spilled")
     assert any(weight.is_meta for weight in spilled.parameters())
-    ids = random_ids(3, 2, 9)
+    ids = random_ids(3, 2, 9).to(model.device)
     for mode in ("static", "mrp_spec", "mrp_remask"):
         options: dict[str, Any] = {"decoding": mode, "max_new_tokens": 9, "return_dict_in_generate": True}
         here, there = model.generate(ids, **options), spilled.generate(ids, **options)

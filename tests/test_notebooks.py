@@ -13,6 +13,10 @@ nbclient = pytest.importorskip("nbclient", reason="notebooks need nbclient and i
 pytest.importorskip("ipykernel", reason="notebooks need ipykernel: pip install -e '.[notebooks]'")
 import nbformat  # noqa: E402  # comes with nbclient
 
+BUDGET = """
+tokens = args.train_batch_size * args.gradient_accumulation_steps * args.max_length
+print(STEPS, "steps of", tokens, "tokens,", model.config.num_nextn_predict_layers, "head layers")
+"""
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 
@@ -26,9 +30,10 @@ def quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
-def run(name: str) -> Any:
-    """The notebook with its outputs."""
+def run(name: str, last: str = "") -> Any:
+    """The notebook with its outputs, and those of a last cell."""
     notebook = nbformat.read(ROOT / "notebooks" / name, as_version=4)
+    notebook.cells.append(nbformat.v4.new_code_cell(last))
     where = {"metadata": {"path": str(ROOT / "notebooks")}}
     nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3", resources=where).execute()
     return notebook
@@ -76,8 +81,12 @@ def test_train_evaluate_and_push(hub: HubServer, tmp_path: Path, monkeypatch: py
             monkeypatch.setenv(name, value)
     monkeypatch.setenv("MRP_NOTEBOOK_STEPS", "3")
     monkeypatch.setenv("MRP_NOTEBOOK_REPO", "alice/tiny-head")
-    notebook = run("train.ipynb")
+    notebook = run("train.ipynb", BUDGET)
     told = printed(notebook)
+    # What less than two minutes are for, on one core that is half another's: 45 s of it were measured.
+    steps, tokens, layers = map(int, re.findall(r"^(\d+) steps of (\d+) tokens, (\d+) head layers", told, re.MULTILINE)[0])
+    (chosen,) = re.findall(r'"MRP_NOTEBOOK_STEPS", "(\d+)"', (ROOT / "notebooks" / "train.ipynb").read_text().replace("\\", ""))
+    assert (steps, int(chosen) * tokens * layers) == (3, 120 * 512 * 1)
     for mode in ("static", "self_spec", "mrp_spec"):
         assert re.search(rf"^{mode} +\d\.\d\d tokens per forward, \d+ % right$", told, re.MULTILINE), mode
     assert len(pictures(notebook)) == 1

@@ -18,7 +18,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 def test_top_level_names_are_the_projects_own() -> None:
     """Another distribution installs a package called `trainer`: with both, each would overwrite the other's files."""
     tools = PROJECT["tool"]["setuptools"]
-    assert {name.partition(".")[0] for name in tools["packages"]} == {"modeling_mrp", "mrp_trainer"}
+    assert {name.partition(".")[0] for name in tools["packages"]} == {"modeling_mrp", "mrp_trainer", "mrp_serving"}
     for name in tools["packages"]:
         top, _, rest = name.partition(".")
         assert (ROOT / tools["package-dir"][top] / rest.replace(".", "/") / "__init__.py").is_file(), name

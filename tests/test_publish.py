@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, TINY, make_model
+from conftest import ROOT, make_model
 from helpers import hashes
 from hub_client import Done, HubClient
 from hub_server import HubServer
@@ -250,25 +250,6 @@ def test_a_second_push_of_the_same_makes_no_commit(
 
 
 # Cards
-
-
-def test_a_picture_is_drawn_for_the_card(
-    hub: HubServer, push: Callable[..., Done], folders: dict[str, Path], repo: str, tmp_path: Path
-) -> None:
-    """Of a model that can be decoded here; the folder stays as it is. Without a tokenizer, or if not wanted, there is none."""
-    folder = tmp_path / "drawn"
-    shutil.copytree(TINY, folder, ignore=shutil.ignore_patterns("decode.svg", "README.md"))
-    before = hashes(folder)
-    for options, drawn in (({"picture": False}, False), ({}, True)):
-        assert push(folder, repo, **options).error is None
-        files = hub.files(repo)
-        assert ("decode.svg" in files) is drawn
-        assert (b"](decode.svg)" in files["README.md"]) is drawn
-    assert files["decode.svg"].startswith(b"<svg")
-    assert b"static: 32 forwards; mrp_spec K=8: 12 forwards" in files["decode.svg"]
-    assert hashes(folder) == before
-    assert push(folders["full"], repo).error is None
-    assert b"](decode.svg)" not in hub.files(repo)["README.md"]
 
 
 def test_a_persons_card_is_kept(hub: HubServer, push: Callable[..., Done], folders: dict[str, Path], tmp_path: Path) -> None:

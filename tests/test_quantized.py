@@ -1,6 +1,7 @@
 """Quantized models: whose drafted text is that of its target, and what is said where it is not."""
 
 import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TINY
+from conftest import ROOT, TINY
 from torch import Tensor, nn
 from transformers import BitsAndBytesConfig, QuantoConfig, TorchAoConfig
 
@@ -102,6 +103,20 @@ def test_drafted_text_is_its_targets(name: str, tiny_tokenizer: Any, said: list[
     assert new_tokens(model, inputs, decoding="self_spec") == target
     assert new_tokens(model, asked(tiny_tokenizer, QUESTIONS[0]), decoding="static") == target[:1]
     assert said == []
+
+
+def test_the_readmes_lines_are_those_that_are_tested() -> None:
+    """Each of its table, in the order above, and as many."""
+    schemes = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
+    names = {**vars(schemes), "torch": torch, "TorchAoConfig": TorchAoConfig, "QuantoConfig": quanto}
+    text = (ROOT / "README.md").read_text().split("### Quantized")[1].split("\n### ")[0].split("\n## ")[0]
+    rows = re.findall(r"^\| [a-z-]+ \| `(.*?)`(, or `\"int4\"`)? \| (yes|no)", text, re.MULTILINE)
+    told = [
+        (line, answer) for line, other, answer in rows for line in (line, *([line.replace("int8", "int4")] if other else []))
+    ]
+    kept = [eval(line, {**names, "BitsAndBytesConfig": bitsandbytes}) for line, answer in told if answer == "yes"]
+    assert sorted(repr(one.to_dict()) for one in kept) == sorted(repr(make().to_dict()) for make in SAME.values())
+    assert [line for line, answer in told if answer == "no"] == ["BitsAndBytesConfig(load_in_8bit=True)"]
 
 
 @pytest.mark.parametrize("name", MIXED)

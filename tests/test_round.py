@@ -114,13 +114,13 @@ class Case:
     def plan(self) -> RoundPlan:
         drafting = self.task.mode.drafting
         branches = drafting.branches if drafting else 1
-        return RoundPlan.read(summary(self.state, M).tolist()).with_slots(self.amount, branches)
+        return RoundPlan.read(summary(self.state, M).tolist(), len(self.state.has_seed)).with_slots(self.amount, branches)
 
     def round(self) -> None:
         self.state, _ = decode_round(self.task, self.runner, self.state, self.plan())
 
     def run(self) -> None:
-        self.state, _ = decode(self.task, self.runner, self.state, Fixed(self.amount))
+        self.state = decode(self.task, self.runner, self.state, lambda rows: Fixed(self.amount)).state
 
     @property
     def text(self) -> list[list[int]]:

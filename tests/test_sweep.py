@@ -110,7 +110,7 @@ def test_the_sweep_prints_a_line_a_point(capsys: pytest.CaptureFixture[str]) -> 
         ]
     )
     lines = _lines(capsys, "sweep")
-    modes = ["published", "self_spec", "mrp_spec"]
+    modes = ["released", "self_spec", "mrp_spec"]
     assert [(line["axis"], line["mode"], line.get("states"), line["batch_size"]) for line in lines] == [
         ("states", "static", None, 1),
         *(("states", mode, k, 1) for k in (1, 3) for mode in modes),
@@ -128,13 +128,14 @@ def test_the_sweep_prints_a_line_a_point(capsys: pytest.CaptureFixture[str]) -> 
 def test_the_yardstick_compares_on_the_same_problems(capsys: pytest.CaptureFixture[str]) -> None:
     yardstick.main(["--count", "2", "--family", "math", "--states", "2", "--batch-size", "1", "2"])
     lines = _lines(capsys, "yardstick")
-    names = ["static", "published K=2", "self_spec K=2 chain", "self_spec K=2", "mrp_spec K=2 chain, 1 head passes"]
+    names = ["static", "released K=2", "released K=2, head prefix", "self_spec K=2 chain", "self_spec K=2"]
+    names += ["mrp_spec K=2 chain, 1 head passes"]
     names += ["mrp_spec K=2, 1 head passes", "mrp_spec K=2"]
     assert [(line["mode"], line["batch_size"]) for line in lines] == [(name, size) for size in (1, 2) for name in names]
     assert all(line["same"] == 100 for line in lines)
     assert all(("over_batch_1" in line) == (line["batch_size"] == 2) for line in lines)
     for line in lines[len(names) :]:
-        assert line["mode"].startswith("published") or line["over_batch_1"] == 1
-    for name in ("published", "self_spec", "static"):
+        assert line["mode"].startswith("released") or line["over_batch_1"] == 1
+    for name in ("released", "self_spec", "static"):
         low, high = lines[-1][f"over_{name}_95"]
         assert low <= lines[-1][f"over_{name}"] <= high

@@ -35,8 +35,8 @@ Its parts, in this order:
     generate/option_table.py    The options of `generate` beyond those of transformers, each declared once.
     generate/pace.py            The amount of drafting of each round: fixed, or as much as measured time and acceptance so far say pays.
     generate/decode_state.py    One decode in tensors: what was asked, what a round changes, and what the host reads of it once a round.
+    generate/active_rows.py     The rows of a batch that go on: those that have ended leave it by halves, so that later rounds cost nothing for them.
     generate/options.py         The options of `generate` for MRP models: the config that holds, checks and interprets them.
-    generate/output.py          What `generate` returns: texts, and what they cost.
     generate/prompts.py         Checks of the prompts of `generate`, their mask, the tokens that stand behind them already, and what else goes along.
     generate/quantized.py       Quantized models: what decoding needs of their unembedding, and whose tokens change each other's results.
     generate/sampling.py        Picks: the token and its confidence at every masked position, greedy or sampled, reproducible to the bit.
@@ -44,6 +44,7 @@ Its parts, in this order:
     generate/settle.py          Settle a round's scores: which states are accepted, what becomes text, and where each row stands next.
     generate/stopping.py        Stopping criteria, asked as transformers' own loop would ask them, of rows that come along at different speeds.
     generate/loop.py            The one decoding loop: rounds of states side by side, over rows that never wait for each other.
+    generate/output.py          What `generate` returns: texts, and what they cost.
     generate/recording.py       Rounds that are recorded whole and replayed with one launch: what is a register, and what a recording depends on.
     generate/streaming.py       Streaming of texts while they are decoded, each row to a streamer of its own.
     generate/generation.py      `generate` for MRP models: arguments in, text and counts out.
@@ -3969,6 +3970,18 @@ class BlockCache(Cache):
         """Make another cache on the same memory."""
         return copy.copy(self)
 
+    def first(self, rows: int) -> "BlockCache":
+        """Make a cache of the first rows, on the same memory."""
+        part = self.alias()
+        part.rows, part._hidden = rows, self._hidden[:rows]
+        part._buffers = {device: buffer[:, :, :rows] for device, buffer in self._buffers.items()}
+        return part
+
+    def swap(self, one: int, other: int) -> None:
+        """Exchange the keys, values and hidden states of two rows."""
+        for part in (*(buffer.movedim(2, 0) for buffer in self._buffers.values()), self._hidden):
+            part[[one, other]] = part[[other, one]]
+
     def shares(self, other: "BlockCache") -> bool:
         """Tell if two caches have the same memory."""
         return self._buffers is other._buffers
@@ -4715,6 +4728,32 @@ class Scratch:
     turn: int
 
 
+class RoundRunner(Protocol):
+    """The needs of a round: forwards over states, of whoever owns keys and values (`Runner`, or a serving engine's).
+
+    Attributes:
+        block: Tokens of a block.
+        rests: Whether the head may rest (see `Runner`).
+    """
+
+    block: int
+    rests: bool
+
+    def score(self, states: States, held: Held, used: int | None, taking_part: Tensor) -> tuple[Scratch, Held]:
+        """See `Runner.score`."""
+        ...
+
+    def head_pass(
+        self, states: States, hidden: Tensor, held: Held, used: int | None, late: bool, blocked: Tensor | None = None
+    ) -> tuple[Tensor, Held]:
+        """See `Runner.head_pass`."""
+        ...
+
+    def commit_clean(self, scored: Scratch, slot: Tensor, held: Held, for_head: bool = True) -> Held:
+        """See `Runner.commit_clean`."""
+        ...
+
+
 class Runner:
     """The runner of backbone and head for one decode.
 
@@ -4753,6 +4792,22 @@ class Runner:
         self.block = config.block_size
         self.turns = {self.backbone_layers: 0, self.head_layers: 0}
         self.forwards = {"prefill": 0, "denoise": 0, "head": 0}
+        self._narrowed: list[tuple[BlockCache, list[tuple[int, int]]]] = []
+
+    def narrow(self, places: list[int]) -> None:
+        """Go on with fewer rows: those that stand at `places` now, of which none but the displaced change their place."""
+        swaps = [(to, of) for to, of in enumerate(places) if to != of]
+        self._narrowed.append((self.cache, swaps))
+        for pair in swaps:
+            self.cache.swap(*pair)
+        self.cache = self.cache.first(len(places))
+
+    def widen(self) -> None:
+        """Have all rows back in their places."""
+        while self._narrowed:
+            self.cache, swaps = self._narrowed.pop()
+            for pair in swaps:
+                self.cache.swap(*pair)
 
     def start(self, committed: Tensor, read: Tensor | None = None) -> Held:
         """Describe what is held once `prefill` has stored `committed` [rows] tokens: nothing is late.
@@ -5858,6 +5913,7 @@ TAGS = ["dllm", "diffusion-lm", "block-diffusion", "speculative-decoding", "sdar
 _HEAD_TAGS = ["speculators", "draft-model"]
 WEIGHTS = re.compile(r"(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 NOT_FILLED_IN = "Nothing is told of it yet: `mrp push` renders a card with its facts, its use and what was measured."
+NOT_DRAWN = "It has no picture of a decode, which a model that pushes itself does not draw. The installed package draws one:"
 PATIENCE = 60.0  # seconds that the Hub may be silent before a request counts as lost
 _SAY_NOTHING = frozenset((".gitattributes", ".gitignore", "README.md", "LICENSE"))
 
@@ -6092,7 +6148,8 @@ def short_card(repo_id: str, kind: str, base: str | None) -> str:
         base_model_relation="adapter" if base else None,
     )
     belongs = f" of `{base}`" if base else ""
-    return f"---\n{data.to_yaml()}\n---\n\n# {repo_id.split('/')[-1]}\n\nHere is {KINDS[kind]}{belongs}. {NOT_FILLED_IN}\n"
+    text = f"Here is {KINDS[kind]}{belongs}. {NOT_FILLED_IN}\n\n{NOT_DRAWN}\n\n```\nmrp push {repo_id} {repo_id}\n```"
+    return f"---\n{data.to_yaml()}\n---\n\n# {repo_id.split('/')[-1]}\n\n{text}\n"
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -6812,7 +6869,7 @@ OPTIONS = (
     Option("mrp_steps", 1, *_STEPS, "reveals of the head after each backbone step, unverified", ("mrp_direct",)),
     Option(
         "num_draft_states",
-        4,
+        "auto",
         *_STATES,
         "K: states a row submits per round, at most: the next one, and drafts; `auto`: as many as measured time says pay, none "
         "where none do",
@@ -6844,8 +6901,8 @@ def closest_name(name: str, names: Iterable[str]) -> str:
 
 # States a row may submit, of which one is chosen; each has its own recording on CUDA.
 WIDTHS = (1, 2, 3, 4, 6, 8)
-# As many where several processes decide alike.
-TOGETHER = 4
+# As many where nothing follows the clock: several processes decide alike so, and counts can be repeated.
+UNTIMED_STATES = 4
 
 
 @dataclass(frozen=True)
@@ -6999,7 +7056,7 @@ def pace_of(model: nn.Module, mode: Mode, rows: int) -> Pace | Fixed:
     if drafting is None or not drafting.paced:
         return Fixed(Amount() if drafting is None else Amount(drafting.states, drafting.passes))
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        states = min(drafting.states, TOGETHER)
+        states = min(drafting.states, UNTIMED_STATES)
         return Fixed(Amount(states, min(drafting.passes, states - 1)))
     kept = _PACES.setdefault(model, {})
     key = mode, rows, next(model.parameters()).device, next(model.parameters()).dtype
@@ -7023,6 +7080,7 @@ class Request:
     """Request of one decode, row by row: tensors that no round changes.
 
     Attributes:
+        row: [rows] long, which of the call's rows each is.
         prompt_length: [rows] long.
         given_end: [rows] long, one past the last token that was given: of the prompt, or of what is to be filled in.
         limit: [rows] long, one past the last position the user wants.
@@ -7033,6 +7091,7 @@ class Request:
         eos: [any] long, ids that end a row.
     """
 
+    row: Tensor
     prompt_length: Tensor
     given_end: Tensor
     limit: Tensor
@@ -7192,7 +7251,7 @@ def laid_out(
         device: Where everything is.
 
     Returns:
-        The texts; `prompt_length`, `given_end`, `limit` and `open_end` of the `Request`; and [rows] the first states.
+        The texts; `row`, `prompt_length`, `given_end`, `limit` and `open_end` of the `Request`; and [rows] the first states.
     """
     rows = len(prompts)
     lengths = torch.tensor([len(p) for p in prompts], device=device)
@@ -7216,6 +7275,7 @@ def laid_out(
         stop=torch.full_like(lengths, torch.iinfo(torch.long).max),
     )
     ends = {
+        "row": torch.arange(rows, device=device),
         "prompt_length": lengths,
         "given_end": given_end,
         "limit": limit,
@@ -7261,6 +7321,7 @@ class RoundPlan:
         drafting: Some row can draft.
         late: Some row's last clean block has no KV of the head yet.
         blocked: One of them is about to commit another block.
+        going: Of each row, whether it is active.
         accepted: How many rows accepted the state in each slot of the round before, of those that had masks left.
         unscored: Some token of a text has no log-probability: no token had a finite score there.
         amount: What was chosen to be drafted.
@@ -7276,6 +7337,7 @@ class RoundPlan:
     drafting: bool
     late: bool
     blocked: bool
+    going: tuple[bool, ...] = ()
     accepted: tuple[int, ...] = ()
     unscored: bool = False
     amount: Amount = field(default_factory=Amount)
@@ -7283,11 +7345,13 @@ class RoundPlan:
     room: int = 1
 
     @classmethod
-    def read(cls, numbers: list[int]) -> "RoundPlan":
-        """Read what `summary` stacked, before it is decided how much to draft."""
+    def read(cls, numbers: list[int], rows: int) -> "RoundPlan":
+        """Read what `summary` stacked of so many rows, before it is decided how much to draft."""
         active, used, head_used, clean, masks, *flags = numbers[:SUMMARY]
         drafting, late, blocked, unscored = (flag > 0 for flag in flags)
-        return cls(active, used, head_used, clean, masks, drafting, late, blocked, tuple(numbers[SUMMARY:]), unscored)
+        going, accepted = numbers[SUMMARY : SUMMARY + rows], numbers[SUMMARY + rows :]
+        per_row = tuple(flag > 0 for flag in going), tuple(accepted)
+        return cls(active, used, head_used, clean, masks, drafting, late, blocked, *per_row, unscored)
 
     def with_slots(self, amount: Amount, branches: int) -> "RoundPlan":
         """The same with room for up to so many states a row.
@@ -7299,12 +7363,12 @@ class RoundPlan:
         return replace(self, amount=amount, per_row=per_row, room=max(filled, 2 if self.clean else 1))
 
 
-# Numbers of a `RoundPlan` before `accepted`.
+# Numbers of a `RoundPlan` before `going`.
 SUMMARY = 9
 
 
 def summary(state: DecodeState, mask_token_id: int, accepted: Tensor | None = None) -> Tensor:
-    """[SUMMARY + n] long: the numbers of a `RoundPlan`, and `accepted` [n], on the device."""
+    """[SUMMARY + rows + n] long: the numbers of a `RoundPlan`, which rows go on, and `accepted` [n], on the device."""
     active, held = state.current.valid, state.held
     masks = state.current.masked(mask_token_id).sum(-1) * active
     clean = active & (masks == 0)
@@ -7323,8 +7387,94 @@ def summary(state: DecodeState, mask_token_id: int, accepted: Tensor | None = No
         ]
     )
     total, most = each.sum(1), each.amax(1)
-    numbers = torch.cat([total[:1], most[1:3], total[3:4], most[4:]])
+    numbers = torch.cat([total[:1], most[1:3], total[3:4], most[4:], active.long()])
     return numbers if accepted is None else torch.cat([numbers, accepted])
+
+
+# ----------------------------------------------------------------------------------------------------
+# generate/active_rows.py
+#
+# The rows of a batch that go on: those that have ended leave it by halves, so that later rounds cost nothing for them.
+
+class ActiveRows:
+    """The rows that a `DecodeState` still holds, of all rows of a call.
+
+    A row's text does not depend on its neighbours, so that it may change its place. Halves are all there is: each size of a
+    batch is recorded and timed for itself.
+
+    Args:
+        state: That of all rows.
+        least: A batch that would be smaller stays as it is.
+
+    Attributes:
+        rows: Which of the call's rows the places of the state stand for.
+        slots: Rows of all rounds so far added up, those that have ended included.
+    """
+
+    def __init__(self, state: DecodeState, least: int) -> None:
+        self.rows = list(range(len(state.has_seed)))
+        self.slots = 0
+        self._least = least
+        self._whole: DecodeState | None = None
+        self._at: Tensor | None = None  # `rows` on the device
+        self._count = len(self.rows)
+
+    def smaller(self, active: int) -> int:
+        """Halve the size of the batch as long as `active` rows have room in it."""
+        size = len(self.rows)
+        while size > 1 and (half := (size + 1) // 2) >= max(active, self._least):
+            size = half
+        return size
+
+    def shrink(
+        self, state: DecodeState, request: Request, runner: Runner, going: tuple[bool, ...], size: int
+    ) -> tuple[DecodeState, Request]:
+        """Let ended rows leave.
+
+        Args:
+            state: Where the decode stands.
+            request: What was asked of its rows.
+            runner: Whose keys and values follow.
+            going: Of each row, whether it goes on.
+            size: Rows that stay, as `smaller` gave it.
+
+        Returns:
+            The state and the request of the rows that stay.
+        """
+        self._whole = self.all_of(state)
+        places = list(range(size))
+        ended = [place for place in places if not going[place]]
+        behind = [place for place in range(size, len(self.rows)) if going[place]]
+        for place, other in zip(ended, behind, strict=False):  # there may be more room than rows
+            places[place] = other
+        runner.narrow(places)
+        self.rows = [self.rows[place] for place in places]
+        at = torch.tensor(places, device=state.has_seed.device)
+        self._at = at if self._at is None else self._at[at]
+        return tree_map(lambda t: t[at] if t.dim() else t, state), request_of(request, at)
+
+    def all_of(self, state: DecodeState) -> DecodeState:
+        """Put a state beside those of the rows that left before it: that of all rows of the call."""
+        if (at := self._at) is None:
+            return state
+        return tree_map(lambda whole, t: whole.index_copy(0, at, t) if t.dim() else t, self._whole, state)
+
+    def all_remasked(self, remasked: Remasked) -> Remasked:
+        """Copy what a step put back, with nothing for rows that have left."""
+        if (at := self._at) is None:
+            return tree_map(torch.clone, remasked)
+
+        def spread(part: Tensor) -> Tensor:
+            return part.new_zeros(self._count, *part.shape[1:]).index_copy_(0, at, part)
+
+        return tree_map(spread, remasked)
+
+
+def request_of(request: Request, at: Tensor) -> Request:
+    """Select the request of the rows `at` [n] long."""
+    shared = {"schedule", "eos"}
+    names = [field.name for field in fields(request) if field.name not in shared]
+    return replace(request, **{name: getattr(request, name)[at] for name in names})
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -7507,152 +7657,6 @@ def _is_id(value: Any) -> bool:
     except TypeError:
         return False
     return not isinstance(value, bool)
-
-
-# ----------------------------------------------------------------------------------------------------
-# generate/output.py
-#
-# What `generate` returns: texts, and what they cost.
-
-@dataclass
-class MRPGenerateStats(ModelOutput):
-    """Costs of a `generate` call.
-
-    Attributes:
-        forwards: Forwards of the whole batch by role: of the backbone `prefill` (prompts), `verify` (rounds that scored drafts)
-            and `denoise` (rounds without), and those of the `head`.
-        row_forwards: [rows] long, backbone forwards in which each row took part.
-        row_head_forwards: [rows] long, the same for the head.
-        drafted: [rows] long, drafted states that were submitted.
-        accepted: [rows] long, drafted states that were right.
-        revoked: [rows] long, reveals that `mrp_remask` took back.
-        accepted_lengths: [rows, n] long, how many rounds accepted 0, 1, 2, ... states (the first is never a draft; those that
-            were scored in vain a round earlier count).
-        offered_at_depth: [rows, n] long, by depth k = 1, 2, ...: rounds in which the backbone came by k - 1 drafts and there
-            was a draft that could follow the last of them. No columns in modes without drafts.
-        accepted_at_depth: [rows, n] long: of these, rounds in which it came by a k-th. Their ratio is the chance that draft k
-            is accepted given that k - 1 were; the sum over k is `accepted`.
-        revocations: [n, 3] long: row, column of the generated text (as in `reveal_step`) and token of each reveal that
-            `mrp_remask` took back, in order. A column may lie behind the end of the text.
-        rounds: [1 + rounds, rows] long by name: what each row had come to behind the prefill and behind each round.
-            `row_forwards`, `drafted` and `accepted` as above; `steps`, so many denoising steps, which tell with `reveal_step`
-            what each forward revealed; and `column`, where the row's block begins in the generated text (below 0 within the
-            prompt).
-    """
-
-    forwards: dict[str, int] | None = None
-    row_forwards: Tensor | None = None
-    row_head_forwards: Tensor | None = None
-    drafted: Tensor | None = None
-    accepted: Tensor | None = None
-    revoked: Tensor | None = None
-    accepted_lengths: Tensor | None = None
-    offered_at_depth: Tensor | None = None
-    accepted_at_depth: Tensor | None = None
-    revocations: Tensor | None = None
-    rounds: dict[str, Tensor] | None = None
-
-
-@dataclass
-class MRPGenerateOutput(ModelOutput):
-    """The output of `generate` with `return_dict_in_generate=True`.
-
-    Attributes:
-        sequences: [rows, prompt + generated] long, padded with `pad_token_id` behind each row's end.
-        tokens_per_forward: [rows] float, generated tokens (not given ones) over the backbone forwards in which the row took
-            part.
-        reveal_step: [rows, generated] long, the denoising step of the row that committed each token; -1 in padding and at
-            tokens given with `infill_ids`.
-        token_logprobs: [rows, generated] float32, log-probability of each token when committed; 0 in padding and where given.
-        stats: `MRPGenerateStats`.
-        past_key_values: The `BlockCache` to go on from in the next call.
-    """
-
-    sequences: Tensor | None = None
-    tokens_per_forward: Tensor | None = None
-    reveal_step: Tensor | None = None
-    token_logprobs: Tensor | None = None
-    stats: MRPGenerateStats | None = None
-    past_key_values: BlockCache | None = None
-
-
-def pad_id(config: MRPGenerationConfig) -> int:
-    """Choose the id that stands behind the end of a text."""
-    return config.pad_token_id if config.pad_token_id is not None else next(iter(config.eos_ids()), 0)
-
-
-def output_of(
-    input_ids: Tensor,
-    request: Request,
-    state: DecodeState,
-    runner: Runner,
-    remasked: list[Remasked],
-    progress: list[Tensor],
-    cache: BlockCache,
-    config: MRPGenerationConfig,
-) -> Tensor | MRPGenerateOutput:
-    """Make what `generate` returns of a decode's last state.
-
-    Args:
-        input_ids: [rows, prompt] long, as given.
-        request: What was asked for.
-        state: The last state.
-        runner: Whose forwards are counted.
-        remasked: What each step remasked.
-        progress: Of each round what `progress_of` gave.
-        cache: The keys and values.
-        config: The options.
-    """
-    text, start = state.text, request.prompt_length
-    lengths = text.stop - start
-    columns = torch.arange(int(lengths.max()), device=input_ids.device)
-    inside = columns < lengths[:, None]
-    at = (start[:, None] + columns).clamp(max=text.capacity)
-    pad = torch.tensor(pad_id(config), device=at.device)
-    sequences = torch.cat([input_ids, text.tokens.gather(1, at).where(inside, pad)], 1)
-    if not config.return_dict_in_generate:
-        return sequences
-    reveal_step = text.reveal_step.gather(1, at).where(inside, torch.tensor(-1, device=at.device))
-    counts = {name: count for name, count in vars(state.counts).items() if name != "verified"}
-    rounds = dict(zip(_PROGRESS, torch.stack(progress, 1).unbind(), strict=True))
-    verify, held = int(state.counts.verified), state.held
-    forwards = {"prefill": 0, "denoise": 0, "verify": verify, **runner.forwards}
-    forwards["denoise"] -= verify
-    return MRPGenerateOutput(
-        sequences=sequences,
-        tokens_per_forward=(reveal_step >= 0).sum(1) / held.row_forwards,
-        reveal_step=reveal_step,
-        token_logprobs=text.logprob.gather(1, at).where(inside, torch.tensor(0.0, device=at.device)),
-        stats=MRPGenerateStats(
-            forwards=forwards,
-            row_forwards=held.row_forwards,
-            row_head_forwards=held.row_head_forwards,
-            revocations=_revocations(remasked, start),
-            rounds={**rounds, "column": rounds["column"] - start},
-            **counts,
-        ),
-        past_key_values=cache,
-    )
-
-
-# What is noted of each round.
-_PROGRESS = ("row_forwards", "steps", "drafted", "accepted", "column")
-
-
-def progress_of(state: DecodeState) -> Tensor:
-    """[5, rows] long: what each row has come to, in the order of `_PROGRESS`; `column` counts from the first token."""
-    counts = state.counts
-    steps, start = state.text.total_steps, state.current.start
-    return torch.stack([state.held.row_forwards, steps, counts.drafted, counts.accepted, start])
-
-
-def _revocations(remasked: list[Remasked], prompt_length: Tensor) -> Tensor:
-    """List row, column of the generated text and token of each remasked reveal, in order: [n, 3] long."""
-    if not remasked:
-        return prompt_length.new_zeros(0, 3)
-    start, where, token = (torch.stack([getattr(part, name) for part in remasked]) for name in ("start", "where", "token"))
-    step, row, column = where.nonzero(as_tuple=True)
-    return torch.stack([row, start[step, row] + column - prompt_length[row], token[step, row, column]], 1)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -7921,12 +7925,15 @@ class Picks:
         confidence: [n] float; the log-odds of that probability. It orders positions as the probability does, but
             keeps its precision where the probability rounds to 1.
         entropy: [n] float, in nats; 0 where the sampler computes none.
+        judged: [n] float, what reveal rules judge by in place of `confidence`; None: that. A serving engine's rules compare
+            rounded probabilities, ties included.
     """
 
     token: Tensor
     logprob: Tensor
     confidence: Tensor
     entropy: Tensor
+    judged: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -8161,11 +8168,14 @@ class Reader:
             text: The rows' texts, which logits processors are shown.
             count: [rows, n] long: so many of the most confident positions, in place of what the rule says; or None.
         """
-        candidates, token, logprob, confidence, entropy = self._picks(states, hidden, text, self.sampler)
+        candidates, picks = self._picks(states, hidden, text, self.sampler)
+        token, logprob, confidence = picks.token, picks.logprob, picks.confidence
         if count is not None:
             return Reveal(top_by(confidence, candidates, count), token, logprob, confidence)
         quota = self.request.schedule[states.step.clamp(max=len(self.request.schedule) - 1)]
-        said = Candidates(candidates, token, confidence, entropy, states.ids, states.step, quota)
+        judged = confidence if picks.judged is None else picks.judged
+        entropy = picks.entropy if self.rule.needs_entropy else None
+        said = Candidates(candidates, token, judged, entropy, states.ids, states.step, quota)
         return Reveal(self.rule(said), token, logprob, confidence)
 
     def estimates(self, states: States, hidden: Tensor, text: Text) -> tuple[Tensor, Tensor]:
@@ -8176,8 +8186,8 @@ class Reader:
             may be revealed.
         """
         if not self.drafter.sample:
-            _, token, _, confidence, _ = self._picks(states, hidden, text, self.drafter)
-            return token[..., None], confidence[..., None]
+            _, picks = self._picks(states, hidden, text, self.drafter)
+            return picks.token[..., None], picks.confidence[..., None]
         candidates = self._candidates(states)
         at = self._chosen(candidates)
         places = _Places(states, at)
@@ -8208,9 +8218,8 @@ class Reader:
         moved = residual_magnitude(self.sampler.lm_head_weight, taken(hidden.flatten(0, -2), at), taken(token.flatten(), at))
         return _spread(moved, at, where, 0.0)
 
-    def _picks(
-        self, states: States, hidden: Tensor, text: Text, sampler: Sampler
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    def _picks(self, states: States, hidden: Tensor, text: Text, sampler: Sampler) -> tuple[Tensor, Picks]:
+        """Pick at the candidates [rows, n, block]; each number of a pick comes as [rows, n, block]."""
         candidates = self._candidates(states)
         at = self._chosen(candidates)
         places = _Places(states, at)
@@ -8229,8 +8238,9 @@ class Reader:
         logprob, confidence = (
             _spread(t, at, candidates, -torch.inf, sampler.blanks) for t in (picks.logprob, picks.confidence)
         )
-        entropy = _spread(picks.entropy, at, candidates, -torch.inf) if self.rule.needs_entropy else None
-        return candidates, token, logprob, confidence, entropy
+        entropy = _spread(picks.entropy, at, candidates, -torch.inf) if self.rule.needs_entropy else picks.entropy
+        judged = None if picks.judged is None else _spread(picks.judged, at, candidates, -torch.inf)
+        return candidates, Picks(token, logprob, confidence, entropy, judged)
 
     def _candidates(self, states: States) -> Tensor:
         """[rows, n, block] bool: masked positions that are not behind an eos, of valid states."""
@@ -8267,9 +8277,9 @@ def unscored_error(reader: Reader, model: Any, text: Text) -> ValueError:
     else:
         why = f"the weights are finite, so {sampler.lm_head_weight.dtype} overflows, here or divided by temperature="
         why += f"{sampler.temperature}. Load the model in a wider dtype"
-    prompt = int(request.prompt_length[row])
+    prompt, asked = int(request.prompt_length[row]), int(request.row[row])
     return ValueError(
-        f"row {row} has no token with a finite score at position {position}, {position - prompt} behind its prompt: {why}"
+        f"row {asked} has no token with a finite score at position {position}, {position - prompt} behind its prompt: {why}"
     )
 
 
@@ -8514,6 +8524,7 @@ class Stopping:
         self.criteria, self.prompt = criteria, input_ids
         self.pad_id, self.mask_id = pad_token_id, mask_token_id
         self.asked = [0] * len(input_ids)  # how many tokens of each row have been shown
+        self._shown: tuple[Tensor, Tensor, Tensor] | None = None  # of all rows: tokens, how many are final, whether that is all
 
     def ask(self, text: Text, request: Request, active: Tensor, end: Tensor, done: Tensor) -> None:
         """Ask about all newly final tokens; where a criterion ends a row's text, write that into `end` and `done`.
@@ -8525,16 +8536,23 @@ class Stopping:
             end: [rows] long, one past the last position of each text as far as eos and limit tell.
             done: [rows] bool, rows of which all before `end` is final.
         """
-        start = request.prompt_length
+        start, rows = request.prompt_length, request.row.tolist()
         columns = torch.arange(int((request.limit - start).max()), device=end.device)
         tokens = text.tokens.gather(1, (start[:, None] + columns).clamp(max=text.capacity))
         masked = tokens == self.mask_id
         final = torch.where(masked.any(1), masked.int().argmax(1), len(columns))
         final = final.minimum(torch.where(active, end, text.stop) - start)
-        ended = done | ~active
+        here = tokens, final, done | ~active
+        # Rows that have left the batch stay as they were.
+        if self._shown is None:
+            self._shown = here
+        else:
+            for whole, part in zip(self._shown, here, strict=True):
+                whole[request.row] = part
+        tokens, final, ended = self._shown
         news = {
             row: range(self.asked[row], upto)
-            for row, (upto, going) in enumerate(zip(final.tolist(), active.tolist(), strict=True))
+            for row, upto, going in zip(rows, final[request.row].tolist(), active.tolist(), strict=True)
             if going
         }
         for column in sorted({column for news_of_row in news.values() for column in news_of_row}):
@@ -8547,8 +8565,9 @@ class Stopping:
             for row in asking:
                 self.asked[row] = column + 1
                 if stops[row]:
+                    place = rows.index(row)
                     final[row] = column + 1
-                    end[row], done[row], ended[row] = start[row] + column + 1, True, True
+                    end[place], done[place], ended[row] = start[place] + column + 1, True, True
                     del news[row]
 
     def _answers(self, ids: Tensor) -> list[bool]:
@@ -8621,65 +8640,107 @@ class Task:
 Step = Callable[[DecodeState, RoundPlan], tuple[DecodeState, list[int]]]
 
 
+@dataclass(frozen=True)
+class Decoded:
+    """A decode that has come to its end.
+
+    Attributes:
+        state: The last state.
+        remasked: What each step remasked.
+        slots: Rows of all rounds added up, those included that had ended while the batch went on.
+    """
+
+    state: DecodeState
+    remasked: list[Remasked]
+    slots: int
+
+
 def decode(
     task: Task,
     runner: Runner,
     state: DecodeState,
-    pace: Pace | Fixed,
-    step: Step | None = None,
-    on_round: Callable[[DecodeState], None] | None = None,
-) -> tuple[DecodeState, list[Remasked]]:
+    paces: Callable[[int], Pace | Fixed],
+    steps: Callable[[Task, DecodeState], Step] | None = None,
+    on_round: Callable[[DecodeState, list[int]], None] | None = None,
+    least_rows: int = 1,
+) -> Decoded:
     """Decode every row to its end.
 
     Args:
         task: What to do.
         runner: Runs the model.
         state: As `begin` gave it.
-        pace: Chooses how much each round drafts.
-        step: Runs a round and reads its summary, from a recording for instance; by default `decode_round` as it is.
-        on_round: Called after every round (for streamers); or None.
-
-    Returns:
-        The last state, and what each step remasked.
+        paces: Gives, for so many rows, what chooses how much each round drafts.
+        steps: Gives what runs a round from a state on and reads its summary, from a recording for instance; by default
+            `decode_round` as it is.
+        on_round: Called after every round (for streamers) with the state, and which rows it holds; or None.
+        least_rows: Rows that have ended leave the batch by halves, but not below so many.
 
     Raises:
         ValueError: for a position at which no token has a finite score.
     """
+    try:
+        rows = ActiveRows(state, least_rows)
+        return _decode_rows(task, runner, state, rows, paces, steps or partial(unrecorded, runner), on_round)
+    finally:
+        runner.widen()
 
+
+def unrecorded(runner: Runner, task: Task, state: DecodeState) -> Step:
+    """Run rounds as they are."""
+
+    def step(state: DecodeState, plan: RoundPlan) -> tuple[DecodeState, list[int]]:
+        state, accepted = decode_round(task, runner, state, plan)
+        return state, summary(state, task.mask_token_id, accepted).tolist()
+
+    return step
+
+
+def _decode_rows(
+    task: Task,
+    runner: Runner,
+    state: DecodeState,
+    rows: ActiveRows,
+    paces: Callable[[int], Pace | Fixed],
+    steps: Callable[[Task, DecodeState], Step],
+    on_round: Callable[[DecodeState, list[int]], None] | None,
+) -> Decoded:
     def seen(state: DecodeState, numbers: list[int]) -> RoundPlan:
-        if (plan := RoundPlan.read(numbers)).unscored:
+        if (plan := RoundPlan.read(numbers, len(rows.rows))).unscored:
             runner.cache.empty()  # what is not finite there would reach whatever is computed beside it
             raise unscored_error(task.reader, runner.model, state.text)
         return plan
 
+    pace, step = paces(len(rows.rows)), steps(task, state)
     branches = task.mode.drafting.branches if task.mode.drafting else 1
     plan = seen(state, summary(state, task.mask_token_id).tolist()).with_slots(pace.choose(), branches)
     remasked: list[Remasked] = []
     behind = runner.rests  # the head has texts to read
     while True:
         if task.mode.refine is not None and task.mode.refine.remasks:
-            remasked.append(replace(state.remasked, **{name: part.clone() for name, part in vars(state.remasked).items()}))
+            remasked.append(rows.all_remasked(state.remasked))
         if not plan.active:
-            return state, remasked
+            return Decoded(rows.all_of(state), remasked, rows.slots)
+        rows.slots += len(rows.rows)
         begun = perf_counter()
         if behind and plan.amount.passes:
             state = replace(state, held=runner.catch_up(state.text.tokens, state.held))
             plan, behind = replace(plan, head_used=plan.used, late=False, blocked=False), False
         behind = behind or (runner.rests and not plan.amount.passes)
-        if step is None:
-            state, accepted = decode_round(task, runner, state, plan)
-            numbers = summary(state, task.mask_token_id, accepted).tolist()
-        else:
-            state, numbers = step(state, plan)
+        state, numbers = step(state, plan)
         after = seen(state, numbers)
         width = min(plan.per_row, plan.room)
         pace.learn(plan.amount, width, list(after.accepted[:width]), plan.active - plan.clean, perf_counter() - begun)
-        plan = after.with_slots(pace.choose(), branches)
         if on_round is not None:
-            on_round(state)
+            on_round(state, rows.rows)
+        if (size := rows.smaller(after.active)) < len(rows.rows) and after.active:
+            state, request = rows.shrink(state, task.reader.request, runner, after.going, size)
+            task = replace(task, reader=replace(task.reader, request=request))
+            pace, step = paces(size), steps(task, state)
+        plan = after.with_slots(pace.choose(), branches)
 
 
-def decode_round(task: Task, runner: Runner, state: DecodeState, plan: RoundPlan) -> tuple[DecodeState, Tensor]:
+def decode_round(task: Task, runner: RoundRunner, state: DecodeState, plan: RoundPlan) -> tuple[DecodeState, Tensor]:
     """Run one round.
 
     It takes the state over: tensors of the text and the counts are written to in place, all others are made anew.
@@ -8687,12 +8748,26 @@ def decode_round(task: Task, runner: Runner, state: DecodeState, plan: RoundPlan
     Returns:
         The state behind it, and how many rows accepted each of its states, [states] long, of those that had masks left.
     """
-    drafts, successor = task.mode.drafting is not None and plan.amount.states > 1, task.successor(state)
-    reads = plan.amount.passes > 0 or not runner.rests
-    head = HeadPasses(runner, state.held, plan.head_used, plan.late and reads)
-
+    successor = task.successor(state)
+    head = HeadPasses(runner, state.held, plan.head_used, plan.late and head_reads(runner, plan))
     draft = draft_states(task, head, state, successor, plan)
+    return verify_draft(task, runner, state, successor, head, draft, plan)
 
+
+def verify_draft(
+    task: Task, runner: RoundRunner, state: DecodeState, successor: States, head: "HeadPasses", draft: Draft, plan: RoundPlan
+) -> tuple[DecodeState, Tensor]:
+    """Run the rest of a round, whoever drafted: verify, accept, commit.
+
+    Arguments and results are those of `decode_round`, and:
+
+    Args:
+        successor: [rows] the first state of each row's next block.
+        head: The head's passes so far.
+        draft: The states to score, each row's next one first. A state behind a clean one names it as its parent; none is
+            drafted of which nothing is left to reveal before the end of the row.
+    """
+    drafts, reads = task.mode.drafting is not None and plan.amount.states > 1, head_reads(runner, plan)
     scratch, held = runner.score(draft.states, head.held, plan.used, state.current.valid)
     reveal = task.reader.reveal(scratch.states, scratch.hidden, state.text)
     scored = Scored(scratch.states, reveal, scratch.hidden)
@@ -8731,9 +8806,14 @@ def decode_round(task: Task, runner: Runner, state: DecodeState, plan: RoundPlan
     return state, settled.passed.sum(0)
 
 
+def head_reads(runner: RoundRunner, plan: RoundPlan) -> bool:
+    """Tell if the head reads along in a round: it drafts there, or never rests."""
+    return plan.amount.passes > 0 or not runner.rests
+
+
 def refined_round(
     task: Task,
-    runner: Runner,
+    runner: RoundRunner,
     state: DecodeState,
     head: "HeadPasses",
     draft: Draft,
@@ -8765,7 +8845,7 @@ class HeadPasses:
         late: Whether some row's head KV is late; the next pass computes it.
     """
 
-    def __init__(self, runner: Runner, held: Held, used: int | None, late: bool) -> None:
+    def __init__(self, runner: RoundRunner, held: Held, used: int | None, late: bool) -> None:
         self.runner, self.held, self.used, self.late = runner, held, used, late
 
     def __call__(self, states: States, hidden: Tensor, blocked: Tensor | None = None) -> Tensor:
@@ -8967,6 +9047,164 @@ def begin(task: Task, runner: Runner, text: Text, current: States, reused: Tenso
 
 
 # ----------------------------------------------------------------------------------------------------
+# generate/output.py
+#
+# What `generate` returns: texts, and what they cost.
+
+@dataclass
+class MRPGenerateStats(ModelOutput):
+    """Costs of a `generate` call.
+
+    Attributes:
+        forwards: Forwards of the whole batch by role: of the backbone `prefill` (prompts), `verify` (rounds that scored drafts)
+            and `denoise` (rounds without), and those of the `head`.
+        row_forwards: [rows] long, backbone forwards in which each row took part.
+        row_head_forwards: [rows] long, the same for the head.
+        slot_forwards: Rows of all backbone forwards added up: those that had ended while the batch went on count until they
+            leave it, which they do by halves.
+        drafted: [rows] long, drafted states that were submitted.
+        accepted: [rows] long, drafted states that were right.
+        revoked: [rows] long, reveals that `mrp_remask` took back.
+        accepted_lengths: [rows, n] long, how many rounds accepted 0, 1, 2, ... states (the first is never a draft; those that
+            were scored in vain a round earlier count).
+        offered_at_depth: [rows, n] long, by depth k = 1, 2, ...: rounds in which the backbone came by k - 1 drafts and there
+            was a draft that could follow the last of them. No columns in modes without drafts.
+        accepted_at_depth: [rows, n] long: of these, rounds in which it came by a k-th. Their ratio is the chance that draft k
+            is accepted given that k - 1 were; the sum over k is `accepted`.
+        revocations: [n, 3] long: row, column of the generated text (as in `reveal_step`) and token of each reveal that
+            `mrp_remask` took back, in order. A column may lie behind the end of the text.
+        rounds: [1 + rounds, rows] long by name: what each row had come to behind the prefill and behind each round.
+            `row_forwards`, `drafted` and `accepted` as above; `steps`, so many denoising steps, which tell with `reveal_step`
+            what each forward revealed; and `column`, where the row's block begins in the generated text (below 0 within the
+            prompt).
+    """
+
+    forwards: dict[str, int] | None = None
+    row_forwards: Tensor | None = None
+    row_head_forwards: Tensor | None = None
+    slot_forwards: int | None = None
+    drafted: Tensor | None = None
+    accepted: Tensor | None = None
+    revoked: Tensor | None = None
+    accepted_lengths: Tensor | None = None
+    offered_at_depth: Tensor | None = None
+    accepted_at_depth: Tensor | None = None
+    revocations: Tensor | None = None
+    rounds: dict[str, Tensor] | None = None
+
+
+@dataclass
+class MRPGenerateOutput(ModelOutput):
+    """The output of `generate` with `return_dict_in_generate=True`.
+
+    Attributes:
+        sequences: [rows, prompt + generated] long, padded with `pad_token_id` behind each row's end.
+        tokens_per_forward: [rows] float, generated tokens (not given ones) over the backbone forwards in which the row took
+            part.
+        reveal_step: [rows, generated] long, the denoising step of the row that committed each token; -1 in padding and at
+            tokens given with `infill_ids`.
+        token_logprobs: [rows, generated] float32, log-probability of each token when committed; 0 in padding and where given.
+        stats: `MRPGenerateStats`.
+        past_key_values: The `BlockCache` to go on from in the next call.
+    """
+
+    sequences: Tensor | None = None
+    tokens_per_forward: Tensor | None = None
+    reveal_step: Tensor | None = None
+    token_logprobs: Tensor | None = None
+    stats: MRPGenerateStats | None = None
+    past_key_values: BlockCache | None = None
+
+
+def pad_id(config: MRPGenerationConfig) -> int:
+    """Choose the id that stands behind the end of a text."""
+    return config.pad_token_id if config.pad_token_id is not None else next(iter(config.eos_ids()), 0)
+
+
+def output_of(
+    input_ids: Tensor,
+    request: Request,
+    decoded: Decoded,
+    runner: Runner,
+    progress: list[tuple[Tensor, list[int]]],
+    cache: BlockCache,
+    config: MRPGenerationConfig,
+) -> Tensor | MRPGenerateOutput:
+    """Make what `generate` returns of a decode's last state.
+
+    Args:
+        input_ids: [rows, prompt] long, as given.
+        request: What was asked for.
+        decoded: What the loop came to.
+        runner: Whose forwards are counted.
+        progress: Of each round what `progress_of` gave, and of which rows.
+        cache: The keys and values.
+        config: The options.
+    """
+    state, start = decoded.state, request.prompt_length
+    text = state.text
+    lengths = text.stop - start
+    columns = torch.arange(int(lengths.max()), device=input_ids.device)
+    inside = columns < lengths[:, None]
+    at = (start[:, None] + columns).clamp(max=text.capacity)
+    pad = torch.tensor(pad_id(config), device=at.device)
+    sequences = torch.cat([input_ids, text.tokens.gather(1, at).where(inside, pad)], 1)
+    if not config.return_dict_in_generate:
+        return sequences
+    reveal_step = text.reveal_step.gather(1, at).where(inside, torch.tensor(-1, device=at.device))
+    counts = {name: count for name, count in vars(state.counts).items() if name != "verified"}
+    rounds = dict(zip(_PROGRESS, _of_all_rows(progress).unbind(), strict=True))
+    verify, held = int(state.counts.verified), state.held
+    forwards = {"prefill": 0, "denoise": 0, "verify": verify, **runner.forwards}
+    forwards["denoise"] -= verify
+    return MRPGenerateOutput(
+        sequences=sequences,
+        tokens_per_forward=(reveal_step >= 0).sum(1) / held.row_forwards,
+        reveal_step=reveal_step,
+        token_logprobs=text.logprob.gather(1, at).where(inside, torch.tensor(0.0, device=at.device)),
+        stats=MRPGenerateStats(
+            forwards=forwards,
+            row_forwards=held.row_forwards,
+            row_head_forwards=held.row_head_forwards,
+            revocations=_revocations(decoded.remasked, start),
+            slot_forwards=len(start) * runner.forwards["prefill"] + decoded.slots,
+            rounds={**rounds, "column": rounds["column"] - start},
+            **counts,
+        ),
+        past_key_values=cache,
+    )
+
+
+# What is noted of each round.
+_PROGRESS = ("row_forwards", "steps", "drafted", "accepted", "column")
+
+
+def progress_of(state: DecodeState) -> Tensor:
+    """[5, rows] long: what each row has come to, in the order of `_PROGRESS`; `column` counts from the first token."""
+    counts = state.counts
+    steps, start = state.text.total_steps, state.current.start
+    return torch.stack([state.held.row_forwards, steps, counts.drafted, counts.accepted, start])
+
+
+def _of_all_rows(progress: list[tuple[Tensor, list[int]]]) -> Tensor:
+    """[5, 1 + rounds, rows] long: of rows that have left the batch what they had come to."""
+    whole = [progress[0][0]]
+    for part, rows in progress[1:]:
+        whole.append(whole[-1].clone())
+        whole[-1][:, rows] = part
+    return torch.stack(whole, 1)
+
+
+def _revocations(remasked: list[Remasked], prompt_length: Tensor) -> Tensor:
+    """List row, column of the generated text and token of each remasked reveal, in order: [n, 3] long."""
+    if not remasked:
+        return prompt_length.new_zeros(0, 3)
+    start, where, token = (torch.stack([getattr(part, name) for part in remasked]) for name in ("start", "where", "token"))
+    step, row, column = where.nonzero(as_tuple=True)
+    return torch.stack([row, start[step, row] + column - prompt_length[row], token[step, row, column]], 1)
+
+
+# ----------------------------------------------------------------------------------------------------
 # generate/recording.py
 #
 # Rounds that are recorded whole and replayed with one launch: what is a register, and what a recording depends on.
@@ -8998,13 +9236,13 @@ class RecordedRounds:
     """The rounds of one decode behind its prefill, recorded or replayed: a `Step` of `decode`.
 
     Args:
-        task: What is done.
-        runner: Runs the model.
-        state: Where the decode stands.
         recorded: Where the runner's cache is.
+        runner: Runs the model.
+        task: What is done.
+        state: Where the decode stands.
     """
 
-    def __init__(self, task: Task, runner: Runner, state: DecodeState, recorded: RecordedCache) -> None:
+    def __init__(self, recorded: RecordedCache, runner: Runner, task: Task, state: DecodeState) -> None:
         reader = task.reader
         key = (
             *(task.mode, reader.bars_eos, runner.with_round_masks),
@@ -9020,7 +9258,7 @@ class RecordedRounds:
         if state is not self.state:
             registers.write((task.reader.request, state))
         kind, before = self.kind(plan), dict(forwards)
-        numbers = registers.numbers_for(SUMMARY + task.mode.width)
+        numbers = registers.numbers_for(SUMMARY + len(state.has_seed) + task.mode.width)
 
         def step() -> None:
             after, accepted = decode_round(task, self.runner, self.state, kind)
@@ -9052,10 +9290,6 @@ class RecordedRounds:
             return replace(kind, amount=plan.amount, per_row=plan.per_row, room=plan.per_row)
         return replace(kind.with_slots(Amount(), branches), amount=plan.amount)
 
-    def end(self) -> DecodeState:
-        """The last state in tensors of its own: the next call writes to the registers."""
-        return tree_map(torch.clone, self.state)
-
 
 def _sampling(sampler: Sampler) -> Hashable:
     """Key of what a recording depends on in a sampler, beside the weights, which stay where they are."""
@@ -9085,21 +9319,23 @@ class Streams:
         for streamer, prompt in zip(streamers, prompts, strict=True):
             streamer.put(prompt[None].cpu())
 
-    def on_round(self, state: DecodeState) -> None:
-        """Put what a round has finished, and end the streams of rows that have ended."""
+    def on_round(self, state: DecodeState, rows: list[int]) -> None:
+        """Put what a round has finished, and end the streams of rows that have ended; `rows` are those of the state."""
         current, text = state.current, state.text
         starts, stops, going = torch.stack([current.start, text.stop, current.valid.long()]).tolist()
-        for row, streamer in list(self.open.items()):
-            start, sent = starts[row], self.sent[row]
-            upto = min(start, stops[row]) if going[row] else stops[row]
+        for place, row in enumerate(rows):
+            if (streamer := self.open.get(row)) is None:
+                continue
+            start, sent = starts[place], self.sent[row]
+            upto = min(start, stops[place]) if going[place] else stops[place]
             if upto > sent:
-                streamer.put(text.tokens[row, sent:upto].cpu())
+                streamer.put(text.tokens[place, sent:upto].cpu())
                 self.sent[row] = upto
-            if not going[row]:
+            if not going[place]:
                 self.open.pop(row).end()
             elif (put_draft := getattr(streamer, "put_draft", None)) is not None:
                 begin, end = max(start, self.sent[row]), min(start + self.block_size, self.limit[row])
-                put_draft(text.tokens[row : row + 1, begin:end].cpu())
+                put_draft(text.tokens[place : place + 1, begin:end].cpu())
 
 
 def listed_streamers(streamer: Any, rows: int) -> list[BaseStreamer]:
@@ -9128,6 +9364,8 @@ def listed_streamers(streamer: Any, rows: int) -> list[BaseStreamer]:
 
 logger = transformers_logging.get_logger(__name__)
 
+# Recorded batches shrink to so many rows, whose rounds take the time of reading the weights: fewer would be no faster.
+LEAST_RECORDED = 4
 # What else `generate` may be given, beside the fields of the generation config.
 _ARGUMENTS = ("input_ids", "attention_mask", "logits_processor", "stopping_criteria", "tokenizer", "synced_gpus")
 
@@ -9379,24 +9617,32 @@ def _decode(
         round_masks = takes_round_masks(model, picker.dispatch)
         runner = Runner(model, cache, mode.uses_head, picker.dispatch, round_masks, device, by_parts, rests)
         state = begin(task, runner, text, current, reused)
-        rounds = RecordedRounds(task, runner, state, recorded) if recorded is not None and whole else None
-        progress = [progress_of(state)] if config.return_dict_in_generate else []
+        steps = partial(RecordedRounds, recorded, runner) if recorded is not None and whole else None
+        progress = [(progress_of(state), list(range(len(prompts))))] if config.return_dict_in_generate else []
 
-        def on_round(state: DecodeState) -> None:
+        def on_round(state: DecodeState, rows: list[int]) -> None:
             if progress:
-                progress.append(progress_of(state))
+                progress.append((progress_of(state), rows))
             if streams is not None:
-                streams.on_round(state)
+                streams.on_round(state, rows)
 
-        pace = pace_of(model, mode, len(prompts))
-        state, remasked = decode(task, runner, state if rounds is None else rounds.state, pace, rounds, on_round)
-        state = state if rounds is None else rounds.end()
+        decoded = decode(
+            task, runner, state, partial(pace_of, model, mode), steps, on_round, fewest_rows(model, recorded, len(prompts))
+        )
+        state = tree_map(torch.clone, decoded.state) if whole else decoded.state  # the next call writes to the registers
         held = state.held
         of_head = held.head_committed if mode.uses_head else cache.head_held
         cache.hold(state.text.tokens, held.committed, of_head, held.committed if rests else cache.hidden_held)
     if streams is not None:
-        streams.on_round(state)
-    return output_of(input_ids, request, state, runner, remasked, progress, cache, config)
+        streams.on_round(state, list(range(len(prompts))))
+    return output_of(input_ids, request, replace(decoded, state=state), runner, progress, cache, config)
+
+
+def fewest_rows(model: Any, recorded: RecordedCache | None, rows: int) -> int:
+    """Choose to how many rows a batch may shrink: what is compiled is so for one size, what is recorded not for every one."""
+    if any(module is not None and module._compiled_call_impl is not None for module in (model.model, model.mrp_head)):
+        return rows
+    return 1 if recorded is None else LEAST_RECORDED
 
 
 def _request(ends: dict[str, Tensor], config: MRPGenerationConfig, prompt_columns: int, block_size: int) -> Request:

@@ -19,6 +19,7 @@ class Request:
     """Request of one decode, row by row: tensors that no round changes.
 
     Attributes:
+        row: [rows] long, which of the call's rows each is.
         prompt_length: [rows] long.
         given_end: [rows] long, one past the last token that was given: of the prompt, or of what is to be filled in.
         limit: [rows] long, one past the last position the user wants.
@@ -29,6 +30,7 @@ class Request:
         eos: [any] long, ids that end a row.
     """
 
+    row: Tensor
     prompt_length: Tensor
     given_end: Tensor
     limit: Tensor
@@ -188,7 +190,7 @@ def laid_out(
         device: Where everything is.
 
     Returns:
-        The texts; `prompt_length`, `given_end`, `limit` and `open_end` of the `Request`; and [rows] the first states.
+        The texts; `row`, `prompt_length`, `given_end`, `limit` and `open_end` of the `Request`; and [rows] the first states.
     """
     rows = len(prompts)
     lengths = torch.tensor([len(p) for p in prompts], device=device)
@@ -212,6 +214,7 @@ def laid_out(
         stop=torch.full_like(lengths, torch.iinfo(torch.long).max),
     )
     ends = {
+        "row": torch.arange(rows, device=device),
         "prompt_length": lengths,
         "given_end": given_end,
         "limit": limit,
@@ -257,6 +260,7 @@ class RoundPlan:
         drafting: Some row can draft.
         late: Some row's last clean block has no KV of the head yet.
         blocked: One of them is about to commit another block.
+        going: Of each row, whether it is active.
         accepted: How many rows accepted the state in each slot of the round before, of those that had masks left.
         unscored: Some token of a text has no log-probability: no token had a finite score there.
         amount: What was chosen to be drafted.
@@ -272,6 +276,7 @@ class RoundPlan:
     drafting: bool
     late: bool
     blocked: bool
+    going: tuple[bool, ...] = ()
     accepted: tuple[int, ...] = ()
     unscored: bool = False
     amount: Amount = field(default_factory=Amount)
@@ -279,11 +284,13 @@ class RoundPlan:
     room: int = 1
 
     @classmethod
-    def read(cls, numbers: list[int]) -> "RoundPlan":
-        """Read what `summary` stacked, before it is decided how much to draft."""
+    def read(cls, numbers: list[int], rows: int) -> "RoundPlan":
+        """Read what `summary` stacked of so many rows, before it is decided how much to draft."""
         active, used, head_used, clean, masks, *flags = numbers[:SUMMARY]
         drafting, late, blocked, unscored = (flag > 0 for flag in flags)
-        return cls(active, used, head_used, clean, masks, drafting, late, blocked, tuple(numbers[SUMMARY:]), unscored)
+        going, accepted = numbers[SUMMARY : SUMMARY + rows], numbers[SUMMARY + rows :]
+        per_row = tuple(flag > 0 for flag in going), tuple(accepted)
+        return cls(active, used, head_used, clean, masks, drafting, late, blocked, *per_row, unscored)
 
     def with_slots(self, amount: Amount, branches: int) -> "RoundPlan":
         """The same with room for up to so many states a row.
@@ -295,12 +302,12 @@ class RoundPlan:
         return replace(self, amount=amount, per_row=per_row, room=max(filled, 2 if self.clean else 1))
 
 
-# Numbers of a `RoundPlan` before `accepted`.
+# Numbers of a `RoundPlan` before `going`.
 SUMMARY = 9
 
 
 def summary(state: DecodeState, mask_token_id: int, accepted: Tensor | None = None) -> Tensor:
-    """[SUMMARY + n] long: the numbers of a `RoundPlan`, and `accepted` [n], on the device."""
+    """[SUMMARY + rows + n] long: the numbers of a `RoundPlan`, which rows go on, and `accepted` [n], on the device."""
     active, held = state.current.valid, state.held
     masks = state.current.masked(mask_token_id).sum(-1) * active
     clean = active & (masks == 0)
@@ -319,7 +326,7 @@ def summary(state: DecodeState, mask_token_id: int, accepted: Tensor | None = No
         ]
     )
     total, most = each.sum(1), each.amax(1)
-    numbers = torch.cat([total[:1], most[1:3], total[3:4], most[4:]])
+    numbers = torch.cat([total[:1], most[1:3], total[3:4], most[4:], active.long()])
     return numbers if accepted is None else torch.cat([numbers, accepted])
 
 

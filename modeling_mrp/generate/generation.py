@@ -4,10 +4,12 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 from transformers.generation import (
     EosTokenCriteria,
     GenerationConfig,
@@ -60,6 +62,8 @@ from .streaming import Streams, listed_streamers
 
 logger = transformers_logging.get_logger(__name__)
 
+# Recorded batches shrink to so many rows, whose rounds take the time of reading the weights: fewer would be no faster.
+LEAST_RECORDED = 4
 # What else `generate` may be given, beside the fields of the generation config.
 _ARGUMENTS = ("input_ids", "attention_mask", "logits_processor", "stopping_criteria", "tokenizer", "synced_gpus")
 
@@ -311,24 +315,32 @@ def _decode(
         round_masks = takes_round_masks(model, picker.dispatch)
         runner = Runner(model, cache, mode.uses_head, picker.dispatch, round_masks, device, by_parts, rests)
         state = begin(task, runner, text, current, reused)
-        rounds = RecordedRounds(task, runner, state, recorded) if recorded is not None and whole else None
-        progress = [progress_of(state)] if config.return_dict_in_generate else []
+        steps = partial(RecordedRounds, recorded, runner) if recorded is not None and whole else None
+        progress = [(progress_of(state), list(range(len(prompts))))] if config.return_dict_in_generate else []
 
-        def on_round(state: DecodeState) -> None:
+        def on_round(state: DecodeState, rows: list[int]) -> None:
             if progress:
-                progress.append(progress_of(state))
+                progress.append((progress_of(state), rows))
             if streams is not None:
-                streams.on_round(state)
+                streams.on_round(state, rows)
 
-        pace = pace_of(model, mode, len(prompts))
-        state, remasked = decode(task, runner, state if rounds is None else rounds.state, pace, rounds, on_round)
-        state = state if rounds is None else rounds.end()
+        decoded = decode(
+            task, runner, state, partial(pace_of, model, mode), steps, on_round, fewest_rows(model, recorded, len(prompts))
+        )
+        state = tree_map(torch.clone, decoded.state) if whole else decoded.state  # the next call writes to the registers
         held = state.held
         of_head = held.head_committed if mode.uses_head else cache.head_held
         cache.hold(state.text.tokens, held.committed, of_head, held.committed if rests else cache.hidden_held)
     if streams is not None:
-        streams.on_round(state)
-    return output_of(input_ids, request, state, runner, remasked, progress, cache, config)
+        streams.on_round(state, list(range(len(prompts))))
+    return output_of(input_ids, request, replace(decoded, state=state), runner, progress, cache, config)
+
+
+def fewest_rows(model: Any, recorded: RecordedCache | None, rows: int) -> int:
+    """Choose to how many rows a batch may shrink: what is compiled is so for one size, what is recorded not for every one."""
+    if any(module is not None and module._compiled_call_impl is not None for module in (model.model, model.mrp_head)):
+        return rows
+    return 1 if recorded is None else LEAST_RECORDED
 
 
 def _request(ends: dict[str, Tensor], config: MRPGenerationConfig, prompt_columns: int, block_size: int) -> Request:
@@ -416,4 +428,4 @@ def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationCo
     )
 
 
-__all__ = ["MRPGenerationConfig", "MRPGenerationMixin"]
+__all__ = ["MRPGenerationConfig", "MRPGenerationMixin", "fewest_rows"]

@@ -27,7 +27,8 @@ from ..rules.constants import indices
 from ..rules.drafting import BASE, Draft, as_slots, grow, growth, undrafted, with_estimates
 from ..rules.rules import Accepted, accept, memory_of, remembered, stepped, steps_on_path
 from ..rules.states import PARENT, Memory, Reveal, Scored, Source, States
-from ..runner.runner import Held, Runner
+from ..runner.runner import Held, RoundRunner, Runner
+from .active_rows import ActiveRows
 from .decode_state import Counts, DecodeState, Remasked, RoundPlan, Text, first_state, summary
 from .modes import Mode
 from .pace import Fixed, Pace
@@ -62,65 +63,107 @@ class Task:
 Step = Callable[[DecodeState, RoundPlan], tuple[DecodeState, list[int]]]
 
 
+@dataclass(frozen=True)
+class Decoded:
+    """A decode that has come to its end.
+
+    Attributes:
+        state: The last state.
+        remasked: What each step remasked.
+        slots: Rows of all rounds added up, those included that had ended while the batch went on.
+    """
+
+    state: DecodeState
+    remasked: list[Remasked]
+    slots: int
+
+
 def decode(
     task: Task,
     runner: Runner,
     state: DecodeState,
-    pace: Pace | Fixed,
-    step: Step | None = None,
-    on_round: Callable[[DecodeState], None] | None = None,
-) -> tuple[DecodeState, list[Remasked]]:
+    paces: Callable[[int], Pace | Fixed],
+    steps: Callable[[Task, DecodeState], Step] | None = None,
+    on_round: Callable[[DecodeState, list[int]], None] | None = None,
+    least_rows: int = 1,
+) -> Decoded:
     """Decode every row to its end.
 
     Args:
         task: What to do.
         runner: Runs the model.
         state: As `begin` gave it.
-        pace: Chooses how much each round drafts.
-        step: Runs a round and reads its summary, from a recording for instance; by default `decode_round` as it is.
-        on_round: Called after every round (for streamers); or None.
-
-    Returns:
-        The last state, and what each step remasked.
+        paces: Gives, for so many rows, what chooses how much each round drafts.
+        steps: Gives what runs a round from a state on and reads its summary, from a recording for instance; by default
+            `decode_round` as it is.
+        on_round: Called after every round (for streamers) with the state, and which rows it holds; or None.
+        least_rows: Rows that have ended leave the batch by halves, but not below so many.
 
     Raises:
         ValueError: for a position at which no token has a finite score.
     """
+    try:
+        rows = ActiveRows(state, least_rows)
+        return _decode_rows(task, runner, state, rows, paces, steps or partial(unrecorded, runner), on_round)
+    finally:
+        runner.widen()
 
+
+def unrecorded(runner: Runner, task: Task, state: DecodeState) -> Step:
+    """Run rounds as they are."""
+
+    def step(state: DecodeState, plan: RoundPlan) -> tuple[DecodeState, list[int]]:
+        state, accepted = decode_round(task, runner, state, plan)
+        return state, summary(state, task.mask_token_id, accepted).tolist()
+
+    return step
+
+
+def _decode_rows(
+    task: Task,
+    runner: Runner,
+    state: DecodeState,
+    rows: ActiveRows,
+    paces: Callable[[int], Pace | Fixed],
+    steps: Callable[[Task, DecodeState], Step],
+    on_round: Callable[[DecodeState, list[int]], None] | None,
+) -> Decoded:
     def seen(state: DecodeState, numbers: list[int]) -> RoundPlan:
-        if (plan := RoundPlan.read(numbers)).unscored:
+        if (plan := RoundPlan.read(numbers, len(rows.rows))).unscored:
             runner.cache.empty()  # what is not finite there would reach whatever is computed beside it
             raise unscored_error(task.reader, runner.model, state.text)
         return plan
 
+    pace, step = paces(len(rows.rows)), steps(task, state)
     branches = task.mode.drafting.branches if task.mode.drafting else 1
     plan = seen(state, summary(state, task.mask_token_id).tolist()).with_slots(pace.choose(), branches)
     remasked: list[Remasked] = []
     behind = runner.rests  # the head has texts to read
     while True:
         if task.mode.refine is not None and task.mode.refine.remasks:
-            remasked.append(replace(state.remasked, **{name: part.clone() for name, part in vars(state.remasked).items()}))
+            remasked.append(rows.all_remasked(state.remasked))
         if not plan.active:
-            return state, remasked
+            return Decoded(rows.all_of(state), remasked, rows.slots)
+        rows.slots += len(rows.rows)
         begun = perf_counter()
         if behind and plan.amount.passes:
             state = replace(state, held=runner.catch_up(state.text.tokens, state.held))
             plan, behind = replace(plan, head_used=plan.used, late=False, blocked=False), False
         behind = behind or (runner.rests and not plan.amount.passes)
-        if step is None:
-            state, accepted = decode_round(task, runner, state, plan)
-            numbers = summary(state, task.mask_token_id, accepted).tolist()
-        else:
-            state, numbers = step(state, plan)
+        state, numbers = step(state, plan)
         after = seen(state, numbers)
         width = min(plan.per_row, plan.room)
         pace.learn(plan.amount, width, list(after.accepted[:width]), plan.active - plan.clean, perf_counter() - begun)
-        plan = after.with_slots(pace.choose(), branches)
         if on_round is not None:
-            on_round(state)
+            on_round(state, rows.rows)
+        if (size := rows.smaller(after.active)) < len(rows.rows) and after.active:
+            state, request = rows.shrink(state, task.reader.request, runner, after.going, size)
+            task = replace(task, reader=replace(task.reader, request=request))
+            pace, step = paces(size), steps(task, state)
+        plan = after.with_slots(pace.choose(), branches)
 
 
-def decode_round(task: Task, runner: Runner, state: DecodeState, plan: RoundPlan) -> tuple[DecodeState, Tensor]:
+def decode_round(task: Task, runner: RoundRunner, state: DecodeState, plan: RoundPlan) -> tuple[DecodeState, Tensor]:
     """Run one round.
 
     It takes the state over: tensors of the text and the counts are written to in place, all others are made anew.
@@ -128,12 +171,26 @@ def decode_round(task: Task, runner: Runner, state: DecodeState, plan: RoundPlan
     Returns:
         The state behind it, and how many rows accepted each of its states, [states] long, of those that had masks left.
     """
-    drafts, successor = task.mode.drafting is not None and plan.amount.states > 1, task.successor(state)
-    reads = plan.amount.passes > 0 or not runner.rests
-    head = HeadPasses(runner, state.held, plan.head_used, plan.late and reads)
-
+    successor = task.successor(state)
+    head = HeadPasses(runner, state.held, plan.head_used, plan.late and head_reads(runner, plan))
     draft = draft_states(task, head, state, successor, plan)
+    return verify_draft(task, runner, state, successor, head, draft, plan)
 
+
+def verify_draft(
+    task: Task, runner: RoundRunner, state: DecodeState, successor: States, head: "HeadPasses", draft: Draft, plan: RoundPlan
+) -> tuple[DecodeState, Tensor]:
+    """Run the rest of a round, whoever drafted: verify, accept, commit.
+
+    Arguments and results are those of `decode_round`, and:
+
+    Args:
+        successor: [rows] the first state of each row's next block.
+        head: The head's passes so far.
+        draft: The states to score, each row's next one first. A state behind a clean one names it as its parent; none is
+            drafted of which nothing is left to reveal before the end of the row.
+    """
+    drafts, reads = task.mode.drafting is not None and plan.amount.states > 1, head_reads(runner, plan)
     scratch, held = runner.score(draft.states, head.held, plan.used, state.current.valid)
     reveal = task.reader.reveal(scratch.states, scratch.hidden, state.text)
     scored = Scored(scratch.states, reveal, scratch.hidden)
@@ -172,9 +229,14 @@ def decode_round(task: Task, runner: Runner, state: DecodeState, plan: RoundPlan
     return state, settled.passed.sum(0)
 
 
+def head_reads(runner: RoundRunner, plan: RoundPlan) -> bool:
+    """Tell if the head reads along in a round: it drafts there, or never rests."""
+    return plan.amount.passes > 0 or not runner.rests
+
+
 def refined_round(
     task: Task,
-    runner: Runner,
+    runner: RoundRunner,
     state: DecodeState,
     head: "HeadPasses",
     draft: Draft,
@@ -206,7 +268,7 @@ class HeadPasses:
         late: Whether some row's head KV is late; the next pass computes it.
     """
 
-    def __init__(self, runner: Runner, held: Held, used: int | None, late: bool) -> None:
+    def __init__(self, runner: RoundRunner, held: Held, used: int | None, late: bool) -> None:
         self.runner, self.held, self.used, self.late = runner, held, used, late
 
     def __call__(self, states: States, hidden: Tensor, blocked: Tensor | None = None) -> Tensor:
@@ -407,4 +469,15 @@ def begin(task: Task, runner: Runner, text: Text, current: States, reused: Tenso
     return advance(task, HeadPasses(runner, held, used, False), state, accepted)
 
 
-__all__ = ["HeadPasses", "HeadQuestions", "Task", "advance", "begin", "decode", "decode_round", "draft_states"]
+__all__ = [
+    "Decoded",
+    "HeadPasses",
+    "HeadQuestions",
+    "Task",
+    "advance",
+    "begin",
+    "decode",
+    "decode_round",
+    "draft_states",
+    "verify_draft",
+]

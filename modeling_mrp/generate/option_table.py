@@ -106,7 +106,7 @@ OPTIONS = (
     Option("mrp_steps", 1, *_STEPS, "reveals of the head after each backbone step, unverified", ("mrp_direct",)),
     Option(
         "num_draft_states",
-        4,
+        "auto",
         *_STATES,
         "K: states a row submits per round, at most: the next one, and drafts; `auto`: as many as measured time says pay, none "
         "where none do",

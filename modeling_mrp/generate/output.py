@@ -9,6 +9,7 @@ from transformers.utils import ModelOutput
 from ..runner.cache import BlockCache
 from ..runner.runner import Runner
 from .decode_state import DecodeState, Remasked, Request
+from .loop import Decoded
 from .options import MRPGenerationConfig
 
 
@@ -21,6 +22,8 @@ class MRPGenerateStats(ModelOutput):
             and `denoise` (rounds without), and those of the `head`.
         row_forwards: [rows] long, backbone forwards in which each row took part.
         row_head_forwards: [rows] long, the same for the head.
+        slot_forwards: Rows of all backbone forwards added up: those that had ended while the batch went on count until they
+            leave it, which they do by halves.
         drafted: [rows] long, drafted states that were submitted.
         accepted: [rows] long, drafted states that were right.
         revoked: [rows] long, reveals that `mrp_remask` took back.
@@ -41,6 +44,7 @@ class MRPGenerateStats(ModelOutput):
     forwards: dict[str, int] | None = None
     row_forwards: Tensor | None = None
     row_head_forwards: Tensor | None = None
+    slot_forwards: int | None = None
     drafted: Tensor | None = None
     accepted: Tensor | None = None
     revoked: Tensor | None = None
@@ -82,10 +86,9 @@ def pad_id(config: MRPGenerationConfig) -> int:
 def output_of(
     input_ids: Tensor,
     request: Request,
-    state: DecodeState,
+    decoded: Decoded,
     runner: Runner,
-    remasked: list[Remasked],
-    progress: list[Tensor],
+    progress: list[tuple[Tensor, list[int]]],
     cache: BlockCache,
     config: MRPGenerationConfig,
 ) -> Tensor | MRPGenerateOutput:
@@ -94,14 +97,14 @@ def output_of(
     Args:
         input_ids: [rows, prompt] long, as given.
         request: What was asked for.
-        state: The last state.
+        decoded: What the loop came to.
         runner: Whose forwards are counted.
-        remasked: What each step remasked.
-        progress: Of each round what `progress_of` gave.
+        progress: Of each round what `progress_of` gave, and of which rows.
         cache: The keys and values.
         config: The options.
     """
-    text, start = state.text, request.prompt_length
+    state, start = decoded.state, request.prompt_length
+    text = state.text
     lengths = text.stop - start
     columns = torch.arange(int(lengths.max()), device=input_ids.device)
     inside = columns < lengths[:, None]
@@ -112,7 +115,7 @@ def output_of(
         return sequences
     reveal_step = text.reveal_step.gather(1, at).where(inside, torch.tensor(-1, device=at.device))
     counts = {name: count for name, count in vars(state.counts).items() if name != "verified"}
-    rounds = dict(zip(_PROGRESS, torch.stack(progress, 1).unbind(), strict=True))
+    rounds = dict(zip(_PROGRESS, _of_all_rows(progress).unbind(), strict=True))
     verify, held = int(state.counts.verified), state.held
     forwards = {"prefill": 0, "denoise": 0, "verify": verify, **runner.forwards}
     forwards["denoise"] -= verify
@@ -125,7 +128,8 @@ def output_of(
             forwards=forwards,
             row_forwards=held.row_forwards,
             row_head_forwards=held.row_head_forwards,
-            revocations=_revocations(remasked, start),
+            revocations=_revocations(decoded.remasked, start),
+            slot_forwards=len(start) * runner.forwards["prefill"] + decoded.slots,
             rounds={**rounds, "column": rounds["column"] - start},
             **counts,
         ),
@@ -142,6 +146,15 @@ def progress_of(state: DecodeState) -> Tensor:
     counts = state.counts
     steps, start = state.text.total_steps, state.current.start
     return torch.stack([state.held.row_forwards, steps, counts.drafted, counts.accepted, start])
+
+
+def _of_all_rows(progress: list[tuple[Tensor, list[int]]]) -> Tensor:
+    """[5, 1 + rounds, rows] long: of rows that have left the batch what they had come to."""
+    whole = [progress[0][0]]
+    for part, rows in progress[1:]:
+        whole.append(whole[-1].clone())
+        whole[-1][:, rows] = part
+    return torch.stack(whole, 1)
 
 
 def _revocations(remasked: list[Remasked], prompt_length: Tensor) -> Tensor:

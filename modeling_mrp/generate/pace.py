@@ -15,8 +15,8 @@ from .modes import Mode
 
 # States a row may submit, of which one is chosen; each has its own recording on CUDA.
 WIDTHS = (1, 2, 3, 4, 6, 8)
-# As many where several processes decide alike.
-TOGETHER = 4
+# As many where nothing follows the clock: several processes decide alike so, and counts can be repeated.
+UNTIMED_STATES = 4
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ def pace_of(model: nn.Module, mode: Mode, rows: int) -> Pace | Fixed:
     if drafting is None or not drafting.paced:
         return Fixed(Amount() if drafting is None else Amount(drafting.states, drafting.passes))
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        states = min(drafting.states, TOGETHER)
+        states = min(drafting.states, UNTIMED_STATES)
         return Fixed(Amount(states, min(drafting.passes, states - 1)))
     kept = _PACES.setdefault(model, {})
     key = mode, rows, next(model.parameters()).device, next(model.parameters()).dtype
@@ -184,4 +184,4 @@ def paced(states: int, passes: int) -> tuple[Amount, ...]:
     return (Amount(), *(Amount(width, min(kind, width - 1)) for kind in kinds for width in widths if width > 1))
 
 
-__all__ = ["WIDTHS", "Amount", "Fixed", "Pace", "pace_of", "paced"]
+__all__ = ["UNTIMED_STATES", "WIDTHS", "Amount", "Fixed", "Pace", "pace_of", "paced"]

@@ -16,9 +16,6 @@ recorded one by one, and the rest of the round runs as it is.
 from collections.abc import Hashable
 from dataclasses import replace
 
-import torch
-from torch.utils._pytree import tree_map
-
 from ..runner.recorded import RecordedCache
 from ..runner.runner import Runner
 from .decode_state import SUMMARY, DecodeState, RoundPlan, summary
@@ -42,13 +39,13 @@ class RecordedRounds:
     """The rounds of one decode behind its prefill, recorded or replayed: a `Step` of `decode`.
 
     Args:
-        task: What is done.
-        runner: Runs the model.
-        state: Where the decode stands.
         recorded: Where the runner's cache is.
+        runner: Runs the model.
+        task: What is done.
+        state: Where the decode stands.
     """
 
-    def __init__(self, task: Task, runner: Runner, state: DecodeState, recorded: RecordedCache) -> None:
+    def __init__(self, recorded: RecordedCache, runner: Runner, task: Task, state: DecodeState) -> None:
         reader = task.reader
         key = (
             *(task.mode, reader.bars_eos, runner.with_round_masks),
@@ -64,7 +61,7 @@ class RecordedRounds:
         if state is not self.state:
             registers.write((task.reader.request, state))
         kind, before = self.kind(plan), dict(forwards)
-        numbers = registers.numbers_for(SUMMARY + task.mode.width)
+        numbers = registers.numbers_for(SUMMARY + len(state.has_seed) + task.mode.width)
 
         def step() -> None:
             after, accepted = decode_round(task, self.runner, self.state, kind)
@@ -95,10 +92,6 @@ class RecordedRounds:
         if drafting:
             return replace(kind, amount=plan.amount, per_row=plan.per_row, room=plan.per_row)
         return replace(kind.with_slots(Amount(), branches), amount=plan.amount)
-
-    def end(self) -> DecodeState:
-        """The last state in tensors of its own: the next call writes to the registers."""
-        return tree_map(torch.clone, self.state)
 
 
 def _sampling(sampler: Sampler) -> Hashable:

@@ -66,12 +66,15 @@ class Picks:
         confidence: [n] float; the log-odds of that probability. It orders positions as the probability does, but
             keeps its precision where the probability rounds to 1.
         entropy: [n] float, in nats; 0 where the sampler computes none.
+        judged: [n] float, what reveal rules judge by in place of `confidence`; None: that. A serving engine's rules compare
+            rounded probabilities, ties included.
     """
 
     token: Tensor
     logprob: Tensor
     confidence: Tensor
     entropy: Tensor
+    judged: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from ..rules.constants import indices
 from ..rules.revealing import Candidates, RevealRule, top_by
 from ..rules.states import Reveal, States
 from .decode_state import Request, Text
-from .sampling import Sampler
+from .sampling import Picks, Sampler
 
 # Positions that a kernel takes at once, so that there is nothing to win by their order.
 ONE_TILE = 64
@@ -51,11 +51,14 @@ class Reader:
             text: The rows' texts, which logits processors are shown.
             count: [rows, n] long: so many of the most confident positions, in place of what the rule says; or None.
         """
-        candidates, token, logprob, confidence, entropy = self._picks(states, hidden, text, self.sampler)
+        candidates, picks = self._picks(states, hidden, text, self.sampler)
+        token, logprob, confidence = picks.token, picks.logprob, picks.confidence
         if count is not None:
             return Reveal(top_by(confidence, candidates, count), token, logprob, confidence)
         quota = self.request.schedule[states.step.clamp(max=len(self.request.schedule) - 1)]
-        said = Candidates(candidates, token, confidence, entropy, states.ids, states.step, quota)
+        judged = confidence if picks.judged is None else picks.judged
+        entropy = picks.entropy if self.rule.needs_entropy else None
+        said = Candidates(candidates, token, judged, entropy, states.ids, states.step, quota)
         return Reveal(self.rule(said), token, logprob, confidence)
 
     def estimates(self, states: States, hidden: Tensor, text: Text) -> tuple[Tensor, Tensor]:
@@ -66,8 +69,8 @@ class Reader:
             may be revealed.
         """
         if not self.drafter.sample:
-            _, token, _, confidence, _ = self._picks(states, hidden, text, self.drafter)
-            return token[..., None], confidence[..., None]
+            _, picks = self._picks(states, hidden, text, self.drafter)
+            return picks.token[..., None], picks.confidence[..., None]
         candidates = self._candidates(states)
         at = self._chosen(candidates)
         places = _Places(states, at)
@@ -98,9 +101,8 @@ class Reader:
         moved = residual_magnitude(self.sampler.lm_head_weight, taken(hidden.flatten(0, -2), at), taken(token.flatten(), at))
         return _spread(moved, at, where, 0.0)
 
-    def _picks(
-        self, states: States, hidden: Tensor, text: Text, sampler: Sampler
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    def _picks(self, states: States, hidden: Tensor, text: Text, sampler: Sampler) -> tuple[Tensor, Picks]:
+        """Pick at the candidates [rows, n, block]; each number of a pick comes as [rows, n, block]."""
         candidates = self._candidates(states)
         at = self._chosen(candidates)
         places = _Places(states, at)
@@ -119,8 +121,9 @@ class Reader:
         logprob, confidence = (
             _spread(t, at, candidates, -torch.inf, sampler.blanks) for t in (picks.logprob, picks.confidence)
         )
-        entropy = _spread(picks.entropy, at, candidates, -torch.inf) if self.rule.needs_entropy else None
-        return candidates, token, logprob, confidence, entropy
+        entropy = _spread(picks.entropy, at, candidates, -torch.inf) if self.rule.needs_entropy else picks.entropy
+        judged = None if picks.judged is None else _spread(picks.judged, at, candidates, -torch.inf)
+        return candidates, Picks(token, logprob, confidence, entropy, judged)
 
     def _candidates(self, states: States) -> Tensor:
         """[rows, n, block] bool: masked positions that are not behind an eos, of valid states."""
@@ -157,9 +160,9 @@ def unscored_error(reader: Reader, model: Any, text: Text) -> ValueError:
     else:
         why = f"the weights are finite, so {sampler.lm_head_weight.dtype} overflows, here or divided by temperature="
         why += f"{sampler.temperature}. Load the model in a wider dtype"
-    prompt = int(request.prompt_length[row])
+    prompt, asked = int(request.prompt_length[row]), int(request.row[row])
     return ValueError(
-        f"row {row} has no token with a finite score at position {position}, {position - prompt} behind its prompt: {why}"
+        f"row {asked} has no token with a finite score at position {position}, {position - prompt} behind its prompt: {why}"
     )
 
 

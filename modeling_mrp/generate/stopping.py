@@ -28,6 +28,7 @@ class Stopping:
         self.criteria, self.prompt = criteria, input_ids
         self.pad_id, self.mask_id = pad_token_id, mask_token_id
         self.asked = [0] * len(input_ids)  # how many tokens of each row have been shown
+        self._shown: tuple[Tensor, Tensor, Tensor] | None = None  # of all rows: tokens, how many are final, whether that is all
 
     def ask(self, text: Text, request: Request, active: Tensor, end: Tensor, done: Tensor) -> None:
         """Ask about all newly final tokens; where a criterion ends a row's text, write that into `end` and `done`.
@@ -39,16 +40,23 @@ class Stopping:
             end: [rows] long, one past the last position of each text as far as eos and limit tell.
             done: [rows] bool, rows of which all before `end` is final.
         """
-        start = request.prompt_length
+        start, rows = request.prompt_length, request.row.tolist()
         columns = torch.arange(int((request.limit - start).max()), device=end.device)
         tokens = text.tokens.gather(1, (start[:, None] + columns).clamp(max=text.capacity))
         masked = tokens == self.mask_id
         final = torch.where(masked.any(1), masked.int().argmax(1), len(columns))
         final = final.minimum(torch.where(active, end, text.stop) - start)
-        ended = done | ~active
+        here = tokens, final, done | ~active
+        # Rows that have left the batch stay as they were.
+        if self._shown is None:
+            self._shown = here
+        else:
+            for whole, part in zip(self._shown, here, strict=True):
+                whole[request.row] = part
+        tokens, final, ended = self._shown
         news = {
             row: range(self.asked[row], upto)
-            for row, (upto, going) in enumerate(zip(final.tolist(), active.tolist(), strict=True))
+            for row, upto, going in zip(rows, final[request.row].tolist(), active.tolist(), strict=True)
             if going
         }
         for column in sorted({column for news_of_row in news.values() for column in news_of_row}):
@@ -61,8 +69,9 @@ class Stopping:
             for row in asking:
                 self.asked[row] = column + 1
                 if stops[row]:
+                    place = rows.index(row)
                     final[row] = column + 1
-                    end[row], done[row], ended[row] = start[row] + column + 1, True, True
+                    end[place], done[place], ended[row] = start[place] + column + 1, True, True
                     del news[row]
 
     def _answers(self, ids: Tensor) -> list[bool]:

@@ -26,21 +26,23 @@ class Streams:
         for streamer, prompt in zip(streamers, prompts, strict=True):
             streamer.put(prompt[None].cpu())
 
-    def on_round(self, state: DecodeState) -> None:
-        """Put what a round has finished, and end the streams of rows that have ended."""
+    def on_round(self, state: DecodeState, rows: list[int]) -> None:
+        """Put what a round has finished, and end the streams of rows that have ended; `rows` are those of the state."""
         current, text = state.current, state.text
         starts, stops, going = torch.stack([current.start, text.stop, current.valid.long()]).tolist()
-        for row, streamer in list(self.open.items()):
-            start, sent = starts[row], self.sent[row]
-            upto = min(start, stops[row]) if going[row] else stops[row]
+        for place, row in enumerate(rows):
+            if (streamer := self.open.get(row)) is None:
+                continue
+            start, sent = starts[place], self.sent[row]
+            upto = min(start, stops[place]) if going[place] else stops[place]
             if upto > sent:
-                streamer.put(text.tokens[row, sent:upto].cpu())
+                streamer.put(text.tokens[place, sent:upto].cpu())
                 self.sent[row] = upto
-            if not going[row]:
+            if not going[place]:
                 self.open.pop(row).end()
             elif (put_draft := getattr(streamer, "put_draft", None)) is not None:
                 begin, end = max(start, self.sent[row]), min(start + self.block_size, self.limit[row])
-                put_draft(text.tokens[row : row + 1, begin:end].cpu())
+                put_draft(text.tokens[place : place + 1, begin:end].cpu())
 
 
 def listed_streamers(streamer: Any, rows: int) -> list[BaseStreamer]:

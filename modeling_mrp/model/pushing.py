@@ -25,6 +25,7 @@ TAGS = ["dllm", "diffusion-lm", "block-diffusion", "speculative-decoding", "sdar
 _HEAD_TAGS = ["speculators", "draft-model"]
 WEIGHTS = re.compile(r"(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 NOT_FILLED_IN = "Nothing is told of it yet: `mrp push` renders a card with its facts, its use and what was measured."
+NOT_DRAWN = "It has no picture of a decode, which a model that pushes itself does not draw. The installed package draws one:"
 PATIENCE = 60.0  # seconds that the Hub may be silent before a request counts as lost
 _SAY_NOTHING = frozenset((".gitattributes", ".gitignore", "README.md", "LICENSE"))
 
@@ -259,7 +260,8 @@ def short_card(repo_id: str, kind: str, base: str | None) -> str:
         base_model_relation="adapter" if base else None,
     )
     belongs = f" of `{base}`" if base else ""
-    return f"---\n{data.to_yaml()}\n---\n\n# {repo_id.split('/')[-1]}\n\nHere is {KINDS[kind]}{belongs}. {NOT_FILLED_IN}\n"
+    text = f"Here is {KINDS[kind]}{belongs}. {NOT_FILLED_IN}\n\n{NOT_DRAWN}\n\n```\nmrp push {repo_id} {repo_id}\n```"
+    return f"---\n{data.to_yaml()}\n---\n\n# {repo_id.split('/')[-1]}\n\n{text}\n"
 
 
 __all__ = [

@@ -276,6 +276,18 @@ class BlockCache(Cache):
         """Make another cache on the same memory."""
         return copy.copy(self)
 
+    def first(self, rows: int) -> "BlockCache":
+        """Make a cache of the first rows, on the same memory."""
+        part = self.alias()
+        part.rows, part._hidden = rows, self._hidden[:rows]
+        part._buffers = {device: buffer[:, :, :rows] for device, buffer in self._buffers.items()}
+        return part
+
+    def swap(self, one: int, other: int) -> None:
+        """Exchange the keys, values and hidden states of two rows."""
+        for part in (*(buffer.movedim(2, 0) for buffer in self._buffers.values()), self._hidden):
+            part[[one, other]] = part[[other, one]]
+
     def shares(self, other: "BlockCache") -> bool:
         """Tell if two caches have the same memory."""
         return self._buffers is other._buffers

@@ -7,7 +7,7 @@ keys and values go to the cache's scratch; `commit` copies those of accepted cle
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -69,6 +69,32 @@ class Scratch:
     turn: int
 
 
+class RoundRunner(Protocol):
+    """The needs of a round: forwards over states, of whoever owns keys and values (`Runner`, or a serving engine's).
+
+    Attributes:
+        block: Tokens of a block.
+        rests: Whether the head may rest (see `Runner`).
+    """
+
+    block: int
+    rests: bool
+
+    def score(self, states: States, held: Held, used: int | None, taking_part: Tensor) -> tuple[Scratch, Held]:
+        """See `Runner.score`."""
+        ...
+
+    def head_pass(
+        self, states: States, hidden: Tensor, held: Held, used: int | None, late: bool, blocked: Tensor | None = None
+    ) -> tuple[Tensor, Held]:
+        """See `Runner.head_pass`."""
+        ...
+
+    def commit_clean(self, scored: Scratch, slot: Tensor, held: Held, for_head: bool = True) -> Held:
+        """See `Runner.commit_clean`."""
+        ...
+
+
 class Runner:
     """The runner of backbone and head for one decode.
 
@@ -107,6 +133,22 @@ class Runner:
         self.block = config.block_size
         self.turns = {self.backbone_layers: 0, self.head_layers: 0}
         self.forwards = {"prefill": 0, "denoise": 0, "head": 0}
+        self._narrowed: list[tuple[BlockCache, list[tuple[int, int]]]] = []
+
+    def narrow(self, places: list[int]) -> None:
+        """Go on with fewer rows: those that stand at `places` now, of which none but the displaced change their place."""
+        swaps = [(to, of) for to, of in enumerate(places) if to != of]
+        self._narrowed.append((self.cache, swaps))
+        for pair in swaps:
+            self.cache.swap(*pair)
+        self.cache = self.cache.first(len(places))
+
+    def widen(self) -> None:
+        """Have all rows back in their places."""
+        while self._narrowed:
+            self.cache, swaps = self._narrowed.pop()
+            for pair in swaps:
+                self.cache.swap(*pair)
 
     def start(self, committed: Tensor, read: Tensor | None = None) -> Held:
         """Describe what is held once `prefill` has stored `committed` [rows] tokens: nothing is late.
@@ -322,4 +364,4 @@ class Runner:
         return self.model.residual(ids, hidden, positions, mask, cache)
 
 
-__all__ = ["PREFILL_CHUNK", "READ_BUCKET", "Held", "Runner", "Scratch"]
+__all__ = ["PREFILL_CHUNK", "READ_BUCKET", "Held", "RoundRunner", "Runner", "Scratch"]

@@ -96,16 +96,26 @@ def flex_attention() -> str | None:
     return message
 
 
-@habit(3, "a layer that is offloaded to disk")
-def offloaded() -> str | None:
-    places: dict[str, Any] = {name: "cpu" for name, _ in new_model().model.named_children() if name != "layers"}
-    places = {f"model.{name}": place for name, place in places.items()} | {"lm_head": "cpu", "mrp_head": "cpu"}
-    places |= {f"model.layers.{number}": "disk" if number == 1 else "cpu" for number in range(4)}
+def _offloaded(kept: str, computes: Any) -> str | None:
+    names = [f"model.{name}" for name, _ in model().model.named_children() if name != "layers"]
+    names += [f"model.layers.{number}" for number in range(len(model().model.layers))]
+    places = {name: kept if name == "model.layers.1" else computes for name in (*names, "lm_head", "mrp_head")}
     spilled = new_model(device_map=places, offload_folder="spilled")
+    assert spilled.model.layers[1].mlp.up_proj.weight.is_meta
     options: dict[str, Any] = {**asked(QUESTION), "decoding": "mrp_spec", "max_new_tokens": 16}
     text, message = tried(lambda: spilled.generate(**options), "device")
     assert message is not None or same(text, model().generate(**options))
     return message
+
+
+@habit(3, "a layer that is offloaded to disk")
+def on_disk() -> str | None:
+    return _offloaded("disk", "cpu")
+
+
+@habit(3, "a layer that is kept in memory beside the device that computes, for which a CPU stands in")
+def in_memory() -> str | None:
+    return _offloaded("cpu", torch.device("cpu"))  # which accelerate does not take for "cpu"
 
 
 @habit(5, "generate_batch, transformers' continuous batching")

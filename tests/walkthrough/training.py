@@ -1,10 +1,11 @@
 """Parts 2 and 6: training from Python, with TRL, transformers' Trainer and `MRPTrainer`."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from habits import CHATS, CHECKPOINT, habit, new_model, refused, tokenizer, tried
+from habits import CHATS, CHECKPOINT, habit, mrp, new_model, refused, tokenizer, tried
 from huggingface_hub import HfApi
 from mrp_trainer import MRPTrainer, MRPTrainingArguments
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
@@ -141,6 +142,21 @@ def best_and_resumed() -> None:
     further = _trainer("best", CHATS, CHATS, **{**asked, "max_steps": 3})
     further.train(resume_from_checkpoint=True)
     assert [line["step"] for line in further.state.log_history if "loss" in line] == [1, 2, 3]
+
+
+@habit(6, "report_to='tensorboard', of the Trainer and of mrp train")
+def tracked() -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    _trainer("tracked", **{"report_to": "tensorboard"}).train()
+    Path("tracked.jsonl").write_text("".join(f"{json.dumps(chat)}\n" for chat in CHATS))
+    command = f"train head --model {CHECKPOINT} --data tracked.jsonl --output-dir tracked-too --steps 2 --max-length 64"
+    done = mrp(*command.split(), "--report-to", "tensorboard", "--set", "logging_steps=1")
+    assert done.returncode == 0, done.stderr[-300:]
+    for folder in ("tracked", "tracked-too"):
+        (place,) = Path(folder, "runs").iterdir()
+        told = EventAccumulator(str(place)).Reload().Scalars("train/loss")
+        assert [event.step for event in told] == [1, 2], folder
 
 
 @habit(6, "push_to_hub=True of the Trainer")

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from modeling_mrp.generate.pace import UNTIMED_STATES
+
 from .decoded import Decoded, decode_prompts
 from .intervals import Interval, ratio_of_sums
 
@@ -127,7 +129,7 @@ def measure_acceptance(
     ids = [row for prompt in prompts for row in _as_ids(prompt, tokenizer)]
     plain = unwrapped(model)
     own = getattr(plain.generation_config, "num_draft_states", None)
-    options = {"num_draft_states": own if isinstance(own, int) else 4, **options}
+    options = {"num_draft_states": own if isinstance(own, int) else UNTIMED_STATES, **options}
     with _in_eval_mode(plain):
         decoded = decode_prompts(
             plain,

@@ -29,6 +29,7 @@ from .evaluate_table import printing
 from .flags import argument_parser
 from .intervals import Interval, ratio_of_sums, wilson
 from .loading import load_config, load_model, load_tokenizer
+from .provenance import header
 from .questions import JUDGES, prompt_ids, read_questions
 from .results import ResultsFile
 from .tasks import Family, Split, judge, problems
@@ -241,6 +242,8 @@ def evaluate(options: EvaluateOptions) -> None:
         asked.check_room(config.max_position_embeddings)
     model: Any = load_model(options.model, options.dtype)
     model = model.to(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if results is not None:
+        results.begin(header("mrp_trainer.evaluate", options, model))
     report(model, tokenizer, options, sets, results)
 
 

@@ -59,7 +59,7 @@ class EvaluateOptions:
     decoding: list[str] = flag("Modes of decoding.", [_OPTIONS["decoding"].default], panel=_HOW, kind=list[Decoding])
     target: list[str] = flag("Modes whose text is drafted.", [_OPTIONS["target"].default], panel=_HOW, kind=list[Target])
     tau: list[float] = flag(**_of("confidence_threshold"))
-    states: list[int | str] = flag(**_of("num_draft_states"), kind=list[str], metavar="K")
+    states: list[int | str] = flag(**_of("num_draft_states") | {"default": [4]}, kind=list[str], metavar="K")
     branches: list[int] = flag(**_of("draft_branches"))
     set: list[str] = flag("Any other option of generate.", [], panel=_HOW, metavar="NAME=VALUE")
     max_new_tokens: int | None = flag("Tokens per answer.", None, panel=_HOW, min=1, shown="the family's, or 256")

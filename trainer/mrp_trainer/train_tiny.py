@@ -247,7 +247,7 @@ def export(work: Path, name: str, target: Path) -> None:
     model = MRPForCausalLM.from_pretrained(work / name / "final")
     model.generation_config = MRPGenerationConfig(
         decoding="mrp_spec",
-        num_draft_states=4,
+        num_draft_states="auto",
         do_sample=False,
         eos_token_id=[tokenizer.eos_token_id, tokenizer.pad_token_id],
         pad_token_id=tokenizer.pad_token_id,

@@ -19,16 +19,18 @@ from huggingface_hub.utils import validate_repo_id
 
 from modeling_mrp import __version__
 from modeling_mrp.generate.options import MRPGenerationConfig
+from modeling_mrp.generate.pace import UNTIMED_STATES
 from modeling_mrp.model.layouts import HEAD, is_hub_id
 from modeling_mrp.model.pushing import CONFIGS, NOT_FILLED_IN, tags_of
 
 from ..early import ABOUT, RESULTS, check_file
 from ..results import mode_name
-from .cardtext import LICENSES, MODES, NOT_SHOWN, PICTURE, RELATIONS, SEE, SHOWN, SOURCES, SUMMARIES, TEMPLATE, USE
+from .cardtext import LICENSES, MODES, NOT_SHOWN, PICTURE, RELATIONS, SEE, SHOWN, SOURCES, SUMMARIES, TEMPLATE, USE, WHY_NOT
 from .folder import json_of, tensors_in
 from .recipe import model_of, recipe_of
 
 _RENDERED = re.compile(r"<!-- Rendered from a template for (.+); without this line, pushing keeps the card as it is\. -->")
+_WHY_NOT = re.compile(f"{WHY_NOT.format(why='.*')}(?={re.escape(NOT_SHOWN)})")
 _OURS = ("families", "versions")  # of an about file's metadata: for the rendering, not for the card
 _FORMS = ("[More Information Needed]", NOT_FILLED_IN)  # of peft, and of a model that pushed itself
 
@@ -141,10 +143,14 @@ def eval_results(
         families: A name of what was measured, by family.
     """
 
+    own = defaults.to_dict()
+    if own.get("num_draft_states") == "auto":  # counts follow the clock there
+        own["num_draft_states"] = UNTIMED_STATES
+
     def is_default(line: Mapping[str, Any]) -> bool:
         settings = ("num_draft_states", "draft_branches", "confidence_threshold")
         given = {name: line[name] for name in settings if name in line} | line.get("set", {})
-        return all(getattr(defaults, name, None) == value for name, value in given.items())
+        return all(own.get(name) == value for name, value in given.items())
 
     at_default = {line["decoding"] for line in lines if is_default(line)}
     results = []
@@ -204,6 +210,7 @@ def render_card(
     about: About | None = None,
     extra_tags: Sequence[str] = (),
     picture: bool | None = None,
+    not_drawn: str = "",
 ) -> ModelCard:
     """The card of a saved checkpoint.
 
@@ -215,6 +222,7 @@ def render_card(
         about: What a person says of the checkpoint.
         extra_tags: Tags beside those that every card has.
         picture: Whether it shows one; by default, if the folder holds one.
+        not_drawn: Why it shows none.
 
     Returns:
         The card, with metadata that `check_card` accepts.
@@ -233,15 +241,16 @@ def render_card(
         metadata["model_name"] = title
         metadata["eval_results"] = eval_results(results, defaults, about.metadata.get("families", {}))
     text_of = "backbone" if kind == "full" and not config.get("num_nextn_predict_layers") else kind
+    headless = text_of == "backbone" or (kind == "adapter" and not any("mrp_head." in tensor for tensor in tensors_in(folder)))
     use = USE[text_of].format(
         name=name,
         base=base or metadata["base_model"] or "org/backbone",
-        decoding="self_spec" if text_of == "backbone" else "mrp_spec",
+        decoding="self_spec" if headless else "mrp_spec",
     )
     more = f' --tokenizer "{base}"' if base and kind != "full" else ""
-    more += " --decoding static --decoding self_spec" if text_of == "backbone" else ""
+    more += " --decoding static --decoding self_spec" if headless else ""
     shows = (folder / PICTURE).is_file() if picture is None else picture
-    see = SEE.format(shown=SHOWN if shows else NOT_SHOWN, name=name, more=more)
+    see = SEE.format(shown=_shown(shows, not_drawn), name=name, more=more)
     card = ModelCard.from_template(
         ModelCardData(**metadata),
         template_str=TEMPLATE,
@@ -299,7 +308,11 @@ def is_own_card(text: str) -> bool:
     return _RENDERED.search(text) is None and not any(form in text for form in _FORMS)
 
 
-def renamed(text: str, name: str, base: str | None = None, picture: bool = False) -> str | None:
+def _shown(picture: bool, not_drawn: str) -> str:
+    return SHOWN if picture else (WHY_NOT.format(why=not_drawn) if not_drawn else "") + NOT_SHOWN
+
+
+def renamed(text: str, name: str, base: str | None = None, picture: bool = False, not_drawn: str = "") -> str | None:
     """A rendered card under another name: its title, what its examples load, and whether it shows a picture.
 
     Args:
@@ -307,6 +320,7 @@ def renamed(text: str, name: str, base: str | None = None, picture: bool = False
         name: The repository id, or the folder as a user writes it.
         base: The base model that its config names.
         picture: Whether there is one to show.
+        not_drawn: Why there is none.
 
     Returns:
         The card; None if it was not rendered, or is about another base model.
@@ -314,7 +328,7 @@ def renamed(text: str, name: str, base: str | None = None, picture: bool = False
     found = _RENDERED.search(text)
     if found is None or (base is not None and RepoCard(text).data.to_dict().get("base_model") != base):
         return None
-    text = text.replace(SHOWN, NOT_SHOWN).replace(NOT_SHOWN, SHOWN if picture else NOT_SHOWN)
+    text = _WHY_NOT.sub("", text).replace(SHOWN, NOT_SHOWN).replace(NOT_SHOWN, _shown(picture, not_drawn))
     text = text.replace(found[0], found[0].replace(found[1], name)).replace(f'"{found[1]}"', f'"{name}"')
     return text.replace(f"\n# {_title(found[1])}\n", f"\n# {_title(name)}\n", 1)
 

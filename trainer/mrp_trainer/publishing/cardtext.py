@@ -81,6 +81,7 @@ tok = AutoTokenizer.from_pretrained("{{base}}", trust_remote_code=True)
 PICTURE = "decode.svg"
 SHOWN = f"![Which forward of the backbone revealed each token, in two modes]({PICTURE})\n\nSuch a picture is made by:"
 NOT_SHOWN = f"This makes a picture of a decode, which the card shows if its folder holds `{PICTURE}`:"
+WHY_NOT = "No picture was drawn for this card: {why}. "
 SEE = """{shown}
 
 ```

@@ -154,8 +154,7 @@ def publish(
     check_target(repo_id, revision, create_pr)
     found = read_folder(folder)
     check_base(found.base)
-    draws = picture and card is None and not dry_run
-    with with_picture(found) if draws else nullcontext(found) as found:
+    with nullcontext(found) if dry_run or card is not None else with_picture(found, picture) as found:
         card_of = partial(_card, found, card=card, new_card=new_card, results=read_results(results), about=about, tags=tags)
         text, is_rendered = card_of(repo_id)
         push = _Push(HfApi(token=token), repo_id, revision or "main", create_pr, retries or Retries())
@@ -210,7 +209,9 @@ def _card(
     else:
         person = None if about is None else About.load(about)
         text, is_rendered = (
-            str(render_card(folder.path, folder.kind, repo_id, results, person, tags, PICTURE in folder.files)),
+            str(
+                render_card(folder.path, folder.kind, repo_id, results, person, tags, PICTURE in folder.files, folder.not_drawn)
+            ),
             True,
         )
     check_card(text)
@@ -218,7 +219,7 @@ def _card(
 
 
 def _renamed(text: str, repo_id: str, folder: Folder) -> str | None:
-    return renamed(text, repo_id, folder.base, PICTURE in folder.files)
+    return renamed(text, repo_id, folder.base, PICTURE in folder.files, folder.not_drawn)
 
 
 class _Push:

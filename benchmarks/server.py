@@ -1,0 +1,209 @@
+"""A server of SGLang in a process of its own, on loopback, and its clients."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+from urllib.request import ProxyHandler, Request, build_opener
+
+import yaml
+from safetensors.torch import load_file, save_file
+
+START_SECONDS, ANSWER_SECONDS = 300, 300
+# The engine's flags and environment where there is no GPU.
+CPU_FLAGS = (
+    *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--disable-cuda-graph"),
+    *("--max-total-tokens", "65536", "--dtype", "float32"),
+)
+CPU_ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1"}
+_HEAD_FIELDS = ("auto_map", "num_mrp_heads", "num_nextn_predict_layers", "draft_vocab_size", "head_predicts")
+_GAUGE = re.compile(r"^(?:sglang:)?(\w+)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
+
+
+def backbone_for_stock(source: Path, target: Path) -> Path:
+    """Write the backbone of a checkpoint of one file as the engine's own SDAR takes it, without head and without code."""
+    target.mkdir()
+    tensors = load_file(source / "model.safetensors")
+    save_file({name: t for name, t in tensors.items() if not name.startswith("mrp_head.")}, target / "model.safetensors")
+    config = json.loads((source / "config.json").read_text())
+    kept = {name: value for name, value in config.items() if name not in _HEAD_FIELDS}
+    # The shape is Qwen3's; `sdar` would need code from the checkpoint.
+    (target / "config.json").write_text(json.dumps({**kept, "architectures": ["SDARForCausalLM"], "model_type": "qwen3"}))
+    ends = {"eos_token_id": json.loads((source / "generation_config.json").read_text())["eos_token_id"]}
+    (target / "generation_config.json").write_text(json.dumps(ends))
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (target / name).write_bytes((source / name).read_bytes())
+    return target
+
+
+class ServerDied(RuntimeError):
+    """The engine ended before it served; the message ends with its log."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The answers to a list of prompts.
+
+    Attributes:
+        replies: By prompt, as the native endpoint gives them.
+        seconds: From the first request to the last answer.
+        forwards: Forwards of the backbone in which a request took part, all requests together, without those of whole blocks
+            of its prompt.
+    """
+
+    replies: list[dict[str, Any]]
+    seconds: float
+    forwards: int
+
+    @property
+    def ids(self) -> list[list[int]]:
+        """Generated ids, by prompt."""
+        return [reply["output_ids"] for reply in self.replies]
+
+    @property
+    def tokens(self) -> int:
+        """Generated tokens of all prompts."""
+        return sum(map(len, self.ids))
+
+    @property
+    def tokens_per_forward(self) -> float:
+        """Of all prompts together."""
+        return self.tokens / self.forwards
+
+
+class Server:
+    """An engine that serves while the `with` block lasts.
+
+    Args:
+        model: A checkpoint.
+        folder: An empty or missing folder, for its options and its log.
+        algorithm: `--dllm-algorithm`.
+        options: What `--dllm-algorithm-config` says.
+        flags: More of them.
+        environment: Variables beside this process's own.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        folder: Path,
+        algorithm: str,
+        options: Mapping[str, Any],
+        flags: Sequence[str] = CPU_FLAGS,
+        environment: Mapping[str, str] = CPU_ENVIRONMENT,
+        max_running_requests: int = 64,
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.log = folder / "log.txt"
+        (folder / "options.yaml").write_text(yaml.safe_dump(dict(options)))
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.url = f"http://127.0.0.1:{free.getsockname()[1]}"
+        self._command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--trust-remote-code"]
+        self._command += ["--host", "127.0.0.1", "--port", self.url.rpartition(":")[2], "--enable-metrics", "--sleep-on-idle"]
+        self._command += ["--max-running-requests", str(max_running_requests), "--dllm-algorithm", algorithm]
+        self._command += ["--dllm-algorithm-config", str(folder / "options.yaml"), *flags]
+        self._environment = {"HF_HUB_OFFLINE": "1", **os.environ, **environment}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._opener = build_opener(ProxyHandler({}))
+
+    def __enter__(self) -> "Server":
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                self._command, stdout=log, stderr=log, env=self._environment, start_new_session=True
+            )
+        until = time.monotonic() + START_SECONDS
+        while time.monotonic() < until:
+            if self._process.poll() is not None:
+                raise self._died(f"the engine ended with {self._process.returncode}")
+            try:
+                self.open("/health").close()
+                return self
+            except OSError:
+                time.sleep(0.5)
+        self.close()
+        raise self._died(f"no engine within {START_SECONDS} s")
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _died(self, why: str) -> ServerDied:
+        self.close()
+        return ServerDied(f"{why}:\n{self.log.read_text(errors='replace')[-8000:]}")
+
+    def close(self) -> None:
+        """End the engine and all its processes."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            self._process = None
+
+    def open(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """Send a request, a POST if it has a body: the response, a file of bytes.
+
+        Raises:
+            HTTPError: if the server refuses it.
+        """
+        data = None if body is None else json.dumps(body).encode()
+        return self._opener.open(Request(self.url + path, data, {"Content-Type": "application/json"}), timeout=ANSWER_SECONDS)
+
+    def ask(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Send a request and read the JSON that answers it."""
+        with self.open(path, body) as response:
+            return dict(json.load(response))
+
+    def generate(self, prompt: Sequence[int], max_new_tokens: int, **more: Any) -> dict[str, Any]:
+        """Ask for one text: `output_ids`, `text` and `meta_info` of the native endpoint."""
+        options = {"max_new_tokens": max_new_tokens, "temperature": 0}
+        return self.ask("/generate", {"input_ids": list(prompt), "sampling_params": options, **more})
+
+    def measure(self, prompts: Sequence[Sequence[int]], budgets: Sequence[int], concurrency: int, block: int) -> "Measured":
+        """Ask for a text of each prompt, so many at a time, and count, with an empty prefix cache at first.
+
+        Args:
+            prompts: Ids.
+            budgets: The limit on new tokens of each.
+            concurrency: Clients.
+            block: The model's block size.
+        """
+        self.open("/flush_cache?timeout=30", {}).close()
+        before, begun = self.metrics(), time.perf_counter()
+        with ThreadPoolExecutor(concurrency) as clients:
+            replies = list(clients.map(self.generate, prompts, budgets))
+        seconds = time.perf_counter() - begun
+        time.sleep(0.5)  # the last batch is counted after it is answered
+        after = self.metrics()
+        blocks = sum(len(prompt) // block for prompt in prompts)
+        cached = (after["realtime_tokens_total/prefill_cache"] - before["realtime_tokens_total/prefill_cache"]) / block
+        # The engine's own algorithms take one forward whenever a row is scheduled; ours says how many it took.
+        name = "mrp_forwards_total" if "mrp_forwards_total" in after else "realtime_tokens_total/prefill_compute"
+        forwards = (after[name] - before[name]) / (1 if name.startswith("mrp_") else block)
+        return Measured(replies, seconds, round(forwards + cached) - blocks)
+
+    def metrics(self) -> defaultdict[str, float]:
+        """Read the counters and gauges, each summed over its labels but `mode`: "realtime_tokens_total/decode":"""
+        found: defaultdict[str, float] = defaultdict(float)
+        with self.open("/metrics") as response:
+            lines = response.read().decode()
+        for name, labels, value in _GAUGE.findall(lines):
+            mode = re.search(r'\bmode="(\w+)"', labels)
+            found[f"{name}/{mode[1]}" if mode else name] += float(value)
+        return found
+
+    def load(self) -> dict[str, Any]:
+        """Read what the engine is at: `num_running_reqs`, `num_waiting_reqs`, `num_used_tokens` and more."""
+        with self.open("/v1/loads?include=core") as response:
+            return dict(json.load(response)["loads"][0])

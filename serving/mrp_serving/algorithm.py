@@ -1,0 +1,69 @@
+"""The algorithm `MRP`, as the engine knows algorithms."""
+
+from functools import partial
+from typing import Any
+
+from prometheus_client import Counter
+from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
+from sglang.srt.dllm.algorithm.base import DllmAlgorithm
+from sglang.srt.mem_cache.common import evict_from_tree_cache
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+from sglang.srt.models.utils import enable_fused_set_kv_buffer
+from sglang.srt.runtime_context import get_observability, get_parallel
+
+from .requests import GREEDY, refusal
+from .rounds import Rounds
+
+# Attention backends that write a layer's keys and values to the pool and then read all of them from there.
+_WRITES_FIRST = ("torch_native", "triton", "fa3", "fa4")
+
+
+class MRP(DllmAlgorithm):
+    """Decodes with an MRP head: drafts that the backbone verifies, or reveals of the head's own.
+
+    A round takes one forward, whatever it drafts. A block's keys and values are kept by the forward that scores it clean, in
+    which the next block's first state may ride, so that none is spent on storing them.
+    """
+
+    supported_attention_backends = (*_WRITES_FIRST, "flashinfer")
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.rounds = Rounds(config.mrp_settings, self.block_size, self.mask_id)
+        self.batch: Any = None  # the scheduler's, while it runs (`plugin.with_requests`)
+        if get_observability().enable_metrics and get_parallel().tp_rank == 0:
+            self.rounds.report.count_in(Counter)
+
+    @classmethod
+    def configure_server_args(cls, server_args: Any) -> None:
+        """Have requests that give no temperature decoded greedily."""
+        if resolving_view(server_args).preferred_sampling_params is None:
+            declare_resolution(server_args, cls.__name__, preferred_sampling_params=dict(GREEDY))
+
+    @classmethod
+    def validate_request(cls, req: Any) -> str | None:
+        """Say why a request cannot be served; None if it can."""
+        return refusal(req)
+
+    def run(self, model_runner: Any, forward_batch: Any, algo_states: Any = None) -> Any:
+        """Run one round of a batch.
+
+        Returns:
+            What the engine asks for: logits (none), the block's ids of each row, by how many of them each row's text grows,
+            what it is to carry (nothing), and whether a CUDA graph ran.
+        """
+        evict = partial(evict_from_tree_cache, self.batch.tree_cache)
+        sees_new = writes_first(model_runner, forward_batch)
+        ids, grown, graph_ran = self.rounds(model_runner, forward_batch, self.batch.reqs, evict, sees_new)
+        return None, ids, grown, [None] * len(ids), graph_ran
+
+
+def writes_first(engine: Any, batch: Any) -> bool:
+    """Tell if a layer writes the keys and values of all rows before attention reads any."""
+    if engine.prefill_attention_backend_str in _WRITES_FIRST:
+        return True
+    with forward_context(ForwardContext(attn_backend=engine.attn_backend)):
+        return enable_fused_set_kv_buffer(batch)  # written with the rotary embedding
+
+
+__all__ = ["MRP", "writes_first"]

@@ -1,0 +1,125 @@
+"""The checkpoints that are served: full ones of this package, its head repositories, and the published layout with a head."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from safetensors import safe_open
+from torch import Tensor
+from transformers.generation import GenerationConfig
+
+from modeling_mrp import MRPConfig, MRPForCausalLM
+from modeling_mrp.model.head import check_same_backbone, shapes_of_head
+from modeling_mrp.model.layouts import (
+    DRAFT_TOKENS,
+    HEAD,
+    backbone_location,
+    check_depth,
+    check_fit,
+    our_name,
+    stored_tensors,
+    weight_files,
+)
+
+ARCHITECTURES = ("MRPForCausalLM", "SDARMRPForCausalLM")
+
+
+@dataclass(frozen=True)
+class Backbone:
+    """A checkpoint that a head repository names: a folder or an id, and a commit, branch or tag."""
+
+    where: str
+    revision: str | None
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint, checked.
+
+    Attributes:
+        config: Its config, or that of the head, whose sizes are the backbone's.
+        defaults: Its generation config.
+        has_head: Whether it has a head.
+    """
+
+    config: Any
+    defaults: dict[str, Any]
+    has_head: bool
+
+
+@cache
+def open_checkpoint(source: str, revision: str | None, weights: bool = True) -> Checkpoint:
+    """Read the config of a checkpoint, and compare its tensors with it, before the engine makes anything of them.
+
+    Args:
+        source: A folder or a repository's id.
+        revision: A commit, branch or tag.
+        weights: Whether there are any.
+
+    Raises:
+        ValueError: if the config is that of no model here; a tensor is missing, one too many, or of another shape; or the head
+            belongs to another backbone than its config names.
+        OSError: if something cannot be read.
+    """
+    config: Any = MRPConfig.from_pretrained(source, revision=revision)
+    backbone = named_backbone(config, source)
+    if backbone is not None:
+        check_same_backbone(config, MRPConfig.from_pretrained(backbone.where, revision=backbone.revision), source)
+    if weights and getattr(config, "quantization_config", None) is None:
+        _check_tensors(config, source, revision, backbone)
+    try:
+        defaults = GenerationConfig.from_pretrained(source, revision=revision).to_dict()
+    except OSError:
+        defaults = {}
+    return Checkpoint(config, defaults, config.has_head)
+
+
+def _check_tensors(config: Any, source: str, revision: str | None, backbone: Backbone | None) -> None:
+    found = stored_tensors(weight_files(source, revision=revision))
+    if backbone is not None:
+        check_fit(found, shapes_of_head(config))
+        of_backbone = stored_tensors(weight_files(backbone.where, revision=backbone.revision))
+        found |= {name: tensor for name, tensor in of_backbone.items() if not name.startswith(HEAD)}
+    check_depth(found, config.num_hidden_layers + config.num_nextn_predict_layers)
+    check_fit(found, MRPForCausalLM.tensor_shapes(config), {"lm_head.weight"} if config.tie_word_embeddings else ())
+
+
+def named_backbone(config: Any, source: str) -> Backbone | None:
+    """Find the backbone that the config of `source` names; None if the checkpoint has its own.
+
+    Raises:
+        ValueError: for a name that is not followed.
+    """
+    if (name := getattr(config, "base_model_name_or_path", None)) is None:
+        return None
+    where = backbone_location(name, source)
+    return Backbone(where, None if os.path.isdir(where) else config.base_model_revision)
+
+
+def head_weight(name: str) -> str | None:
+    """Translate the name of a checkpoint's tensor into the head's own; "" if it is not used here, None if it is no head's."""
+    ours = our_name(name)
+    if ours == DRAFT_TOKENS:  # the engine's vocabulary is spread over devices: drafts come from all of it
+        return ""
+    return ours.removeprefix(HEAD) if ours.startswith(HEAD) else None
+
+
+def backbone_weights(config: Any, source: str) -> Iterator[tuple[str, Tensor]]:
+    """Read the tensors of the backbone that the config of the head repository `source` names.
+
+    Raises:
+        ValueError: if it names none.
+    """
+    backbone = named_backbone(config, source)
+    if backbone is None:
+        raise ValueError(f"{source} holds no backbone, and its config names none: download it again")
+    for file in weight_files(backbone.where, revision=backbone.revision):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118  not a dict: it has no iterator
+                if head_weight(name) is None:
+                    yield name, tensors.get_tensor(name)
+
+
+__all__ = ["ARCHITECTURES", "Backbone", "Checkpoint", "backbone_weights", "head_weight", "named_backbone", "open_checkpoint"]

@@ -1,0 +1,152 @@
+"""SDAR with an MRP head, of the engine's own layers: what differs from its `SDARForCausalLM`."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from sglang.srt.layers.layernorm import RMSNorm
+from sglang.srt.layers.linear import ReplicatedLinear
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+from sglang.srt.model_loader.weight_utils import default_weight_loader
+from sglang.srt.models.sdar import SDARMLP, SDARAttention, SDARForCausalLM
+from sglang.srt.runtime_context import get_exec, get_model
+from torch import Tensor, nn
+
+from . import ALGORITHM
+from .checkpoint import backbone_weights, head_weight
+
+# Of a checkpoint's projections, those that the engine stacks, and in which part of what.
+_STACKED: dict[str, tuple[str, str | int]] = {
+    "q_proj": ("qkv_proj", "q"),
+    "k_proj": ("qkv_proj", "k"),
+    "v_proj": ("qkv_proj", "v"),
+}
+_STACKED |= {"gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1)}
+
+
+class HeadLayer(nn.Module):
+    """A decoder layer of the head; its keys and values lie in a layer of the pool of its own."""
+
+    def __init__(self, config: Any, layer_id: int, quant_config: Any, prefix: str) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.self_attn = SDARAttention(config, layer_id, quant_config, prefix=f"{prefix}.self_attn")
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp = SDARMLP(config, quant_config, prefix=f"{prefix}.mlp")
+
+    def forward(self, positions: Tensor, hidden: Tensor, batch: Any) -> Tensor:
+        """Compute [tokens, hidden_size]."""
+        hidden = hidden + self.self_attn(positions, self.input_layernorm(hidden), batch)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class Head(nn.Module):
+    """The head, as `modeling_mrp.model.head.MRPHead`."""
+
+    def __init__(self, config: Any, quant_config: Any = None) -> None:
+        super().__init__()
+        size, eps, first = config.hidden_size, config.rms_norm_eps, config.num_hidden_layers
+        self.enorm, self.hnorm, self.norm = (RMSNorm(size, eps=eps) for _ in range(3))
+        self.eh_proj = ReplicatedLinear(2 * size, size, bias=False)
+        self.layers = nn.ModuleList(
+            HeadLayer(config, first + index, quant_config, f"mrp_head.layers.{index}")
+            for index in range(config.num_nextn_predict_layers)
+        )
+        self.predicts = getattr(config, "head_predicts", "residual")
+
+    def forward(self, embeds: Tensor, hidden: Tensor, positions: Tensor, batch: Any) -> Tensor:
+        """Compute h_C [tokens, hidden_size] of embeddings and hidden states h_A of that shape."""
+        mixed, _ = self.eh_proj(torch.cat([self.enorm(embeds), self.hnorm(hidden)], -1))
+        for layer in self.layers:
+            mixed = layer(positions, mixed, batch)
+        predicted = self.norm(mixed)
+        return predicted if self.predicts == "residual" else predicted - hidden
+
+
+class MRPForCausalLM(SDARForCausalLM):
+    """SDAR whose hidden states are handed out, with a head."""
+
+    def __init__(self, config: Any, quant_config: Any = None, prefix: str = "") -> None:
+        rope = dict(getattr(config, "rope_parameters", None) or {})
+        if rope:  # the engine's SDAR reads the fields of older configs
+            config.rope_theta = rope.pop("rope_theta", getattr(config, "rope_theta", 10000.0))
+            config.rope_scaling = None if rope.get("rope_type", "default") == "default" else rope
+        super().__init__(config, quant_config, prefix)
+        self.mrp_head = Head(config) if config.num_nextn_predict_layers else None
+        self.hands_out_hidden = get_exec().dllm.dllm_algorithm == ALGORITHM
+
+    @property
+    def end_layer(self) -> int:
+        """One past the last layer with keys and values: the head's follow the backbone's."""
+        return self.model.end_layer + (len(self.mrp_head.layers) if self.mrp_head is not None else 0)
+
+    @torch.no_grad()
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, forward_batch: Any, input_embeds: Any = None, pp_proxy_tensors: Any = None
+    ) -> Any:
+        """Compute logits, or for the algorithm final hidden states [tokens, hidden_size], of which it needs few logits."""
+        if not self.hands_out_hidden:
+            return super().forward(input_ids, positions, forward_batch, input_embeds, pp_proxy_tensors)
+        hidden = self.model(input_ids, positions, forward_batch, input_embeds, pp_proxy_tensors)
+        return LogitsProcessorOutput(next_token_logits=None, hidden_states=hidden)
+
+    @torch.no_grad()
+    def run_head(self, engine: Any, batch: Any, hidden: Tensor) -> Tensor:
+        """Compute h_C [tokens, hidden_size] of a batch, from hidden states of that shape, outside of the engine's graphs."""
+        assert self.mrp_head is not None
+        with forward_context(ForwardContext(attn_backend=engine.attn_backend), forward_batch=batch):
+            engine.attn_backend.init_forward_metadata(batch)
+            return self.mrp_head(self.model.embed_tokens(batch.input_ids), hidden, batch.positions, batch)
+
+    @torch.no_grad()
+    def unembed(self, batch: Any, hidden: Tensor) -> Tensor:
+        """Compute logits [n, vocab] of hidden states [n, hidden_size]."""
+        return self.logits_processor(None, hidden, self.lm_head, batch).full_logits
+
+    def empty_hidden(self) -> Tensor:
+        """[0, hidden_size] of the hidden states' dtype and device."""
+        weight = self.model.norm.weight
+        return weight.new_zeros(0, len(weight))
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Load a checkpoint's tensors, and those of the backbone that a head repository names.
+
+        Raises:
+            ValueError: for a tensor that is unknown, or a head's that is missing.
+        """
+        head = {} if self.mrp_head is None else dict(self.mrp_head.named_parameters())
+        left, of_backbone = set(head), 0
+
+        def others() -> Iterator[tuple[str, Tensor]]:
+            nonlocal of_backbone
+            for name, tensor in weights:
+                if (part := head_weight(name)) is None:
+                    of_backbone += 1
+                    yield name, tensor
+                elif part:
+                    left.discard(self._load_head(head, part, tensor))
+
+        super().load_weights(others())
+        if left:
+            raise ValueError(f"the checkpoint has no tensors for {', '.join(sorted(left))} of the head: download it again")
+        if not of_backbone:
+            super().load_weights(backbone_weights(self.config, get_model().model_path))
+
+    def _load_head(self, head: dict[str, Any], name: str, tensor: Tensor) -> str:
+        for part, (whole, shard) in _STACKED.items():
+            if f".{part}." in name:
+                name = name.replace(part, whole)
+                head[name].weight_loader(head[name], tensor, shard)
+                return name
+        if name not in head:
+            raise ValueError(f"the checkpoint holds {name} for the head, which has no such tensor: check the config")
+        getattr(head[name], "weight_loader", default_weight_loader)(head[name], tensor)
+        return name
+
+
+class SDARMRPForCausalLM(MRPForCausalLM):
+    """The same, under the name of the published checkpoints."""
+
+
+__all__ = ["MRPForCausalLM", "SDARMRPForCausalLM"]

@@ -1,0 +1,168 @@
+"""The engine's side of the plugin: its registries and hooks."""
+
+from collections.abc import Callable
+from typing import Any
+
+import yaml
+from sglang.srt.arg_groups.overrides import resolving_view
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.dllm.algorithm import algo_name_to_cls
+from sglang.srt.dllm.config import DllmConfig
+from sglang.srt.models.registry import ModelRegistry
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.runtime_context import get_exec
+from transformers import AutoConfig
+
+from modeling_mrp import MRPConfig
+from modeling_mrp.generate.modes import ResidualRemask
+
+from . import ALGORITHM
+from .algorithm import MRP
+from .checkpoint import ARCHITECTURES, open_checkpoint
+from .model import MRPForCausalLM, SDARMRPForCausalLM
+from .options import settings_of
+from .requests import GREEDY
+from .usage import RAW, SHOWN, shown_usage
+
+
+class PublishedConfig(MRPConfig):
+    """The config of published SDAR checkpoints, whose own code then need not be trusted."""
+
+    model_type = "sdar"
+
+
+def register_parts() -> None:
+    """Register everything; may be called again."""
+    algo_name_to_cls[ALGORITHM] = MRP
+    ModelRegistry.models |= {"MRPForCausalLM": MRPForCausalLM, "SDARMRPForCausalLM": SDARMRPForCausalLM}
+    for config in (MRPConfig, PublishedConfig):
+        AutoConfig.register(config.model_type, config, exist_ok=True)
+    hooks: dict[str, Callable[..., Any]] = {
+        "sglang.srt.dllm.config.DllmConfig.from_server_args": dllm_config,
+        "sglang.srt.managers.tp_worker.TpModelWorker._forward_batch_generation_dllm": with_requests,
+        "sglang.srt.configs.model_config.ModelConfig.get_default_sampling_params": sampling_defaults,
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager.update_request_meta_info": with_usage,
+    }
+    for target, hook in hooks.items():
+        HookRegistry.register(target, hook, HookType.AROUND)
+
+
+def dllm_config(original: Callable[[Any], DllmConfig | None], server_args: Any) -> DllmConfig | None:
+    """Make the engine's `DllmConfig` of an MRP checkpoint: block size and mask id are in its config.
+
+    Raises:
+        ValueError: for a checkpoint that the algorithm does not serve, a damaged one, or options that cannot be honoured.
+    """
+    args = resolving_view(server_args)
+    if args.dllm_algorithm is None:
+        return None
+    model = ModelConfig.from_server_args(server_args, model_path=args.model_path, model_revision=args.revision)
+    architecture = (model.hf_config.architectures or ["none"])[0]
+    if architecture not in ARCHITECTURES:
+        if args.dllm_algorithm == ALGORITHM:
+            raise ValueError(
+                f"--dllm-algorithm {ALGORITHM} serves checkpoints with an MRP head ({' or '.join(ARCHITECTURES)}), and the "
+                f"architecture of {args.model_path} is {architecture}: use --dllm-algorithm LowConfidence for a backbone alone"
+            )
+        return original(server_args)
+    if args.dllm_algorithm == ALGORITHM:
+        check_arguments(args)
+    found = open_checkpoint(args.model_path, args.revision, args.load_format != "dummy")
+    options = yaml_mapping(args.dllm_algorithm_config)
+    block = found.config.block_size
+    config = DllmConfig(
+        algorithm=args.dllm_algorithm,
+        algorithm_config=options,
+        block_size=block,
+        mask_id=found.config.mask_token_id,
+        max_running_requests=args.max_running_requests or 1,
+        first_done_first_out_mode=args.dllm_fdfo,
+    )
+    if args.dllm_algorithm == ALGORITHM:
+        if args.page_size is not None and args.page_size > block:
+            raise ValueError(
+                f"--page-size is {args.page_size}: MRP keeps blocks in whole pages, so use {block}, or leave it out"
+            )
+        config.mrp_settings = settings_of(options, found.defaults, block, found.has_head)
+        if args.tp_size > 1 and isinstance(config.mrp_settings.mode.refine, ResidualRemask):
+            raise ValueError(
+                "remask_rule is 'residual', which needs the whole vocabulary on one device: use another, or --tp-size 1"
+            )
+    return config
+
+
+def check_arguments(args: Any) -> None:
+    """Refuse what the algorithm does not work with, with a `ValueError`."""
+    wrong = {
+        "--no-dllm-fdfo is given, and MRP needs first-done-first-out scheduling, in which no row waits: leave it out": (
+            not args.dllm_fdfo
+        ),
+        "--max-running-requests is not given, and the engine would take one at a time: set it to the rows that a forward may "
+        "have, those of requests and of their drafts (64, for instance)": args.max_running_requests is None,
+        "--enable-dp-attention is given, and MRP does not serve with it: leave it out": args.enable_dp_attention,
+    }
+    if reasons := [reason for reason, is_so in wrong.items() if is_so]:
+        raise ValueError("; ".join(reasons))
+
+
+def yaml_mapping(path: str | None) -> dict[str, Any]:
+    """Read the file of `--dllm-algorithm-config`.
+
+    Raises:
+        ValueError: if it holds anything but a mapping.
+    """
+    if path is None:
+        return {}
+    with open(path, encoding="utf-8") as file:
+        found = yaml.safe_load(file) or {}
+    if not isinstance(found, dict):
+        raise ValueError(
+            f"{path} of --dllm-algorithm-config holds a {type(found).__name__}: write one option a line, 'name: value'"
+        )
+    return found
+
+
+def sampling_defaults(original: Callable[[Any], dict[str, Any]], config: Any) -> dict[str, Any]:
+    """Decode chats greedily that give no temperature, whatever the checkpoint's generation config says of sampling."""
+    return dict(GREEDY) if get_exec().dllm.dllm_algorithm == ALGORITHM else original(config)
+
+
+def with_requests(original: Callable[..., Any], worker: Any, forward_batch: Any, batch: Any = None) -> Any:
+    """Show the algorithm the scheduler's batch while it runs: the requests, and the cache of prefixes."""
+    if not isinstance(worker.dllm_algorithm, MRP):
+        return original(worker, forward_batch, batch)
+    worker.dllm_algorithm.batch = batch
+    try:
+        return original(worker, forward_batch, batch)
+    finally:
+        worker.dllm_algorithm.batch = None
+
+
+def with_usage(
+    original: Callable[..., None],
+    manager: Any,
+    meta_info: dict[str, Any],
+    state: Any,
+    info: dict[str, Any],
+    index: int,
+    *rest: Any,
+) -> None:
+    """Sum up in a response's metadata what the request has cost so far."""
+    others = {key: values for key, values in info.items() if key != RAW}
+    if others:
+        original(manager, meta_info, state, others, index, *rest)
+    if RAW in info:
+        blocks = state.customized_info_accumulated.setdefault(RAW, [])
+        blocks.extend(info[RAW][index])
+        meta_info[SHOWN] = shown_usage(blocks, meta_info.get("completion_tokens", 0))
+
+
+__all__ = [
+    "PublishedConfig",
+    "dllm_config",
+    "register_parts",
+    "sampling_defaults",
+    "with_requests",
+    "with_usage",
+    "yaml_mapping",
+]

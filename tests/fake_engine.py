@@ -1,0 +1,290 @@
+"""A serving engine of two hundred lines: pools, a scheduler, and forwards that recompute everything that a row sees.
+
+In place of keys and values a slot holds the id, and for the head the hidden state, that they would be computed from: what a row
+sees is what its slots hold when it is scored. All rows of a forward write before any of them reads.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from mrp_serving.rounds import Rounds
+from torch import Tensor
+
+from modeling_mrp.model.diffusion import block_causal_mask
+
+
+class FakePool:
+    """The map of rows and positions to slots."""
+
+    def __init__(self, rows: int, context: int) -> None:
+        self.device = torch.device("cpu")
+        self.req_to_token = torch.zeros(rows + 1, context + 4, dtype=torch.int32)
+        self.free_slots = list(range(1, rows + 1))
+        self.req_generation = torch.zeros(rows + 1, dtype=torch.long)
+
+    def available_size(self) -> int:
+        return len(self.free_slots)
+
+    def alloc_rows(self, count: int) -> list[int] | None:
+        if count > len(self.free_slots):
+            return None
+        rows, self.free_slots = self.free_slots[:count], self.free_slots[count:]
+        self.req_generation[rows] += 1
+        return rows
+
+    def free_rows(self, rows: list[int]) -> None:
+        assert not set(rows) & set(self.free_slots)
+        self.free_slots += rows
+
+
+class FakeAllocator:
+    """Whole pages of slots; of slot 0's page nobody is given anything."""
+
+    def __init__(self, pages: int, size: int) -> None:
+        self.size, self.free_pages = size, list(range(1, pages + 1))
+
+    def available_size(self) -> int:
+        return len(self.free_pages) * self.size
+
+    def alloc(self, count: int) -> Tensor | None:
+        assert count % self.size == 0
+        if count > self.available_size():
+            return None
+        pages = torch.tensor([self.free_pages.pop(0) for _ in range(count // self.size)], dtype=torch.long)
+        return (pages[:, None] * self.size + torch.arange(self.size)).flatten()
+
+    def free(self, slots: Tensor) -> None:
+        pages = (slots // self.size).unique().tolist()
+        assert len(pages) * self.size == len(slots), "whole pages only"
+        assert not set(pages) & set(self.free_pages), "freed twice"
+        self.free_pages += pages
+
+
+@dataclass
+class FakeBatch:
+    """The fields of a `ForwardBatch` that the plugin makes anew."""
+
+    batch_size: int
+    input_ids: Tensor
+    positions: Tensor
+    req_pool_indices: Tensor
+    seq_lens: Tensor
+    out_cache_loc: Tensor
+    seq_lens_sum: int
+    extend_num_tokens: int
+    extend_seq_lens: Tensor
+    extend_prefix_lens: Tensor
+    extend_start_loc: Tensor
+    extend_seq_lens_cpu: list[int]
+    extend_prefix_lens_cpu: list[int]
+    rids: list[str]
+    extend_logprob_start_lens_cpu: list[int] | None = None
+    req_pool_indices_cpu: Tensor | None = None
+    seq_lens_cpu: Tensor | None = None
+    orig_seq_lens: Tensor | None = None
+    lora_ids: list[str] | None = None
+    global_num_token_non_padded: Tensor | None = None
+    global_num_token_non_padded_cpu: int | None = None
+    num_token_non_padded: Tensor | None = None
+    dllm_prompt_mask: Tensor | None = None
+    kv_loc_plan: Any = None
+    kv_loc_cols: Any = None
+    out_cache_loc_virtual: Tensor | None = None
+    out_cache_loc_is_physical: bool = True
+    forward_metadata_ready: bool = True
+    residual_stream: Any = None
+
+
+class FakeModel(torch.nn.Module):
+    """What the plugin's model offers, around one of `modeling_mrp`."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.inner, self.lm_head = model, model.lm_head
+
+    def empty_hidden(self) -> Tensor:
+        return self.lm_head.weight.new_zeros(0, self.lm_head.weight.shape[1])
+
+    def unembed(self, batch: Any, hidden: Tensor) -> Tensor:
+        return F.linear(hidden, self.lm_head.weight)
+
+    def run_head(self, engine: "FakeEngine", batch: FakeBatch, hidden: Tensor) -> Tensor:
+        return engine.recompute(batch, engine.head_ids, hidden)
+
+
+class FakeEngine:
+    """The `ModelRunner`."""
+
+    prefill_attention_backend_str = "torch_native"
+
+    def __init__(self, model: Any, rows: int, pages: int, context: int = 256) -> None:
+        self.model, self.block = FakeModel(model), model.config.block_size
+        self.model_config = SimpleNamespace(context_len=context)
+        self.req_to_token_pool = FakePool(rows, context)
+        self.token_to_kv_pool_allocator = FakeAllocator(pages, self.block)
+        self.kv_index_translator = SimpleNamespace(own_plan=lambda batch: SimpleNamespace(bind=lambda *_: None))
+        slots = (pages + 1) * self.block
+        self.ids, self.head_ids = torch.zeros(slots, dtype=torch.long), torch.zeros(slots, dtype=torch.long)
+        self.positions = torch.zeros(slots, dtype=torch.long)
+        self.hidden = torch.zeros(slots, model.config.hidden_size, dtype=model.dtype)
+        self.widths: list[int] = []
+
+    def forward(self, batch: FakeBatch, pp_proxy_tensors: Any = None) -> Any:
+        self.widths.append(batch.batch_size)
+        hidden = self.recompute(batch, self.ids, None)
+        return SimpleNamespace(logits_output=SimpleNamespace(hidden_states=hidden), can_run_graph=False)
+
+    def recompute(self, batch: FakeBatch, ids: Tensor, hidden: Tensor | None) -> Tensor:
+        """Compute hidden states of a batch, or of hidden states the head's residual: [tokens, hidden_size]."""
+        at, block, inner = batch.out_cache_loc, self.block, self.model.inner
+        assert len(at.unique()) == len(at), "two rows write to one slot"
+        ids[at], self.positions[at] = batch.input_ids, batch.positions
+        if hidden is not None:
+            self.hidden[at] = hidden
+        outputs = ids.new_zeros(batch.batch_size, block, self.hidden.shape[1]).to(self.hidden)
+        for length in set(batch.seq_lens.tolist()):
+            (rows,) = torch.where(batch.seq_lens == length)
+            seen = self.req_to_token_pool.req_to_token[batch.req_pool_indices[rows], :length].long()
+            positions = self.positions[seen]
+            mask = block_causal_mask(positions, positions, torch.ones_like(positions).bool(), block)
+            if hidden is None:
+                output = inner.backbone(ids[seen], positions, mask)
+            else:
+                output = inner.residual(ids[seen], self.hidden[seen], positions, mask)
+            outputs[rows] = output[:, -block:]
+        return outputs.flatten(0, 1)
+
+
+@dataclass(eq=False)
+class FakeRequest:
+    """The fields of a request that the plugin reads, and the scheduler's."""
+
+    origin_input_ids: list[int]
+    max_new_tokens: int = 40
+    stop: tuple[int, ...] = ()
+    rid: str = "request"
+    output_ids: list[int] = field(default_factory=list)
+    row: int = 0
+    length: int = 0  # tokens with slots
+    finished: bool = False
+    customized_info: dict[str, Any] | None = None
+    tokenizer: Any = None
+
+    def __post_init__(self) -> None:
+        self.eos_token_ids = set(self.stop)
+        self.sampling_params = SimpleNamespace(
+            max_new_tokens=self.max_new_tokens, stop_token_ids=None, ignore_eos=False, stop_strs=[], stop_regex_strs=[]
+        )
+
+    def text(self) -> list[int]:
+        """What a client is shown: up to the first eos, or the limit."""
+        shown = self.output_ids[: self.max_new_tokens]
+        ends = [place for place, token in enumerate(shown) if token in self.stop]
+        return shown[: ends[0] + 1] if ends else shown
+
+
+class FakeScheduler:
+    """Serves requests as the engine does: prompts a block a forward, before any text; then a round for every block."""
+
+    def __init__(self, engine: FakeEngine, rounds: Rounds, sees_new: bool = True) -> None:
+        self.engine, self.rounds, self.sees_new = engine, rounds, sees_new
+        self.running: list[FakeRequest] = []
+        self.fresh: dict[FakeRequest, bool] = {}
+
+    def add(self, *requests: FakeRequest) -> None:
+        for req in requests:
+            rows = self.engine.req_to_token_pool.alloc_rows(1)
+            assert rows is not None
+            req.row = rows[0]
+            self.running.append(req)
+
+    def release(self, req: FakeRequest) -> None:
+        """As of a request that has ended, was aborted, or has to make room."""
+        self.running.remove(req)
+        pool = self.engine.req_to_token_pool
+        self.engine.token_to_kv_pool_allocator.free(pool.req_to_token[req.row, : req.length].long())
+        pool.free_rows([req.row])
+        req.length = 0
+
+    def step(self) -> None:
+        """One batch."""
+        block, mask = self.engine.block, self.rounds.mask_id
+        starts = {req: (req.length - block if self.fresh.get(req) else req.length) for req in self.running}
+        prompts = [req for req in self.running if starts[req] + block <= len(req.origin_input_ids) + len(req.output_ids)]
+        batch = prompts or list(self.running)
+        pool, ids = self.engine.req_to_token_pool, []
+        for req in batch:
+            start = starts[req]
+            if not self.fresh.get(req):
+                slots = self.engine.token_to_kv_pool_allocator.alloc(block)
+                assert slots is not None
+                pool.req_to_token[req.row, start : start + block] = slots.int()
+                req.length = start + block
+            text = [*req.origin_input_ids, *req.output_ids][start : start + block]
+            ids += text + [mask] * (block - len(text))
+        begins = [starts[req] for req in batch]
+        made = self._batch(batch, torch.tensor(ids), begins)
+        blocks, grown, _ = self.rounds(self.engine, made, batch, lambda count: None, self.sees_new)
+        for req, tokens, size, start in zip(batch, blocks, grown, begins, strict=True):
+            self.fresh[req] = not size
+            if size and start + size > len(req.origin_input_ids):
+                req.output_ids += tokens[max(0, len(req.origin_input_ids) - start) :]
+                if len(req.text()) < len(req.output_ids) or len(req.output_ids) >= req.max_new_tokens:
+                    req.finished = True
+                    self.release(req)
+
+    def _batch(self, requests: Sequence[FakeRequest], ids: Tensor, starts: list[int]) -> FakeBatch:
+        block, count = self.engine.block, len(requests)
+        rows, prefix = torch.tensor([req.row for req in requests]), torch.tensor(starts)
+        positions = prefix[:, None] + torch.arange(block)
+        slots = self.engine.req_to_token_pool.req_to_token[rows[:, None], positions].long()
+        return FakeBatch(
+            batch_size=count,
+            input_ids=ids,
+            positions=positions.flatten(),
+            req_pool_indices=rows,
+            seq_lens=prefix + block,
+            out_cache_loc=slots.flatten(),
+            seq_lens_sum=int(prefix.sum()) + count * block,
+            extend_num_tokens=count * block,
+            extend_seq_lens=torch.full((count,), block),
+            extend_prefix_lens=prefix,
+            extend_start_loc=torch.arange(count) * block,
+            extend_seq_lens_cpu=[block] * count,
+            extend_prefix_lens_cpu=starts,
+            rids=[req.rid for req in requests],
+        )
+
+    def run(self, on_step: Callable[[], None] = lambda: None) -> None:
+        """Serve until nothing is left."""
+        while self.running:
+            self.step()
+            on_step()
+
+
+@torch.no_grad()
+def low_confidence(model: Any, prompt: list[int], new: int, threshold: float) -> tuple[list[int], int]:
+    """Decode as the engine's own algorithm does, without any cache: tokens behind the prompt, and the forwards it takes."""
+    block, mask_id = model.config.block_size, model.config.mask_token_id
+    ids, forwards = list(prompt), len(prompt) // block
+    while len(ids) < len(prompt) + new:
+        start = len(ids) // block * block
+        ids += [mask_id] * (start + block - len(ids))
+        while True:
+            forwards += 1
+            masked = torch.tensor([token == mask_id for token in ids[start:]])
+            if not masked.any():
+                break
+            positions = torch.arange(len(ids))[None]
+            seen = block_causal_mask(positions, positions, torch.ones_like(positions).bool(), block)
+            logits = model.lm_head(model.backbone(torch.tensor([ids]), positions, seen))[0, start:]
+            token = logits.argmax(-1)
+            sure = logits.softmax(-1).gather(1, token[:, None])[:, 0].where(masked, torch.tensor(-torch.inf).to(logits))
+            shown = sure > threshold
+            shown = shown if shown.any() else F.one_hot(sure.argmax(), block).bool()
+            ids[start:] = torch.where(shown & masked, token, torch.tensor(ids[start:])).tolist()
+    return ids[len(prompt) : len(prompt) + new], forwards

@@ -1,0 +1,48 @@
+"""What the tests of the engine ask for, and how they read what they get."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mrp_trainer.tasks import Problem
+
+from benchmarks.server import CPU_ENVIRONMENT
+
+CONCURRENCY, BLOCK, STATES = 16, 16, 4
+COUNTS = {"math": 80, "code": 80, "source": 40}
+BUDGETS = (32, 48, 64, 80)
+ENVIRONMENT = {**CPU_ENVIRONMENT, "TRITON_INTERPRET": "0"}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Prompts of all families, and how many new tokens each may get."""
+
+    problems: list[Problem]
+    prompts: list[list[int]]
+    budgets: list[int]
+
+
+def target_of(threshold: float) -> dict[str, Any]:
+    """The target of ours whose text is that of stock's `LowConfidence` with a threshold."""
+    return {"target": "static"} if threshold == 1 else {"target": "dynamic", "confidence_threshold": threshold}
+
+
+@dataclass(frozen=True)
+class Generated:
+    """Texts by `generate`, and forwards of the backbone without those of prompts, all rows together."""
+
+    ids: list[list[int]]
+    forwards: int
+
+
+def up_to_eos(ids: Sequence[int], eos: Sequence[int]) -> list[int]:
+    """A text without what stands behind its first eos."""
+    return list(ids[: next((i + 1 for i, token in enumerate(ids) if token in eos), len(ids))])
+
+
+def sse(response: Any) -> Iterator[bytes]:
+    """The data of the events of a stream, to its end."""
+    for line in response:
+        if line.startswith(b"data: ") and line.strip() != b"data: [DONE]":
+            yield line[len(b"data: ") :]

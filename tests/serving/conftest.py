@@ -1,0 +1,91 @@
+"""Engines that serve the embedded checkpoint on a CPU, started when a test needs one, and what they answered."""
+
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from typing import Any
+
+import pytest
+from asking import BLOCK, BUDGETS, CONCURRENCY, COUNTS, ENVIRONMENT, STATES, Asked, Generated, target_of
+from mrp_trainer.data import encode
+from mrp_trainer.decoded import decode_prompts
+from mrp_trainer.tasks import problems
+
+from benchmarks.common import TINY
+from benchmarks.server import Measured, Server, backbone_for_stock
+from modeling_mrp import MRPForCausalLM
+
+LINES: list[str] = []
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Shows what was counted."""
+    if LINES:
+        terminalreporter.section("serving")
+        terminalreporter.write_line("\n".join(LINES))
+
+
+@pytest.fixture(scope="session")
+def report() -> Callable[[str], None]:
+    """Has a line printed behind the tests."""
+    return LINES.append
+
+
+@pytest.fixture(scope="session")
+def asked(tiny_tokenizer: Any) -> Asked:
+    chosen = [problem for family, count in COUNTS.items() for problem in problems(family, "heldout", count)]
+    prompts = [encode(problem, tiny_tokenizer)[0] for problem in chosen]
+    return Asked(chosen, prompts, [BUDGETS[i % len(BUDGETS)] for i in range(len(chosen))])
+
+
+@pytest.fixture(scope="session")
+def serve(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Server]:
+    """Makes a server of the embedded checkpoint with MRP, or of its backbone as stock's; more arguments are `Server`'s."""
+    backbone = cache(lambda: backbone_for_stock(TINY, tmp_path_factory.mktemp("stock") / "sdar"))
+
+    def make(algorithm: str, threshold: float, **more: Any) -> Server:
+        drafted = {"decoding": "mrp_spec", "num_draft_states": STATES, **target_of(threshold)}
+        model, options = (TINY, drafted) if algorithm == "MRP" else (backbone(), {"threshold": threshold})
+        return Server(model, tmp_path_factory.mktemp("server"), algorithm, options, environment=ENVIRONMENT, **more)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def server(serve: Callable[..., Server]) -> Iterator[Server]:
+    """One with MRP at 0.9 that lives as long as the tests."""
+    with serve("MRP", 0.9) as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def measured(serve: Callable[..., Server], asked: Asked, request: pytest.FixtureRequest) -> Callable[[str, float], Measured]:
+    """What an algorithm answers to all prompts, at a threshold."""
+
+    @cache
+    def ask(algorithm: str, threshold: float) -> Measured:
+        measure = partial(Server.measure, prompts=asked.prompts, budgets=asked.budgets, concurrency=CONCURRENCY, block=BLOCK)
+        if (algorithm, threshold) == ("MRP", 0.9):
+            return measure(request.getfixturevalue("server"))
+        with serve(algorithm, threshold) as started:
+            return measure(started)
+
+    return ask
+
+
+@pytest.fixture(scope="session")
+def generated(tiny_model: MRPForCausalLM, tiny_tokenizer: Any, asked: Asked) -> Callable[..., Generated]:
+    """What `generate` makes of all prompts with its options."""
+
+    def decode(**options: Any) -> Generated:
+        ids: list[list[int]] = [[] for _ in asked.prompts]
+        forwards = 0
+        for budget in BUDGETS:
+            rows = [i for i, limit in enumerate(asked.budgets) if limit == budget]
+            some = [asked.prompts[i] for i in rows]
+            decoded = decode_prompts(tiny_model, tiny_tokenizer, some, None, budget, CONCURRENCY, **options)
+            forwards += sum(decoded.rounds)
+            for i, text in zip(rows, decoded.ids, strict=True):
+                ids[i] = text
+        return Generated(ids, forwards)
+
+    return decode

@@ -1,0 +1,128 @@
+"""The server over HTTP: native and OpenAI endpoints, streams, many clients at once, clients that go away, refusals."""
+
+import json
+import random
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from typing import Any
+from urllib.error import HTTPError
+
+import pytest
+from asking import Asked, sse, up_to_eos
+
+from benchmarks.server import Measured, Server
+
+pytest.importorskip("sglang", reason="the engine is installed by make test-serving")
+LONG = {"max_new_tokens": 800, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def texts(measured: Callable[[str, float], Measured], tiny_tokenizer: Any) -> list[str]:
+    """What each prompt was answered."""
+    return [tiny_tokenizer.decode(up_to_eos(ids, [2, 0]), skip_special_tokens=True) for ids in measured("MRP", 0.9).ids]
+
+
+def native(server: Server, asked: Asked, place: int) -> str:
+    return str(server.generate(asked.prompts[place], asked.budgets[place])["text"])
+
+
+def native_stream(server: Server, asked: Asked, place: int) -> str:
+    body = {"input_ids": asked.prompts[place], "stream": True}
+    with server.open(
+        "/generate", {**body, "sampling_params": {"max_new_tokens": asked.budgets[place], "temperature": 0}}
+    ) as got:
+        seen = [json.loads(data)["text"] for data in sse(got)]
+    assert all(after.startswith(before) for before, after in pairwise(seen))
+    return str(seen[-1])
+
+
+def chat_body(asked: Asked, place: int) -> dict[str, Any]:
+    messages = asked.problems[place].messages()
+    return {"model": "default", "messages": messages, "max_tokens": asked.budgets[place], "temperature": 0}
+
+
+def chat(server: Server, asked: Asked, place: int) -> str:
+    return str(server.ask("/v1/chat/completions", chat_body(asked, place))["choices"][0]["message"]["content"])
+
+
+def chat_stream(server: Server, asked: Asked, place: int) -> str:
+    with server.open("/v1/chat/completions", {**chat_body(asked, place), "stream": True}) as got:
+        events = [json.loads(data) for data in sse(got)]
+    return "".join(choice["delta"].get("content") or "" for event in events for choice in event["choices"])
+
+
+def completion(server: Server, asked: Asked, place: int) -> str:
+    body = {"model": "default", "prompt": asked.prompts[place], "max_tokens": asked.budgets[place], "temperature": 0}
+    return str(server.ask("/v1/completions", body)["choices"][0]["text"])
+
+
+WAYS = (native, native_stream, chat, chat_stream, completion)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_endpoint_gives_the_same_text(way: Any, server: Server, asked: Asked, texts: list[str]) -> None:
+    for place in (0, 3, 90):  # of math and code, which are chats
+        assert way(server, asked, place) == texts[place]
+
+
+def test_a_stream_comes_by_blocks(server: Server, asked: Asked) -> None:
+    body = {"input_ids": asked.prompts[0], "stream": True, "sampling_params": {**LONG, "max_new_tokens": 64}}
+    with server.open("/generate", body) as got:
+        lengths = [len(json.loads(data)["output_ids"]) for data in sse(got)]
+    # A prompt of 33 tokens leaves 15 of its third block, and a stream begins before the first of them is there.
+    assert len(asked.prompts[0]) == 33
+    assert sorted({*lengths} - {0}) == [15, 31, 47, 63, 64]
+
+
+def test_twenty_clients_of_mixed_length(server: Server, asked: Asked, texts: list[str]) -> None:
+    rng = random.Random(0)
+    jobs = [(rng.choice(WAYS), place) for place in rng.sample(range(160), 60)]
+    with ThreadPoolExecutor(20) as clients:
+        answers = list(clients.map(lambda job: job[0](server, asked, job[1]), jobs))
+    assert answers == [texts[place] for _, place in jobs]
+
+
+def test_clients_that_go_away_leave_the_others_alone(server: Server, asked: Asked, texts: list[str]) -> None:
+    def leave(place: int) -> None:
+        with server.open("/generate", {"input_ids": asked.prompts[place], "stream": True, "sampling_params": LONG}) as got:
+            next(sse(got))
+
+    with ThreadPoolExecutor(10) as clients:
+        leaving = [clients.submit(leave, place) for place in range(5)]
+        staying = list(clients.map(lambda place: native(server, asked, place), range(10, 20)))
+        for each in leaving:
+            each.result()
+    assert staying == texts[10:20]
+    until = time.monotonic() + 30
+    while (running := server.load()["num_running_reqs"]) and time.monotonic() < until:
+        time.sleep(0.2)
+    assert running == 0
+
+
+@pytest.mark.parametrize(
+    ("asking", "reason"),
+    [
+        ({"temperature": 0.7}, "decodes greedily"),
+        ({"frequency_penalty": 0.5}, "penalty"),
+        ({"regex": "[0-9]+"}, "regex"),
+        ({"logit_bias": {"5": 1.0}}, "logit_bias"),
+        ({"min_new_tokens": 8}, "min_new_tokens"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(asking: dict[str, Any], reason: str, server: Server, asked: Asked) -> None:
+    sampling = {"max_new_tokens": 16, "temperature": 0, **asking}
+    with pytest.raises(HTTPError) as caught:
+        server.ask("/generate", {"input_ids": asked.prompts[0], "sampling_params": sampling})
+    assert caught.value.code == 400
+    assert reason in caught.value.read().decode()
+
+
+def test_the_endpoint_of_metrics_counts(server: Server, asked: Asked) -> None:
+    before = server.metrics()
+    reply = server.generate(asked.prompts[1], asked.budgets[1])
+    time.sleep(0.5)
+    after = server.metrics()
+    for name in ("forwards", "head_forwards", "drafted", "accepted"):
+        assert after[f"mrp_{name}_total"] - before[f"mrp_{name}_total"] == reply["meta_info"]["mrp"][name]

@@ -1,0 +1,108 @@
+"""Texts: what MRP serves is what stock `LowConfidence` serves, and what `generate` gives, in fewer forwards."""
+
+from collections.abc import Callable
+
+import pytest
+from asking import BLOCK, CONCURRENCY, STATES, Asked, Generated, target_of, up_to_eos
+from engine_reference import low_confidence, what_differs
+
+from benchmarks.server import Measured, Server
+from modeling_mrp import MRPForCausalLM
+
+pytest.importorskip("sglang", reason="the engine is installed by make test-serving")
+every_threshold = pytest.mark.parametrize("threshold", [1.0, 0.9, 0.7])
+# Two probabilities this close are compared otherwise by float32 in batches of other sizes.
+NEAR = 1e-5
+Measure = Callable[[str, float], Measured]
+
+
+def explained(
+    model: MRPForCausalLM, asked: Asked, threshold: float, served: list[list[int]], others: list[list[int]], eos: list[int]
+) -> list[str]:
+    """Why each text differs from the one served, a line each: a near tie, or a rule of the engine's; fails without a reason."""
+    lines = []
+    for place, (prompt, budget, text, other) in enumerate(zip(asked.prompts, asked.budgets, served, others, strict=True)):
+        if text == other:
+            continue
+        first = next(i for i in range(len(text) + 1) if text[i : i + 1] != other[i : i + 1])
+        reference = low_confidence(model, prompt, threshold, budget, eos)
+        close = min(reference.closest[: first + 1])
+        rules = what_differs(model, prompt, threshold, budget, eos, other)
+        assert close < NEAR or rules, f"prompt {place} differs from token {first} on: {text} against {other}"
+        lines.append(f"prompt {place}, token {first}: " + (f"a near tie ({close:.1e})" if close < NEAR else ", ".join(rules)))
+    return lines
+
+
+@every_threshold
+def test_drafted_texts_are_those_of_stock(
+    threshold: float, measured: Measure, asked: Asked, tiny_model_float64: MRPForCausalLM, report: Callable[[str], None]
+) -> None:
+    stock, drafted = measured("LowConfidence", threshold), measured("MRP", threshold)
+    eos = tiny_model_float64.generation_config.eos_token_id
+    reasons = explained(tiny_model_float64, asked, threshold, stock.ids, drafted.ids, eos)
+    assert len(reasons) <= len(asked.prompts) // 20
+    report(f"threshold {threshold}: {len(reasons)} of {len(asked.prompts)} texts differ from stock's")
+    report("\n".join(reasons))
+
+
+@every_threshold
+def test_texts_are_those_of_generate(
+    threshold: float,
+    measured: Measure,
+    generated: Callable[..., Generated],
+    asked: Asked,
+    tiny_model_float64: MRPForCausalLM,
+    report: Callable[[str], None],
+) -> None:
+    options = target_of(threshold)
+    decoding = options.pop("target")
+    eos = tiny_model_float64.generation_config.eos_token_id
+    served = [up_to_eos(ids, eos) for ids in measured("MRP", threshold).ids]
+    reasons = explained(tiny_model_float64, asked, threshold, served, generated(decoding=decoding, **options).ids, eos)
+    assert len(reasons) <= len(asked.prompts) // 10
+    report(f"threshold {threshold}: {len(reasons)} of {len(asked.prompts)} texts differ from those of {decoding}")
+    report("\n".join(reasons))
+
+
+def test_tokens_per_forward(measured: Measure, generated: Callable[..., Generated], report: Callable[[str], None]) -> None:
+    stock, drafted = measured("LowConfidence", 0.9), measured("MRP", 0.9)
+    report(
+        f"tokens per forward at 0.9, K = {STATES}: {drafted.tokens_per_forward:.3f}, stock {stock.tokens_per_forward:.3f}, "
+        f"ratio {drafted.tokens_per_forward / stock.tokens_per_forward:.3f}; "
+        f"seconds {drafted.seconds:.1f} against {stock.seconds:.1f}"
+    )
+    ours = generated(decoding="mrp_spec", num_draft_states=STATES, **target_of(0.9))
+    in_process = sum(map(len, ours.ids)) / ours.forwards
+    report(f"generate: {in_process:.3f}")
+    assert drafted.tokens_per_forward >= 1.8 * stock.tokens_per_forward
+    assert drafted.tokens_per_forward == pytest.approx(in_process, rel=0.02)
+
+
+def test_texts_stay_where_rows_are_short(
+    serve: Callable[..., Server], measured: Measure, asked: Asked, report: Callable[[str], None]
+) -> None:
+    """Requests take rows of a forward first: with few more than they need, drafts find room in some rounds only.
+
+    The engine itself ends where requests fill its slots, with its own algorithm, too, so that slots are not made short here.
+    """
+    rows = CONCURRENCY + STATES
+    count = 64
+    with serve("MRP", 0.9, max_running_requests=rows) as server:
+        short = server.measure(asked.prompts[:count], asked.budgets[:count], CONCURRENCY, BLOCK)
+    assert short.ids == measured("LowConfidence", 0.9).ids[:count]
+    roomy = Measured(measured("MRP", 0.9).replies[:count], 0, 1)
+    drafted = [sum(reply["meta_info"]["mrp"]["drafted"] for reply in part.replies) for part in (short, roomy)]
+    report(f"{rows} rows for {CONCURRENCY} requests: {drafted[0]} drafts in place of {drafted[1]}")
+    assert drafted[0] < drafted[1]
+
+
+def test_a_response_tells_what_it_cost(measured: Measure, asked: Asked) -> None:
+    drafted = measured("MRP", 0.9)
+    costs = [reply["meta_info"]["mrp"] for reply in drafted.replies]
+    prompts = sum(len(prompt) // BLOCK for prompt in asked.prompts)
+    # A prompt's blocks take a forward each, but for those in the prefix cache.
+    assert drafted.forwards <= sum(cost["forwards"] for cost in costs) <= drafted.forwards + prompts
+    for reply, cost in zip(drafted.replies, costs, strict=True):
+        assert cost["tokens_per_forward"] == pytest.approx(len(reply["output_ids"]) / cost["forwards"])
+        assert 0 <= cost["accepted"] <= cost["drafted"]
+        assert cost["acceptance"] == pytest.approx(cost["accepted"] / max(1, cost["drafted"]))

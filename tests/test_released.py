@@ -1,0 +1,96 @@
+"""The released reference that benchmarks compare with: lossless too, and as costly as its description says."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import make_model
+from helpers import left_padded
+from mrp_trainer.decoded import NEW_TOKENS
+
+from benchmarks import drafts, tables
+from benchmarks.common import embedded_weights
+from benchmarks.released import Released
+from modeling_mrp import MRPForCausalLM
+
+
+@pytest.mark.parametrize("head_prefix", [False, True])
+@pytest.mark.parametrize("states", [1, 3, 6])
+def test_the_released_reference_gives_the_text_of_static(states: int, head_prefix: bool) -> None:
+    rng = random.Random(states)
+    for trial in range(6):
+        model = make_model(trial, block_size=rng.choice((4, 8)))
+        prompts = [[rng.randrange(1, 50) for _ in range(rng.randint(1, 19))] for _ in range(rng.choice((1, 4)))]
+        eos = rng.choice(([], [7, 11], list(range(1, 12))))
+        new = rng.randint(1, 25)
+        out = model.generate(**left_padded(prompts), max_new_tokens=new, eos_token_id=eos or None, return_dict_in_generate=True)
+        generated = out.sequences[:, max(map(len, prompts)) :]
+        expected = [row[steps >= 0].tolist() for row, steps in zip(generated, out.reveal_step, strict=True)]
+        assert Released(states, head_prefix)(model, prompts, new, eos).ids == expected
+
+
+@pytest.mark.parametrize(
+    ("block_size", "states", "rounds", "head"),
+    [
+        (4, 3, 1, 2),  # the seed reveals one; states with 3, 2 and 1 masks; the bonus of the last ends the block
+        (4, 2, 2, 2),  # 3 and 2 masks, a bonus; 1 mask and two states behind it, one drafted by the head
+        (8, 3, 2, 4),  # 7, 6 and 5 masks, a bonus; 4, 3, 2 and 1
+        (8, 8, 1, 7),  # 7 masks to 1, and one state behind the block
+    ],
+)
+def test_its_forwards_by_hand(block_size: int, states: int, rounds: int, head: int) -> None:
+    """Positions do not look at each other, so that every draft is right. Beside its rounds a block takes a seed forward and a
+    store; the last one needs no store, and the prompt's block one forward of its own. The head drafts all but slot 0 of a
+    block's first round, and of later ones all but slots 0 and 1."""
+    model = make_model(block_size=block_size)
+    for layer in (*model.model.layers, *model.mrp_head.layers):
+        torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
+    torch.nn.init.zeros_(model.mrp_head.norm.weight)
+    made = Released(states)(model, [list(range(1, 1 + block_size))], 3 * block_size, [])
+    assert made.forwards == [1 + 3 * (rounds + 2) - 1]
+    assert made.head_forwards == [3 * head]
+
+
+def test_the_slowest_row_holds_the_batch(random_model: MRPForCausalLM) -> None:
+    rng = random.Random(3)
+    prompts = [[rng.randrange(1, 50) for _ in range(8)] for _ in range(5)]
+    alone = sum(Released(3)(random_model, [prompt], 16, []).forwards[0] for prompt in prompts)
+    assert sum(Released(3)(random_model, prompts, 16, []).forwards) > alone
+
+
+def test_a_head_that_sees_the_text_reads_the_prompt_once_more(random_model: MRPForCausalLM) -> None:
+    """With K = 1 nothing else is asked of it: the first state of a round is never drafted, the second from stale logits."""
+    prompt = [list(range(1, 9))]
+    assert Released(1)(random_model, prompt, 8, []).head_forwards == [0]
+    assert Released(1, head_prefix=True)(random_model, prompt, 8, []).head_forwards == [1]
+
+
+def test_the_headline_is_of_k_3_and_4_with_older_names_too(tmp_path: Path) -> None:
+    modes = ("static", "released K=3", "released K=3, head prefix", "self_spec K=4 chain", "mrp_spec K=3", "mrp_spec K=8")
+    lines = [{"family": "math", "batch_size": 1, "mode": mode, "tokens_per_forward": 1 + n} for n, mode in enumerate(modes)]
+    lines[4] |= {"over_released": 2.5, "over_released_95": [2.25, 2.75]}
+    lines.append({"family": "math", "batch_size": 1, "mode": "self_spec K=4", "tokens_per_forward": 3, "over_published": 1.5})
+    written = ({"benchmark": "yardstick", **embedded_weights()}, *lines)
+    (tmp_path / "tiny_yardstick.jsonl").write_text("".join(json.dumps(line) + "\n" for line in written))
+    assert tables.headline(tmp_path).splitlines()[2:] == [
+        "| released K=3 | 2.00 |",
+        "| mrp_spec K=3 | 5.00 (2.50x, 2.25-2.75) |",
+        "| self_spec K=4 | 3.00 (1.50x) |",
+    ]
+
+
+def test_what_became_of_drafts(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shares that must add up: a draft is right, or only its order is wrong, or its token is. Texts are short."""
+    for family in NEW_TOKENS:
+        monkeypatch.setitem(NEW_TOKENS, family, 24)
+    drafts.main(["--count", "2"])
+    _, *lines = (json.loads(line) for line in capsys.readouterr().out.splitlines())  # behind the header
+    assert [(line["family"], line["mode"]) for line in lines] == [
+        (family, mode) for family in ("math", "code", "source") for mode in ("self_spec", "mrp_spec")
+    ]
+    for line in lines:
+        assert line["states"] > 10
+        assert line["all right"] + line["only the order wrong"] == pytest.approx(line["token right"], abs=0.15)
+        assert line["all right"] <= line["position expected in place 1"] + 0.05

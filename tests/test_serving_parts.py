@@ -1,0 +1,270 @@
+"""The parts of serving on their own: what is borrowed, how states are laid out, picks, rows between rounds, checkpoints."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import TINY
+from fake_engine import FakeAllocator, FakePool
+from mrp_serving.checkpoint import ARCHITECTURES, backbone_weights, head_weight, open_checkpoint
+from mrp_serving.packing import Own, place_states, share_prefixes
+from mrp_serving.rows import Name, RowStates, fresh_state
+from mrp_serving.sampler import EngineSampler
+from mrp_serving.scratch import Borrowed, affordable, borrowed
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from modeling_mrp import MRPConfig, MRPForCausalLM
+from modeling_mrp.model.layouts import published_name
+from modeling_mrp.rules.states import States
+
+# ------------------------------------------------------------------------------------------------- what is borrowed
+
+
+@pytest.mark.parametrize(("width", "batch", "free", "found"), [(3, 4, 20, 3), (3, 4, 11, 2), (3, 4, 3, 0), (0, 4, 20, 0)])
+def test_drafting_follows_what_requests_leave(width: int, batch: int, free: int, found: int) -> None:
+    assert affordable(width, batch, free) == found
+
+
+@pytest.mark.parametrize(
+    ("rows", "pages", "width"),
+    [(8, 9, 3), (5, 9, 2), (8, 5, 2), (1, 9, 0), (8, 1, 0)],
+    ids=["all", "rows", "pages", "no row", "no page"],
+)
+def test_what_is_lent_is_what_is_there_and_comes_back(rows: int, pages: int, width: int) -> None:
+    pool, allocator, asked = FakePool(rows, 32), FakeAllocator(pages, 4), []
+    with borrowed(pool, allocator, asked.append, 2, 3, 4) as lent:
+        assert (lent.width, lent.rows.shape, lent.slots.shape) == (width, (2, width), (2, width, 4))
+        assert (len(pool.free_slots), len(allocator.free_pages)) == (rows - 2 * width, pages - 2 * width)
+    assert (len(pool.free_slots), len(allocator.free_pages)) == (rows, pages)
+    wanted = 2 * affordable(3, 2, rows) * 4
+    assert asked == ([wanted] if pages * 4 < wanted else [])  # prefixes that nobody uses make room first
+
+
+def test_what_is_lent_comes_back_from_a_round_that_fails() -> None:
+    pool, allocator = FakePool(8, 32), FakeAllocator(8, 4)
+    with pytest.raises(ZeroDivisionError), borrowed(pool, allocator, len, 2, 3, 4):  # type: ignore[arg-type]
+        1 / 0  # noqa: B018
+    assert (len(pool.free_slots), len(allocator.free_pages)) == (8, 8)
+
+
+def test_an_allocator_that_has_less_than_it_says_lends_nothing() -> None:
+    pool, allocator = FakePool(8, 32), FakeAllocator(8, 4)
+    allocator.alloc = lambda count: None  # type: ignore[method-assign]
+    with borrowed(pool, allocator, len, 2, 3, 4) as lent:  # type: ignore[arg-type]
+        assert lent.width == 0
+    assert len(pool.free_slots) == 8
+
+
+def test_slots_that_are_taken_over_are_paid_for() -> None:
+    pool, allocator = FakePool(8, 32), FakeAllocator(8, 4)
+    own = allocator.alloc(4)
+    assert own is not None
+    with borrowed(pool, allocator, len, 1, 2, 4) as lent:  # type: ignore[arg-type]
+        taken = lent.swap(torch.tensor([0]), torch.tensor([1]), own[None])
+    assert int(taken[0, 0]) // 4 not in allocator.free_pages
+    assert int(own[0]) // 4 in allocator.free_pages
+
+
+# ------------------------------------------------------------------------------------------------- how states are laid out
+
+BLOCK = 2
+
+
+def laid_out(parents: bool, committed: list[int]) -> tuple[Any, Tensor]:
+    """Two rows at 4 and 2; the first submits its clean state, one that looks at it, and one that looks at nothing."""
+    table = torch.zeros(6, 12, dtype=torch.int32)
+    table[1, :6] = torch.arange(10, 16)
+    table[2, :4] = torch.arange(20, 24)
+    own = Own([0, 1], torch.tensor([1, 2]), torch.tensor([[14, 15], [22, 23]]), [4, 2])
+    lent = Borrowed(torch.tensor([[3, 4], [5, 0]]), torch.tensor([[[30, 31], [40, 41]], [[50, 51], [60, 61]]]))
+    share_prefixes(table, own, lent)
+    start = torch.tensor([[4, 6, 4], [2, 0, 0]])
+    parent = torch.tensor([[-1, 0, -1], [-1, -1, -1]])
+    valid = torch.tensor([[True, True, True], [True, False, False]])
+    states = States.of(torch.zeros(2, 3, BLOCK, dtype=torch.long), start, parent, 0 * start, 0 * start, valid)
+    return place_states(table, own, lent, states, torch.tensor(committed), parents), table
+
+
+def test_states_share_their_rows_prefix() -> None:
+    cells, table = laid_out(True, [4, 2])
+    assert cells.pool_row.tolist() == [1, 3, 4, 2]
+    assert cells.slots.tolist() == [[14, 15], [30, 31], [40, 41], [22, 23]]
+    assert cells.prefix == [4, 6, 4, 2]
+    assert table[3, :8].tolist() == [10, 11, 12, 13, 14, 15, 30, 31]  # looks at the clean one
+    assert table[4, :6].tolist() == [10, 11, 12, 13, 40, 41]
+    assert table[1, :6].tolist() == [10, 11, 12, 13, 14, 15]
+    assert table[2, :4].tolist() == [20, 21, 22, 23]
+
+
+def test_the_head_sees_no_clean_state_of_the_round() -> None:
+    cells, table = laid_out(False, [4, 2])
+    assert cells.prefix == [4, 4, 4, 2]
+    assert table[3, :6].tolist() == [10, 11, 12, 13, 30, 31]
+
+
+def test_behind_a_block_that_is_kept_states_have_slots_of_their_own() -> None:
+    """The row's own slots hold that block."""
+    cells, table = laid_out(False, [4, 4])
+    assert cells.pool_row.tolist() == [1, 3, 4, 5]
+    assert cells.prefix == [4, 4, 4, 4]
+    assert table[5, :6].tolist() == [20, 21, 22, 23, 50, 51]
+
+
+def test_what_states_give_is_spread_over_them() -> None:
+    cells, _ = laid_out(True, [4, 2])
+    spread = cells.spread(torch.arange(8.0)[:, None], torch.Size((2, 3)))
+    assert spread[..., 0].tolist() == [[[0, 1], [2, 3], [4, 5]], [[6, 7], [0, 0], [0, 0]]]
+
+
+# ------------------------------------------------------------------------------------------------- picks
+
+
+def test_picks_are_those_of_the_engines_own_algorithm() -> None:
+    logits = torch.randn(9, 11, generator=torch.Generator().manual_seed(0)) * 3
+    picks = EngineSampler(torch.empty(11, 4), 3, unembed=lambda hidden: hidden)(logits, torch.zeros(9))
+    probability = logits.softmax(-1)
+    other = logits.argmax(-1) != 3
+    assert torch.equal(picks.token[other], logits.argmax(-1)[other])
+    assert picks.judged is not None
+    assert torch.equal(picks.judged[other], probability.amax(-1)[other])
+    assert (picks.token != 3).all()
+    assert not other.all(), "the mask id has to be the likeliest somewhere"
+    assert torch.allclose(picks.confidence.sigmoid(), picks.judged)
+    assert torch.allclose(picks.entropy, torch.distributions.Categorical(logits=logits).entropy())
+
+
+def test_log_odds_of_given_tokens_have_the_mask_id_in_the_softmax() -> None:
+    scores = torch.tensor([[0.0, 1.0, 2.0, 5.0]])
+    odds = EngineSampler(torch.empty(4, 4), 3, unembed=lambda hidden: hidden).token_log_odds(scores, torch.tensor([1]))
+    p = scores.softmax(-1)[0, 1]
+    assert torch.allclose(odds, (p / (1 - p)).log())
+
+
+# ------------------------------------------------------------------------------------------------- rows between rounds
+
+
+def state_of(start: int) -> Any:
+    return fresh_state([5] * 6, start, 8, 16, 4, 3, 2, True, torch.zeros(0, 8))
+
+
+def test_rows_are_found_by_who_they_were_lent_to() -> None:
+    rows = RowStates()
+    a, b = Name(1, 1, 4), Name(2, 1, 4)
+    batch = rows.take([a, b], lambda place: state_of(4))
+    assert batch.current.ids.tolist() == [[5, 5, 3, 3]] * 2
+    batch.text.total_steps += torch.tensor([7, 8])
+    rows.keep([a, b], batch)
+    assert rows.take([a, b], state_of) is batch
+    swapped = rows.take([b, a], state_of)
+    assert swapped.text.total_steps.tolist() == [8, 7]
+    for other in (Name(1, 2, 4), Name(1, 1, 8)):  # lent anew, or not where it was left
+        assert rows.take([other], lambda place: state_of(4)).text.total_steps.tolist() == [0]
+    rows.drop(lambda row, turn: row != 1)
+    assert len(rows) == 1
+
+
+def test_a_fresh_row_stands_where_the_engine_is() -> None:
+    state = state_of(4)
+    assert state.text.tokens[0].tolist() == [5] * 6 + [3] * 2 + [0] * 9  # nothing to be drafted behind the last block
+    assert state.held.committed.tolist() == [4]
+    assert not state.has_seed.any()
+    assert not state.memory.scored.states.valid.any()
+
+
+# ------------------------------------------------------------------------------------------------- checkpoints
+
+
+@pytest.fixture(autouse=True)
+def anew() -> None:
+    open_checkpoint.cache_clear()
+
+
+@pytest.fixture
+def head_folder(tmp_path: Path, tiny_model: MRPForCausalLM) -> Path:
+    shutil.copytree(TINY, tmp_path / "backbone")
+    model = MRPForCausalLM.from_pretrained(tmp_path / "backbone")
+    model.save_pretrained(tmp_path / "head", head_only=True)
+    return tmp_path / "head"
+
+
+def published_folder(at: Path) -> Path:
+    """The embedded checkpoint in the published layout."""
+    at.mkdir()
+    save_file(
+        {published_name(name): tensor for name, tensor in load_file(TINY / "model.safetensors").items()},
+        at / "model.safetensors",
+    )
+    fields = json.loads((TINY / "config.json").read_text())
+    fields |= {
+        "model_type": "sdar",
+        "architectures": ["SDARMRPForCausalLM"],
+        "rope_theta": fields.pop("rope_parameters")["rope_theta"],
+    }
+    (at / "config.json").write_text(json.dumps({name: value for name, value in fields.items() if name != "auto_map"}))
+    return at
+
+
+def test_the_three_layouts_are_opened(head_folder: Path, tmp_path: Path) -> None:
+    whole, head, published = (
+        open_checkpoint(str(at), None) for at in (TINY, head_folder, published_folder(tmp_path / "published"))
+    )
+    assert all(
+        each.has_head and each.config.block_size == 16 and each.config.mask_token_id == 3 for each in (whole, head, published)
+    )
+    assert whole.defaults["num_draft_states"] == "auto"
+    assert set(MRPConfig.from_pretrained(tmp_path / "published").architectures) <= set(ARCHITECTURES)
+
+
+def test_a_head_repository_is_served_with_the_backbone_that_it_names(head_folder: Path) -> None:
+    with safe_open(head_folder / "model.safetensors", framework="pt") as tensors:
+        assert all(head_weight(name) for name in tensors.keys())  # noqa: SIM118
+    config = MRPConfig.from_pretrained(head_folder)
+    found = dict(backbone_weights(config, str(head_folder)))
+    wanted = {name: tensor for name, tensor in load_file(TINY / "model.safetensors").items() if head_weight(name) is None}
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("mrp_head.layers.0.mlp.up_proj.weight", "layers.0.mlp.up_proj.weight"),
+        ("mrp_modules.0.model.eh_proj.weight", "eh_proj.weight"),
+        ("mrp_head.draft_token_ids", ""),
+        ("model.layers.0.mlp.up_proj.weight", None),
+        ("lm_head.weight", None),
+    ],
+)
+def test_tensors_are_the_heads_or_the_backbones(name: str, part: str | None) -> None:
+    assert head_weight(name) == part
+
+
+def changed_config(folder: Path, **fields: Any) -> str:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    return str(folder)
+
+
+def test_a_head_of_another_backbone_is_refused(head_folder: Path) -> None:
+    source = changed_config(head_folder, vocab_size=1281)
+    with pytest.raises(ValueError, match="does not belong to this backbone: its vocab_size is 1281, the backbone's 1280"):
+        open_checkpoint(source, None)
+
+
+def test_a_head_of_another_size_is_refused(head_folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"(?s)does not fit its config.*missing: mrp_head\.layers\.3"):
+        open_checkpoint(changed_config(head_folder, num_nextn_predict_layers=4), None)
+
+
+def test_a_checkpoint_without_its_head_is_refused(tmp_path: Path) -> None:
+    shutil.copytree(TINY, tmp_path / "no-head")
+    tensors = {name: each for name, each in load_file(TINY / "model.safetensors").items() if head_weight(name) is None}
+    save_file(tensors, tmp_path / "no-head" / "model.safetensors")
+    with pytest.raises(ValueError, match=r"missing: mrp_head\.eh_proj\.weight"):
+        open_checkpoint(str(tmp_path / "no-head"), None)
+    assert not open_checkpoint(changed_config(tmp_path / "no-head", num_nextn_predict_layers=0), None).has_head

@@ -1,0 +1,205 @@
+"""Rounds on an engine's batches: the text of the engine's own algorithm, in fewer forwards, with nothing left behind."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import TINY
+from fake_engine import FakeEngine, FakeRequest, FakeScheduler, low_confidence
+from mrp_serving.options import settings_of
+from mrp_serving.rounds import Rounds
+from mrp_serving.usage import RAW, Usage, shown_usage
+from mrp_trainer.tasks import make_problem
+from transformers import PreTrainedTokenizerFast
+
+from modeling_mrp import MRPForCausalLM
+
+EOS = (2, 0)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return MRPForCausalLM.from_pretrained(TINY, dtype=torch.float64)
+
+
+@pytest.fixture(scope="module")
+def prompts(tokenizer: Any) -> list[list[int]]:
+    asked = [make_problem(family, "heldout", index) for index in range(2) for family in ("math", "code")]
+    chats = [problem.messages() for problem in asked]
+    return [
+        list(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]) for chat in chats
+    ]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return PreTrainedTokenizerFast.from_pretrained(TINY)
+
+
+@pytest.fixture(scope="module")
+def stock(model: Any, prompts: list[list[int]]) -> Callable[[float], tuple[list[list[int]], int]]:
+    """Texts and forwards of the engine's own algorithm at a threshold."""
+    found: dict[float, tuple[list[list[int]], int]] = {}
+
+    def texts(threshold: float) -> tuple[list[list[int]], int]:
+        if threshold not in found:
+            each = [low_confidence(model, prompt, 40, threshold) for prompt in prompts]
+            shown = [
+                FakeRequest(prompt, stop=EOS, output_ids=ids).text() for prompt, (ids, _) in zip(prompts, each, strict=True)
+            ]
+            found[threshold] = shown, sum(forwards for _, forwards in each)
+        return found[threshold]
+
+    return texts
+
+
+def served(
+    model: Any, prompts: list[list[int]], options: dict[str, Any], rows: int = 64, pages: int = 128, **kwargs: Any
+) -> Any:
+    """Serve prompts side by side; returns the requests and the engine, in which everything is free again."""
+    engine = FakeEngine(model, rows, pages)
+    rounds = Rounds(
+        settings_of(options, {}, model.config.block_size, True), model.config.block_size, model.config.mask_token_id
+    )
+    scheduler = FakeScheduler(engine, rounds, **kwargs)
+    requests = [FakeRequest(prompt, stop=EOS, rid=str(number)) for number, prompt in enumerate(prompts)]
+    scheduler.add(*requests)
+    scheduler.run()
+    assert sorted(engine.req_to_token_pool.free_slots) == list(range(1, rows + 1))
+    assert sorted(engine.token_to_kv_pool_allocator.free_pages) == list(range(1, pages + 1))
+    return requests, engine
+
+
+def forwards(requests: list[FakeRequest]) -> int:
+    return sum(Usage(*block).forwards for req in requests for block in (req.customized_info or {})[RAW] if block is not None)
+
+
+@pytest.mark.parametrize(
+    ("options", "threshold"),
+    [
+        ({"target": "dynamic", "confidence_threshold": 0.9}, 0.9),
+        ({"target": "dynamic", "confidence_threshold": 0.7, "num_draft_states": 8, "draft_passes": 2}, 0.7),
+        ({"target": "static"}, 1.0),
+        ({"decoding": "self_spec", "target": "static", "num_draft_states": 3}, 1.0),
+        ({"decoding": "dynamic", "confidence_threshold": 0.9}, 0.9),
+        ({"target": "dynamic", "num_draft_states": "auto"}, 0.9),
+    ],
+)
+def test_the_text_is_that_of_the_engines_own_algorithm(
+    model: Any, prompts: list[list[int]], stock: Any, options: dict[str, Any], threshold: float
+) -> None:
+    requests, _ = served(model, prompts, options)
+    texts, theirs = stock(threshold)
+    assert [req.text() for req in requests] == texts
+    drafts_for_sure = options.get("decoding") != "dynamic" and options.get("num_draft_states") != "auto"
+    assert theirs / forwards(requests) > (1.8 if drafts_for_sure else 1.1)
+
+
+@pytest.mark.parametrize(
+    ("rows", "pages", "sees_new"),
+    [(4, 128, True), (6, 128, True), (64, 20, True), (64, 128, False)],
+    ids=["no row is left", "two are left", "few pages", "attention does not see what is new"],
+)
+def test_what_room_there_is_does_not_change_the_text(
+    model: Any, prompts: list[list[int]], stock: Any, rows: int, pages: int, sees_new: bool
+) -> None:
+    options = {"target": "dynamic", "confidence_threshold": 0.9}
+    requests, engine = served(model, prompts, options, rows, pages, sees_new=sees_new)
+    assert [req.text() for req in requests] == stock(0.9)[0]
+    assert max(engine.widths) <= rows
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"decoding": "mrp_direct", "mrp_steps": 2},
+        *({"decoding": "mrp_remask", "remask_rule": rule} for rule in ("reread", "threshold", "residual")),
+    ],
+)
+def test_unverified_modes_give_the_text_of_generate(model: Any, prompts: list[list[int]], options: dict[str, Any]) -> None:
+    """Up to the first eos, but for what lies behind one, which the engine reveals too."""
+    requests, _ = served(model, prompts, options)
+    for req in requests:
+        ids = torch.tensor([req.origin_input_ids])
+        text = model.generate(ids, max_new_tokens=40, eos_token_id=[], do_sample=False, **options)[0, ids.shape[1] :].tolist()
+        assert FakeRequest([], stop=EOS, output_ids=text).text() == req.text()
+
+
+def test_the_head_sees_the_prefix(model: Any, prompts: list[list[int]]) -> None:
+    """As many tokens a forward as `generate` makes, but for prompts, of which the engine takes a block a forward."""
+    options = {"target": "dynamic", "confidence_threshold": 0.9}
+    requests, _ = served(model, prompts, options)
+    ours, theirs = 0, 0
+    for req in requests:
+        prompt = torch.tensor([req.origin_input_ids])
+        out = model.generate(prompt, max_new_tokens=40, return_dict_in_generate=True, decoding="mrp_spec", **options)
+        theirs += int(out.stats.row_forwards[0]) - 1
+        ours += forwards([req]) - prompt.shape[1] // 16
+    assert ours <= 1.02 * theirs
+
+
+def test_requests_come_and_go(model: Any, prompts: list[list[int]], stock: Any) -> None:
+    """Aborted, taken back and joined by others at any time, requests get their text, and leave nothing."""
+    draw = random.Random(3)
+    engine = FakeEngine(model, 24, 64)
+    options = {"target": "dynamic", "confidence_threshold": 0.9}
+    rounds = Rounds(settings_of(options, {}, 16, True), 16, model.config.mask_token_id)
+    scheduler = FakeScheduler(engine, rounds)
+    wanted = {tuple(prompt): text for prompt, text in zip(prompts, stock(0.9)[0], strict=True)}
+    requests = [FakeRequest(draw.choice(prompts), stop=EOS) for _ in range(12)]
+    waiting, aborted = list(requests), set()
+
+    def on_step() -> None:
+        while waiting and len(scheduler.running) < 4:
+            scheduler.add(waiting.pop())
+        if scheduler.running and draw.random() < 0.3:
+            req = draw.choice(scheduler.running)
+            scheduler.release(req)
+            scheduler.fresh[req] = False
+            if draw.random() < 0.5:
+                aborted.add(req)
+            else:
+                scheduler.add(req)  # it goes on from the blocks that are done
+
+    on_step()
+    scheduler.run(on_step)
+    assert 0 < len(aborted) < 12
+    assert all(req.finished or req in aborted for req in requests)
+    assert all(req.text() == wanted[tuple(req.origin_input_ids)] for req in requests if req.finished)
+    assert len(engine.req_to_token_pool.free_slots) == 24
+    assert len(engine.token_to_kv_pool_allocator.free_pages) == 64
+    assert len(rounds.rows) <= 4
+
+
+def test_a_request_is_told_what_it_cost(model: Any, prompts: list[list[int]]) -> None:
+    (req,), engine = served(model, prompts[:1], {"target": "dynamic"})
+    assert req.customized_info is not None
+    blocks = req.customized_info[RAW]
+    assert len(blocks) == len(req.output_ids)
+    shown = shown_usage(blocks, len(req.text()))
+    assert shown["forwards"] == len(engine.widths)
+    assert shown["tokens_per_forward"] == len(req.text()) / len(engine.widths)
+    assert 0 < shown["acceptance"] == shown["accepted"] / shown["drafted"] <= 1
+
+
+def test_metrics_count_all_requests(model: Any, prompts: list[list[int]]) -> None:
+    class Counter:
+        def __init__(self, name: str, documentation: str) -> None:
+            counters[name], self.total = self, 0
+
+        def inc(self, number: int) -> None:
+            self.total += number
+
+    counters: dict[str, Counter] = {}
+    engine = FakeEngine(model, 32, 64)
+    rounds = Rounds(settings_of({}, {}, 16, True), 16, model.config.mask_token_id)
+    rounds.report.count_in(Counter)
+    scheduler = FakeScheduler(engine, rounds)
+    requests = [FakeRequest(prompt, stop=EOS) for prompt in prompts[:2]]
+    scheduler.add(*requests)
+    scheduler.run()
+    assert counters["sglang:mrp_forwards"].total == forwards(requests)
+    assert counters["sglang:mrp_tokens"].total == sum(len(req.output_ids) for req in requests)
+    assert 0 < counters["sglang:mrp_accepted"].total <= counters["sglang:mrp_drafted"].total
