@@ -3,7 +3,7 @@
 ``python -m benchmarks.frontier`` decodes 500 held-out problems a family, greedily, with each of `settings()`: every target
 alone; the rules of `mrp_remask`; `mrp_direct`; four targets drafted by `self_spec`, a calibrated draft graph
 (`benchmarks.draft_graph`) and `mrp_spec`; the released reference (`benchmarks.released`), row by row; and PSD
-(`benchmarks.psd`). Of `source`, which has no right answer, it decodes a fifth as many, with the targets and what drafts for
+(`benchmarks.psd`). Of `source`, which has no right answer, it decodes half as many, with the targets and what drafts for
 them.
 
 Lines go to `benchmarks/results/tiny_frontier.jsonl` or `--output FILE`; a setting that has one there, of the weights that it
@@ -213,8 +213,8 @@ def main(arguments: list[str] | None = None) -> None:
     decodings = list(dict.fromkeys(setting["decoding"] for setting in settings()))
     parser.add_argument("--decoding", nargs="+", choices=decodings, default=decodings, help="measure these alone")
     parser.add_argument("--split", choices=SPLITS, default="heldout")
-    parser.add_argument("--count", type=int, default=500, help="problems of math and code; a fifth of source")
-    parser.add_argument("--batch-size", type=int, default=50)
+    parser.add_argument("--count", type=int, default=500, help="problems of math and code; half as many of source")
+    parser.add_argument("--batch-size", type=int, default=10)
     parser.add_argument("--dtype", choices=("float32", "float64"), default="float64")
     options = parser.parse_args(arguments)
     identity = {"split": options.split, "problems": options.count, "dtype": options.dtype}
@@ -225,7 +225,7 @@ def main(arguments: list[str] | None = None) -> None:
     results.begin(header("frontier", options, model))
     decoder = Decoder(model.to(getattr(torch, options.dtype)), tokenizer, options.batch_size)
     for family in options.family:
-        asked = problems(family, options.split, options.count if family in JUDGED else max(1, options.count // 5))
+        asked = problems(family, options.split, options.count if family in JUDGED else options.count // 2)
         wanted = [setting for setting in settings(family) if setting["decoding"] in options.decoding]
         for line in lines(decoder, asked, wanted, results, identity):
             results.add(line)

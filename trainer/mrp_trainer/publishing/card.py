@@ -148,7 +148,7 @@ def eval_results(
         own["num_draft_states"] = UNTIMED_STATES
 
     def is_default(line: Mapping[str, Any]) -> bool:
-        settings = ("num_draft_states", "draft_branches", "confidence_threshold")
+        settings = ("target", "num_draft_states", "draft_branches", "confidence_threshold")
         given = {name: line[name] for name in settings if name in line} | line.get("set", {})
         return all(own.get(name) == value for name, value in given.items())
 
