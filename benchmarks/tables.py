@@ -3,8 +3,8 @@
 ``python -m benchmarks.tables TABLE`` reads `benchmarks/results` (or `--results FOLDER`). From `tiny_frontier*.jsonl`:
 `frontier` accuracy and cost of every mode and setting; `targets` every target, alone and drafted; `headline` drafts of `static`
 beside the released reference; `eager` and `recovered` what `mrp_remask` makes of eager reveals. `heldout` the card's, from
-`tiny_heldout_{math,code}.jsonl`; `sweep`, `novel`, `head_prefix`, `specialise` and `retrained` from the files of these names
-behind `tiny_`; `cost` from `cost_model.jsonl`; `wallclock` from `wallclock_tiny.jsonl`; `compiled`.
+`tiny_heldout_{math,code}.jsonl`; `sweep`, `novel`, `head_prefix`, `published_head`, `specialise` and `retrained` from the files
+of these names behind `tiny_`; `cost` from `cost_model.jsonl`; `wallclock` from `wallclock_tiny.jsonl`; `compiled`.
 """
 
 import argparse
@@ -263,6 +263,24 @@ def head_prefix(folder: Path = RESULTS) -> str:
     return _markdown(["family", "K", "with prefix", "block alone", "ratio"], rows)
 
 
+def published_head(folder: Path = RESULTS) -> str:
+    """Tokens per forward of a head trained by the published recipe and of the embedded one, in both loops; in brackets over
+    the first of each row, how many times as many."""
+    rows: dict[tuple[str, int], dict[tuple[str, str], Line]] = {}
+    for line in read_lines(folder / "tiny_published_head.jsonl"):
+        of = rows.setdefault((line["family"], line["num_draft_states"]), {})
+        of[line["decoding"], line["head"]] = line
+    columns = list(product(("released", "mrp_spec"), ("published", "embedded")))
+    cells = []
+    for (family, states), of in sorted(rows.items(), key=lambda row: (FAMILIES.index(row[0][0]), row[0][1])):
+        first, *others = (of[column] for column in columns)
+        ratios = (f"{line['tokens_per_forward']:.2f} ({_ratio(line, 'over_published')})" for line in others)
+        differ = sum(line["texts_that_differ"] for line in of.values())
+        cells.append([family, str(states), _with_interval(first, "tokens_per_forward", 2), *ratios, str(differ)])
+    head = [f"{loop}, {head} head" for loop, head in columns]
+    return _markdown(["family", "K", *head, "texts that differ"], cells)
+
+
 def specialise(folder: Path = RESULTS) -> str:
     """A general head against one with an adapter for a family."""
     rows = [
@@ -331,7 +349,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     table.__name__: table
     for table in (
         *(frontier, targets, headline, eager, recovered, heldout, sweep, cost, wallclock),
-        *(novel, head_prefix, specialise, retrained, compiled),
+        *(novel, head_prefix, published_head, specialise, retrained, compiled),
     )
 }
 

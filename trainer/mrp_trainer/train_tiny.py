@@ -215,21 +215,28 @@ def trajectories(
     return TrajectoryDataset(work / TRAJECTORIES, size, BLOCK_SIZE, eos, pad, seed)
 
 
-def train_head(options: TinyOptions) -> None:
-    """Train a head by residual KL on the frozen backbone, at the states that decoding met."""
+def train_head(options: TinyOptions, dataset: Dataset[Sample] | None = None, **loss: Any) -> Path:
+    """Train a head by residual KL on the frozen backbone, at the states that decoding met; return the trained model's folder.
+
+    Args:
+        options: Of the recipe.
+        dataset: What to train on in place of the recorded decodings.
+        loss: Fields of `MRPTrainingArguments` that say which states are learned and how, in place of the recipe's.
+    """
     set_seed(1)
     model = head_on_backbone(_backbone(options.work), options.head_layers, options.head_init)
-    size = options.head_steps * options.head_batch_size
+    if dataset is None:
+        size = options.head_steps * options.head_batch_size
+        dataset = trajectories(options.work, _tokenizer(options.work), size, count=options.trajectories)
+    loss = {"unroll": options.unroll, "order_weight": options.order_weight, "leftmost_share": 0.25, **loss}
+    folder = options.work / options.head_name
     _train(
         model,
-        trajectories(options.work, _tokenizer(options.work), size, count=options.trajectories),
-        options.work / options.head_name,
+        dataset,
+        folder,
         seed=1,
         batch_size=options.head_batch_size,
         objective="mrp",
-        unroll=options.unroll,
-        order_weight=options.order_weight,
-        leftmost_share=0.25,
         max_steps=options.head_steps,
         learning_rate=options.head_learning_rate,
         muon_learning_rate=options.head_learning_rate / 2,
@@ -238,7 +245,9 @@ def train_head(options: TinyOptions) -> None:
         bf16=True,
         # The CPU's fused attention would lose by bfloat16 what the matrix products win.
         packed_attention="auto" if torch.cuda.is_available() else "eager",
+        **loss,
     )
+    return folder / "final"
 
 
 def export(work: Path, name: str, target: Path) -> None:

@@ -1,0 +1,110 @@
+"""What of the gain over the released reference is the loop, and what the head.
+
+``torchrun --nproc-per-node 2 -m benchmarks.published_head --work runs/published`` trains a head on the embedded backbone by
+the published recipe (`mrp_trainer/recipes`): problems' own answers masked at random, one true token of each block revealed,
+nothing but the divergence of one step, random matrices to begin with. Steps, batches and the optimizer are those of the
+embedded head. Then it decodes held-out problems with both heads in both loops, greedily in float64: the released
+reference (`benchmarks.released`), row by row, and `mrp_spec` of `static`. Every text is that of `static`;
+`texts_that_differ` counts those that are not.
+
+A run that was cut off goes on: from the last checkpoint in `--work`, and behind the last lines of the results. Of two processes
+each decodes a family.
+"""
+
+import argparse
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from accelerate import PartialState
+from mrp_trainer.data import TaskDataset
+from mrp_trainer.provenance import digests
+from mrp_trainer.results import ResultsFile
+from mrp_trainer.settings import RECIPES, read_yaml
+from mrp_trainer.tasks import Problem, problems
+from mrp_trainer.train_tiny import BLOCK_SIZE, FAMILIES, TinyOptions, train_head
+from transformers import PreTrainedTokenizerFast
+
+from modeling_mrp.modeling import MRPForCausalLM
+
+from .common import RESULTS, TINY, header, load
+from .frontier import JUDGED, RELEASED, STATES, Decoder
+from .measure import Measured
+from .targets import alone, drafted
+
+HEADS = ("published", "embedded")
+# What the recipe says of states and losses.
+_LEARNED = ("noisy_copies", "noise_per", "inverse_level", "reveal_rule", "head_loss", "unroll", "order_weight", "reread_weight")
+
+
+def train_published(work: Path, steps: int) -> Path:
+    """Train a head on the embedded backbone by the published recipe, as far as `work` does not hold it; return its folder.
+
+    Problems are drawn with the seed of the embedded head's, another for every sample.
+    """
+    recipe = read_yaml(RECIPES / "sdar-1.7b-mrp.yaml")
+    start = {name: recipe[name] for name in ("head_layers", "head_init")}
+    options = TinyOptions(work=work, head_name="published", head_steps=steps, **start)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(TINY)
+    dataset = TaskDataset(tokenizer, steps * options.head_batch_size, FAMILIES, "train", BLOCK_SIZE, seed=1)
+    return train_head(options, dataset, **{name: recipe[name] for name in _LEARNED})
+
+
+def lines(decoders: dict[str, Decoder], asked: list[Problem], states: int, static: Measured) -> Iterator[dict[str, Any]]:
+    """Measure both heads in both loops on problems of one family. The first line is as published: `over_published` is over it.
+
+    Args:
+        decoders: By head, in the order of `HEADS`.
+        asked: The problems.
+        states: K.
+        static: What `static` made of them.
+    """
+    released = drafted(RELEASED, "static", states, head_prefix=False)
+    ours = drafted("mrp_spec", "static", states, draft_passes=1)
+    first = None
+    for (head, decoder), setting in product(decoders.items(), (released, ours)):
+        measured = decoder.decoded(setting, asked)
+        first = first or measured
+        differ = sum(a != b for a, b in zip(measured.ids, static.ids, strict=True))
+        line = {"family": asked[0].family, "head": head, **setting, **measured.line(), **measured.over(published=first)}
+        yield {**line, "texts_that_differ": differ}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Command line: trains the head, then writes a JSON line for each family, K, head and loop."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.published_head", description=__doc__.splitlines()[0])
+    parser.add_argument("--work", type=Path, default=Path("runs/published"), help="the head and its checkpoints")
+    parser.add_argument(
+        "--output", default=str(RESULTS / "tiny_published_head.jsonl"), help="lines; goes on behind those that are there"
+    )
+    parser.add_argument("--steps", type=int, default=TinyOptions.head_steps)
+    parser.add_argument("--count", type=int, default=200, help="held-out problems a family")
+    parser.add_argument("--states", nargs="+", type=int, default=list(STATES))
+    parser.add_argument("--batch-size", type=int, default=50, help="problems at once, outside of the released reference")
+    options = parser.parse_args(arguments)
+    folder = train_published(options.work, options.steps)
+    embedded, tokenizer = load(TINY)
+    published = MRPForCausalLM.from_pretrained(folder).eval()
+    identity = {"problems": options.count, "published_head": digests(published)["head"]}
+    results = ResultsFile(options.output, "asked")
+    named = argparse.Namespace(**{**vars(options), "work": options.work.name})
+    results.begin({**header("published_head", named, published), "head": digests(embedded)["head"]})
+    models = zip(HEADS, (published, embedded), strict=True)
+    decoders = {head: Decoder(model.double(), tokenizer, options.batch_size) for head, model in models}
+    processes = PartialState()
+    for family in JUDGED[processes.process_index :: processes.num_processes]:
+        asked, static = problems(family, "heldout", options.count), None
+        for states in options.states:
+            if results.find(family=family, num_draft_states=states, asked=identity) is not None:
+                continue
+            static = static or decoders["embedded"].decoded(alone("static"), asked)
+            made = [{**line, "asked": identity} for line in lines(decoders, asked, states, static)]
+            results.add(*made)
+            for line in made:
+                speed = f"{line['tokens_per_forward']} a forward ({line['over_published']}x)"
+                print(f"{family} K={states}: {line['head']} head, {line['decoding']}: {speed}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
