@@ -6,8 +6,8 @@ mode and setting, from `tiny_frontier*.jsonl`; `heldout` the decoding modes on 5
 `yardstick` and `ratios` the comparison with the released reference, from `tiny_yardstick.jsonl`, and `headline` and `drafting`
 the parts of it in which K is 3 or 4, and 8; `targets` every target, alone and drafted, from `tiny_targets.jsonl`; `sweep` from
 `tiny_sweep.jsonl`; `cost` from `cost_model.jsonl`; `wallclock` from `wallclock_tiny.jsonl`; `remask` the rules of
-`mrp_remask` at equal tokens per forward, from `tiny_remask.jsonl`; `compiled`, and `novel`, `head_prefix`, `specialise` and
-`retrained` from the files of these names behind `tiny_`.
+`mrp_remask` at equal tokens per forward, from `tiny_remask.jsonl`; `compiled`, and `novel`, `head_prefix`, `specialise`,
+`retrained` and `departures` from the files of these names behind `tiny_`.
 """
 
 import argparse
@@ -339,6 +339,27 @@ def retrained(folder: Path = RESULTS) -> str:
     return _markdown(["family", "", "before", "now", "change"], rows)
 
 
+def departures(folder: Path = RESULTS) -> str:
+    """What SDAR's own script does otherwise changes: a row a way to decode and departure."""
+    families: dict[str, None] = {}
+    rows: dict[tuple[str, str], dict[str, Line]] = {}
+    for line in read_lines(folder / "tiny_departures.jsonl"):
+        families[line["family"]] = None
+        way = "`static`" if "threshold" not in line else f"`dynamic` {line['threshold']}"
+        way += f", {line['denoising_steps']} steps" if "denoising_steps" in line else ""
+        way += ", greedy" if line.get("top_k") == 1 else f", top_p {line['top_p']}"
+        rows.setdefault((way, ", ".join(f"`{name}`" for name in line["departures"]) or "none"), {})[line["family"]] = line
+    cells = []
+    for row, by in rows.items():
+        cells.append([*row])
+        for line in (by[family] for family in families):
+            accuracy = "{:.1f} ({:.1f}-{:.1f})".format(line["accuracy"], *line["accuracy_95"])
+            differ = f"{100 * line['texts_that_differ'] / line['texts']:.1f}"
+            cells[-1] += [accuracy, f"{line['tokens_per_forward']:.2f}", differ]
+    head = [f"{family}: {what}" for family in families for what in ("%", "tokens / forward", "texts that differ, %")]
+    return _markdown(["decoding", "departure", *head], cells)
+
+
 def compiled(folder: Path = RESULTS) -> str:
     """What the compiler makes of the kernels."""
     known = (
@@ -389,6 +410,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "head_prefix": head_prefix,
     "specialise": specialise,
     "retrained": retrained,
+    "departures": departures,
     "compiled": compiled,
 }
 
