@@ -10,15 +10,16 @@ package's targets in four ways, each a switch of `Script` here; without any the 
    passes or one.
 
 Not followed are its forward more a block for keys and values; that it writes over given or revealed tokens where a quota is
-larger than what is left (so that a prompt can change); and that it fails where a mask is picked until its steps are spent: here
-a step that picks nothing else is an error. What ties is taken from the left here and left open there.
+larger than what is left (so that a prompt can change); and that it fails once its steps are spent on masks: here a step that
+picks nothing else picks again without the mask, and `stuck` counts them. What ties is taken from the left here and left open
+there.
 
 A line has accuracy and tokens per forward of one way, and `texts_that_differ` from the same way without departures. What is
 greedy here has top_k 1, which the script has in place of greedy decoding; what is sampled has the same noise in both.
 """
 
 import argparse
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -80,19 +81,27 @@ class Truncated(Sampler):
 
 @dataclass(frozen=True)
 class MaskStays(Reader):
-    """Reads reveals of which those that picked the mask itself reveal nothing."""
+    """Reads reveals of which those that picked the mask itself reveal nothing.
+
+    Attributes:
+        without: Picks in place of `sampler` where nothing else was picked: the next step would be the same.
+        stuck: Has a number for each round with such states, how many they were.
+    """
+
+    without: Sampler
+    stuck: list[int]
 
     def reveal(self, states: States, hidden: Tensor, text: Text, count: Tensor | None = None) -> Reveal:
-        """See `Reader.reveal`.
-
-        Raises:
-            ValueError: Nothing else was picked: the next step would be the same.
-        """
+        """See `Reader.reveal`."""
         said = super().reveal(states, hidden, text, count)
         kept = said.only(said.where & (said.token != self.mask_token_id))
-        if bool((said.where.any(-1) & ~kept.where.any(-1)).any()):
-            raise ValueError("the mask is all that a step picked, at which SDAR's script ends with masks in the text")
-        return kept
+        stuck = said.where.any(-1) & ~kept.where.any(-1)
+        if not bool(stuck.any()):
+            return kept
+        self.stuck.append(int(stuck.sum()))
+        plain = Reader.reveal(replace(self, sampler=self.without), states, hidden, text, count)
+        pairs = ((getattr(plain, name), getattr(kept, name)) for name in vars(kept))
+        return Reveal(*(torch.where(stuck[..., None], *pair) for pair in pairs))
 
 
 class WholeBlocks(Stopping):
@@ -129,6 +138,7 @@ class Script:
         top_k: Of a truncation, 0 for none,
         top_p: and 1 for none.
         truncated, behind_eos, mask_inside, quota: See the module.
+        stuck: Gets numbers of states at which nothing but masks was picked.
     """
 
     threshold: float | None = None
@@ -140,6 +150,7 @@ class Script:
     behind_eos: bool = False
     mask_inside: bool = False
     quota: bool = False
+    stuck: list[int] = field(default_factory=list)
 
     @property
     def rule(self) -> RevealRule:
@@ -160,11 +171,13 @@ class Script:
         if self.behind_eos:
             task = replace(task, stopping=WholeBlocks(eos, size, mask_id))
             changed["eos"] = torch.empty(0, dtype=torch.long)
-        ids = torch.arange(model.config.vocab_size) if self.mask_inside else None
-        sampler = replace(reader.sampler, sample=self.seed is not None, truncation=self._truncation(), token_ids=ids)
+        sampler = replace(reader.sampler, sample=self.seed is not None, truncation=self._truncation())
         sampler = Truncated(**vars(sampler)) if self.truncated else sampler
-        parts = {**vars(reader), "sampler": sampler, "drafter": sampler, "request": replace(reader.request, **changed)}
-        task = replace(task, reader=(MaskStays if self.mask_inside else Reader)(**parts))
+        reader = replace(reader, sampler=sampler, drafter=sampler, request=replace(reader.request, **changed))
+        if self.mask_inside:
+            inside = replace(sampler, token_ids=torch.arange(model.config.vocab_size))
+            reader = MaskStays(**{**vars(reader), "sampler": inside}, without=sampler, stuck=self.stuck)
+        task = replace(task, reader=reader)
         state = begin(task, runner, text, current, torch.zeros_like(current.start))
         decoded = decode(task, runner, state, lambda rows: Fixed(Amount(1)))
         return Made.of(decoded.state.text, decoded.state.held, prompts)
@@ -219,17 +232,20 @@ def main(arguments: list[str] | None = None) -> None:
     emit(header("departures", options, model))
     model = model.to(getattr(torch, options.dtype))
 
-    def measured(asked: list[Problem], way: dict[str, Any], departures: tuple[str, ...]) -> Measured:
-        script = Script(**way, **dict.fromkeys(departures, True))
+    def measured(asked: list[Problem], script: Script) -> Measured:
         return measure_loop(script, model, tokenizer, asked, options.batch_size)
 
     for family in options.family:
         asked = problems(family, options.split, options.count)
         for way, each in ways(model.config.block_size, options.threshold):
-            without = measured(asked, way, ())
+            without = measured(asked, Script(**way))
             for departures in ((), *each):
-                found = measured(asked, way, departures) if departures else without
-                emit({"family": family, "dtype": options.dtype, **way, "departures": departures, **line(found, without)})
+                switched: dict[str, Any] = dict.fromkeys(departures, True)
+                script = Script(**way, **switched)
+                found = measured(asked, script) if departures else without
+                where = {"family": family, "dtype": options.dtype, **way, "departures": departures}
+                stuck = {"stuck": sum(script.stuck)} if script.mask_inside else {}
+                emit({**where, **line(found, without), **stuck})
 
 
 if __name__ == "__main__":
