@@ -7,7 +7,7 @@ mode and setting, from `tiny_frontier*.jsonl`; `heldout` the decoding modes on 5
 the parts of it in which K is 3 or 4, and 8; `targets` every target, alone and drafted, from `tiny_targets.jsonl`; `sweep` from
 `tiny_sweep.jsonl`; `cost` from `cost_model.jsonl`; `wallclock` from `wallclock_tiny.jsonl`; `remask` the rules of
 `mrp_remask` at equal tokens per forward, from `tiny_remask.jsonl`; `compiled`, and `novel`, `head_prefix`, `specialise`,
-`retrained` and `departures` from the files of these names behind `tiny_`.
+`retrained`, `departures` and `low_precision` from the files of these names behind `tiny_`.
 """
 
 import argparse
@@ -360,6 +360,24 @@ def departures(folder: Path = RESULTS) -> str:
     return _markdown(["decoding", "departure", *head], cells)
 
 
+def low_precision(folder: Path = RESULTS) -> str:
+    """Texts that equal the target's in low precision, in percent: the target decoded otherwise, then drafted by K."""
+    rows: dict[str, dict[tuple[str, str], Line]] = {}
+    for line in read_lines(folder / "tiny_low_precision.jsonl"):
+        way = f"{line['mode']} K={line['K']}" if "K" in line else f"the target, batches of {line['batch_size']}"
+        way = "the target, beside a longer text" if "longer" in line else way
+        rows.setdefault(way, {})[line["family"], line["target"]] = line
+    columns = list(dict.fromkeys(column for by in rows.values() for column in by))
+    cells = [
+        [
+            way,
+            *("{:.1f} ({:.1f}-{:.1f})".format(*(100 * part for part in (by[c]["share"], *by[c]["interval"]))) for c in columns),
+        ]
+        for way, by in rows.items()
+    ]
+    return _markdown(["decoded", *(f"{family}, `{target}`: equal, %" for family, target in columns)], cells)
+
+
 def compiled(folder: Path = RESULTS) -> str:
     """What the compiler makes of the kernels."""
     known = (
@@ -411,6 +429,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "specialise": specialise,
     "retrained": retrained,
     "departures": departures,
+    "low_precision": low_precision,
     "compiled": compiled,
 }
 

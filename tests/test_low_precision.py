@@ -5,18 +5,22 @@ row by row, and beside a longer text, which brings more keys than any draft does
 compared, number by number, and not the texts alone.
 """
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import comb
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import TINY
 from mrp_trainer.data import encode
+from mrp_trainer.decoded import NEW_TOKENS as NEW_TOKENS_OF
 from mrp_trainer.tasks import Family, problems
 from torch import Tensor
 
+from benchmarks import low_precision, tables
 from benchmarks.common import greedy_decode, tokens_of
 from modeling_mrp import MRPForCausalLM
 from modeling_mrp.generate.decode_state import Text
@@ -225,3 +229,22 @@ def test_fishers_exact_test_by_hand() -> None:
     assert chance_of_more(2, 2, 0, 1) == pytest.approx(1 / 3)
     assert chance_of_more(1, 2, 1, 1) == pytest.approx(1)
     assert chance_of_more(0, 5, 3, 9) == pytest.approx(1)
+
+
+def test_the_shares_of_equal_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two texts of 8 tokens in float64, all. What has a line is not measured again."""
+    monkeypatch.setitem(NEW_TOKENS_OF, "source", 8)
+    path = tmp_path / "tiny_low_precision.jsonl"
+    command = ["--output", str(path), "--dtype", "float64", "--count", "2", "--batch-size", "2", "--controls", "1"]
+    low_precision.main([*command, "--target", "static"])
+    low_precision.main([*command, "--target", "static", "dynamic"])
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == 2 * (2 + len(low_precision.DRAFTED))
+    assert all(line.endswith(": 2 of 2") for line in printed)
+    lines = list(map(json.loads, path.read_text().splitlines()))
+    assert {line["head_per_token"] > 0 for line in lines if line.get("mode") == "mrp_spec"} == {True}
+    assert {line["head_per_token"] for line in lines if line.get("mode") in ("static", "dynamic", "self_spec")} == {0}
+    rows = tables.low_precision(tmp_path).splitlines()
+    assert rows[0] == "| decoded | source, `static`: equal, % | source, `dynamic`: equal, % |"
+    assert [row.split(" | ")[0] for row in rows[2:4]] == ["| the target, batches of 1", "| the target, beside a longer text"]
+    assert rows[-1] == "| mrp_spec K=8 | 100.0 (34.2-100.0) | 100.0 (34.2-100.0) |"
