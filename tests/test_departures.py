@@ -91,6 +91,14 @@ def test_a_quota_by_hand(confidence: list[float], quota: int, revealed: list[int
     assert found[0].nonzero()[:, 0].tolist() == revealed
 
 
+def test_a_quota_of_one_changes_nothing() -> None:
+    """That of the default, as many denoising steps as a block has tokens: at least one is revealed anyhow."""
+    for trial in range(3):
+        model, here = make_model(trial, block_size=8), ([[1, 2, 3], [4, 5, 6, 7, 8]], 20, [7])
+        quota, ours = (Script(0.3, quota=switch)(model, *here) for switch in (True, False))
+        assert (quota.ids, quota.forwards) == (ours.ids, ours.forwards)
+
+
 @pytest.mark.parametrize(
     ("truncation", "before", "after"),
     [
