@@ -1,7 +1,7 @@
 """Tables and figures of the ablations, with the paper's numbers beside ours.
 
-``python -m benchmarks.ablation_report`` reads `tiny_ablations.jsonl` from `benchmarks/results` (and `tiny_remask.jsonl`),
-prints Markdown tables and writes PNG figures beside them. A cell's value is the mean over seeds, its interval that of a
+``python -m benchmarks.ablation_report`` reads `tiny_ablations.jsonl` from `benchmarks/results`, prints Markdown
+tables and writes PNG figures beside them. A cell's value is the mean over seeds, its interval that of a
 bootstrap over seeds and, inside each, over problems; a comparison is paired: the same seeds and problems.
 """
 
@@ -182,21 +182,6 @@ def acceptance_figure(cells: Cells, groups: Mapping[str, Sequence[str]]) -> Figu
     return figure
 
 
-def frontier_figure(lines: Sequence[Line]) -> Figure:
-    """Accuracy against tokens per forward over tau, a panel a family: `dynamic` and the rules of `mrp_remask`."""
-    figure = Figure(figsize=(8.6, 3.6), layout="constrained")
-    for place, family in enumerate(("math", "code"), 1):
-        axes = figure.add_subplot(1, 2, place)
-        for index, rule in enumerate(dict.fromkeys(line["rule"] for line in lines)):
-            points = [line for line in lines if (line["family"], line["rule"]) == (family, rule)]
-            points.sort(key=lambda line: line["tau"])
-            speeds = [line["tokens_per_forward"] for line in points]
-            values = [Interval(line["accuracy"], *line["accuracy_95"]) for line in points]
-            _points(axes, speeds, values, "dynamic, no remasking" if rule == "dynamic" else rule, f"C{index}")
-        _finish(axes, family, "tokens per backbone forward", "accuracy, %", ticks=False)
-    return figure
-
-
 def _points(axes: Axes, x: Sequence[float], values: Sequence[Interval], label: str, color: str, line: str = "-") -> None:
     middle = [value.value for value in values]
     around = [[v.value - v.low for v in values], [v.high - v.value for v in values]]
@@ -268,13 +253,6 @@ def main(arguments: list[str] | None = None) -> None:
     cells = Cells(read_lines(options.results / "tiny_ablations.jsonl"))
     print(report(cells))
     figures = {"ablation_direct": direct_figure(cells, STARTS), "ablation_acceptance": acceptance_figure(cells, GROUPS)}
-    if (path := options.results / "tiny_remask.jsonl").exists():
-        lines = [line for line in read_lines(path) if "tau" in line]
-        for family in ("math", "code"):
-            for line in read_lines(options.results / f"tiny_heldout_{family}.jsonl"):
-                if line["decoding"] == "dynamic":
-                    lines.append({**line, "rule": "dynamic", "tau": line["confidence_threshold"]})
-        figures["remask_frontier"] = frontier_figure(lines)
     with matplotlib.rc_context({"savefig.dpi": 130}):
         for name, figure in figures.items():
             figure.savefig(options.results / f"{name}.png", metadata={"Software": None})

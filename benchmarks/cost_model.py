@@ -1,7 +1,7 @@
 """When speculation pays: speed over `static` at the published shapes, from measured counts and the roofline of a device.
 
 ``python -m benchmarks.cost_model`` takes tokens per forward, states per forward and head passes per round from results of
-`benchmarks.sweep` or `benchmarks.yardstick` (or by hand) and prints, for each shape, batch size and K, what a round of
+`benchmarks.sweep` (or by hand) and prints, for each shape, batch size and K, what a round of
 `static`, `self_spec` and `mrp_spec` takes and the mode to use; then where each stops paying and from which shape on the head
 pays. The counts are those of the checkpoint measured, a toy's here, and the bandwidth is ideal: predictions hold for a model
 whose drafts are right as often, on a device that never waits.
@@ -169,8 +169,8 @@ def measured_counts(lines: list[dict[str, Any]], family: str, mode: str, states:
         for line in lines
         if line["family"] == family
         and line.get("axis") != "prompt"
-        and (line["mode"], line.get("states")) in ((mode, states), (f"{mode} K={states}", None), ("static", None))
-        and line["mode"].startswith(mode)
+        and line["mode"] == mode
+        and line.get("states", states) == states
         and line["batch_size"] <= batch
     ]
     return counts_of(max(fitting, key=lambda line: line["batch_size"]), mode, states) if fitting else None
@@ -271,7 +271,7 @@ def head_pays_from(choices: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cost_model", description=__doc__.splitlines()[0])
-    parser.add_argument("--counts", default=str(RESULTS / "tiny_yardstick.jsonl"), help="results of sweep or yardstick")
+    parser.add_argument("--counts", default=str(RESULTS / "tiny_sweep.jsonl"), help="results of `benchmarks.sweep`")
     parser.add_argument("--family", nargs="+", default=list(FAMILIES), help="whose lines of them to take")
     parser.add_argument(
         "--tokens",

@@ -2,17 +2,19 @@
 
 ``python -m benchmarks.frontier`` decodes 500 held-out problems a family, greedily, with each of `settings()`: every target
 alone; the rules of `mrp_remask`; `mrp_direct`; four targets drafted by `self_spec`, a calibrated draft graph
-(`benchmarks.draft_graph`) and `mrp_spec`; and PSD (`benchmarks.psd`). Lines go to `benchmarks/results/tiny_frontier.jsonl` or
-`--output FILE`; a setting that has one there, of the weights that it uses, is not measured again. `python -m
-benchmarks.tables frontier` prints the table, and `python -m benchmarks.plots` draws the figure, both from all of
-`tiny_frontier*.jsonl`: two processes may take a family and a file each.
+(`benchmarks.draft_graph`) and `mrp_spec`; the released reference (`benchmarks.released`), row by row; and PSD
+(`benchmarks.psd`). Of `source`, which has no right answer, it decodes a fifth as many, with the targets and what drafts for
+them.
 
-Both families take about 80 minutes of an idle core in float32, where near ties may differ: `texts_that_differ` counts them.
-With `--dtype float64` every drafted text is its target's, token by token.
+Lines go to `benchmarks/results/tiny_frontier.jsonl` or `--output FILE`; a setting that has one there, of the weights that it
+uses, is not measured again. `python -m benchmarks.tables frontier` (`targets`, `headline`, `eager`, `recovered`) prints
+tables, and `python -m benchmarks.plots` draws the figure, from all of `tiny_frontier*.jsonl`: processes may take a family and a
+file each.
+
+In float64, so that every drafted text is its target's, token by token; `texts_that_differ` counts those that are not.
 """
 
 import argparse
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any
@@ -22,7 +24,7 @@ from mrp_trainer.data import encode
 from mrp_trainer.decoded import NEW_TOKENS
 from mrp_trainer.intervals import wilson
 from mrp_trainer.results import ResultsFile, mode_name
-from mrp_trainer.tasks import SPLITS, Family, Problem, problems
+from mrp_trainer.tasks import FAMILIES, SPLITS, Family, Problem, problems
 from transformers import PreTrainedTokenizerFast
 
 from modeling_mrp.generate.option_table import REMASK_RULES
@@ -35,27 +37,44 @@ from .draft_graph import DraftGraph, GraphDrafts, Node, recorded_paths
 from .loops import measure_loop
 from .measure import Measured, measure
 from .psd import ParallelSpeculative
-from .targets import TARGETS
+from .released import Released
+from .targets import TARGETS, alone, drafted
 
 Setting = dict[str, Any]
-FAMILIES: tuple[Family, ...] = ("math", "code")  # those with right answers
+JUDGED: tuple[Family, ...] = ("math", "code")  # those with right answers
 TAUS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 REMASK_TAUS = (0.4, *TAUS)
 BOUNDS = (0.35, 0.7, 1.0)
 STATES = (3, 4, 8)
 PSD_TAUS, PSD_STATES = (0.7, 0.8, 0.9), (4, 8)
 # Beside the modes of `generate`.
-GRAPH, PSD = "draft_graph", "psd"
+GRAPH, PSD, RELEASED = "draft_graph", "psd", "released"
 DRAFTERS = ("self_spec", GRAPH, "mrp_spec")
 # Tuning problems of each family that a graph is calibrated on, as in the paper, and nodes for each that a round may score.
 CALIBRATED_ON, NODES = 25, 2
 
 
-def settings() -> list[Setting]:
+def settings(family: Family = "math") -> list[Setting]:
     """List what is measured: the fields of a line that say how it was decoded."""
-    return [
-        {"decoding": "static"},
-        {"decoding": "sequential"},
+    lossless: list[Setting] = [
+        *(alone(target) for target in TARGETS),
+        *(
+            {"decoding": RELEASED, "target": "static", "head_prefix": prefix, "num_draft_states": states}
+            for prefix in (False, True)
+            for states in STATES
+        ),
+        *(
+            drafted(drafter, target, states, **({"draft_passes": 1} if drafter == "mrp_spec" else {}))
+            for target in TARGETS
+            for drafter in DRAFTERS
+            for states in STATES
+        ),
+        *(drafted("mrp_spec", target, 8, draft_passes=2) for target in TARGETS),
+        *(drafted("mrp_spec", "dynamic", 16, draft_passes=passes) for passes in (2, 7)),
+    ]
+    if family not in JUDGED:
+        return lossless
+    changing: list[Setting] = [
         *({"decoding": "entropy_bound", "entropy_threshold": bound} for bound in BOUNDS),
         *({"decoding": "dynamic", "confidence_threshold": tau} for tau in TAUS),
         *(
@@ -65,17 +84,12 @@ def settings() -> list[Setting]:
         ),
         *({"decoding": "mrp_direct", "mrp_steps": steps} for steps in (1, 2)),
         *(
-            {"decoding": drafter, "target": target, **options, "num_draft_states": states}
-            for target, options in TARGETS.items()
-            for drafter in DRAFTERS
-            for states in STATES
-        ),
-        *(
             {"decoding": PSD, "confidence_threshold": tau, "num_draft_states": states}
             for tau in PSD_TAUS
             for states in PSD_STATES
         ),
     ]
+    return lossless + [setting for setting in changing if setting not in lossless]
 
 
 def setting_name(line: Mapping[str, Any]) -> str:
@@ -83,7 +97,25 @@ def setting_name(line: Mapping[str, Any]) -> str:
     decoding = " ".join(filter(None, (line["decoding"], line.get("remask_rule"))))
     name = mode_name({**line, "decoding": decoding})
     name += f" bound={line['entropy_threshold']}" if "entropy_threshold" in line else ""
-    return name + (f" steps={line['mrp_steps']}" if "mrp_steps" in line else "")
+    name += f" steps={line['mrp_steps']}" if "mrp_steps" in line else ""
+    name += f" passes={line['draft_passes']}" if line.get("draft_passes", 1) > 1 else ""
+    return name + (" with a head prefix" if line.get("head_prefix") else "")
+
+
+def references(setting: Setting) -> dict[str, Setting]:
+    """Name the settings that a drafted one is compared with, its target first; those of the same K."""
+    if "target" not in setting:
+        return {}
+    others = {"target": alone(setting["target"])}
+    plain = {name: value for name, value in setting.items() if name not in ("draft_passes", "head_prefix")}
+    if setting["num_draft_states"] not in STATES:
+        return others
+    if setting["decoding"] == "mrp_spec":
+        others |= {drafter: {**plain, "decoding": drafter} for drafter in ("self_spec", GRAPH)}
+    released = {**plain, "decoding": RELEASED, "head_prefix": False}
+    if setting["target"] == "static" and setting != released:
+        others[RELEASED] = released
+    return others
 
 
 def on_frontier(line: Mapping[str, Any], others: Iterable[Mapping[str, Any]]) -> bool:
@@ -93,15 +125,9 @@ def on_frontier(line: Mapping[str, Any], others: Iterable[Mapping[str, Any]]) ->
     return not any(each != ours and each[0] >= ours[0] and each[1] >= ours[1] for each in theirs)
 
 
-def target_of(setting: Setting) -> Setting | None:
-    """Give the setting whose texts a drafted one has to make; None for one that is none."""
-    target = setting.get("target")
-    return None if target is None else {"decoding": target, **TARGETS[target]}
-
-
 def rule_of(target: str) -> RevealRule:
     """Make the reveal rule of a target at its setting."""
-    config = MRPGenerationConfig(decoding=target, **TARGETS[target])
+    config = MRPGenerationConfig(**alone(target))
     config.check(block_size=1, has_head=False)
     return config.mode().rule
 
@@ -127,6 +153,9 @@ class Decoder:
             target = options["target"]
             graph = DraftGraph.calibrated(self.paths(target), NODES * (states - 1))
             loop: Any = GraphDrafts(rule_of(target), graph, states)
+        elif options["decoding"] == RELEASED:
+            loop = Released(states, options["head_prefix"])
+            return measure_loop(loop, self.model, self.tokenizer, asked, 1)  # in a batch it waits for the slowest row
         elif options["decoding"] == PSD:
             loop = ParallelSpeculative(Dynamic(logit(options["confidence_threshold"])), states)
         else:
@@ -155,23 +184,22 @@ def lines(
         return made[name]
 
     for setting in wanted:
-        fields = {"family": asked[0].family, **setting}
+        fields: dict[str, Any] = {"family": asked[0].family, **setting}
         if results.find(**fields, asked=identity) is not None:
             continue
-        begun = time.perf_counter()
         measured = decoded(setting)
-        seconds = round(time.perf_counter() - begun, 1)
-        share = wilson(sum(map(bool, measured.right)), len(asked))
-        line = {
-            **fields,
-            "accuracy": round(100 * share.value, 1),
-            "accuracy_95": [round(100 * share.low, 1), round(100 * share.high, 1)],
-        }
-        line |= measured.line()
-        if (target := target_of(setting)) is not None:
-            line["texts_that_differ"] = sum(a != b for a, b in zip(measured.ids, decoded(target).ids, strict=True))
-            del made[setting_name(setting)]
-        yield {**line, "seconds": seconds, "asked": identity}
+        line = fields | (judged(measured) if asked[0].family in JUDGED else {}) | measured.line()
+        others = {name: decoded(other) for name, other in references(setting).items()}
+        line |= measured.over(**others)
+        if others:
+            line["texts_that_differ"] = sum(a != b for a, b in zip(measured.ids, others["target"].ids, strict=True))
+        yield {**line, "asked": identity}
+
+
+def judged(measured: Measured) -> dict[str, Any]:
+    """The share of right answers in percent, with its interval."""
+    share = wilson(sum(map(bool, measured.right)), len(measured.right))
+    return {"accuracy": round(100 * share.value, 1), "accuracy_95": [round(100 * share.low, 1), round(100 * share.high, 1)]}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -185,9 +213,9 @@ def main(arguments: list[str] | None = None) -> None:
     decodings = list(dict.fromkeys(setting["decoding"] for setting in settings()))
     parser.add_argument("--decoding", nargs="+", choices=decodings, default=decodings, help="measure these alone")
     parser.add_argument("--split", choices=SPLITS, default="heldout")
-    parser.add_argument("--count", type=int, default=500)
+    parser.add_argument("--count", type=int, default=500, help="problems of math and code; a fifth of source")
     parser.add_argument("--batch-size", type=int, default=50)
-    parser.add_argument("--dtype", choices=("float32", "float64"), default="float32")
+    parser.add_argument("--dtype", choices=("float32", "float64"), default="float64")
     options = parser.parse_args(arguments)
     identity = {"split": options.split, "problems": options.count, "dtype": options.dtype}
     results = ResultsFile(options.output, "asked")
@@ -196,15 +224,14 @@ def main(arguments: list[str] | None = None) -> None:
     model, tokenizer = load(options.model)
     results.begin(header("frontier", options, model))
     decoder = Decoder(model.to(getattr(torch, options.dtype)), tokenizer, options.batch_size)
-    wanted = [setting for setting in settings() if setting["decoding"] in options.decoding]
     for family in options.family:
-        for line in lines(decoder, problems(family, options.split, options.count), wanted, results, identity):
+        asked = problems(family, options.split, options.count if family in JUDGED else max(1, options.count // 5))
+        wanted = [setting for setting in settings(family) if setting["decoding"] in options.decoding]
+        for line in lines(decoder, asked, wanted, results, identity):
             results.add(line)
+            right = f"{line['accuracy']} % at " if "accuracy" in line else ""
             differ = f", {line['texts_that_differ']} texts differ" if "texts_that_differ" in line else ""
-            print(
-                f"{family}: {setting_name(line)}: {line['accuracy']} % at {line['tokens_per_forward']} a forward{differ}",
-                flush=True,
-            )
+            print(f"{family}: {setting_name(line)}: {right}{line['tokens_per_forward']} a forward{differ}", flush=True)
 
 
 if __name__ == "__main__":

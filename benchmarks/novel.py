@@ -17,15 +17,10 @@ from mrp_trainer.train_tiny import BLOCK_SIZE, FAMILIES, TinyOptions
 from transformers import PreTrainedTokenizerBase
 
 from .common import TINY, emit, header, load
-from .targets import ways
+from .frontier import JUDGED, setting_name
+from .targets import alone, drafted
 
-JUDGED = ("math", "code")
-MODES: tuple[tuple[str, tuple[str, int, int] | None], ...] = (
-    ("static", None),
-    ("static", ("mrp_spec", 8, 1)),
-    ("dynamic", None),
-    ("dynamic", ("mrp_spec", 8, 1)),
-)
+MODES = tuple(setting for target in ("static", "dynamic") for setting in (alone(target), drafted("mrp_spec", target, 8)))
 _EQUATION = re.compile(r"= (\d+) ([-+*]) (\d+) = ")
 _CHANGE = re.compile(r"(?:plus|minus|times) \d")
 _TEST = re.compile(r"even|odd|(?:greater than|less than|not) \d")
@@ -98,11 +93,10 @@ def main(arguments: list[str] | None = None) -> None:
     known = asked_in_training(tokenizer, options.backbone, options.head)
     for family in JUDGED:
         of, share = parts(family, "heldout", options.count, known)
-        for target, drafts in MODES:
-            name = target if drafts is None else f"{drafts[0]} of {target} K={drafts[1]}"
+        for setting in MODES:
             for part, asked in of.items():
-                decoded = decode_problems(model, tokenizer, asked, options.batch_size, **ways(target, drafts))
-                where = {"family": family, "known_percent": round(100 * share, 1), "mode": name, "part": part}
+                decoded = decode_problems(model, tokenizer, asked, options.batch_size, **setting)
+                where = {"family": family, "known_percent": round(100 * share, 1), "mode": setting_name(setting), "part": part}
                 emit({**where, "problems": len(asked), **line(decoded)})
 
 

@@ -1,7 +1,7 @@
-"""Figures of the frontier, the sweeps and the cost model (``python -m benchmarks.plots``; needs matplotlib, the extra `bench`).
+"""Figures of the frontier and the cost model (``python -m benchmarks.plots``; needs matplotlib, the extra `bench`).
 
-Reads `tiny_frontier*.jsonl`, `tiny_sweep.jsonl` and `cost_model.jsonl` from `benchmarks/results` and writes SVG files beside
-them: the same bytes for the same numbers, with text as text.
+Reads `tiny_frontier*.jsonl` and `cost_model.jsonl` from `benchmarks/results` and writes SVG files beside them: the same bytes
+for the same numbers, with text as text.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from .common import RESULTS, read_lines
 from .tables import frontier_lines
 
 Line = dict[str, Any]
-COLORS = {"static": "#777777", "released": "#d95f02", "published": "#d95f02", "self_spec": "#1b9e77", "mrp_spec": "#7570b3"}
+COLORS = {"static": "#777777", "self_spec": "#1b9e77", "mrp_spec": "#7570b3"}
 STYLES = ("-", "--", ":", "-.")
 DETERMINISTIC: Any = {
     "svg.hashsalt": "mrp",
@@ -27,41 +27,6 @@ DETERMINISTIC: Any = {
     "axes.grid": True,
     "grid.alpha": 0.3,
 }
-AXES = {
-    "states": ("states", "states a round, K"),
-    "batch": ("batch_size", "batch size"),
-    "prompt": ("prompt_tokens", "prompt tokens"),
-}
-
-
-def sweep_figure(lines: Sequence[Line], axis: str) -> Figure:
-    """Tokens per forward along one axis, a panel a family, with 95 % intervals; `static` has no K and is a level line there."""
-    lines = [line for line in lines if line["axis"] == axis]
-    if axis == "states":
-        lines = [line for line in lines if line["batch_size"] == min(other["batch_size"] for other in lines)]
-    families = list(dict.fromkeys(line["family"] for line in lines))
-    key, label = AXES[axis]
-    figure = Figure(figsize=(4.2 * len(families), 3.4), layout="constrained")
-    for place, family in enumerate(families):
-        axes = figure.add_subplot(1, len(families), place + 1)
-        for mode in COLORS:
-            points = [line for line in lines if (line["family"], line["mode"]) == (family, mode)]
-            if points and key in points[0]:
-                _curve(axes, points, key, mode)
-            elif points:
-                axes.axhline(points[0]["tokens_per_forward"], color=COLORS[mode], label=mode)
-        _decorate(axes, family, label, "tokens per backbone forward", sorted({line[key] for line in lines if key in line}))
-        axes.set_ylim(bottom=0)
-    return figure
-
-
-def _curve(axes: Axes, points: list[Line], key: str, mode: str) -> None:
-    points = sorted(points, key=lambda line: line[key])
-    x = [line[key] for line in points]
-    axes.plot(x, [line["tokens_per_forward"] for line in points], "o-", ms=3, color=COLORS[mode], label=mode)
-    low, high = zip(*(line["tokens_per_forward_95"] for line in points), strict=True)
-    axes.fill_between(x, low, high, color=COLORS[mode], alpha=0.15, lw=0)
-
 
 # What tells the curves of the frontier apart: colour, marker and line of each.
 CURVES: dict[str, tuple[str, str, str]] = {
@@ -74,6 +39,7 @@ CURVES: dict[str, tuple[str, str, str]] = {
     "mrp_remask residual": ("#e7298a", "+", ":"),
     "mrp_direct": ("#e6ab02", "*", "-"),
     "psd": ("#66a61e", "v", ""),
+    "released": ("#a6761d", "", "-"),
     "self_spec": ("#1b9e77", "", "-"),
     "draft_graph": ("#d95f02", "", "-"),
     "mrp_spec": ("#7570b3", "", "-"),
@@ -82,6 +48,7 @@ CURVES: dict[str, tuple[str, str, str]] = {
 
 def frontier_figure(lines: Sequence[Line]) -> Figure:
     """Accuracy over tokens per forward with 95 % intervals, a panel a family; drafted targets have their target's marker."""
+    lines = [line for line in lines if "accuracy" in line]
     families = list(dict.fromkeys(line["family"] for line in lines))
     figure = Figure(figsize=(1.8 + 5.2 * len(families), 4.8), layout="constrained")
     for place, family in enumerate(families):
@@ -158,7 +125,7 @@ def save(figure: Figure, path: Path) -> None:
 def main(arguments: list[str] | None = None) -> None:
     """Command line: writes the figures for the results that are there.
 
-    These are `frontier.svg`, `sweep_{states,batch,prompt}.svg` and `cost_DEVICE_SHAPE.svg`.
+    These are `frontier.svg` and `cost_DEVICE_SHAPE.svg`.
     """
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plots", description=__doc__.splitlines()[0])
     parser.add_argument("--results", type=Path, default=RESULTS, help="the folder to read, and to write to")
@@ -169,10 +136,6 @@ def main(arguments: list[str] | None = None) -> None:
         figures: dict[str, Figure] = {}
         if measured := frontier_lines(options.results):
             figures["frontier.svg"] = frontier_figure(measured)
-        if (path := options.results / "tiny_sweep.jsonl").exists():
-            lines = read_lines(path)
-            for axis in dict.fromkeys(line["axis"] for line in lines):
-                figures[f"sweep_{axis}.svg"] = sweep_figure(lines, axis)
         if (path := options.results / "cost_model.jsonl").exists():
             name = f"cost_{options.device}_{options.shape}.svg".lower()
             figures[name] = cost_figure(read_lines(path), options.device, options.shape)

@@ -15,7 +15,7 @@ from mrp_trainer.tasks import problems
 
 from .bootstrap import Cost, ratio
 from .common import TINY, emit, header, load
-from .targets import TARGETS
+from .targets import TARGETS, drafted
 
 
 def drafting(new: Decoded, old: Decoded) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--family", nargs="+", default=["math", "code"])
     parser.add_argument("--count", type=int, default=500)
     parser.add_argument("--split", default="heldout", choices=("heldout", "tune"))
-    parser.add_argument("--target", nargs="+", default=["static"], choices=list(TARGETS))
+    parser.add_argument("--target", nargs="+", default=list(TARGETS), choices=list(TARGETS))
     parser.add_argument("--states", nargs="+", type=int, default=[4, 8])
     parser.add_argument("--batch-size", type=int, default=50)
     options = parser.parse_args(arguments)
@@ -60,11 +60,7 @@ def main(arguments: list[str] | None = None) -> None:
     emit(header("retrained", options, new))
     old, _ = load(options.before)
     new, old = new.double(), old.double()
-    settings: list[dict[str, Any]] = [
-        {"decoding": "mrp_spec", "target": target, **TARGETS[target], "num_draft_states": states}
-        for target in options.target
-        for states in options.states
-    ]
+    settings = [drafted("mrp_spec", target, states) for target in options.target for states in options.states]
     for family in options.family:
         asked = problems(family, options.split, options.count)
         for setting in [*settings, {"decoding": "mrp_direct"}]:

@@ -18,7 +18,7 @@ from mrp_trainer.decoded import NEW_TOKENS
 from mrp_trainer.tasks import FAMILIES, problems
 from transformers import PreTrainedTokenizerFast
 
-from modeling_mrp import MRPConfig
+from modeling_mrp import MRPConfig, MRPForCausalLM
 
 from .common import TINY, emit, header
 from .server import CPU_ENVIRONMENT, CPU_FLAGS, Measured, Server, backbone_for_stock
@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--flag", action="append", help="a flag of both engines, in place of those for a CPU")
     options = parser.parse_args(arguments)
-    emit(header("serving", options))
+    emit(header("serving", options, MRPForCausalLM.from_pretrained(options.model)))
     block = MRPConfig.from_pretrained(options.model).block_size
     tokenizer = PreTrainedTokenizerFast.from_pretrained(options.model)
     asked = [problem for family in FAMILIES for problem in problems(family, "heldout", options.count)]

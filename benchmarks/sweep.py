@@ -1,4 +1,4 @@
-"""Tokens per forward against the number of states K, the batch size and the prompt's length.
+"""Tokens per forward against the batch size and the prompt's length.
 
 ``python -m benchmarks.sweep`` prints one line per point: held-out problems, `static`, `self_spec`, `mrp_spec` and the released
 reference, each with its 95 % interval over problems and what a round computes. `--axis` names the sweeps to run.
@@ -25,7 +25,7 @@ from .loops import measure_loop
 from .measure import Measured, measure
 from .released import Released
 
-AXES = ("states", "batch", "prompt")
+AXES = ("batch", "prompt")
 MODES = ("static", "released", "self_spec", "mrp_spec")
 DRAFTING = ("self_spec", "mrp_spec")
 # More than any tokenizer that reads source well needs for a token, on average.
@@ -83,21 +83,16 @@ def point(
 
 def points(options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[dict[str, Any], list[Problem]]]:
     """What to measure: the fields `axis`, `family`, `batch_size`, `prompt_tokens` and `states` of a point, and its problems."""
-    for family in options.family if {"states", "batch"} & set(options.axis) else ():
+    for family in options.family if "batch" in options.axis else ():
         asked = problems(family, "heldout", options.count)
-        length = _mean_length(tokenizer, asked)
-        if "states" in options.axis:
-            for batch_size in options.at_batch:
-                for states in options.states:
-                    yield {"axis": "states", "family": family, "batch_size": batch_size, "states": states, **length}, asked
-        if "batch" in options.axis:
-            for batch_size in options.batch_size:
-                for states in options.at_states:
-                    yield {"axis": "batch", "family": family, "batch_size": batch_size, "states": states, **length}, asked
+        fields = {"axis": "batch", "family": family, **_mean_length(tokenizer, asked)}
+        for batch_size in options.batch_size:
+            for states in options.states:
+                yield {**fields, "batch_size": batch_size, "states": states}, asked
     if "prompt" in options.axis:
         for tokens, asked in long_source(tokenizer, options.prompt, options.count, "heldout").items():
             fields = {"axis": "prompt", "family": "source", "prompt_asked": tokens, **_mean_length(tokenizer, asked)}
-            for states in options.at_states:
+            for states in options.states:
                 yield {**fields, "batch_size": 1, "states": states}, asked
 
 
@@ -112,15 +107,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--model", default=str(TINY))
     parser.add_argument("--axis", nargs="+", choices=AXES, default=list(AXES))
     parser.add_argument("--mode", nargs="+", choices=MODES, default=list(MODES))
-    parser.add_argument("--family", nargs="+", choices=FAMILIES, default=["math", "code"])
+    parser.add_argument("--family", nargs="+", choices=FAMILIES, default=list(FAMILIES))
     parser.add_argument("--count", type=int, default=64)
-    parser.add_argument("--states", nargs="+", type=int, default=[1, 2, 3, 4, 6, 8, 12, 16])
-    parser.add_argument("--batch-size", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32])
-    parser.add_argument("--prompt", nargs="+", type=int, default=[32, 64, 128, 256, 512], help="tokens")
-    parser.add_argument("--at-batch", nargs="+", type=int, default=[1], help="batch sizes of the sweep over K")
-    parser.add_argument(
-        "--at-states", nargs="+", type=int, default=[4], help="K of the sweeps over batch size and prompt length"
-    )
+    parser.add_argument("--batch-size", nargs="+", type=int, default=[1, 8, 32])
+    parser.add_argument("--prompt", nargs="+", type=int, default=[32, 128, 512], help="tokens")
+    parser.add_argument("--states", nargs="+", type=int, default=[4, 8], help="K")
     parser.add_argument("--branches", type=int, default=3)
     options = parser.parse_args(arguments)
     model, tokenizer = load(options.model)

@@ -1,41 +1,46 @@
 """Prints the tables that the documents quote, from the lines that measurements left.
 
-``python -m benchmarks.tables TABLE`` reads `benchmarks/results` (or `--results FOLDER`): `frontier` accuracy and cost of every
-mode and setting, from `tiny_frontier*.jsonl`; `heldout` the decoding modes on 500 problems a family, from
-`tiny_heldout_{math,code}.jsonl`, and `eager` and `recovered` the parts of it in which `mrp_remask` is compared with `dynamic`;
-`yardstick` and `ratios` the comparison with the released reference, from `tiny_yardstick.jsonl`, and `headline` and `drafting`
-the parts of it in which K is 3 or 4, and 8; `targets` every target, alone and drafted, from `tiny_targets.jsonl`; `sweep` from
-`tiny_sweep.jsonl`; `cost` from `cost_model.jsonl`; `wallclock` from `wallclock_tiny.jsonl`; `remask` the rules of
-`mrp_remask` at equal tokens per forward, from `tiny_remask.jsonl`; `compiled`, and `novel`, `head_prefix`, `specialise`,
-`retrained`, `departures` and `low_precision` from the files of these names behind `tiny_`.
+``python -m benchmarks.tables TABLE`` reads `benchmarks/results` (or `--results FOLDER`). From `tiny_frontier*.jsonl`:
+`frontier` accuracy and cost of every mode and setting; `targets` every target, alone and drafted; `headline` drafts of `static`
+beside the released reference; `eager` and `recovered` what `mrp_remask` makes of eager reveals. `heldout` the card's, from
+`tiny_heldout_{math,code}.jsonl`; `sweep`, `novel`, `head_prefix`, `specialise`, `retrained`, `departures` and `low_precision`
+from the files of these names behind `tiny_`; `cost` from `cost_model.jsonl`; `wallclock` from `wallclock_tiny.jsonl`;
+`compiled`.
 """
 
 import argparse
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from mrp_trainer.publishing.card import markdown_table as _markdown
-from mrp_trainer.publishing.card import mode_name, results_table
+from mrp_trainer.publishing.card import results_table
+from mrp_trainer.tasks import FAMILIES
 
 from .common import RESULTS, read_lines
-from .frontier import on_frontier, setting_name
-from .targets import TARGETS
+from .frontier import JUDGED, STATES, on_frontier, setting_name
+from .targets import TARGETS, alone, drafted
 
 Line = dict[str, Any]
-EAGER_TAUS = (0.4, 0.5)
+EAGER_TAUS = (0.5, 0.6)
 
 
 def frontier_lines(folder: Path = RESULTS) -> list[Line]:
-    """The lines of all files of the frontier."""
-    return [line for path in sorted(folder.glob("tiny_frontier*.jsonl")) for line in read_lines(path)]
+    """The lines of all files of the frontier, math before code before source."""
+    lines = [line for path in sorted(folder.glob("tiny_frontier*.jsonl")) for line in read_lines(path)]
+    return sorted(lines, key=lambda line: FAMILIES.index(line["family"]))
+
+
+def _with_interval(line: Line, name: str, digits: int) -> str:
+    return "{:.{d}f} ({:.{d}f}-{:.{d}f})".format(line[name], *line[f"{name}_95"], d=digits)
 
 
 def frontier(folder: Path = RESULTS) -> str:
     """Accuracy and tokens per forward of every setting, with 95 % intervals; a star where none is better at both."""
     families: dict[str, list[Line]] = {}
     rows: dict[str, dict[str, Line]] = {}
-    for line in frontier_lines(folder):
+    for line in (line for line in frontier_lines(folder) if line["family"] in JUDGED):
         families.setdefault(line["family"], []).append(line)
         rows.setdefault(setting_name(line), {})[line["family"]] = line
     cells = []
@@ -45,9 +50,8 @@ def frontier(folder: Path = RESULTS) -> str:
             if (one := by.get(family)) is None:
                 row += ["", ""]
                 continue
-            speed = "{:.2f} ({:.2f}-{:.2f})".format(one["tokens_per_forward"], *one["tokens_per_forward_95"])
-            row.append("{:.1f} ({:.1f}-{:.1f})".format(one["accuracy"], *one["accuracy_95"]))
-            row.append(speed + (" *" if on_frontier(one, lines) else ""))
+            speed = _with_interval(one, "tokens_per_forward", 2)
+            row += [_with_interval(one, "accuracy", 1), speed + (" *" if on_frontier(one, lines) else "")]
         row.append(", ".join(f"{by[family]['head_per_token']:.2f}" for family in families if family in by))
         differ = [by[family].get("texts_that_differ") for family in families if family in by]
         cells.append([*row, "" if None in differ else ", ".join(map(str, differ))])
@@ -56,25 +60,71 @@ def frontier(folder: Path = RESULTS) -> str:
     return _markdown(["mode", *head, f"head / token ({pair})", f"texts that differ ({pair})"], cells)
 
 
-def heldout(folder: Path = RESULTS) -> str:
-    """Accuracy and cost of every mode."""
-    return results_table([line for family in ("math", "code") for line in read_lines(folder / f"tiny_heldout_{family}.jsonl")])
+def _line_of(lines: Sequence[Line], setting: Line) -> Line:
+    """The one line of a setting."""
+    (line,) = (line for line in lines if setting_name(line) == setting_name(setting))
+    return line
+
+
+# Mode, K and head passes a round, where a target is drafted.
+_TARGET_COLUMNS = (("self_spec", 4), ("draft_graph", 4), ("mrp_spec", 4), ("self_spec", 8), ("draft_graph", 8), ("mrp_spec", 8))
+
+
+def targets(folder: Path = RESULTS) -> str:
+    """Tokens per forward of each target, alone and drafted; over its own in brackets, and how many texts differ from it."""
+    cells = []
+    for family, target in product(FAMILIES, TARGETS):
+        lines = [line for line in frontier_lines(folder) if line["family"] == family]
+        ways = [drafted(mode, target, states) for mode, states in _TARGET_COLUMNS]
+        ways.append(drafted("mrp_spec", target, 8, draft_passes=2))
+        made = [_line_of(lines, way) for way in ways]
+        drafts = [f"{line['tokens_per_forward']:.2f} ({line['over_target']:.2f}x)" for line in made]
+        heads = f"{made[5]['head_per_token']:.2f}, {made[6]['head_per_token']:.2f}"
+        differ = sum(line["texts_that_differ"] for line in lines if line.get("target") == target)
+        own = _line_of(lines, alone(target))["tokens_per_forward"]
+        cells.append([f"`{target}`", family, f"{own:.2f}", *drafts, heads, str(differ)])
+    head = [f"{mode} K={states}" for mode, states in _TARGET_COLUMNS]
+    last = ["mrp_spec K=8, 2 head passes", "its head passes a token", "texts that differ"]
+    return _markdown(["target", "problems", "alone", *head, *last], cells)
+
+
+_BESIDE_RELEASED: tuple[tuple[str, str, dict[str, bool]], ...] = (
+    ("released reference", "released", {"head_prefix": False}),
+    ("released reference with a head prefix", "released", {"head_prefix": True}),
+    ("self_spec", "self_spec", {}),
+    ("mrp_spec", "mrp_spec", {}),
+)
+
+
+def headline(folder: Path = RESULTS) -> str:
+    """Tokens per forward of drafted `static` by family; over the released reference at the same K in brackets."""
+    lines = frontier_lines(folder)
+    rows = []
+    for states, (title, mode, more) in product(STATES, _BESIDE_RELEASED):
+        of = [
+            _line_of([line for line in lines if line["family"] == family], drafted(mode, "static", states, **more))
+            for family in FAMILIES
+        ]
+        ratios = [f" ({_ratio(line, 'over_released')})" if "over_released" in line else "" for line in of]
+        speeds = [f"{line['tokens_per_forward']:.2f}{ratio}" for line, ratio in zip(of, ratios, strict=True)]
+        rows.append([f"{title} K={states}", *speeds])
+    return _markdown(["mode", *FAMILIES], rows)
 
 
 def eager(folder: Path = RESULTS) -> str:
     """`static`, and `dynamic` beside `mrp_remask` where eager reveals are often wrong; 95 % intervals in brackets."""
-    families = ("math", "code")
-    cells: dict[str, list[str]] = {}
-    for line in (line for family in families for line in read_lines(folder / f"tiny_heldout_{family}.jsonl")):
-        tau = line.get("confidence_threshold")
-        if line["decoding"] == "static" or (line["decoding"] in ("dynamic", "mrp_remask") and tau in EAGER_TAUS):
-            accuracy = "{:.1f} ({:.1f}-{:.1f})".format(line["accuracy"], *line["accuracy_95"])
-            speed = "{:.2f} ({:.2f}-{:.2f})".format(line["tokens_per_forward"], *line["tokens_per_forward_95"])
-            cells.setdefault(mode_name(line), []).extend((accuracy, speed))
-    head = [title for family in families for title in (f"{family} %", f"{family}: tokens / forward")]
-    return _markdown(["mode", *head], [[mode, *of] for mode, of in cells.items()])
+    lines = frontier_lines(folder)
+    dynamic: list[Line] = [{"decoding": "dynamic", "confidence_threshold": tau} for tau in EAGER_TAUS]
+    rows = []
+    for setting in [alone("static"), *dynamic, *({**one, **_REREAD} for one in dynamic)]:
+        of = [_line_of([line for line in lines if line["family"] == family], setting) for family in JUDGED]
+        cells = [(_with_interval(line, "accuracy", 1), _with_interval(line, "tokens_per_forward", 2)) for line in of]
+        rows.append([setting_name(setting), *sum(cells, ())])
+    head = [title for family in JUDGED for title in (f"{family} %", f"{family}: tokens / forward")]
+    return _markdown(["mode", *head], rows)
 
 
+_REREAD = {"decoding": "mrp_remask", "remask_rule": "reread"}
 # The paper's accuracy of SDAR-8B by threshold, in percent: `dynamic`, and with remasking.
 _PAPER = {
     "GSM8K": {0.5: (67.9, 82.3), 0.7: (85.9, 89.0), 0.9: (90.8, 91.4)},
@@ -88,93 +138,21 @@ def recovered(folder: Path = RESULTS) -> str:
     """Accuracy of `dynamic`, and with remasking, by threshold; ours with 95 % intervals, the paper's below."""
     taus = list(_PAPER["GSM8K"])
     rows = []
-    for family in ("math", "code"):
-        lines = read_lines(folder / f"tiny_heldout_{family}.jsonl")
-        ours = {(line["decoding"], line.get("confidence_threshold")): line for line in lines}
-        pairs = [[ours[mode, tau] for mode in ("dynamic", "mrp_remask")] for tau in taus]
-        cells = [["{:.1f} ({:.1f}-{:.1f})".format(line["accuracy"], *line["accuracy_95"]) for line in pair] for pair in pairs]
-        rows.append([family, *(" -> ".join(cell) for cell in cells)])
+    for family in JUDGED:
+        lines = [line for line in frontier_lines(folder) if line["family"] == family]
+        cells = []
+        for tau in taus:
+            dynamic: Line = {"decoding": "dynamic", "confidence_threshold": tau}
+            pair = [_line_of(lines, setting) for setting in (dynamic, {**dynamic, **_REREAD})]
+            cells.append(" -> ".join(_with_interval(line, "accuracy", 1) for line in pair))
+        rows.append([family, *cells])
     rows += [[f"paper: {name}, 8B", *("{} -> {}".format(*by[tau]) for tau in taus)] for name, by in _PAPER.items()]
     return _markdown(["problems", *(f"tau {tau}, %" for tau in taus)], rows)
 
 
-# What the lines of a yardstick compare with: until 2026-11-22 an older reading of the released loop, without bonus tokens.
-REFERENCES = ("released", "published")
-
-
-def yardstick(folder: Path = RESULTS) -> str:
-    """Tokens per forward by family and batch size, a row a mode; over the released reference in brackets."""
-    return _beside_reference(read_lines(folder / "tiny_yardstick.jsonl"))
-
-
-def headline(folder: Path = RESULTS) -> str:
-    """The same for K = 3, which published results are of, and 4, with each mode as it is by default."""
-    return _by_default(folder, 3, 4)
-
-
-def drafting(folder: Path = RESULTS) -> str:
-    """The same for K = 8."""
-    return _by_default(folder, 8)
-
-
-def _by_default(folder: Path, *states: int) -> str:
-    shown = {f"{mode} K={k}" for mode in (*REFERENCES, "self_spec", "mrp_spec") for k in states}
-    return _beside_reference([line for line in read_lines(folder / "tiny_yardstick.jsonl") if line["mode"] in shown])
-
-
-# Mode, K and head passes a round, where a target is drafted.
-_TARGET_COLUMNS = (("self_spec", 4, 0), ("self_spec", 8, 0), ("mrp_spec", 4, 1), ("mrp_spec", 8, 1), ("mrp_spec", 8, 2))
-
-
-def targets(folder: Path = RESULTS) -> str:
-    """Tokens per forward of each target, alone and drafted; over its own in brackets, and how many texts differ from it."""
-    rows: dict[tuple[str, str], dict[Any, Line]] = {}
-    for line in read_lines(folder / "tiny_targets.jsonl"):
-        way = line["drafts"] and (line["drafts"], line["K"], line["passes"])
-        rows.setdefault((line["target"], line["family"]), {})[way] = line
-    head = [f"{mode} K={k}" + (f", {passes} head passes" if passes > 1 else "") for mode, k, passes in _TARGET_COLUMNS]
-    cells = []
-    for (target, family), of in sorted(rows.items(), key=lambda row: list(TARGETS).index(row[0][0])):
-        drafted = [f"{of[way]['tokens_per_forward']:.2f} ({of[way]['over_target']:.2f}x)" for way in _TARGET_COLUMNS]
-        differing = sum(line.get("texts_that_differ", 0) for line in of.values())
-        cells.append([f"`{target}`", family, f"{of[None]['tokens_per_forward']:.2f}", *drafted, str(differing)])
-    return _markdown(["target", "problems", "alone", *head, "texts that differ"], cells)
-
-
-def over_reference(line: Line) -> str | None:
-    """Name the field that holds a line's ratio to the reference; None if it has none."""
-    return next((f"over_{name}" for name in REFERENCES if f"over_{name}" in line), None)
-
-
-def _beside_reference(lines: Sequence[Line]) -> str:
-    columns = list(dict.fromkeys((line["family"], line["batch_size"]) for line in lines))
-    cells: dict[str, dict[tuple[str, int], str]] = {}
-    for line in lines:
-        over = over_reference(line)
-        ratio = f" ({_ratio(line, over)})" if over else ""
-        cells.setdefault(line["mode"], {})[line["family"], line["batch_size"]] = f"{line['tokens_per_forward']:.2f}{ratio}"
-    return _markdown(
-        ["mode", *(f"{family}, batch {size}" for family, size in columns)],
-        [[mode, *(of[column] for column in columns)] for mode, of in cells.items()],
-    )
-
-
-def ratios(folder: Path = RESULTS) -> str:
-    """By family: `mrp_spec` over `self_spec` alone in their batch, and what larger batches leave of each mode's speed.
-
-    Modes that keep all of it in every family are left out.
-    """
-    lines = [line for line in read_lines(folder / "tiny_yardstick.jsonl") if line["mode"] != "static"]
-    families = list(dict.fromkeys(line["family"] for line in lines))
-    cells: dict[tuple[str, str], dict[str, str]] = {}
-    for line in lines:
-        for name in ("over_self_spec", "over_batch_1"):
-            if name in line and (name == "over_batch_1" or line["batch_size"] == 1):
-                what = f"batch {line['batch_size']} over batch 1" if name == "over_batch_1" else "over self_spec"
-                cells.setdefault((line["mode"], what), {})[line["family"]] = _ratio(line, name)
-    kept = {key: of for key, of in cells.items() if set(of.values()) != {"1.00x, 1.00-1.00"}}
-    rows = [[mode, what, *(of[family] for family in families)] for (mode, what), of in kept.items()]
-    return _markdown(["mode", "tokens per forward", *families], rows)
+def heldout(folder: Path = RESULTS) -> str:
+    """Accuracy and cost of the modes that the card shows."""
+    return results_table([line for family in JUDGED for line in read_lines(folder / f"tiny_heldout_{family}.jsonl")])
 
 
 def _ratio(line: Line, name: str) -> str:
@@ -184,27 +162,26 @@ def _ratio(line: Line, name: str) -> str:
 
 
 def sweep(folder: Path = RESULTS) -> str:
-    """A table for each axis and family: a row a point, tokens per forward of every mode, and what drafting costs."""
+    """A table for each axis, family and K: a row a point, tokens per forward of every mode, and what drafting costs."""
+    along = {"batch": ("batch", "batch_size"), "prompt": ("prompt tokens", "prompt_asked")}
     lines = read_lines(folder / "tiny_sweep.jsonl")
-    along = {"states": ("K", "states"), "batch": ("batch", "batch_size"), "prompt": ("prompt tokens", "prompt_asked")}
-    groups: dict[tuple[str, str], list[Line]] = {}
-    for line in lines:
-        fixed = f"batch {line['batch_size']}" if line["axis"] == "states" else ""
-        groups.setdefault((line["axis"], ", ".join(filter(None, (line["family"], fixed)))), []).append(line)
     tables = []
-    for (axis, name), group in groups.items():
-        title, key = along[axis]
-        tables.append(f"{name}\n\n{_sweep_table(group, title, key)}")
+    for axis, family, states in dict.fromkeys((line["axis"], line["family"], line.get("states")) for line in lines):
+        if states is None:
+            continue  # `static`, which is in the tables of every K
+        group = [line for line in lines if (line["axis"], line["family"]) == (axis, family)]
+        group = [line for line in group if line.get("states", states) == states]
+        tables.append(f"{family}, K = {states}\n\n{_sweep_table(group, *along[axis])}")
     return "\n\n".join(tables)
 
 
 def _sweep_table(lines: list[Line], title: str, key: str) -> str:
     modes = list(dict.fromkeys(line["mode"] for line in lines))
-    at = {(line["mode"], line.get(key)): line for line in lines}
-    values = list(dict.fromkeys(line[key] for line in lines if key in line))
+    at = {(line["mode"], line[key]): line for line in lines}
+    values = list(dict.fromkeys(line[key] for line in lines))
 
     def cell(mode: str, value: int, field: str, digits: int) -> str:
-        line = at.get((mode, value), at.get((mode, None), {}))
+        line = at.get((mode, value), {})
         return f"{line[field]:.{digits}f}" if field in line else ""
 
     shown: list[tuple[str, str, str, int]] = [(mode, mode, "tokens_per_forward", 2) for mode in modes]
@@ -259,26 +236,6 @@ def wallclock(folder: Path = RESULTS) -> str:
         for line in read_lines(folder / "wallclock_tiny.jsonl")
     ]
     return _markdown(["shape", "batch", "mode", "speed over static", "ms a round", *(f"{kind} %" for kind in kinds)], rows)
-
-
-def _compared(line: Line) -> str:
-    return f"{line['other_accuracy']:.1f} ({line['difference']:+.1f}, {line['low']:+.1f} to {line['high']:+.1f})"
-
-
-def remask(folder: Path = RESULTS) -> str:
-    """Accuracy of the first rule and of the others at equal tokens per forward, by family."""
-    lines = [line for line in read_lines(folder / "tiny_remask.jsonl") if "against" in line]
-    others = list(dict.fromkeys(line["against"] for line in lines))
-    at: dict[tuple[str, float | str], dict[str, Line]] = {}
-    for line in lines:
-        at.setdefault((line["family"], line["tokens_per_forward"]), {})[line["against"]] = line
-    rows = []
-    for (family, speed), by in sorted(at.items(), key=lambda item: (item[0][0] != "math", item[0][1] == "mean", item[0][1])):
-        # Each comparison has its own speeds, so the first rule's means differ.
-        ours = "" if speed == "mean" else f"{next(iter(by.values()))['accuracy']:.1f}"
-        cells = [_compared(by[other]) if other in by else "" for other in others]
-        rows.append([family, speed if isinstance(speed, str) else f"{speed:.2f}", ours, *cells])
-    return _markdown(["family", "tokens / forward", f"{lines[0]['rule']} %", *(f"{other} %" for other in others)], rows)
 
 
 def novel(folder: Path = RESULTS) -> str:
@@ -411,26 +368,11 @@ def compiled(folder: Path = RESULTS) -> str:
 
 
 TABLES: dict[str, Callable[[Path], str]] = {
-    "frontier": frontier,
-    "heldout": heldout,
-    "eager": eager,
-    "recovered": recovered,
-    "yardstick": yardstick,
-    "headline": headline,
-    "drafting": drafting,
-    "targets": targets,
-    "ratios": ratios,
-    "sweep": sweep,
-    "cost": cost,
-    "wallclock": wallclock,
-    "remask": remask,
-    "novel": novel,
-    "head_prefix": head_prefix,
-    "specialise": specialise,
-    "retrained": retrained,
-    "departures": departures,
-    "low_precision": low_precision,
-    "compiled": compiled,
+    table.__name__: table
+    for table in (
+        *(frontier, targets, headline, eager, recovered, heldout, sweep, cost, wallclock),
+        *(novel, head_prefix, specialise, retrained, departures, low_precision, compiled),
+    )
 }
 
 

@@ -114,12 +114,10 @@ def test_head_passes_that_pay() -> None:
 
 
 def test_counts_are_taken_from_results() -> None:
-    old = {"family": "math", "batch_size": 1, "mode": "mrp_spec K=4", "tokens_per_forward": 2.5, "head_per_token": 0.8}
+    old = {"family": "math", "batch_size": 1, "mode": "mrp_spec", "states": 4, "tokens_per_forward": 2.5, "head_per_token": 0.8}
     new = {
         **old,
         "batch_size": 8,
-        "mode": "mrp_spec",
-        "states": 4,
         "states_per_forward": 3.9,
         "head_passes_per_round": 1.5,
         "states_per_head_pass": 2.0,
@@ -130,7 +128,7 @@ def test_counts_are_taken_from_results() -> None:
     assert cost_model.measured_counts(lines, "math", "mrp_spec", 4, 32) == Counts(2.5, 3.9, 1.5, 2.0, 1.0)
     assert cost_model.measured_counts(lines, "math", "mrp_spec", 8, 32) is None
     assert cost_model.measured_counts(lines, "math", "self_spec", 4, 32) is None
-    alone = {**old, "mode": "self_spec K=4", "head_per_token": 0.0}
+    alone = {**old, "mode": "self_spec", "head_per_token": 0.0}
     assert cost_model.measured_counts([alone], "math", "self_spec", 4, 1) == Counts(2.5, 4.0, 0.0, 1.0, 0.0)
 
 

@@ -6,16 +6,19 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from mrp_trainer.arguments import MRPTrainingArguments
 from mrp_trainer.convert import Layout, convert
 from mrp_trainer.intervals import Interval
+from mrp_trainer.tasks import FAMILIES
 from transformers import AutoTokenizer
 
 from benchmarks import ablation_report, tables
 from benchmarks.common import read_lines
 from benchmarks.cost_model import head_share
+from benchmarks.frontier import DRAFTERS, JUDGED, TAUS, setting_name
 from benchmarks.targets import TARGETS
 from modeling_mrp import MRPForCausalLM
 from modeling_mrp.generate.generation import MRPGenerationConfig
@@ -30,15 +33,13 @@ TINY = ROOT / "hub_configs" / "sdar-tiny-mrp"
     [
         ("MODEL_CARD.md", tables.heldout),
         ("hub_configs/sdar-tiny-mrp/README.md", tables.heldout),
-        ("README.md", tables.drafting),
         ("README.md", tables.targets),
+        ("README.md", tables.headline),
         ("README.md", tables.eager),
-        ("benchmarks/README.md", tables.yardstick),
-        ("benchmarks/README.md", tables.ratios),
+        ("benchmarks/README.md", tables.frontier),
         ("benchmarks/README.md", tables.wallclock),
         ("benchmarks/README.md", tables.sweep),
         ("benchmarks/README.md", tables.cost),
-        ("benchmarks/README.md", tables.remask),
         ("benchmarks/README.md", tables.recovered),
         ("benchmarks/README.md", tables.novel),
         ("benchmarks/README.md", tables.head_prefix),
@@ -208,76 +209,91 @@ def test_the_readme_knows_the_length_of_the_generated_files() -> None:
     assert {name: int(count.replace(",", "")) for name, count in told.items()} == pytest.approx(lines, rel=0.1)
 
 
-@pytest.mark.parametrize("family", ["math", "code"])
+def measured(family: str) -> dict[str, dict[str, Any]]:
+    """The lines of the frontier by name."""
+    return {setting_name(line): line for line in tables.frontier_lines() if line["family"] == family}
+
+
+@pytest.mark.parametrize("family", JUDGED)
 def test_remasking_recovers_accuracy_at_low_thresholds(family: str) -> None:
     """Beyond both intervals."""
-    lines = read_lines(tables.RESULTS / f"tiny_heldout_{family}.jsonl")
-    interval = {(line["decoding"], line.get("confidence_threshold")): line["accuracy_95"] for line in lines}
-    for tau in (0.3, 0.4, 0.5, 0.6):
-        assert interval["mrp_remask", tau][0] > interval["dynamic", tau][1], tau
+    of = measured(family)
+    for tau in (0.5, 0.6):
+        assert of[f"mrp_remask reread tau={tau}"]["accuracy_95"][0] > of[f"dynamic tau={tau}"]["accuracy_95"][1], tau
 
 
-@pytest.mark.parametrize("family", ["math", "code"])
+@pytest.mark.parametrize("family", JUDGED)
 def test_what_the_checkpoint_is_measured_to_do(family: str) -> None:
     """500 held-out problems: `static` solves 85 %; `dynamic` loses 10 points somewhere, and `mrp_remask` wins half of it back
-    there; `mrp_spec` has the text of `static` at 2 tokens a forward (K = 4); `mrp_direct` stays within 3 points."""
-    lines = read_lines(tables.RESULTS / f"tiny_heldout_{family}.jsonl")
-    static = lines[0]
-    of = {(line["decoding"], line.get("confidence_threshold") or line.get("num_draft_states")): line for line in lines}
-    assert static["decoding"] == "static"
+    there; `mrp_direct` stays within 3 points."""
+    of = measured(family)
+    static = of["static"]
+    assert static["asked"]["problems"] == 500
     assert static["accuracy"] >= 85
     assert static["tokens_per_forward"] == pytest.approx(1, abs=0.01)
-    losses = {tau: static["accuracy"] - line["accuracy"] for (mode, tau), line in of.items() if mode == "dynamic"}
+    losses = {tau: static["accuracy"] - of[f"dynamic tau={tau}"]["accuracy"] for tau in TAUS}
     assert max(losses.values()) >= 10
-    assert all(of["mrp_remask", tau]["accuracy"] >= static["accuracy"] - loss / 2 for tau, loss in losses.items() if loss >= 10)
-    assert of["mrp_spec", 4]["tokens_per_forward"] >= 2
-    assert all(line["identical_to_first"] == 100 for line in lines if line["decoding"] in ("mrp_spec", "self_spec"))
-    assert of["mrp_direct", None]["accuracy"] >= static["accuracy"] - 3
+    for tau, loss in losses.items():
+        assert loss < 10 or of[f"mrp_remask reread tau={tau}"]["accuracy"] >= static["accuracy"] - loss / 2
+    assert of["mrp_direct steps=1"]["accuracy"] >= static["accuracy"] - 3
 
 
-@pytest.mark.parametrize("family", ["math", "code"])
+@pytest.mark.parametrize("family", JUDGED)
 @pytest.mark.parametrize("other", ["threshold", "residual"])
 def test_the_default_remasking_rule_is_the_most_accurate_at_equal_speed(family: str, other: str) -> None:
-    """500 held-out problems: the default is nowhere half a point behind, nor a point within the 95 % interval, and ahead over
-    all speeds beyond it."""
-    lines = read_lines(tables.RESULTS / "tiny_remask.jsonl")
-    *compared, mean = [line for line in lines if (line["family"], line.get("against")) == (family, other)]
-    assert len(compared) >= 4
+    """At the speeds of its settings, between those of the other rule (by interpolation): ahead on average, and nowhere a point
+    behind."""
     options = MRPGenerationConfig()
     options.check(block_size=16, has_head=True)
-    assert {line["rule"] for line in compared} == {options.remask_rule}
-    assert mean["tokens_per_forward"] == "mean"
-    assert mean["low"] > 0
-    assert all(line["difference"] > -0.5 and line["low"] > -1 for line in compared)
+
+    def curve(rule: str | None) -> tuple[list[float], list[float]]:
+        lines = [line for line in measured(family).values() if line.get("remask_rule") == rule]
+        points = sorted((line["tokens_per_forward"], line["accuracy"]) for line in lines)
+        return [speed for speed, _ in points], [accuracy for _, accuracy in points]
+
+    ours, theirs = curve(options.remask_rule), curve(other)
+    ahead = [
+        accuracy - float(np.interp(speed, *theirs))
+        for speed, accuracy in zip(*ours, strict=True)
+        if theirs[0][0] <= speed <= theirs[0][-1]
+    ]
+    assert len(ahead) >= 4
+    assert sum(ahead) > 0
+    assert min(ahead) > -1
 
 
-def yardstick_lines() -> list[dict[str, Any]]:
-    return read_lines(tables.RESULTS / "tiny_yardstick.jsonl")
-
-
-@pytest.mark.parametrize("family", ["math", "code"])
+@pytest.mark.parametrize("family", JUDGED)
 def test_what_drafting_is_measured_to_do(family: str) -> None:
-    """200 held-out problems, one by one: `mrp_spec` takes at most 0.75 times the forwards of the released reference, with 2.5
-    tokens a forward at K = 4 and 3 at K = 8, and makes 1.2 times the tokens of `self_spec` at K = 8."""
-    alone = {line["mode"]: line for line in yardstick_lines() if (line["family"], line["batch_size"]) == (family, 1)}
-    assert alone["static"]["tokens_per_forward"] == pytest.approx(1, abs=0.01)
+    """500 held-out problems: `mrp_spec` takes at most 0.75 times the forwards of the released reference, with 2.5 tokens a
+    forward at K = 4 and 3 at K = 8, and makes 1.2 times the tokens of `self_spec` at K = 8."""
+    of = measured(family)
     for states, bar in ((4, 2.5), (8, 3.0)):
-        ours = alone[f"mrp_spec K={states}"]
+        ours = of[f"mrp_spec of static K={states}"]
         assert ours["tokens_per_forward"] >= bar
-        assert ours[f"{tables.over_reference(ours)}_95"][0] >= 1 / 0.75
-    assert alone["mrp_spec K=8"]["over_self_spec_95"][0] >= 1.2
+        assert ours["over_released_95"][0] >= 1 / 0.75
+    assert of["mrp_spec of static K=8"]["over_self_spec_95"][0] >= 1.2
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_drafted_texts_are_their_targets(family: str) -> None:
+    """For every target and way to draft, in float64."""
+    drafted = [line for line in measured(family).values() if "target" in line]
+    assert {line["texts_that_differ"] for line in drafted} == {0}
+    assert {line["asked"]["dtype"] for line in drafted} == {"float64"}
+    assert {(line["target"], line["decoding"]) for line in drafted} >= set(product(TARGETS, DRAFTERS))
 
 
 def test_who_shares_a_batch_waits_for_nobody() -> None:
-    """Tokens per forward in batches of 8 are those of each problem alone; the released reference loses a third and more."""
-    lines = [line for line in yardstick_lines() if line["batch_size"] == 8]
-    assert {line["family"] for line in lines} == {"math", "code", "source"}
+    """Tokens per forward in batches of 8 and 32 are those of each problem alone; the released reference loses a third."""
+    lines = [line for line in read_lines(tables.RESULTS / "tiny_sweep.jsonl") if line["axis"] == "batch"]
+    alone = {(line["family"], line["mode"], line.get("states")): line for line in lines if line["batch_size"] == 1}
+    assert {line["family"] for line in lines if line["batch_size"] == 32} == set(FAMILIES)
     for line in lines:
-        assert line["same"] == 100
-        if line["mode"].startswith(tables.REFERENCES):
-            assert line["over_batch_1"] < 0.67
-        else:
-            assert line["over_batch_1"] == pytest.approx(1, abs=0.01)
+        kept = line["tokens_per_forward"] / alone[line["family"], line["mode"], line.get("states")]["tokens_per_forward"]
+        if line["mode"] != "released":
+            assert kept == pytest.approx(1, abs=0.01)
+        elif line["batch_size"] > 1:
+            assert kept < 0.67
 
 
 def test_the_heads_share_of_a_forward_is_as_written() -> None:
@@ -299,13 +315,6 @@ def test_the_soak_found_nothing() -> None:
     assert line["tokens"] > 1_000_000
     said = f"compared {line['tokens']:,} tokens in {line['calls']:,} calls, with 0 mismatches"
     assert said in " ".join((ROOT / "README.md").read_text().split())
-
-
-def test_drafted_texts_are_their_targets() -> None:
-    """200 problems of math and of code, for every target and way to draft."""
-    lines = [line for line in read_lines(tables.RESULTS / "tiny_targets.jsonl") if line["drafts"]]
-    assert {line["texts_that_differ"] for line in lines} == {0}
-    assert {(line["target"], line["family"]) for line in lines} >= set(product(TARGETS, ("math", "code")))
 
 
 def test_what_sdars_script_does_otherwise_changes() -> None:

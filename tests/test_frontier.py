@@ -12,7 +12,7 @@ from mrp_trainer.tasks import problems
 from benchmarks import frontier, plots, tables
 from benchmarks.bootstrap import Cost
 from benchmarks.common import embedded_weights
-from benchmarks.frontier import Setting, lines, on_frontier, rule_of, setting_name, settings, target_of
+from benchmarks.frontier import Setting, lines, on_frontier, references, rule_of, setting_name, settings
 from benchmarks.measure import Measured
 from modeling_mrp.generate.options import MRPGenerationConfig
 from modeling_mrp.rules.revealing import Dynamic, EntropyBound, Sequential, Static, logit
@@ -25,10 +25,30 @@ def test_every_setting_has_a_name_of_its_own_and_generate_takes_it() -> None:
     assert {"mrp_direct steps=2", "psd K=8 tau=0.7", "mrp_spec of entropy_bound K=3 bound=0.35"} < set(names)
     for setting in settings():
         decoding = setting["decoding"]
-        if decoding not in (frontier.GRAPH, frontier.PSD):
+        if decoding not in (frontier.GRAPH, frontier.PSD, frontier.RELEASED):
             MRPGenerationConfig(**setting).check(16, True)
-        assert target_of(setting) is None or target_of(setting) in settings()
-        assert (target_of(setting) is None) == (decoding not in frontier.DRAFTERS)
+        others = {name: setting_name(other) for name, other in references(setting).items()}
+        assert set(others.values()) < set(names)
+        assert bool(others) == (decoding in (*frontier.DRAFTERS, frontier.RELEASED))
+
+
+def test_what_a_draft_is_compared_with() -> None:
+    """Its target, and at the same K what drafts without a head, and the released reference, which reproduces `static` alone."""
+    named = {setting_name(setting): setting for setting in settings("source")}
+    assert "psd K=8 tau=0.9" not in named
+    compared = {
+        name: {other: setting_name(one) for other, one in references(setting).items()} for name, setting in named.items()
+    }
+    assert compared["static"] == {}
+    assert compared["released of static K=4"] == {"target": "static"}
+    assert compared["released of static K=4 with a head prefix"] == {"target": "static", "released": "released of static K=4"}
+    assert compared["self_spec of static K=8"] == {"target": "static", "released": "released of static K=8"}
+    assert compared["mrp_spec of dynamic K=8 tau=0.9 passes=2"] == {
+        "target": "dynamic tau=0.9",
+        "self_spec": "self_spec of dynamic K=8 tau=0.9",
+        "draft_graph": "draft_graph of dynamic K=8 tau=0.9",
+    }
+    assert compared["mrp_spec of dynamic K=16 tau=0.9 passes=2"] == {"target": "dynamic tau=0.9"}
 
 
 def test_the_rules_are_those_of_the_targets() -> None:
@@ -79,7 +99,8 @@ def test_a_setting_that_has_a_line_is_not_measured_again(tmp_path: Path) -> None
     stub.asked.clear()
     (second,) = lines(stub, asked, wanted, opened(), identity)
     assert (second["decoding"], second["texts_that_differ"]) == ("self_spec", 0)
-    assert stub.asked == ["self_spec of static K=3", "static"]
+    assert stub.asked == ["self_spec of static K=3", "static", "released of static K=3"]
+    assert second["over_target"] == second["over_released"] == 1
     results.add(second)
     assert list(lines(stub, asked, wanted, opened(), identity)) == []
     assert list(lines(stub, asked, wanted, opened(head="c"), identity)) == []  # neither asks the head
@@ -133,12 +154,12 @@ def results(tmp_path: Path) -> Path:
 
 def test_the_table(results: Path) -> None:
     head, _, eager, target, drafted = tables.frontier(results).splitlines()
-    families = "| code % | code: tokens / forward | math % | math: tokens / forward |"
-    assert head == f"| mode {families} head / token (code, math) | texts that differ (code, math) |"
-    assert eager.startswith("| dynamic tau=0.5 | 60.0 (58.0-61.0) | 3.00 (2.90-3.10) | 70.0 ")
-    assert target.endswith("| 90.0 (88.0-91.0) | 2.00 (1.90-2.10) | 0.25, 0.25 |  |")
+    families = "| math % | math: tokens / forward | code % | code: tokens / forward |"
+    assert head == f"| mode {families} head / token (math, code) | texts that differ (math, code) |"
+    assert eager.startswith("| dynamic tau=0.5 | 70.0 (68.0-71.0) | 3.00 (2.90-3.10) | 60.0 ")
+    assert target.endswith("| 80.0 (78.0-81.0) | 2.00 (1.90-2.10) | 0.25, 0.25 |  |")
     assert drafted == (
-        "| mrp_spec of dynamic K=4 tau=0.9 | 80.0 (78.0-81.0) | 4.00 (3.90-4.10) * | 90.0 (88.0-91.0) | 4.00 (3.90-4.10) * | "
+        "| mrp_spec of dynamic K=4 tau=0.9 | 90.0 (88.0-91.0) | 4.00 (3.90-4.10) * | 80.0 (78.0-81.0) | 4.00 (3.90-4.10) * | "
         "0.25, 0.25 | 1, 1 |"
     )
 

@@ -2,7 +2,6 @@
 
 import json
 import random
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,8 +9,7 @@ from conftest import make_model
 from helpers import left_padded
 from mrp_trainer.decoded import NEW_TOKENS
 
-from benchmarks import drafts, tables
-from benchmarks.common import embedded_weights
+from benchmarks import drafts
 from benchmarks.released import Released
 from modeling_mrp import MRPForCausalLM
 
@@ -65,20 +63,6 @@ def test_a_head_that_sees_the_text_reads_the_prompt_once_more(random_model: MRPF
     prompt = [list(range(1, 9))]
     assert Released(1)(random_model, prompt, 8, []).head_forwards == [0]
     assert Released(1, head_prefix=True)(random_model, prompt, 8, []).head_forwards == [1]
-
-
-def test_the_headline_is_of_k_3_and_4_with_older_names_too(tmp_path: Path) -> None:
-    modes = ("static", "released K=3", "released K=3, head prefix", "self_spec K=4 chain", "mrp_spec K=3", "mrp_spec K=8")
-    lines = [{"family": "math", "batch_size": 1, "mode": mode, "tokens_per_forward": 1 + n} for n, mode in enumerate(modes)]
-    lines[4] |= {"over_released": 2.5, "over_released_95": [2.25, 2.75]}
-    lines.append({"family": "math", "batch_size": 1, "mode": "self_spec K=4", "tokens_per_forward": 3, "over_published": 1.5})
-    written = ({"benchmark": "yardstick", **embedded_weights()}, *lines)
-    (tmp_path / "tiny_yardstick.jsonl").write_text("".join(json.dumps(line) + "\n" for line in written))
-    assert tables.headline(tmp_path).splitlines()[2:] == [
-        "| released K=3 | 2.00 |",
-        "| mrp_spec K=3 | 5.00 (2.50x, 2.25-2.75) |",
-        "| self_spec K=4 | 3.00 (1.50x) |",
-    ]
 
 
 def test_what_became_of_drafts(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

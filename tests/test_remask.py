@@ -1,14 +1,9 @@
-"""Which reveals `mrp_remask` takes back: each rule by hand on beliefs that a table tells, and the comparison of the rules."""
+"""Which reveals `mrp_remask` takes back: each rule by hand on beliefs that a table tells."""
 
-import json
-
-import numpy as np
 import pytest
 import torch
-from conftest import TINY
 from torch import Tensor
 
-from benchmarks import remask
 from modeling_mrp.generate.modes import HeadSteps, Refinement, RereadRemask, ResidualRemask, ThresholdRemask
 from modeling_mrp.rules.revealing import logit
 from modeling_mrp.rules.states import Reveal, States
@@ -94,39 +89,3 @@ def test_residual_by_hand(delta: float, kept: list[int]) -> None:
     head = TableHead({(): [-2.0, 0.5, 9.0]})
     assert refine(ResidualRemask(delta), head, [[3.0, 2.0, NO, NO]]) == [kept]
     assert head.shown == [[()]]
-
-
-def curve(speeds: list[float], accuracies: list[float], count: int = 10) -> remask.Curve:
-    """Equal problems but for which are solved: the first ones."""
-    right = [[float(i < count * accuracy / 100) for i in range(count)] for accuracy in accuracies]
-    forwards = np.ones((len(speeds), count))
-    return remask.Curve(np.array(right), forwards * np.array(speeds)[:, None], forwards)
-
-
-def test_accuracy_at_equal_speed_by_hand() -> None:
-    """Between 2 (90 %) and 3 (50 %) tokens a forward there are 70 % at 2.5; the other falls from 80 % to 60 % on 2 to 4."""
-    lines = remask.compare(curve([3, 2], [50, 90]), curve([2, 4], [80, 60]), resamples=200)
-    assert [line["tokens_per_forward"] for line in lines] == [2, 2.25, 2.5, 2.75, 3, "mean"]
-    assert [line["accuracy"] for line in lines] == [90, 80, 70, 60, 50, 70]
-    assert [line["other_accuracy"] for line in lines] == [80, 77.5, 75, 72.5, 70, 75]
-    assert [line["difference"] for line in lines] == [10, 2.5, -5, -12.5, -20, -5]
-    assert all(line["low"] <= line["difference"] <= line["high"] for line in lines)
-    assert lines[0]["high"] > 10 > lines[0]["low"] == 0, "one problem of ten decides it, and some resamples lack it"
-
-
-def test_equal_curves_do_not_differ_and_distant_ones_are_not_compared() -> None:
-    same = curve([2, 3], [90, 50])
-    assert all(line["low"] == line["difference"] == line["high"] == 0 for line in remask.compare(same, same, resamples=50))
-    assert remask.compare(same, curve([4, 5], [90, 50]), resamples=50) == []
-
-
-@pytest.mark.skipif(not TINY.exists(), reason="the embedded checkpoint is not here")
-def test_the_command_prints_every_setting_and_comparison(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = "--family math --split tune --count 4 --tau 0.3 0.9 --rule reread threshold"
-    remask.main(asked.split())
-    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    settings = [(line["rule"], line["tau"]) for line in lines if "tau" in line]
-    assert settings == [(rule, tau) for rule in ("reread", "threshold") for tau in (0.3, 0.9)]
-    compared = [line for line in lines if "against" in line]
-    assert compared[-1]["tokens_per_forward"] == "mean"
-    assert {(line["rule"], line["against"]) for line in compared} == {("reread", "threshold")}

@@ -64,7 +64,7 @@ class TinyOptions:
     batch_size: int = flag("Rows of each.", 24)
     learning_rate: float = flag("Of AdamW; Muon has half of it.", 3e-3)
     trajectories: int = flag("Problems decoded to train the head on.", RECORDED)
-    head_steps: int = flag("Steps of the head.", 5400)
+    head_steps: int = flag("Steps of the head.", 7200)
     head_batch_size: int = flag("Rows of each.", 16)
     head_layers: int = flag("Layers of the head.", 3)
     head_learning_rate: float = flag("Of AdamW; Muon has half of it.", 4e-3)
