@@ -325,13 +325,11 @@ def low_precision(folder: Path = RESULTS) -> str:
         way = "the target, beside a longer text" if "longer" in line else way
         rows.setdefault(way, {})[line["family"], line["target"]] = line
     columns = list(dict.fromkeys(column for by in rows.values() for column in by))
-    cells = [
-        [
-            way,
-            *("{:.1f} ({:.1f}-{:.1f})".format(*(100 * part for part in (by[c]["share"], *by[c]["interval"]))) for c in columns),
-        ]
-        for way, by in rows.items()
-    ]
+
+    def cell(line: Line | None) -> str:
+        return "{:.1f} ({:.1f}-{:.1f})".format(*(100 * part for part in (line["share"], *line["interval"]))) if line else ""
+
+    cells = [[way, *(cell(by.get(column)) for column in columns)] for way, by in rows.items()]
     return _markdown(["decoded", *(f"{family}, `{target}`: equal, %" for family, target in columns)], cells)
 
 

@@ -46,6 +46,7 @@ TINY = ROOT / "hub_configs" / "sdar-tiny-mrp"
         ("benchmarks/README.md", tables.specialise),
         ("benchmarks/README.md", tables.retrained),
         ("benchmarks/README.md", tables.departures),
+        ("benchmarks/README.md", tables.low_precision),
         ("benchmarks/README.md", tables.compiled),
     ],
 )
