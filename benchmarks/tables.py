@@ -3,8 +3,9 @@
 ``python -m benchmarks.tables TABLE`` reads `benchmarks/results` (or `--results FOLDER`). From `tiny_frontier*.jsonl`:
 `frontier` accuracy and cost of every mode and setting; `targets` every target, alone and drafted; `headline` drafts of `static`
 beside the released reference; `eager` and `recovered` what `mrp_remask` makes of eager reveals. `heldout` the card's, from
-`tiny_heldout_{math,code}.jsonl`; `sweep`, `novel`, `head_prefix`, `published_head`, `specialise` and `retrained` from the files
-of these names behind `tiny_`; `cost` from `cost_model.jsonl`; `wallclock` from `wallclock_tiny.jsonl`; `compiled`.
+`tiny_heldout_{math,code}.jsonl`; `sweep`, `novel`, `head_prefix`, `published_head`, `specialise`, `retrained`, `departures` and
+`low_precision` from the files of these names behind `tiny_`; `cost` from `cost_model.jsonl`; `wallclock` from
+`wallclock_tiny.jsonl`; `compiled`.
 """
 
 import argparse
@@ -313,6 +314,43 @@ def retrained(folder: Path = RESULTS) -> str:
     return _markdown(["family", "", "before", "now", "change"], rows)
 
 
+def departures(folder: Path = RESULTS) -> str:
+    """What SDAR's own script does otherwise changes: a row a way to decode and departure."""
+    families: dict[str, None] = {}
+    rows: dict[tuple[str, str], dict[str, Line]] = {}
+    for line in read_lines(folder / "tiny_departures.jsonl"):
+        families[line["family"]] = None
+        way = "`static`" if "threshold" not in line else f"`dynamic` {line['threshold']}"
+        way += f", {line['denoising_steps']} steps" if "denoising_steps" in line else ""
+        way += ", greedy" if line.get("top_k") == 1 else f", top_p {line['top_p']}"
+        rows.setdefault((way, ", ".join(f"`{name}`" for name in line["departures"]) or "none"), {})[line["family"]] = line
+    cells = []
+    for row, by in rows.items():
+        cells.append([*row])
+        for line in (by[family] for family in families):
+            accuracy = "{:.1f} ({:.1f}-{:.1f})".format(line["accuracy"], *line["accuracy_95"])
+            differ = f"{100 * line['texts_that_differ'] / line['texts']:.1f}"
+            cells[-1] += [accuracy, f"{line['tokens_per_forward']:.2f}", differ]
+    head = [f"{family}: {what}" for family in families for what in ("%", "tokens / forward", "texts that differ, %")]
+    return _markdown(["decoding", "departure", *head], cells)
+
+
+def low_precision(folder: Path = RESULTS) -> str:
+    """Texts that equal the target's in low precision, in percent: the target decoded otherwise, then drafted by K."""
+    rows: dict[str, dict[tuple[str, str], Line]] = {}
+    for line in read_lines(folder / "tiny_low_precision.jsonl"):
+        way = f"{line['mode']} K={line['K']}" if "K" in line else f"the target, batches of {line['batch_size']}"
+        way = "the target, beside a longer text" if "longer" in line else way
+        rows.setdefault(way, {})[line["family"], line["target"]] = line
+    columns = list(dict.fromkeys(column for by in rows.values() for column in by))
+
+    def cell(line: Line | None) -> str:
+        return "{:.1f} ({:.1f}-{:.1f})".format(*(100 * part for part in (line["share"], *line["interval"]))) if line else ""
+
+    cells = [[way, *(cell(by.get(column)) for column in columns)] for way, by in rows.items()]
+    return _markdown(["decoded", *(f"{family}, `{target}`: equal, %" for family, target in columns)], cells)
+
+
 def compiled(folder: Path = RESULTS) -> str:
     """What the compiler makes of the kernels."""
     known = (
@@ -349,7 +387,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     table.__name__: table
     for table in (
         *(frontier, targets, headline, eager, recovered, heldout, sweep, cost, wallclock),
-        *(novel, head_prefix, published_head, specialise, retrained, compiled),
+        *(novel, head_prefix, published_head, specialise, retrained, departures, low_precision, compiled),
     )
 }
 
