@@ -86,9 +86,10 @@ class RoundTimes:
         return max(self.seconds[end] + self.slope() * (states - end), self.seconds[end] * min(1.0, states / end))
 
     @property
-    def most(self) -> int:
-        """The most states of a round known."""
-        return self.states[-1] if self.states else 0
+    def reach(self) -> int:
+        """The most states that a round may be tried with: no more than twice as many as one had."""
+        below = self.below.states[-1] if self.below and self.below.states else 0
+        return max(below, 2 * self.states[-1] if self.states else 0)
 
     def slope(self) -> float:
         """Seconds for one more state."""
@@ -112,7 +113,7 @@ class Chances:
     # So many states count, the newest most; before any was seen, so many with the chance that is supposed.
     WINDOW, PRIOR = 256.0, 4.0
     # Of so many the share can be believed.
-    ENOUGH = 16.0
+    ENOUGH = 8.0
 
     def __init__(self, slots: int, below: "Chances | None" = None) -> None:
         self.below = below
@@ -155,11 +156,13 @@ class Pace:
         chances: Of drafts from stale logits, and with the head.
         spent: Seconds of all rounds.
         lost: Seconds that trying lost.
+        saved: Seconds that drafts were faster than what drafts nothing.
         catch_up: Seconds that it takes to have the head read what it has not, on average.
         rounds: Rounds so far,
         begun: how many of them before this call,
         usual: and how many a call has, on average.
-        chosen: By amount, the round for which it was chosen last.
+        chosen: By amount, the round for which it was chosen last,
+        waits: and how many rounds later it is tried again: each time in vain twice as many.
     """
 
     amounts: tuple[Amount, ...]
@@ -167,16 +170,19 @@ class Pace:
     chances: tuple[Chances, Chances] = field(init=False)
     spent: float = 0.0
     lost: float = 0.0
+    saved: float = 0.0
     catch_up: float = 0.0
     rounds: int = 0
     begun: int = 0
     usual: float = 0.0
     chosen: dict[Amount, int] = field(default_factory=dict)
+    waits: dict[Amount, int] = field(default_factory=dict)
 
-    # What trying may lose: a share of the time so far and, to start with, rounds that draft nothing.
-    SHARE, CREDIT = 0.01, 1.0
-    # Rounds after which an amount is tried again.
-    TRY_AGAIN = 50
+    # What trying may lose: to start with, rounds that draft nothing; a share of the time so far; a share of the time saved, but
+    # no more than another one of the time so far.
+    CREDIT, SHARE, OF_SAVED, MOST_OF_SAVED = 1.0, 0.01, 0.1, 0.02
+    # Rounds after which an amount is tried again, at least and at most.
+    WAIT, LONGEST_WAIT = 50, 800
     # Drafts have to win by so much: times are estimates.
     MARGIN = 1.03
     # How much of a new number goes into an average.
@@ -191,6 +197,7 @@ class Pace:
         self.chances = guessed, Chances(most, guessed)
         self._last = self.amounts[0]
         self._rate: float | None = None  # seconds that a state takes with the best amount, while another one is tried
+        self._alone = 0.0  # seconds that it takes with none
 
     def begin(self) -> None:
         """Begin a call."""
@@ -207,19 +214,21 @@ class Pace:
             branches: As for `RoundPlan.with_slots`.
             behind: Whether the head has to catch up before it can draft.
         """
-        self._rate = None
         if plan.drafting:
             self._last = self._chosen(plan, rows, branches, behind)
             self.chosen[self._last] = self.rounds
         return self._last
 
     def _chosen(self, plan: RoundPlan, rows: int, branches: int | None, behind: bool) -> Amount:
-        best = self.amounts[0]
+        best, tries = self.amounts[0], self._rate is not None and self._last.passes > 0
+        self._rate = None
         if (alone := self.times[0].seconds.get(rows * plan.room_for(1, branches))) is None:
             return best
         done = self.rounds - self.begun
         switch = self.catch_up / max(done, self.usual - done, 1.0) if behind else 0.0
-        least, hope, hopeful, known = alone / plan.active, math.inf, best, [(alone / plan.active, 1.0, best)]
+        self._alone = least = alone / plan.active
+        known, hopes = [(least, float(plan.active), best)], list[tuple[float, Amount]]()
+        allowed = self.CREDIT * alone + self._allowed()
         for amount in self.amounts[1:]:
             room, with_head = plan.room_for(amount.states, branches), amount.passes > 0
             states, width = rows * room, min(room, amount.states)
@@ -230,20 +239,33 @@ class Pace:
                 known.append((each, accepted, amount))
                 if each < least:
                     least, best = each, amount
-            elif each < hope and states <= 2 * max(rows, times.most):
-                hope, hopeful = each, amount
-        allowed = self.CREDIT * alone + self.SHARE * self.spent - self.lost
+            elif states <= max(2 * rows, times.reach):
+                hopes.append((each, amount))
+        self.waits.pop(best, None)
         if allowed <= 0:
             return best
-        if hope < least:
-            self._rate = least
+        if tries and not behind and not self.chances[True].knows(self._last.states):
+            self._rate = least  # the head has caught up, which it should not do for one round
+            return self._last
+        if hopes := [one for one in hopes if one[0] < least]:
+            # The head is tried when it may go on for some rounds, and there is something to compare it with.
+            ready = not behind or (allowed > 2 * self.catch_up and self.chances[False].knows(2))
+            _, hopeful = min(
+                ((each, one) for each, one in hopes if ready or not one.passes), default=(0.0, best), key=lambda h: h[0]
+            )
+            self._rate = None if hopeful is best else least
             return hopeful
-        rested = [one for one in known if self.chosen.get(one[2], 0) + self.TRY_AGAIN <= self.rounds]
+        rested = [one for one in known if self.chosen.get(one[2], 0) + self.waits.get(one[2], self.WAIT) <= self.rounds]
         each, accepted, again = min(rested, key=lambda one: one[0], default=(least, 0.0, best))
         if again is best or (each - least) * accepted > allowed:
             return best
-        self._rate = least
+        self._rate, self.waits[again] = least, min(2 * self.waits.get(again, self.WAIT), self.LONGEST_WAIT)
         return again
+
+    def _allowed(self) -> float:
+        """Compute the seconds that trying may lose yet, without the credit."""
+        of_saved = min(self.OF_SAVED * self.saved, self.MOST_OF_SAVED * self.spent)
+        return self.SHARE * self.spent + max(0.0, of_saved) - self.lost
 
     def learn(
         self, plan: RoundPlan, accepted: Sequence[int], rows: int, seconds: float, catch_up: float = 0.0, usual: bool = True
@@ -267,9 +289,11 @@ class Pace:
             times.learn(states, seconds)
         if catch_up:
             self.catch_up += (catch_up - self.catch_up) * (self.RATE if self.catch_up else 1.0)
+        passed = plan.clean + sum(accepted[:width])
         if self._rate is not None:
-            saved = self._rate * (plan.clean + sum(accepted[:width]))
-            self.lost = max(0.0, self.lost + seconds + catch_up - saved)
+            self.lost = max(0.0, self.lost + seconds + catch_up - self._rate * passed)
+        elif drafts:
+            self.saved += self._alone * passed - seconds - catch_up
         if width > 1 and plan.active > plan.clean:
             self.chances[with_head].learn(accepted[:width], plan.active - plan.clean)
         self.spent += seconds + catch_up
