@@ -65,7 +65,7 @@ class RoundTimes:
         if (before := self.seconds.get(states)) is None:
             insort(self.states, states)
             before = seconds
-        rate = self.SLOWER_RATE if seconds > before else self.FASTER_RATE
+        rate = self.SLOWER_RATE if seconds > before else self.FASTER_RATE if 2 * seconds > before else 1.0
         self.seconds[states] = before + rate * (min(seconds, self.OUTLIER * before) - before)
 
     def knows(self, states: int) -> bool:
@@ -129,7 +129,7 @@ class Chances:
         before, chance = 1.0, 1.0
         for slot in range(1, len(self.sums)):
             # Unseen, a slot falls behind the one before as that one does; what is no worse is supposed to be much better.
-            supposed = min(chance, chance * chance / before)
+            supposed = chance * min(1.0, chance / before) if before else 0.0
             if self.below is not None:
                 supposed = min(chance, math.sqrt(self.below.sums[slot] - self.below.sums[slot - 1]))
             share = (self.accepted[slot] + self.PRIOR * supposed) / (self.offered[slot] + self.PRIOR)
