@@ -114,7 +114,8 @@ def test_a_long_call_is_as_fast_as_the_best_amount(clock: str, rows: int, chance
     which = rows, 600, CLOCKS[clock], CHANCES[chances]
     fixed = {amount: call(Fixed(amount), *which, 0) for amount in AMOUNTS}
     it = Pace(AMOUNTS)
-    call(it, *which, 1)
+    for seed in (1, 2, 3):
+        call(it, *which, seed)
     mine = call(it, *which, 0)
     assert mine <= fixed[Amount()] / 0.98
     assert mine <= min(fixed.values()) / 0.95
