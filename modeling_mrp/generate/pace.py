@@ -201,7 +201,7 @@ class Pace:
     # Rounds after which an amount is tried again, at least and at most.
     WAIT, LONGEST_WAIT = 50, 800
     # Drafts have to win by so much: times are estimates.
-    MARGIN = 1.03
+    MARGIN = 1.05
     # How much of a new number goes into an average.
     RATE = 0.3
 
