@@ -74,6 +74,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from importlib import import_module
 from math import inf
+from operator import attrgetter
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
@@ -3980,9 +3981,11 @@ class BlockCache(Cache):
         return part
 
     def swap(self, one: int, other: int) -> None:
-        """Exchange the keys, values and hidden states of two rows."""
-        for part in (*(buffer.movedim(2, 0) for buffer in self._buffers.values()), self._hidden):
-            part[[one, other]] = part[[other, one]]
+        """Exchange the keys, values and hidden states of two rows, but what is in the scratch."""
+        for part in (*(buffer[..., self.scratch :, :].movedim(2, 0) for buffer in self._buffers.values()), self._hidden):
+            kept = part[one].clone()
+            part[one] = part[other]
+            part[other] = kept
 
     def shares(self, other: "BlockCache") -> bool:
         """Tell if two caches have the same memory."""
@@ -7378,7 +7381,7 @@ class RoundTimes:
         if (before := self.seconds.get(states)) is None:
             insort(self.states, states)
             before = seconds
-        rate = self.SLOWER_RATE if seconds > before else self.FASTER_RATE
+        rate = self.SLOWER_RATE if seconds > before else self.FASTER_RATE if 2 * seconds > before else 1.0
         self.seconds[states] = before + rate * (min(seconds, self.OUTLIER * before) - before)
 
     def knows(self, states: int) -> bool:
@@ -7442,7 +7445,7 @@ class Chances:
         before, chance = 1.0, 1.0
         for slot in range(1, len(self.sums)):
             # Unseen, a slot falls behind the one before as that one does; what is no worse is supposed to be much better.
-            supposed = min(chance, chance * chance / before)
+            supposed = chance * min(1.0, chance / before) if before else 0.0
             if self.below is not None:
                 supposed = min(chance, math.sqrt(self.below.sums[slot] - self.below.sums[slot - 1]))
             share = (self.accepted[slot] + self.PRIOR * supposed) / (self.offered[slot] + self.PRIOR)
@@ -7452,6 +7455,21 @@ class Chances:
     def knows(self, states: int) -> bool:
         """Tell if the chances of so many slots can be believed."""
         return states < 2 or self.offered[states - 1] >= self.ENOUGH
+
+
+class Prospect(NamedTuple):
+    """An amount for a round: seconds for each state accepted, how many are, and the amount."""
+
+    each: float
+    accepted: float
+    amount: Amount
+
+
+class Trial(NamedTuple):
+    """A round whose amount is tried: seconds for each state accepted of the best one, and what comes behind it."""
+
+    each: float
+    behind: float
 
 
 @dataclass
@@ -7497,7 +7515,7 @@ class Pace:
     # Rounds after which an amount is tried again, at least and at most.
     WAIT, LONGEST_WAIT = 50, 800
     # Drafts have to win by so much: times are estimates.
-    MARGIN = 1.03
+    MARGIN = 1.05
     # How much of a new number goes into an average.
     RATE = 0.3
 
@@ -7509,7 +7527,8 @@ class Pace:
         guessed = Chances(most)
         self.chances = guessed, Chances(most, guessed)
         self._last = self.amounts[0]
-        self._rate: float | None = None  # seconds that a state takes with the best amount, while another one is tried
+        self._stays = 0  # rounds for which the head is tried yet
+        self._trial: Trial | None = None
         self._alone = 0.0  # seconds that it takes with none
 
     def begin(self) -> None:
@@ -7528,54 +7547,65 @@ class Pace:
             behind: Whether the head has to catch up before it can draft.
         """
         if plan.drafting:
-            self._last = self._chosen(plan, rows, branches, behind)
+            states, trying = rows * plan.room_for(1, branches), self._trial is not None
+            self._trial = None
+            alone = self.times[0].seconds.get(states)
+            # Where nothing is drafted is no loss to the target: it may be learnt at any time.
+            self._last = self.amounts[0] if alone is None else self._chosen(plan, rows, branches, behind, alone, trying)
             self.chosen[self._last] = self.rounds
         return self._last
 
-    def _chosen(self, plan: RoundPlan, rows: int, branches: int | None, behind: bool) -> Amount:
-        best, tries = self.amounts[0], self._rate is not None and self._last.passes > 0
-        self._rate = None
-        if (alone := self.times[0].seconds.get(rows * plan.room_for(1, branches))) is None:
-            return best
+    def _chosen(self, plan: RoundPlan, rows: int, branches: int | None, behind: bool, alone: float, trying: bool) -> Amount:
+        self._alone = alone / plan.active
+        known, hopes = self._options(plan, rows, branches, behind)
+        best = min(known, key=attrgetter("each"))
+        self.waits.pop(best.amount, None)
+        left = self.CREDIT * alone + self._left()
+        if left <= 0:
+            return best.amount
+        if trying and not behind and self._stays > 0:
+            self._stays -= 1
+            self._trial = Trial(best.each, 0.0)
+            return self._last
+        # For one round the head should not catch up: there has to be time for some.
+        ready = not behind or left > 2 * self.catch_up
+        again = self.catch_up if best.amount.passes and not behind else 0.0  # behind what does without it
+        if hopes := [hope for hope in hopes if hope.each < best.each]:
+            compared = ready and self.chances[False].knows(2)
+            hopes = [hope for hope in hopes if compared or not hope.amount.passes]
+            chosen = min(hopes, key=attrgetter("each"), default=best)
+        else:
+            due = [
+                one for one in known if self.chosen.get(one.amount, 0) + self.waits.get(one.amount, self.WAIT) <= self.rounds
+            ]
+            due = [one for one in due if ready or not one.amount.passes]
+            chosen = min(due, key=attrgetter("each"), default=best)
+            if (chosen.each - best.each) * chosen.accepted + again * (not chosen.amount.passes) > left:
+                return best.amount
+            self.waits[chosen.amount] = min(2 * self.waits.get(chosen.amount, self.WAIT), self.LONGEST_WAIT)
+        if chosen is not best:
+            self._stays = math.ceil(Chances.ENOUGH / plan.active) if behind and chosen.amount.passes else 0
+            self._trial = Trial(best.each, again * (not chosen.amount.passes))
+        return chosen.amount
+
+    def _options(self, plan: RoundPlan, rows: int, branches: int | None, behind: bool) -> tuple[list[Prospect], list[Prospect]]:
+        """List the amounts of which enough is known, and those that may be tried."""
         done = self.rounds - self.begun
         switch = self.catch_up / max(done, self.usual - done, 1.0) if behind else 0.0
-        self._alone = least = alone / plan.active
-        known, hopes = [(least, float(plan.active), best)], list[tuple[float, Amount]]()
-        allowed = self.CREDIT * alone + self._allowed()
+        known, hopes = [Prospect(self._alone, float(plan.active), self.amounts[0])], list[Prospect]()
         for amount in self.amounts[1:]:
             room, with_head = plan.room_for(amount.states, branches), amount.passes > 0
             states, width = rows * room, min(room, amount.states)
             times, chances = self.times[1 + with_head], self.chances[with_head]
             accepted = plan.clean + (plan.active - plan.clean) * chances.sums[width - 1]
-            each = self.MARGIN * (times.estimate(states) + switch * with_head) / accepted
+            option = Prospect(self.MARGIN * (times.estimate(states) + switch * with_head) / accepted, accepted, amount)
             if times.knows(states) and chances.knows(width):
-                known.append((each, accepted, amount))
-                if each < least:
-                    least, best = each, amount
+                known.append(option)
             elif states <= max(2 * rows, times.reach):
-                hopes.append((each, amount))
-        self.waits.pop(best, None)
-        if allowed <= 0:
-            return best
-        if tries and not behind and not self.chances[True].knows(self._last.states):
-            self._rate = least  # the head has caught up, which it should not do for one round
-            return self._last
-        if hopes := [one for one in hopes if one[0] < least]:
-            # The head is tried when it may go on for some rounds, and there is something to compare it with.
-            ready = not behind or (allowed > 2 * self.catch_up and self.chances[False].knows(2))
-            _, hopeful = min(
-                ((each, one) for each, one in hopes if ready or not one.passes), default=(0.0, best), key=lambda h: h[0]
-            )
-            self._rate = None if hopeful is best else least
-            return hopeful
-        rested = [one for one in known if self.chosen.get(one[2], 0) + self.waits.get(one[2], self.WAIT) <= self.rounds]
-        each, accepted, again = min(rested, key=lambda one: one[0], default=(least, 0.0, best))
-        if again is best or (each - least) * accepted > allowed:
-            return best
-        self._rate, self.waits[again] = least, min(2 * self.waits.get(again, self.WAIT), self.LONGEST_WAIT)
-        return again
+                hopes.append(option)
+        return known, hopes
 
-    def _allowed(self) -> float:
+    def _left(self) -> float:
         """Compute the seconds that trying may lose yet, without the credit."""
         of_saved = min(self.OF_SAVED * self.saved, self.MOST_OF_SAVED * self.spent)
         return self.SHARE * self.spent + max(0.0, of_saved) - self.lost
@@ -7603,8 +7633,8 @@ class Pace:
         if catch_up:
             self.catch_up += (catch_up - self.catch_up) * (self.RATE if self.catch_up else 1.0)
         passed = plan.clean + sum(accepted[:width])
-        if self._rate is not None:
-            self.lost = max(0.0, self.lost + seconds + catch_up - self._rate * passed)
+        if (trial := self._trial) is not None:
+            self.lost = max(0.0, self.lost + seconds + catch_up + trial.behind - trial.each * passed)
         elif drafts:
             self.saved += self._alone * passed - seconds - catch_up
         if width > 1 and plan.active > plan.clean:

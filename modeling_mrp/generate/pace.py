@@ -143,7 +143,7 @@ class Chances:
         return states < 2 or self.offered[states - 1] >= self.ENOUGH
 
 
-class Option(NamedTuple):
+class Prospect(NamedTuple):
     """An amount for a round: seconds for each state accepted, how many are, and the amount."""
 
     each: float
@@ -274,17 +274,17 @@ class Pace:
             self._trial = Trial(best.each, again * (not chosen.amount.passes))
         return chosen.amount
 
-    def _options(self, plan: RoundPlan, rows: int, branches: int | None, behind: bool) -> tuple[list[Option], list[Option]]:
+    def _options(self, plan: RoundPlan, rows: int, branches: int | None, behind: bool) -> tuple[list[Prospect], list[Prospect]]:
         """List the amounts of which enough is known, and those that may be tried."""
         done = self.rounds - self.begun
         switch = self.catch_up / max(done, self.usual - done, 1.0) if behind else 0.0
-        known, hopes = [Option(self._alone, float(plan.active), self.amounts[0])], list[Option]()
+        known, hopes = [Prospect(self._alone, float(plan.active), self.amounts[0])], list[Prospect]()
         for amount in self.amounts[1:]:
             room, with_head = plan.room_for(amount.states, branches), amount.passes > 0
             states, width = rows * room, min(room, amount.states)
             times, chances = self.times[1 + with_head], self.chances[with_head]
             accepted = plan.clean + (plan.active - plan.clean) * chances.sums[width - 1]
-            option = Option(self.MARGIN * (times.estimate(states) + switch * with_head) / accepted, accepted, amount)
+            option = Prospect(self.MARGIN * (times.estimate(states) + switch * with_head) / accepted, accepted, amount)
             if times.knows(states) and chances.knows(width):
                 known.append(option)
             elif states <= max(2 * rows, times.reach):
