@@ -23,8 +23,8 @@ from torch import Tensor
 
 from modeling_mrp.generate.decode_state import DecodeState, RoundPlan, summary
 from modeling_mrp.generate.loop import HeadPasses, Task, begin, decode, decode_round, verify_draft
-from modeling_mrp.generate.modes import Drafting, Mode
-from modeling_mrp.generate.pace import Amount, Fixed
+from modeling_mrp.generate.modes import Amount, Drafting, Mode
+from modeling_mrp.generate.pace import Fixed
 from modeling_mrp.modeling import MRPForCausalLM
 from modeling_mrp.rules.drafting import DRAFT_PARENT, Draft, as_slots
 from modeling_mrp.rules.revealing import EntropyBound, RevealRule, Sequential, ranks
@@ -238,13 +238,13 @@ class GraphRounds:
     def __init__(self, task: Task, runner: Runner, graph: DraftGraph, states: int) -> None:
         self.task, self.runner, self.graph, self.states = task, runner, graph, states
 
-    def __call__(self, state: DecodeState, plan: RoundPlan) -> tuple[DecodeState, list[int]]:
+    def __call__(self, state: DecodeState, plan: RoundPlan) -> tuple[DecodeState, list[int], bool]:
         """Draft by the graph, and let the round go on."""
         successor, ranking = self.task.successor(state), Ranking.of(self.task, state.seed.hidden)
         draft = drafted(self.graph, self.task, state, successor, ranking, self.states)
         head = HeadPasses(self.runner, state.held, None, False)
         state, accepted = verify_draft(self.task, self.runner, state, successor, head, draft, plan)
-        return state, summary(state, self.task.mask_token_id, accepted).tolist()
+        return state, summary(state, self.task.mask_token_id, accepted).tolist(), True
 
 
 @dataclass(frozen=True)
@@ -271,7 +271,7 @@ class GraphDrafts:
         def rounds(task: Task, state: DecodeState) -> GraphRounds:
             return GraphRounds(task, runner, self.graph, self.states)
 
-        decoded = decode(task, runner, state, lambda rows: Fixed(Amount(self.states)), rounds)
+        decoded = decode(task, runner, state, Fixed(Amount(self.states)), rounds)
         return Made.of(decoded.state.text, decoded.state.held, prompts)
 
 
@@ -296,11 +296,11 @@ class Watched:
         """Note where the decode stands."""
         self.seen.append((state.current, state.has_seed, Ranking.of(self.task, state.seed.hidden)))
 
-    def __call__(self, state: DecodeState, plan: RoundPlan) -> tuple[DecodeState, list[int]]:
+    def __call__(self, state: DecodeState, plan: RoundPlan) -> tuple[DecodeState, list[int], bool]:
         """Run the round, and note (a `Step` of `decode`)."""
         state, accepted = decode_round(self.task, self.runner, state, plan)
         self.note(state)
-        return state, summary(state, self.task.mask_token_id, accepted).tolist()
+        return state, summary(state, self.task.mask_token_id, accepted).tolist(), True
 
     def paths(self) -> list[list[Node]]:
         """List, for each state that a row came to next, the nodes it went through from there, to the end of the block."""
@@ -340,5 +340,5 @@ def recorded_paths(
     state = begin(task, runner, text, current, torch.zeros_like(current.start))
     watched = Watched(task, runner, [])
     watched.note(state)
-    decode(task, runner, state, lambda rows: Fixed(Amount()), lambda task, state: watched, least_rows=len(prompts))
+    decode(task, runner, state, Fixed(Amount()), lambda task, state: watched, least_rows=len(prompts))
     return watched.paths()

@@ -17,8 +17,8 @@ from transformers import PreTrainedTokenizerFast
 
 from modeling_mrp.generate.decode_state import DecodeState, RoundPlan, summary
 from modeling_mrp.generate.loop import HeadPasses, Task, begin, decode, decode_round, draft_states
-from modeling_mrp.generate.modes import Drafting, Mode
-from modeling_mrp.generate.pace import Amount, Fixed
+from modeling_mrp.generate.modes import Amount, Drafting, Mode
+from modeling_mrp.generate.pace import Fixed
 from modeling_mrp.modeling import MRPForCausalLM
 from modeling_mrp.rules.drafting import SOURCE, told
 from modeling_mrp.rules.revealing import Static, ranks
@@ -40,7 +40,7 @@ class Watched:
     def __init__(self, task: Task, runner: Runner, counted: Counter[str]) -> None:
         self.task, self.runner, self.counted = task, runner, counted
 
-    def __call__(self, state: DecodeState, plan: RoundPlan) -> tuple[DecodeState, list[int]]:
+    def __call__(self, state: DecodeState, plan: RoundPlan) -> tuple[DecodeState, list[int], bool]:
         """Draft once to see what is expected, run the round, and compare."""
         successor, mask_id = self.task.successor(state), self.task.mask_token_id
         head = HeadPasses(self.runner, state.held, plan.head_used, plan.late)
@@ -51,7 +51,7 @@ class Watched:
                 drafted, valid = draft.slots[:, slot], draft.valid[:, slot]
                 actual = Reveal(*(part[:, slot] for part in vars(after.memory.scored.reveal).values()))
                 self._compare(drafted, valid, *told(draft.table, drafted), actual)
-        return after, summary(after, mask_id, accepted).tolist()
+        return after, summary(after, mask_id, accepted).tolist(), True
 
     def _compare(self, drafted: Tensor, valid: Tensor, token: Tensor, odds: Tensor, actual: Reveal) -> None:
         block = token.shape[-1]
@@ -77,7 +77,7 @@ def watch(model: MRPForCausalLM, tokenizer: PreTrainedTokenizerFast, asked: list
     prompts = [encode(problem, tokenizer)[0] for problem in asked]
     task, runner, text, current = greedy_decode(model, mode, prompts, NEW_TOKENS[asked[0].family], eos, 4)
     state = begin(task, runner, text, current, torch.zeros_like(current.start))
-    decode(task, runner, state, lambda rows: Fixed(Amount(4, passes)), lambda task, state: Watched(task, runner, counted))
+    decode(task, runner, state, Fixed(Amount(4, passes)), lambda task, state: Watched(task, runner, counted))
     return counted
 
 

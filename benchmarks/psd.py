@@ -20,8 +20,8 @@ from torch import Tensor
 
 from modeling_mrp.generate.decode_state import Text
 from modeling_mrp.generate.loop import begin, decode
-from modeling_mrp.generate.modes import Drafting, Mode
-from modeling_mrp.generate.pace import Amount, Fixed
+from modeling_mrp.generate.modes import Amount, Drafting, Mode
+from modeling_mrp.generate.pace import Fixed
 from modeling_mrp.generate.scoring import Reader
 from modeling_mrp.modeling import MRPForCausalLM
 from modeling_mrp.rules.revealing import RevealRule
@@ -79,5 +79,5 @@ class ParallelSpeculative:
         task, runner, text, current = greedy_decode(model, mode, prompts, new_tokens, eos, max(2, self.states))
         task = replace(task, reader=DeepestConsistent(**vars(task.reader)))
         state = begin(task, runner, text, current, torch.zeros_like(current.start))
-        decoded = decode(task, runner, state, lambda rows: Fixed(Amount(self.states)))
+        decoded = decode(task, runner, state, Fixed(Amount(self.states)))
         return Made.of(decoded.state.text, decoded.state.held, prompts)

@@ -235,7 +235,19 @@ def wallclock(folder: Path = RESULTS) -> str:
         ]
         for line in read_lines(folder / "wallclock_tiny.jsonl")
     ]
-    return _markdown(["shape", "batch", "mode", "speed over static", "ms a round", *(f"{kind} %" for kind in kinds)], rows)
+    parts = _markdown(["shape", "batch", "mode", "speed over static", "ms a round", *(f"{kind} %" for kind in kinds)], rows)
+    cells = folder / "auto_clock.jsonl"
+    return f"{parts}\n\n{auto_clock(cells)}" if cells.exists() else parts
+
+
+def auto_clock(path: Path) -> str:
+    """Speed over the target of `auto` and of the best fixed K of each cell, median with the least and the most."""
+    rows = []
+    for line in read_lines(path):
+        shown = [line["over_target"]["auto"], line["over_target"][line["best"]], line["auto_over_best"]]
+        speeds = ["{:.2f}x ({:.2f}-{:.2f})".format(each["median"], *each["range"]) for each in shown]
+        rows.append([line["model"], line["target"], str(line["batch_size"]), speeds[0], line["best"], *speeds[1:]])
+    return _markdown(["model", "target", "batch", "auto over target", "best", "best over target", "auto over best"], rows)
 
 
 def novel(folder: Path = RESULTS) -> str:

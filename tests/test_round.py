@@ -16,8 +16,8 @@ from torch import Tensor
 
 from modeling_mrp.generate.decode_state import DecodeState, Request, RoundPlan, laid_out, summary
 from modeling_mrp.generate.loop import Task, begin, decode, decode_round
-from modeling_mrp.generate.modes import Direct, Drafting, Mode, ThresholdRemask
-from modeling_mrp.generate.pace import Amount, Fixed
+from modeling_mrp.generate.modes import Amount, Direct, Drafting, Mode, ThresholdRemask
+from modeling_mrp.generate.pace import Fixed
 from modeling_mrp.generate.sampling import Sampler
 from modeling_mrp.generate.scoring import Reader
 from modeling_mrp.kernels.dispatch import PYTORCH
@@ -120,7 +120,7 @@ class Case:
         self.state, _ = decode_round(self.task, self.runner, self.state, self.plan())
 
     def run(self) -> None:
-        self.state = decode(self.task, self.runner, self.state, lambda rows: Fixed(self.amount)).state
+        self.state = decode(self.task, self.runner, self.state, Fixed(self.amount)).state
 
     @property
     def text(self) -> list[list[int]]:

@@ -129,7 +129,7 @@ def test_unverified_modes_give_the_text_of_generate(model: Any, prompts: list[li
 
 def test_the_head_sees_the_prefix(model: Any, prompts: list[list[int]]) -> None:
     """As many tokens a forward as `generate` makes, but for prompts, of which the engine takes a block a forward."""
-    options = {"target": "dynamic", "confidence_threshold": 0.9}
+    options = {"target": "dynamic", "confidence_threshold": 0.9, "num_draft_states": 4}
     requests, _ = served(model, prompts, options)
     ours, theirs = 0, 0
     for req in requests:

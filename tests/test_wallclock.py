@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import TINY
 
-from benchmarks import tables, wallclock
+from benchmarks import auto_clock, tables, wallclock
 from modeling_mrp import MRPConfig
 
 pytestmark = pytest.mark.skipif(not TINY.exists(), reason="the embedded checkpoint is not here")
@@ -70,3 +70,24 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert rows[0].startswith("| tiny (4 layers, float32) | 1 | static | 1.00x (1.00-1.00) |")
     with pytest.raises(SystemExit):
         wallclock.main(["--layers", "2"])
+
+
+def test_cells_of_auto(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each is measured once; the best fixed number is found; the table prints them."""
+    path = tmp_path / "auto_clock.jsonl"
+    command = ["--models", "tiny", "--targets", "static", "--batch-sizes", "1", "2", "--states", "1", "3", "--repeats", "2"]
+    command += ["--new-tokens", "8", "--output", str(path)]
+    auto_clock.main(command)
+    written = path.read_text()
+    auto_clock.main(command)
+    assert path.read_text() == written
+    header, *cells = map(json.loads, written.splitlines())
+    assert header["benchmark"] == "auto_clock"
+    assert [cell["batch_size"] for cell in cells] == [1, 2]
+    for cell in cells:
+        over = cell["over_target"]
+        assert set(over) == {"auto", "K=1", "K=3"}
+        assert over[cell["best"]]["median"] == max(over["K=1"]["median"], over["K=3"]["median"])
+        assert cell["auto_over_best"]["range"][0] > 0
+    _, _, *rows = tables.auto_clock(path).splitlines()
+    assert [row.split("|")[1:4] for row in rows] == [[" tiny ", " static ", " 1 "], [" tiny ", " static ", " 2 "]]

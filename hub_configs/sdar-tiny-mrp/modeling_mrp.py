@@ -32,10 +32,10 @@ Its parts, in this order:
     model/pushing.py            Publication of a saved checkpoint in one commit, or none: all that a model which was loaded as remote code needs for it.
     model/loading.py            Loading and saving of MRP models: the layouts that are read, backbones with heads from elsewhere, heads on their own.
     generate/modes.py           Modes of decoding, each three answers: what a step reveals, what the head changes about that, and what is drafted ahead.
-    generate/option_table.py    The options of `generate` beyond those of transformers, each declared once.
-    generate/pace.py            The amount of drafting of each round: fixed, or as much as measured time and acceptance so far say pays.
     generate/decode_state.py    One decode in tensors: what was asked, what a round changes, and what the host reads of it once a round.
     generate/active_rows.py     The rows of a batch that go on: those that have ended leave it by halves, so that later rounds cost nothing for them.
+    generate/option_table.py    The options of `generate` beyond those of transformers, each declared once.
+    generate/pace.py            The amount of drafting of each round: fixed, or as much as measured time and acceptance so far say pays.
     generate/options.py         The options of `generate` for MRP models: the config that holds, checks and interprets them.
     generate/prompts.py         Checks of the prompts of `generate`, their mask, the tokens that stand behind them already, and what else goes along.
     generate/quantized.py       Quantized models: what decoding needs of their unembedding, and whose tokens change each other's results.
@@ -66,6 +66,7 @@ import tempfile
 import threading
 import warnings
 import weakref
+from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -73,6 +74,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from importlib import import_module
 from math import inf
+from operator import attrgetter
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
@@ -1350,7 +1352,7 @@ class Settlement:
         at_mask: [rows] bool, whether a row is active and that state has masks.
         token, odds: [rows, block]: what was said there.
         clean_slot: [rows] long, the slot of the round's clean state that was accepted, -1 if none.
-        passed: [rows, n] bool, which states of the round were accepted, of rows whose next state had masks.
+        passed: [rows, n] bool, which states of the round were accepted and have masks, of rows whose next state had masks.
         drafted: [rows] long, drafted states of the round.
         keep: [rows, width] bool, states to remember,
         ahead: [rows, width, block + 6] long, and where they lead: see `Memory`.
@@ -1610,7 +1612,8 @@ if triton is not None:
         tl.store(last_out + row, tl.full((), 0, tl.int64) + last)
         tl.store(at_mask_out + row, at_mask.to(tl.uint8))
         tl.store(clean_out + row, tl.full((), 0, tl.int64) + clean_slot)
-        tl.store(passed_out + row * count + entry, ((passed != 0) & (not at_first_clean)).to(tl.uint8), mask=in_round)
+        counts = (passed != 0) & (clean == 0) & (not at_first_clean)
+        tl.store(passed_out + row * count + entry, counts.to(tl.uint8), mask=in_round)
         tl.store(token_out + row * BLOCK + column, _row_at(tokens, at_last).to(tl.int64), mask=in_block)
         inside = in_block.to(tl.int32)
         near = tl.where(last < count, inside, 0) != 0
@@ -3978,9 +3981,11 @@ class BlockCache(Cache):
         return part
 
     def swap(self, one: int, other: int) -> None:
-        """Exchange the keys, values and hidden states of two rows."""
-        for part in (*(buffer.movedim(2, 0) for buffer in self._buffers.values()), self._hidden):
-            part[[one, other]] = part[[other, one]]
+        """Exchange the keys, values and hidden states of two rows, but what is in the scratch."""
+        for part in (*(buffer[..., self.scratch :, :].movedim(2, 0) for buffer in self._buffers.values()), self._hidden):
+            kept = part[one].clone()
+            part[one] = part[other]
+            part[other] = kept
 
     def shares(self, other: "BlockCache") -> bool:
         """Tell if two caches have the same memory."""
@@ -6722,6 +6727,19 @@ class RereadRemask:
 
 
 @dataclass(frozen=True)
+class Amount:
+    """An amount of drafting in one round.
+
+    Attributes:
+        states: States that a row may submit; 1: it drafts nothing.
+        passes: Head passes of the round; 0: drafts come from stale logits, and the head rests.
+    """
+
+    states: int = 1
+    passes: int = 0
+
+
+@dataclass(frozen=True)
 class Drafting:
     """The amount of drafting: states that may follow, scored together in one forward. Drafts never change the text.
 
@@ -6762,312 +6780,6 @@ class Mode:
     def width(self) -> int:
         """States of a row in a round, at most: its own and the next block's, or with drafts more."""
         return max(2, 1 if self.drafting is None else self.drafting.states)
-
-
-# ----------------------------------------------------------------------------------------------------
-# generate/option_table.py
-#
-# The options of `generate` beyond those of transformers, each declared once.
-#
-# From `OPTIONS` come the fields of `MRPGenerationConfig`, their defaults and checks, the flags of command lines and the README's
-# table. Nothing here imports torch, so that the help of a command line comes at once.
-
-DECODINGS = ("static", "dynamic", "sequential", "entropy_bound", "self_spec", "mrp_direct", "mrp_spec", "mrp_remask")
-TARGETS, DRAFTING = DECODINGS[:4], ("self_spec", "mrp_spec")
-REMASK_RULES = ("reread", "threshold", "residual")
-
-
-@dataclass(frozen=True)
-class Option:
-    """An option of `generate`.
-
-    Attributes:
-        name: The keyword argument, and the field of the config.
-        default: The value of an option that nobody sets. None stays allowed where it is the default.
-        kind: The type of its values, as `isinstance` takes it; a bool is no number.
-        holds: The range: True of the values allowed, given one of that type and the model's block size.
-        remedy: The end of the error for others; `{block_size}` stands for the model's.
-        help: Its meaning, a line of Markdown.
-        modes: The values of `decoding` in which it has an effect; it has one, too, in modes that draft for these as `target`.
-    """
-
-    name: str
-    default: Any
-    kind: Any
-    holds: Callable[[Any, int], bool]
-    remedy: str
-    help: str = ""
-    modes: tuple[str, ...] = DECODINGS
-
-    def counts(self, decoding: str, target: str | None = None) -> bool:
-        """Tell if it has an effect in a mode, which drafts for `target` if it drafts."""
-        return decoding in self.modes or (decoding in DRAFTING and target in self.modes)
-
-    def check(self, value: Any, block_size: int) -> None:
-        """Raise `ValueError`, with value and remedy, for a value of another type or out of range."""
-        if value is None and self.default is None:
-            return
-        if isinstance(value, int) and value.bit_length() > 63:  # so many digits need not be shown, nor can they
-            shown = f"{'-' if value < 0 else ''}2**{value.bit_length() - 1}"
-            raise ValueError(f"{self.name} is {shown} or more: {self.remedy.format(block_size=block_size)}, and of 64 bits")
-        fits = isinstance(value, self.kind) and (self.kind is bool or not isinstance(value, bool))
-        if not fits or not self.holds(value, block_size):
-            kind = "" if fits else f", of type {type(value).__name__}"
-            raise ValueError(f"{self.name} is {value!r}{kind}: {self.remedy.format(block_size=block_size)}")
-
-
-# Type, range and remedy.
-_Values = tuple[Any, Callable[[Any, int], bool], str]
-COUNT: _Values = (int, lambda v, _: v >= 1, "it must be an int of 1 or more")
-_MOST_STATES = 256  # of a block of 4, the shortest published, the kernels hold no more
-_STATES: _Values = (
-    int | str,
-    lambda v, _: v == "auto" if isinstance(v, str) else 1 <= v <= _MOST_STATES,
-    f"it must be 'auto' or an int from 1 to {_MOST_STATES}",
-)
-_STEPS: _Values = (int, lambda v, size: 1 <= v <= size, "it must be an int from 1 to block_size ({block_size})")
-PROBABILITY: _Values = (int | float, lambda v, _: 0 <= v <= 1, "it must be a probability, a float from 0 to 1")
-_NATS: _Values = (int | float, lambda v, _: v >= 0, "it must be a number of nats, a float of 0 or more")
-_LOGITS: _Values = (int | float, lambda v, _: v > 0, "it must be a positive number of logits, a float")
-_KERNELS: _Values = (bool, lambda *_: True, "use None (where they can be used), True (or an error) or False (PyTorch only)")
-_GRAPHS: _Values = (bool, lambda *_: True, "use True, False, or None for CUDA graphs where they are possible")
-_SEED: _Values = (
-    int | list,
-    lambda v, _: all(type(one) is int and 0 <= one < 1 << 62 for one in (v if isinstance(v, list) else [v])),
-    "use None, an int of 0 or more and below 2**62, or a list of one such int per row",
-)
-
-
-def _one_of(names: tuple[str, ...]) -> _Values:
-    return str, lambda v, _: v in names, f"choose one of {', '.join(names)}"
-
-
-OPTIONS = (
-    Option("decoding", "static", *_one_of(DECODINGS), "the mode"),
-    Option(
-        "target",
-        "static",
-        *_one_of(TARGETS),
-        "whose text it is that drafts reach in fewer forwards: that of `decoding=target`",
-        DRAFTING,
-    ),
-    Option(
-        "denoising_steps",
-        None,
-        *_STEPS,
-        "steps per block; None: `block_size`, one token a step",
-        ("static", "sequential", "mrp_direct"),
-    ),
-    Option("confidence_threshold", 0.9, *PROBABILITY, "tau, a probability", ("dynamic", "mrp_remask")),
-    Option(
-        "entropy_threshold",
-        0.35,
-        *_NATS,
-        "bound in nats on the summed entropy of a step's reveals",
-        ("entropy_bound",),
-    ),
-    Option("mrp_steps", 1, *_STEPS, "reveals of the head after each backbone step, unverified", ("mrp_direct",)),
-    Option(
-        "num_draft_states",
-        "auto",
-        *_STATES,
-        "K: states a row submits per round, at most: the next one, and drafts; `auto`: as many as measured time says pay, none "
-        "where none do",
-        DRAFTING,
-    ),
-    Option("draft_branches", 3, *COUNT, "followers considered per state; 1 drafts a chain", DRAFTING),
-    Option("draft_passes", 1, *COUNT, "head passes per round, at most; each re-reads what is drafted so far", ("mrp_spec",)),
-    Option("remask_rule", "reread", *_one_of(REMASK_RULES), "`reread`, `threshold` or `residual`", ("mrp_remask",)),
-    Option("residual_delta", 1.0, *_LOGITS, "for the rule `residual`, in logits", ("mrp_remask",)),
-    Option("seed", None, *_SEED, "with `do_sample`: int s gives row i s + i, a list one per row, None torch's generator"),
-    Option("kernels", None, *_KERNELS, "Triton kernels: None where possible, True or an error, False never"),
-    Option("graphs", None, *_GRAPHS, "CUDA graphs: None where possible, True or an error, False never"),
-)
-
-
-def closest_name(name: str, names: Iterable[str]) -> str:
-    """Suggest the one of some names that is most like this one, with a space before; "" if none is."""
-    near = difflib.get_close_matches(name, sorted(names), n=1, cutoff=0.75)
-    return f" (did you mean {near[0]}?)" if near else ""
-
-
-# ----------------------------------------------------------------------------------------------------
-# generate/pace.py
-#
-# The amount of drafting of each round: fixed, or as much as measured time and acceptance so far say pays.
-#
-# Drafts never change the text, so that how much is drafted is free to follow the clock. The host reads one summary a round, which
-# waits for the device: the time from one to the next is the round's, whatever it ran on.
-
-# States a row may submit, of which one is chosen; each has its own recording on CUDA.
-WIDTHS = (1, 2, 3, 4, 6, 8)
-# As many where nothing follows the clock: several processes decide alike so, and counts can be repeated.
-UNTIMED_STATES = 4
-
-
-@dataclass(frozen=True)
-class Amount:
-    """An amount of drafting.
-
-    Attributes:
-        states: States that a row may submit in a round; 1: it drafts nothing.
-        passes: Head passes of the round; 0: drafts come from stale logits, and the head rests.
-    """
-
-    states: int = 1
-    passes: int = 0
-
-
-@dataclass
-class Fixed:
-    """The same amount in every round.
-
-    Attributes:
-        amount: It.
-    """
-
-    amount: Amount
-
-    def choose(self) -> Amount:
-        """Choose it."""
-        return self.amount
-
-    def learn(self, amount: Amount, width: int, passed: list[int], rows: int, seconds: float) -> None:
-        """Learn nothing."""
-
-
-@dataclass
-class Pace:
-    """Chooses the amount that makes the most accepted states for its time.
-
-    A round of n states accepts the chances of its slots added up; what it takes is an average over rounds of that width, of
-    one never tried a line through those that were. Now and then a neighbour of the best amount is tried, so that what changes
-    is noticed.
-
-    Attributes:
-        amounts: What may be chosen, the first of them drafts nothing.
-        seconds: By width and whether the head took part, what a round took.
-        chances: By the same flag, the chance that the state in each slot is accepted; below 0 where none was offered.
-        rounds: How many were chosen,
-        tries: and how often each amount was.
-        tried: What was chosen last.
-    """
-
-    amounts: tuple[Amount, ...]
-    seconds: dict[tuple[int, bool], float] = field(default_factory=dict)
-    chances: dict[bool, list[float]] = field(init=False)
-    rounds: int = 0
-    tries: dict[Amount, int] = field(default_factory=dict)
-    tried: Amount | None = None
-
-    # Other work of the machine makes rounds slower, never faster: a shorter time counts for more than a longer one.
-    FASTER_RATE, SLOWER_RATE, CHANCE_RATE, TRY_EVERY = 0.5, 0.15, 0.1, 25
-    # Rounds of an amount until its time can be believed: the first ones compile, allocate or record.
-    WARM = 3
-    # A round that took so many times what it does on average is no sign of anything.
-    OUTLIER = 3.0
-
-    def __post_init__(self) -> None:
-        most = max(amount.states for amount in self.amounts)
-        self.chances = {flag: [1.0] + [-1.0] * (most - 1) for flag in (False, True)}
-
-    def choose(self) -> Amount:
-        """Choose for the next round."""
-        self.rounds += 1
-        if self.tried is None or self.tries[self.tried] >= self.WARM:
-            self.tried = self._chosen()
-        self.tries[self.tried] = self.tries.get(self.tried, 0) + 1
-        return self.tried
-
-    def _chosen(self) -> Amount:
-        if (1, False) not in self.seconds:
-            return self.amounts[0]
-        tried = {amount.passes > 0: amount.states for amount in sorted(self.tries, key=lambda amount: amount.states)}
-        best = max((amount for amount in self.amounts if amount.states <= self._next(tried, amount)), key=self.worth)
-        if self.rounds % self.TRY_EVERY:
-            return best
-        others = self._neighbours(best)
-        return others[self.rounds // self.TRY_EVERY % len(others)]
-
-    def _next(self, tried: dict[bool, int], amount: Amount) -> int:
-        """The width that comes behind the widest of an amount's kind that was tried: further no estimate reaches."""
-        widest = tried.get(amount.passes > 0, 1)
-        return min((each.states for each in self.amounts if each.states > widest), default=widest)
-
-    def worth(self, amount: Amount) -> float:
-        """Estimate accepted states in a second; of a slot that was never offered the chance is that of the one before."""
-        flag, states, chance = amount.passes > 0, 0.0, 1.0
-        for known in self.chances[flag][: amount.states]:
-            chance = known if known >= 0 else chance
-            states += chance
-        return states / self._time(amount.states, flag)
-
-    def learn(self, amount: Amount, width: int, passed: list[int], rows: int, seconds: float) -> None:
-        """Learn from a round.
-
-        Args:
-            amount: What was chosen.
-            width: States that rows had room for.
-            passed: How many rows accepted the state in each slot offered, of
-            rows: so many that could.
-            seconds: What it took.
-        """
-        flag = amount.passes > 0 and width > 1
-        before = self.seconds.get((width, flag), seconds)
-        warm = self.tries.get(amount, 0) > self.WARM
-        rate = self.SLOWER_RATE if seconds > before else self.FASTER_RATE if warm else 1.0
-        self.seconds[width, flag] = before + rate * (min(seconds, self.OUTLIER * before) - before)
-        for slot in range(1, min(len(passed), len(self.chances[flag])) if rows else 1):
-            share, before = passed[slot] / rows, self.chances[flag][slot]
-            self.chances[flag][slot] = share if before < 0 else before + self.CHANCE_RATE * (share - before)
-
-    def _neighbours(self, best: Amount) -> list[Amount]:
-        """None, the next wider and narrower amount, and the other one of the same width."""
-        alike = [amount for amount in self.amounts if amount.passes == best.passes or amount.states == 1]
-        place = alike.index(best)
-        others = [amount for amount in self.amounts if amount.states == max(best.states, 2) and amount not in alike]
-        near = [*alike[max(0, place - 1) : place], *alike[place + 1 : place + 2], *others]
-        return [each for one in near for each in ((one, alike[0]) if place else (one,))]
-
-    def _time(self, width: int, flag: bool) -> float:
-        if (known := self.seconds.get((width, flag))) is not None:
-            return known
-        points = sorted((w, t) for (w, f), t in self.seconds.items() if f == flag or w == 1)
-        below = [point for point in points if point[0] < width]
-        above = [point for point in points if point[0] > width]
-        if below and above:
-            (a, t_a), (b, t_b) = below[-1], above[0]
-        elif len(points) > 1:
-            (a, t_a), (b, t_b) = (below or above)[-2:] if below else points[:2]
-        else:
-            return points[0][1]  # nothing is known of drafts: they are worth a try
-        return max(t_a + (t_b - t_a) / (b - a) * (width - a), min(t_a, t_b) / 2)
-
-
-_PACES: "weakref.WeakKeyDictionary[nn.Module, dict[Hashable, Pace]]" = weakref.WeakKeyDictionary()
-
-
-def pace_of(model: nn.Module, mode: Mode, rows: int) -> Pace | Fixed:
-    """Choose the amounts of a decode of so many rows; what was learnt stays with the model, for the calls that follow.
-
-    Where several processes run, which must decide alike if they share a model, nothing follows the clock.
-    """
-    drafting = mode.drafting
-    if drafting is None or not drafting.paced:
-        return Fixed(Amount() if drafting is None else Amount(drafting.states, drafting.passes))
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        states = min(drafting.states, UNTIMED_STATES)
-        return Fixed(Amount(states, min(drafting.passes, states - 1)))
-    kept = _PACES.setdefault(model, {})
-    key = mode, rows, next(model.parameters()).device, next(model.parameters()).dtype
-    return kept.setdefault(key, Pace(paced(drafting.states, drafting.passes)))
-
-
-def paced(states: int, passes: int) -> tuple[Amount, ...]:
-    """List the amounts of up to so many states and head passes, the least first."""
-    widths = [width for width in WIDTHS if width <= states]
-    kinds = [0, passes] if passes else [0]
-    return (Amount(), *(Amount(width, min(kind, width - 1)) for kind in kinds for width in widths if width > 1))
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -7353,14 +7065,22 @@ class RoundPlan:
         per_row = tuple(flag > 0 for flag in going), tuple(accepted)
         return cls(active, used, head_used, clean, masks, drafting, late, blocked, *per_row, unscored)
 
-    def with_slots(self, amount: Amount, branches: int) -> "RoundPlan":
+    def with_slots(self, amount: Amount, branches: int | None) -> "RoundPlan":
         """The same with room for up to so many states a row.
 
         What a row drafts must not depend on its neighbours: room that none of them can fill is left out, no other.
+
+        Args:
+            amount: What is drafted.
+            branches: Followers of a state that are considered; None: room that none can fill stays, as in what is recorded.
         """
         per_row = amount.states if self.drafting else 1
-        filled = reachable(self.masks, branches, per_row)
-        return replace(self, amount=amount, per_row=per_row, room=max(filled, 2 if self.clean else 1))
+        return replace(self, amount=amount, per_row=per_row, room=self.room_for(per_row, branches))
+
+    def room_for(self, states: int, branches: int | None) -> int:
+        """Count the places that a forward has for up to so many states a row."""
+        filled = states if branches is None else reachable(self.masks, branches, states)
+        return max(filled, 2 if self.clean else 1)
 
 
 # Numbers of a `RoundPlan` before `going`.
@@ -7475,6 +7195,477 @@ def request_of(request: Request, at: Tensor) -> Request:
     shared = {"schedule", "eos"}
     names = [field.name for field in fields(request) if field.name not in shared]
     return replace(request, **{name: getattr(request, name)[at] for name in names})
+
+
+# ----------------------------------------------------------------------------------------------------
+# generate/option_table.py
+#
+# The options of `generate` beyond those of transformers, each declared once.
+#
+# From `OPTIONS` come the fields of `MRPGenerationConfig`, their defaults and checks, the flags of command lines and the README's
+# table. Nothing here imports torch, so that the help of a command line comes at once.
+
+DECODINGS = ("static", "dynamic", "sequential", "entropy_bound", "self_spec", "mrp_direct", "mrp_spec", "mrp_remask")
+TARGETS, DRAFTING = DECODINGS[:4], ("self_spec", "mrp_spec")
+REMASK_RULES = ("reread", "threshold", "residual")
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option of `generate`.
+
+    Attributes:
+        name: The keyword argument, and the field of the config.
+        default: The value of an option that nobody sets. None stays allowed where it is the default.
+        kind: The type of its values, as `isinstance` takes it; a bool is no number.
+        holds: The range: True of the values allowed, given one of that type and the model's block size.
+        remedy: The end of the error for others; `{block_size}` stands for the model's.
+        help: Its meaning, a line of Markdown.
+        modes: The values of `decoding` in which it has an effect; it has one, too, in modes that draft for these as `target`.
+    """
+
+    name: str
+    default: Any
+    kind: Any
+    holds: Callable[[Any, int], bool]
+    remedy: str
+    help: str = ""
+    modes: tuple[str, ...] = DECODINGS
+
+    def counts(self, decoding: str, target: str | None = None) -> bool:
+        """Tell if it has an effect in a mode, which drafts for `target` if it drafts."""
+        return decoding in self.modes or (decoding in DRAFTING and target in self.modes)
+
+    def check(self, value: Any, block_size: int) -> None:
+        """Raise `ValueError`, with value and remedy, for a value of another type or out of range."""
+        if value is None and self.default is None:
+            return
+        if isinstance(value, int) and value.bit_length() > 63:  # so many digits need not be shown, nor can they
+            shown = f"{'-' if value < 0 else ''}2**{value.bit_length() - 1}"
+            raise ValueError(f"{self.name} is {shown} or more: {self.remedy.format(block_size=block_size)}, and of 64 bits")
+        fits = isinstance(value, self.kind) and (self.kind is bool or not isinstance(value, bool))
+        if not fits or not self.holds(value, block_size):
+            kind = "" if fits else f", of type {type(value).__name__}"
+            raise ValueError(f"{self.name} is {value!r}{kind}: {self.remedy.format(block_size=block_size)}")
+
+
+# Type, range and remedy.
+_Values = tuple[Any, Callable[[Any, int], bool], str]
+COUNT: _Values = (int, lambda v, _: v >= 1, "it must be an int of 1 or more")
+_MOST_STATES = 256  # of a block of 4, the shortest published, the kernels hold no more
+_STATES: _Values = (
+    int | str,
+    lambda v, _: v == "auto" if isinstance(v, str) else 1 <= v <= _MOST_STATES,
+    f"it must be 'auto' or an int from 1 to {_MOST_STATES}",
+)
+_STEPS: _Values = (int, lambda v, size: 1 <= v <= size, "it must be an int from 1 to block_size ({block_size})")
+PROBABILITY: _Values = (int | float, lambda v, _: 0 <= v <= 1, "it must be a probability, a float from 0 to 1")
+_NATS: _Values = (int | float, lambda v, _: v >= 0, "it must be a number of nats, a float of 0 or more")
+_LOGITS: _Values = (int | float, lambda v, _: v > 0, "it must be a positive number of logits, a float")
+_KERNELS: _Values = (bool, lambda *_: True, "use None (where they can be used), True (or an error) or False (PyTorch only)")
+_GRAPHS: _Values = (bool, lambda *_: True, "use True, False, or None for CUDA graphs where they are possible")
+_SEED: _Values = (
+    int | list,
+    lambda v, _: all(type(one) is int and 0 <= one < 1 << 62 for one in (v if isinstance(v, list) else [v])),
+    "use None, an int of 0 or more and below 2**62, or a list of one such int per row",
+)
+
+
+def _one_of(names: tuple[str, ...]) -> _Values:
+    return str, lambda v, _: v in names, f"choose one of {', '.join(names)}"
+
+
+OPTIONS = (
+    Option("decoding", "static", *_one_of(DECODINGS), "the mode"),
+    Option(
+        "target",
+        "static",
+        *_one_of(TARGETS),
+        "whose text it is that drafts reach in fewer forwards: that of `decoding=target`",
+        DRAFTING,
+    ),
+    Option(
+        "denoising_steps",
+        None,
+        *_STEPS,
+        "steps per block; None: `block_size`, one token a step",
+        ("static", "sequential", "mrp_direct"),
+    ),
+    Option("confidence_threshold", 0.9, *PROBABILITY, "tau, a probability", ("dynamic", "mrp_remask")),
+    Option(
+        "entropy_threshold",
+        0.35,
+        *_NATS,
+        "bound in nats on the summed entropy of a step's reveals",
+        ("entropy_bound",),
+    ),
+    Option("mrp_steps", 1, *_STEPS, "reveals of the head after each backbone step, unverified", ("mrp_direct",)),
+    Option(
+        "num_draft_states",
+        "auto",
+        *_STATES,
+        "K: states a row submits per round, at most: the next one, and drafts; `auto`: as many as measured time says pay, none "
+        "where none do",
+        DRAFTING,
+    ),
+    Option("draft_branches", 3, *COUNT, "followers considered per state; 1 drafts a chain", DRAFTING),
+    Option("draft_passes", 1, *COUNT, "head passes per round, at most; each re-reads what is drafted so far", ("mrp_spec",)),
+    Option("remask_rule", "reread", *_one_of(REMASK_RULES), "`reread`, `threshold` or `residual`", ("mrp_remask",)),
+    Option("residual_delta", 1.0, *_LOGITS, "for the rule `residual`, in logits", ("mrp_remask",)),
+    Option("seed", None, *_SEED, "with `do_sample`: int s gives row i s + i, a list one per row, None torch's generator"),
+    Option("kernels", None, *_KERNELS, "Triton kernels: None where possible, True or an error, False never"),
+    Option("graphs", None, *_GRAPHS, "CUDA graphs: None where possible, True or an error, False never"),
+)
+
+
+def closest_name(name: str, names: Iterable[str]) -> str:
+    """Suggest the one of some names that is most like this one, with a space before; "" if none is."""
+    near = difflib.get_close_matches(name, sorted(names), n=1, cutoff=0.75)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
+# ----------------------------------------------------------------------------------------------------
+# generate/pace.py
+#
+# The amount of drafting of each round: fixed, or as much as measured time and acceptance so far say pays.
+#
+# Drafts never change the text, so that how much is drafted is free to follow the clock. The host reads one summary a round, which
+# waits for the device: the time from one to the next is the round's, whatever it ran on.
+
+# States a row may submit, of which one is chosen; each has its own recording on CUDA.
+WIDTHS = (1, 2, 3, 4, 6, 8)
+# As many where nothing follows the clock: several processes decide alike so, and counts can be repeated.
+UNTIMED_STATES = 4
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """The same amount in every round.
+
+    Attributes:
+        amount: It.
+    """
+
+    amount: Amount
+
+    def begin(self) -> None:
+        """Begin a call."""
+
+    def choose(self, plan: RoundPlan, rows: int, branches: int | None, behind: bool) -> Amount:
+        """Choose it."""
+        return self.amount
+
+    def learn(
+        self, plan: RoundPlan, accepted: Sequence[int], rows: int, seconds: float, catch_up: float = 0.0, usual: bool = True
+    ) -> None:
+        """Learn nothing."""
+
+
+class RoundTimes:
+    """Times of rounds by the states that they score, all rows together: averages, and lines between them.
+
+    Args:
+        below: Times of rounds that do the same and less; None: there are none.
+    """
+
+    # Other work of the machine makes rounds slower, never faster: a shorter time counts for more than a longer one.
+    FASTER_RATE, SLOWER_RATE = 0.5, 0.15
+    # A round that took so many times what it does on average is no sign of anything.
+    OUTLIER = 3.0
+
+    def __init__(self, below: "RoundTimes | None" = None) -> None:
+        self.below, self.states, self.seconds = below, list[int](), dict[int, float]()
+
+    def learn(self, states: int, seconds: float) -> None:
+        """Learn what a round of so many states took."""
+        if (before := self.seconds.get(states)) is None:
+            insort(self.states, states)
+            before = seconds
+        rate = self.SLOWER_RATE if seconds > before else self.FASTER_RATE if 2 * seconds > before else 1.0
+        self.seconds[states] = before + rate * (min(seconds, self.OUTLIER * before) - before)
+
+    def knows(self, states: int) -> bool:
+        """Tell if a time was measured here, or on both sides, or for no more than twice as many states."""
+        return bool(self.states) and self.states[0] <= 2 * states and states <= self.states[-1]
+
+    def estimate(self, states: int) -> float:
+        """Estimate the seconds of a round of so many states: outside of what is known rather too few than too many."""
+        if (known := self.seconds.get(states)) is not None:
+            return known
+        if not self.states:
+            return self.below.estimate(states) if self.below else 0.0
+        place = bisect_left(self.states, states)
+        if 0 < place < len(self.states):
+            a, b = self.states[place - 1 : place + 1]
+            return self.seconds[a] + (self.seconds[b] - self.seconds[a]) / (b - a) * (states - a)
+        end = self.states[0 if place == 0 else -1]
+        return max(self.seconds[end] + self.slope() * (states - end), self.seconds[end] * min(1.0, states / end))
+
+    @property
+    def reach(self) -> int:
+        """The most states that a round may be tried with: no more than twice as many as one had."""
+        below = self.below.states[-1] if self.below and self.below.states else 0
+        return max(below, 2 * self.states[-1] if self.states else 0)
+
+    def slope(self) -> float:
+        """Seconds for one more state."""
+        if len(self.states) < 2:
+            return self.below.slope() if self.below else 0.0
+        first, last = self.states[0], self.states[-1]
+        return max(0.0, (self.seconds[last] - self.seconds[first]) / (last - first))
+
+
+class Chances:
+    """Chances that the state in each slot is accepted, as shares of those offered lately.
+
+    Args:
+        slots: States that a row may submit.
+        below: Chances of drafts that are no better; None: nothing is known of any.
+
+    Attributes:
+        sums: By slot, the states accepted up to it, on average.
+    """
+
+    # So many states count, the newest most; before any was seen, so many with the chance that is supposed.
+    WINDOW, PRIOR = 256.0, 4.0
+    # Of so many the share can be believed.
+    ENOUGH = 8.0
+
+    def __init__(self, slots: int, below: "Chances | None" = None) -> None:
+        self.below = below
+        self.offered, self.accepted, self.sums = [0.0] * slots, [0.0] * slots, [1.0] * slots
+        self.learn([], 0)
+
+    def learn(self, accepted: Sequence[int], rows: int) -> None:
+        """Learn from a round in which so many of `rows` rows accepted the state in each slot."""
+        fading = max(0.0, 1 - rows / self.WINDOW)
+        for slot, count in enumerate(accepted):
+            self.offered[slot] = fading * self.offered[slot] + rows
+            self.accepted[slot] = fading * self.accepted[slot] + count
+        before, chance = 1.0, 1.0
+        for slot in range(1, len(self.sums)):
+            # Unseen, a slot falls behind the one before as that one does; what is no worse is supposed to be much better.
+            supposed = chance * min(1.0, chance / before) if before else 0.0
+            if self.below is not None:
+                supposed = min(chance, math.sqrt(self.below.sums[slot] - self.below.sums[slot - 1]))
+            share = (self.accepted[slot] + self.PRIOR * supposed) / (self.offered[slot] + self.PRIOR)
+            before, chance = chance, share
+            self.sums[slot] = self.sums[slot - 1] + share
+
+    def knows(self, states: int) -> bool:
+        """Tell if the chances of so many slots can be believed."""
+        return states < 2 or self.offered[states - 1] >= self.ENOUGH
+
+
+class Prospect(NamedTuple):
+    """An amount for a round: seconds for each state accepted, how many are, and the amount."""
+
+    each: float
+    accepted: float
+    amount: Amount
+
+
+class Trial(NamedTuple):
+    """A round whose amount is tried: seconds for each state accepted of the best one, and what comes behind it."""
+
+    each: float
+    behind: float
+
+
+@dataclass
+class Pace:
+    """Chooses the amount with which rows come furthest for its time, for all batch sizes of a model.
+
+    A row comes as far as the states that the target would have scored one by one: of a draft, the accepted ones that have masks
+    left. What a round takes is a function of the states that it scores and of whether the head takes part. An amount of which
+    too little is known has a hopeful estimate, and where that beats all that is known, the amount is tried; one that was not
+    chosen for long is tried again. What trying loses is measured, and limited to a share of all time, one round to start with.
+
+    Attributes:
+        amounts: What may be chosen, the first of them drafts nothing.
+        times: What rounds take that draft nothing, draft from stale logits, draft with the head.
+        chances: Of drafts from stale logits, and with the head.
+        spent: Seconds of all rounds.
+        lost: Seconds that trying lost.
+        saved: Seconds that drafts were faster than what drafts nothing.
+        catch_up: Seconds that it takes to have the head read what it has not, on average.
+        rounds: Rounds so far,
+        begun: how many of them before this call,
+        usual: and how many a call has, on average.
+        chosen: By amount, the round for which it was chosen last,
+        waits: and how many rounds later it is tried again: each time in vain twice as many.
+    """
+
+    amounts: tuple[Amount, ...]
+    times: tuple[RoundTimes, RoundTimes, RoundTimes] = field(init=False)
+    chances: tuple[Chances, Chances] = field(init=False)
+    spent: float = 0.0
+    lost: float = 0.0
+    saved: float = 0.0
+    catch_up: float = 0.0
+    rounds: int = 0
+    begun: int = 0
+    usual: float = 0.0
+    chosen: dict[Amount, int] = field(default_factory=dict)
+    waits: dict[Amount, int] = field(default_factory=dict)
+
+    # What trying may lose: to start with, rounds that draft nothing; a share of the time so far; a share of the time saved, but
+    # no more than another one of the time so far.
+    CREDIT, SHARE, OF_SAVED, MOST_OF_SAVED = 1.0, 0.01, 0.1, 0.02
+    # Rounds after which an amount is tried again, at least and at most.
+    WAIT, LONGEST_WAIT = 50, 800
+    # Drafts have to win by so much: times are estimates.
+    MARGIN = 1.05
+    # How much of a new number goes into an average.
+    RATE = 0.3
+
+    def __post_init__(self) -> None:
+        most = max(amount.states for amount in self.amounts)
+        plain = RoundTimes()
+        stale = RoundTimes(plain)
+        self.times = plain, stale, RoundTimes(stale)
+        guessed = Chances(most)
+        self.chances = guessed, Chances(most, guessed)
+        self._last = self.amounts[0]
+        self._stays = 0  # rounds for which the head is tried yet
+        self._trial: Trial | None = None
+        self._alone = 0.0  # seconds that it takes with none
+
+    def begin(self) -> None:
+        """Begin a call."""
+        if (rounds := self.rounds - self.begun) > 0:
+            self.usual += (rounds - self.usual) * (self.RATE if self.usual else 1.0)
+        self.begun = self.rounds
+
+    def choose(self, plan: RoundPlan, rows: int, branches: int | None, behind: bool) -> Amount:
+        """Choose for the next round.
+
+        Args:
+            plan: What is known of it.
+            rows: Places of the batch.
+            branches: As for `RoundPlan.with_slots`.
+            behind: Whether the head has to catch up before it can draft.
+        """
+        if plan.drafting:
+            states, trying = rows * plan.room_for(1, branches), self._trial is not None
+            self._trial = None
+            alone = self.times[0].seconds.get(states)
+            # Where nothing is drafted is no loss to the target: it may be learnt at any time.
+            self._last = self.amounts[0] if alone is None else self._chosen(plan, rows, branches, behind, alone, trying)
+            self.chosen[self._last] = self.rounds
+        return self._last
+
+    def _chosen(self, plan: RoundPlan, rows: int, branches: int | None, behind: bool, alone: float, trying: bool) -> Amount:
+        self._alone = alone / plan.active
+        known, hopes = self._options(plan, rows, branches, behind)
+        best = min(known, key=attrgetter("each"))
+        self.waits.pop(best.amount, None)
+        left = self.CREDIT * alone + self._left()
+        if left <= 0:
+            return best.amount
+        if trying and not behind and self._stays > 0:
+            self._stays -= 1
+            self._trial = Trial(best.each, 0.0)
+            return self._last
+        # For one round the head should not catch up: there has to be time for some.
+        ready = not behind or left > 2 * self.catch_up
+        again = self.catch_up if best.amount.passes and not behind else 0.0  # behind what does without it
+        if hopes := [hope for hope in hopes if hope.each < best.each]:
+            compared = ready and self.chances[False].knows(2)
+            hopes = [hope for hope in hopes if compared or not hope.amount.passes]
+            chosen = min(hopes, key=attrgetter("each"), default=best)
+        else:
+            due = [
+                one for one in known if self.chosen.get(one.amount, 0) + self.waits.get(one.amount, self.WAIT) <= self.rounds
+            ]
+            due = [one for one in due if ready or not one.amount.passes]
+            chosen = min(due, key=attrgetter("each"), default=best)
+            if (chosen.each - best.each) * chosen.accepted + again * (not chosen.amount.passes) > left:
+                return best.amount
+            self.waits[chosen.amount] = min(2 * self.waits.get(chosen.amount, self.WAIT), self.LONGEST_WAIT)
+        if chosen is not best:
+            self._stays = math.ceil(Chances.ENOUGH / plan.active) if behind and chosen.amount.passes else 0
+            self._trial = Trial(best.each, again * (not chosen.amount.passes))
+        return chosen.amount
+
+    def _options(self, plan: RoundPlan, rows: int, branches: int | None, behind: bool) -> tuple[list[Prospect], list[Prospect]]:
+        """List the amounts of which enough is known, and those that may be tried."""
+        done = self.rounds - self.begun
+        switch = self.catch_up / max(done, self.usual - done, 1.0) if behind else 0.0
+        known, hopes = [Prospect(self._alone, float(plan.active), self.amounts[0])], list[Prospect]()
+        for amount in self.amounts[1:]:
+            room, with_head = plan.room_for(amount.states, branches), amount.passes > 0
+            states, width = rows * room, min(room, amount.states)
+            times, chances = self.times[1 + with_head], self.chances[with_head]
+            accepted = plan.clean + (plan.active - plan.clean) * chances.sums[width - 1]
+            option = Prospect(self.MARGIN * (times.estimate(states) + switch * with_head) / accepted, accepted, amount)
+            if times.knows(states) and chances.knows(width):
+                known.append(option)
+            elif states <= max(2 * rows, times.reach):
+                hopes.append(option)
+        return known, hopes
+
+    def _left(self) -> float:
+        """Compute the seconds that trying may lose yet, without the credit."""
+        of_saved = min(self.OF_SAVED * self.saved, self.MOST_OF_SAVED * self.spent)
+        return self.SHARE * self.spent + max(0.0, of_saved) - self.lost
+
+    def learn(
+        self, plan: RoundPlan, accepted: Sequence[int], rows: int, seconds: float, catch_up: float = 0.0, usual: bool = True
+    ) -> None:
+        """Learn from a round.
+
+        Args:
+            plan: What it was.
+            accepted: How many rows accepted the state in each slot, of those that had masks left.
+            rows: Places of the batch.
+            seconds: What it took,
+            catch_up: and what the head took before to catch up.
+            usual: Whether it ran as it will again: not where it was recorded, say.
+        """
+        drafts, with_head = plan.per_row > 1, plan.amount.passes > 0
+        states, width = rows * plan.room, min(plan.per_row, plan.room)
+        times = self.times[drafts * (1 + with_head)]
+        if not usual:
+            seconds = min(seconds, times.estimate(states))
+        elif drafts or not with_head:  # a head that reads along takes time of its own
+            times.learn(states, seconds)
+        if catch_up:
+            self.catch_up += (catch_up - self.catch_up) * (self.RATE if self.catch_up else 1.0)
+        passed = plan.clean + sum(accepted[:width])
+        if (trial := self._trial) is not None:
+            self.lost = max(0.0, self.lost + seconds + catch_up + trial.behind - trial.each * passed)
+        elif drafts:
+            self.saved += self._alone * passed - seconds - catch_up
+        if width > 1 and plan.active > plan.clean:
+            self.chances[with_head].learn(accepted[:width], plan.active - plan.clean)
+        self.spent += seconds + catch_up
+        self.rounds += 1
+
+
+_PACES: "weakref.WeakKeyDictionary[nn.Module, dict[Hashable, Pace]]" = weakref.WeakKeyDictionary()
+
+
+def pace_of(model: nn.Module, mode: Mode) -> Pace | Fixed:
+    """Give what chooses the amounts of a call; what was learnt stays with the model, for the calls that follow.
+
+    Where several processes run, which must decide alike if they share a model, nothing follows the clock.
+    """
+    drafting = mode.drafting
+    if drafting is None or not drafting.paced:
+        return Fixed(Amount() if drafting is None else Amount(drafting.states, drafting.passes))
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        states = min(drafting.states, UNTIMED_STATES)
+        return Fixed(Amount(states, min(drafting.passes, states - 1)))
+    key = mode, next(model.parameters()).device, next(model.parameters()).dtype
+    return _PACES.setdefault(model, {}).setdefault(key, Pace(paced(drafting.states, drafting.passes)))
+
+
+def paced(states: int, passes: int) -> tuple[Amount, ...]:
+    """List the amounts of up to so many states and head passes, the least first."""
+    widths = [width for width in WIDTHS if width <= states]
+    kinds = [0, passes] if passes else [0]
+    return (Amount(), *(Amount(width, min(kind, width - 1)) for kind in kinds for width in widths if width > 1))
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -8441,13 +8632,19 @@ def settle_ref(
         token=reveal.token,
         odds=reveal.confidence,
         clean_slot=clean_slot(accepted, count),
-        passed=(accepted.passed & ~accepted.clean[:, :1])[:, :count],
+        passed=counted(accepted, count),
         drafted=drafted,
         keep=keep,
         ahead=ahead,
         table=current.table,
         valid=current.valid,
     )
+
+
+def counted(accepted: Accepted, count: int) -> Tensor:
+    """[rows, count] bool: the round's states that were accepted and have masks, of rows whose next state has masks: so many
+    rounds it would have taken without drafts."""
+    return (accepted.passed & ~accepted.clean & ~accepted.clean[:, :1])[:, :count]
 
 
 def clean_slot(accepted: Accepted, count: int) -> Tensor:
@@ -8637,7 +8834,8 @@ class Task:
         return first_state(state.text, state.current.start + self.block_size, self.block_size)
 
 
-Step = Callable[[DecodeState, RoundPlan], tuple[DecodeState, list[int]]]
+# A round: the state behind it, the numbers of its summary, and whether it took the time that such rounds will take.
+Step = Callable[[DecodeState, RoundPlan], tuple[DecodeState, list[int], bool]]
 
 
 @dataclass(frozen=True)
@@ -8659,7 +8857,7 @@ def decode(
     task: Task,
     runner: Runner,
     state: DecodeState,
-    paces: Callable[[int], Pace | Fixed],
+    pace: Pace | Fixed,
     steps: Callable[[Task, DecodeState], Step] | None = None,
     on_round: Callable[[DecodeState, list[int]], None] | None = None,
     least_rows: int = 1,
@@ -8670,7 +8868,7 @@ def decode(
         task: What to do.
         runner: Runs the model.
         state: As `begin` gave it.
-        paces: Gives, for so many rows, what chooses how much each round drafts.
+        pace: Chooses how much each round drafts.
         steps: Gives what runs a round from a state on and reads its summary, from a recording for instance; by default
             `decode_round` as it is.
         on_round: Called after every round (for streamers) with the state, and which rows it holds; or None.
@@ -8681,7 +8879,7 @@ def decode(
     """
     try:
         rows = ActiveRows(state, least_rows)
-        return _decode_rows(task, runner, state, rows, paces, steps or partial(unrecorded, runner), on_round)
+        return _decode_rows(task, runner, state, rows, pace, steps, on_round)
     finally:
         runner.widen()
 
@@ -8689,9 +8887,9 @@ def decode(
 def unrecorded(runner: Runner, task: Task, state: DecodeState) -> Step:
     """Run rounds as they are."""
 
-    def step(state: DecodeState, plan: RoundPlan) -> tuple[DecodeState, list[int]]:
+    def step(state: DecodeState, plan: RoundPlan) -> tuple[DecodeState, list[int], bool]:
         state, accepted = decode_round(task, runner, state, plan)
-        return state, summary(state, task.mask_token_id, accepted).tolist()
+        return state, summary(state, task.mask_token_id, accepted).tolist(), True
 
     return step
 
@@ -8701,8 +8899,8 @@ def _decode_rows(
     runner: Runner,
     state: DecodeState,
     rows: ActiveRows,
-    paces: Callable[[int], Pace | Fixed],
-    steps: Callable[[Task, DecodeState], Step],
+    pace: Pace | Fixed,
+    steps: Callable[[Task, DecodeState], Step] | None,
     on_round: Callable[[DecodeState, list[int]], None] | None,
 ) -> Decoded:
     def seen(state: DecodeState, numbers: list[int]) -> RoundPlan:
@@ -8711,33 +8909,34 @@ def _decode_rows(
             raise unscored_error(task.reader, runner.model, state.text)
         return plan
 
-    pace, step = paces(len(rows.rows)), steps(task, state)
-    branches = task.mode.drafting.branches if task.mode.drafting else 1
-    plan = seen(state, summary(state, task.mask_token_id).tolist()).with_slots(pace.choose(), branches)
+    branches = None if steps else task.mode.drafting.branches if task.mode.drafting else 1
+    steps = steps or partial(unrecorded, runner)
+    pace.begin()
+    step, after = steps(task, state), seen(state, summary(state, task.mask_token_id).tolist())
     remasked: list[Remasked] = []
     behind = runner.rests  # the head has texts to read
     while True:
+        plan = after.with_slots(pace.choose(after, len(rows.rows), branches, behind), branches)
         if task.mode.refine is not None and task.mode.refine.remasks:
             remasked.append(rows.all_remasked(state.remasked))
         if not plan.active:
             return Decoded(rows.all_of(state), remasked, rows.slots)
-        rows.slots += len(rows.rows)
-        begun = perf_counter()
+        rows.slots += (size := len(rows.rows))
+        begun = ready = perf_counter()
         if behind and plan.amount.passes:
             state = replace(state, held=runner.catch_up(state.text.tokens, state.held))
             plan, behind = replace(plan, head_used=plan.used, late=False, blocked=False), False
+            ready = perf_counter()
         behind = behind or (runner.rests and not plan.amount.passes)
-        state, numbers = step(state, plan)
+        state, numbers, usual = step(state, plan)
         after = seen(state, numbers)
-        width = min(plan.per_row, plan.room)
-        pace.learn(plan.amount, width, list(after.accepted[:width]), plan.active - plan.clean, perf_counter() - begun)
+        pace.learn(plan, after.accepted, size, perf_counter() - ready, ready - begun, usual)
         if on_round is not None:
             on_round(state, rows.rows)
         if (size := rows.smaller(after.active)) < len(rows.rows) and after.active:
             state, request = rows.shrink(state, task.reader.request, runner, after.going, size)
             task = replace(task, reader=replace(task.reader, request=request))
-            pace, step = paces(size), steps(task, state)
-        plan = after.with_slots(pace.choose(), branches)
+            step = steps(task, state)
 
 
 def decode_round(task: Task, runner: RoundRunner, state: DecodeState, plan: RoundPlan) -> tuple[DecodeState, Tensor]:
@@ -8832,7 +9031,7 @@ def refined_round(
     # Where drafts are made, the next plan tells.
     late = head.late or (plan.clean > 0 and task.mode.drafting is None)
     state = advance(task, HeadPasses(runner, held, head.used, late), state, accepted)
-    return state, (accepted.passed & ~accepted.clean[:, :1])[:, :count].sum(0)
+    return state, counted(accepted, count).sum(0)
 
 
 class HeadPasses:
@@ -9252,12 +9451,12 @@ class RecordedRounds:
         request, self.state = self.registers.tree
         self.task = replace(task, reader=replace(reader, request=request))
 
-    def __call__(self, state: DecodeState, plan: RoundPlan) -> tuple[DecodeState, list[int]]:
-        """Run a round on the registers, where `state` lies; returns them and the numbers of the summary."""
+    def __call__(self, state: DecodeState, plan: RoundPlan) -> tuple[DecodeState, list[int], bool]:
+        """Run a round on the registers, where `state` lies; returns them, the summary's numbers, and if it was not recorded."""
         task, registers, forwards = self.task, self.registers, self.runner.forwards
         if state is not self.state:
             registers.write((task.reader.request, state))
-        kind, before = self.kind(plan), dict(forwards)
+        kind, before, replays = self.kind(plan), dict(forwards), registers.graphs.replays
         numbers = registers.numbers_for(SUMMARY + len(state.has_seed) + task.mode.width)
 
         def step() -> None:
@@ -9269,12 +9468,11 @@ class RecordedRounds:
         registers.graphs.run(kind, step)
         ran = registers.host.setdefault(kind, {name: count - before[name] for name, count in forwards.items()})
         forwards |= {name: count + ran[name] for name, count in before.items()}
-        return self.state, numbers.tolist()
+        return self.state, numbers.tolist(), registers.graphs.replays > replays or registers.graphs.recorder.failed
 
     def kind(self, plan: RoundPlan) -> RoundPlan:
         """The plan as far as a recording depends on it."""
-        drafting, mode, passes = plan.per_row > 1, self.task.mode, plan.amount.passes
-        branches = mode.drafting.branches if mode.drafting else 1
+        drafting, passes = plan.per_row > 1, plan.amount.passes
         with_head = bool(self.runner.head_layers) and (passes > 0 or not self.runner.rests)
         kind = RoundPlan(
             active=1,
@@ -9288,7 +9486,7 @@ class RecordedRounds:
         )
         if drafting:
             return replace(kind, amount=plan.amount, per_row=plan.per_row, room=plan.per_row)
-        return replace(kind.with_slots(Amount(), branches), amount=plan.amount)
+        return replace(kind.with_slots(Amount(), None), amount=plan.amount)
 
 
 def _sampling(sampler: Sampler) -> Hashable:
@@ -9626,9 +9824,8 @@ def _decode(
             if streams is not None:
                 streams.on_round(state, rows)
 
-        decoded = decode(
-            task, runner, state, partial(pace_of, model, mode), steps, on_round, fewest_rows(model, recorded, len(prompts))
-        )
+        least = fewest_rows(model, recorded, len(prompts))
+        decoded = decode(task, runner, state, pace_of(model, mode), steps, on_round, least)
         state = tree_map(torch.clone, decoded.state) if whole else decoded.state  # the next call writes to the registers
         held = state.held
         of_head = held.head_committed if mode.uses_head else cache.head_held

@@ -11,7 +11,7 @@ from ..rules.drafting import reachable
 from ..rules.rules import whole_text
 from ..rules.states import Memory, Reveal, Source, States
 from ..runner.runner import Held
-from .pace import Amount
+from .modes import Amount
 
 
 @dataclass
@@ -292,14 +292,22 @@ class RoundPlan:
         per_row = tuple(flag > 0 for flag in going), tuple(accepted)
         return cls(active, used, head_used, clean, masks, drafting, late, blocked, *per_row, unscored)
 
-    def with_slots(self, amount: Amount, branches: int) -> "RoundPlan":
+    def with_slots(self, amount: Amount, branches: int | None) -> "RoundPlan":
         """The same with room for up to so many states a row.
 
         What a row drafts must not depend on its neighbours: room that none of them can fill is left out, no other.
+
+        Args:
+            amount: What is drafted.
+            branches: Followers of a state that are considered; None: room that none can fill stays, as in what is recorded.
         """
         per_row = amount.states if self.drafting else 1
-        filled = reachable(self.masks, branches, per_row)
-        return replace(self, amount=amount, per_row=per_row, room=max(filled, 2 if self.clean else 1))
+        return replace(self, amount=amount, per_row=per_row, room=self.room_for(per_row, branches))
+
+    def room_for(self, states: int, branches: int | None) -> int:
+        """Count the places that a forward has for up to so many states a row."""
+        filled = states if branches is None else reachable(self.masks, branches, states)
+        return max(filled, 2 if self.clean else 1)
 
 
 # Numbers of a `RoundPlan` before `going`.

@@ -324,9 +324,8 @@ def _decode(
             if streams is not None:
                 streams.on_round(state, rows)
 
-        decoded = decode(
-            task, runner, state, partial(pace_of, model, mode), steps, on_round, fewest_rows(model, recorded, len(prompts))
-        )
+        least = fewest_rows(model, recorded, len(prompts))
+        decoded = decode(task, runner, state, pace_of(model, mode), steps, on_round, least)
         state = tree_map(torch.clone, decoded.state) if whole else decoded.state  # the next call writes to the registers
         held = state.held
         of_head = held.head_committed if mode.uses_head else cache.head_held

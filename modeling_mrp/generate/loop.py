@@ -33,7 +33,7 @@ from .decode_state import Counts, DecodeState, Remasked, RoundPlan, Text, first_
 from .modes import Mode
 from .pace import Fixed, Pace
 from .scoring import Reader, unscored_error
-from .settle import clean_slot, count_round, settle, stand_at
+from .settle import clean_slot, count_round, counted, settle, stand_at
 from .stopping import Stopping
 
 
@@ -60,7 +60,8 @@ class Task:
         return first_state(state.text, state.current.start + self.block_size, self.block_size)
 
 
-Step = Callable[[DecodeState, RoundPlan], tuple[DecodeState, list[int]]]
+# A round: the state behind it, the numbers of its summary, and whether it took the time that such rounds will take.
+Step = Callable[[DecodeState, RoundPlan], tuple[DecodeState, list[int], bool]]
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def decode(
     task: Task,
     runner: Runner,
     state: DecodeState,
-    paces: Callable[[int], Pace | Fixed],
+    pace: Pace | Fixed,
     steps: Callable[[Task, DecodeState], Step] | None = None,
     on_round: Callable[[DecodeState, list[int]], None] | None = None,
     least_rows: int = 1,
@@ -93,7 +94,7 @@ def decode(
         task: What to do.
         runner: Runs the model.
         state: As `begin` gave it.
-        paces: Gives, for so many rows, what chooses how much each round drafts.
+        pace: Chooses how much each round drafts.
         steps: Gives what runs a round from a state on and reads its summary, from a recording for instance; by default
             `decode_round` as it is.
         on_round: Called after every round (for streamers) with the state, and which rows it holds; or None.
@@ -104,7 +105,7 @@ def decode(
     """
     try:
         rows = ActiveRows(state, least_rows)
-        return _decode_rows(task, runner, state, rows, paces, steps or partial(unrecorded, runner), on_round)
+        return _decode_rows(task, runner, state, rows, pace, steps, on_round)
     finally:
         runner.widen()
 
@@ -112,9 +113,9 @@ def decode(
 def unrecorded(runner: Runner, task: Task, state: DecodeState) -> Step:
     """Run rounds as they are."""
 
-    def step(state: DecodeState, plan: RoundPlan) -> tuple[DecodeState, list[int]]:
+    def step(state: DecodeState, plan: RoundPlan) -> tuple[DecodeState, list[int], bool]:
         state, accepted = decode_round(task, runner, state, plan)
-        return state, summary(state, task.mask_token_id, accepted).tolist()
+        return state, summary(state, task.mask_token_id, accepted).tolist(), True
 
     return step
 
@@ -124,8 +125,8 @@ def _decode_rows(
     runner: Runner,
     state: DecodeState,
     rows: ActiveRows,
-    paces: Callable[[int], Pace | Fixed],
-    steps: Callable[[Task, DecodeState], Step],
+    pace: Pace | Fixed,
+    steps: Callable[[Task, DecodeState], Step] | None,
     on_round: Callable[[DecodeState, list[int]], None] | None,
 ) -> Decoded:
     def seen(state: DecodeState, numbers: list[int]) -> RoundPlan:
@@ -134,33 +135,34 @@ def _decode_rows(
             raise unscored_error(task.reader, runner.model, state.text)
         return plan
 
-    pace, step = paces(len(rows.rows)), steps(task, state)
-    branches = task.mode.drafting.branches if task.mode.drafting else 1
-    plan = seen(state, summary(state, task.mask_token_id).tolist()).with_slots(pace.choose(), branches)
+    branches = None if steps else task.mode.drafting.branches if task.mode.drafting else 1
+    steps = steps or partial(unrecorded, runner)
+    pace.begin()
+    step, after = steps(task, state), seen(state, summary(state, task.mask_token_id).tolist())
     remasked: list[Remasked] = []
     behind = runner.rests  # the head has texts to read
     while True:
+        plan = after.with_slots(pace.choose(after, len(rows.rows), branches, behind), branches)
         if task.mode.refine is not None and task.mode.refine.remasks:
             remasked.append(rows.all_remasked(state.remasked))
         if not plan.active:
             return Decoded(rows.all_of(state), remasked, rows.slots)
-        rows.slots += len(rows.rows)
-        begun = perf_counter()
+        rows.slots += (size := len(rows.rows))
+        begun = ready = perf_counter()
         if behind and plan.amount.passes:
             state = replace(state, held=runner.catch_up(state.text.tokens, state.held))
             plan, behind = replace(plan, head_used=plan.used, late=False, blocked=False), False
+            ready = perf_counter()
         behind = behind or (runner.rests and not plan.amount.passes)
-        state, numbers = step(state, plan)
+        state, numbers, usual = step(state, plan)
         after = seen(state, numbers)
-        width = min(plan.per_row, plan.room)
-        pace.learn(plan.amount, width, list(after.accepted[:width]), plan.active - plan.clean, perf_counter() - begun)
+        pace.learn(plan, after.accepted, size, perf_counter() - ready, ready - begun, usual)
         if on_round is not None:
             on_round(state, rows.rows)
         if (size := rows.smaller(after.active)) < len(rows.rows) and after.active:
             state, request = rows.shrink(state, task.reader.request, runner, after.going, size)
             task = replace(task, reader=replace(task.reader, request=request))
-            pace, step = paces(size), steps(task, state)
-        plan = after.with_slots(pace.choose(), branches)
+            step = steps(task, state)
 
 
 def decode_round(task: Task, runner: RoundRunner, state: DecodeState, plan: RoundPlan) -> tuple[DecodeState, Tensor]:
@@ -255,7 +257,7 @@ def refined_round(
     # Where drafts are made, the next plan tells.
     late = head.late or (plan.clean > 0 and task.mode.drafting is None)
     state = advance(task, HeadPasses(runner, held, head.used, late), state, accepted)
-    return state, (accepted.passed & ~accepted.clean[:, :1])[:, :count].sum(0)
+    return state, counted(accepted, count).sum(0)
 
 
 class HeadPasses:

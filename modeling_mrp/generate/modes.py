@@ -167,6 +167,19 @@ class RereadRemask:
 
 
 @dataclass(frozen=True)
+class Amount:
+    """An amount of drafting in one round.
+
+    Attributes:
+        states: States that a row may submit; 1: it drafts nothing.
+        passes: Head passes of the round; 0: drafts come from stale logits, and the head rests.
+    """
+
+    states: int = 1
+    passes: int = 0
+
+
+@dataclass(frozen=True)
 class Drafting:
     """The amount of drafting: states that may follow, scored together in one forward. Drafts never change the text.
 
@@ -210,6 +223,7 @@ class Mode:
 
 
 __all__ = [
+    "Amount",
     "Direct",
     "Drafting",
     "HeadSteps",

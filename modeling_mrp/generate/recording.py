@@ -20,7 +20,7 @@ from ..runner.recorded import RecordedCache
 from ..runner.runner import Runner
 from .decode_state import SUMMARY, DecodeState, RoundPlan, summary
 from .loop import Task, decode_round
-from .pace import Amount
+from .modes import Amount
 from .sampling import Sampler, may_be_recorded
 
 
@@ -55,12 +55,12 @@ class RecordedRounds:
         request, self.state = self.registers.tree
         self.task = replace(task, reader=replace(reader, request=request))
 
-    def __call__(self, state: DecodeState, plan: RoundPlan) -> tuple[DecodeState, list[int]]:
-        """Run a round on the registers, where `state` lies; returns them and the numbers of the summary."""
+    def __call__(self, state: DecodeState, plan: RoundPlan) -> tuple[DecodeState, list[int], bool]:
+        """Run a round on the registers, where `state` lies; returns them, the summary's numbers, and if it was not recorded."""
         task, registers, forwards = self.task, self.registers, self.runner.forwards
         if state is not self.state:
             registers.write((task.reader.request, state))
-        kind, before = self.kind(plan), dict(forwards)
+        kind, before, replays = self.kind(plan), dict(forwards), registers.graphs.replays
         numbers = registers.numbers_for(SUMMARY + len(state.has_seed) + task.mode.width)
 
         def step() -> None:
@@ -72,12 +72,11 @@ class RecordedRounds:
         registers.graphs.run(kind, step)
         ran = registers.host.setdefault(kind, {name: count - before[name] for name, count in forwards.items()})
         forwards |= {name: count + ran[name] for name, count in before.items()}
-        return self.state, numbers.tolist()
+        return self.state, numbers.tolist(), registers.graphs.replays > replays or registers.graphs.recorder.failed
 
     def kind(self, plan: RoundPlan) -> RoundPlan:
         """The plan as far as a recording depends on it."""
-        drafting, mode, passes = plan.per_row > 1, self.task.mode, plan.amount.passes
-        branches = mode.drafting.branches if mode.drafting else 1
+        drafting, passes = plan.per_row > 1, plan.amount.passes
         with_head = bool(self.runner.head_layers) and (passes > 0 or not self.runner.rests)
         kind = RoundPlan(
             active=1,
@@ -91,7 +90,7 @@ class RecordedRounds:
         )
         if drafting:
             return replace(kind, amount=plan.amount, per_row=plan.per_row, room=plan.per_row)
-        return replace(kind.with_slots(Amount(), branches), amount=plan.amount)
+        return replace(kind.with_slots(Amount(), None), amount=plan.amount)
 
 
 def _sampling(sampler: Sampler) -> Hashable:

@@ -102,13 +102,19 @@ def settle_ref(
         token=reveal.token,
         odds=reveal.confidence,
         clean_slot=clean_slot(accepted, count),
-        passed=(accepted.passed & ~accepted.clean[:, :1])[:, :count],
+        passed=counted(accepted, count),
         drafted=drafted,
         keep=keep,
         ahead=ahead,
         table=current.table,
         valid=current.valid,
     )
+
+
+def counted(accepted: Accepted, count: int) -> Tensor:
+    """[rows, count] bool: the round's states that were accepted and have masks, of rows whose next state has masks: so many
+    rounds it would have taken without drafts."""
+    return (accepted.passed & ~accepted.clean & ~accepted.clean[:, :1])[:, :count]
 
 
 def clean_slot(accepted: Accepted, count: int) -> Tensor:
@@ -161,4 +167,4 @@ def count_round(counts: Counts, draft: Draft, accepted: Accepted, mask_id: int, 
     return submitted
 
 
-__all__ = ["clean_slot", "count_round", "known_of", "settle", "settle_ref", "stand_at"]
+__all__ = ["clean_slot", "count_round", "counted", "known_of", "settle", "settle_ref", "stand_at"]

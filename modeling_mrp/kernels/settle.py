@@ -68,7 +68,7 @@ class Settlement:
         at_mask: [rows] bool, whether a row is active and that state has masks.
         token, odds: [rows, block]: what was said there.
         clean_slot: [rows] long, the slot of the round's clean state that was accepted, -1 if none.
-        passed: [rows, n] bool, which states of the round were accepted, of rows whose next state had masks.
+        passed: [rows, n] bool, which states of the round were accepted and have masks, of rows whose next state had masks.
         drafted: [rows] long, drafted states of the round.
         keep: [rows, width] bool, states to remember,
         ahead: [rows, width, block + 6] long, and where they lead: see `Memory`.
@@ -328,7 +328,8 @@ if triton is not None:
         tl.store(last_out + row, tl.full((), 0, tl.int64) + last)
         tl.store(at_mask_out + row, at_mask.to(tl.uint8))
         tl.store(clean_out + row, tl.full((), 0, tl.int64) + clean_slot)
-        tl.store(passed_out + row * count + entry, ((passed != 0) & (not at_first_clean)).to(tl.uint8), mask=in_round)
+        counts = (passed != 0) & (clean == 0) & (not at_first_clean)
+        tl.store(passed_out + row * count + entry, counts.to(tl.uint8), mask=in_round)
         tl.store(token_out + row * BLOCK + column, _row_at(tokens, at_last).to(tl.int64), mask=in_block)
         inside = in_block.to(tl.int32)
         near = tl.where(last < count, inside, 0) != 0

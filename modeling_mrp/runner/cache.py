@@ -284,9 +284,11 @@ class BlockCache(Cache):
         return part
 
     def swap(self, one: int, other: int) -> None:
-        """Exchange the keys, values and hidden states of two rows."""
-        for part in (*(buffer.movedim(2, 0) for buffer in self._buffers.values()), self._hidden):
-            part[[one, other]] = part[[other, one]]
+        """Exchange the keys, values and hidden states of two rows, but what is in the scratch."""
+        for part in (*(buffer[..., self.scratch :, :].movedim(2, 0) for buffer in self._buffers.values()), self._hidden):
+            kept = part[one].clone()
+            part[one] = part[other]
+            part[other] = kept
 
     def shares(self, other: "BlockCache") -> bool:
         """Tell if two caches have the same memory."""

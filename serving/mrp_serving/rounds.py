@@ -10,7 +10,8 @@ import torch
 
 from modeling_mrp.generate.decode_state import DecodeState, Request, RoundPlan, summary
 from modeling_mrp.generate.loop import Task, decode_round
-from modeling_mrp.generate.pace import Amount, Pace, pace_of
+from modeling_mrp.generate.modes import Amount
+from modeling_mrp.generate.pace import pace_of
 from modeling_mrp.generate.scoring import Reader
 
 from .options import Settings
@@ -125,9 +126,9 @@ class Rounds:
         """Draft as much as pays and finds room, verify, accept, commit."""
         mode, count = self.settings.mode, len(own.starts)
         pool, allocator = engine.req_to_token_pool, engine.token_to_kv_pool_allocator
-        pace = pace_of(engine.model, mode, 1 << (count - 1).bit_length())
-        amount = pace.choose()
+        pace, rows = pace_of(engine.model, mode), 1 << (count - 1).bit_length()
         plan = RoundPlan.read(summary(state, self.mask_id).tolist(), count)
+        amount = pace.choose(plan, rows, mode.drafting.branches if mode.drafting else 1, behind=False)
         room = 1 + affordable(max(amount.states, 2) - 1, count, pool.available_size())
         plan = self._within(plan, amount, room)
         with borrowed(pool, allocator, evict, count, plan.room - 1, self.block) as lent:
@@ -135,10 +136,9 @@ class Rounds:
             runner = EngineRunner(engine, batch, own, lent, mode.uses_head, sees_new)
             begun = perf_counter()
             state, accepted = decode_round(self._task(engine, batch, count), runner, state, plan)
-            if isinstance(pace, Pace):
-                width = min(plan.per_row, plan.room)
-                passed = accepted[:width].tolist()  # waits for the device
-                pace.learn(plan.amount, width, passed, plan.active - plan.clean, perf_counter() - begun)
+            if mode.drafting and mode.drafting.paced:
+                numbers = accepted.tolist()  # waits for the device
+                pace.learn(plan, numbers, rows, perf_counter() - begun)
         return state, runner.graph_ran
 
     def _within(self, plan: RoundPlan, amount: Amount, room: int) -> RoundPlan:
