@@ -30,8 +30,8 @@ from transformers.generation import LogitsProcessorList, TopKLogitsWarper, TopPL
 
 from modeling_mrp.generate.decode_state import Request, Text
 from modeling_mrp.generate.loop import begin, decode
-from modeling_mrp.generate.modes import Mode
-from modeling_mrp.generate.pace import Amount, Fixed
+from modeling_mrp.generate.modes import Amount, Mode
+from modeling_mrp.generate.pace import Fixed
 from modeling_mrp.generate.sampling import Context, Picks, Sampler
 from modeling_mrp.generate.scoring import Reader
 from modeling_mrp.generate.stopping import Stopping
@@ -179,7 +179,7 @@ class Script:
             reader = MaskStays(**{**vars(reader), "sampler": inside}, without=sampler, stuck=self.stuck)
         task = replace(task, reader=reader)
         state = begin(task, runner, text, current, torch.zeros_like(current.start))
-        decoded = decode(task, runner, state, lambda rows: Fixed(Amount(1)))
+        decoded = decode(task, runner, state, Fixed(Amount()))
         return Made.of(decoded.state.text, decoded.state.held, prompts)
 
     def _truncation(self) -> LogitsProcessorList:
