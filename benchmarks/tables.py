@@ -3,7 +3,7 @@
 ``python -m benchmarks.tables TABLE`` reads `benchmarks/results` (or `--results FOLDER`). From `tiny_frontier*.jsonl`:
 `frontier` accuracy and cost of every mode and setting; `targets` every target, alone and drafted; `headline` drafts of `static`
 beside the released reference; `eager` and `recovered` what `mrp_remask` makes of eager reveals. `heldout` the card's, from
-`tiny_heldout_{math,code}.jsonl`; `sweep`, `novel`, `head_prefix`, `published_head`, `specialise`, `retrained`, `departures` and
+`tiny_heldout_{math,code}.jsonl`; `sweep`, `novel`, `head_prefix`, `published_head`, `retrained`, `departures` and
 `low_precision` from the files of these names behind `tiny_`; `cost` from `cost_model.jsonl`; `wallclock` from
 `wallclock_tiny.jsonl`; `compiled`.
 """
@@ -294,23 +294,6 @@ def published_head(folder: Path = RESULTS) -> str:
     return _markdown(["family", "K", *head, "texts that differ"], cells)
 
 
-def specialise(folder: Path = RESULTS) -> str:
-    """A general head against one with an adapter for a family."""
-    rows = [
-        [
-            line["family"],
-            str(line["states"]),
-            f"{line['general']:.2f}",
-            f"{line['special']:.2f}",
-            "{:.3f} ({:.3f}-{:.3f})".format(line["ratio"], *line["ratio_95"]),
-            " -> ".join(f"{100 * rate:.1f}" for rate in line["first_draft_accepted"]),
-        ]
-        for line in read_lines(folder / "tiny_specialise.jsonl")
-        if "family" in line
-    ]
-    return _markdown(["family", "K", "general", "specialist", "ratio", "first draft accepted, %"], rows)
-
-
 def retrained(folder: Path = RESULTS) -> str:
     """The embedded head against the one before it."""
     rows = []
@@ -399,7 +382,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     table.__name__: table
     for table in (
         *(frontier, targets, headline, eager, recovered, heldout, sweep, cost, wallclock),
-        *(novel, head_prefix, published_head, specialise, retrained, departures, low_precision, compiled),
+        *(novel, head_prefix, published_head, retrained, departures, low_precision, compiled),
     )
 }
 

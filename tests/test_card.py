@@ -75,7 +75,7 @@ def test_the_embedded_card_is_valid_and_complete() -> None:
         spec = next(line for line in lines if line["decoding"] == "mrp_spec" and line["num_draft_states"] == 4)
         assert measured[spec["family"], "accuracy %, mrp_spec K=4"] == spec["accuracy"]
         assert measured[spec["family"], "tokens per backbone forward, mrp_spec K=4"] == spec["tokens_per_forward"]
-    assert len(measured) == 2 * 2 * 6
+    assert len(measured) == 2 * 2 * 8
     assert f"\n{tables.heldout()}\n" in text
 
 

@@ -37,13 +37,11 @@ TINY = ROOT / "hub_configs" / "sdar-tiny-mrp"
         ("README.md", tables.headline),
         ("README.md", tables.eager),
         ("benchmarks/README.md", tables.frontier),
-        ("benchmarks/README.md", tables.wallclock),
         ("benchmarks/README.md", tables.sweep),
         ("benchmarks/README.md", tables.cost),
         ("benchmarks/README.md", tables.recovered),
         ("benchmarks/README.md", tables.novel),
         ("benchmarks/README.md", tables.head_prefix),
-        ("benchmarks/README.md", tables.specialise),
         ("benchmarks/README.md", tables.retrained),
         ("benchmarks/README.md", tables.departures),
         ("benchmarks/README.md", tables.low_precision),
@@ -100,14 +98,6 @@ def test_the_residual_beats_direct_prediction(family: str, reveals: int) -> None
     ours, other = (cells.of(name, family, "mrp_direct", reveals) for name in names)
     assert len(ours.keys() & other.keys()) == 3
     assert ablation_report.difference(ours, other, 100).low > 0
-
-
-def test_an_adapter_helps_where_it_was_trained() -> None:
-    """Beyond its 95 % interval, on held-out problems."""
-    lines = [line for line in read_lines(tables.RESULTS / "tiny_specialise.jsonl") if "family" in line]
-    own = [line for line in lines if line["family"] == line["trained_on"]]
-    assert len(own) == 2
-    assert all(line["ratio_95"][0] > 1 for line in own)
 
 
 def readme_code(*names: str) -> str:
