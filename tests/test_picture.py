@@ -198,7 +198,7 @@ def test_the_committed_picture_is_what_the_command_draws(monkeypatch: pytest.Mon
     *arguments, path = command.split()
     assert path == f"hub_configs/sdar-tiny-mrp/{PICTURE}"
     result = CliRunner().invoke(cli.app, [*arguments, str(tmp_path / "it.svg")])
-    assert result.stdout == f"wrote {tmp_path / 'it.svg'}: static: 32 forwards; mrp_spec K=8: 12 forwards\n"
+    assert result.stdout == f"wrote {tmp_path / 'it.svg'}: static: 32 forwards; mrp_spec K=8: 13 forwards\n"
     assert (tmp_path / "it.svg").read_text() == (ROOT / path).read_text()
 
 
@@ -240,5 +240,5 @@ def test_the_readmes_show_it() -> None:
     """And the project's the chat in the browser."""
     assert f"]({PICTURE})" in (TINY / "README.md").read_text()
     shown = re.findall(r"^!\[.+\]\((.+)\)$", (ROOT / "README.md").read_text(), re.MULTILINE)
-    assert shown == [f"hub_configs/sdar-tiny-mrp/{PICTURE}", "space/screenshot.png"]
+    assert shown == ["benchmarks/results/frontier.svg", f"hub_configs/sdar-tiny-mrp/{PICTURE}", "space/screenshot.png"]
     assert all((ROOT / path).is_file() for path in shown)
