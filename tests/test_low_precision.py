@@ -25,8 +25,8 @@ from benchmarks.common import greedy_decode, tokens_of
 from modeling_mrp import MRPForCausalLM
 from modeling_mrp.generate.decode_state import Text
 from modeling_mrp.generate.loop import begin, decode
-from modeling_mrp.generate.modes import Drafting, Mode
-from modeling_mrp.generate.pace import Amount, Fixed
+from modeling_mrp.generate.modes import Amount, Drafting, Mode
+from modeling_mrp.generate.pace import Fixed
 from modeling_mrp.generate.scoring import Reader
 from modeling_mrp.kernels.round_attention import RoundMask
 from modeling_mrp.kernels.unembedding import Unembedding, log_odds
@@ -95,7 +95,7 @@ def scores(
         task, runner, text, current = greedy_decode(model, Mode(Static(), drafting=drafting), rows, NEW_TOKENS, [0, 2], width)
         task = replace(task, reader=Noting(**vars(task.reader), seen=found.seen))
         state = begin(task, runner, text, current, torch.zeros_like(current.start))
-        done = decode(task, runner, state, lambda rows: Fixed(amount), least_rows=len(rows))
+        done = decode(task, runner, state, Fixed(amount), least_rows=len(rows))
         found.texts += tokens_of(done.state.text, rows)[: len(asked)]
     return found
 
