@@ -83,7 +83,7 @@ def test_a_picture_is_drawn(hub: HubServer, push: Callable[..., Done], tiny: dic
         assert ("decode.svg" in hub.files(repo)) == (shown == SHOWN)
     picture = hub.files(repo)["decode.svg"]
     assert picture.startswith(b"<svg")
-    assert b"static: 32 forwards; mrp_spec K=8: 12 forwards" in picture
+    assert b"static: 32 forwards; mrp_spec K=8: 13 forwards" in picture
     assert hashes(tiny["full"]) == before
 
 

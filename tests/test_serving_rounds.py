@@ -174,7 +174,7 @@ def test_requests_come_and_go(model: Any, prompts: list[list[int]], stock: Any) 
 
 
 def test_a_request_is_told_what_it_cost(model: Any, prompts: list[list[int]]) -> None:
-    (req,), engine = served(model, prompts[:1], {"target": "dynamic"})
+    (req,), engine = served(model, prompts[:1], {"target": "dynamic", "num_draft_states": 4})
     assert req.customized_info is not None
     blocks = req.customized_info[RAW]
     assert len(blocks) == len(req.output_ids)
@@ -194,7 +194,7 @@ def test_metrics_count_all_requests(model: Any, prompts: list[list[int]]) -> Non
 
     counters: dict[str, Counter] = {}
     engine = FakeEngine(model, 32, 64)
-    rounds = Rounds(settings_of({}, {}, 16, True), 16, model.config.mask_token_id)
+    rounds = Rounds(settings_of({"num_draft_states": 4}, {}, 16, True), 16, model.config.mask_token_id)
     rounds.report.count_in(Counter)
     scheduler = FakeScheduler(engine, rounds)
     requests = [FakeRequest(prompt, stop=EOS) for prompt in prompts[:2]]

@@ -114,7 +114,7 @@ def test_a_prompt_is_answered_and_the_picture_appears(served: Served, browser: B
     pattern = r"2\.67 tokens per forward · 32 tokens · 12 forwards · [\d.]+ s · 20 of 56 drafts accepted · the same text as its"
     assert re.match(pattern, told), told
     label = browser.run("return document.querySelector('#mrp-picture svg').getAttribute('aria-label')")
-    assert label == "static: 32 forwards; mrp_spec K=8: 12 forwards"
+    assert label == "static: 32 forwards; mrp_spec K=8: 13 forwards"
     hidden = "return getComputedStyle(document.querySelectorAll('#mrp-picture .token')[40]).animationDuration"
     assert browser.run(hidden).endswith("s"), "the style sheet arrived"
     asked = browser.requested()
