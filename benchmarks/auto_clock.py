@@ -3,7 +3,9 @@
 ``python -m benchmarks.auto_clock --output FILE`` measures cells: a model (the embedded checkpoint; 12 layers of random weights,
 hidden size 1024, blocks of 4 and 16, float32 and bfloat16), a target and a batch size. All modes of a cell take turns in one
 process. It prints one line a cell, with the speed of each mode over the target's, and of `auto` over the best fixed number.
-Cells that the file holds already are not measured again.
+Fixed numbers from the first on that takes `HOPELESS` times as long as the target are left out of the turns. What `auto` learns
+in a cell stays for the next one of the same model and target, as it does between the calls of a user. Cells that the file
+holds already are not measured again.
 """
 
 import argparse
@@ -20,6 +22,8 @@ from modeling_mrp.modeling import MRPForCausalLM
 from .common import RESULTS, TINY, header, load
 from .wallclock import DTYPES, Job, make_job, random_model, spread, take_turns
 
+# Of a fixed number that takes so many times the target's time, no greater one is measured.
+HOPELESS = 1.6
 MODELS = {"tiny": (0, "float32")} | {
     f"random block {block} {dtype}": (block, dtype) for block in (4, 16) for dtype in ("float32", "bfloat16")
 }
@@ -59,9 +63,21 @@ def modes_of(target: dict[str, Any], states: list[int]) -> dict[str, dict[str, A
     }
 
 
+def hopeful(job: Job, modes: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Select the modes that are worth measuring: all up to the first fixed number that one decode shows to be hopeless."""
+    job.decode(0, modes["target"])  # pays for what is made once
+    limit = HOPELESS * job.decode(0, modes["target"])[1]
+    fixed = [mode for mode in modes if mode.startswith("K=")]
+    for place, mode in enumerate(fixed[1:], 1):
+        if job.decode(0, modes[mode])[1] > limit:
+            return {mode: options for mode, options in modes.items() if mode not in fixed[place:]}
+    return modes
+
+
 def measure(job: Job, target: dict[str, Any], states: list[int], repeats: int) -> dict[str, Any]:
     """Measure the speeds of a cell."""
-    speeds = take_turns(job, modes_of(target, states), repeats, warm_ups=2 if job.model.device.type == "cuda" else 0)
+    modes = hopeful(job, modes_of(target, states))
+    speeds = take_turns(job, modes, repeats, warm_ups=2 if job.model.device.type == "cuda" else 0)
     base = speeds.pop("target")
     over = {mode: spread([mine / other for mine, other in zip(of, base, strict=True)]) for mode, of in speeds.items()}
     fixed = {mode: each["median"] for mode, each in over.items() if mode != "auto"}
@@ -77,8 +93,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--targets", nargs="+", choices=list(TARGETS), default=list(TARGETS))
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[1, 4, 16, 64])
-    parser.add_argument("--states", nargs="+", type=int, default=list(range(1, 9)), help="fixed numbers of draft states")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--states", nargs="+", type=int, default=[1, 2, 3, 4, 6, 8], help="fixed numbers, from the least on")
+    parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--prompt", type=int, default=64, help="tokens of a random prompt")
     parser.add_argument("--new-tokens", type=int, help="64 for tiny, 32 for the others by default")

@@ -17,6 +17,7 @@ from modeling_mrp.modeling import MRPForCausalLM
 
 from .bootstrap import Cost, ratio
 from .common import TINY, emit, header, load
+from .targets import drafted
 
 
 class BlockOnly(MRPForCausalLM):
@@ -47,7 +48,7 @@ def main(arguments: list[str] | None = None) -> None:
     for family in options.family:
         asked = problems(family, "heldout", options.count)
         for states in options.states:
-            settings = {"decoding": "mrp_spec", "num_draft_states": states}
+            settings = drafted("mrp_spec", "static", states)
             whole, block = (decode_problems(each, tokenizer, asked, options.batch_size, **settings) for each in (model, blind))
             assert whole.ids == block.ids, "drafts never change the text"
             over = ratio(Cost.of(whole), Cost.of(block))

@@ -24,6 +24,7 @@ from .common import TINY, emit, header, load
 from .loops import measure_loop
 from .measure import Measured, measure
 from .released import Released
+from .targets import alone, drafted
 
 AXES = ("batch", "prompt")
 MODES = ("static", "released", "self_spec", "mrp_spec")
@@ -77,8 +78,8 @@ def point(
     """One mode at one K and batch size; `static` has no K."""
     if mode == "released":
         return measure_loop(Released(states), model, tokenizer, asked, batch_size)
-    drafted = {"num_draft_states": states, "draft_branches": branches} if mode in DRAFTING else {}
-    return measure(model, tokenizer, asked, batch_size, decoding=mode, **drafted)
+    options = {**drafted(mode, "static", states), "draft_branches": branches} if mode in DRAFTING else alone(mode)
+    return measure(model, tokenizer, asked, batch_size, **options)
 
 
 def points(options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[dict[str, Any], list[Problem]]]:

@@ -24,6 +24,7 @@ from modeling_mrp.modeling import MRPForCausalLM
 
 from .common import HUB_CONFIGS, TINY, emit, header, load, now
 from .meter import Meter, seconds_by_part
+from .targets import drafted
 
 SHAPES = ("tiny", "1.7b", "4b", "8b")
 MODES = ("static", "self_spec", "mrp_spec")
@@ -176,7 +177,7 @@ def main(arguments: list[str] | None = None) -> None:
     modes: dict[str, dict[str, Any]] = {"static": {"decoding": "static"}}
     for states in options.states:
         for mode in MODES[1:]:
-            modes[f"{mode} K={states}"] = {"decoding": mode, "num_draft_states": states}
+            modes[f"{mode} K={states}"] = drafted(mode, "static", states)
     speeds = take_turns(job, modes, options.repeats, warm_ups=2 if job.model.device.type == "cuda" else 0)
     for mode, settings in modes.items():
         line = {"shape": options.shape, "layers": job.model.config.num_hidden_layers, "dtype": str(job.model.dtype)[6:]}

@@ -169,7 +169,7 @@ def options_of(decoding: str, target: str, tau: float, states: int, tokens: int)
 def named(options: dict[str, Any]) -> str:
     """Name a way to decode, for the picture."""
     name = str(options["decoding"])
-    name += f" of {options['target']}" if options.get("target", "static") != "static" else ""
+    name += f" of {options['target']}" if "target" in options else ""
     name += f" K={options['num_draft_states']}" if "num_draft_states" in options else ""
     return name + (f" tau={options['confidence_threshold']:g}" if "confidence_threshold" in options else "")
 
@@ -258,7 +258,8 @@ def build() -> gr.Blocks:
                     gr.Examples(list(map(list, zip(EXAMPLES, strict=True))), prompt, label="Problems of the kind it learned")
             with gr.Column(scale=1, min_width=260):
                 decoding = gr.Dropdown(modes, value="mrp_spec" if "mrp_spec" in modes else "self_spec", label="Mode")
-                target = gr.Dropdown(list(TARGETS), value="static", label="Target: whose text is drafted")
+                own = getattr(model.generation_config, "target", None) or TARGETS[0]
+                target = gr.Dropdown(list(TARGETS), value=own, label="Target: whose text is drafted")
                 states = gr.Slider(1, 16, 8, step=1, label="K: states per round")
                 tau = gr.Slider(0.05, 0.99, 0.9, step=0.01, label="Threshold (dynamic, mrp_remask)")
                 tokens = gr.Slider(16, 512, 64 if embedded else 256, step=16, label="Tokens at most")

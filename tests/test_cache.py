@@ -16,7 +16,9 @@ ROWS, KV_HEADS, WIDTH, CAPACITY, SCRATCH = 3, 2, 5, 12, 8
 
 
 def new_cache(layer_devices: list[torch.device]) -> BlockCache:
-    return BlockCache(ROWS, KV_HEADS, WIDTH, layer_devices, CAPACITY, SCRATCH, torch.float64)
+    cache = BlockCache(ROWS, KV_HEADS, WIDTH, layer_devices, CAPACITY, SCRATCH, torch.float64)
+    cache.clear(range(len(layer_devices)), 0)
+    return cache
 
 
 def numbered(first: int, length: int) -> Tensor:

@@ -101,6 +101,7 @@ def test_a_conversation_of_three_turns(mode: str, sampling: dict[str, Any], monk
         assert saved > 0
 
 
+@pytest.mark.usefixtures("new_memory_is_nan")
 @pytest.mark.parametrize(
     "modes",
     [

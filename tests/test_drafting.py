@@ -169,7 +169,7 @@ def test_decoding_walks_through_what_it_remembers(
     prompts = pad_left([encode(make_problem("math", "tune", i), tiny_tokenizer)[0] for i in range(4)], 0)
     options: dict[str, Any] = {"max_new_tokens": 64, "return_dict_in_generate": True}
     static = model.generate(**prompts, decoding="static", **options)
-    options |= {"decoding": "mrp_spec", "num_draft_states": 6, "draft_branches": branches}
+    options |= {"decoding": "mrp_spec", "target": "static", "num_draft_states": 6, "draft_branches": branches}
     skipped = []
     led_ahead = drafting.led_ahead
 

@@ -201,6 +201,7 @@ def test_generation_config_decodes_with_the_head(size: str) -> None:
     config.check(16, True)
     expected = {
         "decoding": "mrp_spec",
+        "target": "dynamic",
         "num_draft_states": "auto",
         "do_sample": False,
         "eos_token_id": [151645, 151643],

@@ -64,7 +64,7 @@ def test_the_evaluations_flags_begin_with_the_defaults() -> None:
     """But for the number of drafts, with which counts can be repeated."""
     flags = EvaluateOptions(decoding=["mrp_spec", "dynamic"])
     spec, dynamic = flags.settings()
-    assert spec == {"decoding": "mrp_spec", "num_draft_states": 4, "draft_branches": 3}
+    assert spec == {"decoding": "mrp_spec", "target": "static", "num_draft_states": 4, "draft_branches": 3}
     assert dynamic == {"decoding": "dynamic", "confidence_threshold": 0.9}
     same = {**spec, **dynamic}.items() - {("num_draft_states", 4), ("decoding", "dynamic")}
     assert all(NAMED[name].default == value for name, value in same)
@@ -72,6 +72,6 @@ def test_the_evaluations_flags_begin_with_the_defaults() -> None:
 
 def test_the_evaluation_sweeps_a_targets_options_with_it() -> None:
     flags = EvaluateOptions(decoding=["self_spec"], target=["static", "dynamic"], tau=[0.5, 0.9], branches=[3])
-    spec = {"decoding": "self_spec", "num_draft_states": 4, "draft_branches": 3}
+    spec = {"decoding": "self_spec", "target": "static", "num_draft_states": 4, "draft_branches": 3}
     of_dynamic = {**spec, "target": "dynamic"}
     assert flags.settings() == [spec, *({**of_dynamic, "confidence_threshold": tau} for tau in (0.5, 0.9))]

@@ -213,6 +213,7 @@ TURNS = (
 )
 
 
+@pytest.mark.usefixtures("new_memory_is_nan")
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("target", ["static", "dynamic"])
 @pytest.mark.parametrize("mode", ["mrp_spec", "self_spec"])
@@ -257,6 +258,20 @@ def test_amounts_that_change_leave_the_text(mode: str, target: str, sampled: boo
     expected, _ = decode_rows(model, more, "left", None, **{**options, "decoding": target})
     for a, b in zip(expected, cached, strict=True):
         assert_same_text(a, b, "continued")
+
+
+def test_what_new_memory_holds_plays_no_part(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Nor in drafts, of rows one of which has come further than the others, and than prefill, before the head reads the text."""
+    model = dampened(make_model(3), 0.1)
+    monkeypatch.setattr(generation, "pace_of", lambda *_: Scripted((*[Amount()] * 9, *[Amount(4, 2)] * 9)))
+    prompts = [[1, 2, 3], [*range(1, 12)]]
+    options: dict[str, Any] = {"decoding": "mrp_spec", "num_draft_states": "auto", "max_new_tokens": 60, "eos_token_id": None}
+    rows, out = decode_rows(model, prompts, "left", None, **options)
+    request.getfixturevalue("new_memory_is_nan")
+    again, other = decode_rows(model, prompts, "left", None, **options)
+    assert rows == again
+    assert int(out.stats.accepted.min()) > 5
+    assert torch.equal(out.stats.accepted_at_depth, other.stats.accepted_at_depth)
 
 
 @pytest.mark.usefixtures("tapes")

@@ -1,6 +1,7 @@
 """Wall clock: turns, spreads and shares that add up; random models that are whole."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -72,9 +73,24 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
         wallclock.main(["--layers", "2"])
 
 
-def test_cells_of_auto(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+class Timed:
+    """Takes the seconds that a mode's options say."""
+
+    def decode(self, batch: int, options: dict[str, float]) -> tuple[int, float]:
+        return 1, options["seconds"]
+
+
+def test_hopeless_numbers_are_not_measured() -> None:
+    modes = {"target": 1.0, "auto": 9.0, "K=1": 9.0, "K=2": 1.1, "K=4": 1.59, "K=6": 1.7, "K=8": 1.0}
+    taking = {mode: {"seconds": seconds} for mode, seconds in modes.items()}
+    assert list(auto_clock.hopeful(Timed(), taking)) == ["target", "auto", "K=1", "K=2", "K=4"]  # type: ignore[arg-type]
+    assert auto_clock.hopeful(Timed(), {**taking, "K=6": {"seconds": 1.5}}).keys() == modes.keys()  # type: ignore[arg-type]
+
+
+def test_cells_of_auto(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is measured once; the best fixed number is found; the table prints them."""
     path = tmp_path / "auto_clock.jsonl"
+    monkeypatch.setattr(auto_clock, "HOPELESS", math.inf)
     command = ["--models", "tiny", "--targets", "static", "--batch-sizes", "1", "2", "--states", "1", "3", "--repeats", "2"]
     command += ["--new-tokens", "8", "--output", str(path)]
     auto_clock.main(command)

@@ -3801,12 +3801,12 @@ class BlockCache(Cache):
         self.owner: PassingReference | None = None
         self.weights: dict[str, WeightsSeen] = {}
         self.deferred, self.hidden_size = False, hidden_size
-        self._hold_nothing()
+        self.empty()
         self._device_of = list(layer_devices)
         devices = list(dict.fromkeys(layer_devices))
-        # Zeros, since a masked slot still enters the product with its weight of 0, which NaN would survive.
+        # Not zeroed: memory that a call does not come to use is never touched. See `clear`.
         self._buffers = {
-            device: torch.zeros(
+            device: torch.empty(
                 2,
                 self._device_of.count(device),
                 batch_size,
@@ -3819,7 +3819,7 @@ class BlockCache(Cache):
             for device in devices
         }
         shape = batch_size, capacity + scratch, hidden_size  # what is not to be kept goes behind the capacity
-        self._hidden = torch.zeros(shape, dtype=dtype, device=layer_devices[-1])
+        self._hidden = torch.empty(shape, dtype=dtype, device=layer_devices[-1])
         self._index = [self._device_of[:layer].count(device) for layer, device in enumerate(self._device_of)]
         self._write = self._read = slice(0, 0)
 
@@ -3896,6 +3896,16 @@ class BlockCache(Cache):
                 row, to, of = rows.to(device), slots.to(device), source.to(device)
                 part[:, :, row, :, to] = part[:, :, row, :, of]
 
+    def clear(self, layers: range, start: int) -> None:
+        """Zero the slots of some layers from `start` on.
+
+        A masked slot still enters attention with its weight of 0, which what is not finite would survive.
+        """
+        for device, buffer in self._buffers.items():
+            held = [self._index[layer] for layer in layers if self._device_of[layer] == device]
+            if held:
+                buffer[:, held[0] : held[-1] + 1, :, :, self.scratch + start :] = 0
+
     def keep_hidden(self, hidden: Tensor, start: Tensor, which: Tensor) -> None:
         """Keep hidden states [rows, n, hidden_size] of rows' texts from `start` [rows] on, where `which` [rows] says so."""
         offsets = indices(hidden.shape[1], start.device)
@@ -3903,7 +3913,7 @@ class BlockCache(Cache):
         self._hidden[indices(len(start), start.device)[:, None], slots] = hidden.to(self._hidden.device)
 
     def kept_hidden(self, start: int, length: int) -> Tensor:
-        """[rows, length, hidden_size]: what was kept."""
+        """[rows, length, hidden_size]: what was kept, and anything where nothing was."""
         return self._hidden[:, start : start + length]
 
     def hold(self, ids: Tensor, held: Tensor, head_held: Tensor, hidden_held: Tensor) -> None:
@@ -3912,14 +3922,7 @@ class BlockCache(Cache):
         self.ids, self.held, self.head_held, self.hidden_held = ids, held, head_held, hidden_held
 
     def empty(self) -> None:
-        """Hold nothing, with zeros in every slot: what was there may be infinite, and a masked slot still enters attention
-        with a weight of 0."""
-        for buffer in self._buffers.values():
-            buffer.zero_()
-        self._hidden.zero_()
-        self._hold_nothing()
-
-    def _hold_nothing(self) -> None:
+        """Hold nothing."""
         nothing = torch.zeros(self.rows, dtype=torch.long)
         self.hold(nothing[:, None][:, :0], nothing, nothing, nothing)
 
@@ -4877,6 +4880,7 @@ class Runner:
             at = (start - begin).clamp(0, end - begin - self.block)[:, None] + offsets
             block = hidden.gather(1, at[..., None].expand(-1, -1, hidden.shape[-1]))
             first = torch.where(inside[:, None, None], block, first)
+        self.cache.clear(range(len(self.backbone_layers) + len(self.head_layers) * (not self.rests)), length)
         return first, held
 
     def catch_up(self, tokens: Tensor, held: Held) -> Held:
@@ -4894,11 +4898,13 @@ class Runner:
             here = positions[:, at:upto]
             mask = block_causal_mask(here, positions[:, :upto], torch.ones_like(positions[:, :upto]).bool(), self.block)
             self.cache.target_slots(at, upto - at)
-            hidden = self.cache.kept_hidden(at, upto - at)
+            theirs = (here < held.committed[:, None])[..., None].to(self.cache.layer_devices[-1])
+            hidden = torch.where(theirs, self.cache.kept_hidden(at, upto - at), 0)
             self.model.residual(tokens[:, at:upto], hidden, here, mask, self.cache, compiled=False)
             self.forwards["head"] += 1
             takes_part = (held.committed > at) & (held.head_committed < upto)
             held = replace(held, row_head_forwards=held.row_head_forwards + takes_part)
+        self.cache.clear(self.head_layers, end)
         return replace(held, head_committed=held.committed.clone(), late=torch.zeros_like(held.late))
 
     def score(self, states: States, held: Held, used: int | None, taking_part: Tensor) -> tuple[Scratch, Held]:
@@ -8905,7 +8911,7 @@ def _decode_rows(
 ) -> Decoded:
     def seen(state: DecodeState, numbers: list[int]) -> RoundPlan:
         if (plan := RoundPlan.read(numbers, len(rows.rows))).unscored:
-            runner.cache.empty()  # what is not finite there would reach whatever is computed beside it
+            runner.cache.empty()  # what is not finite there is not gone on from
             raise unscored_error(task.reader, runner.model, state.text)
         return plan
 
@@ -9234,7 +9240,7 @@ def begin(task: Task, runner: Runner, text: Text, current: States, reused: Tenso
         current=current,
         seed=Source(reveal.token[:, 0], reveal.confidence[:, 0], hidden),
         has_seed=current.valid,
-        memory=memory.map(lambda t: t.repeat_interleave(width, 1)),
+        memory=memory.map(lambda t: t.expand(-1, width, *t.shape[2:])),
         held=held,
         counts=Counts.zeros(len(current.start), width, drafts, current.start.device),
         remasked=Remasked(current.start, torch.zeros_like(reveal.where[:, 0]), current.ids),

@@ -131,7 +131,7 @@ def _decode_rows(
 ) -> Decoded:
     def seen(state: DecodeState, numbers: list[int]) -> RoundPlan:
         if (plan := RoundPlan.read(numbers, len(rows.rows))).unscored:
-            runner.cache.empty()  # what is not finite there would reach whatever is computed beside it
+            runner.cache.empty()  # what is not finite there is not gone on from
             raise unscored_error(task.reader, runner.model, state.text)
         return plan
 
@@ -460,7 +460,7 @@ def begin(task: Task, runner: Runner, text: Text, current: States, reused: Tenso
         current=current,
         seed=Source(reveal.token[:, 0], reveal.confidence[:, 0], hidden),
         has_seed=current.valid,
-        memory=memory.map(lambda t: t.repeat_interleave(width, 1)),
+        memory=memory.map(lambda t: t.expand(-1, width, *t.shape[2:])),
         held=held,
         counts=Counts.zeros(len(current.start), width, drafts, current.start.device),
         remasked=Remasked(current.start, torch.zeros_like(reveal.where[:, 0]), current.ids),

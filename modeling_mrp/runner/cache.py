@@ -104,12 +104,12 @@ class BlockCache(Cache):
         self.owner: PassingReference | None = None
         self.weights: dict[str, WeightsSeen] = {}
         self.deferred, self.hidden_size = False, hidden_size
-        self._hold_nothing()
+        self.empty()
         self._device_of = list(layer_devices)
         devices = list(dict.fromkeys(layer_devices))
-        # Zeros, since a masked slot still enters the product with its weight of 0, which NaN would survive.
+        # Not zeroed: memory that a call does not come to use is never touched. See `clear`.
         self._buffers = {
-            device: torch.zeros(
+            device: torch.empty(
                 2,
                 self._device_of.count(device),
                 batch_size,
@@ -122,7 +122,7 @@ class BlockCache(Cache):
             for device in devices
         }
         shape = batch_size, capacity + scratch, hidden_size  # what is not to be kept goes behind the capacity
-        self._hidden = torch.zeros(shape, dtype=dtype, device=layer_devices[-1])
+        self._hidden = torch.empty(shape, dtype=dtype, device=layer_devices[-1])
         self._index = [self._device_of[:layer].count(device) for layer, device in enumerate(self._device_of)]
         self._write = self._read = slice(0, 0)
 
@@ -199,6 +199,16 @@ class BlockCache(Cache):
                 row, to, of = rows.to(device), slots.to(device), source.to(device)
                 part[:, :, row, :, to] = part[:, :, row, :, of]
 
+    def clear(self, layers: range, start: int) -> None:
+        """Zero the slots of some layers from `start` on.
+
+        A masked slot still enters attention with its weight of 0, which what is not finite would survive.
+        """
+        for device, buffer in self._buffers.items():
+            held = [self._index[layer] for layer in layers if self._device_of[layer] == device]
+            if held:
+                buffer[:, held[0] : held[-1] + 1, :, :, self.scratch + start :] = 0
+
     def keep_hidden(self, hidden: Tensor, start: Tensor, which: Tensor) -> None:
         """Keep hidden states [rows, n, hidden_size] of rows' texts from `start` [rows] on, where `which` [rows] says so."""
         offsets = indices(hidden.shape[1], start.device)
@@ -206,7 +216,7 @@ class BlockCache(Cache):
         self._hidden[indices(len(start), start.device)[:, None], slots] = hidden.to(self._hidden.device)
 
     def kept_hidden(self, start: int, length: int) -> Tensor:
-        """[rows, length, hidden_size]: what was kept."""
+        """[rows, length, hidden_size]: what was kept, and anything where nothing was."""
         return self._hidden[:, start : start + length]
 
     def hold(self, ids: Tensor, held: Tensor, head_held: Tensor, hidden_held: Tensor) -> None:
@@ -215,14 +225,7 @@ class BlockCache(Cache):
         self.ids, self.held, self.head_held, self.hidden_held = ids, held, head_held, hidden_held
 
     def empty(self) -> None:
-        """Hold nothing, with zeros in every slot: what was there may be infinite, and a masked slot still enters attention
-        with a weight of 0."""
-        for buffer in self._buffers.values():
-            buffer.zero_()
-        self._hidden.zero_()
-        self._hold_nothing()
-
-    def _hold_nothing(self) -> None:
+        """Hold nothing."""
         nothing = torch.zeros(self.rows, dtype=torch.long)
         self.hold(nothing[:, None][:, :0], nothing, nothing, nothing)
 

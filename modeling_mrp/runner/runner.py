@@ -213,6 +213,7 @@ class Runner:
             at = (start - begin).clamp(0, end - begin - self.block)[:, None] + offsets
             block = hidden.gather(1, at[..., None].expand(-1, -1, hidden.shape[-1]))
             first = torch.where(inside[:, None, None], block, first)
+        self.cache.clear(range(len(self.backbone_layers) + len(self.head_layers) * (not self.rests)), length)
         return first, held
 
     def catch_up(self, tokens: Tensor, held: Held) -> Held:
@@ -230,11 +231,13 @@ class Runner:
             here = positions[:, at:upto]
             mask = block_causal_mask(here, positions[:, :upto], torch.ones_like(positions[:, :upto]).bool(), self.block)
             self.cache.target_slots(at, upto - at)
-            hidden = self.cache.kept_hidden(at, upto - at)
+            theirs = (here < held.committed[:, None])[..., None].to(self.cache.layer_devices[-1])
+            hidden = torch.where(theirs, self.cache.kept_hidden(at, upto - at), 0)
             self.model.residual(tokens[:, at:upto], hidden, here, mask, self.cache, compiled=False)
             self.forwards["head"] += 1
             takes_part = (held.committed > at) & (held.head_committed < upto)
             held = replace(held, row_head_forwards=held.row_head_forwards + takes_part)
+        self.cache.clear(self.head_layers, end)
         return replace(held, head_committed=held.committed.clone(), late=torch.zeros_like(held.late))
 
     def score(self, states: States, held: Held, used: int | None, taking_part: Tensor) -> tuple[Scratch, Held]:

@@ -92,8 +92,8 @@ class EvaluateOptions:
         extra = self.extra()
         settings: list[dict[str, Any]] = []
         for decoding in self.decoding:
-            for target in self.target if decoding in DRAFTING else [_OPTIONS["target"].default]:
-                mode = {"decoding": decoding} | ({} if target == _OPTIONS["target"].default else {"target": target})
+            for target in self.target if decoding in DRAFTING else [None]:
+                mode = {"decoding": decoding} | ({} if target is None else {"target": target})
                 values = {name: getattr(self, flag) for name, flag in _SWEPT.items() if _OPTIONS[name].counts(decoding, target)}
                 settings += [{**mode, **dict(zip(values, one, strict=True))} for one in product(*values.values())]
         return [{**one, "set": extra} for one in settings] if extra else settings

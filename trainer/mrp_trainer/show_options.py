@@ -27,8 +27,8 @@ class ShowOptions:
     prompt: str = flag("Prompt.", "Sum the numbers of a list that are even, each plus 5.", panel=_WHAT)
     plain: bool = flag("No chat template around the prompt.", False, panel=_WHAT)
     max_new_tokens: int = flag("Tokens of the text.", 64, panel=_WHAT, min=1)
-    decoding: list[str] = flag("Modes, side by side.", ["static", "mrp_spec"], panel=_HOW, kind=list[Decoding])
-    target: list[str] = flag("Modes whose text is drafted.", ["static"], panel=_HOW, kind=list[Target])
+    decoding: list[str] = flag("Modes, side by side.", [], panel=_HOW, kind=list[Decoding], shown="the target, and its drafts")
+    target: list[str] = flag("Modes whose text is drafted.", [], panel=_HOW, kind=list[Target], shown="the checkpoint's")
     tau: list[float] = flag("Confidence thresholds (dynamic, mrp_remask).", [0.9], panel=_HOW)
     states: list[int] = flag("States per round (self_spec, mrp_spec).", [8], panel=_HOW)
     set: list[str] = flag("Any other option of generate.", [], panel=_HOW, metavar="NAME=VALUE")
@@ -45,10 +45,17 @@ class ShowOptions:
             )
         self.settings()
 
-    def settings(self) -> list[dict[str, Any]]:
-        """The options of `generate`, one mapping a picture's part, as `EvaluateOptions.settings` has them."""
-        names = ("decoding", "target", "tau", "states", "set")
-        return EvaluateOptions(**{name: getattr(self, name) for name in names}).settings()
+    def settings(self, target: str = "static", has_head: bool = True) -> list[dict[str, Any]]:
+        """The options of `generate`, one mapping a picture's part, as `EvaluateOptions.settings` has them.
+
+        Args:
+            target: That of the checkpoint, which is drafted if no other is asked for.
+            has_head: Whether the checkpoint has a head to draft with.
+        """
+        targets = self.target or [target]
+        decoding = self.decoding or [*targets, "mrp_spec" if has_head else "self_spec"]
+        given = {name: getattr(self, name) for name in ("tau", "states", "set")}
+        return EvaluateOptions(decoding=decoding, target=targets, **given).settings()
 
 
 __all__ = ["ShowOptions"]

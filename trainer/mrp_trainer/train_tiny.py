@@ -256,6 +256,7 @@ def export(work: Path, name: str, target: Path) -> None:
     model = MRPForCausalLM.from_pretrained(work / name / "final")
     model.generation_config = MRPGenerationConfig(
         decoding="mrp_spec",
+        target="sequential",  # the most accurate one that is on the frontier (`benchmarks.frontier`)
         num_draft_states="auto",
         do_sample=False,
         eos_token_id=[tokenizer.eos_token_id, tokenizer.pad_token_id],

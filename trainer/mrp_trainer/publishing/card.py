@@ -248,7 +248,6 @@ def render_card(
         decoding="self_spec" if headless else "mrp_spec",
     )
     more = f' --tokenizer "{base}"' if base and kind != "full" else ""
-    more += " --decoding static --decoding self_spec" if headless else ""
     shows = (folder / PICTURE).is_file() if picture is None else picture
     see = SEE.format(shown=_shown(shows, not_drawn), name=name, more=more)
     card = ModelCard.from_template(

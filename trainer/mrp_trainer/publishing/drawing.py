@@ -99,8 +99,7 @@ def _decode(folder: Folder, bases: list[_Source], target: Path) -> None:
     if adapter:
         model.load_adapter(own.name)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    drafted = "self_spec" if model.mrp_head is None else "mrp_spec"
-    options = ShowOptions(decoding=["static", drafted], animated=True, output=str(target))
+    options = ShowOptions(animated=True, output=str(target))
     with torch.inference_mode():
         draw_modes(model.to(device), tokenizer, options)
 
