@@ -77,14 +77,6 @@ def random_model() -> MRPForCausalLM:
     return make_model()
 
 
-@pytest.fixture
-def new_memory_is_nan() -> Iterator[None]:
-    """What is read before it was written shows."""
-    torch.use_deterministic_algorithms(True, warn_only=True)  # with which torch fills what is empty
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 @pytest.fixture(scope="session")
 def tiny_model() -> MRPForCausalLM:
     return embedded()

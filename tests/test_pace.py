@@ -261,15 +261,16 @@ def test_amounts_that_change_leave_the_text(mode: str, target: str, sampled: boo
 
 
 def test_what_new_memory_holds_plays_no_part(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """Nor in drafts, of rows one of which has come further than the others, and than prefill, before the head reads the text."""
-    model = dampened(make_model(3), 0.1)
+    """Nor in drafts, of rows one of which has come further than the other, and than prefill, before the head reads the text."""
+    model = dampened(make_model(2), 0.3)
     monkeypatch.setattr(generation, "pace_of", lambda *_: Scripted((*[Amount()] * 9, *[Amount(4, 2)] * 9)))
     prompts = [[1, 2, 3], [*range(1, 12)]]
-    options: dict[str, Any] = {"decoding": "mrp_spec", "num_draft_states": "auto", "max_new_tokens": 60, "eos_token_id": None}
+    options: dict[str, Any] = {"decoding": "mrp_spec", "num_draft_states": "auto", "draft_passes": 2, "max_new_tokens": 60}
     rows, out = decode_rows(model, prompts, "left", None, **options)
     request.getfixturevalue("new_memory_is_nan")
     again, other = decode_rows(model, prompts, "left", None, **options)
-    assert rows == again
+    for one, other_one in zip(rows, again, strict=True):
+        assert_same_text(one, other_one, "memory")
     assert int(out.stats.accepted.min()) > 5
     assert torch.equal(out.stats.accepted_at_depth, other.stats.accepted_at_depth)
 

@@ -212,6 +212,8 @@ class Pace:
         self.times = plain, stale, RoundTimes(stale)
         guessed = Chances(most)
         self.chances = guessed, Chances(most, guessed)
+        drafting = self.amounts[1:]
+        self._kinds = [amount for amount in drafting if not amount.passes], [amount for amount in drafting if amount.passes]
         self._last = self.amounts[0]
         self._stays = 0  # rounds for which the head is tried yet
         self._trial: Trial | None = None
@@ -279,16 +281,18 @@ class Pace:
         done = self.rounds - self.begun
         switch = self.catch_up / max(done, self.usual - done, 1.0) if behind else 0.0
         known, hopes = [Prospect(self._alone, float(plan.active), self.amounts[0])], list[Prospect]()
-        for amount in self.amounts[1:]:
-            room, with_head = plan.room_for(amount.states, branches), amount.passes > 0
-            states, width = rows * room, min(room, amount.states)
-            times, chances = self.times[1 + with_head], self.chances[with_head]
-            accepted = plan.clean + (plan.active - plan.clean) * chances.sums[width - 1]
-            option = Prospect(self.MARGIN * (times.estimate(states) + switch * with_head) / accepted, accepted, amount)
-            if times.knows(states) and chances.knows(width):
-                known.append(option)
-            elif states <= max(2 * rows, times.reach):
-                hopes.append(option)
+        for with_head, amounts in enumerate(self._kinds):
+            times, chances, width = self.times[1 + with_head], self.chances[with_head], 1
+            most = max(2 * rows, times.reach)
+            for amount in amounts:
+                room = plan.room_for(amount.states, branches)
+                states, before, width = rows * room, width, min(room, amount.states)
+                if width == before or states > most:  # no more than the one before, or more than may be tried
+                    break
+                accepted = plan.clean + (plan.active - plan.clean) * chances.sums[width - 1]
+                each = self.MARGIN * (times.estimate(states) + switch * with_head) / accepted
+                enough = times.knows(states) and chances.knows(width)
+                (known if enough else hopes).append(Prospect(each, accepted, amount))
         return known, hopes
 
     def _left(self) -> float:

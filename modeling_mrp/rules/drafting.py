@@ -10,6 +10,7 @@ round: the draft is grown a little, the head re-reads all of it in one pass, and
 """
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +34,7 @@ def growth(width: int, passes: int) -> list[int]:
     return [-(-done * (width - 1) // passes) for done in range(1, passes + 1)]
 
 
+@cache
 def reachable(masks: int, branches: int, enough: int) -> int:
     """Count the states, up to `enough`, that may follow one with so many masks, itself and the next block's included.
 
