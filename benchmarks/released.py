@@ -135,6 +135,7 @@ class Lockstep:
             if self.head_prefix:
                 model.residual(ids, hidden, positions, mask, self.runner.cache)
                 self.held.row_head_forwards += self.current.valid
+        self.runner.cache.clear(range(len(self.runner.cache.layer_devices)), longest)
 
     def _score(self, states: States) -> Scratch:
         scratch, self.held = self.runner.score(states, self.held, int(self.held.committed.max()), self.current.valid)

@@ -4,8 +4,7 @@
 `frontier` accuracy and cost of every mode and setting; `targets` every target, alone and drafted; `headline` drafts of `static`
 beside the released reference; `eager` and `recovered` what `mrp_remask` makes of eager reveals. `heldout` the card's, from
 `tiny_heldout_{math,code}.jsonl`; `sweep`, `novel`, `head_prefix`, `published_head`, `retrained`, `departures` and
-`low_precision` from the files of these names behind `tiny_`; `cost` from `cost_model.jsonl`; `wallclock` from
-`wallclock_tiny.jsonl`; `compiled`.
+`low_precision` from the files of these names behind `tiny_`; `cost` from `cost_model.jsonl`; `auto_clock`; `compiled`.
 """
 
 import argparse
@@ -221,33 +220,16 @@ def _pivot(lines: list[Line], names: list[str], cell: Callable[[Line], str]) -> 
     )
 
 
-def wallclock(folder: Path = RESULTS) -> str:
-    """Speed over `static`, median with the least and the most, and the shares of a round's time."""
-    kinds = ("backbone", "head", "vocabulary", "commit", "bookkeeping")
-    rows = [
-        [
-            f"{line['shape']} ({line['layers']} layers, {line['dtype']})",
-            str(line["batch_size"]),
-            line["mode"],
-            "{:.2f}x ({:.2f}-{:.2f})".format(line["over_static"]["median"], *line["over_static"]["range"]),
-            f"{line['ms_per_round']:.1f}",
-            *(f"{line['share'][kind]:.1f}" for kind in kinds),
-        ]
-        for line in read_lines(folder / "wallclock_tiny.jsonl")
-    ]
-    parts = _markdown(["shape", "batch", "mode", "speed over static", "ms a round", *(f"{kind} %" for kind in kinds)], rows)
-    cells = folder / "auto_clock.jsonl"
-    return f"{parts}\n\n{auto_clock(cells)}" if cells.exists() else parts
-
-
-def auto_clock(path: Path) -> str:
-    """Speed over the target of `auto` and of the best fixed K of each cell, median with the least and the most."""
-    rows = []
-    for line in read_lines(path):
-        shown = [line["over_target"]["auto"], line["over_target"][line["best"]], line["auto_over_best"]]
-        speeds = ["{:.2f}x ({:.2f}-{:.2f})".format(each["median"], *each["range"]) for each in shown]
-        rows.append([line["model"], line["target"], str(line["batch_size"]), speeds[0], line["best"], *speeds[1:]])
-    return _markdown(["model", "target", "batch", "auto over target", "best", "best over target", "auto over best"], rows)
+def auto_clock(folder: Path = RESULTS) -> str:
+    """Speed of `auto` over the target, median with the least and the most, and behind the semicolon over the best fixed K."""
+    rows: dict[tuple[str, int], dict[str, str]] = {}
+    for line in read_lines(folder / "auto_clock.jsonl"):
+        auto = "{:.2f}x ({:.2f}-{:.2f})".format(line["over_target"]["auto"]["median"], *line["over_target"]["auto"]["range"])
+        shown = f"{auto}; {line['auto_over_best']['median']:.2f}x, {line['best']}"
+        rows.setdefault((line["model"], line["batch_size"]), {})[line["target"]] = shown
+    targets = list(dict.fromkeys(target for row in rows.values() for target in row))
+    cells = [[model, str(batch), *(row.get(target, "") for target in targets)] for (model, batch), row in rows.items()]
+    return _markdown(["model", "batch", *(f"`{target}`" for target in targets)], cells)
 
 
 def novel(folder: Path = RESULTS) -> str:
@@ -381,7 +363,7 @@ def compiled(folder: Path = RESULTS) -> str:
 TABLES: dict[str, Callable[[Path], str]] = {
     table.__name__: table
     for table in (
-        *(frontier, targets, headline, eager, recovered, heldout, sweep, cost, wallclock),
+        *(frontier, targets, headline, eager, recovered, heldout, sweep, cost, auto_clock),
         *(novel, head_prefix, published_head, retrained, departures, low_precision, compiled),
     )
 }

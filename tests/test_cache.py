@@ -114,6 +114,7 @@ def test_packed_scoring_equals_separate_forwards(random_model: MRPForCausalLM) -
     model, width = random_model, 3
     prefix = [random_ids(20, 8).tolist(), random_ids(21, 4).tolist()]
     cache = model.block_cache(2, 16, width * BLOCK, with_head=True)
+    cache.clear(range(len(cache.layer_devices)), 0)
     positions = torch.arange(8).expand(2, 8)
     mask = (positions[:, None] // BLOCK <= positions[:, :, None] // BLOCK)[:, None]
     cache.target_slots(0, 8)

@@ -43,6 +43,7 @@ TINY = ROOT / "hub_configs" / "sdar-tiny-mrp"
         ("benchmarks/README.md", tables.novel),
         ("benchmarks/README.md", tables.head_prefix),
         ("benchmarks/README.md", tables.retrained),
+        ("benchmarks/README.md", tables.published_head),
         ("benchmarks/README.md", tables.departures),
         ("benchmarks/README.md", tables.low_precision),
         ("benchmarks/README.md", tables.compiled),

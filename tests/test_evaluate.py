@@ -155,7 +155,7 @@ def test_a_table_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     lines = measured(path)
     assert [line.get("num_draft_states") for line in lines] == [None, "auto", 2]
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown.splitlines() if line.startswith("│")]
-    assert [row[1] for row in rows] == ["static", "mrp_spec K=auto", "mrp_spec K=2"]
+    assert [row[1] for row in rows] == ["static", "mrp_spec of static K=auto", "mrp_spec of static K=2"]
     low, high = lines[2]["tokens_per_forward_95"]
     assert rows[2][3] == f"{lines[2]['tokens_per_forward']:.2f} ({low:.2f}-{high:.2f})"
     assert (rows[0][0], rows[0][4], rows[0][5]) == ("math", "-", "0.00")

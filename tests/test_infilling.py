@@ -155,10 +155,10 @@ def test_the_embedded_checkpoint_against_the_reference(
     prompt = tiny_tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
     answer = model.generate(torch.tensor([prompt]), max_new_tokens=48)[0, len(prompt) :].tolist()
     infill = [token if i % 3 == 0 or 20 <= i < 40 else mask for i, token in enumerate(answer)]
-    slow = "static" if mode == "mrp_spec" else mode
+    slow = "static" if mode == "mrp_spec" else mode  # its target
     eos = model.generation_config.eos_token_id
     expected = reference_decode(model, prompt, slow, len(infill), infill, eos_ids=eos, confidence_threshold=0.7)
-    options = {"decoding": mode, "confidence_threshold": 0.7}
+    options = {"decoding": mode, "target": "static", "confidence_threshold": 0.7}
     out = model.generate(torch.tensor([prompt]), infill_ids=torch.tensor([infill]), return_dict_in_generate=True, **options)
     assert out.sequences[0, len(prompt) :].tolist() == expected.tokens
     assert [t for t, g in zip(expected.tokens, infill, strict=True) if g != mask] == [g for g in infill if g != mask]

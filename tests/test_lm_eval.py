@@ -81,16 +81,16 @@ def test_lm_eval_scores_as_we_do(tmp_path: Path, tiny_model: MRPForCausalLM, tin
     (tmp_path / "program.py").write_text(PROGRAM)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment |= {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
-    command = [sys.executable, "program.py", str(TINY), str(tmp_path), "found.json", "static", "mrp_spec"]
+    command = [sys.executable, "program.py", str(TINY), str(tmp_path), "found.json", "sequential", "mrp_spec"]
     run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-3000:]
     found = json.loads((tmp_path / "found.json").read_text())
     prompts = family_set("math", "heldout", COUNT, tiny_tokenizer).prompts
     assert len({len(prompt) for prompt in prompts}) > 1
-    ours = decode_prompts(tiny_model, tiny_tokenizer, prompts, None, NEW_TOKENS, decoding="static")
+    ours = decode_prompts(tiny_model, tiny_tokenizer, prompts, None, NEW_TOKENS, decoding="sequential")
     right = [JUDGES["last_number"](answer, text) for answer, text in zip(answers, ours.texts, strict=True)]
     assert 0 < sum(right) < COUNT
-    for mode in ("static", "mrp_spec"):
+    for mode in ("sequential", "mrp_spec"):
         assert found[mode]["answers"] == {problem.prompt: text for problem, text in zip(asked, ours.texts, strict=True)}
         assert found[mode]["score"] == pytest.approx(sum(right) / COUNT)
 
@@ -104,7 +104,7 @@ def test_its_stop_sequences(tiny_model: MRPForCausalLM, tiny_tokenizer: Any) -> 
     free = decode_prompts(tiny_model, tiny_tokenizer, prompts, None, NEW_TOKENS)
     for stop in ("has", " =", "####"):
         inputs = left_padded(prompts)
-        for mode in ("static", "mrp_spec"):
+        for mode in ("sequential", "mrp_spec"):
             out = tiny_model.generate(
                 **inputs,
                 decoding=mode,

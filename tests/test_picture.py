@@ -198,7 +198,7 @@ def test_the_committed_picture_is_what_the_command_draws(monkeypatch: pytest.Mon
     *arguments, path = command.split()
     assert path == f"hub_configs/sdar-tiny-mrp/{PICTURE}"
     result = CliRunner().invoke(cli.app, [*arguments, str(tmp_path / "it.svg")])
-    assert result.stdout == f"wrote {tmp_path / 'it.svg'}: static: 32 forwards; mrp_spec K=8: 13 forwards\n"
+    assert result.stdout == f"wrote {tmp_path / 'it.svg'}: sequential: 25 forwards; mrp_spec of sequential K=8: 7 forwards\n"
     assert (tmp_path / "it.svg").read_text() == (ROOT / path).read_text()
 
 

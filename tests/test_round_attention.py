@@ -223,6 +223,7 @@ def a_round(model: MRPForCausalLM, forced: bool | None) -> tuple[Any, ...]:
     first = torch.arange(4)[None]
     cache.target_slots(0, 4)
     model.backbone(first + 1, first, torch.ones(1, 1, 4, 4, dtype=torch.bool), cache)
+    cache.clear(range(len(cache.layer_devices)), 4)
     cache.target_scratch(8, 8)
     mask = RoundMask(torch.tensor([4]), torch.tensor([[-1, 0]]), 2, 4, Dispatch(forced))
     return torch.arange(8)[None] + 9, torch.arange(4, 12)[None], cache, mask

@@ -108,13 +108,13 @@ def test_a_prompt_is_answered_and_the_picture_appears(served: Served, browser: B
     wait_until(lambda: browser.count("#mrp-picture svg"), 60, "picture")
     said = browser.text("#chat").replace("\u00a0", " ")
     assert PROMPT in said
-    assert "def item_here_one(n):\n    return sum(5 + n_one_now for n_one_now in n if n_one_now % 2 == 0)" in said
+    assert "def number(number):\n    return sum(5 + n for n in number if n % 2 == 0)" in said
     assert browser.count(".mrp-mask") == 0
     told = browser.text("#mrp-cost")
-    pattern = r"2\.67 tokens per forward · 32 tokens · 12 forwards · [\d.]+ s · 20 of 56 drafts accepted · the same text as its"
+    pattern = r"3\.57 tokens per forward · 25 tokens · 7 forwards · [\d.]+ s · 18 of 22 drafts accepted · the same text as its"
     assert re.match(pattern, told), told
     label = browser.run("return document.querySelector('#mrp-picture svg').getAttribute('aria-label')")
-    assert label == "static: 32 forwards; mrp_spec K=8: 13 forwards"
+    assert label == "sequential: 25 forwards; mrp_spec of sequential K=8: 7 forwards"
     hidden = "return getComputedStyle(document.querySelectorAll('#mrp-picture .token')[40]).animationDuration"
     assert browser.run(hidden).endswith("s"), "the style sheet arrived"
     asked = browser.requested()
@@ -128,7 +128,7 @@ def test_a_prompt_is_answered_and_the_picture_appears(served: Served, browser: B
 
 
 # How much of the picture's last token is to be seen.
-PROGRESS = "return getComputedStyle([...document.querySelectorAll('#mrp-picture .f32')].at(-1)).opacity"
+PROGRESS = "return getComputedStyle([...document.querySelectorAll('#mrp-picture .f25')].at(-1)).opacity"
 
 
 def test_what_is_typed_is_text_and_what_does_not_fit_is_told(served: Served, browser: Browser) -> None:

@@ -9730,6 +9730,8 @@ class MRPGenerationMixin(GenerationMixin):
     def block_cache(self, batch_size: int, capacity: int, scratch: int, with_head: bool) -> BlockCache:
         """Make an empty cache for `batch_size` rows of `capacity` tokens, with room for `scratch` tokens being scored.
 
+        Its memory holds anything until `generate` fills it, or `clear` does.
+
         Raises:
             ValueError: for a size below 1, a `capacity` that is no multiple of the block size, or if it is to hold a head's
                 layers and the model has no head.

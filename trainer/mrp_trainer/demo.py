@@ -30,8 +30,6 @@ TARGETS: dict[str, dict[str, Any]] = {
     "entropy_bound 0.35": {"decoding": "entropy_bound", "entropy_threshold": 0.35},
     "dynamic 0.9": {"decoding": "dynamic", "confidence_threshold": 0.9},
 }
-# Where the number of states is not left to the clock as well.
-FIXED = {"dynamic 0.9": (4, 8)}
 
 
 @dataclass(frozen=True)
@@ -51,9 +49,8 @@ def _modes() -> dict[str, Mode]:
     modes: dict[str, Mode] = {}
     for target, options in TARGETS.items():
         modes[target] = Mode("static", options)
-        for states in ("auto", *FIXED.get(target, ())):
-            drafted = {**options, "decoding": "mrp_spec", "target": options["decoding"], "num_draft_states": states}
-            modes[f"{target}, drafted" + ("" if states == "auto" else f" K={states}")] = Mode(target, drafted)
+        drafted = {**options, "decoding": "mrp_spec", "target": options["decoding"], "num_draft_states": "auto"}
+        modes[f"{target}, drafted"] = Mode(target, drafted)
     return modes
 
 

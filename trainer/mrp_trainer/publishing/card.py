@@ -99,10 +99,10 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def results_table(lines: Sequence[Mapping[str, Any]]) -> str:
-    """Accuracy and cost of every mode, a row a mode, the families side by side."""
-    families = list(dict.fromkeys(line["family"] for line in lines))
+    """Accuracy and cost of every mode, a row a mode, those of one decoding together, the families side by side."""
+    families, decodings = (list(dict.fromkeys(line[name] for line in lines)) for name in ("family", "decoding"))
     modes: dict[str, dict[str, Mapping[str, Any]]] = {}
-    for line in lines:
+    for line in sorted(lines, key=lambda line: decodings.index(line["decoding"])):
         modes.setdefault(mode_name(line), {})[line["family"]] = line
     pair = ", ".join(families)
     head = [
