@@ -38,6 +38,7 @@ TINY = ROOT / "hub_configs" / "sdar-tiny-mrp"
         ("README.md", tables.eager),
         ("benchmarks/README.md", tables.frontier),
         ("benchmarks/README.md", tables.sweep),
+        ("benchmarks/README.md", tables.auto_clock),
         ("benchmarks/README.md", tables.cost),
         ("benchmarks/README.md", tables.recovered),
         ("benchmarks/README.md", tables.novel),
