@@ -138,6 +138,22 @@ def test_nothing_is_likely_where_nothing_is_left(rule: RevealRule) -> None:
 RULES = (Static(), Sequential(), Dynamic(0.5), EntropyBound(1.5))
 
 
+def test_which_one_is_revealed_alone_is_as_uncertain_as_under_static() -> None:
+    """Every other set is another position alone, with its chance among all; between them stand those of more."""
+    weight = {column: exp(ORDER_SHARPNESS * odds) for column, odds in {0: 0.5, 2: 0.8, 3: -0.5}.items()}
+    share = {column: each / sum(weight.values()) for column, each in weight.items()}
+    sets, chance = Dynamic(1.0).likely(candidates([0.5, NO, 0.8, -0.5]), 5)
+    assert [columns(each) for each in sets] == [[2], [0, 2], [0], [2, 3], [3]]
+    over = {column: 1 / (1 + exp(THRESHOLD_SHARPNESS * gap)) for column, gap in {0: 0.5, 3: 1.5}.items()}
+    none = (1 - over[0]) * (1 - over[3])
+    expected = [none * share[2], over[0] * (1 - over[3]), none * share[0], over[3] * (1 - over[0]), none * share[3]]
+    assert chance.tolist() == pytest.approx(expected, rel=1e-5)
+    bound = likely_entropy(torch.tensor(0.8)).item() + 1e-3
+    sets, chance = EntropyBound(bound).likely(candidates([0.5, NO, 0.8, -0.5]), 5)
+    assert [columns(each) for each in sets] == [[2], [0, 2], [0], [0, 2, 3], [3]]
+    assert chance.tolist() == pytest.approx([share[2], EACH_MORE, share[0], EACH_MORE**2, share[3]])
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_a_rule_is_a_function_of_one_state(rule: RevealRule) -> None:
     """Six states as [2, 3] get what each gets alone: with a candidate at least one, without one none."""

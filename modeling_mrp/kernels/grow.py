@@ -191,6 +191,15 @@ if triton is not None:
         return tl.minimum(x, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(x)))
 
     @triton.jit
+    def _chances(level, which, ORDER: tl.constexpr):  # type: ignore[no-untyped-def]
+        """Compute the softmax of ORDER times `level` over the columns that `which` marks; 0 elsewhere."""
+        level = tl.where(which, level, float("-inf"))
+        peak = tl.max(level, 0)
+        weight = tl.exp(ORDER * (level - tl.where(peak == float("-inf"), 0.0, peak)))
+        total = tl.sum(weight, 0)
+        return weight / tl.where(total == 0.0, 1.0, total)
+
+    @triton.jit
     def _places(score, which, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
         """Rank by score those columns that `which` marks, best first, of equals the first."""
         column = tl.arange(0, COLUMNS)
@@ -348,11 +357,7 @@ if triton is not None:
             place = _places(surety, candidate, COLUMNS)
             if RULE == 0:
                 sure = tl.maximum(quota - 1, 0)
-                bounded = tl.where(candidate & (place >= sure), tl.minimum(surety, MOST), float("-inf"))
-                peak = tl.max(bounded, 0)
-                weight = tl.exp(ORDER * (bounded - tl.where(peak == float("-inf"), 0.0, peak)))
-                total = tl.sum(weight, 0)
-                weight = weight / tl.where(total == 0.0, 1.0, total)
+                weight = _chances(tl.minimum(surety, MOST), candidate & (place >= sure), ORDER)
                 base = candidate & (place < sure)
                 first = tl.where((count > 0) & (count <= sure), 1.0, 0.0)
             if RULE == 1:
@@ -365,14 +370,16 @@ if triton is not None:
                 base = candidate & ((place == 0) | (gap > 0.0))
                 doubt = tl.abs(gap)
                 log_first = tl.sum(tl.where(free, _log_sigmoid(doubt), 0.0), 0)
-                first = tl.exp(log_first)
                 place = _places(-doubt, free, COLUMNS)
+                one = tl.sum(base.to(tl.int32), 0) == 1
+                weight = _chances(level, candidate, ORDER)
             if RULE == 3:
                 p = tl.sigmoid(level)
                 nats = (1.0 - p) * (TAIL - _log_sigmoid(-level)) - p * _log_sigmoid(level)
                 nats = tl.where(candidate, nats, 0.0)
                 running = tl.sum(tl.where(place[None, :] <= place[:, None], nats[None, :], 0.0), 1)
                 room = tl.maximum(tl.sum((candidate & (running < bound)).to(tl.int32), 0), 1)
+                weight = _chances(level, candidate, ORDER)
             for branch in range(branches):
                 if RULE == 0:
                     shown = base | (candidate & (place == sure + branch))
@@ -382,16 +389,21 @@ if triton is not None:
                     shown = base
                     own = tl.where(branch == 0, first, 0.0)
                 if RULE == 2:
-                    flipped = free & (place == branch - 1)
-                    shown = base ^ flipped
-                    own = tl.exp(log_first - tl.sum(tl.where(flipped, doubt, 0.0), 0))
-                    own = tl.where((branch == 0) | (tl.sum(flipped.to(tl.int32), 0) > 0), own, 0.0)
+                    other = free & (place == tl.where(one, (branch + 1) // 2, branch) - 1)
+                    alone = one & (branch % 2 == 0)
+                    shown = other ^ (base & ((branch == 0) | ~alone))
+                    cost = tl.sum(tl.where(other, doubt, 0.0), 0)
+                    own = tl.exp(log_first - tl.where(alone, 0.0, cost))
+                    own = own * tl.where(alone, tl.sum(tl.where(shown, weight, 0.0), 0), 1.0)
+                    own = tl.where((branch == 0) | (tl.sum(other.to(tl.int32), 0) > 0), own, 0.0)
                 if RULE == 3:
                     more = (branch + 1) // 2
                     size_here = room + tl.where(branch % 2 == 1, more, -more)
-                    shown = candidate & (place < size_here)
+                    alone = (room == 1) & (branch % 2 == 0)
+                    shown = candidate & tl.where(alone, place == more, place < size_here)
                     own = tl.exp(more * LOG_MORE)
                     own = tl.where((size_here >= 1) & (size_here <= count), own, 0.0)
+                    own = tl.where(alone, tl.sum(tl.where(shown, weight, 0.0), 0), own)
                 own = tl.where(count == 0, 0.0, own)  # nothing is left to reveal
                 made = _follower(state, shown, tokens, end, source, eos, eos_count, BLOCK, COLUMNS)
                 made = _looked_up(made, known, known_valid, ahead, known_count, BLOCK, COLUMNS, TILE_KNOWN, INHERITS)

@@ -24,7 +24,7 @@ from .constants import constant, indices
 ORDER_SHARPNESS = 4.0
 
 # By how much a threshold is missed or passed, times this, are the log-odds that an estimate is on the right side of it.
-THRESHOLD_SHARPNESS = 1.0
+THRESHOLD_SHARPNESS = 2.0
 
 # By how much each reveal more or less than the likeliest number is taken to be less likely, where entropies bound it.
 EACH_MORE = 0.35
@@ -117,6 +117,12 @@ def likely_orders(guessed: Candidates, count: int) -> tuple[Tensor, Tensor]:
     return surest[..., None, :] | last, chance
 
 
+def alone_chances(confidence: Tensor, where: Tensor) -> Tensor:
+    """Compute the chance of each position [..., block] to be the most confident one, estimates of confidences given; 0 outside
+    of `where`."""
+    return (ORDER_SHARPNESS * confidence).masked_fill(~where, -torch.inf).softmax(-1).nan_to_num(0.0)
+
+
 def logit(probability: float) -> float:
     """log p - log (1 - p), infinite at 0 and 1."""
     if probability <= 0:
@@ -172,19 +178,27 @@ class Dynamic:
         return (scored.where & (scored.confidence > self.threshold)) | best_by(scored.confidence, scored.where)
 
     def likely(self, guessed: Candidates, count: int) -> tuple[Tensor, Tensor]:
-        """See `RevealRule`: a position goes over tau or not the likelier, the further the estimate is from it."""
+        """See `RevealRule`: a position goes over tau or not the likelier, the further the estimate is from it.
+
+        Where none but the surest one is likely to, it is as uncertain which one that is as under `Static`: every other set is
+        another one alone.
+        """
         where, confidence = guessed.where, guessed.confidence.clamp(-MOST_ODDS, MOST_ODDS)
         best = best_by(confidence, where)
         free = where & ~best
         gap = THRESHOLD_SHARPNESS * (confidence - min(max(self.threshold, -2 * MOST_ODDS), 2 * MOST_ODDS))
         doubt = gap.abs().masked_fill(~free, torch.inf)
-        nearest = ranks(-doubt, free)[..., None, :] == indices(count - 1, where.device)[:, None]
-        sets = (best | (free & (gap > 0)))[..., None, :]
-        sets = torch.cat([sets, sets ^ (nearest & free[..., None, :])], -2)
+        surest = best | (free & (gap > 0))
+        one, turn = surest.sum(-1, keepdim=True) == 1, indices(count, where.device)
+        alone = one & (turn % 2 == 0)
+        nth = torch.where(one, (turn + 1) // 2, turn)
+        other = free[..., None, :] & (ranks(-doubt, free)[..., None, :] == nth[..., None] - 1)
+        sets = torch.where((alone & (turn > 0))[..., None], other, surest[..., None, :] ^ other)
         first = F.logsigmoid(doubt).sum(-1, keepdim=True)
-        cost = (doubt.masked_fill(~free, 0.0)[..., None, :] * nearest).sum(-1)
-        other = torch.where((nearest & free[..., None, :]).any(-1), (first - cost).exp(), 0.0)
-        return sets, torch.cat([first.exp() * where.any(-1, keepdim=True), other], -1)
+        cost = (doubt.masked_fill(~free, 0.0)[..., None, :] * other).sum(-1)
+        chance = (first - torch.where(alone, 0.0, cost)).exp()
+        chance = chance * torch.where(alone, (alone_chances(confidence, where)[..., None, :] * sets).sum(-1), 1.0)
+        return sets, torch.where(other.any(-1) | ((turn == 0) & where.any(-1, keepdim=True)), chance, 0.0)
 
 
 @dataclass(frozen=True)
@@ -208,16 +222,22 @@ class EntropyBound:
         return (scored.where & under) | best_by(-entropy, scored.where)
 
     def likely(self, guessed: Candidates, count: int) -> tuple[Tensor, Tensor]:
-        """See `RevealRule`: the surest ones, about as many as estimated confidences leave room for."""
+        """See `RevealRule`: the surest ones, about as many as estimated confidences leave room for.
+
+        Where there is room for one, there are no fewer: other sets are another one alone.
+        """
         where, odds = guessed.where, guessed.confidence.clamp(-MOST_ODDS, MOST_ODDS)
         place = ranks(odds, where)
         entropy = likely_entropy(odds).masked_fill(~where, 0.0)
         total = (entropy[..., None, :] * (place[..., None, :] <= place[..., None])).sum(-1)
         room = (where & (total < self.bound)).sum(-1, keepdim=True).clamp(min=1)
         more = constant(tuple((turn + 1) // 2 * (-1) ** (turn + 1) for turn in range(count)), where.device)  # 0, 1, -1, 2, ...
-        size = room + more
-        chance = ((size >= 1) & (size <= where.sum(-1, keepdim=True))) * EACH_MORE ** more.abs().to(odds.dtype)
-        return where[..., None, :] & (place[..., None, :] < size[..., None]), chance
+        size, several = room + more, more.abs()
+        chance = ((size >= 1) & (size <= where.sum(-1, keepdim=True))) * EACH_MORE ** several.to(odds.dtype)
+        sets = where[..., None, :] & (place[..., None, :] < size[..., None])
+        alone = (room == 1) & (more <= 0)
+        sets = torch.where(alone[..., None], where[..., None, :] & (place[..., None, :] == several[:, None]), sets)
+        return sets, torch.where(alone, (alone_chances(odds, where)[..., None, :] * sets).sum(-1), chance)
 
 
 def likely_entropy(odds: Tensor) -> Tensor:
@@ -247,6 +267,7 @@ __all__ = [
     "RevealRule",
     "Sequential",
     "Static",
+    "alone_chances",
     "best_by",
     "likely_entropy",
     "likely_orders",
