@@ -2505,7 +2505,7 @@ def constant(numbers: tuple[int, ...], device: torch.device) -> Tensor:
 ORDER_SHARPNESS = 4.0
 
 # By how much a threshold is missed or passed, times this, are the log-odds that an estimate is on the right side of it.
-THRESHOLD_SHARPNESS = 1.0
+THRESHOLD_SHARPNESS = 2.0
 
 # By how much each reveal more or less than the likeliest number is taken to be less likely, where entropies bound it.
 EACH_MORE = 0.35
@@ -2598,6 +2598,12 @@ def likely_orders(guessed: Candidates, count: int) -> tuple[Tensor, Tensor]:
     return surest[..., None, :] | last, chance
 
 
+def alone_chances(confidence: Tensor, where: Tensor) -> Tensor:
+    """Compute the chance of each position [..., block] to be the most confident one, estimates of confidences given; 0 outside
+    of `where`."""
+    return (ORDER_SHARPNESS * confidence).masked_fill(~where, -torch.inf).softmax(-1).nan_to_num(0.0)
+
+
 def logit(probability: float) -> float:
     """log p - log (1 - p), infinite at 0 and 1."""
     if probability <= 0:
@@ -2653,19 +2659,27 @@ class Dynamic:
         return (scored.where & (scored.confidence > self.threshold)) | best_by(scored.confidence, scored.where)
 
     def likely(self, guessed: Candidates, count: int) -> tuple[Tensor, Tensor]:
-        """See `RevealRule`: a position goes over tau or not the likelier, the further the estimate is from it."""
+        """See `RevealRule`: a position goes over tau or not the likelier, the further the estimate is from it.
+
+        Where none but the surest one is likely to, it is as uncertain which one that is as under `Static`: every other set is
+        another one alone.
+        """
         where, confidence = guessed.where, guessed.confidence.clamp(-MOST_ODDS, MOST_ODDS)
         best = best_by(confidence, where)
         free = where & ~best
         gap = THRESHOLD_SHARPNESS * (confidence - min(max(self.threshold, -2 * MOST_ODDS), 2 * MOST_ODDS))
         doubt = gap.abs().masked_fill(~free, torch.inf)
-        nearest = ranks(-doubt, free)[..., None, :] == indices(count - 1, where.device)[:, None]
-        sets = (best | (free & (gap > 0)))[..., None, :]
-        sets = torch.cat([sets, sets ^ (nearest & free[..., None, :])], -2)
+        surest = best | (free & (gap > 0))
+        one, turn = surest.sum(-1, keepdim=True) == 1, indices(count, where.device)
+        alone = one & (turn % 2 == 0)
+        nth = torch.where(one, (turn + 1) // 2, turn)
+        other = free[..., None, :] & (ranks(-doubt, free)[..., None, :] == nth[..., None] - 1)
+        sets = torch.where((alone & (turn > 0))[..., None], other, surest[..., None, :] ^ other)
         first = F.logsigmoid(doubt).sum(-1, keepdim=True)
-        cost = (doubt.masked_fill(~free, 0.0)[..., None, :] * nearest).sum(-1)
-        other = torch.where((nearest & free[..., None, :]).any(-1), (first - cost).exp(), 0.0)
-        return sets, torch.cat([first.exp() * where.any(-1, keepdim=True), other], -1)
+        cost = (doubt.masked_fill(~free, 0.0)[..., None, :] * other).sum(-1)
+        chance = (first - torch.where(alone, 0.0, cost)).exp()
+        chance = chance * torch.where(alone, (alone_chances(confidence, where)[..., None, :] * sets).sum(-1), 1.0)
+        return sets, torch.where(other.any(-1) | ((turn == 0) & where.any(-1, keepdim=True)), chance, 0.0)
 
 
 @dataclass(frozen=True)
@@ -2689,16 +2703,22 @@ class EntropyBound:
         return (scored.where & under) | best_by(-entropy, scored.where)
 
     def likely(self, guessed: Candidates, count: int) -> tuple[Tensor, Tensor]:
-        """See `RevealRule`: the surest ones, about as many as estimated confidences leave room for."""
+        """See `RevealRule`: the surest ones, about as many as estimated confidences leave room for.
+
+        Where there is room for one, there are no fewer: other sets are another one alone.
+        """
         where, odds = guessed.where, guessed.confidence.clamp(-MOST_ODDS, MOST_ODDS)
         place = ranks(odds, where)
         entropy = likely_entropy(odds).masked_fill(~where, 0.0)
         total = (entropy[..., None, :] * (place[..., None, :] <= place[..., None])).sum(-1)
         room = (where & (total < self.bound)).sum(-1, keepdim=True).clamp(min=1)
         more = constant(tuple((turn + 1) // 2 * (-1) ** (turn + 1) for turn in range(count)), where.device)  # 0, 1, -1, 2, ...
-        size = room + more
-        chance = ((size >= 1) & (size <= where.sum(-1, keepdim=True))) * EACH_MORE ** more.abs().to(odds.dtype)
-        return where[..., None, :] & (place[..., None, :] < size[..., None]), chance
+        size, several = room + more, more.abs()
+        chance = ((size >= 1) & (size <= where.sum(-1, keepdim=True))) * EACH_MORE ** several.to(odds.dtype)
+        sets = where[..., None, :] & (place[..., None, :] < size[..., None])
+        alone = (room == 1) & (more <= 0)
+        sets = torch.where(alone[..., None], where[..., None, :] & (place[..., None, :] == several[:, None]), sets)
+        return sets, torch.where(alone, (alone_chances(odds, where)[..., None, :] * sets).sum(-1), chance)
 
 
 def likely_entropy(odds: Tensor) -> Tensor:
@@ -3259,6 +3279,15 @@ if triton is not None:
         return tl.minimum(x, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(x)))
 
     @triton.jit
+    def _chances(level, which, ORDER: tl.constexpr):  # type: ignore[no-untyped-def]
+        """Compute the softmax of ORDER times `level` over the columns that `which` marks; 0 elsewhere."""
+        level = tl.where(which, level, float("-inf"))
+        peak = tl.max(level, 0)
+        weight = tl.exp(ORDER * (level - tl.where(peak == float("-inf"), 0.0, peak)))
+        total = tl.sum(weight, 0)
+        return weight / tl.where(total == 0.0, 1.0, total)
+
+    @triton.jit
     def _places(score, which, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
         """Rank by score those columns that `which` marks, best first, of equals the first."""
         column = tl.arange(0, COLUMNS)
@@ -3416,11 +3445,7 @@ if triton is not None:
             place = _places(surety, candidate, COLUMNS)
             if RULE == 0:
                 sure = tl.maximum(quota - 1, 0)
-                bounded = tl.where(candidate & (place >= sure), tl.minimum(surety, MOST), float("-inf"))
-                peak = tl.max(bounded, 0)
-                weight = tl.exp(ORDER * (bounded - tl.where(peak == float("-inf"), 0.0, peak)))
-                total = tl.sum(weight, 0)
-                weight = weight / tl.where(total == 0.0, 1.0, total)
+                weight = _chances(tl.minimum(surety, MOST), candidate & (place >= sure), ORDER)
                 base = candidate & (place < sure)
                 first = tl.where((count > 0) & (count <= sure), 1.0, 0.0)
             if RULE == 1:
@@ -3433,14 +3458,16 @@ if triton is not None:
                 base = candidate & ((place == 0) | (gap > 0.0))
                 doubt = tl.abs(gap)
                 log_first = tl.sum(tl.where(free, _log_sigmoid(doubt), 0.0), 0)
-                first = tl.exp(log_first)
                 place = _places(-doubt, free, COLUMNS)
+                one = tl.sum(base.to(tl.int32), 0) == 1
+                weight = _chances(level, candidate, ORDER)
             if RULE == 3:
                 p = tl.sigmoid(level)
                 nats = (1.0 - p) * (TAIL - _log_sigmoid(-level)) - p * _log_sigmoid(level)
                 nats = tl.where(candidate, nats, 0.0)
                 running = tl.sum(tl.where(place[None, :] <= place[:, None], nats[None, :], 0.0), 1)
                 room = tl.maximum(tl.sum((candidate & (running < bound)).to(tl.int32), 0), 1)
+                weight = _chances(level, candidate, ORDER)
             for branch in range(branches):
                 if RULE == 0:
                     shown = base | (candidate & (place == sure + branch))
@@ -3450,16 +3477,21 @@ if triton is not None:
                     shown = base
                     own = tl.where(branch == 0, first, 0.0)
                 if RULE == 2:
-                    flipped = free & (place == branch - 1)
-                    shown = base ^ flipped
-                    own = tl.exp(log_first - tl.sum(tl.where(flipped, doubt, 0.0), 0))
-                    own = tl.where((branch == 0) | (tl.sum(flipped.to(tl.int32), 0) > 0), own, 0.0)
+                    other = free & (place == tl.where(one, (branch + 1) // 2, branch) - 1)
+                    alone = one & (branch % 2 == 0)
+                    shown = other ^ (base & ((branch == 0) | ~alone))
+                    cost = tl.sum(tl.where(other, doubt, 0.0), 0)
+                    own = tl.exp(log_first - tl.where(alone, 0.0, cost))
+                    own = own * tl.where(alone, tl.sum(tl.where(shown, weight, 0.0), 0), 1.0)
+                    own = tl.where((branch == 0) | (tl.sum(other.to(tl.int32), 0) > 0), own, 0.0)
                 if RULE == 3:
                     more = (branch + 1) // 2
                     size_here = room + tl.where(branch % 2 == 1, more, -more)
-                    shown = candidate & (place < size_here)
+                    alone = (room == 1) & (branch % 2 == 0)
+                    shown = candidate & tl.where(alone, place == more, place < size_here)
                     own = tl.exp(more * LOG_MORE)
                     own = tl.where((size_here >= 1) & (size_here <= count), own, 0.0)
+                    own = tl.where(alone, tl.sum(tl.where(shown, weight, 0.0), 0), own)
                 own = tl.where(count == 0, 0.0, own)  # nothing is left to reveal
                 made = _follower(state, shown, tokens, end, source, eos, eos_count, BLOCK, COLUMNS)
                 made = _looked_up(made, known, known_valid, ahead, known_count, BLOCK, COLUMNS, TILE_KNOWN, INHERITS)
