@@ -1,20 +1,25 @@
 """Rows that have ended leave a batch by halves; the others' texts, costs and caches are as if they had stayed."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from conftest import make_model
-from helpers import random_ids
+from helpers import BLOCK, random_ids
 from tape import TapeRecorder, tapes
+from test_decoding import dampened
 from test_graphs import SAMPLED, generate, same
+from test_pace import Scripted
 from torch import Tensor
 from transformers.generation import StoppingCriteria
 
 from modeling_mrp import MRPForCausalLM
+from modeling_mrp.generate import generation
 from modeling_mrp.generate.active_rows import ActiveRows
 from modeling_mrp.generate.decode_state import DecodeState
+from modeling_mrp.generate.modes import Amount
 from modeling_mrp.runner.cache import BlockCache
 
 __all__ = ["tapes"]  # a fixture
@@ -108,6 +113,11 @@ def test_a_cache_holds_every_row_where_it_was(mode: str) -> None:
     cache = out.past_key_values
     assert cache.rows == 5
     text = [row[: 6 + limit] for row, limit in zip(out.sequences.tolist(), limits, strict=True)]
+    for row, ids in enumerate(text):
+        alone = model.generate(torch.tensor([ids]), **given | {"max_new_tokens": 1}).past_key_values
+        count = min(int(alone.held), int(cache.held[row]))
+        assert count >= len(ids) // BLOCK * BLOCK
+        torch.testing.assert_close(kept(cache, row, count), kept(alone, 0, count))
     longer = [[*ids, 7, 8, 9] for ids in text]
     width = max(map(len, longer))
     ids = torch.tensor([ids + [0] * (width - len(ids)) for ids in longer])
@@ -116,6 +126,34 @@ def test_a_cache_holds_every_row_where_it_was(mode: str) -> None:
     again, sizes = batches(model, lambda: model.generate(ids, attention_mask=mask, past_key_values=cache, **given))
     assert again.sequences.tolist() == fresh.sequences.tolist()
     assert sizes[0] == 5
+
+
+@pytest.mark.parametrize("rests", [(3, 9), (9, 9), (99, 3)])
+def test_a_head_that_rests_has_what_it_needs_of_rows_that_moved(
+    monkeypatch: pytest.MonkeyPatch, rests: tuple[int, int]
+) -> None:
+    """It reads the text before rows leave, after that, or in the next call: drafts are as good as if all had stayed."""
+    model, limits = dampened(make_model(3), 0.3), [4, 40, 8, 12, 24]
+    given = {"decoding": "mrp_spec", "target": "static", "num_draft_states": "auto", "draft_passes": 2}
+    given |= {"max_new_tokens": 40, "eos_token_id": None, "return_dict_in_generate": True}
+
+    def two_calls(least: int) -> Iterator[Any]:
+        ids, cache = random_ids(1, 5, 6), None
+        for rounds in rests:
+            monkeypatch.setattr(generation, "fewest_rows", lambda *_: least)
+            script = (*[Amount()] * rounds, *[Amount(4, 2)] * 99)
+            monkeypatch.setattr(generation, "pace_of", lambda *_, script=script: Scripted(script))
+            call = partial(model.generate, ids, attention_mask=torch.ones_like(ids), past_key_values=cache)
+            call = partial(call, stopping_criteria=[EndsAt(ids.shape[1], limits)])
+            out, sizes = batches(model, lambda call=call: call(**given))
+            assert min(sizes) == least
+            yield out
+            ids, cache = torch.cat([out.sequences, random_ids(2, 5, 3)], 1), out.past_key_values
+
+    for one, other in zip(two_calls(1), two_calls(5), strict=True):
+        assert torch.equal(one.sequences, other.sequences)
+        assert torch.equal(one.stats.accepted_at_depth, other.stats.accepted_at_depth)
+    assert one.stats.accepted.sum() > 10
 
 
 def kept(cache: BlockCache, row: int, count: int) -> Tensor:

@@ -3920,24 +3920,19 @@ class BlockCache(Cache):
         source = self.scratch - width + source[:, None] + offsets
         slots = torch.where(which[:, None], self.scratch + start[:, None] + offsets, source)
         rows = indices(len(start), start.device)[:, None]
-        for device, buffer in self._buffers.items():
-            held = [self._index[layer] for layer in layers if self._device_of[layer] == device]
-            if held:
-                # A number of a narrow type costs as much to index as a wide one.
-                wide = buffer.shape[-1] * buffer.element_size() % 8 == 0
-                part = (buffer.view(torch.int64) if wide else buffer)[:, held[0] : held[-1] + 1]
-                row, to, of = rows.to(device), slots.to(device), source.to(device)
-                part[:, :, row, :, to] = part[:, :, row, :, of]
+        for part in self._of(layers):
+            if part.shape[-1] * part.element_size() % 8 == 0:
+                part = part.view(torch.int64)  # a number of a narrow type costs as much to index as a wide one
+            row, to, of = rows.to(part.device), slots.to(part.device), source.to(part.device)
+            part[:, :, row, :, to] = part[:, :, row, :, of]
 
     def clear(self, layers: range, start: int) -> None:
         """Zero the slots of some layers from `start` on.
 
         A masked slot still enters attention with its weight of 0, which what is not finite would survive.
         """
-        for device, buffer in self._buffers.items():
-            held = [self._index[layer] for layer in layers if self._device_of[layer] == device]
-            if held:
-                buffer[:, held[0] : held[-1] + 1, :, :, self.scratch + start :] = 0
+        for part in self._of(layers):
+            part[..., self.scratch + start :, :] = 0
 
     def keep_hidden(self, hidden: Tensor, start: Tensor, which: Tensor) -> None:
         """Keep hidden states [rows, n, hidden_size] of rows' texts from `start` [rows] on, where `which` [rows] says so."""
@@ -4016,9 +4011,10 @@ class BlockCache(Cache):
         part._buffers = {device: buffer[:, :, :rows] for device, buffer in self._buffers.items()}
         return part
 
-    def swap(self, one: int, other: int) -> None:
-        """Exchange the keys, values and hidden states of two rows, but what is in the scratch."""
-        for part in (*(buffer[..., self.scratch :, :].movedim(2, 0) for buffer in self._buffers.values()), self._hidden):
+    def swap(self, one: int, other: int, layers: range, used: int) -> None:
+        """Exchange what two rows have in the first `used` slots: keys and values of some layers, and hidden states."""
+        buffers = [part[..., self.scratch : self.scratch + used, :].movedim(2, 0) for part in self._of(layers)]
+        for part in (*buffers, self._hidden[:, :used]):
             kept = part[one].clone()
             part[one] = part[other]
             part[other] = kept
@@ -4031,6 +4027,13 @@ class BlockCache(Cache):
         """Go on with a copy of the memory that is shared."""
         self._buffers = {device: buffer.clone() for device, buffer in self._buffers.items()}
         self._hidden = self._hidden.clone()
+
+    def _of(self, layers: range) -> Iterator[Tensor]:
+        """Select the memory of some layers, of each device: [2, layers, rows, heads, scratch + capacity, head_dim]."""
+        for device, buffer in self._buffers.items():
+            held = [self._index[layer] for layer in layers if self._device_of[layer] == device]
+            if held:
+                yield buffer[:, held[0] : held[-1] + 1]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return 0: rows differ in length, so there is no common one; positions are always passed explicitly."""
@@ -4826,6 +4829,7 @@ class Runner:
         self.model, self.cache, self.device, self.recorded = model, cache, device, recorded
         self.dispatch, self.with_round_masks = dispatch, with_round_masks
         self.rests = rests and with_head
+        self._head_reads = not self.rests  # or has read
         config = model.config
         depth = config.num_hidden_layers
         self.backbone_layers = range(depth)
@@ -4835,20 +4839,25 @@ class Runner:
         self.forwards = {"prefill": 0, "denoise": 0, "head": 0}
         self._narrowed: list[tuple[BlockCache, list[tuple[int, int]]]] = []
 
-    def narrow(self, places: list[int]) -> None:
-        """Go on with fewer rows: those that stand at `places` now, of which none but the displaced change their place."""
+    def narrow(self, places: list[int], used: int) -> None:
+        """Go on with fewer rows: those that stand at `places` now, of which none but the displaced change their place. `used`:
+        the longest committed text of all."""
         swaps = [(to, of) for to, of in enumerate(places) if to != of]
         self._narrowed.append((self.cache, swaps))
-        for pair in swaps:
-            self.cache.swap(*pair)
+        self._swap(swaps, used)
         self.cache = self.cache.first(len(places))
 
-    def widen(self) -> None:
-        """Have all rows back in their places."""
+    def widen(self, used: int | None) -> None:
+        """Have all rows back in their places. `used`: as for `narrow`; None: it is not known."""
         while self._narrowed:
             self.cache, swaps = self._narrowed.pop()
-            for pair in swaps:
-                self.cache.swap(*pair)
+            self._swap(swaps, self.cache.capacity if used is None else used)
+
+    def _swap(self, pairs: list[tuple[int, int]], used: int) -> None:
+        # Memory of a head that has read nothing was never touched, and need not be.
+        layers = range(len(self.backbone_layers) + len(self.head_layers) * self._head_reads)
+        for pair in pairs:
+            self.cache.swap(*pair, layers, used)
 
     def start(self, committed: Tensor, read: Tensor | None = None) -> Held:
         """Describe what is held once `prefill` has stored `committed` [rows] tokens: nothing is late.
@@ -4856,6 +4865,7 @@ class Runner:
         `read` [rows] long: where the head rests, so many of them it has read; None: none.
         """
         rows, config = len(committed), self.model.config
+        self._head_reads = not self.rests or (read is not None and bool(read.any()))
         committed = committed.clone(memory_format=torch.contiguous_format)  # strides of a column would be compiled for anew
         zero = torch.zeros_like(committed)
         return Held(
@@ -4924,6 +4934,7 @@ class Runner:
             held: What is held.
         """
         begin, end = int(held.head_committed.min()), int(held.committed.max())
+        self._head_reads = True
         positions = torch.arange(end, device=self.device).expand(len(tokens), end)
         chunk = max(1, PREFILL_CHUNK // self.block) * self.block
         for at in range(begin, end, chunk):
@@ -7206,7 +7217,7 @@ class ActiveRows:
         behind = [place for place in range(size, len(self.rows)) if going[place]]
         for place, other in zip(ended, behind, strict=False):  # there may be more room than rows
             places[place] = other
-        runner.narrow(places)
+        runner.narrow(places, int(self._whole.held.committed.max()))
         self.rows = [self.rows[place] for place in places]
         at = torch.tensor(places, device=state.has_seed.device)
         self._at = at if self._at is None else self._at[at]
@@ -8920,11 +8931,13 @@ def decode(
     Raises:
         ValueError: for a position at which no token has a finite score.
     """
+    used = None
     try:
-        rows = ActiveRows(state, least_rows)
-        return _decode_rows(task, runner, state, rows, pace, steps, on_round)
+        decoded = _decode_rows(task, runner, state, ActiveRows(state, least_rows), pace, steps, on_round)
+        used = int(decoded.state.held.committed.max())
+        return decoded
     finally:
-        runner.widen()
+        runner.widen(used)
 
 
 def unrecorded(runner: Runner, task: Task, state: DecodeState) -> Step:

@@ -103,11 +103,13 @@ def decode(
     Raises:
         ValueError: for a position at which no token has a finite score.
     """
+    used = None
     try:
-        rows = ActiveRows(state, least_rows)
-        return _decode_rows(task, runner, state, rows, pace, steps, on_round)
+        decoded = _decode_rows(task, runner, state, ActiveRows(state, least_rows), pace, steps, on_round)
+        used = int(decoded.state.held.committed.max())
+        return decoded
     finally:
-        runner.widen()
+        runner.widen(used)
 
 
 def unrecorded(runner: Runner, task: Task, state: DecodeState) -> Step:

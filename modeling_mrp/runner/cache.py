@@ -2,7 +2,7 @@
 
 import copy
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -190,24 +190,19 @@ class BlockCache(Cache):
         source = self.scratch - width + source[:, None] + offsets
         slots = torch.where(which[:, None], self.scratch + start[:, None] + offsets, source)
         rows = indices(len(start), start.device)[:, None]
-        for device, buffer in self._buffers.items():
-            held = [self._index[layer] for layer in layers if self._device_of[layer] == device]
-            if held:
-                # A number of a narrow type costs as much to index as a wide one.
-                wide = buffer.shape[-1] * buffer.element_size() % 8 == 0
-                part = (buffer.view(torch.int64) if wide else buffer)[:, held[0] : held[-1] + 1]
-                row, to, of = rows.to(device), slots.to(device), source.to(device)
-                part[:, :, row, :, to] = part[:, :, row, :, of]
+        for part in self._of(layers):
+            if part.shape[-1] * part.element_size() % 8 == 0:
+                part = part.view(torch.int64)  # a number of a narrow type costs as much to index as a wide one
+            row, to, of = rows.to(part.device), slots.to(part.device), source.to(part.device)
+            part[:, :, row, :, to] = part[:, :, row, :, of]
 
     def clear(self, layers: range, start: int) -> None:
         """Zero the slots of some layers from `start` on.
 
         A masked slot still enters attention with its weight of 0, which what is not finite would survive.
         """
-        for device, buffer in self._buffers.items():
-            held = [self._index[layer] for layer in layers if self._device_of[layer] == device]
-            if held:
-                buffer[:, held[0] : held[-1] + 1, :, :, self.scratch + start :] = 0
+        for part in self._of(layers):
+            part[..., self.scratch + start :, :] = 0
 
     def keep_hidden(self, hidden: Tensor, start: Tensor, which: Tensor) -> None:
         """Keep hidden states [rows, n, hidden_size] of rows' texts from `start` [rows] on, where `which` [rows] says so."""
@@ -286,9 +281,10 @@ class BlockCache(Cache):
         part._buffers = {device: buffer[:, :, :rows] for device, buffer in self._buffers.items()}
         return part
 
-    def swap(self, one: int, other: int) -> None:
-        """Exchange the keys, values and hidden states of two rows, but what is in the scratch."""
-        for part in (*(buffer[..., self.scratch :, :].movedim(2, 0) for buffer in self._buffers.values()), self._hidden):
+    def swap(self, one: int, other: int, layers: range, used: int) -> None:
+        """Exchange what two rows have in the first `used` slots: keys and values of some layers, and hidden states."""
+        buffers = [part[..., self.scratch : self.scratch + used, :].movedim(2, 0) for part in self._of(layers)]
+        for part in (*buffers, self._hidden[:, :used]):
             kept = part[one].clone()
             part[one] = part[other]
             part[other] = kept
@@ -301,6 +297,13 @@ class BlockCache(Cache):
         """Go on with a copy of the memory that is shared."""
         self._buffers = {device: buffer.clone() for device, buffer in self._buffers.items()}
         self._hidden = self._hidden.clone()
+
+    def _of(self, layers: range) -> Iterator[Tensor]:
+        """Select the memory of some layers, of each device: [2, layers, rows, heads, scratch + capacity, head_dim]."""
+        for device, buffer in self._buffers.items():
+            held = [self._index[layer] for layer in layers if self._device_of[layer] == device]
+            if held:
+                yield buffer[:, held[0] : held[-1] + 1]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return 0: rows differ in length, so there is no common one; positions are always passed explicitly."""

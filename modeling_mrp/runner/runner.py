@@ -126,6 +126,7 @@ class Runner:
         self.model, self.cache, self.device, self.recorded = model, cache, device, recorded
         self.dispatch, self.with_round_masks = dispatch, with_round_masks
         self.rests = rests and with_head
+        self._head_reads = not self.rests  # or has read
         config = model.config
         depth = config.num_hidden_layers
         self.backbone_layers = range(depth)
@@ -135,20 +136,25 @@ class Runner:
         self.forwards = {"prefill": 0, "denoise": 0, "head": 0}
         self._narrowed: list[tuple[BlockCache, list[tuple[int, int]]]] = []
 
-    def narrow(self, places: list[int]) -> None:
-        """Go on with fewer rows: those that stand at `places` now, of which none but the displaced change their place."""
+    def narrow(self, places: list[int], used: int) -> None:
+        """Go on with fewer rows: those that stand at `places` now, of which none but the displaced change their place. `used`:
+        the longest committed text of all."""
         swaps = [(to, of) for to, of in enumerate(places) if to != of]
         self._narrowed.append((self.cache, swaps))
-        for pair in swaps:
-            self.cache.swap(*pair)
+        self._swap(swaps, used)
         self.cache = self.cache.first(len(places))
 
-    def widen(self) -> None:
-        """Have all rows back in their places."""
+    def widen(self, used: int | None) -> None:
+        """Have all rows back in their places. `used`: as for `narrow`; None: it is not known."""
         while self._narrowed:
             self.cache, swaps = self._narrowed.pop()
-            for pair in swaps:
-                self.cache.swap(*pair)
+            self._swap(swaps, self.cache.capacity if used is None else used)
+
+    def _swap(self, pairs: list[tuple[int, int]], used: int) -> None:
+        # Memory of a head that has read nothing was never touched, and need not be.
+        layers = range(len(self.backbone_layers) + len(self.head_layers) * self._head_reads)
+        for pair in pairs:
+            self.cache.swap(*pair, layers, used)
 
     def start(self, committed: Tensor, read: Tensor | None = None) -> Held:
         """Describe what is held once `prefill` has stored `committed` [rows] tokens: nothing is late.
@@ -156,6 +162,7 @@ class Runner:
         `read` [rows] long: where the head rests, so many of them it has read; None: none.
         """
         rows, config = len(committed), self.model.config
+        self._head_reads = not self.rests or (read is not None and bool(read.any()))
         committed = committed.clone(memory_format=torch.contiguous_format)  # strides of a column would be compiled for anew
         zero = torch.zeros_like(committed)
         return Held(
@@ -224,6 +231,7 @@ class Runner:
             held: What is held.
         """
         begin, end = int(held.head_committed.min()), int(held.committed.max())
+        self._head_reads = True
         positions = torch.arange(end, device=self.device).expand(len(tokens), end)
         chunk = max(1, PREFILL_CHUNK // self.block) * self.block
         for at in range(begin, end, chunk):
