@@ -103,16 +103,23 @@ def test_a_compiled_model_keeps_its_batch() -> None:
     assert out.stats.slot_forwards == 4 * len(sizes)
 
 
+@pytest.mark.parametrize("longest", [6, 90])
 @pytest.mark.parametrize("mode", ["static", "mrp_spec"])
-def test_a_cache_holds_every_row_where_it_was(mode: str) -> None:
-    """A call that goes on from it prefills nothing but what is new, and its texts are those without a cache."""
-    model, limits = make_model(3), [4, 40, 8, 12, 24]
-    prompts = random_ids(1, 5, 6)
+def test_a_cache_holds_every_row_where_it_was(mode: str, longest: int) -> None:
+    """A call that goes on from it prefills nothing but what is new, and its texts are those without a cache.
+
+    That of the first row, which leaves first, may be longer than any other comes to be.
+    """
+    model, limits = make_model(3), [1, 40, 8, 12, 24]
+    prompts = random_ids(1, 5, longest)
+    mask = torch.ones_like(prompts)
+    mask[1:, :-6] = 0
     given = {"decoding": mode, "max_new_tokens": 40, "eos_token_id": None, "return_dict_in_generate": True}
-    out = model.generate(prompts, stopping_criteria=[EndsAt(6, limits)], **given)
+    out = model.generate(prompts, attention_mask=mask, stopping_criteria=[EndsAt(longest, limits)], **given)
     cache = out.past_key_values
     assert cache.rows == 5
-    text = [row[: 6 + limit] for row, limit in zip(out.sequences.tolist(), limits, strict=True)]
+    text = [row[longest - 6 : longest + limit] for row, limit in zip(out.sequences.tolist(), limits, strict=True)]
+    text[0] = prompts[0, :-6].tolist() + text[0]
     for row, ids in enumerate(text):
         alone = model.generate(torch.tensor([ids]), **given | {"max_new_tokens": 1}).past_key_values
         count = min(int(alone.held), int(cache.held[row]))

@@ -4813,6 +4813,7 @@ class Runner:
 
     Attributes:
         forwards: Forwards of the whole batch by role, `prefill`, `denoise` (those over rounds' states) and `head`.
+        reach: No text has committed slots behind these. What runs rounds keeps it so.
     """
 
     def __init__(
@@ -4830,6 +4831,7 @@ class Runner:
         self.dispatch, self.with_round_masks = dispatch, with_round_masks
         self.rests = rests and with_head
         self._head_reads = not self.rests  # or has read
+        self.reach = cache.capacity
         config = model.config
         depth = config.num_hidden_layers
         self.backbone_layers = range(depth)
@@ -4839,25 +4841,24 @@ class Runner:
         self.forwards = {"prefill": 0, "denoise": 0, "head": 0}
         self._narrowed: list[tuple[BlockCache, list[tuple[int, int]]]] = []
 
-    def narrow(self, places: list[int], used: int) -> None:
-        """Go on with fewer rows: those that stand at `places` now, of which none but the displaced change their place. `used`:
-        the longest committed text of all."""
+    def narrow(self, places: list[int]) -> None:
+        """Go on with fewer rows: those that stand at `places` now, of which none but the displaced change their place."""
         swaps = [(to, of) for to, of in enumerate(places) if to != of]
         self._narrowed.append((self.cache, swaps))
-        self._swap(swaps, used)
+        self._swap(swaps)
         self.cache = self.cache.first(len(places))
 
-    def widen(self, used: int | None) -> None:
-        """Have all rows back in their places. `used`: as for `narrow`; None: it is not known."""
+    def widen(self) -> None:
+        """Have all rows back in their places."""
         while self._narrowed:
             self.cache, swaps = self._narrowed.pop()
-            self._swap(swaps, self.cache.capacity if used is None else used)
+            self._swap(swaps)
 
-    def _swap(self, pairs: list[tuple[int, int]], used: int) -> None:
+    def _swap(self, pairs: list[tuple[int, int]]) -> None:
         # Memory of a head that has read nothing was never touched, and need not be.
         layers = range(len(self.backbone_layers) + len(self.head_layers) * self._head_reads)
         for pair in pairs:
-            self.cache.swap(*pair, layers, used)
+            self.cache.swap(*pair, layers, self.reach)
 
     def start(self, committed: Tensor, read: Tensor | None = None) -> Held:
         """Describe what is held once `prefill` has stored `committed` [rows] tokens: nothing is late.
@@ -4897,7 +4898,7 @@ class Runner:
         Returns:
             Hidden states of the first states, [rows, block, hidden_size], and what is held.
         """
-        length = int(start.max()) + self.block
+        self.reach = length = int(start.max()) + self.block
         positions = torch.arange(length, device=self.device).expand(len(start), length)
         valid = torch.ones_like(positions, dtype=torch.bool)
         offsets = indices(self.block, self.device)
@@ -7217,7 +7218,7 @@ class ActiveRows:
         behind = [place for place in range(size, len(self.rows)) if going[place]]
         for place, other in zip(ended, behind, strict=False):  # there may be more room than rows
             places[place] = other
-        runner.narrow(places, int(self._whole.held.committed.max()))
+        runner.narrow(places)
         self.rows = [self.rows[place] for place in places]
         at = torch.tensor(places, device=state.has_seed.device)
         self._at = at if self._at is None else self._at[at]
@@ -8931,13 +8932,10 @@ def decode(
     Raises:
         ValueError: for a position at which no token has a finite score.
     """
-    used = None
     try:
-        decoded = _decode_rows(task, runner, state, ActiveRows(state, least_rows), pace, steps, on_round)
-        used = int(decoded.state.held.committed.max())
-        return decoded
+        return _decode_rows(task, runner, state, ActiveRows(state, least_rows), pace, steps, on_round)
     finally:
-        runner.widen(used)
+        runner.widen()
 
 
 def unrecorded(runner: Runner, task: Task, state: DecodeState) -> Step:
@@ -8963,6 +8961,7 @@ def _decode_rows(
         if (plan := RoundPlan.read(numbers, len(rows.rows))).unscored:
             runner.cache.empty()  # what is not finite there is not gone on from
             raise unscored_error(task.reader, runner.model, state.text)
+        runner.reach = max(runner.reach, (plan.used or 0) + task.block_size)  # a round commits a block of a row, or none
         return plan
 
     branches = None if steps else task.mode.drafting.branches if task.mode.drafting else 1

@@ -61,7 +61,7 @@ class ActiveRows:
         behind = [place for place in range(size, len(self.rows)) if going[place]]
         for place, other in zip(ended, behind, strict=False):  # there may be more room than rows
             places[place] = other
-        runner.narrow(places, int(self._whole.held.committed.max()))
+        runner.narrow(places)
         self.rows = [self.rows[place] for place in places]
         at = torch.tensor(places, device=state.has_seed.device)
         self._at = at if self._at is None else self._at[at]

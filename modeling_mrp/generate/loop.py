@@ -103,13 +103,10 @@ def decode(
     Raises:
         ValueError: for a position at which no token has a finite score.
     """
-    used = None
     try:
-        decoded = _decode_rows(task, runner, state, ActiveRows(state, least_rows), pace, steps, on_round)
-        used = int(decoded.state.held.committed.max())
-        return decoded
+        return _decode_rows(task, runner, state, ActiveRows(state, least_rows), pace, steps, on_round)
     finally:
-        runner.widen(used)
+        runner.widen()
 
 
 def unrecorded(runner: Runner, task: Task, state: DecodeState) -> Step:
@@ -135,6 +132,7 @@ def _decode_rows(
         if (plan := RoundPlan.read(numbers, len(rows.rows))).unscored:
             runner.cache.empty()  # what is not finite there is not gone on from
             raise unscored_error(task.reader, runner.model, state.text)
+        runner.reach = max(runner.reach, (plan.used or 0) + task.block_size)  # a round commits a block of a row, or none
         return plan
 
     branches = None if steps else task.mode.drafting.branches if task.mode.drafting else 1

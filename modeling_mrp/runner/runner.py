@@ -110,6 +110,7 @@ class Runner:
 
     Attributes:
         forwards: Forwards of the whole batch by role, `prefill`, `denoise` (those over rounds' states) and `head`.
+        reach: No text has committed slots behind these. What runs rounds keeps it so.
     """
 
     def __init__(
@@ -127,6 +128,7 @@ class Runner:
         self.dispatch, self.with_round_masks = dispatch, with_round_masks
         self.rests = rests and with_head
         self._head_reads = not self.rests  # or has read
+        self.reach = cache.capacity
         config = model.config
         depth = config.num_hidden_layers
         self.backbone_layers = range(depth)
@@ -136,25 +138,24 @@ class Runner:
         self.forwards = {"prefill": 0, "denoise": 0, "head": 0}
         self._narrowed: list[tuple[BlockCache, list[tuple[int, int]]]] = []
 
-    def narrow(self, places: list[int], used: int) -> None:
-        """Go on with fewer rows: those that stand at `places` now, of which none but the displaced change their place. `used`:
-        the longest committed text of all."""
+    def narrow(self, places: list[int]) -> None:
+        """Go on with fewer rows: those that stand at `places` now, of which none but the displaced change their place."""
         swaps = [(to, of) for to, of in enumerate(places) if to != of]
         self._narrowed.append((self.cache, swaps))
-        self._swap(swaps, used)
+        self._swap(swaps)
         self.cache = self.cache.first(len(places))
 
-    def widen(self, used: int | None) -> None:
-        """Have all rows back in their places. `used`: as for `narrow`; None: it is not known."""
+    def widen(self) -> None:
+        """Have all rows back in their places."""
         while self._narrowed:
             self.cache, swaps = self._narrowed.pop()
-            self._swap(swaps, self.cache.capacity if used is None else used)
+            self._swap(swaps)
 
-    def _swap(self, pairs: list[tuple[int, int]], used: int) -> None:
+    def _swap(self, pairs: list[tuple[int, int]]) -> None:
         # Memory of a head that has read nothing was never touched, and need not be.
         layers = range(len(self.backbone_layers) + len(self.head_layers) * self._head_reads)
         for pair in pairs:
-            self.cache.swap(*pair, layers, used)
+            self.cache.swap(*pair, layers, self.reach)
 
     def start(self, committed: Tensor, read: Tensor | None = None) -> Held:
         """Describe what is held once `prefill` has stored `committed` [rows] tokens: nothing is late.
@@ -194,7 +195,7 @@ class Runner:
         Returns:
             Hidden states of the first states, [rows, block, hidden_size], and what is held.
         """
-        length = int(start.max()) + self.block
+        self.reach = length = int(start.max()) + self.block
         positions = torch.arange(length, device=self.device).expand(len(start), length)
         valid = torch.ones_like(positions, dtype=torch.bool)
         offsets = indices(self.block, self.device)
