@@ -12,6 +12,7 @@ from tape import TapeRecorder, tapes
 from test_decoding import dampened
 from test_graphs import SAMPLED, generate, same
 from test_pace import Scripted
+from test_scores import says
 from torch import Tensor
 from transformers.generation import StoppingCriteria
 
@@ -115,8 +116,9 @@ def test_a_cache_holds_every_row_where_it_was(mode: str, longest: int) -> None:
     mask = torch.ones_like(prompts)
     mask[1:, :-6] = 0
     given = {"decoding": mode, "max_new_tokens": 40, "eos_token_id": None, "return_dict_in_generate": True}
+    given |= {"num_draft_states": 4} if mode == "mrp_spec" else {}
     out = model.generate(prompts, attention_mask=mask, stopping_criteria=[EndsAt(longest, limits)], **given)
-    cache = out.past_key_values
+    cache, head = out.past_key_values, range(2, 2 + model.config.num_nextn_predict_layers)
     assert cache.rows == 5
     text = [row[longest - 6 : longest + limit] for row, limit in zip(out.sequences.tolist(), limits, strict=True)]
     text[0] = prompts[0, :-6].tolist() + text[0]
@@ -125,6 +127,10 @@ def test_a_cache_holds_every_row_where_it_was(mode: str, longest: int) -> None:
         count = min(int(alone.held), int(cache.held[row]))
         assert count >= len(ids) // BLOCK * BLOCK
         torch.testing.assert_close(kept(cache, row, count), kept(alone, 0, count))
+        if mode == "mrp_spec":
+            count = min(int(alone.head_held), int(cache.head_held[row]))
+            assert count >= len(ids) // BLOCK * BLOCK
+            torch.testing.assert_close(kept(cache, row, count, head), kept(alone, 0, count, head))
     longer = [[*ids, 7, 8, 9] for ids in text]
     width = max(map(len, longer))
     ids = torch.tensor([ids + [0] * (width - len(ids)) for ids in longer])
@@ -163,10 +169,10 @@ def test_a_head_that_rests_has_what_it_needs_of_rows_that_moved(
     assert one.stats.accepted.sum() > 10
 
 
-def kept(cache: BlockCache, row: int, count: int) -> Tensor:
-    """[layers, 2, heads, count, head_dim], the committed keys and values of a row."""
+def kept(cache: BlockCache, row: int, count: int, layers: range = range(2)) -> Tensor:
+    """[layers, 2, heads, count, head_dim], the committed keys and values of a row: the backbone's, or those of other layers."""
     cache.target_slots(0, count)
-    return torch.stack([torch.stack([part[row].clone() for part in cache.read(layer)]) for layer in range(2)])
+    return torch.stack([torch.stack([part[row].clone() for part in cache.read(layer)]) for layer in layers])
 
 
 def test_an_interrupted_call_leaves_its_cache_in_order() -> None:
@@ -189,6 +195,18 @@ def test_an_interrupted_call_leaves_its_cache_in_order() -> None:
         model.generate(prompts, past_key_values=cache, stopping_criteria=[Interrupts(9, [3, 30, 30, 3])], **given)
     for row in range(4):
         assert torch.equal(kept(cache, row, held[row]), before[row])
+
+
+def test_a_call_that_fails_when_rows_have_left_leaves_nothing_in_its_cache() -> None:
+    """What is not finite there is not gone on from."""
+    model, prompts = make_model(3), random_ids(2, 4, 9)
+    given = {"decoding": "static", "max_new_tokens": 30, "eos_token_id": None, "return_dict_in_generate": True}
+    cache = model.generate(prompts, **given).past_key_values
+    assert cache.held.min() > 0
+    fails = given | says(float("nan"), 9 + 20)
+    with pytest.raises(ValueError, match="row 1 has no token with a finite score"):
+        model.generate(prompts, past_key_values=cache, stopping_criteria=[EndsAt(9, [3, 30, 3, 3])], **fails)
+    assert (cache.rows, cache.held.tolist()) == (4, [0] * 4)
 
 
 @pytest.mark.parametrize("mode", ["static", "mrp_spec"])

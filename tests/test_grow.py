@@ -17,6 +17,7 @@ from modeling_mrp.generate import loop
 from modeling_mrp.kernels.dispatch import Dispatch, triton
 from modeling_mrp.kernels.grow import DraftTable, grow_kernel
 from modeling_mrp.rules.drafting import SOURCE, Draft, grow, grow_ref
+from modeling_mrp.rules.revealing import Dynamic, EntropyBound, RevealRule
 
 pytestmark = [
     pytest.mark.skipif(triton is None, reason="needs triton"),
@@ -77,6 +78,7 @@ DECODES: dict[str, dict[str, Any]] = {
     "an end in the block": {"decoding": "self_spec", "eos_token_id": [12, 20, 65], "min_new_tokens": 2},
     "dynamic": {"decoding": "mrp_spec", "target": "dynamic", "confidence_threshold": 0.15, "draft_branches": 4},
     "entropy_bound": {"decoding": "self_spec", "target": "entropy_bound", "entropy_threshold": 9.0, "draft_branches": 3},
+    "entropy_bound, room for few": {"decoding": "self_spec", "target": "entropy_bound", "entropy_threshold": 3.0},
     "sequential": {"decoding": "mrp_spec", "target": "sequential", "denoising_steps": 3},
     "several a step": {"decoding": "self_spec", "denoising_steps": 3, "draft_branches": 3},
     "samples": {"decoding": "mrp_spec", "do_sample": True, "temperature": 0.5, "seed": 3},
@@ -130,6 +132,24 @@ def both_ways(table: DraftTable, size: int) -> tuple[Draft, Draft]:
     on_device = {f.name: getattr(table, f.name).to(DEVICE) for f in fields(table) if f.type is Tensor}
     table = replace(table, **on_device)
     return Draft(*grow_kernel(table, size, size)), Draft(*grow_ref(table, size))
+
+
+@pytest.mark.parametrize(
+    "rule", [Dynamic(0.3), Dynamic(0.7), EntropyBound(1.0), EntropyBound(5.0), EntropyBound(9.0)], ids=repr
+)
+@pytest.mark.parametrize("branches", [1, 2, 4])
+def test_several_reveals(rule: RevealRule, branches: int) -> None:
+    """Thresholds and bounds with room for one reveal, some or all: rows of other odds, so that branches are of all kinds."""
+    rows = [
+        [0.9, 0.5, 0.2, 0.0],
+        [0.9, 0.8, 0.6, 0.4],
+        [0.1, -0.2, 0.25, -0.4],
+        [3.0, 2.0, 1.0, 0.35],
+        [float("nan"), 4.0, 0.65, 0.1],
+    ]
+    draft, expected = both_ways(draft_table(*(([A, B, C, D], odds) for odds in rows), branches=branches, rule=rule), 8)
+    assert torch.equal(draft.valid, expected.valid)
+    assert torch.equal(draft.slots[draft.valid], expected.slots[draft.valid])
 
 
 @pytest.mark.parametrize(

@@ -2557,8 +2557,8 @@ class RevealRule(Protocol):
         """Guess what is revealed, of estimates without entropies.
 
         Returns:
-            The `count` likeliest sets of positions, no two the same, [..., count, block] bool, and the chance of each,
-            [..., count] float; 0 where there are no more.
+            `count` likely sets of positions, the likeliest mostly first, no two the same, [..., count, block] bool, and the
+            chance of each, [..., count] float; 0 where there are no more.
         """
         ...
 
@@ -2589,9 +2589,8 @@ def likely_orders(guessed: Candidates, count: int) -> tuple[Tensor, Tensor]:
     where, confidence = guessed.where, guessed.confidence
     sure, place = (guessed.quota - 1).clamp(min=0)[..., None], ranks(confidence, where)
     surest = where & (place < sure)
-    odds = (ORDER_SHARPNESS * confidence.clamp(max=MOST_ODDS)).masked_fill(~where | surest, -torch.inf)
     last = where[..., None, :] & (place[..., None, :] == (sure + indices(count, place.device))[..., None])
-    chance = (odds.softmax(-1).nan_to_num(0.0)[..., None, :] * last).sum(-1)
+    chance = (alone_chances(confidence.clamp(max=MOST_ODDS), where & ~surest)[..., None, :] * last).sum(-1)
     # Where a step reveals more than is left, all of it goes.
     whole = where.any(-1) & ~(where & ~surest).any(-1)
     chance[..., 0] = torch.where(whole, 1.0, chance[..., 0])
@@ -2661,8 +2660,8 @@ class Dynamic:
     def likely(self, guessed: Candidates, count: int) -> tuple[Tensor, Tensor]:
         """See `RevealRule`: a position goes over tau or not the likelier, the further the estimate is from it.
 
-        Where none but the surest one is likely to, it is as uncertain which one that is as under `Static`: every other set is
-        another one alone.
+        Where none but the surest one is likely to, it is as uncertain which one that is as under `Static`: every second set
+        is another one alone.
         """
         where, confidence = guessed.where, guessed.confidence.clamp(-MOST_ODDS, MOST_ODDS)
         best = best_by(confidence, where)
@@ -2705,7 +2704,7 @@ class EntropyBound:
     def likely(self, guessed: Candidates, count: int) -> tuple[Tensor, Tensor]:
         """See `RevealRule`: the surest ones, about as many as estimated confidences leave room for.
 
-        Where there is room for one, there are no fewer: other sets are another one alone.
+        Where there is room for one, there are no fewer: in place of these stands another one alone.
         """
         where, odds = guessed.where, guessed.confidence.clamp(-MOST_ODDS, MOST_ODDS)
         place = ranks(odds, where)
@@ -4011,10 +4010,10 @@ class BlockCache(Cache):
         part._buffers = {device: buffer[:, :, :rows] for device, buffer in self._buffers.items()}
         return part
 
-    def swap(self, one: int, other: int, layers: range, used: int) -> None:
-        """Exchange what two rows have in the first `used` slots: keys and values of some layers, and hidden states."""
-        buffers = [part[..., self.scratch : self.scratch + used, :].movedim(2, 0) for part in self._of(layers)]
-        for part in (*buffers, self._hidden[:, :used]):
+    def swap(self, one: int, other: int, layers: range, used: int, with_hidden: bool) -> None:
+        """Exchange what two rows have in the first `used` slots: keys and values of some layers, also kept hidden states."""
+        parts = [part[..., self.scratch : self.scratch + used, :].movedim(2, 0) for part in self._of(layers)]
+        for part in [*parts, self._hidden[:, :used]] if with_hidden else parts:
             kept = part[one].clone()
             part[one] = part[other]
             part[other] = kept
@@ -4813,7 +4812,7 @@ class Runner:
 
     Attributes:
         forwards: Forwards of the whole batch by role, `prefill`, `denoise` (those over rounds' states) and `head`.
-        reach: No text has committed slots behind these. What runs rounds keeps it so.
+        reach: All committed slots of all rows are among the first so many. What runs rounds keeps it so.
     """
 
     def __init__(
@@ -4855,10 +4854,10 @@ class Runner:
             self._swap(swaps)
 
     def _swap(self, pairs: list[tuple[int, int]]) -> None:
-        # Memory of a head that has read nothing was never touched, and need not be.
+        # Memory that nothing was written to was never touched, and need not be.
         layers = range(len(self.backbone_layers) + len(self.head_layers) * self._head_reads)
         for pair in pairs:
-            self.cache.swap(*pair, layers, self.reach)
+            self.cache.swap(*pair, layers, self.reach, self.rests)
 
     def start(self, committed: Tensor, read: Tensor | None = None) -> Held:
         """Describe what is held once `prefill` has stored `committed` [rows] tokens: nothing is late.
@@ -8959,6 +8958,7 @@ def _decode_rows(
 ) -> Decoded:
     def seen(state: DecodeState, numbers: list[int]) -> RoundPlan:
         if (plan := RoundPlan.read(numbers, len(rows.rows))).unscored:
+            runner.widen()
             runner.cache.empty()  # what is not finite there is not gone on from
             raise unscored_error(task.reader, runner.model, state.text)
         runner.reach = max(runner.reach, (plan.used or 0) + task.block_size)  # a round commits a block of a row, or none

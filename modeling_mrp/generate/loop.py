@@ -130,6 +130,7 @@ def _decode_rows(
 ) -> Decoded:
     def seen(state: DecodeState, numbers: list[int]) -> RoundPlan:
         if (plan := RoundPlan.read(numbers, len(rows.rows))).unscored:
+            runner.widen()
             runner.cache.empty()  # what is not finite there is not gone on from
             raise unscored_error(task.reader, runner.model, state.text)
         runner.reach = max(runner.reach, (plan.used or 0) + task.block_size)  # a round commits a block of a row, or none

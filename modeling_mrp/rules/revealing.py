@@ -76,8 +76,8 @@ class RevealRule(Protocol):
         """Guess what is revealed, of estimates without entropies.
 
         Returns:
-            The `count` likeliest sets of positions, no two the same, [..., count, block] bool, and the chance of each,
-            [..., count] float; 0 where there are no more.
+            `count` likely sets of positions, the likeliest mostly first, no two the same, [..., count, block] bool, and the
+            chance of each, [..., count] float; 0 where there are no more.
         """
         ...
 
@@ -108,9 +108,8 @@ def likely_orders(guessed: Candidates, count: int) -> tuple[Tensor, Tensor]:
     where, confidence = guessed.where, guessed.confidence
     sure, place = (guessed.quota - 1).clamp(min=0)[..., None], ranks(confidence, where)
     surest = where & (place < sure)
-    odds = (ORDER_SHARPNESS * confidence.clamp(max=MOST_ODDS)).masked_fill(~where | surest, -torch.inf)
     last = where[..., None, :] & (place[..., None, :] == (sure + indices(count, place.device))[..., None])
-    chance = (odds.softmax(-1).nan_to_num(0.0)[..., None, :] * last).sum(-1)
+    chance = (alone_chances(confidence.clamp(max=MOST_ODDS), where & ~surest)[..., None, :] * last).sum(-1)
     # Where a step reveals more than is left, all of it goes.
     whole = where.any(-1) & ~(where & ~surest).any(-1)
     chance[..., 0] = torch.where(whole, 1.0, chance[..., 0])
@@ -180,8 +179,8 @@ class Dynamic:
     def likely(self, guessed: Candidates, count: int) -> tuple[Tensor, Tensor]:
         """See `RevealRule`: a position goes over tau or not the likelier, the further the estimate is from it.
 
-        Where none but the surest one is likely to, it is as uncertain which one that is as under `Static`: every other set is
-        another one alone.
+        Where none but the surest one is likely to, it is as uncertain which one that is as under `Static`: every second set
+        is another one alone.
         """
         where, confidence = guessed.where, guessed.confidence.clamp(-MOST_ODDS, MOST_ODDS)
         best = best_by(confidence, where)
@@ -224,7 +223,7 @@ class EntropyBound:
     def likely(self, guessed: Candidates, count: int) -> tuple[Tensor, Tensor]:
         """See `RevealRule`: the surest ones, about as many as estimated confidences leave room for.
 
-        Where there is room for one, there are no fewer: other sets are another one alone.
+        Where there is room for one, there are no fewer: in place of these stands another one alone.
         """
         where, odds = guessed.where, guessed.confidence.clamp(-MOST_ODDS, MOST_ODDS)
         place = ranks(odds, where)

@@ -281,10 +281,10 @@ class BlockCache(Cache):
         part._buffers = {device: buffer[:, :, :rows] for device, buffer in self._buffers.items()}
         return part
 
-    def swap(self, one: int, other: int, layers: range, used: int) -> None:
-        """Exchange what two rows have in the first `used` slots: keys and values of some layers, and hidden states."""
-        buffers = [part[..., self.scratch : self.scratch + used, :].movedim(2, 0) for part in self._of(layers)]
-        for part in (*buffers, self._hidden[:, :used]):
+    def swap(self, one: int, other: int, layers: range, used: int, with_hidden: bool) -> None:
+        """Exchange what two rows have in the first `used` slots: keys and values of some layers, also kept hidden states."""
+        parts = [part[..., self.scratch : self.scratch + used, :].movedim(2, 0) for part in self._of(layers)]
+        for part in [*parts, self._hidden[:, :used]] if with_hidden else parts:
             kept = part[one].clone()
             part[one] = part[other]
             part[other] = kept

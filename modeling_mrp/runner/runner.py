@@ -110,7 +110,7 @@ class Runner:
 
     Attributes:
         forwards: Forwards of the whole batch by role, `prefill`, `denoise` (those over rounds' states) and `head`.
-        reach: No text has committed slots behind these. What runs rounds keeps it so.
+        reach: All committed slots of all rows are among the first so many. What runs rounds keeps it so.
     """
 
     def __init__(
@@ -152,10 +152,10 @@ class Runner:
             self._swap(swaps)
 
     def _swap(self, pairs: list[tuple[int, int]]) -> None:
-        # Memory of a head that has read nothing was never touched, and need not be.
+        # Memory that nothing was written to was never touched, and need not be.
         layers = range(len(self.backbone_layers) + len(self.head_layers) * self._head_reads)
         for pair in pairs:
-            self.cache.swap(*pair, layers, self.reach)
+            self.cache.swap(*pair, layers, self.reach, self.rests)
 
     def start(self, committed: Tensor, read: Tensor | None = None) -> Held:
         """Describe what is held once `prefill` has stored `committed` [rows] tokens: nothing is late.
