@@ -157,6 +157,17 @@ def test_rounds_that_are_recorded_say_nothing() -> None:
     assert it.lost == 0
 
 
+def test_what_stale_drafts_came_to_is_a_sign_of_what_the_head_would() -> None:
+    """Where none of them is right the head is not tried, though nothing is known of its own drafts; where most are it is."""
+    tried = {}
+    for name in ("none", "good"):
+        it = Pace(AMOUNTS)
+        calls(it, 4, 64, 12, CLOCKS["cpu"], CHANCES[name])
+        tried[name] = {amount for amount in it.chosen if amount.states > 1}
+    assert tried["none"] == {Amount(2, 0)}
+    assert any(amount.passes for amount in tried["good"])
+
+
 def test_wider_batches_know_what_narrow_ones_learnt() -> None:
     """No batch size tries again what another has shown not to pay."""
     clock, chances = CLOCKS["cpu"], CHANCES["none"]

@@ -151,7 +151,7 @@ def test_which_one_is_revealed_alone_is_as_uncertain_as_under_static() -> None:
     bound = likely_entropy(torch.tensor(0.8)).item() + 1e-3
     sets, chance = EntropyBound(bound).likely(candidates([0.5, NO, 0.8, -0.5]), 5)
     assert [columns(each) for each in sets] == [[2], [0, 2], [0], [0, 2, 3], [3]]
-    assert chance.tolist() == pytest.approx([share[2], EACH_MORE, share[0], EACH_MORE**2, share[3]])
+    assert chance.tolist() == pytest.approx([share[2], EACH_MORE * share[2], share[0], EACH_MORE**2 * share[2], share[3]])
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -2704,7 +2704,8 @@ class EntropyBound:
     def likely(self, guessed: Candidates, count: int) -> tuple[Tensor, Tensor]:
         """See `RevealRule`: the surest ones, about as many as estimated confidences leave room for.
 
-        Where there is room for one, there are no fewer: in place of these stands another one alone.
+        Where there is room for one, there are no fewer: in place of these stands another one alone, and all is as uncertain as
+        which one is the surest.
         """
         where, odds = guessed.where, guessed.confidence.clamp(-MOST_ODDS, MOST_ODDS)
         place = ranks(odds, where)
@@ -2715,9 +2716,11 @@ class EntropyBound:
         size, several = room + more, more.abs()
         chance = ((size >= 1) & (size <= where.sum(-1, keepdim=True))) * EACH_MORE ** several.to(odds.dtype)
         sets = where[..., None, :] & (place[..., None, :] < size[..., None])
-        alone = (room == 1) & (more <= 0)
+        one, surest = room == 1, alone_chances(odds, where)
+        alone = one & (more <= 0)
         sets = torch.where(alone[..., None], where[..., None, :] & (place[..., None, :] == several[:, None]), sets)
-        return sets, torch.where(alone, (alone_chances(odds, where)[..., None, :] * sets).sum(-1), chance)
+        chance = torch.where(one, chance * surest.amax(-1, keepdim=True), chance)
+        return sets, torch.where(alone, (surest[..., None, :] * sets).sum(-1), chance)
 
 
 def likely_entropy(odds: Tensor) -> Tensor:
@@ -3488,7 +3491,7 @@ if triton is not None:
                     size_here = room + tl.where(branch % 2 == 1, more, -more)
                     alone = (room == 1) & (branch % 2 == 0)
                     shown = candidate & tl.where(alone, place == more, place < size_here)
-                    own = tl.exp(more * LOG_MORE)
+                    own = tl.exp(more * LOG_MORE) * tl.where(room == 1, tl.max(weight, 0), 1.0)
                     own = tl.where((size_here >= 1) & (size_here <= count), own, 0.0)
                     own = tl.where(alone, tl.sum(tl.where(shown, weight, 0.0), 0), own)
                 own = tl.where(count == 0, 0.0, own)  # nothing is left to reveal
@@ -7484,7 +7487,7 @@ class Chances:
     def __init__(self, slots: int, below: "Chances | None" = None) -> None:
         self.below = below
         self.offered, self.accepted, self.sums = [0.0] * slots, [0.0] * slots, [1.0] * slots
-        self.learn([], 0)
+        self.add_up()
 
     def learn(self, accepted: Sequence[int], rows: int) -> None:
         """Learn from a round in which so many of `rows` rows accepted the state in each slot."""
@@ -7492,6 +7495,10 @@ class Chances:
         for slot, count in enumerate(accepted):
             self.offered[slot] = fading * self.offered[slot] + rows
             self.accepted[slot] = fading * self.accepted[slot] + count
+        self.add_up()
+
+    def add_up(self) -> None:
+        """Compute the sums: whenever chances below have changed, too."""
         before, chance = 1.0, 1.0
         for slot in range(1, len(self.sums)):
             # Unseen, a slot falls behind the one before as that one does; what is no worse is supposed to be much better.
@@ -7693,6 +7700,8 @@ class Pace:
             self.saved += self._alone * passed - seconds - catch_up
         if width > 1 and plan.active > plan.clean:
             self.chances[with_head].learn(accepted[:width], plan.active - plan.clean)
+            if not with_head:
+                self.chances[True].add_up()
         self.spent += seconds + catch_up
         self.rounds += 1
 

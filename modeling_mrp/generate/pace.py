@@ -120,7 +120,7 @@ class Chances:
     def __init__(self, slots: int, below: "Chances | None" = None) -> None:
         self.below = below
         self.offered, self.accepted, self.sums = [0.0] * slots, [0.0] * slots, [1.0] * slots
-        self.learn([], 0)
+        self.add_up()
 
     def learn(self, accepted: Sequence[int], rows: int) -> None:
         """Learn from a round in which so many of `rows` rows accepted the state in each slot."""
@@ -128,6 +128,10 @@ class Chances:
         for slot, count in enumerate(accepted):
             self.offered[slot] = fading * self.offered[slot] + rows
             self.accepted[slot] = fading * self.accepted[slot] + count
+        self.add_up()
+
+    def add_up(self) -> None:
+        """Compute the sums: whenever chances below have changed, too."""
         before, chance = 1.0, 1.0
         for slot in range(1, len(self.sums)):
             # Unseen, a slot falls behind the one before as that one does; what is no worse is supposed to be much better.
@@ -329,6 +333,8 @@ class Pace:
             self.saved += self._alone * passed - seconds - catch_up
         if width > 1 and plan.active > plan.clean:
             self.chances[with_head].learn(accepted[:width], plan.active - plan.clean)
+            if not with_head:
+                self.chances[True].add_up()
         self.spent += seconds + catch_up
         self.rounds += 1
 

@@ -401,7 +401,7 @@ if triton is not None:
                     size_here = room + tl.where(branch % 2 == 1, more, -more)
                     alone = (room == 1) & (branch % 2 == 0)
                     shown = candidate & tl.where(alone, place == more, place < size_here)
-                    own = tl.exp(more * LOG_MORE)
+                    own = tl.exp(more * LOG_MORE) * tl.where(room == 1, tl.max(weight, 0), 1.0)
                     own = tl.where((size_here >= 1) & (size_here <= count), own, 0.0)
                     own = tl.where(alone, tl.sum(tl.where(shown, weight, 0.0), 0), own)
                 own = tl.where(count == 0, 0.0, own)  # nothing is left to reveal

@@ -223,7 +223,8 @@ class EntropyBound:
     def likely(self, guessed: Candidates, count: int) -> tuple[Tensor, Tensor]:
         """See `RevealRule`: the surest ones, about as many as estimated confidences leave room for.
 
-        Where there is room for one, there are no fewer: in place of these stands another one alone.
+        Where there is room for one, there are no fewer: in place of these stands another one alone, and all is as uncertain as
+        which one is the surest.
         """
         where, odds = guessed.where, guessed.confidence.clamp(-MOST_ODDS, MOST_ODDS)
         place = ranks(odds, where)
@@ -234,9 +235,11 @@ class EntropyBound:
         size, several = room + more, more.abs()
         chance = ((size >= 1) & (size <= where.sum(-1, keepdim=True))) * EACH_MORE ** several.to(odds.dtype)
         sets = where[..., None, :] & (place[..., None, :] < size[..., None])
-        alone = (room == 1) & (more <= 0)
+        one, surest = room == 1, alone_chances(odds, where)
+        alone = one & (more <= 0)
         sets = torch.where(alone[..., None], where[..., None, :] & (place[..., None, :] == several[:, None]), sets)
-        return sets, torch.where(alone, (alone_chances(odds, where)[..., None, :] * sets).sum(-1), chance)
+        chance = torch.where(one, chance * surest.amax(-1, keepdim=True), chance)
+        return sets, torch.where(alone, (surest[..., None, :] * sets).sum(-1), chance)
 
 
 def likely_entropy(odds: Tensor) -> Tensor:
