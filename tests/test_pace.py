@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import cycle
 from typing import Any
 
@@ -15,7 +16,7 @@ from modeling_mrp import MRPForCausalLM
 from modeling_mrp.generate import generation, pace
 from modeling_mrp.generate.decode_state import RoundPlan
 from modeling_mrp.generate.modes import Amount, Drafting, Mode
-from modeling_mrp.generate.pace import Fixed, Pace, pace_of, paced
+from modeling_mrp.generate.pace import NARROW, Fixed, Pace, pace_of, paced
 from modeling_mrp.rules.revealing import Static
 
 __all__ = ["tapes"]  # a fixture
@@ -23,7 +24,8 @@ __all__ = ["tapes"]  # a fixture
 Clock = Callable[[int, Amount], float]
 Chances = tuple[float, ...]
 AMOUNTS = paced(8, 1)
-# States of a block, of which the last has no masks: the target scores it together with the next block's first.
+# States of a block, of which the last has no masks: the target scores it together with the next block's first. A row stands at
+# one of these, 0 for the one without masks, or at the next block's first (`STATES`), where the other was scored alone.
 STATES = 8
 # Chances of each slot: of stale drafts, and of the head's.
 CHANCES: dict[str, tuple[Chances, Chances]] = {
@@ -72,7 +74,10 @@ def call(it: Pace | Fixed, rows: int, steps: int, clock: Clock, chances: tuple[C
         took, behind = clock(size * plan.room, amount if plan.per_row > 1 else Amount()), not amount.passes
         share, accepted = chances[amount.passes > 0], [0] * width
         for row in active:
-            for slot in range(1 if at[row] == 0 else width):
+            if amount.narrow and at[row] == 0:
+                at[row] = STATES
+                continue
+            for slot in range(1 if at[row] in (0, STATES) else width):
                 if not left[row] or (slot and luck[row][left[row] - 1] * share[slot - 1] >= share[slot]):
                     break
                 accepted[slot] += at[row] > 0
@@ -144,6 +149,37 @@ def test_a_clock_that_changes_is_noticed() -> None:
     assert rounds(it, 100, lambda amount: 1.0)[Amount(8, 0)] > 80
 
 
+def test_few_clean_rows_are_scored_alone() -> None:
+    """Where the others come further so than all do with room for two states, and the head need not catch up for it."""
+    it = Pace(paced(1, 0))
+    for clean, seconds in ((0, 1.0), (1, 1.5)):
+        it.learn(plan_of(16, clean).with_slots(Amount(), 4), [16 - clean], 16, seconds)
+    chosen = {clean: it.choose(plan_of(16, clean), 16, 4, behind=True) for clean in (0, 1, 4, 6, 8, 15)}
+    assert chosen == {clean: NARROW if clean in (1, 4) else Amount() for clean in chosen}
+    it.catch_up = 1.0
+    assert it.choose(plan_of(16, 1), 16, 4, behind=False) == Amount()
+    assert it.choose(plan_of(16, 1), 16, 4, behind=True) == NARROW
+    assert it.choose(replace(plan_of(16, 16), drafting=False), 16, 4, behind=True) == Amount()
+
+
+def test_what_is_lost_where_clean_rows_are_scored_alone() -> None:
+    """They come no further: tried where room for two states has the same price, it loses what they would have come."""
+    it, plan = Pace(paced(1, 0)), plan_of(16, 4)
+    it.learn(plan.with_slots(Amount(), 4), [12], 16, 1.0)
+    plan = plan.with_slots(it.choose(plan, 16, 4, behind=True), 4)
+    assert plan.amount == NARROW
+    it.learn(plan, [12], 16, 1.0)
+    assert it.lost == pytest.approx(4 / 16)
+    assert it.choose(plan, 16, 4, behind=True) == Amount()
+
+
+def test_rows_out_of_step_are_faster_than_their_target() -> None:
+    """Though no draft is right: few of them are clean at once, and room for two states costs the others."""
+    which = 16, 60, CLOCKS["cpu"], CHANCES["none"]
+    others = calls(Pace(AMOUNTS), 20, *which)[1:]
+    assert len(others) * calls(Fixed(Amount()), 1, *which)[0] / sum(others) >= 1.1
+
+
 def test_rounds_that_are_recorded_say_nothing() -> None:
     """Each amount takes a thousand times as long in its first two rounds, and is said to."""
     it, seen = Pace(paced(4, 0)), Counter[Amount]()
@@ -162,7 +198,7 @@ def test_what_stale_drafts_came_to_is_a_sign_of_what_the_head_would() -> None:
     tried = {}
     for name in ("none", "good"):
         it = Pace(AMOUNTS)
-        calls(it, 4, 64, 12, CLOCKS["cpu"], CHANCES[name])
+        calls(it, 4, 16, 12, CLOCKS["small"], CHANCES[name])
         tried[name] = {amount for amount in it.chosen if amount.states > 1}
     assert tried["none"] == {Amount(2, 0)}
     assert any(amount.passes for amount in tried["good"])
@@ -221,6 +257,7 @@ TURNS = (
     Amount(2, 1),
     Amount(6, 1),
     Amount(2, 0),
+    NARROW,
 )
 
 
@@ -253,7 +290,8 @@ def test_amounts_that_change_leave_the_text(mode: str, target: str, sampled: boo
     assert all(max(accepted) <= plan.active - plan.clean for plan, accepted in drafts)
     # What was accepted with masks left is what the target would have taken a round for.
     if target == "static":
-        of_rounds = sum(plan.clean + sum(accepted[: min(plan.per_row, plan.room)]) for plan, accepted, _, _ in taught)
+        clean = sum(plan.clean for plan, *_ in taught if not plan.amount.narrow)
+        of_rounds = clean + sum(sum(accepted[: min(plan.per_row, plan.room)]) for plan, accepted, _, _ in taught)
         steps = sum(max(row["steps"]) for row in plain)
         assert 0.8 * steps <= of_rounds <= steps
     assert out.stats.drafted.min() > 0

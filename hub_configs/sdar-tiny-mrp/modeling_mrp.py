@@ -6786,10 +6786,12 @@ class Amount:
     Attributes:
         states: States that a row may submit; 1: it drafts nothing.
         passes: Head passes of the round; 0: drafts come from stale logits, and the head rests.
+        narrow: Each row submits one state, whatever that is: behind a clean one the next block begins a round later.
     """
 
     states: int = 1
     passes: int = 0
+    narrow: bool = False
 
 
 @dataclass(frozen=True)
@@ -7128,7 +7130,7 @@ class RoundPlan:
             branches: Followers of a state that are considered; None: room that none can fill stays, as in what is recorded.
         """
         per_row = amount.states if self.drafting else 1
-        return replace(self, amount=amount, per_row=per_row, room=self.room_for(per_row, branches))
+        return replace(self, amount=amount, per_row=per_row, room=1 if amount.narrow else self.room_for(per_row, branches))
 
     def room_for(self, states: int, branches: int | None) -> int:
         """Count the places that a forward has for up to so many states a row."""
@@ -7389,6 +7391,8 @@ def closest_name(name: str, names: Iterable[str]) -> str:
 WIDTHS = (1, 2, 3, 4, 6, 8)
 # As many where nothing follows the clock: several processes decide alike so, and counts can be repeated.
 UNTIMED_STATES = 4
+# Room for two states behind some rows that are clean is room for two in all rows.
+NARROW = Amount(narrow=True)
 
 
 @dataclass(frozen=True)
@@ -7539,7 +7543,7 @@ class Pace:
     chosen for long is tried again. What trying loses is measured, and limited to a share of all time, one round to start with.
 
     Attributes:
-        amounts: What may be chosen, the first of them drafts nothing.
+        amounts: What may be chosen, the first of them drafts nothing; beside them `NARROW`, where some rows are clean.
         times: What rounds take that draft nothing, draft from stale logits, draft with the head.
         chances: Of drafts from stale logits, and with the head.
         spent: Seconds of all rounds.
@@ -7612,6 +7616,8 @@ class Pace:
             # Where nothing is drafted is no loss to the target: it may be learnt at any time.
             self._last = self.amounts[0] if alone is None else self._chosen(plan, rows, branches, behind, alone, trying)
             self.chosen[self._last] = self.rounds
+        elif self._last.narrow:
+            self._last = self.amounts[0]
         return self._last
 
     def _chosen(self, plan: RoundPlan, rows: int, branches: int | None, behind: bool, alone: float, trying: bool) -> Amount:
@@ -7630,8 +7636,7 @@ class Pace:
         ready = not behind or left > 2 * self.catch_up
         again = self.catch_up if best.amount.passes and not behind else 0.0  # behind what does without it
         if hopes := [hope for hope in hopes if hope.each < best.each]:
-            compared = ready and self.chances[False].knows(2)
-            hopes = [hope for hope in hopes if compared or not hope.amount.passes]
+            hopes = [hope for hope in hopes if not hope.amount.passes or (ready and self.chances[False].knows(2))]
             chosen = min(hopes, key=attrgetter("each"), default=best)
         else:
             due = [
@@ -7652,6 +7657,13 @@ class Pace:
         done = self.rounds - self.begun
         switch = self.catch_up / max(done, self.usual - done, 1.0) if behind else 0.0
         known, hopes = [Prospect(self._alone, float(plan.active), self.amounts[0])], list[Prospect]()
+        if plan.clean:
+            # The clean rows come no further so. Half as many states take half as long, at best.
+            narrow, moving = self.times[0].seconds.get(rows), float(plan.active - plan.clean)
+            seconds = self._alone * plan.active / 2 if narrow is None else narrow
+            leaving = 0.0 if behind else self.catch_up  # of the head, for a round or two
+            options = hopes if narrow is None else known
+            options.append(Prospect(self.MARGIN * (seconds + leaving) / moving, moving, NARROW))
         for with_head, amounts in enumerate(self._kinds):
             times, chances, width = self.times[1 + with_head], self.chances[with_head], 1
             most = max(2 * rows, times.reach)
@@ -7693,7 +7705,7 @@ class Pace:
             times.learn(states, seconds)
         if catch_up:
             self.catch_up += (catch_up - self.catch_up) * (self.RATE if self.catch_up else 1.0)
-        passed = plan.clean + sum(accepted[:width])
+        passed = (0 if plan.amount.narrow else plan.clean) + sum(accepted[:width])
         if (trial := self._trial) is not None:
             self.lost = max(0.0, self.lost + seconds + catch_up + trial.behind - trial.each * passed)
         elif drafts:
@@ -9548,9 +9560,7 @@ class RecordedRounds:
             late=with_head if drafting else plan.late,
             blocked=with_head if drafting else plan.blocked,
         )
-        if drafting:
-            return replace(kind, amount=plan.amount, per_row=plan.per_row, room=plan.per_row)
-        return replace(kind.with_slots(Amount(), None), amount=plan.amount)
+        return kind.with_slots(plan.amount, None)
 
 
 def _sampling(sampler: Sampler) -> Hashable:

@@ -302,7 +302,7 @@ class RoundPlan:
             branches: Followers of a state that are considered; None: room that none can fill stays, as in what is recorded.
         """
         per_row = amount.states if self.drafting else 1
-        return replace(self, amount=amount, per_row=per_row, room=self.room_for(per_row, branches))
+        return replace(self, amount=amount, per_row=per_row, room=1 if amount.narrow else self.room_for(per_row, branches))
 
     def room_for(self, states: int, branches: int | None) -> int:
         """Count the places that a forward has for up to so many states a row."""

@@ -173,10 +173,12 @@ class Amount:
     Attributes:
         states: States that a row may submit; 1: it drafts nothing.
         passes: Head passes of the round; 0: drafts come from stale logits, and the head rests.
+        narrow: Each row submits one state, whatever that is: behind a clean one the next block begins a round later.
     """
 
     states: int = 1
     passes: int = 0
+    narrow: bool = False
 
 
 @dataclass(frozen=True)

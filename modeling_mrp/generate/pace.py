@@ -22,6 +22,8 @@ from .modes import Amount, Mode
 WIDTHS = (1, 2, 3, 4, 6, 8)
 # As many where nothing follows the clock: several processes decide alike so, and counts can be repeated.
 UNTIMED_STATES = 4
+# Room for two states behind some rows that are clean is room for two in all rows.
+NARROW = Amount(narrow=True)
 
 
 @dataclass(frozen=True)
@@ -172,7 +174,7 @@ class Pace:
     chosen for long is tried again. What trying loses is measured, and limited to a share of all time, one round to start with.
 
     Attributes:
-        amounts: What may be chosen, the first of them drafts nothing.
+        amounts: What may be chosen, the first of them drafts nothing; beside them `NARROW`, where some rows are clean.
         times: What rounds take that draft nothing, draft from stale logits, draft with the head.
         chances: Of drafts from stale logits, and with the head.
         spent: Seconds of all rounds.
@@ -245,6 +247,8 @@ class Pace:
             # Where nothing is drafted is no loss to the target: it may be learnt at any time.
             self._last = self.amounts[0] if alone is None else self._chosen(plan, rows, branches, behind, alone, trying)
             self.chosen[self._last] = self.rounds
+        elif self._last.narrow:
+            self._last = self.amounts[0]
         return self._last
 
     def _chosen(self, plan: RoundPlan, rows: int, branches: int | None, behind: bool, alone: float, trying: bool) -> Amount:
@@ -263,8 +267,7 @@ class Pace:
         ready = not behind or left > 2 * self.catch_up
         again = self.catch_up if best.amount.passes and not behind else 0.0  # behind what does without it
         if hopes := [hope for hope in hopes if hope.each < best.each]:
-            compared = ready and self.chances[False].knows(2)
-            hopes = [hope for hope in hopes if compared or not hope.amount.passes]
+            hopes = [hope for hope in hopes if not hope.amount.passes or (ready and self.chances[False].knows(2))]
             chosen = min(hopes, key=attrgetter("each"), default=best)
         else:
             due = [
@@ -285,6 +288,13 @@ class Pace:
         done = self.rounds - self.begun
         switch = self.catch_up / max(done, self.usual - done, 1.0) if behind else 0.0
         known, hopes = [Prospect(self._alone, float(plan.active), self.amounts[0])], list[Prospect]()
+        if plan.clean:
+            # The clean rows come no further so. Half as many states take half as long, at best.
+            narrow, moving = self.times[0].seconds.get(rows), float(plan.active - plan.clean)
+            seconds = self._alone * plan.active / 2 if narrow is None else narrow
+            leaving = 0.0 if behind else self.catch_up  # of the head, for a round or two
+            options = hopes if narrow is None else known
+            options.append(Prospect(self.MARGIN * (seconds + leaving) / moving, moving, NARROW))
         for with_head, amounts in enumerate(self._kinds):
             times, chances, width = self.times[1 + with_head], self.chances[with_head], 1
             most = max(2 * rows, times.reach)
@@ -326,7 +336,7 @@ class Pace:
             times.learn(states, seconds)
         if catch_up:
             self.catch_up += (catch_up - self.catch_up) * (self.RATE if self.catch_up else 1.0)
-        passed = plan.clean + sum(accepted[:width])
+        passed = (0 if plan.amount.narrow else plan.clean) + sum(accepted[:width])
         if (trial := self._trial) is not None:
             self.lost = max(0.0, self.lost + seconds + catch_up + trial.behind - trial.each * passed)
         elif drafts:
@@ -364,4 +374,4 @@ def paced(states: int, passes: int) -> tuple[Amount, ...]:
     return (Amount(), *(Amount(width, min(kind, width - 1)) for kind in kinds for width in widths if width > 1))
 
 
-__all__ = ["UNTIMED_STATES", "WIDTHS", "Chances", "Fixed", "Pace", "RoundTimes", "pace_of", "paced"]
+__all__ = ["NARROW", "UNTIMED_STATES", "WIDTHS", "Chances", "Fixed", "Pace", "RoundTimes", "pace_of", "paced"]

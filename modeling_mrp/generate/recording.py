@@ -20,7 +20,6 @@ from ..runner.recorded import RecordedCache
 from ..runner.runner import Runner
 from .decode_state import SUMMARY, DecodeState, RoundPlan, summary
 from .loop import Task, decode_round
-from .modes import Amount
 from .sampling import Sampler, may_be_recorded
 
 
@@ -88,9 +87,7 @@ class RecordedRounds:
             late=with_head if drafting else plan.late,
             blocked=with_head if drafting else plan.blocked,
         )
-        if drafting:
-            return replace(kind, amount=plan.amount, per_row=plan.per_row, room=plan.per_row)
-        return replace(kind.with_slots(Amount(), None), amount=plan.amount)
+        return kind.with_slots(plan.amount, None)
 
 
 def _sampling(sampler: Sampler) -> Hashable:
