@@ -7,11 +7,11 @@ if TYPE_CHECKING:
     from .generate.output import MRPGenerateOutput
     from .model.configuration import MRPConfig
     from .modeling import MRPForCausalLM, MRPHead
-    from .runner.cache import BlockCache
+    from .networks.cache import BlockCache
 
 __version__ = "0.1.0"
 _HOMES = {"MRPGenerateOutput": "generate.output", "MRPGenerationConfig": "generate.options"}
-_HOMES |= {"MRPConfig": "model.configuration", "BlockCache": "runner.cache"}
+_HOMES |= {"MRPConfig": "model.configuration", "BlockCache": "networks.cache"}
 _HOMES |= {"MRPForCausalLM": "modeling", "MRPHead": "modeling"}
 
 

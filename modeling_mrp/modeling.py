@@ -24,7 +24,7 @@ from .model.configuration import MRPConfig
 from .model.diffusion import IGNORE_INDEX, block_causal_mask, pack_noisy
 from .model.head import MRPHead
 from .model.loading import MRPPreTrainedModel
-from .runner.cache import BlockCache
+from .networks.cache import BlockCache
 
 # What callers of transformers' models may pass beside the arguments that all of these have (`return_dict` is one).
 _PASSED_ON = ("output_hidden_states", "output_attentions", "cache_position")

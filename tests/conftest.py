@@ -27,7 +27,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from benchmarks.random_cases import make_model
 from modeling_mrp import MRPForCausalLM
-from modeling_mrp.generate import sampling
+from modeling_mrp.networks import picker
 
 ROOT = Path(__file__).parent.parent
 TINY = ROOT / "hub_configs" / "sdar-tiny-mrp"
@@ -53,7 +53,7 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fresh]:
 @pytest.fixture
 def few_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sampled drafts choose among four tokens of a position: the interpreter of kernels takes them one by one."""
-    monkeypatch.setattr(sampling, "LIKELIEST", 4)
+    monkeypatch.setattr(picker, "LIKELIEST", 4)
 
 
 @pytest.fixture

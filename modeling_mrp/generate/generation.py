@@ -1,15 +1,13 @@
 """`generate` for MRP models: arguments in, text and counts out."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch import Tensor, nn
 from transformers.generation import (
     EosTokenCriteria,
     GenerationConfig,
@@ -32,17 +30,17 @@ from transformers.utils import logging as transformers_logging
 
 from ..kernels.dispatch import Dispatch
 from ..model.offloading import fetched
-from ..runner.cache import BlockCache, PassingReference, WeightsSeen, devices_of_layers
-from ..runner.graphs import Recorder
-from ..runner.recorded import RecordedCache, recorded_cache, recorder_for, release_graphs
-from ..runner.round_layers import takes_round_masks
-from ..runner.runner import Runner
-from .decode_state import DecodeState, Request, laid_out
-from .loop import Task, begin, decode
-from .modes import Mode
+from ..networks.attention import takes_round_masks
+from ..networks.cache import BlockCache, PassingReference, WeightsSeen, devices_of_layers
+from ..networks.graphs import cache_for, release_graphs
+from ..networks.networks import Networks
+from ..networks.picker import TRUNCATIONS, Picker
+from ..rules.accept import UnscoredError
+from ..rules.state import Counts, Row
+from .budget import Amount, Fixed, budget_of
+from .loop import Decoder, Mode
 from .options import OPTION_NAMES, MRPGenerationConfig, check_values, did_you_mean
-from .output import MRPGenerateOutput, output_of, pad_id, progress_of
-from .pace import pace_of
+from .output import MRPGenerateOutput, Progress, output_of, pad_id
 from .prompts import (
     check_adapter,
     check_functions,
@@ -54,9 +52,6 @@ from .prompts import (
     check_stop_strings,
 )
 from .quantized import check_unembedding, mixed_tokens
-from .recording import RecordedRounds, replayable
-from .sampling import TRUNCATIONS, Sampler
-from .scoring import Reader
 from .stopping import Stopping
 from .streaming import Streams, listed_streamers
 
@@ -216,10 +211,13 @@ class MRPGenerationMixin(GenerationMixin):
         check_special_ids(config.eos_ids(), pad_id(config), self.config.mask_token_id, self.config.vocab_size)
         return config, model_kwargs
 
-    def block_cache(self, batch_size: int, capacity: int, scratch: int, with_head: bool) -> BlockCache:
+    def block_cache(
+        self, batch_size: int, capacity: int, scratch: int, with_head: bool, fixed: bool | None = None
+    ) -> BlockCache:
         """Make an empty cache for `batch_size` rows of `capacity` tokens, with room for `scratch` tokens being scored.
 
-        Its memory holds anything until `generate` fills it, or `clear` does.
+        With `fixed`, attention reads powers of two of slots, as recorded and compiled forwards need; None: where the model is
+        compiled.
 
         Raises:
             ValueError: for a size below 1, a `capacity` that is no multiple of the block size, or if it is to hold a head's
@@ -236,7 +234,8 @@ class MRPGenerationMixin(GenerationMixin):
         heads, width, devices = self.config.num_key_value_heads, self.config.head_dim, devices_of_layers(self, with_head)
         head_layers = len(devices) - self.config.num_hidden_layers
         hidden_size = self.config.hidden_size if with_head else 0
-        cache = BlockCache(batch_size, heads, width, devices, capacity, scratch, self.dtype, head_layers, hidden_size)
+        fixed = compiled(self) if fixed is None else fixed
+        cache = BlockCache(*(batch_size, heads, width, devices, capacity, scratch, self.dtype, head_layers, hidden_size, fixed))
         cache.owner = PassingReference(self)
         return cache
 
@@ -273,12 +272,12 @@ def _decode(
     model: Any,
     input_ids: Tensor,
     attention_mask: Tensor | None,
-    picker: Sampler,
+    picker: Picker,
     criteria: list[StoppingCriteria],
     config: MRPGenerationConfig,
     streamers: list[BaseStreamer] | None,
     infill_ids: Tensor | None,
-    past_key_values: BlockCache | None,
+    past: BlockCache | None,
 ) -> Tensor | MRPGenerateOutput:
     """Decode prompts for which `GenerationMixin.generate` has prepared everything."""
     device = model.lm_head.weight.device
@@ -291,107 +290,140 @@ def _decode(
             f"infill_ids hold {infill_ids.shape[1]} tokens a row, and max_new_tokens (or max_length) leaves room for {new}: "
             "raise it, or leave it unset"
         )
-    mode, block, mask_id = config.mode(), model.config.block_size, model.config.mask_token_id
+    block, mask_id = model.config.block_size, model.config.mask_token_id
+    mode = config.mode(block)
     mixed = mixed_tokens(getattr(model.config, "quantization_config", None))
     if mixed is not None and (mode.drafting is not None or len(input_ids) > 1):
         logger.warning_once(mixed)
     prompts = [ids[keep] for ids, keep in zip(input_ids, real, strict=True)]
-    infill = None if infill_ids is None else infill_ids.to(device, torch.long)
-    text, ends, current = laid_out(prompts, infill, new, block, mask_id, device)
-    request = _request(ends, config, input_ids.shape[1], block)
-    stopping = Stopping(criteria, input_ids, pad_id(config), mask_id) if criteria else None
-    streams = Streams(streamers, prompts, request, block) if streamers is not None else None
-    room = (past_key_values, len(prompts), text.capacity, mode.width * block, mode.uses_head)
-    with _cache_for(model, recorder_for(model, config.graphs), *room) as (recorded, cache):
-        text = text.with_room(cache.capacity) if recorded is not None else text
-        rests = mode.drafting is not None and mode.drafting.paced and mode.uses_head
-        reused = cache.reusable(text.tokens, current.start, block, mode.uses_head, rests)
+    rows = laid_out(prompts, infill_ids, new, config, input_ids.shape[1], block, mask_id)
+    for row in rows:
+        row.counts = Counts(mode.width, mode.drafting is not None)
+    capacity, room = max(len(row.text) for row in rows), mode.width * block
+    with cache_for(model, config.graphs, past, len(rows), capacity, room, mode.uses_head) as (cache, graphs):
+        texts = [row.text for row in rows]
+        reused = cache.reusable(texts, [row.state.start for row in rows], block, mode.uses_head)
         parts = ("model", "mrp_head") if cache.head_layers else ("model",)
         cache.weights = {name: WeightsSeen(getattr(model, name)) for name in parts}
+        for row, same, of_head in zip(rows, reused, cache.head_held, strict=True):
+            row.head_held = min(same, of_head) if mode.uses_head else 0
         # From here on the slots behind are overwritten, also by a call that does not come to its end.
-        cache.hold(text.tokens, reused, *(reused.minimum(part.to(device)) for part in (cache.head_held, cache.hidden_held)))
-        reader = _reader(model, picker, mode, request, recorded)
-        task = Task(mode, reader, block, mask_id, stopping)
-        whole = recorded is not None and replayable(task)
-        by_parts = None if recorded is None or whole else recorded.parts.call
-        round_masks = takes_round_masks(model, picker.dispatch)
-        runner = Runner(model, cache, mode.uses_head, picker.dispatch, round_masks, device, by_parts, rests)
-        state = begin(task, runner, text, current, reused)
-        steps = partial(RecordedRounds, recorded, runner) if recorded is not None and whole else None
-        progress = [(progress_of(state), list(range(len(prompts))))] if config.return_dict_in_generate else []
+        old = (cache.head_held, cache.hidden_held)
+        cache.hold(texts, reused, *([min(pair) for pair in zip(reused, part, strict=True)] for part in old))
+        draws = mode.drafting is not None and picker.sample
+        picker = replace(picker, entropy=mode.rule.needs_entropy, likeliest=draws)
+        networks = Networks(
+            *(model, cache, mode.uses_head, picker, _drafter(model, picker, mode), picker.dispatch),
+            *(takes_round_masks(model, picker.dispatch), device, None if graphs is None else graphs.call),
+        )
+        streams = Streams(streamers, prompts) if streamers is not None else None
+        progress = Progress(rows) if config.return_dict_in_generate else None
 
-        def on_round(state: DecodeState, rows: list[int]) -> None:
-            if progress:
-                progress.append((progress_of(state), rows))
+        def on_round(active: Sequence[Row]) -> None:
+            if progress is not None:
+                progress.note(active)
             if streams is not None:
-                streams.on_round(state, rows)
+                streams.on_round(active)
 
-        least = fewest_rows(model, recorded, len(prompts))
-        decoded = decode(task, runner, state, pace_of(model, mode), steps, on_round, least)
-        state = tree_map(torch.clone, decoded.state) if whole else decoded.state  # the next call writes to the registers
-        held = state.held
-        of_head = held.head_committed if mode.uses_head else cache.head_held
-        cache.hold(state.text.tokens, held.committed, of_head, held.committed if rests else cache.hidden_held)
-    if streams is not None:
-        streams.on_round(state, list(range(len(prompts))))
-    return output_of(input_ids, request, replace(decoded, state=state), runner, progress, cache, config)
-
-
-def fewest_rows(model: Any, recorded: RecordedCache | None, rows: int) -> int:
-    """Choose to how many rows a batch may shrink: what is compiled is so for one size, what is recorded not for every one."""
-    if any(module is not None and module._compiled_call_impl is not None for module in (model.model, model.mrp_head)):
-        return rows
-    return 1 if recorded is None else LEAST_RECORDED
+        drafting = mode.drafting
+        budget = budget_of(model, mode, drafting.states, drafting.passes, drafting.paced) if drafting else Fixed(Amount())
+        stopping = Stopping(criteria, input_ids, pad_id(config), mask_id) if criteria else None
+        decoder = Decoder(mode, networks, budget, stopping, on_round, fewest_rows(model, graphs is not None, len(rows)))
+        try:
+            decoder.decode(rows, reused)
+        except UnscoredError as error:
+            cache.empty()  # what is not finite there is not gone on from
+            raise ValueError(_unscored(error, rows[error.place], picker, model)) from None
+        held = [row.held for row in rows]
+        with_head = ([row.head_held for row in rows], held) if mode.uses_head else (cache.head_held, cache.hidden_held)
+        cache.hold(texts, held, *with_head)
+    return output_of(input_ids, rows, decoder, progress, cache, pad_id(config))
 
 
-def _request(ends: dict[str, Tensor], config: MRPGenerationConfig, prompt_columns: int, block_size: int) -> Request:
-    """Make the request of one call, with `ends` of the rows as they are laid out."""
-    prompt_length = ends["prompt_length"]
-    device = prompt_length.device
+def laid_out(
+    prompts: list[Tensor],
+    infill_ids: Tensor | None,
+    new: int,
+    config: MRPGenerationConfig,
+    prompt_columns: int,
+    block_size: int,
+    mask_id: int,
+) -> list[Row]:
+    """Lay out every row's text before the first step; a row starts in the block of its first mask.
+
+    Args:
+        prompts: One 1-D long tensor of ids per row.
+        infill_ids: [rows, n] long, what continues each prompt, or None.
+        new: Tokens behind the prompt, at most.
+        config: Eos, minimum length and seeds.
+        prompt_columns: Of the batch, padding included.
+        block_size: Tokens in a block.
+        mask_id: What stands where a token is to be generated.
+    """
+    rows, eos = [], frozenset(config.eos_ids())
     least = max(0, (config.min_length or 0) - prompt_columns)
-    return Request(
-        **ends,
+    given = [[] for _ in prompts] if infill_ids is None else infill_ids.tolist()
+    for place, (prompt, infill, seed) in enumerate(zip(prompts, given, config.seeds(len(prompts)), strict=True)):
+        text = prompt.tolist() + infill
+        length, limit = len(prompt), len(prompt) + new
+        given_end = length + max((at + 1 for at, token in enumerate(infill) if token != mask_id), default=0)
+        text += [mask_id] * (-(-limit // block_size) * block_size - len(text))
+        open_end = max((at + 1 for at in range(limit) if text[at] == mask_id), default=0)
         # Given tokens are kept, so that no text ends before the last of them.
-        no_eos_before=torch.maximum(prompt_length + least, ends["given_end"]),
-        seed=config.seeds(len(prompt_length)).to(device),
-        schedule=config.schedule(block_size).to(device),
-        eos=torch.tensor(config.eos_ids(), dtype=torch.long, device=device),
-    )
+        ends = (length, given_end, limit, open_end, max(length + least, given_end))
+        rows.append(Row(place, text, block_size, mask_id, eos, *ends, seed))
+    return rows
 
 
-def _reader(model: Any, picker: Sampler, mode: Mode, request: Request, recorded: RecordedCache | None) -> Reader:
-    """Make the reader of hidden states; it picks drafts from the head's own vocabulary, if there is one."""
-    sampler = drafter = replace(picker, entropy=mode.rule.needs_entropy)
+def compiled(model: Any) -> bool:
+    """Tell if backbone or head run as `nn.Module.compile` made them."""
+    return any(module is not None and module._compiled_call_impl is not None for module in (model.model, model.mrp_head))
+
+
+def fewest_rows(model: Any, recorded: bool, rows: int) -> int:
+    """Choose to how many rows a batch may shrink: what is compiled is so for one size, what is recorded not for every one."""
+    if compiled(model):
+        return rows
+    return LEAST_RECORDED if recorded else 1
+
+
+def _drafter(model: Any, picker: Picker, mode: Mode) -> Picker:
+    """Make the picker of drafts from the head's estimates: from the head's own vocabulary, if there is one."""
     ids = model.mrp_head.draft_token_ids if mode.drafting and mode.drafting.passes else None
-    if ids is not None and picker.processors is None:
-        weight = picker.lm_head_weight
-        drafter = picker.restricted(ids, weight[ids] if recorded is None else recorded.rows_of(weight, ids))
-    bars_eos = bool((request.no_eos_before > request.prompt_length).any())
-    seeks = recorded is None and request.seed.device.type == "cpu"
-    return Reader(mode.rule, sampler, drafter, request, model.config.mask_token_id, seeks, bars_eos)
+    if ids is None or picker.processors is not None:
+        return replace(picker, entropy=False)
+    return picker.restricted(ids, picker.lm_head_weight[ids])
 
 
-@contextmanager
-def _cache_for(
-    model: Any,
-    recorder: Callable[[], Recorder] | None,
-    past: BlockCache | None,
-    rows: int,
-    capacity: int,
-    scratch: int,
-    with_head: bool,
-) -> Iterator[tuple[RecordedCache | None, BlockCache]]:
-    """Choose the cache of a call; recorded rounds are found again by the cache that they write to."""
-    past = None if past is not None and with_head and not past.head_layers else past
-    if recorder is not None:
-        with recorded_cache(model, recorder, past, rows, capacity, scratch, with_head) as lent:
-            yield lent
+def _unscored(error: UnscoredError, row: Row, picker: Picker, model: Any) -> str:
+    """Say where a text has a token without a log-probability, and why no token has a finite score there."""
+    weights = model.named_parameters() if isinstance(model, nn.Module) else ()
+    if (broken := next((name for name, weight in weights if not _is_finite(weight)), None)) is not None:
+        why = f"the weights {broken} are NaN or infinite. Load or train them again"
+    elif picker.processors:
+        names = ", ".join(dict.fromkeys(type(processor).__name__ for processor in picker.processors))
+        why = f"so say the logits processors ({names}), for which -inf and NaN bar a token. Leave one a finite score"
+    elif error.position < row.no_eos_before and row.eos:
+        why = (
+            "every eos_token_id is barred before min_new_tokens, min_length and given tokens. Leave some id out of eos_token_id"
+        )
     else:
-        past = model.block_cache(rows, capacity, scratch, with_head=with_head) if past is None else past
-        yield None, past.with_room(rows, capacity, scratch)
+        why = f"the weights are finite, so {picker.lm_head_weight.dtype} overflows, here or divided by temperature="
+        why += f"{picker.temperature}. Load the model in a wider dtype"
+    behind = error.position - row.prompt
+    return f"row {row.place} has no token with a finite score at position {error.position}, {behind} behind its prompt: {why}"
 
 
-def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationConfig) -> Sampler:
+def _is_finite(weight: Tensor) -> bool:
+    if type(weight).dequantize is not Tensor.dequantize:  # of a class of its own, which need not know aminmax
+        weight = weight.dequantize()
+    if weight.is_meta or not weight.is_floating_point() or not weight.numel():
+        return True
+    low, high = weight.aminmax()  # NaN if any is
+    return bool(low.isfinite() & high.isfinite())
+
+
+def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationConfig) -> Picker:
     """Sort transformers' list into processors, temperature and truncation.
 
     Some of transformers' own processors count columns of the padded batch. The ids shown here have no padding, so
@@ -417,7 +449,7 @@ def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationCo
     check_unembedding(model.lm_head)
     dispatch = Dispatch(config.kernels)
     dispatch.check(model.lm_head.weight)
-    return Sampler(
+    return Picker(
         model.lm_head.weight,
         model.config.mask_token_id,
         temperature,

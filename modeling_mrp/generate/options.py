@@ -9,24 +9,27 @@ import torch
 from torch import Tensor
 from transformers.generation import GenerationConfig
 
-from ..rules.revealing import Dynamic, EntropyBound, RevealRule, Sequential, Static, logit, reveal_schedule
-from .modes import Direct, Drafting, Mode, RereadRemask, ResidualRemask, ThresholdRemask
+from ..rules.reveal import Dynamic, EntropyBound, RevealRule, Sequential, Static, logit, schedule_of
+from .budget import WIDTHS
+from .loop import Drafting, Mode
 from .option_table import COUNT, OPTIONS, PROBABILITY, TARGETS, Option, closest_name
-from .pace import WIDTHS
+from .refine import Direct, RereadRemask, ResidualRemask, ThresholdRemask
 
-# Of options that were checked: none is None.
-_RULES: dict[str, Callable[[Any], RevealRule]] = {
-    "static": lambda options: Static(),
-    "dynamic": lambda options: Dynamic(logit(options.confidence_threshold)),
-    "sequential": lambda options: Sequential(),
-    "entropy_bound": lambda options: EntropyBound(options.entropy_threshold),
+# Of options that were checked, none of them None, and the block size.
+_RULES: dict[str, Callable[[Any, int], RevealRule]] = {
+    "static": lambda options, block: Static(schedule_of(block, options.denoising_steps)),
+    "dynamic": lambda options, block: Dynamic(logit(options.confidence_threshold)),
+    "sequential": lambda options, block: Sequential(schedule_of(block, options.denoising_steps)),
+    "entropy_bound": lambda options, block: EntropyBound(options.entropy_threshold),
 }
-_MODES: dict[str, Callable[[Any], Mode]] = {
-    **{name: lambda options: Mode(_RULES[options.decoding](options)) for name in TARGETS},
-    "self_spec": lambda options: Mode(_RULES[options.target](options), drafting=_drafting(options, 0)),
-    "mrp_spec": lambda options: Mode(_RULES[options.target](options), drafting=_drafting(options, options.draft_passes)),
-    "mrp_direct": lambda options: Mode(Static(), Direct(options.mrp_steps)),
-    "mrp_remask": lambda options: Mode(Dynamic(logit(options.confidence_threshold)), _REMASKS[options.remask_rule](options)),
+_MODES: dict[str, Callable[[Any, int], Mode]] = {
+    **{name: lambda options, block: Mode(_RULES[options.decoding](options, block)) for name in TARGETS},
+    "self_spec": lambda options, block: Mode(_RULES[options.target](options, block), drafting=_drafting(options, 0)),
+    "mrp_spec": lambda options, block: Mode(
+        _RULES[options.target](options, block), drafting=_drafting(options, options.draft_passes)
+    ),
+    "mrp_direct": lambda options, block: Mode(_RULES["static"](options, block), Direct(options.mrp_steps)),
+    "mrp_remask": lambda options, block: Mode(_RULES["dynamic"](options, block), _REMASKS[options.remask_rule](options)),
 }
 _REMASKS: dict[str, Callable[[Any], Any]] = {
     "reread": lambda options: RereadRemask(logit(options.confidence_threshold), logit(0.5 * options.confidence_threshold)),
@@ -125,16 +128,16 @@ class MRPGenerationConfig(GenerationConfig):
                 why = _INSTEAD.get(name, _ONE_HYPOTHESIS)
                 raise ValueError(f"{name}={value!r} is not supported: {why}. Leave {name} unset")
 
-    def mode(self) -> Mode:
+    def mode(self, block_size: int) -> Mode:
         """Look up what is revealed, refined and drafted, of options that were checked."""
-        return _MODES[self.decoding](self)
+        return _MODES[self.decoding](self, block_size)
 
     def eos_ids(self) -> list[int]:
         """List the ids that end a row."""
         return _given_ids(self.eos_token_id)
 
-    def seeds(self, rows: int) -> Tensor:
-        """Give every row its seed, [rows] long.
+    def seeds(self, rows: int) -> list[int]:
+        """Give every row its seed.
 
         Raises:
             ValueError: if `seed` lists another number of them.
@@ -144,14 +147,10 @@ class MRPGenerationConfig(GenerationConfig):
                 raise ValueError(
                     f"seed lists {len(self.seed)} values for {rows} rows: give one per row (after num_return_sequences)"
                 )
-            return torch.tensor(self.seed, dtype=torch.long)
+            return self.seed
         if self.seed is not None:
-            return self.seed + torch.arange(rows)
-        return torch.randint(1 << 62, (rows,)) if self.do_sample else torch.zeros(rows, dtype=torch.long)
-
-    def schedule(self, block_size: int) -> Tensor:
-        """Count the positions that each denoising step of a block reveals, [block_size] long, zeros behind the last step."""
-        return reveal_schedule(block_size, self.denoising_steps)
+            return [self.seed + row for row in range(rows)]
+        return torch.randint(1 << 62, (rows,)).tolist() if self.do_sample else [0] * rows
 
 
 OPTION_NAMES = frozenset(name for name in vars(MRPGenerationConfig()) if not name.startswith("_"))

@@ -1,15 +1,16 @@
 """What `generate` returns: texts, and what they cost."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.utils import ModelOutput
 
-from ..runner.cache import BlockCache
-from ..runner.runner import Runner
-from .decode_state import DecodeState, Remasked, Request
-from .loop import Decoded
+from ..networks.cache import BlockCache
+from ..rules.state import Row
+from .loop import Decoder
 from .options import MRPGenerationConfig
 
 
@@ -83,87 +84,86 @@ def pad_id(config: MRPGenerationConfig) -> int:
     return config.pad_token_id if config.pad_token_id is not None else next(iter(config.eos_ids()), 0)
 
 
+class Progress:
+    """What each row of a call had come to behind the prefill and behind each round."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self.rows = rows
+        self.rounds: list[list[tuple[int, ...]]] = []
+        self.revocations: list[tuple[int, int, int]] = []
+
+    def note(self, rows: Sequence[Row] | None = None) -> None:
+        """Note a round, in which `rows` took part; None: all."""
+        for row in self.rows if rows is None else rows:
+            columns, tokens = row.remasked
+            self.revocations += [(row.place, row.state.start + column - row.prompt, tokens[column]) for column in columns]
+        self.rounds.append(
+            [
+                (row.counts.forwards, row.steps, row.counts.drafted, row.counts.accepted, row.state.start - row.prompt)
+                for row in self.rows
+            ]
+        )
+
+    def tables(self) -> dict[str, Tensor]:
+        """[1 + rounds, rows] long by name."""
+        names = ("row_forwards", "steps", "drafted", "accepted", "column")
+        return dict(zip(names, torch.tensor(self.rounds).unbind(2), strict=True))
+
+
 def output_of(
-    input_ids: Tensor,
-    request: Request,
-    decoded: Decoded,
-    runner: Runner,
-    progress: list[tuple[Tensor, list[int]]],
-    cache: BlockCache,
-    config: MRPGenerationConfig,
+    input_ids: Tensor, rows: Sequence[Row], decoder: Decoder, progress: Progress | None, cache: BlockCache, pad: int
 ) -> Tensor | MRPGenerateOutput:
-    """Make what `generate` returns of a decode's last state.
+    """Make what `generate` returns of rows that have come to their ends.
 
     Args:
         input_ids: [rows, prompt] long, as given.
-        request: What was asked for.
-        decoded: What the loop came to.
-        runner: Whose forwards are counted.
-        progress: Of each round what `progress_of` gave, and of which rows.
+        rows: All of the call.
+        decoder: Whose forwards are counted.
+        progress: What was noted of each round; None: texts alone are wanted.
         cache: The keys and values.
-        config: The options.
+        pad: The id behind the end of a text.
     """
-    state, start = decoded.state, request.prompt_length
-    text = state.text
-    lengths = text.stop - start
-    columns = torch.arange(int(lengths.max()), device=input_ids.device)
-    inside = columns < lengths[:, None]
-    at = (start[:, None] + columns).clamp(max=text.capacity)
-    pad = torch.tensor(pad_id(config), device=at.device)
-    sequences = torch.cat([input_ids, text.tokens.gather(1, at).where(inside, pad)], 1)
-    if not config.return_dict_in_generate:
+    texts = [row.text[row.prompt : row.stop] for row in rows]
+    width = max(map(len, texts))
+
+    def table(parts: list[list[Any]], fill: Any, dtype: torch.dtype) -> Tensor:
+        made = torch.tensor([part + [fill] * (width - len(part)) for part in parts], dtype=dtype)
+        return made.to(input_ids.device)
+
+    sequences = torch.cat([input_ids, table(texts, pad, torch.long)], 1)
+    if progress is None:
         return sequences
-    reveal_step = text.reveal_step.gather(1, at).where(inside, torch.tensor(-1, device=at.device))
-    counts = {name: count for name, count in vars(state.counts).items() if name != "verified"}
-    rounds = dict(zip(_PROGRESS, _of_all_rows(progress).unbind(), strict=True))
-    verify, held = int(state.counts.verified), state.held
-    forwards = {"prefill": 0, "denoise": 0, "verify": verify, **runner.forwards}
-    forwards["denoise"] -= verify
+    lengths = [len(text) for text in texts]
+    reveal_step = table([row.step[:length] for row, length in zip(rows, lengths, strict=True)], -1, torch.long)
+    logprobs = [row.logprob[:length] for row, length in zip(rows, lengths, strict=True)]
+    networks, counts = decoder.networks, [row.counts for row in rows]
+
+    def counted(name: str) -> Tensor:
+        return torch.tensor([getattr(count, name) for count in counts], device=input_ids.device)
+
+    forwards = {"verify": decoder.verified, **networks.forwards}
+    forwards["denoise"] -= decoder.verified
     return MRPGenerateOutput(
         sequences=sequences,
-        tokens_per_forward=(reveal_step >= 0).sum(1) / held.row_forwards,
+        tokens_per_forward=(reveal_step >= 0).sum(1) / counted("forwards"),
         reveal_step=reveal_step,
-        token_logprobs=text.logprob.gather(1, at).where(inside, torch.tensor(0.0, device=at.device)),
+        token_logprobs=table(logprobs, 0.0, torch.float32),
         stats=MRPGenerateStats(
-            forwards=forwards,
-            row_forwards=held.row_forwards,
-            row_head_forwards=held.row_head_forwards,
-            revocations=_revocations(decoded.remasked, start),
-            slot_forwards=len(start) * runner.forwards["prefill"] + decoded.slots,
-            rounds={**rounds, "column": rounds["column"] - start},
-            **counts,
+            forwards={name: forwards[name] for name in ("prefill", "denoise", "verify", "head")},
+            row_forwards=counted("forwards"),
+            row_head_forwards=counted("head_forwards"),
+            slot_forwards=len(rows) * networks.forwards["prefill"] + decoder.slots,
+            drafted=counted("drafted"),
+            accepted=counted("accepted"),
+            revoked=counted("revoked"),
+            accepted_lengths=counted("lengths"),
+            offered_at_depth=counted("offered_at_depth"),
+            accepted_at_depth=counted("accepted_at_depth"),
+            revocations=torch.tensor(progress.revocations, dtype=torch.long).view(-1, 3).to(input_ids.device),
+            rounds={name: part.to(input_ids.device) for name, part in progress.tables().items()},
         ),
         past_key_values=cache,
     )
 
 
-# What is noted of each round.
-_PROGRESS = ("row_forwards", "steps", "drafted", "accepted", "column")
-
-
-def progress_of(state: DecodeState) -> Tensor:
-    """[5, rows] long: what each row has come to, in the order of `_PROGRESS`; `column` counts from the first token."""
-    counts = state.counts
-    steps, start = state.text.total_steps, state.current.start
-    return torch.stack([state.held.row_forwards, steps, counts.drafted, counts.accepted, start])
-
-
-def _of_all_rows(progress: list[tuple[Tensor, list[int]]]) -> Tensor:
-    """[5, 1 + rounds, rows] long: of rows that have left the batch what they had come to."""
-    whole = [progress[0][0]]
-    for part, rows in progress[1:]:
-        whole.append(whole[-1].clone())
-        whole[-1][:, rows] = part
-    return torch.stack(whole, 1)
-
-
-def _revocations(remasked: list[Remasked], prompt_length: Tensor) -> Tensor:
-    """List row, column of the generated text and token of each remasked reveal, in order: [n, 3] long."""
-    if not remasked:
-        return prompt_length.new_zeros(0, 3)
-    start, where, token = (torch.stack([getattr(part, name) for part in remasked]) for name in ("start", "where", "token"))
-    step, row, column = where.nonzero(as_tuple=True)
-    return torch.stack([row, start[step, row] + column - prompt_length[row], token[step, row, column]], 1)
-
-
-__all__ = ["MRPGenerateOutput", "MRPGenerateStats", "output_of", "pad_id", "progress_of"]
+__all__ = ["MRPGenerateOutput", "MRPGenerateStats", "Progress", "output_of", "pad_id"]

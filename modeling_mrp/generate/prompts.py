@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from ..runner.cache import BlockCache, devices_of_layers
+from ..networks.cache import BlockCache, devices_of_layers
 
 
 def check_prompt(prompt: Any, attention_mask: Tensor | None, mask_token_id: int, vocab_size: int) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers.generation import StoppingCriteria
 
-from .decode_state import Request, Text
+from ..rules.state import Row
 
 
 class Stopping:
@@ -27,52 +27,33 @@ class Stopping:
     def __init__(self, criteria: Sequence[StoppingCriteria], input_ids: Tensor, pad_token_id: int, mask_token_id: int) -> None:
         self.criteria, self.prompt = criteria, input_ids
         self.pad_id, self.mask_id = pad_token_id, mask_token_id
+        self.final: list[list[int]] = [[] for _ in input_ids]  # of all rows of the call, also of those that have left
+        self.ended = [False] * len(input_ids)
         self.asked = [0] * len(input_ids)  # how many tokens of each row have been shown
-        self._shown: tuple[Tensor, Tensor, Tensor] | None = None  # of all rows: tokens, how many are final, whether that is all
 
-    def ask(self, text: Text, request: Request, active: Tensor, end: Tensor, done: Tensor) -> None:
-        """Ask about all newly final tokens; where a criterion ends a row's text, write that into `end` and `done`.
-
-        Args:
-            text: The rows' texts.
-            request: What was asked for.
-            active: [rows] bool, rows that have not ended.
-            end: [rows] long, one past the last position of each text as far as eos and limit tell.
-            done: [rows] bool, rows of which all before `end` is final.
-        """
-        start, rows = request.prompt_length, request.row.tolist()
-        columns = torch.arange(int((request.limit - start).max()), device=end.device)
-        tokens = text.tokens.gather(1, (start[:, None] + columns).clamp(max=text.capacity))
-        masked = tokens == self.mask_id
-        final = torch.where(masked.any(1), masked.int().argmax(1), len(columns))
-        final = final.minimum(torch.where(active, end, text.stop) - start)
-        here = tokens, final, done | ~active
-        # Rows that have left the batch stay as they were.
-        if self._shown is None:
-            self._shown = here
-        else:
-            for whole, part in zip(self._shown, here, strict=True):
-                whole[request.row] = part
-        tokens, final, ended = self._shown
-        news = {
-            row: range(self.asked[row], upto)
-            for row, upto, going in zip(rows, final[request.row].tolist(), active.tolist(), strict=True)
-            if going
-        }
-        for column in sorted({column for news_of_row in news.values() for column in news_of_row}):
-            asking = [row for row, news_of_row in news.items() if column in news_of_row]
-            if not asking:  # those that had a token here have been stopped
+    def ask(self, rows: Sequence[Row]) -> None:
+        """Ask about all newly final tokens of some rows; where a criterion ends a row's text, it has its `stop`."""
+        going = {row.place: row for row in rows if not self.ended[row.place]}
+        for place, row in going.items():
+            upto = row.limit if row.stop is None else row.stop
+            masked = next((at for at in range(row.prompt, upto) if row.text[at] == self.mask_id), upto)
+            self.final[place] = row.text[row.prompt : masked]
+            self.ended[place] = row.stop is not None
+        most = max((len(self.final[place]) for place in going), default=0)
+        for column in range(min((self.asked[place] for place in going), default=0), most):
+            asking = [place for place in going if self.asked[place] <= column < len(self.final[place])]
+            if not asking:
                 continue
-            behind = torch.where(ended, self.pad_id, self.mask_id)[:, None]
-            shown = torch.where(columns[: column + 1] < final[:, None], tokens[:, : column + 1], behind)
-            stops = self._answers(torch.cat([self.prompt, shown], 1))
-            for row in asking:
-                self.asked[row] = column + 1
-                if stops[row]:
-                    place = rows.index(row)
-                    final[row] = column + 1
-                    end[place], done[place], ended[row] = start[place] + column + 1, True, True
-                    del news[row]
+            shown = [self._shown(tokens, column + 1, ended) for tokens, ended in zip(self.final, self.ended, strict=True)]
+            stops = self._answers(torch.cat([self.prompt, self.prompt.new_tensor(shown)], 1))
+            for place in asking:
+                self.asked[place] = column + 1
+                if stops[place]:
+                    going[place].stop, self.ended[place] = going[place].prompt + column + 1, True
+                    del self.final[place][column + 1 :], going[place]
+
+    def _shown(self, tokens: list[int], count: int, ended: bool) -> list[int]:
+        return (tokens + [self.pad_id if ended else self.mask_id] * count)[:count]
 
     def _answers(self, ids: Tensor) -> list[bool]:
         """Ask of each row if some criterion ends it; one that gives a single answer gives it for all rows."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
-from .decode_state import DecodeState, Request
+from ..rules.state import Row
 
 
 class Streams:
@@ -16,33 +16,29 @@ class Streams:
     Args:
         streamers: One for each row.
         prompts: Of each row a 1-D long tensor of ids, without padding: what its streamer is put first, as [1, length].
-        request: What was asked for.
-        block_size: Tokens of a block.
     """
 
-    def __init__(self, streamers: Sequence[BaseStreamer], prompts: list[Tensor], request: Request, block_size: int) -> None:
-        self.open, self.block_size = dict(enumerate(streamers)), block_size
-        self.sent, self.limit = request.prompt_length.tolist(), request.limit.tolist()
+    def __init__(self, streamers: Sequence[BaseStreamer], prompts: list[Tensor]) -> None:
+        self.open = dict(enumerate(streamers))
+        self.sent = [len(prompt) for prompt in prompts]
         for streamer, prompt in zip(streamers, prompts, strict=True):
             streamer.put(prompt[None].cpu())
 
-    def on_round(self, state: DecodeState, rows: list[int]) -> None:
-        """Put what a round has finished, and end the streams of rows that have ended; `rows` are those of the state."""
-        current, text = state.current, state.text
-        starts, stops, going = torch.stack([current.start, text.stop, current.valid.long()]).tolist()
-        for place, row in enumerate(rows):
-            if (streamer := self.open.get(row)) is None:
+    def on_round(self, rows: Sequence[Row]) -> None:
+        """Put what a round has finished, and end the streams of rows that have ended."""
+        for row in rows:
+            if (streamer := self.open.get(row.place)) is None:
                 continue
-            start, sent = starts[place], self.sent[row]
-            upto = min(start, stops[place]) if going[place] else stops[place]
+            sent = self.sent[row.place]
+            upto = row.stop if row.stop is not None else row.state.start
             if upto > sent:
-                streamer.put(text.tokens[place, sent:upto].cpu())
-                self.sent[row] = upto
-            if not going[place]:
-                self.open.pop(row).end()
+                streamer.put(torch.tensor(row.text[sent:upto]))
+                self.sent[row.place] = upto
+            if row.stop is not None:
+                self.open.pop(row.place).end()
             elif (put_draft := getattr(streamer, "put_draft", None)) is not None:
-                begin, end = max(start, self.sent[row]), min(start + self.block_size, self.limit[row])
-                put_draft(text.tokens[place : place + 1, begin:end].cpu())
+                start = row.state.start
+                put_draft(torch.tensor([row.text[max(start, self.sent[row.place]) : min(start + row.block_size, row.limit)]]))
 
 
 def listed_streamers(streamer: Any, rows: int) -> list[BaseStreamer]:

@@ -24,7 +24,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
     apply_rotary_pos_emb,
 )
 
-from ..runner.cache import BlockCache
+from ..networks.cache import BlockCache
 from .dispatch import LARGEST_ROW, MULTIPLY_ADD, Dispatch, ceil_div, more_than, power_of_two, tl, triton
 from .round_attention import RoundMask, attend
 

@@ -2,7 +2,7 @@
 
 In a round every row submits some states of one block each. A query sees the committed prefix of its row, the keys of its own
 state and, where its state has a parent, those of the parent. Keys and values are read where `BlockCache` holds them: the
-scratch of all states first, then the committed slots.
+committed slots first, then those of all states.
 """
 
 from dataclasses import dataclass, replace
@@ -44,7 +44,7 @@ class RoundMask:
         return replace(self, committed=self.committed.to(*args, **kwargs), parent=parent)
 
     def dense(self, used: int) -> Tensor:
-        """[rows, 1, width * block_size, width * block_size + used] bool over the scratch and the first `used` slots."""
+        """[rows, 1, width * block_size, used + width * block_size] bool over the first `used` slots and what is scored."""
         rows, device = len(self.committed), self.committed.device
         sees = torch.eye(self.width, dtype=torch.bool, device=device).repeat(rows, 1, 1)
         if self.parent is not None:
@@ -52,7 +52,7 @@ class RoundMask:
             sees |= (parent == torch.arange(self.width, device=device)) & (parent >= 0)
         scratch = sees.repeat_interleave(self.block_size, 1).repeat_interleave(self.block_size, 2)
         prefix = torch.arange(used, device=device) < self.committed[:, None]
-        return torch.cat([scratch, prefix[:, None].expand(-1, scratch.shape[1], -1)], -1)[:, None]
+        return torch.cat([prefix[:, None].expand(-1, scratch.shape[1], -1), scratch], -1)[:, None]
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: RoundMask, scale: float) -> Tensor:
@@ -89,7 +89,7 @@ def round_attention(
 
     Args:
         query: [rows, heads, queries, head_dim] of any strides, queries = width * block_size.
-        key, value: [rows, kv_heads, queries + used, head_dim] of any strides: the scratch, then `used` committed slots; what
+        key, value: [rows, kv_heads, used + queries, head_dim] of any strides: `used` committed slots, then what is scored; what
             lies in a slot that a row does not see is never read.
         mask: Who sees whom.
         scale: Multiplies the scores.
@@ -107,7 +107,7 @@ def round_attention(
         raise ValueError(
             f"query {list(query.shape)} and key {list(key.shape)} do not fit {len(mask.committed)} rows of {mask.width} states "
             f"of {mask.block_size} tokens: they are [rows, heads, width * block_size, head_dim] and [rows, kv_heads, "
-            "width * block_size + used, head_dim]"
+            "used + width * block_size, head_dim]"
         )
     group, used = heads // kv_heads, keys - queries
     tile_rows, tile_keys, warps = _tiles(queries * group, head_dim, query.dtype)
@@ -282,6 +282,7 @@ if triton is not None:
         peak = tl.full([TILE_ROWS], float("-inf"), tl.float32)
 
         # The first share takes the scratch, too: a tile sees but a part of that.
+        scored_key, scored_value = key_at + used * key_token, value_at + used * value_token
         for start in range(0, tl.where(split == 0, tokens, 0), TILE_KEYS):
             slot = start + columns
             of = slot // BLOCK_SIZE
@@ -292,8 +293,8 @@ if triton is not None:
                 total,
                 peak,
                 queries,
-                key_at + start * key_token,
-                value_at + start * value_token,
+                scored_key + start * key_token,
+                scored_value + start * value_token,
                 seen & there[None, :],
                 there[:, None] & inside[None, :],
                 scale,
@@ -308,8 +309,6 @@ if triton is not None:
         begin = tl.minimum(split * share, length)
         end = tl.minimum(begin + share, length)
         whole = begin + (end - begin) // TILE_KEYS * TILE_KEYS
-        key_at += tokens * key_token
-        value_at += tokens * value_token
         for start in range(begin, whole, TILE_KEYS):
             sums, total, peak = _absorb(
                 sums,

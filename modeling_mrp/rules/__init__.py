@@ -1,1 +1,1 @@
-"""Decoding as pure functions of tensors, callable without a model: states, reveals, drafts, acceptance."""
+"""What a row of the batch decides, in plain Python: rules, drafts, acceptance, ends of text. Nothing here imports torch."""

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from modeling_mrp.generate.pace import UNTIMED_STATES
+from modeling_mrp.generate.budget import UNTIMED_STATES
 
 from .decoded import Decoded, decode_prompts
 from .intervals import Interval, ratio_of_sums

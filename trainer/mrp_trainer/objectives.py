@@ -6,9 +6,9 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from modeling_mrp.generate.sampling import Sampler
 from modeling_mrp.model.diffusion import PackedBatch
 from modeling_mrp.modeling import MRPForCausalLM
+from modeling_mrp.networks.picker import Picker
 
 from .attention import TRAINING_FLEX
 from .losses import (
@@ -75,7 +75,7 @@ class HeadObjective:
     def __call__(self, model: MRPForCausalLM, batch: PackedBatch) -> tuple[Tensor, Measured]:
         """Pass 1 gives h_A, a reveal and pass 2 give h_B; K times, from the accumulated estimate."""
         passes = _Passes(model, batch)
-        noisy, sampler = passes.noisy, Sampler(model.lm_head.weight, model.config.mask_token_id, entropy=False)
+        noisy, sampler = passes.noisy, Picker(model.lm_head.weight, model.config.mask_token_id)
         ids, masked, estimate = noisy.input_ids, noisy.supervised, passes.h_a
         losses: list[Tensor] = []
         measured: Measured = {}

@@ -6,8 +6,8 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from modeling_mrp.generate.sampling import Sampler
 from modeling_mrp.model.diffusion import PackedBatch
+from modeling_mrp.networks.picker import Picker
 
 from .losses import BLANK
 from .train_options import RevealRule
@@ -43,7 +43,7 @@ class Reveals:
 
     @torch.no_grad()
     def __call__(
-        self, batch: PackedBatch, ids: Tensor, masked: Tensor, hidden: Tensor, sampler: Sampler, step: int
+        self, batch: PackedBatch, ids: Tensor, masked: Tensor, hidden: Tensor, sampler: Picker, step: int
     ) -> tuple[Tensor, Tensor]:
         """The next state.
 
@@ -62,8 +62,8 @@ class Reveals:
         group = block_numbers(batch, self.block_size)[open_]
         groups = ids.numel()
         if self.rule == "on_policy":
-            picks = sampler(hidden[open_], torch.zeros_like(group))
-            token, score = picks.token, picks.confidence
+            picks = sampler(hidden[open_])
+            token, score = picks.token, picks.odds
             block = batch.position_ids // self.block_size
             lot = batch.uniform(1, block)[open_]
             leftmost = lot > 1 - self.leftmost_share

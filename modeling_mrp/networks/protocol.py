@@ -57,7 +57,9 @@ class BlockDiffusionModel(Protocol):
         """Compute the head's h_C, [batch, length, hidden_size], of ids x' and hidden states h_A; otherwise as `backbone`."""
         ...
 
-    def block_cache(self, batch_size: int, capacity: int, scratch: int, with_head: bool) -> BlockCache:
+    def block_cache(
+        self, batch_size: int, capacity: int, scratch: int, with_head: bool, fixed: bool | None = None
+    ) -> BlockCache:
         """Make an empty cache for `batch_size` rows of `capacity` tokens, with room for `scratch` tokens being scored."""
         ...
 

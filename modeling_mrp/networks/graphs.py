@@ -1,8 +1,10 @@
-"""CUDA graphs: steps that run again and again on fixed buffers are recorded once and then replayed with one launch.
+"""CUDA graphs: forwards that run again and again on fixed buffers are recorded once and then replayed with one launch.
 
 What is recorded is a *step*: code that takes nothing and gives nothing, but reads buffers that stay where they are (weights,
-the KV cache, registers) and writes such buffers. So no tensor of a graph's own memory is seen outside of it, and all graphs of
-a recorded cache share that memory: what one leaves there, the next may overwrite.
+the KV cache, its inputs) and writes such buffers. So no tensor of a graph's own memory is seen outside of it, and all graphs of
+a recorded cache share that memory: what one leaves there, the next may overwrite. Recordings are dear, so they outlive the call
+of `generate` that made them, together with the cache that they write to: one for a model, until its weights lie elsewhere,
+`release_graphs` is called, or a call needs another size.
 
 A key names everything but the buffers' contents that a step depends on. Its first run is an ordinary one, on the side
 stream that will record: it does the work, and warms up what a recording must not meet for the first time (libraries,
@@ -14,13 +16,16 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch import Tensor, nn
+
+from .attention import REPLACED, ROUND_ATTENTION
+from .cache import BlockCache
 
 # Bytes that a recording of a round keeps at least, however little of it shows in the device's free memory.
 _LEAST_KEPT = 1 << 20
@@ -211,65 +216,182 @@ def shapes_of(tensors: Sequence[Tensor]) -> Hashable:
     return tuple((tuple(tensor.shape), tensor.dtype, tensor.device) for tensor in tensors)
 
 
-class Registers:
-    """Fixed buffers for the tensors of a pytree, what is recorded on them, and numbers for the host.
+class RecordedCache:
+    """The KV cache of a model that stays where it is, and the forwards that were recorded on it.
 
     Args:
-        tree: Whose leaves, all of them tensors, are copied here.
-        recorder: For `graphs`.
+        cache: Whose buffers these are.
+        recorder: What records.
+        weights: The model's `fingerprint`.
 
     Attributes:
-        tree: The same with the buffers for leaves.
-        graphs: What is recorded on them.
-        host: By key of a recording, what its step does on the host.
+        graphs: What was recorded.
+        busy: A call is using it.
     """
 
-    def __init__(self, tree: Any, recorder: Recorder) -> None:
-        leaves, spec = tree_flatten(tree)
-        self.tensors: list[Tensor] = [fixed_copy(leaf) for leaf in leaves]
-        self.tree = tree_unflatten(self.tensors, spec)
-        self.places = {tensor.untyped_storage().data_ptr() for tensor in self.tensors}
-        self.graphs = Graphs(recorder)
-        self.numbers: Tensor | None = None
-        self.host: dict[Hashable, dict[str, int]] = {}
+    def __init__(self, cache: BlockCache, recorder: Recorder, weights: Hashable) -> None:
+        self.cache, self.weights, self.graphs, self.busy = cache.alias(), weights, Graphs(recorder), False
+        self._lent: weakref.ref[BlockCache] | None = None
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of buffers and recordings."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors) + self.graphs.nbytes
+    def lend(self, past: BlockCache | None) -> BlockCache:
+        """Lend the cache, with what `past` holds. Whoever holds what was lent before keeps it, in memory of its own."""
+        if past is not None and past.shares(self.cache):
+            cache = past
+        else:
+            holder = None if self._lent is None else self._lent()
+            if holder is not None and holder.shares(self.cache):
+                holder.detach()
+            cache = self.cache.alias()
+            cache.empty()
+            if past is not None:
+                cache.fill_from(past)
+        self._lent = weakref.ref(cache)
+        return cache
 
-    def write(self, tree: Any) -> None:
-        """Copy the leaves of another pytree of the same shape into the buffers. They may share memory with the buffers."""
-        new = tree_flatten(tree)[0]
-        for own, tensor in zip(self.tensors, new, strict=True):
-            assert (own.shape, own.dtype) == (tensor.shape, tensor.dtype), (own, tensor)
-        changed: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
-        for own, tensor in zip(self.tensors, new, strict=True):
-            if tensor is not own:
-                # What looks at another buffer would change while they are written.
-                looks = tensor.untyped_storage().data_ptr() in self.places
-                kept = tensor.clone(memory_format=torch.contiguous_format) if looks else tensor.contiguous()
-                targets, sources = changed.setdefault(own.dtype, ([], []))
-                targets.append(own)
-                sources.append(kept)
-        for targets, sources in changed.values():  # a launch for each dtype
-            torch._foreach_copy_(targets, sources)
 
-    def numbers_for(self, count: int) -> Tensor:
-        """Reserve [count] long, where a step leaves what the host reads."""
-        if self.numbers is None:
-            self.numbers = fixed_copy(torch.zeros(count, dtype=torch.long, device=self.tensors[0].device))
-        return self.numbers
+_KEPT: "weakref.WeakKeyDictionary[nn.Module, RecordedCache]" = weakref.WeakKeyDictionary()
+_LOCK = threading.Lock()
+# Tokens of the smallest cache that is kept. Others have twice as many, four times, ..., so that growing prompts find the same.
+LEAST_CAPACITY = 1024
+
+
+def release_graphs(model: nn.Module) -> None:
+    """Drop what is kept for a model."""
+    with _LOCK:
+        _KEPT.pop(model, None)
+
+
+def recording_report(model: nn.Module) -> dict[str, int]:
+    """Count what is kept for a model: `recordings`, their `replays` so far, `bytes`, and whether recording `failed`."""
+    with _LOCK:
+        kept = _KEPT.get(model)
+    if kept is None:
+        return dict.fromkeys(("recordings", "replays", "bytes", "failed"), 0)
+    return {
+        "recordings": sum(known.replay is not None for known in kept.graphs.kept.values()),
+        "replays": kept.graphs.replays,
+        "bytes": kept.cache.nbytes + kept.graphs.nbytes,
+        "failed": int(kept.graphs.recorder.failed),
+    }
+
+
+@contextmanager
+def cache_for(
+    model: Any, graphs: bool | None, past: BlockCache | None, rows: int, capacity: int, scratch: int, with_head: bool
+) -> Iterator[tuple[BlockCache, Graphs | None]]:
+    """Choose the cache of a call and what records its forwards: what was kept from earlier calls, or new ones.
+
+    Args:
+        model: The model.
+        graphs: The option: None where possible, True or an error, False never.
+        past: A cache to go on from, which is taken over; or None.
+        rows, capacity, scratch: See `BlockCache`.
+        with_head: Whether the head's layers are needed.
+
+    Raises:
+        ValueError: if `graphs` is True and it is impossible.
+    """
+    past = None if past is not None and with_head and not past.head_layers else past
+    why = "graphs is False" if graphs is False else obstacle(model)
+    if graphs and why is not None:
+        raise ValueError(f"graphs is True, but {why}, or leave graphs unset")
+    kept = None if why is not None else _kept_for(model, rows, capacity, scratch, with_head or bool(past and past.head_layers))
+    if kept is None:
+        cache = model.block_cache(rows, capacity, scratch, with_head) if past is None else past
+        yield cache.with_room(rows, capacity, scratch), None
+        return
+    try:
+        yield kept.lend(past), kept.graphs
+    finally:
+        kept.busy = False
+
+
+def _kept_for(model: Any, rows: int, capacity: int, scratch: int, with_head: bool) -> RecordedCache | None:
+    """What is kept for a model, with room for a call, and now busy; None where another thread's call is using it."""
+    weights = fingerprint(model)
+    with _LOCK:
+        kept = _KEPT.get(model)
+        if kept is not None and kept.busy:
+            return None
+        cache = None if kept is None else kept.cache
+        if (
+            kept is None
+            or cache is None
+            or kept.weights != weights
+            or cache.rows != rows
+            or cache.scratch < scratch
+            or cache.capacity < capacity
+            or (with_head and not cache.head_layers)
+        ):
+            _KEPT.pop(model, None)
+            roomy = max(LEAST_CAPACITY, 1 << (capacity - 1).bit_length()) // model.config.block_size * model.config.block_size
+            device = model.lm_head.weight.device
+            with torch.inference_mode(False), torch.no_grad():
+                cache = model.block_cache(rows, max(roomy, capacity), scratch, with_head, fixed=True)
+            kept = _KEPT[model] = RecordedCache(cache, RECORDERS[device.type](device), weights)
+        kept.busy = True
+    return kept
+
+
+_PLAIN = frozenset({bool, int, float, str, type(None)})
+
+
+def fingerprint(model: nn.Module) -> Hashable:
+    """Collect where a model's weights lie, how its modules are set and hooked, and which attention it uses."""
+    tensors = (*model.parameters(), *model.buffers())
+    places = tuple((tensor.data_ptr(), tensor.dtype, tensor.shape) for tensor in tensors if not tensor.is_meta)
+    settings = tuple(
+        (type(module), len(module._forward_hooks), len(module._forward_pre_hooks), _settings(module))
+        for module in model.modules()
+    )
+    attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    return places, settings, REPLACED if attention == ROUND_ATTENTION else attention  # which another thread may be inside of
+
+
+def _settings(module: nn.Module) -> Hashable:
+    """Collect plain attributes, and lists of such: adapters are switched by them."""
+    found: list[tuple[str, Any]] = []
+    for name, value in vars(module).items():
+        kind = type(value)
+        if kind in _PLAIN:
+            found.append((name, value))
+        elif kind is list or kind is tuple or (kind is dict and name[0] != "_"):
+            found.append((name, repr(value)))
+    return tuple(found)
+
+
+def obstacle(model: Any) -> str | None:
+    """Say why forwards of this model cannot be recorded here, with what to do; None if they can."""
+    tensors = (*model.parameters(), *model.buffers())
+    others = {type(tensor).__name__ for tensor in tensors} - {"Tensor", "Parameter", "Buffer"}
+    if others:
+        return f"weights are of the kind {', '.join(sorted(others))}, and where those lie is not known: load plain tensors"
+    devices = {tensor.device for tensor in tensors}
+    names = ", ".join(sorted(map(str, devices)))
+    if len(devices) > 1:
+        return f"the model lies on several devices ({names}): load it on one"
+    (device,) = devices
+    if device.type not in RECORDERS:
+        return f"the model is on {device}: move it to a CUDA device"
+    if torch.is_autocast_enabled(device.type):
+        return "autocast is on, and what it casts does not stay in place: load the model in that dtype instead"
+    if torch.compiler.is_compiling():
+        return "generate is being compiled: compile the model instead"
+    return None
 
 
 __all__ = [
     "RECORDERS",
     "CudaRecorder",
     "Graphs",
+    "RecordedCache",
     "Recorder",
     "RecordingFailedError",
-    "Registers",
+    "cache_for",
     "first_of",
     "fixed_copy",
+    "obstacle",
+    "recording_report",
+    "release_graphs",
     "shapes_of",
 ]

@@ -1,0 +1,293 @@
+"""Keys and values of committed blocks by absolute position and, behind the longest text, of the states being scored."""
+
+import copy
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from ..model.offloading import device_of
+
+# Slots that attention reads beyond the texts are a power of two of at least so many where shapes have to stay the same.
+LEAST_BUCKET = 256
+
+
+class PassingReference(weakref.ref[Any]):
+    """A weak reference that may be pickled and copied: out of a pickle it comes dead, as its object stays behind."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (set(),)  # which nothing else holds
+
+    def __deepcopy__(self, memo: Any) -> "PassingReference":
+        return self
+
+
+class WeightsSeen:
+    """A module's parameters and active adapters at some time, to tell later whether they are still the same."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.seen = [(PassingReference(weight), _state_of(weight)) for weight in _held_parameters(module)]
+        self.adapters = _adapters(module)
+
+    def same(self, module: nn.Module | None) -> bool:
+        """Tell if nothing was replaced, moved or written to, and the same adapters are on.
+
+        Writes to a parameter's `.data` cannot be seen: autograd does not count them.
+        """
+        weights = [] if module is None else _held_parameters(module)
+        return (
+            len(weights) == len(self.seen)
+            and module is not None
+            and self.adapters == _adapters(module)
+            and all(
+                seen() is weight and state == _state_of(weight)
+                for (seen, state), weight in zip(self.seen, weights, strict=True)
+            )
+        )
+
+
+def _held_parameters(module: nn.Module) -> list[Tensor]:
+    return [weight for weight in module.parameters() if not weight.is_meta]  # those that are offloaded come anew each time
+
+
+def _adapters(module: nn.Module) -> list[Any]:
+    """List the adapters that are on in each of peft's layers, with their scales."""
+    layers: list[Any] = list(module.modules())
+    return [
+        (list(layer.active_adapters), layer.disable_adapters, layer.merged_adapters[:], dict(getattr(layer, "scaling", {})))
+        for layer in layers
+        if hasattr(layer, "merged_adapters")
+    ]
+
+
+def _state_of(weight: Tensor) -> list[int]:
+    """Where a weight lies, and how often it was written to: autograd's counter, for which there is no public name."""
+    place = weight.data_ptr() if type(weight) in (Tensor, nn.Parameter) else 0
+    return [place, 0 if weight.is_inference() else weight._version]
+
+
+def devices_of_layers(model: Any, with_head: bool) -> tuple[torch.device, ...]:
+    """List the devices on which a model's layers compute, the backbone's first, then with the head's."""
+    layers = list(model.model.layers) + (list(model.mrp_head.layers) if with_head else [])
+    return tuple(device_of(layer.self_attn.k_proj) for layer in layers)
+
+
+class BlockCache(Cache):
+    """KV memory of fixed size, one buffer per device, `[rows, slots, layers, 2, kv_heads, head_dim]`, written in place.
+
+    A committed token lives in the slot of its absolute position, so padding takes no room and rows of different length need no
+    special case. The states of a round are written behind the longest text, so that what attention reads is one slice; when one
+    turns out clean, `move` copies its keys and values to its row's text, for all rows and layers at once.
+
+    Between two calls of `generate` it remembers whose keys and values it holds, so that the next one starts behind them. A
+    call takes over the cache it is given: what that held beyond the new prompt is gone (`copy.deepcopy` keeps it).
+
+    Args:
+        rows: Rows.
+        num_key_value_heads: KV heads of every layer.
+        head_dim: Size of a head.
+        layer_devices: The device of every layer: the backbone's first, then the head's.
+        capacity: Committed slots per row, a multiple of the block size.
+        scratch: Tokens that can be scored at once per row.
+        dtype: Of keys and values.
+        head_layers: How many of the layers are the head's.
+        hidden_size: Of the hidden states that are kept for a head to read later; 0: none are.
+        fixed: Whether shapes are to stay the same from round to round, as for recordings and compiled code: attention then
+            reads a power of two of slots before what is scored.
+
+    Attributes:
+        ids: By row, the text whose tokens the slots hold.
+        held: By row, so many first tokens of it have their keys and values in all layers of the backbone.
+        head_held: By row, the same for the layers of the head.
+        hidden_held: By row, so many have hidden states that the head may still read, if it has not read them.
+        owner: A weak reference to the model whose keys and values these are.
+        weights: The parts of that model whose keys and values these are, by name, as they were then.
+        deferred: Whether attention calls `store` itself, as in rounds under a `RoundMask`.
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        num_key_value_heads: int,
+        head_dim: int,
+        layer_devices: Sequence[torch.device],
+        capacity: int,
+        scratch: int,
+        dtype: torch.dtype,
+        head_layers: int = 0,
+        hidden_size: int = 0,
+        fixed: bool = False,
+    ) -> None:
+        super().__init__(layers=[])
+        self.rows, self.num_key_value_heads, self.head_dim = rows, num_key_value_heads, head_dim
+        self.capacity, self.scratch, self.dtype, self.head_layers = capacity, scratch, dtype, head_layers
+        self.hidden_size, self.fixed, self.layer_devices = hidden_size, fixed, tuple(layer_devices)
+        self.owner: PassingReference | None = None
+        self.weights: dict[str, WeightsSeen] = {}
+        self.deferred = False
+        self.empty()
+        self._index = [self.layer_devices[:layer].count(device) for layer, device in enumerate(self.layer_devices)]
+        slots = scratch + (max(LEAST_BUCKET, 1 << (capacity - 1).bit_length()) if fixed else capacity)
+        # Elsewhere no slot is read that was not written before: rows are prefilled and scored together.
+        made = torch.zeros if fixed else torch.empty
+        self._buffers = {
+            device: made(
+                (rows, slots, self.layer_devices.count(device), 2, num_key_value_heads, head_dim), dtype=dtype, device=device
+            )
+            for device in dict.fromkeys(self.layer_devices)
+        }
+        self.hidden = torch.empty((rows, capacity, hidden_size), dtype=dtype, device=self.layer_devices[-1])
+        self.active, self.begin, self.end = rows, 0, 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, fixed at construction."""
+        return sum(buffer.numel() * buffer.element_size() for buffer in (*self._buffers.values(), self.hidden))
+
+    @property
+    def writable(self) -> bool:
+        """False outside of inference mode for a cache that was made in it."""
+        return torch.is_inference_mode_enabled() or not any(buffer.is_inference() for buffer in self._buffers.values())
+
+    def target(self, used: int, width: int, prefill: bool = False) -> int:
+        """Let the next forward write `width` tokens a row behind the first `used` slots and read all slots up to there.
+
+        Returns:
+            The first slot that is written: `used`, or where shapes are fixed the power of two above it; not in a prefill.
+        """
+        if self.fixed and not prefill:
+            used = max(LEAST_BUCKET, 1 << (used - 1).bit_length()) if used else LEAST_BUCKET
+        self.begin, self.end = used, used + width
+        return used
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Write new keys and values ([rows, heads, new, head_dim]) to the target and return what attention reads; while
+        `deferred`, leave both to `store`."""
+        return (key_states, value_states) if self.deferred else self.store(key_states, value_states, layer_idx)
+
+    def store(self, key_states: Tensor, value_states: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """Do what `update` does, at once."""
+        keys, values = self.written(layer)
+        keys.copy_(key_states)
+        values.copy_(value_states)
+        return self.read(layer)
+
+    def written(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Select the target, where keys and values of the next forward go: [rows, heads, new, head_dim]."""
+        return self._slice(layer, self.begin)
+
+    def read(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Select the keys and values that attention reads, [rows, heads, seen, head_dim], once the target is written."""
+        return self._slice(layer, 0)
+
+    def _slice(self, layer: int, begin: int) -> tuple[Tensor, Tensor]:
+        slots = self._buffers[self.layer_devices[layer]][: self.active, begin : self.end, self._index[layer]]
+        keys, values = slots.permute(2, 0, 3, 1, 4).unbind(0)
+        return keys, values
+
+    def move(self, layers: range, moves: Sequence[tuple[int, int, int]], length: int) -> None:
+        """Copy blocks of keys and values: of each `(row, source, target)` the slots from `source` on to those from `target`
+        on, in all of some layers."""
+        row, source, target = torch.tensor(moves).unbind(1)
+        offsets = torch.arange(length)
+        source, target = source[:, None] + offsets, target[:, None] + offsets
+        for device, part in self._of(layers):
+            at, of, to = (index.to(device, non_blocking=True) for index in (row[:, None], source, target))
+            if part.shape[-1] * part.element_size() % 8 == 0:
+                part = part.view(torch.int64)  # a number of a narrow type costs as much to index as a wide one
+            part[at, to] = part[at, of]
+
+    def swap(self, pairs: Sequence[tuple[int, int]], used: int) -> None:
+        """Exchange what pairs of rows have in the first `used` slots, kept hidden states too."""
+        ours, theirs = torch.tensor(pairs).unbind(1)
+        to, of = torch.cat([ours, theirs]), torch.cat([theirs, ours])
+        for part in (*self._buffers.values(), self.hidden):
+            part = part[:, :used]
+            part[to.to(part.device)] = part[of.to(part.device)]
+
+    def hold(self, ids: list[list[int]], held: list[int], head_held: list[int], hidden_held: list[int]) -> None:
+        """Note what is held, by row (see the attributes)."""
+        self.ids, self.held, self.head_held, self.hidden_held = ids, held, head_held, hidden_held
+
+    def empty(self) -> None:
+        """Hold nothing."""
+        nothing = [0] * self.rows
+        self.hold([[] for _ in nothing], nothing, nothing, nothing)
+
+    def reusable(self, texts: Sequence[Sequence[int]], upto: Sequence[int], block_size: int, with_head: bool) -> list[int]:
+        """Count the first tokens of each row's text that need no prefill: the longest common prefix, in whole blocks.
+
+        Args:
+            texts: By row, the text by absolute position.
+            upto: By row, the most that is asked for.
+            block_size: Keys and values depend on the whole block.
+            with_head: Whether the head's layers must hold them too, or be able to read them yet.
+        """
+        found = []
+        for row, (text, most) in enumerate(zip(texts, upto, strict=True)):
+            most = min(most, self.held[row], max(self.head_held[row], self.hidden_held[row]) if with_head else most)
+            known = self.ids[row]
+            same = next((at for at in range(min(most, len(known))) if known[at] != text[at]), min(most, len(known)))
+            found.append(same // block_size * block_size)
+        return found
+
+    def with_room(self, rows: int, capacity: int, scratch: int) -> "BlockCache":
+        """Make room: return this cache, or a bigger one with what it holds.
+
+        Args:
+            rows: A multiple of this one's: each is then held so many times, one after the other.
+            capacity, scratch: At least so many slots, and tokens that can be scored at once.
+        """
+        if rows == self.rows and capacity <= self.capacity and scratch <= self.scratch and self.writable:
+            return self
+        capacity, scratch = max(capacity, self.capacity), max(scratch, self.scratch)
+        bigger = BlockCache(
+            *(rows, self.num_key_value_heads, self.head_dim, self.layer_devices, capacity, scratch, self.dtype),
+            *(self.head_layers, self.hidden_size, self.fixed),
+        )
+        bigger.owner = self.owner
+        bigger.fill_from(self)
+        return bigger
+
+    def fill_from(self, other: "BlockCache") -> None:
+        """Hold what another cache of as many layers holds, a divisor of this one's rows: each so many times in turn."""
+        copies, used = self.rows // other.rows, max(other.held)
+        repeated = (
+            [one for one in part for _ in range(copies)] for part in (other.ids, other.held, other.head_held, other.hidden_held)
+        )
+        self.hold(*repeated)  # type: ignore[arg-type]
+        for device, buffer in other._buffers.items():
+            self._buffers[device][:, :used] = buffer[:, :used].repeat_interleave(copies, 0)
+        self.hidden[:, :used] = other.hidden[:, :used].repeat_interleave(copies, 0)
+
+    def alias(self) -> "BlockCache":
+        """Make another cache on the same memory."""
+        return copy.copy(self)
+
+    def shares(self, other: "BlockCache") -> bool:
+        """Tell if two caches have the same memory."""
+        return self._buffers is other._buffers
+
+    def detach(self) -> None:
+        """Go on with a copy of the memory that is shared."""
+        self._buffers = {device: buffer.clone() for device, buffer in self._buffers.items()}
+        self.hidden = self.hidden.clone()
+
+    def _of(self, layers: range) -> Iterator[tuple[torch.device, Tensor]]:
+        """Select the memory of some layers, of each device: [rows, slots, layers, 2, heads, head_dim]."""
+        for device, buffer in self._buffers.items():
+            held = [self._index[layer] for layer in layers if self.layer_devices[layer] == device]
+            if held:
+                yield device, buffer[:, :, held[0] : held[-1] + 1]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return 0: rows differ in length, so there is no common one; positions are always passed explicitly."""
+        return 0
+
+
+__all__ = ["BlockCache", "PassingReference", "WeightsSeen", "devices_of_layers"]

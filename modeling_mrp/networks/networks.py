@@ -1,0 +1,421 @@
+"""The one owner of a model's forwards and of their keys and values: `prefill`, `score`, `head`, `commit`.
+
+States lie side by side in one forward: each sees the committed text of its row, itself, and its parent if it has one. Ids go in
+by one copy, and what was picked comes out by one: the host decides the rest. The keys and values of what was scored lie behind
+the texts until the next forward; `commit` copies those of accepted clean states to the texts.
+"""
+
+from array import array
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kernels.dispatch import Dispatch
+from ..kernels.round_attention import RoundMask
+from ..model.diffusion import block_causal_mask
+from ..rules.draft import Node
+from ..rules.state import Row, Scores, State
+from .attention import under_round_masks
+from .cache import BlockCache
+from .picker import Picker, Picks, Spots
+from .protocol import BlockDiffusionModel
+
+# Prompt tokens per prefill forward, at most, in whole blocks.
+PREFILL_CHUNK = 2048
+
+# Hidden states of one block: a tensor [n, block, hidden_size], and the place in it.
+Hidden = tuple[Tensor, int]
+
+
+class Networks:
+    """Backbone, head and pick of one decode.
+
+    Args:
+        model: Whose forwards these are.
+        cache: Keys and values of backbone and head.
+        with_head: Whether the head takes part.
+        picker: Picks tokens from the backbone's hidden states,
+        drafter: and from the head's estimates.
+        dispatch: Kernels or PyTorch.
+        round_masks: Whether attention takes a `RoundMask`, not a dense mask.
+        device: Where the rows are.
+        recorded: Runs a forward from a recording (`Graphs.call`); or None.
+
+    Attributes:
+        forwards: Forwards of the whole batch by role, `prefill`, `denoise` (those over rounds' states) and `head`.
+    """
+
+    def __init__(
+        self,
+        model: BlockDiffusionModel,
+        cache: BlockCache,
+        with_head: bool,
+        picker: Picker,
+        drafter: Picker,
+        dispatch: Dispatch,
+        round_masks: bool,
+        device: torch.device,
+        recorded: Callable[..., Tensor] | None = None,
+    ) -> None:
+        self.model, self.cache, self.device, self.recorded = model, cache, device, recorded
+        self.picker, self.drafter, self.dispatch, self.round_masks = picker, drafter, dispatch, round_masks
+        config = model.config
+        self.block, self.mask_id, self.with_head = config.block_size, config.mask_token_id, with_head
+        self.backbone_layers = range(config.num_hidden_layers)
+        self.head_layers = range(len(self.backbone_layers), len(self.backbone_layers) + config.num_nextn_predict_layers)
+        self.forwards = {"prefill": 0, "denoise": 0, "head": 0}
+        self._swaps: list[tuple[int, int]] = []
+        self._scored: Tensor | None = None  # hidden states of the last `score`, and its first slot
+        self._begin = 0
+        self._offsets = torch.arange(self.block, device=device)
+        cache.active = cache.rows
+
+    # ------------------------------------------------------------------------------------------------------- prefill
+
+    def prefill(self, rows: Sequence[Row], reused: Sequence[int]) -> list[Scores]:
+        """Compute the whole blocks before each row's first mask and, in the same forward, the row's first state.
+
+        It starts where the first row's reused keys and values end. So, behind a cache and beyond one chunk, a row's forwards
+        here may depend on its neighbours; its text does not. Nothing is compiled: each call would have another length.
+
+        Args:
+            rows: All of the call.
+            reused: By row, so many first tokens have their keys and values already.
+
+        Returns:
+            What the backbone says at each row's first state.
+        """
+        length = max(row.state.start for row in rows) + self.block
+        first: list[Hidden | None] = [None] * len(rows)
+
+        def forward(ids: Tensor, positions: Tensor, mask: Tensor, begin: int, end: int) -> None:
+            hidden = self.model.backbone(ids, positions, mask, self.cache, compiled=False).to(self.device)
+            self.forwards["prefill"] += 1
+            if self.with_head:
+                self.cache.hidden[: len(rows), begin:end] = hidden
+            blocks = hidden.unflatten(1, (-1, self.block)).flatten(0, 1)
+            for at, row in enumerate(rows):
+                row.counts.forwards += row.state.start >= begin and reused[at] < end
+                if begin <= row.state.start < end:
+                    first[at] = blocks, (at * (end - begin) + row.state.start - begin) // self.block
+
+        self._in_chunks(rows, min(reused), length, forward)
+        for row in rows:
+            row.held = row.state.start
+        states = [(row, row.state) for row in rows]
+        return self.picked(self.picker, states, [hidden for hidden in first if hidden is not None])
+
+    def _catch_up(self, rows: Sequence[Row]) -> None:
+        """Have the head read all of the rows' texts that it has not read."""
+
+        def forward(ids: Tensor, positions: Tensor, mask: Tensor, begin: int, end: int) -> None:
+            hidden = self.cache.hidden[: len(rows), begin:end]
+            held = torch.tensor([row.held for row in rows], device=hidden.device)
+            known = torch.arange(begin, end, device=hidden.device) < held[:, None]
+            hidden = torch.where(known[..., None], hidden, 0)
+            self.model.residual(ids, hidden, positions, mask, self.cache, compiled=False)
+            self.forwards["head"] += 1
+            for row in rows:
+                row.counts.head_forwards += row.held > begin and row.head_held < end
+
+        self._in_chunks(rows, min(row.head_held for row in rows), max(row.held for row in rows), forward)
+        for row in rows:
+            row.head_held = row.held
+
+    def _in_chunks(
+        self, rows: Sequence[Row], begin: int, length: int, forward: Callable[[Tensor, Tensor, Tensor, int, int], None]
+    ) -> None:
+        """Go through the rows' texts from `begin` to `length` in forwards under a block-causal mask."""
+        texts = torch.tensor([(row.text + [self.mask_id] * length)[:length] for row in rows], device=self.device)
+        positions = torch.arange(length, device=self.device).expand(len(rows), length)
+        chunk = max(1, PREFILL_CHUNK // self.block) * self.block
+        for at in range(begin, length, chunk):
+            end = min(length, at + chunk)
+            here, seen = positions[:, at:end], positions[:, :end]
+            mask = block_causal_mask(here, seen, torch.ones_like(seen, dtype=torch.bool), self.block)
+            self.cache.target(at, end - at, prefill=True)
+            forward(texts[:, at:end], here, mask, at, end)
+
+    # --------------------------------------------------------------------------------------------------------- rounds
+
+    def score(self, rows: Sequence[Row], drafts: Sequence[Sequence[Node]]) -> list[list[Scores]]:
+        """Score the nodes of each row, side by side, in one forward of the backbone.
+
+        Args:
+            rows: Those of the batch, by place.
+            drafts: Of each its nodes; none for a row that has ended.
+
+        Returns:
+            What the backbone says at each.
+        """
+        for row, nodes in zip(rows, drafts, strict=True):
+            row.counts.forwards += bool(nodes)
+        packed = [[(node.state, node.parent) for node in nodes] for nodes in drafts]
+        hidden, width = self._network(packed, [row.held for row in rows]), max(map(len, drafts))
+        self.forwards["denoise"] += 1
+        self._scored = hidden
+        states, places, parents = [], [], []
+        for at, (row, nodes) in enumerate(zip(rows, drafts, strict=True)):
+            states += [(row, node.state) for node in nodes]
+            places += [(hidden, at * width + slot) for slot in range(len(nodes))]
+            parents += [nodes[node.parent].state if node.parent >= 0 else None for node in nodes]
+        found = iter(self.picked(self.picker, states, places, parents))
+        return [[next(found) for _ in nodes] for nodes in drafts]
+
+    def head(
+        self, rows: Sequence[Row], asked: Sequence[Sequence[tuple[State, Hidden]]], residual: bool = False
+    ) -> list[list[Hidden]]:
+        """Compute h_A + h_C at states of each row, given hidden states h_A or estimates of them, in one pass of the head.
+
+        Rows that ask and have a clean block of which the head has no keys and values yet compute these on the way.
+
+        Args:
+            rows: Those of the batch, by place.
+            asked: Of each the states, and what the head starts from at each; of some row one at least.
+            residual: Whether h_C alone is wanted.
+
+        Returns:
+            Hidden states at each.
+        """
+        asking = [row for row, states in zip(rows, asked, strict=True) if states]
+        if any(row.held - row.head_held > self.block for row in asking):
+            self._catch_up(rows)
+        kept = self.cache.hidden.unflatten(1, (-1, self.block)).flatten(0, 1)
+        packed: list[list[tuple[State, int]]] = []
+        given: list[list[Hidden]] = []
+        leads: list[int] = []  # rows whose first state is a clean block that the head has not read
+        for at, (row, states) in enumerate(zip(rows, asked, strict=True)):
+            row.counts.head_forwards += bool(states)
+            lead: list[tuple[State, int]] = []
+            starts = [hidden for _, hidden in states]
+            if states and row.held > row.head_held:
+                leads.append(at)
+                lead.append((row.opened(row.head_held), -1))
+                starts.insert(0, (kept, (at * self.cache.capacity + row.head_held) // self.block))
+            packed.append(lead + [(state, len(lead) - 1) for state, _ in states])
+            given.append(starts)
+        width, filler = max(map(len, packed)), next(starts[0] for starts in given if starts)
+        wide = gathered([one for starts in given for one in [*starts, *[filler] * (width - len(starts))]])
+        made = self._network(packed, [row.head_held for row in rows], wide)
+        self.forwards["head"] += 1
+        if leads:
+            self.cache.move(self.head_layers, [(at, self._begin, rows[at].head_held) for at in leads], self.block)
+        for at in leads:
+            rows[at].head_held += self.block
+        made = made if residual else wide + made
+        return [
+            [(made, at * width + slot) for slot in range(len(states) - len(asked[at]), len(states))]
+            for at, states in enumerate(packed)
+        ]
+
+    def commit(self, rows: Sequence[Row], clean: Sequence[Sequence[int]]) -> None:
+        """Keep the keys and values of scored clean states, and hidden states for the head to read.
+
+        Args:
+            rows: Those of the batch, by place.
+            clean: Of each the slots of accepted clean states, in order.
+        """
+        moves = []
+        for at, (row, slots) in enumerate(zip(rows, clean, strict=True)):
+            for slot in slots:
+                moves.append((at, self._begin + slot * self.block, row.held))
+                row.held += self.block
+        if not moves:
+            return
+        self.cache.move(self.backbone_layers, moves, self.block)
+        if self.with_head:
+            assert self._scored is not None
+            width = len(self._scored) // len(rows)
+            place, source, target = torch.tensor(moves, device=self.device).unbind(1)
+            blocks = self._scored[place * width + (source - self._begin) // self.block]
+            where = self.cache.hidden.device
+            self.cache.hidden[place[:, None].to(where), (target[:, None] + self._offsets).to(where)] = blocks.to(where)
+
+    def picked(
+        self,
+        picker: Picker,
+        states: Sequence[tuple[Row, State]],
+        hidden: Sequence[Hidden],
+        parents: Sequence[State | None] = (),
+    ) -> list[Scores]:
+        """Pick at the free columns of states, given the hidden states of each; one transfer to the host.
+
+        `parents` are the clean states that some look at, for processors to see.
+        """
+        at = [place * self.block + column for place, (_, state) in enumerate(states) for column in state.free]
+        empty = len(states) * self.block
+        if not at:
+            return [Scores([0] * self.block, [-torch.inf] * self.block, hidden=one) for one in hidden]
+        blocks = gathered(hidden).flatten(0, 1)
+        index = torch.tensor(at, device=self.device)
+        picks = picker(blocks if len(at) == empty else blocks[index], Spots(states, self.device, parents))
+        parts = self._on_host(picks, index, empty)
+        return [Scores(*part, one) for part, one in zip(parts, hidden, strict=True)]
+
+    def token_odds(
+        self, asked: Sequence[tuple[Row, State, Sequence[int], Sequence[int]]], hidden: Sequence[Hidden]
+    ) -> list[list[float]]:
+        """Compute the log-odds of given tokens under hidden states of each; one transfer to the host.
+
+        Args:
+            asked: Of each its row, its state, some of its free columns, and by column the tokens.
+            hidden: Of each the hidden states.
+
+        Returns:
+            Of each [block], -inf at other columns.
+        """
+        at, token = self._columns([(where, token) for _, _, where, token in asked])
+        spots = Spots(
+            [(row, State(state.key, tuple(where), state.end, state.masks, 0)) for row, state, where, _ in asked], self.device
+        )
+        odds = self.picker.token_odds(gathered(hidden).flatten(0, 1)[at], token, spots)
+        return self._spread(odds, at, len(asked))
+
+    def magnitudes(self, asked: Sequence[tuple[Sequence[int], Sequence[int]]], hidden: Sequence[Hidden]) -> list[list[float]]:
+        """Take the magnitude |C| of given tokens' logits: one dot product each; arguments and result as of `token_odds`."""
+        at, token = self._columns(asked)
+        given = gathered(hidden).flatten(0, 1)[at]
+        wide = torch.promote_types(given.dtype, torch.float32)
+        moved = (given.to(wide) * self.picker.lm_head_weight[token].to(wide)).sum(-1).abs()
+        return self._spread(moved, at, len(asked))
+
+    def _columns(self, asked: Sequence[tuple[Sequence[int], Sequence[int]]]) -> tuple[Tensor, Tensor]:
+        """Flat places of some columns of n states, and the tokens there."""
+        pairs = [(place * self.block + c, token[c]) for place, (where, token) in enumerate(asked) for c in where]
+        at, tokens = torch.tensor(pairs, device=self.device).unbind(1)
+        return at, tokens
+
+    def _spread(self, numbers: Tensor, at: Tensor, states: int) -> list[list[float]]:
+        spread = numbers.new_full((states * self.block,), -torch.inf).index_copy(0, at, numbers)
+        found: list[list[float]] = spread.view(-1, self.block).tolist()
+        return found
+
+    def _on_host(self, picks: Picks, index: Tensor, count: int) -> Any:
+        """Spread picks over whole blocks: of each its tokens, odds, entropies and likeliest tokens."""
+        token = picks.token.new_zeros(count).index_copy(0, index, picks.token)
+        numbers = [picks.odds] if picks.entropy is None else [picks.odds, picks.entropy]
+        spread = [one.new_full((count,), -torch.inf).index_copy(0, index, one) for one in numbers]
+        if token.is_cuda:  # token ids are exact in float64
+            token, *spread = torch.stack([token.double(), *(one.double() for one in spread)]).cpu()
+            token = token.long()
+        lists = [one.view(-1, self.block).tolist() for one in (token, *spread)]
+        if len(lists) == 2:
+            lists.append([None] * len(lists[0]))
+        likeliest: Any = [None] * len(lists[0])
+        if picks.likeliest is not None:
+            ids, odds = picks.likeliest
+            ids = ids.new_zeros(count, ids.shape[1]).index_copy(0, index, ids).unflatten(0, (-1, self.block))
+            odds = odds.new_full((count, odds.shape[1]), -torch.inf).index_copy(0, index, odds).unflatten(0, (-1, self.block))
+            likeliest = list(zip(ids.cpu().numpy(), odds.double().cpu().numpy(), strict=True))
+        return zip(*lists, likeliest, strict=True)
+
+    def _network(
+        self, packed: Sequence[Sequence[tuple[State, int]]], held: Sequence[int], hidden: Tensor | None = None
+    ) -> Tensor:
+        """Run the backbone, or with `hidden` [rows * width, block, hidden_size] the head, over states and their parents.
+
+        What is scored goes behind the longest of all rows' texts, so that it touches no text of a row that takes no part.
+
+        Returns:
+            Hidden states or h_C, [rows * width, block, hidden_size], `width` being the most states of a row.
+        """
+        rows, width, used = len(packed), max(map(len, packed)), max(held)
+        self._begin = self.cache.target(used, width * self.block)
+        empty = (self.mask_id,) * self.block
+        numbers, starts, parents = array("q"), array("q"), array("q")
+        for states in packed:
+            for state, parent in states:
+                start, ids = state.key
+                numbers.extend(ids)
+                starts.append(start)
+                parents.append(parent)
+            for _ in range(width - len(states)):
+                numbers.extend(empty)
+                starts.append(0)
+                parents.append(-1)
+        numbers.extend(starts)
+        numbers.extend(parents)
+        numbers.extend(held)
+        table = torch.frombuffer(numbers, dtype=torch.long).to(self.device, non_blocking=True)
+        has_parents = max(parents) >= 0
+        plain = width == 1 and min(held) == used and not (self.cache.fixed or self.round_masks)
+        forward = partial(self._packed, rows, width, self._begin, has_parents, plain)
+        inputs = [table] if hidden is None else [table, hidden.view(rows, width * self.block, -1)]
+        if self.recorded is not None:
+            key = (rows, width, self._begin, has_parents, self.dispatch, self.round_masks)
+            return self.recorded(key, forward, *inputs).view(rows * width, self.block, -1)
+        return forward(*inputs).view(rows * width, self.block, -1)
+
+    def _packed(
+        self, rows: int, width: int, begin: int, has_parents: bool, plain: bool, table: Tensor, hidden: Tensor | None = None
+    ) -> Tensor:
+        """Unpack `table` (ids, starts, parents, held) and run the network; a function of tensors that can be recorded."""
+        states = rows * width
+        ids, starts, parents, held = table.split([states * self.block, states, states, rows])
+        ids, parent = ids.view(rows, -1), parents.view(rows, width) if has_parents else None
+        positions = (starts[:, None] + self._offsets).view(rows, -1)
+        mask: Any = RoundMask(held, parent, width, self.block, self.dispatch)
+        network = self.model.backbone if hidden is None else partial(self._residual, hidden)
+        if self.round_masks:
+            with under_round_masks(self.model, self.cache):
+                return network(ids, positions, mask, self.cache).to(self.device)
+        if plain:  # all see all
+            mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device).expand(rows, 1, self.block, begin + self.block)
+        else:
+            mask = mask.dense(begin)
+        return network(ids, positions, mask, self.cache).to(self.device)
+
+    def _residual(self, hidden: Tensor, ids: Tensor, positions: Tensor, mask: Any, cache: BlockCache) -> Tensor:
+        return self.model.residual(ids, hidden, positions, mask, cache)
+
+    # ------------------------------------------------------------------------------------------- rows that have ended
+
+    def narrow(self, rows: list[Row], size: int) -> list[Row]:
+        """Let ended rows leave: those that go on move to the first `size` places.
+
+        Args:
+            rows: Those of the batch, by place.
+            size: Places that stay; no fewer than rows that go on.
+
+        Returns:
+            The rows at those places.
+        """
+        ended = [place for place in range(size) if rows[place].stop is not None]
+        behind = [place for place in range(size, len(rows)) if rows[place].stop is None]
+        pairs = list(zip(ended, behind, strict=False))  # there may be more room than rows
+        rows = list(rows)
+        for place, other in pairs:
+            rows[place], rows[other] = rows[other], rows[place]
+        if pairs:
+            self.cache.swap(pairs, max(row.held for row in rows))
+            self._swaps.append(pairs)  # type: ignore[arg-type]
+        self.cache.active = size
+        return rows[:size]
+
+    def widen(self, used: int) -> None:
+        """Have all rows back in their places, each with its first `used` slots."""
+        for pairs in reversed(self._swaps):
+            self.cache.swap(pairs, used)  # type: ignore[arg-type]
+        self._swaps.clear()
+        self.cache.active = self.cache.rows
+
+
+def gathered(hidden: Sequence[Hidden]) -> Tensor:
+    """Gather hidden states of n places, which lie in a few tensors: [n, block, hidden_size]."""
+    first = hidden[0][0]
+    tensors = {id(tensor): tensor for tensor, _ in hidden}
+    if len(tensors) == 1:
+        places = [place for _, place in hidden]
+        return first if places == list(range(len(first))) else first[torch.tensor(places, device=first.device)]
+    out = first.new_empty(len(hidden), *first.shape[1:])
+    for name, tensor in tensors.items():
+        pairs = [(at, place) for at, (other, place) in enumerate(hidden) if id(other) == name]
+        to, of = torch.tensor(pairs, device=tensor.device).unbind(1)
+        out[to.to(out.device)] = tensor[of].to(out.device)
+    return out
+
+
+__all__ = ["PREFILL_CHUNK", "Hidden", "Networks", "gathered"]

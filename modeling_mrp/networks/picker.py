@@ -1,0 +1,267 @@
+"""Picks: the token and its log-odds at masked positions, greedy or sampled, reproducible to the bit.
+
+A sampled pick is a Gumbel-max whose noise is a pure function of (the row's seed, absolute position, masks left in
+the block, token id). So two decoders that reach the same state draw the same token, whatever way they came there.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation import LogitsProcessor, LogitsProcessorList
+from transformers.generation.logits_process import (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    MinPLogitsWarper,
+    TopHLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+
+from ..kernels.dispatch import AUTOMATIC, Dispatch
+from ..kernels.noise import noise_keys
+from ..kernels.pick import pick_rows
+from ..kernels.unembedding import Unembedding, log_odds, widened
+from ..rules.state import Row, State
+
+# Kinds of truncation, and whether one keeps, of any scores, the likeliest tokens, however many: behind a top-k it needs its k
+# logits alone.
+TRUNCATIONS: dict[type, bool] = {
+    TopKLogitsWarper: True,
+    TopPLogitsWarper: True,
+    MinPLogitsWarper: True,
+    EpsilonLogitsWarper: True,
+    EtaLogitsWarper: True,
+    TopHLogitsWarper: False,
+    TypicalLogitsWarper: False,
+}
+
+# Tokens of a position that a sampled draft chooses among: all that transformers' own top-k of 50 leaves.
+LIKELIEST = 64
+
+
+@dataclass(frozen=True)
+class Spots:
+    """The positions of some states at which tokens are picked: the `free` columns of each, in order.
+
+    Attributes:
+        states: Each with its row.
+        device: Where picks are made.
+        parents: Of each the clean state that it looks at, if any; none at all: no state does.
+    """
+
+    states: Sequence[tuple[Row, State]]
+    device: torch.device
+    parents: Sequence[State | None] = ()
+
+    def keys(self) -> Tensor:
+        """Make the keys of the noise, [n] long."""
+        table = [(row.seed, state.start + column, state.masks) for row, state in self.states for column in state.free]
+        return noise_keys(*torch.tensor(table, dtype=torch.long).view(-1, 3).to(self.device).unbind(1))
+
+    def no_eos(self) -> Tensor | None:
+        """Tell where no eos may be picked, [n] bool; None: nowhere."""
+        if not any(state.start < row.no_eos_before for row, state in self.states):
+            return None
+        early = [state.start + column < row.no_eos_before for row, state in self.states for column in state.free]
+        return torch.tensor(early, device=self.device)
+
+    def contexts(self) -> list[list[int]]:
+        """List the ids before each position: the row's text, with what its state has revealed, and masks elsewhere."""
+        found = []
+        for place, (row, state) in enumerate(self.states):
+            known = row.text[: state.start]
+            if self.parents and (parent := self.parents[place]) is not None:
+                known[parent.start :] = parent.ids
+            found += [[*known, *state.ids[:column]] for column in state.free]
+        return found
+
+
+@dataclass(frozen=True)
+class Picks:
+    """Picks at n positions.
+
+    Attributes:
+        token: [n] long.
+        odds: [n] float, the log-odds of its probability after temperature and processors, before truncation; NaN where no
+            token had a finite score.
+        entropy: [n] float, in nats; None where the picker computes none.
+        likeliest: Ids and log-odds [n, m] of the likeliest tokens that may be sampled, -inf for those that truncation leaves
+            out; None where the picker gives none.
+    """
+
+    token: Tensor
+    odds: Tensor
+    entropy: Tensor | None = None
+    likeliest: tuple[Tensor, Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class Picker:
+    """Turns hidden states into picks with one set of sampling options.
+
+    Attributes:
+        lm_head_weight: [vocab, hidden_size].
+        mask_token_id: Never picked, and outside the softmax.
+        temperature: Divides the logits.
+        sample: Add Gumbel noise, else take the arg max.
+        processors: The user's logits processors, applied before temperature.
+        truncation: top-k, top-p and their kin, applied after the confidence is taken.
+        eos_token_ids: Ids that positions before a minimum length must not take.
+        token_ids: [vocab] long, the ids that the rows of `lm_head_weight` stand for; None: their places.
+        entropy: Whether to compute it.
+        likeliest: Whether to give the likeliest tokens, for drafts of sampled text.
+        dispatch: Kernels or PyTorch.
+    """
+
+    lm_head_weight: Tensor
+    mask_token_id: int
+    temperature: float = 1.0
+    sample: bool = False
+    processors: LogitsProcessorList | None = None
+    truncation: LogitsProcessorList | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    token_ids: Tensor | None = None
+    entropy: bool = False
+    likeliest: bool = False
+    dispatch: Dispatch = field(default=AUTOMATIC)
+
+    @cached_property
+    def unembedding(self) -> Unembedding:
+        """The distributions before any processors."""
+        return Unembedding(self.lm_head_weight, self.mask_token_id, self.temperature, self.eos_token_ids, self.token_ids)
+
+    def restricted(self, token_ids: Tensor, weight: Tensor) -> "Picker":
+        """One that picks among some tokens [m] only, without the mask id; `weight` are their rows of `lm_head`."""
+        return replace(self, lm_head_weight=weight, token_ids=token_ids, entropy=False)
+
+    def __call__(self, hidden: Tensor, spots: Spots | None = None) -> Picks:
+        """Pick at n spots from hidden states [n, hidden_size]; no [n, vocab] logits exist for large n.
+
+        Without `spots` tokens are the likeliest ones, and nothing is barred or processed.
+        """
+        keys = no_eos = contexts = None
+        if spots is not None:
+            keys, no_eos = spots.keys() if self.sample else None, spots.no_eos()
+            contexts = spots.contexts() if self.processors else None
+        parts = []
+        for at in self.unembedding.chunks(len(hidden)):
+            logits = self._logits(
+                hidden[at], None if contexts is None else contexts[at], None if no_eos is None else no_eos[at]
+            )
+            parts.append(self._pick(logits, None if keys is None else keys[at]))
+        return parts[0] if len(parts) == 1 else _joined(parts)
+
+    def token_odds(self, hidden: Tensor, token: Tensor, spots: Spots) -> Tensor:
+        """Compute [n] log-odds of given tokens [n] under the same softmax: what `odds` is for a picked token."""
+        no_eos, contexts = spots.no_eos(), spots.contexts() if self.processors else None
+        parts = []
+        for at in self.unembedding.chunks(len(hidden)):
+            logits = self._logits(
+                hidden[at], None if contexts is None else contexts[at], None if no_eos is None else no_eos[at]
+            )
+            parts.append(log_odds(self.unembedding.tempered(logits), token[at])[1])
+        return torch.cat(parts)
+
+    def _logits(self, hidden: Tensor, contexts: list[list[int]] | None, no_eos: Tensor | None) -> Tensor:
+        """Compute logits after processors [n, vocab], with no eos before the minimum length."""
+        logits = self.unembedding.logits(hidden)
+        if contexts is not None:
+            logits = self._processed(widened(logits), contexts)
+        return self.unembedding.barred(logits, no_eos)
+
+    def _processed(self, logits: Tensor, contexts: list[list[int]]) -> Tensor:
+        """Apply processors to logits [n, vocab], those with contexts of one length together."""
+        assert self.processors is not None
+        lengths: dict[int, list[int]] = {}
+        for at, context in enumerate(contexts):
+            lengths.setdefault(len(context), []).append(at)
+        for places in lengths.values():
+            index = torch.tensor(places, device=logits.device)
+            known = torch.tensor([contexts[at] for at in places], dtype=torch.long, device=logits.device)
+            processed = logits[index]
+            for processor in self.processors:
+                processed = _answer(processor, processor(known, processed), processed)
+            logits[index] = processed.masked_fill(processed.isnan(), -torch.inf)
+        logits[:, self.mask_token_id] = -torch.inf
+        return logits
+
+    def _pick(self, logits: Tensor, keys: Tensor | None) -> Picks:
+        """Pick from logits [n, vocab], with noise of keys [n] or without."""
+        unembedding, least = self.unembedding, None
+        top_k = self._top_k()
+        if top_k is not None and len(logits):  # what is kept is what is not under a logit that is found among k
+            top = logits.topk(min(top_k, logits.shape[1])).values
+            kept = self._truncated(unembedding.tempered(top)) > -torch.inf
+            least = top.masked_fill(~kept, torch.inf).amin(-1)
+        shown = logits
+        if self.truncation and top_k is None and len(logits):
+            shown = logits.masked_fill(self._truncated(unembedding.tempered(logits).clone()) == -torch.inf, -torch.inf)
+        token, odds = pick_rows(unembedding, logits, shown, least, keys, self.dispatch)
+        entropy = None
+        if self.entropy:
+            logp = unembedding.tempered(logits).log_softmax(-1)
+            entropy = -(logp.exp() * logp.nan_to_num(neginf=0.0)).sum(-1)
+        return Picks(unembedding.named(token), odds, entropy, self._likeliest(logits, shown, least) if self.likeliest else None)
+
+    def _likeliest(self, logits: Tensor, shown: Tensor, least: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Find the likeliest tokens, and their log-odds before truncation, [n, m] both; -inf for those that it leaves out."""
+        scores = self.unembedding.tempered(logits)
+        top = scores.topk(min(LIKELIEST, logits.shape[1]))
+        log_p = top.values - scores.logsumexp(-1, keepdim=True)
+        odds = log_p - torch.log1p(-log_p.exp())
+        odds[:, :1] = log_odds(scores, top.indices[:, 0])[1][:, None]  # without cancellation where it is sure
+        out = shown.gather(1, top.indices) == -torch.inf
+        if least is not None:
+            out |= logits.gather(1, top.indices) < least[:, None]
+        return self.unembedding.named(top.indices), odds.masked_fill(out, -torch.inf)
+
+    def _top_k(self) -> int | None:
+        """The k of a truncation that begins with a top-k, and goes on with what its k logits suffice for."""
+        warpers = self.truncation or []
+        if not all(TRUNCATIONS.get(type(warper), False) and warper.filter_value == -torch.inf for warper in warpers):
+            return None
+        first = next(iter(warpers), None)
+        return first.top_k if isinstance(first, TopKLogitsWarper) else None
+
+    def _truncated(self, scores: Tensor) -> Tensor:
+        """Truncate scores [n, vocab]; the ids that warpers are given are not read."""
+        assert self.truncation is not None
+        return self.truncation(torch.zeros_like(scores[:, :1], dtype=torch.long), scores)
+
+
+def _joined(parts: Sequence[Picks]) -> Picks:
+    """Join picks of consecutive positions."""
+
+    def joined(tensors: list[Any]) -> Any:
+        return None if tensors[0] is None else torch.cat(tensors)
+
+    likeliest = None
+    if parts[0].likeliest is not None:
+        ids, odds = zip(*(part.likeliest for part in parts if part.likeliest is not None), strict=True)
+        likeliest = torch.cat(ids), torch.cat(odds)
+    token, odds, entropy = (joined([getattr(part, name) for part in parts]) for name in ("token", "odds", "entropy"))
+    return Picks(token, odds, entropy, likeliest)
+
+
+def _answer(processor: LogitsProcessor, answer: Any, given: Tensor) -> Tensor:
+    """Check what a logits processor returned for scores [n, vocab]."""
+    if not isinstance(answer, Tensor) or answer.shape != given.shape or not answer.is_floating_point():
+        got = f"{answer.dtype} of {list(answer.shape)}" if isinstance(answer, Tensor) else f"a {type(answer).__name__}"
+        raise ValueError(
+            f"the logits processor {type(processor).__name__} returned {got}: it must return float scores of the shape it was "
+            f"given, {list(given.shape)}"
+        )
+    if bool((answer == torch.inf).any()):
+        raise ValueError(
+            f"the logits processor {type(processor).__name__} returned +inf, under which no token has a probability: let it "
+            "return -inf for all others"
+        )
+    return answer.to(given.dtype)
+
+
+__all__ = ["LIKELIEST", "TRUNCATIONS", "Picker", "Picks", "Spots"]

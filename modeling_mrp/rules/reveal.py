@@ -1,0 +1,281 @@
+"""Reveal rules: which columns a step of the backbone reveals, and which it is likely to reveal where that is only guessed.
+
+A rule is a function of **one scored state and a memo**: a small immutable value that is carried along the accepted path, from
+None at the first state of a text. Acceptance walks that path state by state, so that a drafted state reveals what it would have
+revealed had the text come to it step by step: drafts are lossless for every rule, also for one with a memory.
+
+Each rule also says, of estimates in place of scores, what it is `likely` to do: that decides what is drafted, never what the
+text is.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+from .state import Scores, State
+
+Columns = tuple[int, ...]
+# Sets of columns that a step may reveal, each with its chance.
+Guesses = list[tuple[Columns, float]]
+
+# The power of a token's odds that orders drafts. Reveals follow the first power or a little more; the fourth drafts best, as a
+# state passed over is remembered, so that going deeper is worth more than its chance (`benchmarks/NOTES.md`, Drafting).
+ORDER_SHARPNESS = 4.0
+# By how much a threshold is missed or passed, times this, are the log-odds that an estimate is on the right side of it.
+THRESHOLD_SHARPNESS = 2.0
+# By how much each reveal more or less than the likeliest number is taken to be less likely, where entropies bound it.
+EACH_MORE = 0.35
+# What all but the likeliest token of a position are taken to be undecided by, in nats.
+TAIL_NATS = 2.0
+# Log-odds above this are certain: their sums stay finite.
+MOST_ODDS = 1e4
+
+
+class RevealRule(Protocol):
+    """Decides what a step of the backbone reveals: a frozen dataclass of its numbers.
+
+    Attributes:
+        needs_entropy: Whether it reads `Scores.entropy`.
+        left_to_right: Whether it reveals the leftmost masks, one a step: then all before a reveal is known.
+    """
+
+    needs_entropy: ClassVar[bool]
+
+    @property
+    def left_to_right(self) -> bool:
+        """See the attribute."""
+        ...
+
+    def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
+        """Choose the columns that are revealed, one at least, of `state.free`, which is not empty; and the memo behind it."""
+        ...
+
+    def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
+        """Guess up to `count` sets of columns, the likeliest mostly first, by estimates of the log-odds [block]."""
+        ...
+
+
+def surest(columns: Columns, odds: Sequence[float]) -> int:
+    """The column with the largest odds; of equals the leftmost."""
+    best = columns[0]
+    most = odds[best]
+    for column in columns:
+        if odds[column] > most:
+            best, most = column, odds[column]
+    return best
+
+
+def by_odds(columns: Columns, odds: Sequence[float]) -> list[int]:
+    """The columns by their odds, the surest first; of equals the leftmost."""
+    return sorted(columns, key=lambda column: -odds[column])
+
+
+def alone_chances(columns: Sequence[int], odds: Sequence[float]) -> dict[int, float]:
+    """The chance of each column to be the surest one, by estimates of the odds."""
+    sharp = [ORDER_SHARPNESS * min(odds[column], MOST_ODDS) for column in columns]
+    most = max(sharp)
+    weights = [math.exp(one - most) for one in sharp]
+    total = sum(weights)
+    return {column: weight / total for column, weight in zip(columns, weights, strict=True)}
+
+
+def log_sigmoid(odds: float) -> float:
+    """log of the probability whose log-odds these are."""
+    return -math.log1p(math.exp(-odds)) if odds > 0 else odds - math.log1p(math.exp(odds))
+
+
+def logit(probability: float) -> float:
+    """log p - log (1 - p), infinite at 0 and 1."""
+    if probability <= 0:
+        return -math.inf
+    return math.inf if probability >= 1 else math.log(probability) - math.log1p(-probability)
+
+
+def schedule_of(block_size: int, denoising_steps: int | None) -> Columns:
+    """How many columns each denoising step of a block reveals: `block_size / denoising_steps`, the remainder to the first."""
+    steps = denoising_steps or block_size
+    return tuple([block_size // steps + (step < block_size % steps) for step in range(steps)])
+
+
+def quota_at(schedule: Columns, state: State) -> int:
+    """How many columns the step at a state reveals."""
+    return schedule[min(state.step, len(schedule) - 1)]
+
+
+@dataclass(frozen=True)
+class Static:
+    """Reveal the n most confident columns.
+
+    Attributes:
+        schedule: n, by denoising step of the block (`schedule_of`).
+    """
+
+    schedule: Columns
+    needs_entropy: ClassVar[bool] = False
+    left_to_right: ClassVar[bool] = False
+
+    def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
+        """See `RevealRule`."""
+        quota = quota_at(self.schedule, state)
+        if quota == 1:
+            return (surest(state.free, scores.odds),), memo
+        return tuple(sorted(by_odds(state.free, scores.odds)[:quota])), memo
+
+    def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
+        """See `RevealRule`: all but the last are the surest, and the last one is uncertain."""
+        ordered, sure = by_odds(state.free, odds), quota_at(self.schedule, state) - 1
+        if len(ordered) <= sure:  # where a step reveals more than is left, all of it goes
+            return [(state.free, 1.0)]
+        first, rest = ordered[:sure], ordered[sure:]
+        chances = alone_chances(rest, odds)
+        return [(tuple(sorted([*first, last])) if first else (last,), chances[last]) for last in rest[:count]]
+
+
+@dataclass(frozen=True)
+class Sequential:
+    """Reveal the n leftmost masked columns.
+
+    Attributes:
+        schedule: As of `Static`.
+    """
+
+    schedule: Columns
+    needs_entropy: ClassVar[bool] = False
+
+    @property
+    def left_to_right(self) -> bool:
+        """See `RevealRule`."""
+        return max(self.schedule) == 1
+
+    def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
+        """See `RevealRule`."""
+        return state.free[: quota_at(self.schedule, state)], memo
+
+    def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
+        """See `RevealRule`: there is one such set."""
+        where = state.free[: quota_at(self.schedule, state)]
+        return [(where, math.exp(sum([log_sigmoid(odds[column]) for column in where])))]
+
+
+@dataclass(frozen=True)
+class Dynamic:
+    """Reveal every column whose confidence exceeds tau; at least the most confident one.
+
+    Attributes:
+        threshold: tau, in log-odds (`logit`).
+    """
+
+    threshold: float
+    needs_entropy: ClassVar[bool] = False
+    left_to_right: ClassVar[bool] = False
+
+    def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
+        """See `RevealRule`."""
+        odds, threshold = scores.odds, self.threshold
+        best = surest(state.free, odds)
+        return tuple([column for column in state.free if odds[column] > threshold or column == best]), memo
+
+    def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
+        """See `RevealRule`: a column goes over tau or not the likelier, the further the estimate is from it.
+
+        Where none but the surest one is likely to, it is as uncertain which one that is as under `Static`: every second set
+        is another one alone.
+        """
+        best, threshold = surest(state.free, odds), min(max(self.threshold, -2 * MOST_ODDS), 2 * MOST_ODDS)
+        over, doubts, certain = [best], [], 0.0
+        for column in state.free:
+            if column != best:
+                gap = THRESHOLD_SHARPNESS * (min(max(odds[column], -MOST_ODDS), MOST_ODDS) - threshold)
+                if gap > 0:
+                    over.append(column)
+                doubts.append((abs(gap), column))
+                certain += log_sigmoid(abs(gap))
+        doubts.sort()
+        chance = math.exp(certain)
+        if len(over) > 1:
+            guesses = [(tuple(sorted(over)), chance)]
+            for doubt, column in doubts[: count - 1]:
+                other = [one for one in over if one != column] if column in over else [*over, column]
+                guesses.append((tuple(sorted(other)), chance * math.exp(-doubt)))
+            return guesses
+        alone = alone_chances(state.free, odds)
+        guesses = [((best,), chance * alone[best])]
+        for doubt, column in doubts[: count // 2]:
+            guesses.append(((best, column) if best < column else (column, best), chance * math.exp(-doubt)))
+            guesses.append(((column,), chance * alone[column]))
+        return guesses[:count]
+
+
+@dataclass(frozen=True)
+class EntropyBound:
+    """Reveal in order of entropy while the running sum stays under a bound; at least one.
+
+    Attributes:
+        bound: In nats.
+    """
+
+    bound: float
+    needs_entropy: ClassVar[bool] = True
+    left_to_right: ClassVar[bool] = False
+
+    def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
+        """See `RevealRule`."""
+        entropy = scores.entropy
+        assert entropy is not None
+        ordered = sorted(state.free, key=lambda column: entropy[column])
+        total, shown = 0.0, 0
+        for column in ordered:
+            total += entropy[column]
+            if not total < self.bound:
+                break
+            shown += 1
+        return tuple(sorted(ordered[: max(shown, 1)])), memo
+
+    def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
+        """See `RevealRule`: the surest ones, about as many as estimated confidences leave room for.
+
+        Where there is room for one, there are no fewer: in place of these stands another one alone, and all is as uncertain as
+        which one is the surest.
+        """
+        ordered = by_odds(state.free, [min(max(one, -MOST_ODDS), MOST_ODDS) for one in odds])
+        total, room = 0.0, 0
+        for column in ordered:
+            total += likely_entropy(min(max(odds[column], -MOST_ODDS), MOST_ODDS))
+            if not total < self.bound:
+                break
+            room += 1
+        alone = alone_chances(state.free, odds) if room <= 1 else {}
+        guesses: Guesses = []
+        for turn in range(count):
+            several, more = (turn + 1) // 2, turn % 2 == 1
+            size = max(room, 1) + (several if more else -several)
+            if alone and not more:
+                if several < len(ordered):
+                    guesses.append(((ordered[several],), alone[ordered[several]]))
+            elif 1 <= size <= len(ordered):
+                chance = EACH_MORE**several * (alone[ordered[0]] if alone else 1.0)
+                guesses.append((tuple(sorted(ordered[:size])), chance))
+        return guesses
+
+
+def likely_entropy(odds: float) -> float:
+    """Estimate an entropy, in nats, from the log-odds of the likeliest token alone."""
+    log_p, log_q = log_sigmoid(odds), log_sigmoid(-odds)
+    p = math.exp(log_p)
+    return -p * log_p - (1 - p) * log_q + (1 - p) * TAIL_NATS
+
+
+__all__ = [
+    "Columns",
+    "Dynamic",
+    "EntropyBound",
+    "Guesses",
+    "RevealRule",
+    "Sequential",
+    "Static",
+    "log_sigmoid",
+    "logit",
+    "schedule_of",
+    "surest",
+]

@@ -1,0 +1,222 @@
+"""States of a block, what a network says of them, and the row of text that they belong to."""
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+# A state's name: where its block starts, and its ids. What a network says of a state depends on nothing else of it.
+Key = tuple[int, tuple[int, ...]]
+
+
+class State:
+    """A partly revealed block of one row.
+
+    Attributes:
+        key: `(start, ids)`: the block's absolute position, and its tokens with masks.
+        free: Columns that may be revealed: masked ones before the first eos that was generated in the block.
+        end: The column of that eos; the block's size if there is none.
+        masks: Masked columns, those behind the eos too.
+        step: Denoising steps since the block was opened.
+    """
+
+    __slots__ = ("end", "free", "key", "masks", "step")
+
+    def __init__(self, key: Key, free: tuple[int, ...], end: int, masks: int, step: int) -> None:
+        self.key: Final = key
+        self.free: Final = free
+        self.end: Final = end
+        self.masks: Final = masks
+        self.step: Final = step
+
+    @property
+    def start(self) -> int:
+        """The block's absolute position."""
+        return self.key[0]
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """The block's tokens with masks."""
+        return self.key[1]
+
+
+class Scores:
+    """What the backbone said at a state, or the head thinks that it will say.
+
+    Attributes:
+        token: By column, the token picked there; anything where the state has no mask.
+        odds: By column, the log-odds of that token: they order columns as probabilities do, and keep their precision where
+            these round to 1. NaN: no token had a finite score.
+        entropy: By column, in nats; None unless the rule needs it.
+        likeliest: Where tokens are sampled and drafts are made: ids [block, m] and log-odds [block, m] of the likeliest ones,
+            as numpy arrays; else None.
+        hidden: Where the hidden states lie: a tensor [n, block, hidden_size], and the place in it; None for a given one.
+    """
+
+    __slots__ = ("entropy", "hidden", "likeliest", "odds", "token")
+
+    def __init__(
+        self,
+        token: list[int],
+        odds: list[float],
+        entropy: list[float] | None = None,
+        likeliest: Any = None,
+        hidden: tuple[Any, int] | None = None,
+    ) -> None:
+        self.token: Final = token
+        self.odds: Final = odds
+        self.entropy: Final = entropy
+        self.likeliest: Final = likeliest
+        self.hidden: Final = hidden
+
+
+class Frontier:
+    """The last accepted state of a row and the reveal there, which no forward has scored yet.
+
+    Attributes:
+        state: That state; it has masks.
+        scores: What the backbone said there.
+        where: Columns that the rule reveals.
+        memo: The rule's memo behind that.
+    """
+
+    __slots__ = ("memo", "scores", "state", "where")
+
+    def __init__(self, state: State, scores: Scores, where: tuple[int, ...], memo: Any) -> None:
+        self.state: Final = state
+        self.scores: Final = scores
+        self.where: Final = where
+        self.memo: Final = memo
+
+
+class Counts:
+    """What the drafts of a row came to (`MRPGenerateStats` says what each number is)."""
+
+    __slots__ = (
+        "accepted",
+        "accepted_at_depth",
+        "drafted",
+        "forwards",
+        "head_forwards",
+        "lengths",
+        "offered_at_depth",
+        "revoked",
+    )
+
+    def __init__(self, width: int, drafts: bool) -> None:
+        depths = 2 * width - 1 if drafts else 0  # a path goes on through what the round before scored
+        self.forwards = self.head_forwards = 0
+        self.drafted = self.accepted = self.revoked = 0
+        self.lengths = [0] * ((1 + drafts) * width + 1)
+        self.offered_at_depth, self.accepted_at_depth = [0] * depths, [0] * depths
+
+
+class Row:
+    """One sequence of the batch: its text so far, the state that it stands at, and what is known of that.
+
+    Args:
+        place: Which of the call's rows it is.
+        text: Tokens by absolute position, masks where nothing is known; whole blocks, beyond `limit`.
+        block_size: Tokens of a block.
+        mask_id: The mask's id.
+        eos: Ids that end the text.
+        prompt: Tokens of the prompt.
+        given_end: One past the last token that was given, of the prompt or of what is to be filled in.
+        limit: One past the last position that is wanted.
+        open_end: One past the last position before `limit` that is not given.
+        no_eos_before: Positions before it take no eos.
+        seed: Of the noise.
+
+    Attributes:
+        state: The next state, which the backbone revealed; the first one is that of the block with the first mask.
+        source: What was said at the last accepted state, from which drafts start; None behind a clean block.
+        memo: The rule's memo at `state`.
+        memory: What the last round scored in vain, by `State.key`.
+        held, head_held: Tokens whose keys and values the backbone's layers hold, and the head's.
+        logprob, step: By position behind the prompt, the log-confidence of a token and the denoising step that revealed it; 0
+            and -1 where nothing was revealed.
+        steps: Denoising steps so far.
+        stop: One past the last token once the text is whole, else None.
+        remasked: What the last step put back to masks: columns and tokens.
+        counts: What drafts came to.
+    """
+
+    def __init__(
+        self,
+        place: int,
+        text: list[int],
+        block_size: int,
+        mask_id: int,
+        eos: frozenset[int],
+        prompt: int,
+        given_end: int,
+        limit: int,
+        open_end: int,
+        no_eos_before: int,
+        seed: int,
+    ) -> None:
+        self.place: Final = place
+        self.text: Final = text
+        self.block_size: Final = block_size
+        self.mask_id: Final = mask_id
+        self.eos: Final = eos
+        self.prompt: Final = prompt
+        self.given_end: Final = given_end
+        self.limit: Final = limit
+        self.open_end: Final = open_end
+        self.no_eos_before: Final = no_eos_before
+        self.seed: Final = seed
+        first = next((at for at in range(limit) if text[at] == mask_id), limit - 1)
+        self.state = self.opened(first // block_size * block_size)
+        self.source: Scores | None = None
+        self.memo: Any = None
+        self.memory: dict[Key, tuple[State, Scores]] = {}
+        self.held = self.head_held = 0
+        self.logprob = [0.0] * (len(text) - prompt)
+        self.step = [-1] * (len(text) - prompt)
+        self.steps = 0
+        self.stop: int | None = None
+        self.remasked: tuple[tuple[int, ...], list[int]] = ((), [])
+        self.counts = Counts(1, False)
+
+    def opened(self, start: int) -> State:
+        """The first state of a block: its masks, and given tokens, none of which ends the text."""
+        ids = tuple(self.text[start : start + self.block_size])
+        ids += (self.mask_id,) * (self.block_size - len(ids))
+        free = tuple([column for column, token in enumerate(ids) if token == self.mask_id])
+        return State((start, ids), free, self.block_size, len(free), 0)
+
+    def after(self, state: State, where: Sequence[int], token: Sequence[int]) -> State:
+        """The state that revealing `token[column]` at the columns `where` makes."""
+        start, before = state.key
+        ids, end, eos = list(before), state.end, self.eos
+        for column in where:
+            ids[column] = one = token[column]
+            if column < end and one in eos:
+                end = column
+        free = tuple([column for column in state.free if column < end and column not in where])
+        return State((start, tuple(ids)), free, end, state.masks - len(where), state.step + 1)
+
+    def ends(self, state: State) -> bool:
+        """Tell if the text is whole at a state: it ends there, and nothing before that is left to reveal."""
+        room = self.open_end - state.key[0]
+        if state.end == self.block_size < room:
+            return False
+        return not state.free or state.free[0] >= room
+
+    def reveal(self, state: State, where: Sequence[int], scores: Scores, logprobs: Sequence[float]) -> State:
+        """Write what a step reveals at a state into the text; returns the state that it makes."""
+        made, start, ids = self.after(state, where, scores.token), state.key[0], scores.token
+        behind = start - self.prompt
+        for column, logprob in zip(where, logprobs, strict=True):
+            self.text[start + column] = ids[column]
+            self.logprob[behind + column], self.step[behind + column] = logprob, self.steps
+        self.steps += 1
+        return made
+
+    def settle(self) -> None:
+        """Note where the text stops if it is whole at the state that the row stands at."""
+        if self.ends(self.state):
+            start, end = self.state.start, self.state.end
+            self.stop = min(self.limit, start + end + 1) if end < self.block_size else self.limit
+
+
+__all__ = ["Counts", "Frontier", "Key", "Row", "Scores", "State"]

@@ -1,1 +1,0 @@
-"""The one owner of a model's forwards and of their keys and values."""
