@@ -22,13 +22,15 @@ from transformers.generation import (
 from transformers.generation.logits_process import (
     MinLengthLogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
+    NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
 )
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging as transformers_logging
 
-from ..kernels.dispatch import Dispatch
+from ..kernels.dispatch import PYTORCH, Dispatch, kernels_usable
 from ..model.offloading import fetched
 from ..networks.attention import takes_round_masks
 from ..networks.cache import BlockCache, PassingReference, WeightsSeen, devices_of_layers
@@ -36,6 +38,7 @@ from ..networks.graphs import cache_for, release_graphs
 from ..networks.networks import Networks
 from ..networks.picker import TRUNCATIONS, Picker
 from ..rules.accept import UnscoredError
+from ..rules.bans import Bans
 from ..rules.state import Counts, Row
 from .budget import Amount, Fixed, budget_of
 from .loop import Decoder, Mode
@@ -84,8 +87,10 @@ class MRPGenerationMixin(GenerationMixin):
         `stop_strings` with `tokenizer`, `stopping_criteria`, `logits_processor`, `streamer`, `num_return_sequences`,
         `attention_mask` with padding on either side, ...) and every field of `MRPGenerationConfig`.
 
-        Logits processors see the scores of masked positions, [positions, vocab], with the row's committed ids
-        [positions, length]: the blocks before the current one. Stopping criteria see the batch as it came, padding included,
+        Logits processors see the scores of masked positions, [positions, vocab], with the ids before each [positions, length]:
+        the row's text, with what is revealed of its block, and `mask_token_id` where nothing is known yet. Under the target
+        `sequential`, one token a step, that is all the text to the left. `bad_words_ids` and `no_repeat_ngram_size` are kept in
+        every order. Stopping criteria see the batch as it came, padding included,
         with as many tokens behind as the row in question has: [rows, prompt + n], `mask_token_id` where a slower row has no
         token yet; and no scores.
 
@@ -147,7 +152,7 @@ class MRPGenerationMixin(GenerationMixin):
             tokenizer: Any = None,
             **model_kwargs: Any,
         ) -> Tensor | MRPGenerateOutput:
-            picker = _picker(model, logits_processor, generation_config)
+            picker = _picker(model, logits_processor, generation_config, generation_config.mode(model.config.block_size))
             criteria = [c for c in stopping_criteria if not isinstance(c, MaxLengthCriteria | EosTokenCriteria)]
             mask = model_kwargs.get("attention_mask")
             return _decode(model, input_ids, mask, picker, criteria, generation_config, streamers, infill_ids, past_key_values)
@@ -296,7 +301,7 @@ def _decode(
     if mixed is not None and (mode.drafting is not None or len(input_ids) > 1):
         logger.warning_once(mixed)
     prompts = [ids[keep] for ids, keep in zip(input_ids, real, strict=True)]
-    rows = laid_out(prompts, infill_ids, new, config, input_ids.shape[1], block, mask_id)
+    rows = laid_out(prompts, infill_ids, new, config, input_ids.shape[1], block, mask_id, picker.bans)
     for row in rows:
         row.counts = Counts(mode.width, mode.drafting is not None)
     capacity, room = max(len(row.text) for row in rows), mode.width * block
@@ -348,6 +353,7 @@ def laid_out(
     prompt_columns: int,
     block_size: int,
     mask_id: int,
+    bans: Bans | None,
 ) -> list[Row]:
     """Lay out every row's text before the first step; a row starts in the block of its first mask.
 
@@ -359,6 +365,7 @@ def laid_out(
         prompt_columns: Of the batch, padding included.
         block_size: Tokens in a block.
         mask_id: What stands where a token is to be generated.
+        bans: Sequences that must not appear.
     """
     rows, eos = [], frozenset(config.eos_ids())
     least = max(0, (config.min_length or 0) - prompt_columns)
@@ -371,7 +378,7 @@ def laid_out(
         open_end = max((at + 1 for at in range(limit) if text[at] == mask_id), default=0)
         # Given tokens are kept, so that no text ends before the last of them.
         ends = (length, given_end, limit, open_end, max(length + least, given_end))
-        rows.append(Row(place, text, block_size, mask_id, eos, *ends, seed))
+        rows.append(Row(place, text, block_size, mask_id, eos, *ends, seed, bans))
     return rows
 
 
@@ -423,38 +430,51 @@ def _is_finite(weight: Tensor) -> bool:
     return bool(low.isfinite() & high.isfinite())
 
 
-def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationConfig) -> Picker:
+def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationConfig, mode: Mode) -> Picker:
     """Sort transformers' list into processors, temperature and truncation.
 
     Some of transformers' own processors count columns of the padded batch. The ids shown here have no padding, so
     the minimum length is kept by the decoder itself and the repetition penalty starts at the first token.
     """
-    temperature = 1.0
+    temperature, ngram = 1.0, 0
+    words: list[tuple[int, ...]] = []
     before, after = LogitsProcessorList(), LogitsProcessorList()
     for processor in processors:
-        biased = processor.sequence_bias if isinstance(processor, SequenceBiasLogitsProcessor) else ()
+        biased = processor.sequence_bias if isinstance(processor, SequenceBiasLogitsProcessor) else {}
         if outside := [one for ids in biased for one in ids if not 0 <= one < model.config.vocab_size]:
             raise ValueError(
                 f"bad_words_ids or sequence_bias hold the id {outside[0]}, outside the vocabulary of "
                 f"{model.config.vocab_size}: use this model's tokenizer"
             )
-        if isinstance(processor, TemperatureLogitsWarper):
+        if isinstance(processor, NoBadWordsLogitsProcessor):
+            words += biased
+        elif isinstance(processor, NoRepeatNGramLogitsProcessor):
+            ngram = processor.ngram_size
+        elif isinstance(processor, TemperatureLogitsWarper):
             temperature = float(processor.temperature)
         elif isinstance(processor, tuple(TRUNCATIONS)):
             after.append(processor)
         elif isinstance(processor, RepetitionPenaltyLogitsProcessor) and torch.is_tensor(processor.prompt_ignore_length):
             before.append(RepetitionPenaltyLogitsProcessor(processor.penalty))
         elif not isinstance(processor, MinLengthLogitsProcessor | MinNewTokensLengthLogitsProcessor):
+            if not mode.rule.left_to_right and (several := [list(ids) for ids in biased if len(ids) > 1]):
+                raise ValueError(
+                    f"sequence_bias holds {several[0]}, of several tokens: all before its last one have to be known, so that it "
+                    "needs the target 'sequential' with one token a step. bad_words_ids, which forbid, work everywhere"
+                )
             before.append(processor)
     check_unembedding(model.lm_head)
     dispatch = Dispatch(config.kernels)
     dispatch.check(model.lm_head.weight)
+    if dispatch.forced is None and not kernels_usable(model.device, model.dtype):
+        dispatch = PYTORCH
     return Picker(
         model.lm_head.weight,
         model.config.mask_token_id,
         temperature,
         bool(config.do_sample),
         before or None,
+        Bans(tuple(words), ngram) if words or ngram else None,
         after or None,
         tuple(config.eos_ids()),
         dispatch=dispatch,

@@ -86,6 +86,7 @@ _UNSUPPORTED: dict[str, Any] = {
     **dict.fromkeys(("dola_layers", "constraints", "force_words_ids", "prompt_lookup_num_tokens", "assistant_early_exit")),
     **dict.fromkeys(("cache_implementation", "watermarking_config", "exponential_decay_length_penalty", "prefill_chunk_size")),
     **dict.fromkeys(("begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id")),
+    **{"encoder_repetition_penalty": 1, "encoder_no_repeat_ngram_size": 0},
 }
 _ONE_HYPOTHESIS = "block-diffusion decoding follows one hypothesis per row through its own rounds"
 _LOGPROBS = "with return_dict_in_generate=True the output has token_logprobs, the log-probability of every token"

@@ -70,7 +70,7 @@ def pick_rows_ref(
         ids = scores.shape[1] if unembedding.token_ids is None else unembedding.token_ids
         seen = seen + gumbel_noise(keys, ids, scores.dtype)
     token = seen.argmax(-1)
-    return token, log_odds(scores, token, True)[1]
+    return token, log_odds(scores, token, True)
 
 
 def _pick_kernel(unembedding: Unembedding, logits: Tensor, least: Tensor | None, keys: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,7 @@ state and, where its state has a parent, those of the parent. Keys and values ar
 committed slots first, then those of all states.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ class RoundMask:
         width: States per row.
         block_size: Tokens per state.
         dispatch: Whether the kernel runs.
+        sees_all: Whether every query sees every key: there is one state, and all rows are equally long.
     """
 
     committed: Tensor
@@ -37,6 +38,8 @@ class RoundMask:
     width: int
     block_size: int
     dispatch: Dispatch = AUTOMATIC
+    sees_all: bool = False
+    _biases: dict[Any, Tensor] = field(default_factory=dict, repr=False, compare=False)  # all layers of a forward share one
 
     def to(self, *args: Any, **kwargs: Any) -> "RoundMask":
         """On another device: accelerate moves what a layer is given to where the layer is."""
@@ -55,6 +58,17 @@ class RoundMask:
         return torch.cat([prefix[:, None].expand(-1, scratch.shape[1], -1), scratch], -1)[:, None]
 
 
+    def bias(self, used: int, dtype: torch.dtype) -> Tensor | None:
+        """What to add to the scores of `dense`: 0 or -inf; None where all is seen."""
+        if self.sees_all:
+            return None
+        name = used, dtype, self.committed.device
+        if name not in self._biases:
+            seen = self.dense(used)
+            self._biases[name] = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
+        return self._biases[name]
+
+
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: RoundMask, scale: float) -> Tensor:
     """`round_attention` or its twin, as the mask's dispatch decides."""
     return mask.dispatch.run(
@@ -69,10 +83,12 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: RoundMask, scale: fl
 
 
 def round_attention_twin(query: Tensor, key: Tensor, value: Tensor, mask: RoundMask, scale: float) -> Tensor:
-    """Compute `round_attention` of the same arguments through SDPA with a boolean mask and repeated keys and values."""
-    seen = mask.dense(key.shape[2] - query.shape[2])
-    key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=scale).transpose(1, 2).contiguous()
+    """Compute `round_attention` of the same arguments through SDPA."""
+    bias, grouped = mask.bias(key.shape[2] - query.shape[2], query.dtype), query.device.type == "cpu"
+    if not grouped:  # with a mask, SDPA's fast kernels of a GPU take no groups
+        key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
+    out = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale, enable_gqa=grouped)
+    return out.transpose(1, 2).contiguous()
 
 
 def round_attention(

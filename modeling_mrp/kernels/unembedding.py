@@ -70,15 +70,15 @@ def widened(logits: Tensor) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-def log_odds(scores: Tensor, token: Tensor, picked: bool = False) -> tuple[Tensor, Tensor]:
-    """Compute log p and log p - log (1 - p), both [n], of tokens [n] under scores [n, vocab]; 1 - p sums the other tokens.
+def log_odds(scores: Tensor, token: Tensor, picked: bool = False) -> Tensor:
+    """Compute log p - log (1 - p), [n], of tokens [n] under scores [n, vocab]; 1 - p sums the other tokens.
 
-    Of tokens that were `picked` both are NaN where their own score is not finite: there was nothing to pick.
+    Of tokens that were `picked` it is NaN where their own score is not finite: there was nothing to pick.
     """
     own = scores.gather(1, token[:, None])
     others = scores.scatter(1, token[:, None], -torch.inf).logsumexp(-1, keepdim=True)
     odds = own - others + 0 * own if picked else own - others
-    return F.logsigmoid(odds)[:, 0], odds[:, 0]
+    return odds[:, 0]
 
 
 __all__ = ["Unembedding", "log_odds", "widened"]

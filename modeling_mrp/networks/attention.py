@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..kernels.dispatch import Dispatch, failed_before, kernels_usable
-from ..kernels.round_attention import KERNEL, RoundMask, attend
+from ..kernels.dispatch import Dispatch
+from ..kernels.round_attention import RoundMask, attend
 from .cache import BlockCache
 
 # What `attn_implementation` is during a forward under a `RoundMask`. Each copy of this file (remote code of two repositories in
@@ -32,28 +32,21 @@ _operators: list[Callable[..., Tensor]] = []  # `_attend_in_round` as an operati
 
 
 def takes_round_masks(model: Any, dispatch: Dispatch) -> bool:
-    """Tell if the layers of a model are to be given a `RoundMask` in rounds.
-
-    Automatically so in half precision, on a GPU that has the kernel; in float32 SDPA computes as fast. An attention that was
-    chosen in place of SDPA stays.
+    """Tell if the layers of a model are to be given a `RoundMask` in rounds: an attention that was chosen in place of SDPA
+    stays, and what was compiled without kernels is left whole.
 
     Raises:
         ValueError: if kernels are forced, and another attention was chosen.
     """
-    if dispatch.forced is False:
-        return False
     chosen = model.config._attn_implementation
-    if chosen not in (REPLACED, ROUND_ATTENTION):
-        if dispatch.forced:
-            raise ValueError(
-                f"kernels is True, but the model attends by {chosen!r}, whose place the kernel does not take: use "
-                f"attn_implementation={REPLACED!r}, or kernels=None or kernels=False"
-            )
-        return False
+    if chosen in (REPLACED, ROUND_ATTENTION):
+        return dispatch.forced is not False or not any(part._compiled_call_impl for part in (model.model, model.mrp_head) if part)
     if dispatch.forced:
-        return True
-    usable = model.dtype != torch.float32 and kernels_usable(model.device, model.dtype)
-    return usable and not failed_before(KERNEL, model.device)  # its twin would make a mask in each layer
+        raise ValueError(
+            f"kernels is True, but the model attends by {chosen!r}, whose place the kernel does not take: use "
+            f"attn_implementation={REPLACED!r}, or kernels=None or kernels=False"
+        )
+    return False
 
 
 @contextmanager
@@ -96,10 +89,12 @@ def _attention(
     if not isinstance(attention_mask, RoundMask):
         return ALL_ATTENTION_FUNCTIONS[REPLACED](module, query, key, value, attention_mask, **kwargs)
     mask = attention_mask
-    attend = _operators[0] if torch.compiler.is_compiling() else _attend_in_round
     layer: Any = module.layer_idx
-    seen = (mask.committed, mask.parent, mask.width, mask.block_size)
-    return attend(query, key, value, *seen, layer, kwargs["scaling"], mask.dispatch.forced), None
+    if torch.compiler.is_compiling():
+        seen = (mask.committed, mask.parent, mask.width, mask.block_size)
+        return _operators[0](query, key, value, *seen, layer, kwargs["scaling"], mask.dispatch.forced), None
+    keys, values = _here.cache.store(key, value, layer)
+    return attend(query, keys, values, mask, kwargs["scaling"]), None
 
 
 def _attend_in_round(

@@ -252,8 +252,8 @@ class Networks:
         blocks = gathered(hidden).flatten(0, 1)
         index = torch.tensor(at, device=self.device)
         picks = picker(blocks if len(at) == empty else blocks[index], Spots(states, self.device, parents))
-        parts = self._on_host(picks, index, empty)
-        return [Scores(*part, one) for part, one in zip(parts, hidden, strict=True)]
+        parts = zip(self._on_host(picks, index, empty), hidden, strict=True)
+        return [Scores(token, odds, entropy, likeliest, one) for (token, odds, entropy, likeliest), one in parts]
 
     def token_odds(
         self, asked: Sequence[tuple[Row, State, Sequence[int], Sequence[int]]], hidden: Sequence[Hidden]
@@ -341,7 +341,7 @@ class Networks:
         numbers.extend(held)
         table = torch.frombuffer(numbers, dtype=torch.long).to(self.device, non_blocking=True)
         has_parents = max(parents) >= 0
-        plain = width == 1 and min(held) == used and not (self.cache.fixed or self.round_masks)
+        plain = width == 1 and min(held) == self._begin and self.recorded is None
         forward = partial(self._packed, rows, width, self._begin, has_parents, plain)
         inputs = [table] if hidden is None else [table, hidden.view(rows, width * self.block, -1)]
         if self.recorded is not None:
@@ -357,16 +357,12 @@ class Networks:
         ids, starts, parents, held = table.split([states * self.block, states, states, rows])
         ids, parent = ids.view(rows, -1), parents.view(rows, width) if has_parents else None
         positions = (starts[:, None] + self._offsets).view(rows, -1)
-        mask: Any = RoundMask(held, parent, width, self.block, self.dispatch)
+        mask = RoundMask(held, parent, width, self.block, self.dispatch, plain)
         network = self.model.backbone if hidden is None else partial(self._residual, hidden)
-        if self.round_masks:
-            with under_round_masks(self.model, self.cache):
-                return network(ids, positions, mask, self.cache).to(self.device)
-        if plain:  # all see all
-            mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device).expand(rows, 1, self.block, begin + self.block)
-        else:
-            mask = mask.dense(begin)
-        return network(ids, positions, mask, self.cache).to(self.device)
+        if not self.round_masks:
+            return network(ids, positions, mask.dense(begin), self.cache).to(self.device)
+        with under_round_masks(self.model, self.cache):
+            return network(ids, positions, mask, self.cache).to(self.device)
 
     def _residual(self, hidden: Tensor, ids: Tensor, positions: Tensor, mask: Any, cache: BlockCache) -> Tensor:
         return self.model.residual(ids, hidden, positions, mask, cache)

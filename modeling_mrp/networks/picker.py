@@ -4,7 +4,7 @@ A sampled pick is a Gumbel-max whose noise is a pure function of (the row's seed
 the block, token id). So two decoders that reach the same state draw the same token, whatever way they came there.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -26,6 +26,7 @@ from ..kernels.dispatch import AUTOMATIC, Dispatch
 from ..kernels.noise import noise_keys
 from ..kernels.pick import pick_rows
 from ..kernels.unembedding import Unembedding, log_odds, widened
+from ..rules.bans import Bans, known
 from ..rules.state import Row, State
 
 # Kinds of truncation, and whether one keeps, of any scores, the likeliest tokens, however many: behind a top-k it needs its k
@@ -65,10 +66,24 @@ class Spots:
 
     def no_eos(self) -> Tensor | None:
         """Tell where no eos may be picked, [n] bool; None: nowhere."""
-        if not any(state.start < row.no_eos_before for row, state in self.states):
+        if not any(state.start < row.no_eos_before > row.prompt for row, state in self.states):
             return None
         early = [state.start + column < row.no_eos_before for row, state in self.states for column in state.free]
         return torch.tensor(early, device=self.device)
+
+    def barred(self, bans: Bans) -> tuple[list[int], list[int]]:
+        """List what may not be picked where: indices of positions, and a token for each."""
+        places: list[int] = []
+        tokens: list[int] = []
+        count = 0
+        for place, (row, state) in enumerate(self.states):
+            ids = known(row, state, self.parents[place] if self.parents else None)
+            for column in state.free:
+                found = bans.barred(ids, state.start + column, row.mask_id)
+                places += [count] * len(found)
+                tokens += found
+                count += 1
+        return places, tokens
 
     def contexts(self) -> list[list[int]]:
         """List the ids before each position: the row's text, with what its state has revealed, and masks elsewhere."""
@@ -110,6 +125,7 @@ class Picker:
         temperature: Divides the logits.
         sample: Add Gumbel noise, else take the arg max.
         processors: The user's logits processors, applied before temperature.
+        bans: Sequences that must not appear, kept behind the processors; or None.
         truncation: top-k, top-p and their kin, applied after the confidence is taken.
         eos_token_ids: Ids that positions before a minimum length must not take.
         token_ids: [vocab] long, the ids that the rows of `lm_head_weight` stand for; None: their places.
@@ -123,6 +139,7 @@ class Picker:
     temperature: float = 1.0
     sample: bool = False
     processors: LogitsProcessorList | None = None
+    bans: Bans | None = None
     truncation: LogitsProcessorList | None = None
     eos_token_ids: tuple[int, ...] = ()
     token_ids: Tensor | None = None
@@ -144,35 +161,38 @@ class Picker:
 
         Without `spots` tokens are the likeliest ones, and nothing is barred or processed.
         """
-        keys = no_eos = contexts = None
-        if spots is not None:
-            keys, no_eos = spots.keys() if self.sample else None, spots.no_eos()
-            contexts = spots.contexts() if self.processors else None
+        keys = None if spots is None or not self.sample else spots.keys()
+        shape = self._shaper(spots)
         parts = []
         for at in self.unembedding.chunks(len(hidden)):
-            logits = self._logits(
-                hidden[at], None if contexts is None else contexts[at], None if no_eos is None else no_eos[at]
-            )
+            logits = shape(self.unembedding.logits(hidden[at]), at)
             parts.append(self._pick(logits, None if keys is None else keys[at]))
         return parts[0] if len(parts) == 1 else _joined(parts)
 
     def token_odds(self, hidden: Tensor, token: Tensor, spots: Spots) -> Tensor:
         """Compute [n] log-odds of given tokens [n] under the same softmax: what `odds` is for a picked token."""
-        no_eos, contexts = spots.no_eos(), spots.contexts() if self.processors else None
-        parts = []
+        shape, parts = self._shaper(spots), []
         for at in self.unembedding.chunks(len(hidden)):
-            logits = self._logits(
-                hidden[at], None if contexts is None else contexts[at], None if no_eos is None else no_eos[at]
-            )
-            parts.append(log_odds(self.unembedding.tempered(logits), token[at])[1])
+            logits = shape(self.unembedding.logits(hidden[at]), at)
+            parts.append(log_odds(self.unembedding.tempered(logits), token[at]))
         return torch.cat(parts)
 
-    def _logits(self, hidden: Tensor, contexts: list[list[int]] | None, no_eos: Tensor | None) -> Tensor:
-        """Compute logits after processors [n, vocab], with no eos before the minimum length."""
-        logits = self.unembedding.logits(hidden)
-        if contexts is not None:
-            logits = self._processed(widened(logits), contexts)
-        return self.unembedding.barred(logits, no_eos)
+    def _shaper(self, spots: Spots | None) -> Callable[[Tensor, slice], Tensor]:
+        """Make what changes logits [m, vocab] of a slice of the spots: processors, bans, no eos before the minimum length."""
+        if spots is None:
+            return lambda logits, at: logits
+        no_eos, contexts = spots.no_eos(), spots.contexts() if self.processors else None
+        places, tokens = torch.tensor(spots.barred(self.bans) if self.bans else ((), ()), dtype=torch.long)
+
+        def shape(logits: Tensor, at: slice) -> Tensor:
+            if contexts is not None:
+                logits = self._processed(widened(logits), contexts[at])
+            if len(places):
+                here = (places >= at.start) & (places < at.stop)
+                logits[(places[here] - at.start).to(logits.device), tokens[here].to(logits.device)] = -torch.inf
+            return self.unembedding.barred(logits, None if no_eos is None else no_eos[at])
+
+        return shape
 
     def _processed(self, logits: Tensor, contexts: list[list[int]]) -> Tensor:
         """Apply processors to logits [n, vocab], those with contexts of one length together."""
@@ -214,7 +234,7 @@ class Picker:
         top = scores.topk(min(LIKELIEST, logits.shape[1]))
         log_p = top.values - scores.logsumexp(-1, keepdim=True)
         odds = log_p - torch.log1p(-log_p.exp())
-        odds[:, :1] = log_odds(scores, top.indices[:, 0])[1][:, None]  # without cancellation where it is sure
+        odds[:, :1] = log_odds(scores, top.indices[:, 0])[:, None]  # without cancellation where it is sure
         out = shown.gather(1, top.indices) == -torch.inf
         if least is not None:
             out |= logits.gather(1, top.indices) < least[:, None]

@@ -55,9 +55,8 @@ def accept(
                 break
             said, remembered = scores[at], False
             continue
-        where, memo = rule.reveal(state, said, row.memo)
-        frontier = Frontier(state, said, where, memo)
-        made = row.after(state, where, said.token)
+        frontier = revealed(row, rule, state, said)
+        made = row.after(state, frontier.where, said.token)
         at = known.get((made.key, -1), -1)
         if at >= 0:
             said, remembered = scores[at], False
@@ -83,10 +82,15 @@ def accept(
 
 def first_frontier(row: Row, rule: RevealRule, scores: Scores) -> Frontier | None:
     """The frontier of a row of which nothing was revealed yet; None where nothing is left to reveal."""
-    if row.ends(row.state):
-        return None
-    where, memo = rule.reveal(row.state, scores, row.memo)
-    return Frontier(row.state, scores, where, memo)
+    return None if row.ends(row.state) else revealed(row, rule, row.state, scores)
+
+
+def revealed(row: Row, rule: RevealRule, state: State, scores: Scores) -> Frontier:
+    """What a step reveals at a scored state of a row's path."""
+    where, memo = rule.reveal(state, scores, row.memo)
+    if row.bans is not None:
+        where = row.bans.allowed(row, state, scores, where)
+    return Frontier(state, scores, where, memo)
 
 
 def write(row: Row, frontier: Frontier) -> None:

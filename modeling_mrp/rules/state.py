@@ -1,7 +1,7 @@
 """States of a block, what a network says of them, and the row of text that they belong to."""
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 # A state's name: where its block starts, and its ids. What a network says of a state depends on nothing else of it.
 Key = tuple[int, tuple[int, ...]]
@@ -87,6 +87,14 @@ class Frontier:
         self.memo: Final = memo
 
 
+class Bans(Protocol):
+    """What must not appear in a text (`rules/bans.py`)."""
+
+    def allowed(self, row: "Row", state: State, scores: Scores, where: tuple[int, ...]) -> tuple[int, ...]:
+        """Select the columns of a reveal that complete no banned sequence together."""
+        ...
+
+
 class Counts:
     """What the drafts of a row came to (`MRPGenerateStats` says what each number is)."""
 
@@ -124,6 +132,7 @@ class Row:
         open_end: One past the last position before `limit` that is not given.
         no_eos_before: Positions before it take no eos.
         seed: Of the noise.
+        bans: Sequences that must not appear; or None.
 
     Attributes:
         state: The next state, which the backbone revealed; the first one is that of the block with the first mask.
@@ -152,6 +161,7 @@ class Row:
         open_end: int,
         no_eos_before: int,
         seed: int,
+        bans: Bans | None = None,
     ) -> None:
         self.place: Final = place
         self.text: Final = text
@@ -164,6 +174,7 @@ class Row:
         self.open_end: Final = open_end
         self.no_eos_before: Final = no_eos_before
         self.seed: Final = seed
+        self.bans: Final = bans
         first = next((at for at in range(limit) if text[at] == mask_id), limit - 1)
         self.state = self.opened(first // block_size * block_size)
         self.source: Scores | None = None

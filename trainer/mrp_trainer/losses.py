@@ -170,7 +170,7 @@ def favourite_odds(student: Tensor, teacher: Tensor, mask_token_id: int) -> tupl
     mask = torch.tensor([mask_token_id], device=teacher.device)
     teacher, student = (logits.index_fill(1, mask, -torch.inf) for logits in (teacher, student))
     token = teacher.argmax(-1)
-    return log_odds(student, token)[1], log_odds(teacher, token)[1]
+    return log_odds(student, token), log_odds(teacher, token)
 
 
 def _log_softmax_within(values: Tensor, group: Tensor, groups: int) -> Tensor:

@@ -18,8 +18,8 @@ from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from huggingface_hub.utils import validate_repo_id
 
 from modeling_mrp import __version__
-from modeling_mrp.generate.options import MRPGenerationConfig
 from modeling_mrp.generate.budget import UNTIMED_STATES
+from modeling_mrp.generate.options import MRPGenerationConfig
 from modeling_mrp.model.layouts import HEAD, is_hub_id
 from modeling_mrp.model.pushing import CONFIGS, NOT_FILLED_IN, tags_of
 
