@@ -99,6 +99,7 @@ class Row:
             step is -1, and 0 the log-probability.
         revocations: (index behind the prompt, token) of what `mrp_remask` took back, in order.
         lengths: Of each round how many states it went through.
+        depths: Of each round how deep drafts were offered, and accepted.
         made: By position the step and log-probability of a reveal.
         step_of: By state, the steps since its block was opened.
     """
@@ -121,6 +122,7 @@ class Row:
         self.asked = len(prompt)  # positions that the criterion has seen
         self.stop: int | None = None  # where it ends the text
         self.lengths: list[int] = []
+        self.depths: list[tuple[int, int]] = []
         self.revocations: list[tuple[int, int]] = []
 
     def finish(self, state: State) -> "Row":
@@ -452,16 +454,25 @@ class Row:
                     if state not in scored:
                         break
                     continue
-                source = scored[state] if state in scored else memory[state]
+                last, source = state, scored[state] if state in scored else memory[state]
                 state = self.revealed(state, source)
                 if state not in scored and state not in memory:
                     break
                 depth += 1
+            if source is None:  # behind a clean block
+                last = state
             self.drafted += sum(not behind for _, _, behind in nodes[1:])
             self.accepted += depth
             self.lengths.append(length)
+            offered = any(self.follows(node, last) for node, _, behind in nodes[1:] if not behind)
+            self.depths.append((depth + offered, depth))
             memory = {node: scored[node] for node, _, behind in nodes if self.masked(node) and not behind}
         return state
+
+    def follows(self, state: State, last: State) -> bool:
+        """Whether a state of the same block shows all that another one does, and more."""
+        more = len(state) == len(last) and state != last
+        return more and all(b in (a, self.mask) for a, b in zip(state, last, strict=True))
 
     def revealed(self, state: State, said: Said) -> State:
         """The state behind the target's step."""

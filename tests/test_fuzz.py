@@ -25,18 +25,20 @@ def prompts_of(rng: random.Random, count: int, block: int) -> list[list[int]]:
     return [[rng.randrange(1, 50) for _ in range(rng.randint(1, 2 * block + 3))] for _ in range(count)]
 
 
-def row_counts(out: Any, row: int) -> list[Any]:
-    """What a row cost."""
-    lengths = out.stats.accepted_lengths[row].tolist()
-    costs = [
-        getattr(out.stats, name)[row].item() for name in ("row_forwards", "row_head_forwards", "drafted", "accepted", "revoked")
-    ]
-    return [*costs, lengths]
+COUNTS = ("row_forwards", "row_head_forwards", "drafted", "accepted", "revoked")
+TABLES = ("accepted_lengths", "offered_at_depth", "accepted_at_depth")
 
 
-def expected_counts(told: Row, width: int) -> list[Any]:
-    costs = [told.row_forwards, told.row_head_forwards, told.drafted, told.accepted, len(told.revocations)]
-    return [*costs, [told.lengths.count(length) for length in range(width)]]
+def assert_same_counts(out: Any, place: int, told: Row, case: Any) -> None:
+    """What a row cost, and by depth what its drafts came to."""
+    expected = (told.row_forwards, told.row_head_forwards, told.drafted, told.accepted, len(told.revocations))
+    assert [getattr(out.stats, name)[place].item() for name in COUNTS] == [*expected], case
+    if not told.lengths:
+        return
+    lengths, offered, accepted = (getattr(out.stats, name)[place].tolist() for name in TABLES)
+    assert lengths == [told.lengths.count(length) for length in range(len(lengths))], case
+    assert offered == [sum(most > k for most, _ in told.depths) for k in range(len(offered))], case
+    assert accepted == [sum(depth > k for _, depth in told.depths) for k in range(len(accepted))], case
 
 
 def compare(
@@ -67,11 +69,9 @@ def compare(
         assert set(row["steps"][count:]) <= {-1}, (place, case)
         torch.testing.assert_close(row["logprobs"][:count].double(), torch.tensor(told.logprobs).double(), rtol=0, atol=1e-5)
         if counted:
-            got = row_counts(out, place)
-            told_counts = expected_counts(told, len(got[-1]))
-            if not told.lengths:
-                told_counts[-1] = got[-1]
-            assert got == told_counts, (place, case)
+            assert_same_counts(out, place, told, (place, case))
+            revoked = [(column, token) for row, column, token in out.stats.revocations.tolist() if row == place]
+            assert revoked == told.revocations, (place, case)
         texts.append(told.tokens)
     return out, texts
 
