@@ -14,8 +14,6 @@ import torch
 from torch import Tensor
 from transformers import (
     MinPLogitsWarper,
-    NoBadWordsLogitsProcessor,
-    NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     SuppressTokensLogitsProcessor,
     TopKLogitsWarper,
@@ -49,8 +47,6 @@ def options_of(given: dict[str, Any]) -> SimpleNamespace:
     options.eos_ids = list(options.eos_token_id or ())
     options.processors = [
         *([RepetitionPenaltyLogitsProcessor(options.repetition_penalty)] if options.repetition_penalty != 1 else []),
-        *([NoRepeatNGramLogitsProcessor(options.no_repeat_ngram_size)] if options.no_repeat_ngram_size else []),
-        *([NoBadWordsLogitsProcessor(options.bad_words_ids, options.eos_ids)] if options.bad_words_ids else []),
         *([SuppressTokensLogitsProcessor(options.suppress_tokens)] if options.suppress_tokens else []),
         *options.logits_processor,
     ]
@@ -205,7 +201,7 @@ class Row:
     def scores(self, state: State, hidden: Tensor, position: int) -> Tensor:
         """Logits [vocab] of a position's own token over the temperature, [block, hidden_size] given: no mask id, no early eos.
 
-        A processor sees what the state shows to the left of the position.
+        A processor sees what the state shows to the left of the position; a ban all that is known on both sides.
         """
         scores = self.model.lm_head(hidden[position - len(state)])[None].clone()
         scores[:, self.mask] = -torch.inf
@@ -214,8 +210,35 @@ class Row:
         scores = scores.masked_fill(scores.isnan(), -torch.inf)[0]
         scores[self.mask] = -torch.inf
         if position < self.no_eos_before:
-            scores[list(self.options.eos_ids)] = -torch.inf
+            scores[self.options.eos_ids] = -torch.inf
+        scores[[token for token in range(len(scores)) if self.banned(state, position, token)]] = -torch.inf
         return scores / self.options.temperature if self.options.do_sample else scores
+
+    def banned(self, state: State, position: int, token: int) -> bool:
+        """Whether a token would complete a banned sequence, of what is known of the whole text."""
+        words = [word for word in self.options.bad_words_ids or [] if word not in [[eos] for eos in self.options.eos_ids]]
+        size, text = self.options.no_repeat_ngram_size, [*state, *self.text[len(state) : self.given_end]]
+        if not (words or size) or token == self.mask:
+            return False
+        text[position] = token
+
+        def through(length: int) -> list[int]:
+            """Where so many known tokens begin, of which the position holds one."""
+            first, last = max(0, position - length + 1), min(position, len(text) - length)
+            return [i for i in range(first, last + 1) if self.mask not in text[i : i + length]]
+
+        if any(text[i : i + len(word)] == word for word in words for i in through(len(word))):
+            return True
+        here = through(size) if size else []
+        return any(text[i : i + size] == text[j : j + size] for i in here for j in range(len(text) - size + 1) if j != i)
+
+    def allowed(self, state: State, picks: list[Pick]) -> list[Pick]:
+        """The picks, the surest first, without those that would complete a banned sequence together with these."""
+        kept: list[Pick] = []
+        for pick in most_confident(picks, len(picks)):
+            if not kept or not self.banned(self.after(state, kept), pick.position, pick.token):
+                kept.append(pick)
+        return sorted(kept, key=lambda pick: pick.position)
 
     def pick(self, state: State, position: int, scores: Tensor, kept: Tensor) -> Pick:
         """The token that scores pick at a position of a state; sampled with the noise of the position and the masks left."""
@@ -287,7 +310,7 @@ class Row:
     def step(self, state: State, decoding: str) -> list[Pick]:
         """What one step reveals at a state without drafts."""
         said = self.said(state)
-        fresh = self.choose(state, said, decoding)
+        fresh = self.allowed(state, self.choose(state, said, decoding))
         if decoding == "mrp_direct":
             fresh = fresh + self.extended_by_head(state, said, fresh)
         elif decoding == "mrp_remask":
@@ -425,7 +448,8 @@ class Row:
     def decode_drafted(self, passes: int) -> State:
         """The text in rounds: states are drafted, all are scored, and the path goes on as long as the next one was."""
         width = self.options.num_draft_states
-        ids = self.model.mrp_head.draft_token_ids if passes and not self.options.processors else None
+        bans = self.options.bad_words_ids or self.options.no_repeat_ngram_size
+        ids = self.model.mrp_head.draft_token_ids if passes and not (self.options.processors or bans) else None
         state, source, memory = self.first(), None, dict[State, Said]()
         self.row_forwards = 1
         if self.whole(state):
@@ -476,7 +500,7 @@ class Row:
 
     def revealed(self, state: State, said: Said) -> State:
         """The state behind the target's step."""
-        fresh = self.choose(state, said, self.options.target)
+        fresh = self.allowed(state, self.choose(state, said, self.options.target))
         self.write(fresh)
         return self.after(state, fresh)
 
