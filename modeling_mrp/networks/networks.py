@@ -70,8 +70,11 @@ class Networks:
         self._swaps: list[tuple[int, int]] = []
         self._scored: Tensor | None = None  # hidden states of the last `score`, and its first slot
         self._begin = 0
-        self._offsets = torch.arange(self.block, device=device)
         cache.active = cache.rows
+
+    @property
+    def _offsets(self) -> Tensor:
+        return torch.arange(self.block, device=self.device)  # made anew: a recording of it outlives the call
 
     # ------------------------------------------------------------------------------------------------------- prefill
 
