@@ -4,8 +4,10 @@ import random
 from typing import Any
 
 import torch
+from transformers import LogitsProcessor
 
 from modeling_mrp import MRPConfig, MRPForCausalLM
+from modeling_mrp.generate.option_table import REMASK_RULES
 
 MASK, VOCAB = 60, 64
 # What a decode cost each row.
@@ -76,9 +78,38 @@ def random_case_model(rng: random.Random) -> MRPForCausalLM:
     return dampened(model, calm)
 
 
+class Sways(LogitsProcessor):
+    """Favours tokens by all that stands before a position, masks too."""
+
+    def __init__(self, strength: float) -> None:
+        self.strength = strength
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """See `LogitsProcessor`."""
+        weights = torch.arange(1, input_ids.shape[1] + 1) % 7
+        sums = (input_ids * weights).sum(1, keepdim=True)
+        return scores + self.strength * ((sums + 5 * torch.arange(scores.shape[1])) % 11)
+
+
+def random_processors(rng: random.Random) -> dict[str, Any]:
+    """Mostly none; else some of transformers' and one of our own."""
+    ids = rng.sample(range(1, 50), 6)
+    kinds: dict[str, Any] = {
+        "repetition_penalty": rng.choice((0.7, 1.3, 2.0)),
+        "no_repeat_ngram_size": rng.choice((2, 3)),
+        "bad_words_ids": [[ids[0]], ids[1:3], ids[3:6]],
+        "suppress_tokens": ids,
+        "logits_processor": [Sways(rng.choice((0.1, 1.0)))],
+    }
+    return {name: kinds[name] for name in rng.sample(list(kinds), rng.choice((0, 0, 0, 1, 2, 3)))}
+
+
 def random_options(rng: random.Random, block: int, sampled: bool) -> dict[str, Any]:
     """What changes the text."""
     options: dict[str, Any] = {
+        "mrp_steps": rng.randint(1, 3),
+        "remask_rule": rng.choice(REMASK_RULES),
+        "residual_delta": rng.choice((0.2, 1.0)),
         "max_new_tokens": rng.randint(1, 2 * min(block, 16) + 3),
         "denoising_steps": rng.choice((None, None, 1, 2, 3, rng.randint(1, block))),
         "confidence_threshold": rng.choice((0.0, 0.02, 0.05, 0.2, 0.9)),
@@ -93,8 +124,9 @@ def random_options(rng: random.Random, block: int, sampled: bool) -> dict[str, A
             "temperature": rng.choice((0.3, 0.7, 1.0, 1.7)),
             "top_k": rng.choice((0, 0, 1, 5, 50)),
             "top_p": rng.choice((1.0, 1.0, 0.5, 0.9)),
+            **rng.choice(({}, {}, {}, {"min_p": 0.05}, {"typical_p": 0.8})),
         }
-    return options
+    return options | random_processors(rng)
 
 
 def random_drafting(rng: random.Random) -> dict[str, Any]:
@@ -153,6 +185,7 @@ __all__ = [
     "COSTS",
     "MASK",
     "VOCAB",
+    "Sways",
     "assert_same_text",
     "batch_of",
     "dampened",
@@ -162,4 +195,5 @@ __all__ = [
     "random_drafting",
     "random_infill",
     "random_options",
+    "random_processors",
 ]

@@ -47,8 +47,7 @@ from .random_cases import (
 
 Row = dict[str, Any]
 MODES = ("static", "dynamic", *TARGETS, "mrp_direct", "mrp_remask")
-UNKNOWN_TO_REFERENCE = {"min_new_tokens", "stopping_criteria", "stop_strings", "repetition_penalty", "suppress_tokens"}
-UNKNOWN_TO_REFERENCE |= {"no_repeat_ngram_size", "bad_words_ids", "min_p", "typical_p"}
+UNKNOWN_TO_REFERENCE = {"stopping_criteria", "stop_strings"}
 REPORT_EVERY = 60.0  # seconds
 
 
@@ -154,13 +153,10 @@ class Case:
 
     def by_reference(self, row: int) -> Row:
         """Decode a row by the slow decoder."""
-        options = dict(self.options)
-        eos, limit = options.pop("eos_token_id") or (), options.pop("max_new_tokens")
         infill = () if self.infill is None else self.infill[row].tolist()
         self.calls += 1
-        told = reference_decode(
-            self.model, self.prompts[row], self.mode, limit, infill, eos_ids=eos, seed=self.seeds[row], **options
-        )
+        given = {"decoding": self.mode, "seed": self.seeds[row], **self.options, **self.extras}
+        told = reference_decode(self.model, self.prompts[row], infill, **given)
         return {"tokens": told.tokens, "steps": told.reveal_step, "logprobs": torch.tensor(told.logprobs)}
 
     def reused(self, every: list[int], batch: list[Row], past: Any) -> Iterator[tuple[str, Row, Row]]:

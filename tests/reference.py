@@ -1,150 +1,508 @@
-"""A slow and obvious decoder of block-diffusion language models: the yardstick for the fast one.
+"""A slow and obvious decoder of block-diffusion language models: the yardstick for the fast one, in text and in counts.
 
-One row, no cache, no packing: every step runs everything committed so far and the current block through the model.
-x is the state before a reveal, x' the state after it, h_A the backbone's hidden states at x (MRP, arXiv 2605.18817).
+One row, no cache, no packing. A *state* is the whole text so far in whole blocks, of which the last one may have masks; every
+step runs all of it through the model. Drafts are made as slowly. x is the state before a reveal, x' the state after it, h_A the
+backbone's hidden states at x (MRP, arXiv 2605.18817).
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
 
 from modeling_mrp import MRPForCausalLM
 from modeling_mrp.kernels.noise import gumbel_noise, noise_keys
+from modeling_mrp.rules.reveal import Dynamic, EntropyBound, RevealRule, Sequential, Static, schedule_of
+
+State = tuple[int, ...]
 
 
-@dataclass
-class Reference:
-    """What follows the prompt, up to and including the eos that ends it: each token's step and log-probability, and the totals.
-
-    Tokens that were given have step -1 and log-probability 0. `revocations` are (index behind the prompt, token), in order.
-    """
-
-    tokens: list[int]
-    reveal_step: list[int]
-    logprobs: list[float]
-    steps: int
-    revocations: list[tuple[int, int]]
-
-    @property
-    def revoked(self) -> int:
-        """How many reveals were taken back."""
-        return len(self.revocations)
+# The options of `generate`, what they are where they are not given; of the stopping criteria one, `stop`, which is asked of the
+# prompt and so many tokens behind it.
+DEFAULTS: dict[str, Any] = {
+    **{"decoding": "static", "target": "static", "max_new_tokens": 20, "min_new_tokens": 0, "seed": 0},
+    **{"confidence_threshold": 0.9, "entropy_threshold": 0.35, "denoising_steps": None, "mrp_steps": 1},
+    **{"remask_rule": "reread", "residual_delta": 1.0, "num_draft_states": 4, "draft_branches": 3, "draft_passes": 1},
+    **{"do_sample": False, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "stop": None},
+    **{"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "bad_words_ids": None, "suppress_tokens": None},
+    **{"eos_token_id": (), "logits_processor": ()},
+}
 
 
-@dataclass
-class Options:
-    """The keyword options of `reference_decode`."""
-
-    eos_ids: Collection[int] = ()
-    denoising_steps: int | None = None
-    confidence_threshold: float = 0.9
-    entropy_threshold: float = 0.35
-    mrp_steps: int = 1
-    remask_rule: str = "reread"
-    residual_delta: float = 1.0
-    do_sample: bool = False
-    temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float | None = None
-    seed: int = 0
-
-
-@dataclass
-class Row:
-    """One row's state: `ids` are whole blocks, the last of them the current one. `given` is what the user fixed behind the
-    prompt, by position.
-    """
-
-    model: MRPForCausalLM
-    ids: list[int]
-    prompt_len: int
-    given: dict[int, int]
-    options: Options
+def options_of(given: dict[str, Any]) -> SimpleNamespace:
+    """All options; those that transformers has classes for become its `processors` and `warpers`, in its order."""
+    assert given.keys() <= DEFAULTS.keys(), given.keys() - DEFAULTS.keys()
+    options: Any = SimpleNamespace(**{**DEFAULTS, **given})
+    options.eos_ids = list(options.eos_token_id or ())
+    options.processors = [
+        *([RepetitionPenaltyLogitsProcessor(options.repetition_penalty)] if options.repetition_penalty != 1 else []),
+        *([SuppressTokensLogitsProcessor(options.suppress_tokens)] if options.suppress_tokens else []),
+        *options.logits_processor,
+    ]
+    warpers: list[Any] = [
+        *([TopKLogitsWarper(options.top_k)] if options.top_k else []),
+        *([TopPLogitsWarper(options.top_p)] if options.top_p < 1 else []),
+        *([MinPLogitsWarper(options.min_p)] if options.min_p else []),
+        *([TypicalLogitsWarper(options.typical_p)] if options.typical_p < 1 else []),
+    ]
+    options.warpers = warpers if options.do_sample else []
+    return options
 
 
 @dataclass
 class Pick:
-    """The token that one distribution picks at one position, and how sure it is (before top-k and top-p)."""
+    """The token that one distribution picks at one position, and how sure it is (before top-k and its kin).
+
+    Of `scores` [vocab], after processors and temperature, those that are `kept` [vocab] bool may be sampled.
+    """
 
     position: int
     token: int
     log_odds: float
     logprob: float
     entropy: float
+    scores: Tensor
+    kept: Tensor
 
 
-def append_block(row: Row) -> None:
-    """Fills the sequence up with given tokens, and masks elsewhere, to the end of a new block."""
-    size = row.model.config.block_size
-    end = (len(row.ids) // size + 1) * size
-    row.ids += [row.given.get(i, row.model.config.mask_token_id) for i in range(len(row.ids), end)]
+@dataclass
+class Said:
+    """What is said at a state: by position the pick, and the hidden states [block, hidden_size] that say it."""
+
+    picks: dict[int, Pick]
+    hidden: Tensor
 
 
-def masked_positions(row: Row) -> list[int]:
-    """Generated positions that are not revealed; all lie in the current block."""
-    return [i for i in range(row.prompt_len, len(row.ids)) if row.ids[i] == row.model.config.mask_token_id]
+Node = tuple[State, Said | None, bool]  # a submitted state, what told of it, and whether it looks at a clean block behind it
 
 
-def free_from(row: Row) -> int:
-    """The position behind everything the user fixed."""
-    return max(row.given, default=row.prompt_len - 1) + 1
+class Row:
+    """One prompt that is decoded, and what it cost: counts as in `MRPGenerateStats`.
 
+    Attributes:
+        tokens, reveal_step, logprobs: What follows the prompt, up to and including the eos that ends it; of given tokens the
+            step is -1, and 0 the log-probability.
+        revocations: (index behind the prompt, token) of what `mrp_remask` took back, in order.
+        lengths: Of each round how many states it went through.
+        depths: Of each round how deep drafts were offered, and accepted.
+        made: By position the step and log-probability of a reveal.
+        step_of: By state, the steps since its block was opened.
+    """
 
-def end_of(row: Row, limit: int) -> int:
-    """The position after the first revealed eos behind the prompt and all given tokens, at most `limit`."""
-    eos = [i for i in range(free_from(row), len(row.ids)) if row.ids[i] in row.options.eos_ids]
-    return min([limit] + [i + 1 for i in eos])
+    def __init__(self, model: MRPForCausalLM, prompt: Sequence[int], infill: Sequence[int], options: Any) -> None:
+        assert model.config._attn_implementation == "sdpa", "eager attention takes no boolean mask"
+        self.model, self.prompt, self.options = model, list(prompt), options
+        self.block, self.mask = model.config.block_size, model.config.mask_token_id
+        self.limit = len(prompt) + options.max_new_tokens
+        self.text = [*prompt, *infill] + [self.mask] * (options.max_new_tokens - len(infill))  # what is given, then masks
+        self.given_end = max([i + 1 for i in range(len(prompt), self.limit) if self.text[i] != self.mask], default=0)
+        self.open_end = max([i + 1 for i in range(self.limit) if self.text[i] == self.mask], default=0)
+        self.no_eos_before = max(len(prompt) + (options.min_new_tokens or 0), self.given_end)
+        self.rule = self.rules()[options.target]
+        self.made: dict[int, tuple[int, float]] = {}
+        self.step_of: dict[State, int] = {}
+        self.known: dict[State, Said] = {}
+        self.steps = self.row_forwards = self.row_head_forwards = self.drafted = self.accepted = 0
+        self.head_read = 0  # positions of which the head has keys and values
+        self.asked = len(prompt)  # positions that the criterion has seen
+        self.stop: int | None = None  # where it ends the text
+        self.lengths: list[int] = []
+        self.depths: list[tuple[int, int]] = []
+        self.revocations: list[tuple[int, int]] = []
 
+    def finish(self, state: State) -> "Row":
+        """Tell of the text, at a state where it has ended."""
+        end = min(self.stop or self.end(state) or self.limit, self.limit)
+        begin = len(self.prompt)
+        self.tokens = [*state, *self.text[len(state) :]][begin:end]
+        self.reveal_step = [self.made.get(i, (-1, 0.0))[0] for i in range(begin, end)]
+        self.logprobs = [self.made.get(i, (-1, 0.0))[1] for i in range(begin, end)]
+        return self
 
-def is_done(row: Row, limit: int) -> bool:
-    """Whether every position before the row's end is revealed."""
-    end = end_of(row, limit)
-    return end <= len(row.ids) and all(i >= end for i in masked_positions(row))
+    # ------------------------------------------------------------------------------------------------------- states
 
+    def opened(self, state: State) -> State:
+        """The state with one block more: given tokens, and masks."""
+        begin = len(state)
+        behind = self.text[begin : begin + self.block]
+        made = (*state, *behind, *[self.mask] * (self.block - len(behind)))
+        self.step_of[made] = 0
+        return made
 
-def candidates(row: Row) -> list[int]:
-    """Masked positions before the eos that ends the text; the limit on new tokens plays no part."""
-    return [i for i in masked_positions(row) if i < end_of(row, len(row.ids))]
+    def first(self) -> State:
+        """The state at which decoding begins: the block of the first mask."""
+        state: State = ()
+        while len(state) < self.limit and self.mask not in state:
+            state = self.opened(state)
+        return state
 
+    def masked(self, state: State) -> list[int]:
+        """Positions of masks; all lie in the last block."""
+        return [i for i in range(len(state)) if state[i] == self.mask]
 
-def inputs(row: Row) -> tuple[Tensor, Tensor, Tensor]:
-    """Ids, block-causal mask and positions of the whole sequence."""
-    positions = torch.arange(len(row.ids), device=row.model.device)
-    block = positions // row.model.config.block_size
-    return torch.tensor([row.ids], device=row.model.device), (block <= block[:, None])[None, None], positions[None]
+    def end(self, state: State) -> int | None:
+        """The position behind the first eos that ends the text; None if there is none."""
+        first = max(len(self.prompt), self.given_end)
+        return next((i + 1 for i in range(first, len(state)) if state[i] in self.options.eos_ids), None)
 
+    def candidates(self, state: State) -> list[int]:
+        """Masked positions before the eos that ends the text; the limit on new tokens plays no part."""
+        end = self.end(state) or len(state)
+        return [i for i in self.masked(state) if i < end]
 
-def backbone(row: Row) -> Tensor:
-    """h_A [length, hidden] at the row's state."""
-    ids, mask, positions = inputs(row)
-    masks = {"full_attention": mask}
-    return row.model.model(input_ids=ids, attention_mask=masks, position_ids=positions, use_cache=False).last_hidden_state[0]
+    def whole(self, state: State) -> bool:
+        """Whether every position before the row's end is revealed."""
+        end = min(self.end(state) or self.open_end, self.open_end)
+        return end <= len(state) and all(i >= end for i in self.masked(state))
 
+    def after(self, state: State, picks: Sequence[Pick]) -> State:
+        """The state that a reveal makes."""
+        made = list(state)
+        for pick in picks:
+            made[pick.position] = pick.token
+        self.step_of[tuple(made)] = self.step_of[state] + 1
+        return tuple(made)
 
-def head(row: Row, hidden: Tensor) -> Tensor:
-    """The head's residual [length, hidden] at the row's state, given hidden states [length, hidden]."""
-    ids, mask, positions = inputs(row)
-    embeds = row.model.model.embed_tokens(ids)
-    return row.model.mrp_head(embeds, hidden[None], mask, row.model.model.rotary_emb(embeds, positions), None)[0]
+    # --------------------------------------------------------------------------------------------------- what is said
 
+    def inputs(self, state: State) -> tuple[Tensor, Tensor, Tensor]:
+        """Ids, block-causal mask and positions of the whole sequence."""
+        positions = torch.arange(len(state), device=self.model.device)
+        block = positions // self.block
+        return torch.tensor([state], device=self.model.device), (block <= block[:, None])[None, None], positions[None]
 
-def add_residual(row: Row, hidden: Tensor) -> Tensor:
-    """Adds the head's residual in the current block; clean blocks keep the backbone's hidden states."""
-    start = len(row.ids) - row.model.config.block_size
-    return torch.cat([hidden[:start], hidden[start:] + head(row, hidden)[start:]])
+    def backbone(self, state: State) -> Tensor:
+        """h_A [length, hidden_size] at a state."""
+        ids, mask, positions = self.inputs(state)
+        given = {"input_ids": ids, "attention_mask": {"full_attention": mask}, "position_ids": positions}
+        hidden: Tensor = self.model.model(**given, use_cache=False).last_hidden_state[0]
+        return hidden
 
+    def head(self, state: State, hidden: Tensor) -> Tensor:
+        """The head's residual [block, hidden_size] at a state, given the hidden states of its last block."""
+        ids, mask, positions = self.inputs(state)
+        embeds = self.model.model.embed_tokens(ids)
+        known = torch.cat([self.backbone(state)[: -self.block], hidden])  # what clean blocks have does not change
+        rotary = self.model.model.rotary_emb(embeds, positions)
+        residual: Tensor = self.model.mrp_head(embeds, known[None], mask, rotary, None)[0, -self.block :]
+        return residual
 
-def scores_at(row: Row, hidden: Tensor, position: int) -> Tensor:
-    """Logits [vocab] of a position's own token: no mask id, no end before a given token, over the temperature when sampling."""
-    scores = row.model.lm_head(hidden[position]).clone()
-    scores[row.model.config.mask_token_id] = -torch.inf
-    if position < free_from(row):
-        scores[list(row.options.eos_ids)] = -torch.inf
-    return scores / row.options.temperature if row.options.do_sample else scores
+    def scores(self, state: State, hidden: Tensor, position: int) -> Tensor:
+        """Logits [vocab] of a position's own token over the temperature, [block, hidden_size] given: no mask id, no early eos.
+
+        A processor sees what the state shows to the left of the position; a ban all that is known on both sides.
+        """
+        scores = self.model.lm_head(hidden[position - len(state)])[None].clone()
+        scores[:, self.mask] = -torch.inf
+        for processor in self.options.processors:
+            scores = processor(torch.tensor([state[:position]], dtype=torch.long), scores)
+        scores = scores.masked_fill(scores.isnan(), -torch.inf)[0]
+        scores[self.mask] = -torch.inf
+        if position < self.no_eos_before:
+            scores[self.options.eos_ids] = -torch.inf
+        scores[[token for token in range(len(scores)) if self.banned(state, position, token)]] = -torch.inf
+        return scores / self.options.temperature if self.options.do_sample else scores
+
+    def banned(self, state: State, position: int, token: int) -> bool:
+        """Whether a token would complete a banned sequence, of what is known of the whole text."""
+        words = [word for word in self.options.bad_words_ids or [] if word not in [[eos] for eos in self.options.eos_ids]]
+        size, text = self.options.no_repeat_ngram_size, [*state, *self.text[len(state) : self.given_end]]
+        if not (words or size) or token == self.mask:
+            return False
+        text[position] = token
+
+        def through(length: int) -> list[int]:
+            """Where so many known tokens begin, of which the position holds one."""
+            first, last = max(0, position - length + 1), min(position, len(text) - length)
+            return [i for i in range(first, last + 1) if self.mask not in text[i : i + length]]
+
+        if any(text[i : i + len(word)] == word for word in words for i in through(len(word))):
+            return True
+        here = through(size) if size else []
+        return any(text[i : i + size] == text[j : j + size] for i in here for j in range(len(text) - size + 1) if j != i)
+
+    def allowed(self, state: State, picks: list[Pick]) -> list[Pick]:
+        """The picks, the surest first, without those that would complete a banned sequence together with these."""
+        kept: list[Pick] = []
+        for pick in most_confident(picks, len(picks)):
+            if not kept or not self.banned(self.after(state, kept), pick.position, pick.token):
+                kept.append(pick)
+        return sorted(kept, key=lambda pick: pick.position)
+
+    def pick(self, state: State, position: int, scores: Tensor, kept: Tensor) -> Pick:
+        """The token that scores pick at a position of a state; sampled with the noise of the position and the masks left."""
+        shown = scores.masked_fill(~kept, -torch.inf)
+        if self.options.do_sample:
+            numbers = torch.tensor([[self.options.seed], [position], [len(self.masked(state))]])
+            shown = shown + gumbel_noise(noise_keys(*numbers), len(scores), scores.dtype)[0]
+        token = int(shown.argmax())
+        logp = scores.log_softmax(0)
+        return Pick(
+            position,
+            token,
+            log_odds(scores, token),
+            logp[token].item(),
+            torch.special.entr(logp.exp()).sum().item(),
+            scores,
+            kept,
+        )
+
+    def say(self, state: State, hidden: Tensor, only: Tensor | None = None) -> Said:
+        """What hidden states [block, hidden_size] say at each candidate; of `only` some tokens, if these are given."""
+        picks = {}
+        for i in self.candidates(state):
+            scores = self.scores(state, hidden, i)
+            if only is not None:
+                scores = torch.full_like(scores, -torch.inf).index_copy(0, only, scores[only])
+            shown = scores[None]
+            for warper in self.options.warpers:
+                shown = warper(torch.zeros(1, 1, dtype=torch.long), shown)
+            picks[i] = self.pick(state, i, scores, shown[0] > -torch.inf)
+        return Said(picks, hidden)
+
+    def said(self, state: State) -> Said:
+        """What the backbone says at a state."""
+        if state not in self.known:
+            self.known[state] = self.say(state, self.backbone(state)[-self.block :])
+        return self.known[state]
+
+    # ------------------------------------------------------------------------------------------------------- targets
+
+    def choose(self, state: State, said: Said, decoding: str) -> list[Pick]:
+        """The picks that the backbone's step at a state reveals, from left to right."""
+        picks, steps = list(said.picks.values()), self.options.denoising_steps or self.block
+        count = self.block // steps + (self.step_of[state] < self.block % steps)
+        if decoding in ("static", "mrp_direct"):
+            chosen = most_confident(picks, count)
+        elif decoding == "sequential":
+            chosen = picks[:count]
+        elif decoding in ("dynamic", "mrp_remask"):
+            threshold = logit(self.options.confidence_threshold)
+            chosen = [pick for pick in picks if pick.log_odds > threshold] or most_confident(picks, 1)
+        else:
+            ranked = sorted(picks, key=lambda pick: (pick.entropy, pick.position))
+            sums = [sum(pick.entropy for pick in ranked[: n + 1]) for n in range(len(ranked))]
+            chosen = [p for p, total in zip(ranked, sums, strict=True) if total < self.options.entropy_threshold] or ranked[:1]
+        return sorted(chosen, key=lambda pick: pick.position)
+
+    def write(self, picks: Sequence[Pick]) -> None:
+        """A step: notes what it revealed."""
+        self.made |= {pick.position: (self.steps, pick.logprob) for pick in picks}
+        self.steps += 1
+
+    def asks_head(self, state: State) -> None:
+        """Counts a forward of the head, and before it one that reads the text where it is more than a block behind."""
+        held = len(state) - self.block
+        self.row_head_forwards += 1 + (held - self.head_read > self.block)
+        self.head_read = held
+
+    def step(self, state: State, decoding: str) -> list[Pick]:
+        """What one step reveals at a state without drafts."""
+        said = self.said(state)
+        fresh = self.allowed(state, self.choose(state, said, decoding))
+        if decoding == "mrp_direct":
+            fresh = fresh + self.extended_by_head(state, said, fresh)
+        elif decoding == "mrp_remask":
+            kept = {"reread": self.reread, "threshold": self.believed, "residual": self.unmoved}[self.options.remask_rule](
+                state, said, fresh
+            )
+            behind = len(self.prompt)
+            self.revocations += [(pick.position - behind, pick.token) for pick in fresh if pick not in kept]
+            fresh = kept
+        return fresh
+
+    def extended_by_head(self, state: State, said: Said, fresh: list[Pick]) -> list[Pick]:
+        """One reveal more for each head step, by the accumulated estimate of the hidden states."""
+        extra: list[Pick] = []
+        hidden = said.hidden
+        for _ in range(self.options.mrp_steps):
+            shown = self.after(state, fresh + extra)
+            if not self.candidates(shown):
+                break
+            self.asks_head(state)
+            hidden = hidden + self.head(shown, hidden)
+            extra += most_confident(list(self.say(shown, hidden).picks.values()), 1)
+        return extra
+
+    def beliefs(self, state: State, said: Said, given: list[Pick], fresh: list[Pick]) -> dict[int, float]:
+        """The head's log-odds of the fresh picks, by position, where only the given ones of them are revealed."""
+        self.asks_head(state)
+        hidden = said.hidden + self.head(self.after(state, given), said.hidden)
+        return {pick.position: log_odds(self.scores(state, hidden, pick.position), pick.token) for pick in fresh}
+
+    def believed(self, state: State, said: Said, fresh: list[Pick]) -> list[Pick]:
+        """The fresh reveals that the head, shown all of them, still believes in; at least one."""
+        seen, threshold = self.beliefs(state, said, fresh, fresh), logit(self.options.confidence_threshold)
+        best = min(fresh, key=lambda pick: (-seen[pick.position], pick.position))
+        return [pick for pick in fresh if not seen[pick.position] < threshold] or [best]
+
+    def reread(self, state: State, said: Said, fresh: list[Pick]) -> list[Pick]:
+        """The fresh reveals without the worst, again and again while any but the most believed is doubted under all that are
+        left; of these the surest, and those that it alone makes half as credible as tau."""
+        tau, kept = self.options.confidence_threshold, fresh
+        while len(kept) > 1:
+            seen = self.beliefs(state, said, kept, fresh)
+            _, *others = sorted(kept, key=lambda pick: (-seen[pick.position], pick.position))
+            doubted = [pick for pick in others if seen[pick.position] < logit(tau)]
+            if not doubted:
+                break
+            worst = min(doubted, key=lambda pick: (seen[pick.position], pick.position))
+            kept = [pick for pick in kept if pick is not worst]
+        if len(kept) == 1:
+            return kept
+        surest = most_confident(kept, 1)
+        seen = self.beliefs(state, said, surest, fresh)
+        return [pick for pick in kept if pick in surest or not seen[pick.position] < logit(tau / 2)]
+
+    def unmoved(self, state: State, said: Said, fresh: list[Pick]) -> list[Pick]:
+        """The fresh reveals whose own logit the head's residual at x moves by no more than delta; at least one."""
+        self.asks_head(state)
+        residual = self.head(state, said.hidden)
+        moves = {p.position: self.model.lm_head(residual[p.position - len(state)])[p.token].abs().item() for p in fresh}
+        return [p for p in fresh if not moves[p.position] > self.options.residual_delta] or most_confident(fresh, 1)
+
+    def decode(self, decoding: str) -> State:
+        """The text without drafts. A clean block rides along with the first state of the next one, if that has masks."""
+        state = self.first()
+        self.row_forwards, self.head_read = 1, 0
+        while not self.ended(state):
+            if not self.masked(state):
+                state = self.opened(state)
+                self.row_forwards += 1
+                continue
+            self.row_forwards += self.step_of[state] > 0
+            fresh = self.step(state, decoding)
+            state = self.after(state, fresh)
+            self.write(fresh)
+        return state
+
+    def ended(self, state: State) -> bool:
+        """Whether the text is whole, or the criterion ends it, asked about every token once all before are revealed."""
+        final = [*state, *self.text[len(state) :]][: min(self.end(state) or self.limit, self.limit)]
+        final = final[: final.index(self.mask)] if self.mask in final else final
+        while self.stop is None and self.options.stop is not None and self.asked < len(final):
+            self.asked += 1
+            if self.options.stop(final[: self.asked]):
+                self.stop = self.asked
+        return self.stop is not None or self.whole(state)
+
+    # -------------------------------------------------------------------------------------------------------- drafts
+
+    def draft(self, own: State, source: Said | None, memory: dict[State, Said], estimates: dict[State, Said], size: int) -> Any:
+        """Best-first search: the states of a round, the likeliest of those that wait next; ways to one state add up."""
+        nodes: list[Node] = [(own, source, False)]
+        waiting: dict[State, tuple[float, Node]] = {}
+        chance = 1.0
+        while len(nodes) < size:
+            state, told, behind = nodes[-1]
+            if not self.masked(state):
+                if self.masked(opened := self.opened(state)):
+                    waiting[opened] = (chance, (opened, None, True))
+            elif (said := estimates.get(state, told)) is not None and not behind:
+                for made, of, likely in self.followers(state, said, memory):
+                    if all(made != other for other, _, _ in nodes):
+                        before = waiting.get(made, (0.0, (made, of, False)))
+                        waiting[made] = before[0] + likely * chance, before[1]
+            if not waiting:
+                break
+            best = max(waiting, key=lambda name: waiting[name][0])
+            chance, node = waiting.pop(best)
+            nodes.append(node)
+        return nodes
+
+    def followers(self, state: State, said: Said, memory: dict[State, Said]) -> Iterator[tuple[State, Said, float]]:
+        """The states that may follow one, what tells of each, and its chance: what the rule is likely to reveal there."""
+        start, free = len(state) - self.block, self.candidates(state)
+        picks = {i: self.pick(state, i, said.picks[i].scores, said.picks[i].kept) for i in free}  # with this state's noise
+        odds = [picks[start + c].log_odds if start + c in picks else -torch.inf for c in range(self.block)]
+        named: Any = SimpleNamespace(free=tuple([i - start for i in free]), step=self.step_of[state])
+        for where, chance in self.rule.likely(named, odds, self.options.draft_branches):
+            made, told = self.after(state, [picks[start + column] for column in where]), said
+            while made in memory:  # what follows a state that was scored is known
+                told = memory[made]
+                made = self.after(made, self.choose(made, told, self.options.target))
+            if chance > 0 and not self.whole(made):
+                yield made, told, chance
+
+    def rules(self) -> dict[str, RevealRule]:
+        """The targets', for their guesses, which `tests/test_rules.py` derives by hand."""
+        schedule = schedule_of(self.block, self.options.denoising_steps)
+        return {
+            "static": Static(schedule),
+            "sequential": Sequential(schedule),
+            "dynamic": Dynamic(logit(self.options.confidence_threshold)),
+            "entropy_bound": EntropyBound(self.options.entropy_threshold),
+        }
+
+    def decode_drafted(self, passes: int) -> State:
+        """The text in rounds: states are drafted, all are scored, and the path goes on as long as the next one was."""
+        width = self.options.num_draft_states
+        bans = self.options.bad_words_ids or self.options.no_repeat_ngram_size
+        ids = self.model.mrp_head.draft_token_ids if passes and not (self.options.processors or bans) else None
+        state, source, memory = self.first(), None, dict[State, Said]()
+        self.row_forwards = 1
+        if self.whole(state):
+            return state
+        source = self.said(state)  # as prefill
+        state = self.revealed(state, source)
+        while not self.ended(state):
+            estimates: dict[State, Said] = {}
+            for turn in range(min(passes, width - 1)):
+                size = -(-(turn + 1) * (width - 1) // min(passes, width - 1))
+                nodes = self.draft(state, source, memory, estimates, size)[min(turn, 1) :]
+                told = [(node, of) for node, of, _ in nodes if of is not None and self.masked(node)]
+                for node, of in told:
+                    hidden = of.hidden + self.head(node, of.hidden)
+                    estimates[node] = self.say(node, hidden, ids)
+                if told:
+                    self.asks_head(state)
+            nodes = self.draft(state, source, memory, estimates, width)
+            self.row_forwards += 1
+            scored = {node: self.said(node) for node, _, _ in nodes}
+            length = depth = 0
+            while True:
+                length += 1
+                if not self.masked(state):
+                    state, source = self.opened(state), None
+                    if state not in scored:
+                        break
+                    continue
+                last, source = state, scored[state] if state in scored else memory[state]
+                state = self.revealed(state, source)
+                if state not in scored and state not in memory:
+                    break
+                depth += 1
+            if source is None:  # behind a clean block
+                last = state
+            self.drafted += sum(not behind for _, _, behind in nodes[1:])
+            self.accepted += depth
+            self.lengths.append(length)
+            offered = any(self.follows(node, last) for node, _, behind in nodes[1:] if not behind)
+            self.depths.append((depth + offered, depth))
+            memory = {node: scored[node] for node, _, behind in nodes if self.masked(node) and not behind}
+        return state
+
+    def follows(self, state: State, last: State) -> bool:
+        """Whether a state of the same block shows all that another one does, and more."""
+        more = len(state) == len(last) and state != last
+        return more and all(b in (a, self.mask) for a, b in zip(state, last, strict=True))
+
+    def revealed(self, state: State, said: Said) -> State:
+        """The state behind the target's step."""
+        fresh = self.allowed(state, self.choose(state, said, self.options.target))
+        self.write(fresh)
+        return self.after(state, fresh)
 
 
 def log_odds(scores: Tensor, token: int) -> float:
@@ -159,145 +517,21 @@ def logit(p: float) -> float:
     return torch.tensor(p, dtype=torch.float64).logit().item()
 
 
-def perturbed(row: Row, scores: Tensor, position: int) -> Tensor:
-    """Scores truncated by top-k, then top-p, plus the Gumbel noise of the position and the masks left in the block."""
-    kept = scores[None]
-    if row.options.top_k:
-        kept = TopKLogitsWarper(row.options.top_k)(None, kept)
-    if row.options.top_p is not None and row.options.top_p < 1:
-        kept = TopPLogitsWarper(row.options.top_p)(None, kept)
-    numbers = torch.tensor([[row.options.seed], [position], [len(masked_positions(row))]], device=scores.device)
-    return (kept + gumbel_noise(noise_keys(*numbers), len(scores), scores.dtype))[0]
-
-
-def pick_all(row: Row, hidden: Tensor) -> list[Pick]:
-    """What hidden states make of each candidate at the row's state, from left to right."""
-    picks = []
-    for i in candidates(row):
-        scores = scores_at(row, hidden, i)
-        token = int((perturbed(row, scores, i) if row.options.do_sample else scores).argmax())
-        entropy = torch.special.entr(scores.softmax(0)).sum().item()
-        picks.append(Pick(i, token, log_odds(scores, token), scores.log_softmax(0)[token].item(), entropy))
-    return picks
-
-
 def most_confident(picks: list[Pick], count: int) -> list[Pick]:
     """The `count` most confident picks, of equals the leftmost."""
     return sorted(picks, key=lambda pick: (-pick.log_odds, pick.position))[:count]
 
 
-def choose(row: Row, picks: list[Pick], decoding: str, count: int) -> list[Pick]:
-    """The picks that the backbone's step reveals; `count` is the schedule's number for this step."""
-    if decoding in ("static", "mrp_direct"):
-        return most_confident(picks, count)
-    if decoding == "sequential":
-        return picks[:count]
-    if decoding in ("dynamic", "mrp_remask"):
-        threshold = logit(row.options.confidence_threshold)
-        return [pick for pick in picks if pick.log_odds > threshold] or most_confident(picks, 1)
-    if decoding != "entropy_bound":
-        raise ValueError(f"the reference has no decoding {decoding!r}")
-    ranked = sorted(picks, key=lambda pick: (pick.entropy, pick.position))
-    sums = [sum(pick.entropy for pick in ranked[: n + 1]) for n in range(len(ranked))]
-    return [pick for pick, total in zip(ranked, sums, strict=True) if total < row.options.entropy_threshold] or ranked[:1]
-
-
-def reveal(row: Row, picks: list[Pick]) -> None:
-    """Writes picks into the row's state."""
-    for pick in picks:
-        row.ids[pick.position] = pick.token
-
-
-def extend_by_head(row: Row, h_a: Tensor) -> list[Pick]:
-    """Reveals one more token per head step, by the accumulated estimate of the hidden states."""
-    extra, acc = [], h_a
-    for _ in range(row.options.mrp_steps):
-        acc = add_residual(row, acc)
-        best = most_confident(pick_all(row, acc), 1)
-        reveal(row, best)
-        extra += best
-    return extra
-
-
-def beliefs(row: Row, h_a: Tensor, given: list[Pick], fresh: list[Pick]) -> dict[int, float]:
-    """The head's log-odds of the fresh picks, by position, at the state where only the given ones of them are revealed."""
-    for pick in fresh:
-        row.ids[pick.position] = row.model.config.mask_token_id
-    reveal(row, given)
-    h_b = add_residual(row, h_a)
-    return {pick.position: log_odds(scores_at(row, h_b, pick.position), pick.token) for pick in fresh}
-
-
-def kept_by_belief(row: Row, h_a: Tensor, fresh: list[Pick]) -> list[Pick]:
-    """The fresh reveals that the head, shown all of them, still believes in; at least one."""
-    seen, threshold = beliefs(row, h_a, fresh, fresh), logit(row.options.confidence_threshold)
-    best = min(fresh, key=lambda pick: (-seen[pick.position], pick.position))
-    return [pick for pick in fresh if not seen[pick.position] < threshold] or [best]
-
-
-def kept_by_rereading(row: Row, h_a: Tensor, fresh: list[Pick]) -> list[Pick]:
-    """The fresh reveals without the worst, again and again while any but the most believed is doubted under all that are left;
-    of these the surest, and those that it alone makes half as credible as tau."""
-    tau, kept = row.options.confidence_threshold, fresh
-    while True:
-        seen = beliefs(row, h_a, kept, fresh)
-        _, *others = sorted(kept, key=lambda pick: (-seen[pick.position], pick.position))
-        doubted = [pick for pick in others if seen[pick.position] < logit(tau)]
-        if not doubted:
-            break
-        worst = min(doubted, key=lambda pick: (seen[pick.position], pick.position))
-        kept = [pick for pick in kept if pick is not worst]
-    surest = most_confident(kept, 1)
-    seen = beliefs(row, h_a, surest, fresh)
-    return [pick for pick in kept if pick in surest or not seen[pick.position] < logit(tau / 2)]
-
-
-def kept_by_residual(row: Row, residual: Tensor, fresh: list[Pick]) -> list[Pick]:
-    """The fresh reveals whose own logit the head's residual at x moves by no more than delta; at least one."""
-    moves = {pick.position: row.model.lm_head(residual[pick.position])[pick.token].abs().item() for pick in fresh}
-    return [pick for pick in fresh if not moves[pick.position] > row.options.residual_delta] or most_confident(fresh, 1)
-
-
 @torch.no_grad()
-def reference_decode(
-    model: MRPForCausalLM, prompt: list[int], decoding: str, max_new_tokens: int, infill: Sequence[int] = (), **options: Any
-) -> Reference:
+def reference_decode(model: MRPForCausalLM, prompt: Sequence[int], infill: Sequence[int] = (), **options: Any) -> Row:
     """Decodes one prompt, and what is to be filled in behind it: ids, with the mask id where a token is to be generated.
 
-    The options are those of `Options`. Needs SDPA: eager attention takes no boolean mask.
+    The options are those of `DEFAULTS`.
     """
-    assert model.config._attn_implementation == "sdpa", model.config._attn_implementation
-    given = {len(prompt) + i: token for i, token in enumerate(infill) if token != model.config.mask_token_id}
-    row = Row(model, list(prompt), len(prompt), given, Options(**options))
-    assert row.options.remask_rule in ("reread", "threshold", "residual"), row.options.remask_rule
-    size, limit = model.config.block_size, len(prompt) + max_new_tokens
-    schedule = row.options.denoising_steps or size
-    committed: dict[int, tuple[int, float]] = {}  # position -> (step, log-probability)
-    steps = block_step = 0
-    revocations: list[tuple[int, int]] = []
-    append_block(row)
-    while not is_done(row, limit):
-        if not masked_positions(row):
-            append_block(row)
-            block_step = 0
-            continue  # its tokens may all be given
-        h_a = backbone(row)
-        residual = head(row, h_a) if decoding == "mrp_remask" and row.options.remask_rule == "residual" else None  # at x
-        fresh = choose(row, pick_all(row, h_a), decoding, size // schedule + (block_step < size % schedule))
-        reveal(row, fresh)
-        if decoding == "mrp_direct":
-            fresh = fresh + extend_by_head(row, h_a)
-        if decoding == "mrp_remask":
-            by_belief = kept_by_belief if row.options.remask_rule == "threshold" else kept_by_rereading
-            kept = by_belief(row, h_a, fresh) if residual is None else kept_by_residual(row, residual, fresh)
-            for pick in fresh:
-                row.ids[pick.position] = model.config.mask_token_id
-            reveal(row, kept)
-            revocations += [(pick.position - len(prompt), pick.token) for pick in fresh if pick not in kept]
-            fresh = kept
-        committed |= {pick.position: (steps, pick.logprob) for pick in fresh}
-        steps += 1
-        block_step += 1
-    generated = range(len(prompt), end_of(row, limit))
-    reveal_step, logprobs = zip(*(committed.get(i, (-1, 0.0)) for i in generated), strict=True)
-    return Reference([row.ids[i] for i in generated], list(reveal_step), list(logprobs), steps, revocations)
+    row = Row(model, prompt, infill, options_of(options))
+    decoding = row.options.decoding
+    if decoding not in ("self_spec", "mrp_spec"):
+        return row.finish(row.decode(decoding))
+    if row.options.num_draft_states == 1:
+        return row.finish(row.decode(row.options.target))
+    return row.finish(row.decode_drafted(row.options.draft_passes if decoding == "mrp_spec" else 0))

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map
 
-from modeling_mrp.rules import constants
-from modeling_mrp.runner import graphs, recorded
+from modeling_mrp.networks import graphs
 
 try:
     from triton.runtime.interpreter import GridExecutor
@@ -189,17 +188,13 @@ def quiet() -> Iterator[None]:
 
 def strangers(model: nn.Module) -> list[Tensor]:
     """What recordings read or write that may be gone when they are replayed: neither weights, nor the cache, nor registers."""
-    fixed = [*model.parameters(), *model.buffers(), *constants._INDICES.values(), *constants._CONSTANTS.values()]
-    for place in recorded._KEPT.get(model, []):
-        fixed += place.cache._buffers.values()
-        fixed += [t for kept in place.parts.kept.values() for t in (*kept.inputs, kept.output) if t is not None]
-        for registers in place.registers.values():
-            fixed += [*registers.tensors, registers.numbers]
-        fixed += [] if place.draft_weight is None else [place.draft_weight]
-    known = {tensor.untyped_storage().data_ptr() for tensor in fixed}
+    kept = graphs._KEPT[model]
+    fixed = [*model.parameters(), *model.buffers(), *kept.cache._buffers.values()]
+    fixed += [t for known in kept.graphs.kept.values() for t in (*known.inputs, known.output) if t is not None]
+    places = {tensor.untyped_storage().data_ptr() for tensor in fixed}
     found = [tensor for tape in TapeRecorder.tapes for tensor in tape.outside.values()]
     # A number that is written into a tensor becomes a tensor of its own.
-    return [t for t in found if t.untyped_storage().data_ptr() not in known and t.numel() and t.dim()]
+    return [t for t in found if t.untyped_storage().data_ptr() not in places and t.numel() and t.dim()]
 
 
 @pytest.fixture
@@ -208,5 +203,5 @@ def tapes(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[TapeRecorder]]:
     monkeypatch.setitem(graphs.RECORDERS, "cpu", TapeRecorder)
     TapeRecorder.tapes, TapeRecorder.replays = [], 0
     yield TapeRecorder
-    recorded.release_graphs()
+    graphs._KEPT.clear()
     TapeRecorder.tapes = []

@@ -1,4 +1,4 @@
-"""Drafts by depth and reveals taken back: by hand, and recounted from recorded states and by the slow decoder."""
+"""Drafts by depth and reveals taken back: by hand, and by the slow decoder."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import make_model
-from helpers import BLOCK, LIVELY, MASK, PROMPTS, generate
+from helpers import BLOCK, MASK, PROMPTS, generate
 from mrp_trainer.acceptance import acceptance_by_depth, judged_revocations, mean_accepted_length, measure_acceptance, unwrapped
 from mrp_trainer.decoded import Decoded, decode_prompts
 from peft import LoraConfig, get_peft_model
@@ -14,11 +14,6 @@ from reference import reference_decode
 from transformers import PreTrainedTokenizerFast
 
 from modeling_mrp import MRPForCausalLM
-from modeling_mrp.generate import loop
-from modeling_mrp.generate.decode_state import Counts, DecodeState, RoundPlan
-from modeling_mrp.rules.drafting import Draft
-from modeling_mrp.rules.rules import offered_behind
-from modeling_mrp.rules.states import States
 
 M = MASK
 
@@ -49,39 +44,6 @@ def made(**fields: Any) -> Decoded:
 # ------------------------------------------------------------------------------------------------ depth
 
 
-def test_paths_by_hand() -> None:
-    """Row 0: paths of 0, 2 and 3 drafts, the first and the last with a draft behind their end. Row 1: 1 draft and nothing
-    behind, then nothing at all."""
-    counts = Counts.zeros(2, 3, True, torch.device("cpu"))
-    for depth, offered in (([0, 1], [True, False]), ([2, 0], [False, False]), ([3, 0], [True, False])):
-        counts.add_path(torch.tensor(depth), torch.tensor(offered))
-    assert counts.accepted_at_depth.tolist() == [[2, 2, 1, 0, 0], [1, 0, 0, 0, 0]]
-    assert counts.offered_at_depth.tolist() == [[3, 2, 1, 1, 0], [1, 0, 0, 0, 0]]
-
-
-@pytest.mark.parametrize(
-    ("candidate", "step", "start", "parent", "valid", "offers"),
-    [
-        ([1, M, 7, M], 2, 8, -1, True, True),  # keeps token 1 and shows one more
-        ([1, 2, M, M], 2, 8, -1, True, True),
-        ([9, M, 7, M], 2, 8, -1, True, False),  # another token
-        ([M, 5, 7, M], 2, 8, -1, True, False),  # hides what is shown
-        ([1, 5, 7, M], 3, 8, -1, True, False),  # two steps behind
-        ([1, M, M, M], 1, 8, -1, True, False),  # the state itself
-        ([1, M, 7, M], 2, 12, -1, True, False),  # another block
-        ([1, M, 7, M], 2, 8, 0, True, False),  # the block behind a clean one
-        ([1, M, 7, M], 2, 8, -1, False, False),
-    ],
-)
-def test_what_may_follow(candidate: list[int], step: int, start: int, parent: int, valid: bool, offers: bool) -> None:
-    def state(ids: list[int], step: int, start: int, parent: int, valid: bool) -> States:
-        return States(torch.tensor([[*ids, start, parent, step, 4]]), torch.tensor([valid]))
-
-    candidates = state(candidate, step, start, parent, valid).map(lambda t: t[None])
-    assert offered_behind(candidates, state([1, M, M, M], 1, 8, -1, True), M).tolist() == [offers]
-    assert offered_behind(candidates, state([1, M, M, M], 1, 8, -1, False), M).tolist() == [False]
-
-
 def test_rates_by_hand() -> None:
     """10 of 12 offers at depth 1, none of 1 at depth 2, nothing behind. Problem 1 alone has a second draft."""
     decoded = made(
@@ -98,79 +60,6 @@ def test_rates_by_hand() -> None:
     assert length is not None
     assert (length.value, length.low, length.high) == (pytest.approx(22 / 12), 14 / 8, 2)
     assert mean_accepted_length(made()) is None
-
-
-Submitted = list[tuple[tuple[int, ...], int]]  # states: ids and block start
-
-
-@pytest.fixture
-def rounds(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Submitted]]:
-    """Of every round of one row from now on: the steps taken before, and the states submitted, the row's own first."""
-    noted: list[tuple[int, Submitted]] = []
-    draft_states = loop.draft_states
-
-    def drafted(task: loop.Task, head: loop.HeadPasses, state: DecodeState, successor: States, plan: RoundPlan) -> Draft:
-        draft = draft_states(task, head, state, successor, plan)
-        ((table, which),) = zip(draft.states.table, draft.valid & (draft.states.parent < 0), strict=True)
-        own = States(table, which).map(lambda t: t[which])
-        submitted = [(tuple(ids), start) for ids, start in zip(own.ids.tolist(), own.start.tolist(), strict=True)]
-        noted.append((int(state.text.total_steps[0]), submitted))
-        return draft
-
-    monkeypatch.setattr(loop, "draft_states", drafted)
-    return noted
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"decoding": "self_spec", "num_draft_states": 4, "draft_branches": 1},
-        {"decoding": "self_spec", "num_draft_states": 6},
-        {"decoding": "mrp_spec", "num_draft_states": 5, "draft_passes": 2},
-        {"decoding": "mrp_spec", "num_draft_states": 5, "denoising_steps": 5},
-        {"decoding": "mrp_spec", "num_draft_states": 8, "draft_passes": 7, "seed": 5, **LIVELY},
-    ],
-    ids=str,
-)
-def test_depths_recounted(options: dict[str, Any], rounds: list[tuple[int, Submitted]]) -> None:
-    """The states that the backbone goes through are told by the text and the step of each token: at step t a block shows what
-    was revealed before. A round goes on along them as far as they were submitted, in it or in the round before."""
-    model = make_model(3, block_size=8)
-    torch.nn.init.normal_(model.mrp_head.norm.weight, std=0.05, generator=torch.Generator().manual_seed(0))
-    prompts = [list(range(1, 9)), list(range(11, 17))]
-    for prompt in prompts:  # alone, to the end of a block: nothing is revealed that is not in the text
-        rounds.clear()
-        out = generate(model, [prompt], max_new_tokens=32 - len(prompt), eos_token_id=None, **options)
-        text, steps = out.sequences[0].tolist(), [-1] * len(prompt) + out.reveal_step[0].tolist()
-        offered, accepted = [0] * 40, [0] * 40
-        before: Submitted = []
-        for taken, submitted in rounds:
-            start = submitted[0][1]
-
-            def at(step: int, start: int = start, text: list[int] = text, steps: list[int] = steps) -> tuple[int, ...]:
-                return tuple(text[i] if steps[i] < step else M for i in range(start, start + 8))
-
-            assert submitted[0][0] == at(taken), "the row's next state is known"
-            known = {ids for ids, begin in submitted[1:] + before if begin == start}
-            k = 0
-            while M in at(taken + k):
-                behind = at(taken + k)
-                offers = {
-                    ids
-                    for ids in known
-                    if ids.count(M) == at(taken + k + 1).count(M) and all(b in (M, i) for b, i in zip(behind, ids, strict=True))
-                }
-                offered[k] += bool(offers)
-                accepted[k] += at(taken + k + 1) in offers
-                if at(taken + k + 1) not in offers:
-                    break
-                k += 1
-            before = [state for state in submitted if M in state[0]]
-        depths = out.stats.offered_at_depth.shape[1]
-        assert out.stats.offered_at_depth[0].tolist() == offered[:depths]
-        assert out.stats.accepted_at_depth[0].tolist() == accepted[:depths]
-        assert sum(accepted) == int(out.stats.accepted)
-        assert 0 < accepted[0] < offered[0]
 
 
 @pytest.mark.parametrize("mode", ["static", "dynamic", "mrp_remask"])
@@ -209,9 +98,9 @@ def test_revocations_are_those_of_the_slow_decoder(random_model: MRPForCausalLM,
             reference_decode(
                 random_model,
                 prompt,
-                mode,
-                new,
-                eos_ids=eos,
+                decoding=mode,
+                max_new_tokens=new,
+                eos_token_id=eos,
                 do_sample=True,
                 seed=seed + row,
                 **(options if mode == "mrp_remask" else {}),

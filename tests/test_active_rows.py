@@ -21,7 +21,7 @@ from modeling_mrp.generate import generation
 from modeling_mrp.generate.active_rows import ActiveRows
 from modeling_mrp.generate.decode_state import DecodeState
 from modeling_mrp.generate.modes import Amount
-from modeling_mrp.runner.cache import BlockCache
+from modeling_mrp.networks.cache import BlockCache
 
 __all__ = ["tapes"]  # a fixture
 

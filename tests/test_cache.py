@@ -9,7 +9,7 @@ from helpers import BLOCK, MASK, close, random_ids
 from torch import Tensor
 
 from modeling_mrp import MRPForCausalLM
-from modeling_mrp.runner.cache import BlockCache
+from modeling_mrp.networks.cache import BlockCache
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 ROWS, KV_HEADS, WIDTH, CAPACITY, SCRATCH = 3, 2, 5, 12, 8

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 
 from modeling_mrp import MRPForCausalLM
-from modeling_mrp.runner.cache import BlockCache
+from modeling_mrp.networks.cache import BlockCache
 
 SAMPLINGS: tuple[dict[str, Any], ...] = ({"do_sample": False}, {"do_sample": True, "temperature": 0.7, "top_k": 9})
 each_sampling = pytest.mark.parametrize("sampling", SAMPLINGS, ids=("greedy", "sampled"))
@@ -23,7 +23,7 @@ each_sampling = pytest.mark.parametrize("sampling", SAMPLINGS, ids=("greedy", "s
 @pytest.fixture
 def _block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
     """One forward per block of the prompt, so that the count of prefill forwards tells which blocks were computed."""
-    monkeypatch.setattr("modeling_mrp.runner.runner.PREFILL_CHUNK", 4)
+    monkeypatch.setattr("modeling_mrp.networks.networks.PREFILL_CHUNK", 4)
 
 
 def padded(rows: list[list[int]], side: str) -> dict[str, Tensor]:
@@ -77,7 +77,7 @@ def test_two_halves_are_one_long_text(random_model: MRPForCausalLM, mode: str, s
 @every_mode
 def test_a_conversation_of_three_turns(mode: str, sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of different length that end anywhere, padded on either side; and a row whose user changes what was said."""
-    monkeypatch.setattr("modeling_mrp.runner.runner.PREFILL_CHUNK", 8)
+    monkeypatch.setattr("modeling_mrp.networks.networks.PREFILL_CHUNK", 8)
     rng = random.Random(f"{mode}{sampling}")
     for trial in range(2):
         model = make_model(trial, block_size=rng.choice((4, 8)))
@@ -144,7 +144,7 @@ def test_the_embedded_checkpoint_answers_twice(
     tiny_model_float64: MRPForCausalLM, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_model_float64
-    monkeypatch.setattr("modeling_mrp.runner.runner.PREFILL_CHUNK", model.config.block_size)
+    monkeypatch.setattr("modeling_mrp.networks.networks.PREFILL_CHUNK", model.config.block_size)
     chat = [{"role": "user", "content": "Ana has 3 pens. Ana buys 4 more. Bo gives Ana 2 more. How many pens does Ana have?"}]
     cache, prefills = None, []
     for question in ("Sum the numbers of a list that are even, each plus 5.", None):
@@ -354,7 +354,7 @@ def test_errors(cache: Any, value: str, remedy: str) -> None:
 def test_on_another_device() -> None:
     model = make_model()
     cache = model.block_cache(1, 8, 8, with_head=False)
-    cache._device_of = [torch.device("meta")] * 2
+    cache.layer_devices = (torch.device("meta"),) * 2
     with pytest.raises(ValueError, match=r"are torch.float64 on meta, and the model is now torch.float64 on cpu"):
         model.generate(torch.tensor([[1, 2, 3]]), past_key_values=cache, max_new_tokens=3)
 

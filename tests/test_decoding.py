@@ -1,4 +1,4 @@
-"""The loop against the slow reference decoder, against itself at other batch sizes, and speculation against `static`."""
+"""What every mode does to a text, by hand and by arguments; `test_fuzz.py` holds all of them against the slow reference."""
 
 import itertools
 import random
@@ -8,10 +8,10 @@ import pytest
 import torch
 from conftest import make_model
 from reference import reference_decode
+from transformers import NoBadWordsLogitsProcessor, NoRepeatNGramLogitsProcessor
 
 from benchmarks.random_cases import batch_of, dampened
 from modeling_mrp import MRPForCausalLM
-from modeling_mrp.generate.option_table import REMASK_RULES
 
 BACKBONE_MODES = ("static", "dynamic", "sequential", "entropy_bound")
 ALL_MODES = (*BACKBONE_MODES, "self_spec", "mrp_direct", "mrp_spec", "mrp_remask")
@@ -43,67 +43,6 @@ def random_prompts(rng: random.Random, count: int, longest: int = 23) -> list[li
     return [[rng.randrange(1, 50) for _ in range(rng.randint(1, longest))] for _ in range(count)]
 
 
-def reference_options(options: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if name not in ("eos_token_id", "max_new_tokens", "decoding")}
-
-
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=("greedy", "sampled", "top_k", "top_p"))
-@pytest.mark.parametrize("mode", [*BACKBONE_MODES, "mrp_direct", *(f"mrp_remask-{rule}" for rule in REMASK_RULES)])
-def test_equals_the_reference(mode: str, sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("modeling_mrp.runner.runner.PREFILL_CHUNK", 9)  # no multiple of a block
-    rng = random.Random(f"{mode}{sampling}")
-    for trial, block in enumerate((4, 8, 16)):
-        model = make_model(trial, block_size=block)
-        decoding, _, rule = mode.partition("-")
-        options: dict[str, Any] = {
-            "decoding": decoding,
-            "max_new_tokens": rng.randint(1, 30),
-            "denoising_steps": rng.choice((None, None, 1, 3, block)),
-            "confidence_threshold": rng.choice((0.02, 0.1, 0.5)),
-            "entropy_threshold": rng.choice((1.0, 6.0)),
-            "mrp_steps": rng.choice((1, 2, 3)),
-            "remask_rule": rule or "reread",
-            "residual_delta": rng.choice((0.2, 1.0)),
-            **sampling,
-        }
-        eos = rng.choice(([], [7, 11, 13], list(range(1, 20))))
-        prompts = random_prompts(rng, 3)
-        got = decode(model, prompts, rng.choice(("left", "right")), eos_token_id=eos or None, seed=trial, **options)
-        for row, prompt in enumerate(prompts):
-            expected = reference_decode(
-                model, prompt, decoding, options["max_new_tokens"], eos_ids=eos, seed=trial + row, **reference_options(options)
-            )
-            assert got[row][0] == expected.tokens, (trial, row, options)
-            assert got[row][1] == expected.reveal_step
-            assert got[row][2] == pytest.approx(expected.logprobs, abs=1e-5)
-            assert got[row][3][COSTS.index("revoked")] == expected.revoked
-
-
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=("greedy", "sampled", "top_k", "top_p"))
-@pytest.mark.parametrize("mode", ["mrp_spec", "self_spec"])
-def test_speculation_is_lossless_on_random_weights(mode: str, sampling: dict[str, Any]) -> None:
-    """Nearly every draft is wrong, or, where tokens look at each other but a little, about every other one; tokens, steps and
-    log-probabilities must still be those of `static`. Every block size with both kinds of weights; `test_fuzz.py` has more."""
-    rng = random.Random(f"{mode}{sampling}")
-    for trial, (block, factor) in enumerate(itertools.product((4, 8, 16, 32), (1.0, rng.choice((0.3, 0.05))))):
-        model = dampened(make_model(trial, block_size=block, hidden_size=16, num_hidden_layers=1), factor)
-        options: dict[str, Any] = {
-            "max_new_tokens": rng.randint(1, 40),
-            "denoising_steps": rng.choice((None, None, 1, 2, 3)),
-            "eos_token_id": rng.choice((None, [3, 5], list(range(1, 12)))),
-            "seed": trial,
-            **sampling,
-        }
-        prompts = random_prompts(rng, rng.choice((1, 3, 8)), 40)
-        static = decode(model, prompts, "left", decoding="static", **options)
-        side = rng.choice(("left", "right"))
-        options |= {"num_draft_states": rng.randint(1, 8), "draft_branches": rng.choice((1, 2, 3, 5))}
-        drafted = decode(model, prompts, side, decoding=mode, **options)
-        for a, b in zip(static, drafted, strict=True):
-            assert a[:2] == b[:2], (trial, options)
-            assert a[2] == pytest.approx(b[2], abs=1e-5)
-
-
 @pytest.mark.parametrize("mode", ["mrp_spec", "self_spec"])
 def test_exact_ties_may_swap_in_order_only(mode: str) -> None:
     """Where attention adds nothing all masks are equal, and a product's last bits order them, which depend on its shape: the
@@ -118,36 +57,6 @@ def test_exact_ties_may_swap_in_order_only(mode: str) -> None:
         for a, b in zip(static, drafted, strict=True):
             assert a[0] == b[0]
             assert a[2] == pytest.approx(b[2], abs=1e-12)
-
-
-@pytest.mark.parametrize("chunk", [8, 2048])
-@pytest.mark.parametrize("mode", ALL_MODES)
-def test_batch_invariance(mode: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a row gets and what it cost do not depend on its neighbours, their order or the padding; in small and large chunks
-    of the prompt."""
-    monkeypatch.setattr("modeling_mrp.runner.runner.PREFILL_CHUNK", chunk)
-    rng = random.Random(mode)
-    for trial, sampling in enumerate(SAMPLINGS):
-        model = dampened(make_model(trial), (1.0, 0.3)[trial % 2])
-        prompts = random_prompts(rng, 8, 30)
-        options = {
-            "decoding": mode,
-            "max_new_tokens": 19,
-            "confidence_threshold": 0.06,
-            "entropy_threshold": 4.0,
-            "eos_token_id": [9],
-            **sampling,
-        }
-        together = decode(model, prompts, "left", seed=list(range(8)), **options)
-        order = rng.sample(range(8), 8)
-        shuffled = decode(model, [prompts[i] for i in order], "right", seed=order, **options)
-        for place, row in enumerate(order):
-            assert shuffled[place][:2] == together[row][:2]
-            assert shuffled[place][3] == together[row][3]
-        for row in order[:3]:
-            alone = decode(model, [prompts[row]], seed=row, **options)[0]
-            assert alone[:2] == together[row][:2]
-            assert alone[3] == together[row][3]
 
 
 def test_shorter_limits_give_prefixes(random_model: MRPForCausalLM) -> None:
@@ -208,31 +117,69 @@ def test_the_model_keeps_nothing_of_a_call(random_model: MRPForCausalLM) -> None
     assert random_model.generation_config.to_dict() == config
 
 
+# Bans
+
+WAYS: tuple[dict[str, Any], ...] = (
+    {"bad_words_ids": [[7, 7], [3], [9, 4, 9]]},
+    {"no_repeat_ngram_size": 2},
+    {"no_repeat_ngram_size": 3},
+)
+
+
+def test_banned_pairs_of_the_readmes_prompt(tiny_model_float64: MRPForCausalLM, tiny_tokenizer: Any) -> None:
+    """Each pair of the text is forbidden in turn: it does not appear, in whichever order its tokens come, and the drafted text
+    is the target's. Some targets take each third pair."""
+    chat = [{"role": "user", "content": "Ana has 3 pens. Ana buys 4 more. Bo gives Ana 2 more. How many pens does Ana have?"}]
+    prompt = tiny_tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
+    for target, every in (("static", 1), ("dynamic", 3), ("entropy_bound", 3), ("sequential", 3)):
+        options: dict[str, Any] = {"max_new_tokens": 24, "confidence_threshold": 0.6}
+        ((plain, *_),) = decode(tiny_model_float64, [prompt], decoding=target, **options)
+        pairs = list(dict.fromkeys(itertools.pairwise(plain)))[::every]
+        assert len(pairs) > 3
+        for pair in pairs:
+            options["bad_words_ids"] = [list(pair)]
+            ((tokens, *_),) = decode(tiny_model_float64, [prompt], decoding=target, **options)
+            assert pair not in itertools.pairwise(tokens)
+            assert pair not in itertools.pairwise([*prompt[-1:], *tokens])
+            ((drafted, *_),) = decode(tiny_model_float64, [prompt], decoding="mrp_spec", target=target, **options)
+            assert drafted == tokens
+
+
+@pytest.mark.parametrize("options", WAYS, ids=str)
+@pytest.mark.parametrize("sampled", [False, True])
+def test_bans_from_left_to_right_are_transformers_own(options: dict[str, Any], sampled: bool) -> None:
+    """Under `sequential`, drafted or not: what its processors do to an autoregressive model."""
+    (name, value), rng, acted = next(iter(options.items())), random.Random(1), 0
+    kinds: dict[str, Any] = {"bad_words_ids": NoBadWordsLogitsProcessor, "no_repeat_ngram_size": NoRepeatNGramLogitsProcessor}
+    for trial in range(6):
+        model = dampened(make_model(trial, block_size=rng.choice((4, 8))), 0.5)
+        (prompt,) = random_prompts(rng, 1)
+        given = {"decoding": "sequential", "max_new_tokens": 25, "do_sample": sampled, "top_k": 0, "temperature": 0.3, "seed": 5}
+        theirs = reference_decode(model, prompt, logits_processor=[kinds[name](value)], **given).tokens
+        acted += theirs != reference_decode(model, prompt, **given).tokens
+        for changed in (
+            {},
+            {"decoding": "mrp_spec", "target": "sequential"},
+            {"decoding": "self_spec", "target": "sequential"},
+        ):
+            ((tokens, *_),) = decode(model, [prompt], **{**given, **changed, **options})
+            assert tokens == theirs
+    assert acted > 0
+
+
 @pytest.mark.parametrize("mode", ALL_MODES)
-def test_processors_see_the_committed_blocks(mode: str, random_model: MRPForCausalLM) -> None:
-    """Every set of ids a logits processor sees is a prefix of some row's text, cut at a block (or a draft of it)."""
-    seen: list[list[int]] = []
-
-    def record(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        assert len(input_ids) == len(scores)
-        seen.extend(input_ids.unique(dim=0).tolist())
-        return scores
-
-    prompts = random_prompts(random.Random(5), 3)
-    rows = decode(random_model, prompts, decoding=mode, max_new_tokens=17, confidence_threshold=0.1, logits_processor=[record])
-    texts = [prompt + tokens for prompt, (tokens, *_) in zip(prompts, rows, strict=True)]
-    for ids in seen:
-        assert len(ids) % 4 == 0
-        assert 60 not in ids
-        assert any(text[: len(ids)] == ids for text in texts) or mode in ("mrp_spec", "self_spec")
-    assert max(map(len, seen)) >= max(map(len, texts)) - 4
-
-
-def test_speculation_with_processors_is_lossless(random_model: MRPForCausalLM) -> None:
-    prompts = random_prompts(random.Random(6), 4)
-    options = {"max_new_tokens": 25, "repetition_penalty": 1.3, "bad_words_ids": [[7], [9]]}
-    static = decode(random_model, prompts, decoding="static", **options)
-    assert [row[:2] for row in decode(random_model, prompts, decoding="mrp_spec", num_draft_states=5, **options)] == [
-        row[:2] for row in static
-    ]
-    assert static != decode(random_model, prompts, decoding="static", max_new_tokens=25)
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_no_sequence_comes_twice(mode: str, size: int) -> None:
+    """In no mode, and not together with the prompt, whatever a step reveals at once."""
+    model = dampened(make_model(3, block_size=8), 0.3)
+    options = {"confidence_threshold": 0.03, "entropy_threshold": 6.0, "mrp_steps": 2, "max_new_tokens": 21}
+    prompts = [list(range(1, 9)), [7, 8, 9, 10]]
+    for steps in (None, 3):
+        for prompt, (tokens, *_) in zip(
+            prompts,
+            decode(model, prompts, decoding=mode, no_repeat_ngram_size=size, denoising_steps=steps, **options),
+            strict=True,
+        ):
+            text = prompt + tokens
+            found = [tuple(text[i : i + size]) for i in range(len(text) - size + 1)]
+            assert len(set(found)) == len(found)

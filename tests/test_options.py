@@ -53,7 +53,7 @@ def test_an_option_counts_in_its_modes_only(name: str) -> None:
     others = {other: value for other, value in CHANGES[name].items() if other != name}
 
     def changes(**mode: str) -> bool:
-        return checked(**mode, **others).mode() != checked(**mode, **CHANGES[name]).mode()
+        return checked(**mode, **others).mode(4) != checked(**mode, **CHANGES[name]).mode(4)
 
     assert tuple(mode for mode in DECODINGS if changes(decoding=mode)) == NAMED[name].modes
     for mode, target in product(DRAFTING, TARGETS):

@@ -78,7 +78,7 @@ class Decoder:
         networks: What the device computes.
         budget: Chooses how much each round drafts.
         stopping: Asks the stopping criteria; or None.
-        on_round: Called after every round with the batch's rows and those that take part; or None.
+        on_round: Called behind the prefill and every round with the batch's rows and those that take part; or None.
         least_rows: Rows that have ended leave the batch by halves, but not below so many.
 
     Attributes:
@@ -112,6 +112,8 @@ class Decoder:
         whole = rows
         scores = self.networks.prefill(rows, reused)
         self.write(rows, [first_frontier(row, self.mode.rule, said) for row, said in zip(rows, scores, strict=True)])
+        if self.on_round is not None:
+            self.on_round(rows)
         while any(row.stop is None for row in rows):
             active = sum(row.stop is None for row in rows)
             if (size := self.smaller(len(rows), active)) < len(rows):

@@ -70,8 +70,11 @@ class Networks:
         self._swaps: list[tuple[int, int]] = []
         self._scored: Tensor | None = None  # hidden states of the last `score`, and its first slot
         self._begin = 0
-        self._offsets = torch.arange(self.block, device=device)
         cache.active = cache.rows
+
+    @property
+    def _offsets(self) -> Tensor:
+        return torch.arange(self.block, device=self.device)  # made anew: a recording of it outlives the call
 
     # ------------------------------------------------------------------------------------------------------- prefill
 
@@ -108,8 +111,8 @@ class Networks:
         states = [(row, row.state) for row in rows]
         return self.picked(self.picker, states, [hidden for hidden in first if hidden is not None])
 
-    def _catch_up(self, rows: Sequence[Row]) -> None:
-        """Have the head read all of the rows' texts that it has not read."""
+    def _catch_up(self, rows: Sequence[Row], behind: Sequence[Row]) -> None:
+        """Have the head read all that it has not read of the texts of those rows that are `behind`."""
 
         def forward(ids: Tensor, positions: Tensor, mask: Tensor, begin: int, end: int) -> None:
             hidden = self.cache.hidden[: len(rows), begin:end]
@@ -118,11 +121,11 @@ class Networks:
             hidden = torch.where(known[..., None], hidden, 0)
             self.model.residual(ids, hidden, positions, mask, self.cache, compiled=False)
             self.forwards["head"] += 1
-            for row in rows:
+            for row in behind:
                 row.counts.head_forwards += row.held > begin and row.head_held < end
 
-        self._in_chunks(rows, min(row.head_held for row in rows), max(row.held for row in rows), forward)
-        for row in rows:
+        self._in_chunks(rows, min(row.head_held for row in behind), max(row.held for row in behind), forward)
+        for row in behind:
             row.head_held = row.held
 
     def _in_chunks(
@@ -181,8 +184,8 @@ class Networks:
             Hidden states at each.
         """
         asking = [row for row, states in zip(rows, asked, strict=True) if states]
-        if any(row.held - row.head_held > self.block for row in asking):
-            self._catch_up(rows)
+        if behind := [row for row in asking if row.held - row.head_held > self.block]:
+            self._catch_up(rows, behind)
         kept = self.cache.hidden.unflatten(1, (-1, self.block)).flatten(0, 1)
         packed: list[list[tuple[State, int]]] = []
         given: list[list[Hidden]] = []
