@@ -5,21 +5,21 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import mrp_serving
+import numpy as np
 import pytest
-import torch
 from fake_engine import FakeRequest
 from mrp_serving.options import SERVED, settings_of
 from mrp_serving.requests import block_is_text, committed_ids, end_of_text, refusal
 from mrp_serving.usage import RAW, Report, Usage, shown_usage
 
-from modeling_mrp.generate.modes import Direct, Drafting
-from modeling_mrp.rules.revealing import Dynamic, Static, logit
+from modeling_mrp.generate.loop import Drafting
+from modeling_mrp.generate.refine import Direct
+from modeling_mrp.rules.reveal import Dynamic, Static, logit
 
 
 def test_options_have_the_names_and_defaults_of_generate() -> None:
     settings = settings_of({"target": "dynamic", "confidence_threshold": 0.7, "num_draft_states": 6}, {}, 16, True)
-    assert settings.mode.rule == Dynamic(logit(0.7))
-    assert settings.judge == Dynamic(0.7)  # by probabilities
+    assert settings.mode.rule == Dynamic(logit(float(np.float32(0.7))))  # as the engine compares
     assert settings.mode.drafting == Drafting(6, 3, 1)
     assert {"decoding", "target", "confidence_threshold", "num_draft_states"} <= set(SERVED)
 
@@ -29,7 +29,7 @@ def test_without_options_the_checkpoints_own_count() -> None:
     defaults = {"decoding": "mrp_direct", "mrp_steps": 3, "max_new_tokens": 7, "seed": 5}
     assert settings_of({}, defaults, 16, True).mode.refine == Direct(3)
     assert settings_of({"mrp_steps": 2}, defaults, 16, True).mode.refine == Direct(2)
-    assert settings_of({"decoding": "static"}, defaults, 16, False).mode.rule == Static()
+    assert settings_of({"decoding": "static"}, defaults, 16, False).mode.rule == Static((1,) * 16)
     assert settings_of({}, {}, 16, True).mode.uses_head
 
 
@@ -116,15 +116,15 @@ M = 3
 )
 def test_what_the_client_is_not_shown_is_not_decoded(ids: list[int], start: int, whole: bool) -> None:
     req = FakeRequest([1] * 6, max_new_tokens=8, stop=(9,))
-    assert block_is_text([req], torch.tensor([ids]), [start], M).tolist() == [whole]
+    assert block_is_text(req, ids, start, M) == whole
 
 
 def test_a_stop_string_may_lie_behind_an_eos() -> None:
     req = FakeRequest([1] * 6, max_new_tokens=8, stop=(9,))
     req.sampling_params.stop_strs = ["."]
-    assert block_is_text([req], torch.tensor([[7, 9, M, M]]), [8], M).tolist() == [False]
+    assert not block_is_text(req, [7, 9, M, M], 8, M)
     req.sampling_params.stop_strs, req.sampling_params.ignore_eos = [], True
-    assert block_is_text([req], torch.tensor([[7, 9, M, M]]), [8], M).tolist() == [False]
+    assert not block_is_text(req, [7, 9, M, M], 8, M)
 
 
 def test_a_text_that_is_taken_up_again_has_its_tokens() -> None:

@@ -10,9 +10,9 @@ import torch
 from conftest import TINY
 from fake_engine import FakeAllocator, FakePool
 from mrp_serving.checkpoint import ARCHITECTURES, backbone_weights, head_weight, open_checkpoint
-from mrp_serving.packing import Own, place_states, share_prefixes
-from mrp_serving.rows import Name, RowStates, fresh_state
-from mrp_serving.sampler import EngineSampler
+from mrp_serving.networks import Own, place_states, share_prefixes
+from mrp_serving.picker import EnginePicker
+from mrp_serving.rounds import fresh_row
 from mrp_serving.scratch import Borrowed, affordable, borrowed
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -20,7 +20,9 @@ from torch import Tensor
 
 from modeling_mrp import MRPConfig, MRPForCausalLM
 from modeling_mrp.model.layouts import published_name
-from modeling_mrp.rules.states import States
+from modeling_mrp.rules.draft import build_draft
+from modeling_mrp.rules.reveal import Static
+from modeling_mrp.rules.state import Counts, State
 
 # ------------------------------------------------------------------------------------------------- what is borrowed
 
@@ -83,11 +85,12 @@ def laid_out(parents: bool, committed: list[int]) -> tuple[Any, Tensor]:
     own = Own([0, 1], torch.tensor([1, 2]), torch.tensor([[14, 15], [22, 23]]), [4, 2])
     lent = Borrowed(torch.tensor([[3, 4], [5, 0]]), torch.tensor([[[30, 31], [40, 41]], [[50, 51], [60, 61]]]))
     share_prefixes(table, own, lent)
-    start = torch.tensor([[4, 6, 4], [2, 0, 0]])
-    parent = torch.tensor([[-1, 0, -1], [-1, -1, -1]])
-    valid = torch.tensor([[True, True, True], [True, False, False]])
-    states = States.of(torch.zeros(2, 3, BLOCK, dtype=torch.long), start, parent, 0 * start, 0 * start, valid)
-    return place_states(table, own, lent, states, torch.tensor(committed), parents), table
+    packed = [[(state_at(4), -1), (state_at(6), 0), (state_at(4), -1)], [(state_at(2), -1)]]
+    return place_states(table, own, lent, packed, committed, parents), table
+
+
+def state_at(start: int) -> State:
+    return State((start, (0,) * BLOCK), (), BLOCK, 0, 0)
 
 
 def test_states_share_their_rows_prefix() -> None:
@@ -115,65 +118,43 @@ def test_behind_a_block_that_is_kept_states_have_slots_of_their_own() -> None:
     assert table[5, :6].tolist() == [20, 21, 22, 23, 50, 51]
 
 
-def test_what_states_give_is_spread_over_them() -> None:
-    cells, _ = laid_out(True, [4, 2])
-    spread = cells.spread(torch.arange(8.0)[:, None], torch.Size((2, 3)))
-    assert spread[..., 0].tolist() == [[[0, 1], [2, 3], [4, 5]], [[6, 7], [0, 0], [0, 0]]]
-
-
 # ------------------------------------------------------------------------------------------------- picks
+
+
+def picker(**options: Any) -> EnginePicker:
+    return EnginePicker(torch.empty(11, 4), 3, entropy=True, unembed=lambda hidden: hidden, **options)
 
 
 def test_picks_are_those_of_the_engines_own_algorithm() -> None:
     logits = torch.randn(9, 11, generator=torch.Generator().manual_seed(0)) * 3
-    picks = EngineSampler(torch.empty(11, 4), 3, unembed=lambda hidden: hidden)(logits, torch.zeros(9))
+    picks = picker()(logits)
     probability = logits.softmax(-1)
     other = logits.argmax(-1) != 3
     assert torch.equal(picks.token[other], logits.argmax(-1)[other])
-    assert picks.judged is not None
-    assert torch.equal(picks.judged[other], probability.amax(-1)[other])
+    assert torch.allclose(picks.odds[other].sigmoid().float(), probability.amax(-1)[other])
     assert (picks.token != 3).all()
     assert not other.all(), "the mask id has to be the likeliest somewhere"
-    assert torch.allclose(picks.confidence.sigmoid(), picks.judged)
     assert torch.allclose(picks.entropy, torch.distributions.Categorical(logits=logits).entropy())
 
 
-def test_log_odds_of_given_tokens_have_the_mask_id_in_the_softmax() -> None:
-    scores = torch.tensor([[0.0, 1.0, 2.0, 5.0]])
-    odds = EngineSampler(torch.empty(4, 4), 3, unembed=lambda hidden: hidden).token_log_odds(scores, torch.tensor([1]))
-    p = scores.softmax(-1)[0, 1]
-    assert torch.allclose(odds, (p / (1 - p)).log())
+def test_probabilities_that_round_to_the_same_number_tie() -> None:
+    logits = torch.zeros(2, 11)
+    logits[0, 5], logits[1, 5] = 30.0, 40.0
+    rounded, exact = picker()(logits).odds, picker(rounded=False)(logits).odds
+    assert rounded[0] == rounded[1]
+    assert exact[0] < exact[1]
 
 
 # ------------------------------------------------------------------------------------------------- rows between rounds
 
 
-def state_of(start: int) -> Any:
-    return fresh_state([5] * 6, start, 8, 16, 4, 3, 2, True, torch.zeros(0, 8))
-
-
-def test_rows_are_found_by_who_they_were_lent_to() -> None:
-    rows = RowStates()
-    a, b = Name(1, 1, 4), Name(2, 1, 4)
-    batch = rows.take([a, b], lambda place: state_of(4))
-    assert batch.current.ids.tolist() == [[5, 5, 3, 3]] * 2
-    batch.text.total_steps += torch.tensor([7, 8])
-    rows.keep([a, b], batch)
-    assert rows.take([a, b], state_of) is batch
-    swapped = rows.take([b, a], state_of)
-    assert swapped.text.total_steps.tolist() == [8, 7]
-    for other in (Name(1, 2, 4), Name(1, 1, 8)):  # lent anew, or not where it was left
-        assert rows.take([other], lambda place: state_of(4)).text.total_steps.tolist() == [0]
-    rows.drop(lambda row, turn: row != 1)
-    assert len(rows) == 1
-
-
 def test_a_fresh_row_stands_where_the_engine_is() -> None:
-    state = state_of(4)
-    assert state.text.tokens[0].tolist() == [5] * 6 + [3] * 2 + [0] * 9  # nothing to be drafted behind the last block
-    assert state.held.committed.tolist() == [4]
-    assert not state.has_seed.any()
-    assert not state.memory.scored.states.valid.any()
+    row = fresh_row([5] * 6, 4, 8, 4, 3, Counts(2, True))
+    assert row.state.ids == (5, 5, 3, 3)
+    assert (row.held, row.head_held, row.source, row.memory) == (4, 4, None, {})
+    clean = row.after(row.state, (2, 3), [0, 0, 7, 8])
+    row.state = clean
+    assert len(build_draft(row, Static((1,) * 4), 4, 3, {})) == 1  # nothing to be drafted behind the last block
 
 
 # ------------------------------------------------------------------------------------------------- checkpoints

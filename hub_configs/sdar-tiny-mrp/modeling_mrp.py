@@ -9,44 +9,37 @@ Its parts, in this order:
     kernels/dispatch.py         The choice between a Triton kernel and its plain PyTorch twin. The kernels themselves lie beside their twins.
     kernels/noise.py            The noise of sampled picks: a counter-based generator, a pure function of (seed, position, masks left, token id).
     kernels/round_attention.py  Attention of a decoding round: a Triton kernel and its PyTorch twin. How layers come to use it: `round_layers_mrp`.
-    kernels/settle.py           Settle a round's scores in one launch: which states are accepted, what becomes text, where each row stands next.
     kernels/unembedding.py      From hidden states to tokens: the distributions of an unembedding, and log-odds without cancellation.
-    kernels/pick.py             The vocabulary-wide step: from hidden states to a token and its log-odds, fused over the vocabulary on CUDA.
+    kernels/pick.py             The row kernel of the pick: from logits to a token and its log-odds, in two launches over the vocabulary.
     model/diffusion.py          Block diffusion: masks of attention, and the training pass that holds noisy and clean tokens together.
-    rules/constants.py          Numbers that are made once and stay where they are, so that a recorded round launches nothing for them.
-    rules/revealing.py          Reveal rules: which positions a step of the backbone reveals, and which it is likely to reveal where that is only guessed.
-    rules/states.py             States of a block, their reveals, and sets of scored states: tensors with names, and nothing that decides.
-    rules/rules.py              Rules of decoding: pure functions of tensors, callable without a model.
-    kernels/grow.py             A round's states, grown in one launch; `grow_ref` takes a hundred small ones for each state that it adds.
-    rules/drafting.py           Drafts: which states a round submits, the likeliest followers of each row's next state first.
-    runner/cache.py             Keys and values of committed blocks by absolute position, and the scratch of the states being scored.
-    runner/graphs.py            CUDA graphs: steps that run again and again on fixed buffers are recorded once and then replayed with one launch.
-    runner/protocol.py          The needs of decoding from a model, and no more: a test's model of twenty lines has it, and so has `MRPForCausalLM`.
-    runner/round_layers.py      Attention by `round_attention` in the layers of a model: in a round they are given a `RoundMask`.
-    runner/recorded.py          Caches for recorded rounds: they stay where they are, and what was recorded on them is kept between calls.
-    runner/runner.py            The one owner of a model's forwards and of their keys and values: `prefill`, `score`, `head_pass`, `commit`.
+    rules/noise.py              The noise of sampled picks on the host: the bits of `kernels/noise.py`, for the few tokens that a draft chooses among.
+    rules/state.py              States of a block, what a network says of them, and the row of text that they belong to.
+    rules/bans.py               Banned sequences of tokens: kept in every order of reveals, whichever of their tokens comes last.
+    rules/reveal.py             Reveal rules: which columns a step of the backbone reveals, and which it is likely to reveal where that is only guessed.
+    rules/draft.py              Drafts: which states a round submits, each row's next one first, then the likeliest to follow it.
+    rules/accept.py             Acceptance: the longest verified path of a row.
+    generate/budget.py          The amount of drafting of each round: fixed, or as much as measured time and acceptance so far say pays.
+    generate/option_table.py    The options of `generate` beyond those of transformers, each declared once.
+    generate/quantized.py       Quantized models: what decoding needs of their unembedding, and whose tokens change each other's results.
+    generate/stopping.py        Stopping criteria, asked as transformers' own loop would ask them, of rows that come along at different speeds.
+    generate/streaming.py       Streaming of texts while they are decoded, each row to a streamer of its own.
+    networks/cache.py           Keys and values of committed blocks by absolute position and, behind the longest text, of the states being scored.
+    networks/attention.py       Attention by `round_attention` in the layers of a model: in a round they are given a `RoundMask`.
+    networks/graphs.py          CUDA graphs: forwards that run again and again on fixed buffers are recorded once and then replayed with one launch.
+    networks/picker.py          Picks: the token and its log-odds at masked positions, greedy or sampled, reproducible to the bit.
+    networks/protocol.py        The needs of decoding from a model, and no more: a test's model of twenty lines has it, and so has `MRPForCausalLM`.
+    networks/networks.py        The one owner of a model's forwards and of their keys and values: `prefill`, `score`, `head`, `commit`.
     kernels/fused_layers.py     Qwen3 layers in a round of decoding, with what lies between their matrix products fused.
     model/head.py               The MRP head: the module, how a new one starts, and which of a model's settings it depends on.
     model/attaching.py          Heads on models: made, put on, taken off, and read from the checkpoints that have one.
     model/saving.py             Writing of MRP models: heads on their own, and everything beside what is there before it is replaced.
     model/pushing.py            Publication of a saved checkpoint in one commit, or none: all that a model which was loaded as remote code needs for it.
     model/loading.py            Loading and saving of MRP models: the layouts that are read, backbones with heads from elsewhere, heads on their own.
-    generate/modes.py           Modes of decoding, each three answers: what a step reveals, what the head changes about that, and what is drafted ahead.
-    generate/decode_state.py    One decode in tensors: what was asked, what a round changes, and what the host reads of it once a round.
-    generate/active_rows.py     The rows of a batch that go on: those that have ended leave it by halves, so that later rounds cost nothing for them.
-    generate/option_table.py    The options of `generate` beyond those of transformers, each declared once.
-    generate/pace.py            The amount of drafting of each round: fixed, or as much as measured time and acceptance so far say pays.
-    generate/options.py         The options of `generate` for MRP models: the config that holds, checks and interprets them.
     generate/prompts.py         Checks of the prompts of `generate`, their mask, the tokens that stand behind them already, and what else goes along.
-    generate/quantized.py       Quantized models: what decoding needs of their unembedding, and whose tokens change each other's results.
-    generate/sampling.py        Picks: the token and its confidence at every masked position, greedy or sampled, reproducible to the bit.
-    generate/scoring.py         From hidden states to what is revealed: picks at masked positions, and the reveal rule on them.
-    generate/settle.py          Settle a round's scores: which states are accepted, what becomes text, and where each row stands next.
-    generate/stopping.py        Stopping criteria, asked as transformers' own loop would ask them, of rows that come along at different speeds.
+    generate/refine.py          Refinements: what the head changes about a reveal before it counts, for rows that draft nothing.
     generate/loop.py            The one decoding loop: rounds of states side by side, over rows that never wait for each other.
+    generate/options.py         The options of `generate` for MRP models: the config that holds, checks and interprets them.
     generate/output.py          What `generate` returns: texts, and what they cost.
-    generate/recording.py       Rounds that are recorded whole and replayed with one launch: what is a register, and what a recording depends on.
-    generate/streaming.py       Streaming of texts while they are decoded, each row to a streamer of its own.
     generate/generation.py      `generate` for MRP models: arguments in, text and counts out.
     modeling.py                 The SDAR backbone as a difference from transformers' Qwen3, with the MRP head on top of it.
 """
@@ -66,22 +59,20 @@ import tempfile
 import threading
 import warnings
 import weakref
-from bisect import bisect_left, insort
-from collections import OrderedDict
+from array import array
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, fields, replace
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from importlib import import_module
 from math import inf
-from operator import attrgetter
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
-from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Final, NamedTuple, Protocol, TypeVar
 
+import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, get_session, HfApi, ModelCardData, ModelInfo
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
@@ -90,7 +81,6 @@ from safetensors import safe_open, SafetensorError
 from safetensors.torch import save_file
 from torch import nn, Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
-from torch.utils._pytree import register_dataclass, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from transformers import AttentionInterface, initialization as init, PreTrainedTokenizerBase
 from transformers.activations import SiLUActivation
 from transformers.cache_utils import Cache
@@ -113,6 +103,8 @@ from transformers.generation.logits_process import (
     MinLengthLogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
     TopHLogitsWarper,
@@ -895,7 +887,7 @@ if triton is not None:
 #
 # In a round every row submits some states of one block each. A query sees the committed prefix of its row, the keys of its own
 # state and, where its state has a parent, those of the parent. Keys and values are read where `BlockCache` holds them: the
-# scratch of all states first, then the committed slots.
+# committed slots first, then those of all states.
 
 KERNEL = "round_attention"
 _KEYS_PER_PROGRAM = 128  # at least: fewer cost more in merging than they win
@@ -913,6 +905,7 @@ class RoundMask:
         width: States per row.
         block_size: Tokens per state.
         dispatch: Whether the kernel runs.
+        sees_all: Whether every query sees every key: there is one state, and all rows are equally long.
     """
 
     committed: Tensor
@@ -920,6 +913,8 @@ class RoundMask:
     width: int
     block_size: int
     dispatch: Dispatch = AUTOMATIC
+    sees_all: bool = False
+    _biases: dict[Any, Tensor] = field(default_factory=dict, repr=False, compare=False)  # all layers of a forward share one
 
     def to(self, *args: Any, **kwargs: Any) -> "RoundMask":
         """On another device: accelerate moves what a layer is given to where the layer is."""
@@ -927,7 +922,7 @@ class RoundMask:
         return replace(self, committed=self.committed.to(*args, **kwargs), parent=parent)
 
     def dense(self, used: int) -> Tensor:
-        """[rows, 1, width * block_size, width * block_size + used] bool over the scratch and the first `used` slots."""
+        """[rows, 1, width * block_size, used + width * block_size] bool over the first `used` slots and what is scored."""
         rows, device = len(self.committed), self.committed.device
         sees = torch.eye(self.width, dtype=torch.bool, device=device).repeat(rows, 1, 1)
         if self.parent is not None:
@@ -935,7 +930,17 @@ class RoundMask:
             sees |= (parent == torch.arange(self.width, device=device)) & (parent >= 0)
         scratch = sees.repeat_interleave(self.block_size, 1).repeat_interleave(self.block_size, 2)
         prefix = torch.arange(used, device=device) < self.committed[:, None]
-        return torch.cat([scratch, prefix[:, None].expand(-1, scratch.shape[1], -1)], -1)[:, None]
+        return torch.cat([prefix[:, None].expand(-1, scratch.shape[1], -1), scratch], -1)[:, None]
+
+    def bias(self, used: int, dtype: torch.dtype) -> Tensor | None:
+        """What to add to the scores of `dense`: 0 or -inf; None where all is seen."""
+        if self.sees_all:
+            return None
+        name = used, dtype, self.committed.device
+        if name not in self._biases:
+            seen = self.dense(used)
+            self._biases[name] = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
+        return self._biases[name]
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: RoundMask, scale: float) -> Tensor:
@@ -952,10 +957,12 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: RoundMask, scale: fl
 
 
 def round_attention_twin(query: Tensor, key: Tensor, value: Tensor, mask: RoundMask, scale: float) -> Tensor:
-    """Compute `round_attention` of the same arguments through SDPA with a boolean mask and repeated keys and values."""
-    seen = mask.dense(key.shape[2] - query.shape[2])
-    key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=scale).transpose(1, 2).contiguous()
+    """Compute `round_attention` of the same arguments through SDPA."""
+    bias, grouped = mask.bias(key.shape[2] - query.shape[2], query.dtype), query.device.type == "cpu"
+    if not grouped:  # with a mask, SDPA's fast kernels of a GPU take no groups
+        key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
+    out = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale, enable_gqa=grouped)
+    return out.transpose(1, 2).contiguous()
 
 
 def round_attention(
@@ -972,7 +979,7 @@ def round_attention(
 
     Args:
         query: [rows, heads, queries, head_dim] of any strides, queries = width * block_size.
-        key, value: [rows, kv_heads, queries + used, head_dim] of any strides: the scratch, then `used` committed slots; what
+        key, value: [rows, kv_heads, used + queries, head_dim] of any strides: `used` committed slots, then what is scored; what
             lies in a slot that a row does not see is never read.
         mask: Who sees whom.
         scale: Multiplies the scores.
@@ -990,7 +997,7 @@ def round_attention(
         raise ValueError(
             f"query {list(query.shape)} and key {list(key.shape)} do not fit {len(mask.committed)} rows of {mask.width} states "
             f"of {mask.block_size} tokens: they are [rows, heads, width * block_size, head_dim] and [rows, kv_heads, "
-            "width * block_size + used, head_dim]"
+            "used + width * block_size, head_dim]"
         )
     group, used = heads // kv_heads, keys - queries
     tile_rows, tile_keys, warps = _tiles(queries * group, head_dim, query.dtype)
@@ -1165,6 +1172,7 @@ if triton is not None:
         peak = tl.full([TILE_ROWS], float("-inf"), tl.float32)
 
         # The first share takes the scratch, too: a tile sees but a part of that.
+        scored_key, scored_value = key_at + used * key_token, value_at + used * value_token
         for start in range(0, tl.where(split == 0, tokens, 0), TILE_KEYS):
             slot = start + columns
             of = slot // BLOCK_SIZE
@@ -1175,8 +1183,8 @@ if triton is not None:
                 total,
                 peak,
                 queries,
-                key_at + start * key_token,
-                value_at + start * value_token,
+                scored_key + start * key_token,
+                scored_value + start * value_token,
                 seen & there[None, :],
                 there[:, None] & inside[None, :],
                 scale,
@@ -1191,8 +1199,6 @@ if triton is not None:
         begin = tl.minimum(split * share, length)
         end = tl.minimum(begin + share, length)
         whole = begin + (end - begin) // TILE_KEYS * TILE_KEYS
-        key_at += tokens * key_token
-        value_at += tokens * value_token
         for start in range(begin, whole, TILE_KEYS):
             sums, total, peak = _absorb(
                 sums,
@@ -1289,410 +1295,12 @@ if triton is not None:
 
 
 # ----------------------------------------------------------------------------------------------------
-# kernels/settle.py
-#
-# Settle a round's scores in one launch: which states are accepted, what becomes text, where each row stands next.
-#
-# Rows have nothing to do with each other, so a program takes one, and walks its path state by state, as one would by hand. Its
-# twin is `settle_ref`, some hundred and eighty small operations.
-
-_LARGEST_TABLE = 1 << 13  # numbers of a row's known states, of which a program holds a few tables
-
-
-@dataclass(frozen=True)
-class Known:
-    """States that are scored, and what was said there: those of a round, or the remembered ones.
-
-    Attributes:
-        table: [rows, n, block + 4] long: see `States`.
-        valid: [rows, n] bool.
-        where: [rows, n, block] bool, what each reveals,
-        token: [rows, n, block] long, and which tokens,
-        logprob: [rows, n, block] float, with their log-probabilities,
-        odds: [rows, n, block] float, and log-odds.
-    """
-
-    table: Tensor
-    valid: Tensor
-    where: Tensor
-    token: Tensor
-    logprob: Tensor
-    odds: Tensor
-
-
-@dataclass(frozen=True)
-class Written:
-    """Text and counts, which a round writes to in place.
-
-    Attributes:
-        tokens, logprob, reveal_step: [rows, capacity + 1]: see `Text`.
-        total_steps, stop: [rows] long: see `Text`.
-        drafted, accepted: [rows] long: see `Counts`.
-        accepted_lengths, offered_at_depth, accepted_at_depth: [rows, any] long: see `Counts`.
-    """
-
-    tokens: Tensor
-    logprob: Tensor
-    reveal_step: Tensor
-    total_steps: Tensor
-    stop: Tensor
-    drafted: Tensor
-    accepted: Tensor
-    accepted_lengths: Tensor
-    offered_at_depth: Tensor
-    accepted_at_depth: Tensor
-
-
-@dataclass(frozen=True)
-class Settlement:
-    """The rest of what a round comes to.
-
-    Attributes:
-        last: [rows] long, the place of the last accepted state among those of the round and the remembered ones.
-        at_mask: [rows] bool, whether a row is active and that state has masks.
-        token, odds: [rows, block]: what was said there.
-        clean_slot: [rows] long, the slot of the round's clean state that was accepted, -1 if none.
-        passed: [rows, n] bool, which states of the round were accepted and have masks, of rows whose next state had masks.
-        drafted: [rows] long, drafted states of the round.
-        keep: [rows, width] bool, states to remember,
-        ahead: [rows, width, block + 6] long, and where they lead: see `Memory`.
-        table: [rows, block + 4] long, each row's next state; valid: [rows] bool, rows that have not ended.
-    """
-
-    last: Tensor
-    at_mask: Tensor
-    token: Tensor
-    odds: Tensor
-    clean_slot: Tensor
-    passed: Tensor
-    drafted: Tensor
-    keep: Tensor
-    ahead: Tensor
-    table: Tensor
-    valid: Tensor
-
-
-def settle_fits(states: int, block_size: int) -> bool:
-    """Tell whether the kernel holds so many known states of a row."""
-    return power_of_two(states) * power_of_two(block_size + 6) <= _LARGEST_TABLE
-
-
-def settle_kernel(
-    scored: Known,
-    memory: Known | None,
-    written: Written,
-    current: tuple[Tensor, Tensor],
-    successor: Tensor,
-    limit: Tensor,
-    open_end: Tensor,
-    eos: Tensor,
-    mask_id: int,
-    width: int,
-) -> Settlement:
-    """Settle a round.
-
-    Floor: some ten KB a row read and written: microseconds, less than its launch; the steps of a program wait for each other.
-
-    Args:
-        scored: The round's states, each row's own first.
-        memory: Those that the last round scored in vain; None: nothing is drafted or remembered.
-        written: What is written to in place.
-        current: Each row's next state, [rows, block + 4] long, and whether it is active, [rows] bool.
-        successor: [rows, block + 4] long, the first state of the next block.
-        limit: [rows] long, one past the last position that is wanted.
-        open_end: [rows] long, one past the last of these that is not given.
-        eos: [any] long, ids that end a text.
-        mask_id: The mask's id.
-        width: States that are remembered.
-    """
-    rows, count, columns = scored.table.shape
-    block, drafts = columns - 4, memory is not None
-    memory = memory or scored
-    others = memory.table.shape[1] if drafts else 0
-    table, device = current[0], scored.table.device
-    longs = partial(torch.empty, dtype=torch.long, device=device)
-    flags = partial(torch.empty, dtype=torch.bool, device=device)
-    made = Settlement(
-        last=longs(rows),
-        at_mask=flags(rows),
-        token=longs(rows, block),
-        odds=scored.odds.new_empty(rows, block),
-        clean_slot=longs(rows),
-        passed=flags(rows, count),
-        drafted=longs(rows),
-        keep=flags(rows, width),
-        ahead=longs(rows, width, columns + 2),
-        table=torch.empty_like(table, memory_format=torch.contiguous_format),
-        valid=flags(rows),
-    )
-    given = [scored, memory]
-    states = [
-        each
-        for known in given
-        for each in (known.table, _u8(known.valid), _u8(known.where), known.token, known.logprob, known.odds)
-    ]
-    assert all(each.is_contiguous() for each in (*states, *vars(written).values()))
-    if rows:
-        _settle[(rows,)](
-            *states,
-            *vars(written).values(),
-            *(table.contiguous(), _u8(current[1]), successor.contiguous(), limit, open_end, eos),
-            *(_u8(part) if part.dtype == torch.bool else part for part in vars(made).values()),
-            *(count, others, len(eos), mask_id, width, written.tokens.shape[1], written.accepted_lengths.shape[1]),
-            written.accepted_at_depth.shape[1],
-            BLOCK=block,
-            COLUMNS=power_of_two(columns + 2),
-            ENTRIES=power_of_two(max(count + others, width)),
-            DEPTHS=power_of_two(max(1, written.accepted_at_depth.shape[1])),
-            DRAFTS=drafts,
-            num_warps=4,
-            **MULTIPLY_ADD,
-        )
-    return made
-
-
-def _u8(flags: Tensor) -> Tensor:
-    return flags.contiguous().view(torch.uint8)
-
-
-if triton is not None:
-
-    @triton.jit
-    def _known(own, other, row, count, others, width, ENTRIES: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
-        """[ENTRIES, COLUMNS] of [rows, count, width] and [rows, others, width], one behind the other; 0 elsewhere."""
-        entry, column = tl.arange(0, ENTRIES)[:, None], tl.arange(0, COLUMNS)[None, :]
-        inside = column < width
-        first = tl.load(own + (row * count + entry) * width + column, mask=inside & (entry < count), other=0)
-        there = inside & (entry >= count) & (entry < count + others)
-        second = tl.load(other + (row * others + entry - count) * width + column, mask=there, other=0)
-        return tl.where(entry < count, first, second)
-
-    @triton.jit
-    def _at(values, which):  # type: ignore[no-untyped-def]
-        """The one of [n] numbers where `which` is."""
-        return tl.sum(tl.where(which, values, 0), 0)
-
-    @triton.jit
-    def _row_at(values, which):  # type: ignore[no-untyped-def]
-        """The one row of [n, m] numbers where `which` [n] is."""
-        return tl.sum(tl.where(which[:, None], values, 0), 0)
-
-    @triton.jit
-    def _number_at(values, column, which: tl.constexpr):  # type: ignore[no-untyped-def]
-        """One column of [n, m] numbers."""
-        return tl.sum(tl.where((column == which)[None, :], values, 0), 1)
-
-    @triton.jit(do_not_specialize=["count", "others", "eos_count", "mask_id", "width", "room", "lengths", "depths"])
-    def _settle(  # type: ignore[no-untyped-def]
-        table,
-        valid,
-        where,
-        token,
-        logprob,
-        odds,
-        other_table,
-        other_valid,
-        other_where,
-        other_token,
-        other_logprob,
-        other_odds,
-        text,
-        text_logprob,
-        text_step,
-        total_steps,
-        stop,
-        drafted_sum,
-        accepted_sum,
-        accepted_lengths,
-        offered_at_depth,
-        accepted_at_depth,
-        current,
-        active,
-        successor,
-        limit,
-        open_end,
-        eos,
-        last_out,
-        at_mask_out,
-        token_out,
-        odds_out,
-        clean_out,
-        passed_out,
-        drafted_out,
-        keep_out,
-        ahead_out,
-        table_out,
-        valid_out,
-        count,
-        others,
-        eos_count,
-        mask_id,
-        width,
-        room,
-        lengths,
-        depths,
-        BLOCK: tl.constexpr,
-        COLUMNS: tl.constexpr,
-        ENTRIES: tl.constexpr,
-        DEPTHS: tl.constexpr,
-        DRAFTS: tl.constexpr,
-    ):
-        """Program (row). Ids, positions and steps fit 32 bits."""
-        WIDTH: tl.constexpr = BLOCK + 4
-        row = tl.program_id(0).to(tl.int64)
-        entry, column = tl.arange(0, ENTRIES), tl.arange(0, COLUMNS)
-        in_block, in_round = column < BLOCK, entry < count
-        states = _known(table, other_table, row, count, others, WIDTH, ENTRIES, COLUMNS).to(tl.int32)
-        own = tl.load(valid + row * count + entry, mask=in_round, other=0)
-        kept = in_round == (entry < 0)
-        is_valid = own != 0
-        if DRAFTS:
-            kept = (entry >= count) & (entry < count + others)
-            is_valid = is_valid | (tl.load(other_valid + row * others + entry - count, mask=kept, other=0) != 0)
-        reveals = _known(where, other_where, row, count, others, BLOCK, ENTRIES, COLUMNS) != 0
-        tokens = _known(token, other_token, row, count, others, BLOCK, ENTRIES, COLUMNS).to(tl.int32)
-        going = tl.load(active + row) != 0
-        masked = in_block[None, :] & (states == mask_id)
-        clean = tl.sum(masked.to(tl.int32), 1) == 0
-        start, parent = _number_at(states, column, BLOCK), _number_at(states, column, BLOCK + 1)
-        step, end = _number_at(states, column, BLOCK + 2), _number_at(states, column, BLOCK + 3)
-
-        # What each state leads to: its reveal, or behind a clean one the next block.
-        hit = tokens != tokens
-        for i in range(eos_count):
-            hit = hit | (tokens == tl.load(eos + i).to(tl.int32))
-        ends = tl.min(tl.where(hit & reveals & in_block[None, :], column[None, :], BLOCK), 1)
-        after = tl.where(reveals & in_block[None, :], tokens, states)
-        after = tl.where((column == BLOCK + 1)[None, :], -1, after)
-        after = tl.where((column == BLOCK + 2)[None, :], (step + 1)[:, None], after)
-        after = tl.where((column == BLOCK + 3)[None, :], tl.minimum(end, ends)[:, None], after)
-        behind = tl.load(successor + row * WIDTH + column, mask=column < WIDTH, other=0).to(tl.int32)
-        behind = tl.where((column == BLOCK + 1)[None, :], entry[:, None], behind[None, :])
-        after = tl.where(clean[:, None], behind, after)
-
-        # Where that is among the known states: the first of its name.
-        following = tl.full((ENTRIES,), -1, tl.int32)
-        named = (column < BLOCK + 2)[None, :]
-        for i in range(count + others):
-            other = count + others - 1 - i
-            state = _row_at(states, entry == other)
-            differ = tl.sum((named & (after != state[None, :])).to(tl.int32), 1)
-            same = (differ == 0) & is_valid & (_at(is_valid.to(tl.int32), entry == other) != 0)
-            following = tl.where(same, other, following)
-
-        # The path, and what is revealed on it.
-        is_active, at_first_clean = going, _at(clean.to(tl.int32), entry == 0) != 0
-        taken = tl.load(total_steps + row)
-        passed = tl.full((ENTRIES,), 0, tl.int32)
-        here = tl.full((), 0, tl.int32)
-        last, clean_slot = here, here - 1
-        for _ in range(count + others):
-            at = entry == here
-            passed = tl.where(at & going, 1, passed)
-            last = tl.where(going, here, last)
-            reveals_here = going & (_at(clean.to(tl.int32), at) == 0)
-            clean_slot = tl.where(going & (_at(clean.to(tl.int32), at) != 0) & (here < count), here, clean_slot)
-            shows = tl.where(reveals_here, tl.where(in_block, _row_at(reveals.to(tl.int32), at), 0), 0)
-            shown, near = shows != 0, tl.where(here < count, shows, 0) != 0
-            place = row * room + _at(start, at) + column
-            said = tl.load(logprob + (row * count + here) * BLOCK + column, mask=near, other=0.0)
-            if DRAFTS:
-                far = (row * others + here - count) * BLOCK + column
-                said += tl.load(other_logprob + far, mask=tl.where(here < count, 0, shows) != 0, other=0.0)
-            tl.store(text + place, _row_at(tokens, at).to(tl.int64), mask=shown)
-            tl.store(text_logprob + place, said.to(tl.float32), mask=shown)
-            tl.store(text_step + place, tl.full((COLUMNS,), 0, tl.int64) + taken, mask=shown)
-            taken += reveals_here.to(tl.int64)
-            onward = _at(following, at)
-            going = going & (onward >= 0)
-            here = tl.where(onward >= 0, onward, here)
-        tl.store(total_steps + row, taken)
-        at_last = entry == last
-        at_mask = is_active & (_at(clean.to(tl.int32), at_last) == 0)
-        tl.store(last_out + row, tl.full((), 0, tl.int64) + last)
-        tl.store(at_mask_out + row, at_mask.to(tl.uint8))
-        tl.store(clean_out + row, tl.full((), 0, tl.int64) + clean_slot)
-        counts = (passed != 0) & (clean == 0) & (not at_first_clean)
-        tl.store(passed_out + row * count + entry, counts.to(tl.uint8), mask=in_round)
-        tl.store(token_out + row * BLOCK + column, _row_at(tokens, at_last).to(tl.int64), mask=in_block)
-        inside = in_block.to(tl.int32)
-        near = tl.where(last < count, inside, 0) != 0
-        told = tl.load(odds + (row * count + last) * BLOCK + column, mask=near, other=0.0)
-        if DRAFTS:
-            far = (row * others + last - count) * BLOCK + column
-            told += tl.load(other_odds + far, mask=tl.where(last < count, 0, inside) != 0, other=0.0)
-        tl.store(odds_out + row * BLOCK + column, told, mask=in_block)
-
-        # What is counted, and what is remembered.
-        length = accepted_lengths + row * lengths + tl.sum(passed, 0)
-        tl.store(length, tl.load(length) + is_active.to(tl.int64))
-        drafted = in_round & is_valid & (parent < 0) & (entry > 0)
-        tl.store(drafted_out + row, tl.sum(drafted.to(tl.int64), 0))
-        if DRAFTS:
-            tl.store(drafted_sum + row, tl.load(drafted_sum + row) + tl.sum(drafted.to(tl.int64), 0))
-            depth = tl.sum(tl.where(drafted | kept, passed, 0), 0)
-            tl.store(accepted_sum + row, tl.load(accepted_sum + row) + depth)
-            final = _row_at(states, at_last)
-            against = in_block[None, :] & (states != final[None, :]) & (final != mask_id)[None, :]
-            agrees = (tl.sum(against.to(tl.int32), 1) == 0) & is_valid & (parent < 0)
-            agrees = agrees & (start == _at(start, at_last)) & (step == _at(step, at_last) + 1)
-            offered = (tl.sum(agrees.to(tl.int32), 0) > 0) & (_at(is_valid.to(tl.int32), at_last) != 0)
-            deep = tl.arange(0, DEPTHS)
-            counted = accepted_at_depth + row * depths + deep
-            tl.store(counted, tl.load(counted, mask=deep < depths) + (deep < depth).to(tl.int64), mask=deep < depths)
-            counted = offered_at_depth + row * depths + deep
-            reached = (deep < depth + offered.to(tl.int32)).to(tl.int64)
-            tl.store(counted, tl.load(counted, mask=deep < depths) + reached, mask=deep < depths)
-            keep = in_round & is_valid & (clean == 0) & (parent < 0)
-            tl.store(keep_out + row * width + entry, keep.to(tl.uint8), mask=entry < width)
-            frontier = entry
-            for _ in range(count):  # from each, as far as what is kept leads
-                ahead = tl.sum(tl.where(frontier[:, None] == entry[None, :], following[None, :], 0), 1)
-                leads = tl.sum(tl.where(ahead[:, None] == entry[None, :], keep.to(tl.int32)[None, :], 0), 1) != 0
-                frontier = tl.where((ahead >= 0) & leads, ahead, frontier)
-            exits = after
-            for other in range(count):
-                exits = tl.where((frontier == other)[:, None], _row_at(after, entry == other)[None, :], exits)
-            exits = tl.where((column >= WIDTH)[None, :], (1 + frontier)[:, None], exits)
-            ahead_at = ahead_out + (row * width + entry)[:, None] * (WIDTH + 2) + column[None, :]
-            tl.store(ahead_at, exits.to(tl.int64), mask=(entry < width)[:, None] & (column < WIDTH + 2)[None, :])
-
-        # Where the row stands next, and whether its text is whole.
-        now = tl.load(current + row * WIDTH + column, mask=column < WIDTH, other=0).to(tl.int32)
-        now = tl.where(is_active, _row_at(after, at_last), now)
-        now = tl.where(column == BLOCK + 1, -1, now)
-        begins, first_eos = _at(now, column == BLOCK), _at(now, column == BLOCK + 3)
-        upto = tl.load(limit + row).to(tl.int32)
-        stops = tl.minimum(tl.where(first_eos < BLOCK, begins + first_eos + 1, upto), upto)
-        reach = tl.minimum(first_eos + 1, tl.load(open_end + row).to(tl.int32) - begins)
-        hidden = in_block & (now == mask_id) & (column < reach)
-        done = (reach <= BLOCK) & (tl.sum(hidden.to(tl.int32), 0) == 0)
-        tl.store(stop + row, tl.where(is_active & done, stops.to(tl.int64), tl.load(stop + row)))
-        tl.store(table_out + row * WIDTH + column, now.to(tl.int64), mask=column < WIDTH)
-        tl.store(valid_out + row, (is_active & (done == 0)).to(tl.uint8))
-
-
-# ----------------------------------------------------------------------------------------------------
 # kernels/unembedding.py
 #
 # From hidden states to tokens: the distributions of an unembedding, and log-odds without cancellation.
 
 # Elements of logits that are alive at once: 64 MB in float32.
 _LOGITS_AT_ONCE = 1 << 24
-
-
-class Picked(NamedTuple):
-    """The picks at n positions.
-
-    Attributes:
-        token: [n] long.
-        logprob: [n] float32 (float64 where the weights are), its log-probability after temperature.
-        log_odds: [n], log p - log (1 - p), where 1 - p is summed over the other tokens, so that nothing cancels.
-    """
-
-    token: Tensor
-    logprob: Tensor
-    log_odds: Tensor
 
 
 @dataclass(frozen=True)
@@ -1713,40 +1321,41 @@ class Unembedding:
     eos_token_ids: tuple[int, ...] = ()
     token_ids: Tensor | None = None
 
-    def product(self, hidden: Tensor) -> Tensor:
-        """Compute logits [n, vocab] in the weights' dtype, the mask id at -inf."""
-        logits = F.linear(hidden, self.weight)
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Compute logits [n, vocab] of hidden states [n, hidden_size], the mask id at -inf; on a GPU in at least float32."""
+        if (
+            hidden.is_cuda
+            and hidden.dtype in (torch.bfloat16, torch.float16)
+            and type(self.weight) in (Tensor, torch.nn.Parameter)
+        ):
+            logits = torch.mm(hidden, self.weight.t(), out_dtype=torch.float32)
+        else:
+            logits = F.linear(hidden, self.weight)
         if self.token_ids is None:
             logits[:, self.mask_token_id] = -torch.inf
         return logits
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Compute logits [n, vocab] in at least float32, the mask id at -inf."""
-        return widened(self.product(hidden))
-
-    def tempered(self, logits: Tensor, no_eos: Tensor | None) -> Tensor:
-        """Divide logits [n, vocab] by the temperature, those of an eos at -inf where `no_eos` [n] says so."""
-        logits = self.barred(logits, no_eos)
-        return logits if self.temperature == 1.0 else logits / self.temperature
-
     def barred(self, logits: Tensor, no_eos: Tensor | None) -> Tensor:
-        """Bar an eos from logits [n, vocab], by -inf, where `no_eos` [n] says so."""
+        """Bar an eos from logits [n, vocab], by -inf, where `no_eos` [n] bool says so."""
         if no_eos is not None:
             ids = torch.arange(logits.shape[1], device=logits.device) if self.token_ids is None else self.token_ids
             for eos in self.eos_token_ids:  # numbers, not a tensor of them, for whose copy to a device the host would wait
                 logits = logits.masked_fill(no_eos[:, None] & (ids == eos), -torch.inf)
         return logits
 
+    def tempered(self, logits: Tensor) -> Tensor:
+        """Divide logits by the temperature, in at least float32."""
+        logits = widened(logits)
+        return logits if self.temperature == 1.0 else logits / self.temperature
+
+    def named(self, place: Tensor) -> Tensor:
+        """Look up the ids [...] long of places [...] in the unembedding's vocabulary."""
+        return place if self.token_ids is None else self.token_ids[place]
+
     def chunks(self, rows: int) -> list[slice]:
         """Cut `rows` into slices so small that their logits are no burden; none gives one slice, empty."""
         step = max(1, _LOGITS_AT_ONCE // self.weight.shape[0])
         return [slice(start, start + step) for start in range(0, max(1, rows), step)]
-
-    def shown(self, scores: Tensor, keys: Tensor | None) -> Tensor:
-        """Add noise to scores [n, vocab], where there are keys [n]: the pick is the largest."""
-        if keys is None:
-            return scores
-        return scores + gumbel_noise(keys, scores.shape[1] if self.token_ids is None else self.token_ids, scores.dtype)
 
 
 def widened(logits: Tensor) -> Tensor:
@@ -1754,352 +1363,116 @@ def widened(logits: Tensor) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-def log_odds(scores: Tensor, token: Tensor, picked: bool = False) -> tuple[Tensor, Tensor]:
-    """Compute log p and log p - log (1 - p), both [n], of tokens [n] under scores [n, vocab]; 1 - p sums the other tokens.
+def log_odds(scores: Tensor, token: Tensor, picked: bool = False) -> Tensor:
+    """Compute log p - log (1 - p), [n], of tokens [n] under scores [n, vocab]; 1 - p sums the other tokens.
 
-    Of tokens that were `picked` both are NaN where their own score is not finite: there was nothing to pick.
+    Of tokens that were `picked` it is NaN where their own score is not finite: there was nothing to pick.
     """
     own = scores.gather(1, token[:, None])
     others = scores.scatter(1, token[:, None], -torch.inf).logsumexp(-1, keepdim=True)
     odds = own - others + 0 * own if picked else own - others
-    return F.logsigmoid(odds)[:, 0], odds[:, 0]
+    return odds[:, 0]
 
 
 # ----------------------------------------------------------------------------------------------------
 # kernels/pick.py
 #
-# The vocabulary-wide step: from hidden states to a token and its log-odds, fused over the vocabulary on CUDA.
+# The row kernel of the pick: from logits to a token and its log-odds, in two launches over the vocabulary.
 #
-# `pick`, `pick_above` and `token_log_odds` have a Triton kernel for 16-bit weights and a plain PyTorch twin (`*_ref`) here. The
-# twin takes float32 also where kernels are forced: there are no matrix units for it, and cuBLAS is faster. But for `pick_above`,
-# which is given logits, the kernels never write [rows, vocab]. Their logits are float32 sums of products, where PyTorch rounds
-# them to 16 bits: the two agree up to that rounding, so up to near-ties in the token.
+# `pick_rows` has a Triton kernel and a plain PyTorch twin, `pick_rows_ref`. The logits are those of a matrix product: on a GPU in
+# float32, so that no two of them tie by rounding.
 
 _NO_GPU = 1  # multiprocessors that are assumed where kernels are interpreted
+_TILE_VOCAB = 512
+_TILE_ROWS = 4
 
 
-def pick(
-    unembedding: Unembedding,
-    hidden: Tensor,
-    keys: Tensor | None = None,
-    no_eos: Tensor | None = None,
-    active: Tensor | None = None,
-    dispatch: Dispatch = AUTOMATIC,
-) -> Picked:
-    """The token of the largest logit, or of the largest logit plus noise: a sample. Of equals the first.
-
-    NaN counts as larger than any number, as in `torch.argmax`. Where the token's own score is not finite (all are -inf, or one
-    is NaN or infinite) there is nothing to pick: log-probability and log-odds are NaN.
-
-    Args:
-        unembedding: The distributions.
-        hidden: [n, hidden_size] final hidden states.
-        keys: [n] long, from `noise_keys`, to sample; None: greedy.
-        no_eos: [n] bool, positions that take none of the unembedding's `eos_token_ids`.
-        active: [n] bool, positions that need a pick; the others get token 0 with log-probability and log-odds -inf.
-        dispatch: Kernel or PyTorch.
-
-    Raises:
-        ValueError: if the shapes, dtypes or devices do not fit together, or kernels are forced and cannot be used.
-    """
-    _check(unembedding.weight, hidden, keys=keys, no_eos=no_eos, active=active)
-    return _of_dtype(unembedding.weight, dispatch).run(
-        "pick",
-        lambda: _pick_kernel(unembedding, hidden, keys, None, no_eos, active),
-        lambda: pick_ref(unembedding, hidden, keys, no_eos, active),
-        unembedding.weight,
-        hidden,
-        obstacle=_layout(unembedding.weight),
-    )
-
-
-def token_log_odds(
-    unembedding: Unembedding,
-    hidden: Tensor,
-    token: Tensor,
-    no_eos: Tensor | None = None,
-    active: Tensor | None = None,
-    dispatch: Dispatch = AUTOMATIC,
-) -> Tensor:
-    """[n] log-odds of given tokens: what `pick` gives for one that it picks.
-
-    Args:
-        unembedding: The distributions.
-        hidden: [n, hidden_size].
-        token: [n] long, places in the unembedding's vocabulary.
-        no_eos: As in `pick`.
-        active: [n] bool, positions of interest; -inf at the others.
-        dispatch: Kernel or PyTorch.
-
-    Raises:
-        ValueError: as `pick` does.
-    """
-    _check(unembedding.weight, hidden, token=token, no_eos=no_eos, active=active)
-    return _of_dtype(unembedding.weight, dispatch).run(
-        "token_log_odds",
-        lambda: _pick_kernel(unembedding, hidden, None, token, no_eos, active).log_odds,
-        lambda: token_log_odds_ref(unembedding, hidden, token, no_eos, active),
-        unembedding.weight,
-        hidden,
-        obstacle=_layout(unembedding.weight),
-    )
-
-
-def pick_ref(
-    unembedding: Unembedding,
-    hidden: Tensor,
-    keys: Tensor | None = None,
-    no_eos: Tensor | None = None,
-    active: Tensor | None = None,
-) -> Picked:
-    """`pick` in PyTorch, walked in chunks of rows so that no [n, vocab] logits exist for large n."""
-    parts = []
-    for at in unembedding.chunks(len(hidden)):
-        scores = unembedding.tempered(unembedding.logits(hidden[at]), None if no_eos is None else no_eos[at])
-        token = unembedding.shown(scores, None if keys is None else keys[at]).argmax(-1)
-        parts.append((token if unembedding.token_ids is None else unembedding.token_ids[token], *log_odds(scores, token, True)))
-    return _where_active(Picked(*(torch.cat(part) for part in zip(*parts, strict=True))), active)
-
-
-def pick_above_ref(
-    unembedding: Unembedding, logits: Tensor, least: Tensor, keys: Tensor | None = None, active: Tensor | None = None
-) -> Picked:
-    """`pick_above` in PyTorch."""
-    scores = unembedding.tempered(widened(logits), None)
-    token = unembedding.shown(scores.masked_fill(logits < least[:, None], -torch.inf), keys).argmax(-1)
-    ids = token if unembedding.token_ids is None else unembedding.token_ids[token]
-    return _where_active(Picked(ids, *log_odds(scores, token, True)), active)
-
-
-def _where_active(picked: Picked, active: Tensor | None) -> Picked:
-    if active is None:
-        return picked
-    return Picked(picked.token * active, *(numbers.where(active, -torch.inf) for numbers in picked[1:]))
-
-
-def token_log_odds_ref(
-    unembedding: Unembedding, hidden: Tensor, token: Tensor, no_eos: Tensor | None = None, active: Tensor | None = None
-) -> Tensor:
-    """`token_log_odds` in PyTorch, in chunks of rows."""
-    parts = [
-        log_odds(unembedding.tempered(unembedding.logits(hidden[at]), None if no_eos is None else no_eos[at]), token[at])[1]
-        for at in unembedding.chunks(len(hidden))
-    ]
-    odds = torch.cat(parts)
-    return odds if active is None else odds.where(active, -torch.inf)
-
-
-def pick_above(
+def pick_rows(
     unembedding: Unembedding,
     logits: Tensor,
-    least: Tensor,
-    keys: Tensor | None = None,
-    active: Tensor | None = None,
-    dispatch: Dispatch = AUTOMATIC,
-) -> Picked:
-    """Pick among tokens whose logits are not under a threshold; probabilities are those among all tokens.
+    shown: Tensor,
+    least: Tensor | None,
+    keys: Tensor | None,
+    dispatch: Dispatch,
+) -> tuple[Tensor, Tensor]:
+    """Pick the token of the largest logit, or of the largest logit plus noise: a sample. Of equals the first.
+
+    NaN counts as larger than any number, as in `torch.argmax`. Where the token's own score is not finite (all are -inf, or one
+    is NaN or infinite) there is nothing to pick: the log-odds are NaN. Probabilities are those among all tokens.
+
+    Floor: n * vocab * element size bytes read once (39 MB for 64 rows of 151,936 in float32: 9 us at 4.3 TB/s).
 
     Args:
         unembedding: The distributions.
-        logits: [n, vocab], the unembedding's `product` of hidden states, `barred` or not.
-        least: [n] of the same dtype, the least logit that may be picked.
+        logits: [n, vocab], its logits, barred and processed or not.
+        shown: The same, or with -inf for tokens that must not be picked.
+        least: [n], the least logit that may be picked; or None.
         keys: [n] long, from `noise_keys`, to sample; None: greedy.
-        active: As in `pick`.
         dispatch: Kernel or PyTorch.
+
+    Returns:
+        Places [n] long in the unembedding's vocabulary, and log-odds [n] in at least float32.
 
     Raises:
         ValueError: if kernels are forced and cannot be used.
     """
-    return _of_dtype(logits, dispatch).run(
-        "pick_above",
-        lambda: _pick_above_kernel(unembedding, logits, least, keys, active),
-        lambda: pick_above_ref(unembedding, logits, least, keys, active),
+    if shown is not logits:
+        return pick_rows_ref(unembedding, logits, shown, least, keys)
+    return dispatch.run(
+        "pick",
+        lambda: _pick_kernel(unembedding, logits, least, keys),
+        lambda: pick_rows_ref(unembedding, logits, shown, least, keys),
         logits,
-        least,
     )
 
 
-def residual_magnitude(weight: Tensor, hidden: Tensor, token: Tensor) -> Tensor:
-    """Take the magnitude of one token's logit per row: one dot product each.
-
-    Args:
-        weight: [vocab, hidden_size].
-        hidden: [n, hidden_size].
-        token: [n] long, rows of `weight`.
-
-    Returns:
-        [n], in at least float32.
-    """
-    wide = torch.promote_types(hidden.dtype, torch.float32)
-    return (hidden.to(wide) * weight[token].to(wide)).sum(-1).abs()
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Plan of how the kernel of `pick` cuts its work. Each program reads a slice of the vocabulary for a tile of rows.
-
-    Attributes:
-        rows: Of a tile.
-        vocab: Tokens of a tile; a slice is a run of them.
-        hidden: Of a tile: how much of a dot product is computed at once.
-        slices: Of the vocabulary.
-        slice_length: Tokens of a slice; the last may have fewer.
-        num_warps: Of a program.
-        num_stages: Tiles of weights in flight.
-    """
-
-    rows: int
-    vocab: int
-    hidden: int
-    slices: int
-    slice_length: int
-    num_warps: int
-    num_stages: int
-
-    @staticmethod
-    def of(rows: int, vocab_size: int, processors: int, tensor_memory: bool = False) -> "Plan":
-        """Make the plan for `rows` hidden states on a GPU with so many multiprocessors, whose products lie in tensor memory.
-
-        The one place to tune. With 8 warps no tile spills registers, also where noise is computed beside its logits: 4 warps
-        would keep 500 bytes a thread in local memory with 64 rows, as 8 would on their way out of tensor memory with 128
-        tokens. Tiles of more rows run side by side, so that all but the first find the weights in the L2 cache.
-        """
-        tile = min(64, max(16, power_of_two(rows)))
-        vocab = 64 if tensor_memory and tile == 64 else 128
-        return Plan._cut(Plan(tile, vocab, 64, 1, vocab_size, 8, 4), rows, 2 * processors)
-
-    @staticmethod
-    def of_logits(rows: int, vocab_size: int, processors: int) -> "Plan":
-        """Make the plan for `rows` of logits, which are only read: more programs, since none loads ahead."""
-        return Plan._cut(Plan(min(4, power_of_two(rows)), 512, 1, 1, vocab_size, 4, 1), rows, 8 * processors)
-
-    def _cut(self, rows: int, programs: int) -> "Plan":
-        """Slices of the vocabulary, of which each is for a program of one tile of rows."""
-        wanted = max(1, programs // max(1, ceil_div(rows, self.rows)))
-        length = ceil_div(ceil_div(self.slice_length, wanted), 16) * 16
-        return replace(self, slices=ceil_div(self.slice_length, length), slice_length=length)
+def pick_rows_ref(
+    unembedding: Unembedding, logits: Tensor, shown: Tensor, least: Tensor | None, keys: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """`pick_rows` in PyTorch."""
+    scores = unembedding.tempered(logits)
+    seen = scores if shown is logits else unembedding.tempered(shown)
+    if least is not None:
+        seen = seen.masked_fill(logits < least[:, None], -torch.inf)
+    if keys is not None:
+        ids = scores.shape[1] if unembedding.token_ids is None else unembedding.token_ids
+        seen = seen + gumbel_noise(keys, ids, scores.dtype)
+    token = seen.argmax(-1)
+    return token, log_odds(scores, token, True)
 
 
-def _check(weight: Tensor, hidden: Tensor, **per_row: Tensor | None) -> None:
-    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
-        raise ValueError(
-            f"hidden has shape {list(hidden.shape)} and weight {list(weight.shape)}: pass [n, size] and [vocab, size]"
-        )
-    for name, values in per_row.items():
-        if values is not None and values.shape != hidden.shape[:1]:
-            raise ValueError(f"{name} has shape {list(values.shape)} for {len(hidden)} rows of hidden: pass [{len(hidden)}]")
-
-
-def _layout(weight: Tensor) -> str | None:
-    """Find what about the weights keeps kernels from them."""
-    if type(weight) not in (Tensor, nn.Parameter):  # its numbers lie elsewhere: its own address is null
-        return f"weight is a {type(weight).__name__}: keep lm_head out of quantization"
-    if weight.stride(1) == 1 and len(weight):
-        return None
-    return f"weight has shape {list(weight.shape)} and strides {weight.stride()}: pass rows that are contiguous"
-
-
-def _of_dtype(weight: Tensor, dispatch: Dispatch) -> Dispatch:
-    """A dispatch to PyTorch for float32, also where kernels are forced."""
-    return PYTORCH if weight.dtype == torch.float32 else dispatch
-
-
-def _bytes(flags: Tensor) -> Tensor:
-    return flags.contiguous().view(torch.uint8)
-
-
-def _ids(tokens: tuple[int, ...], device: torch.device) -> Tensor:
-    """[n] int32 on the device, filled there: a copy from the host would make it wait."""
-    return torch.stack([torch.full((), token, dtype=torch.int32, device=device) for token in tokens])
-
-
-def _pick_kernel(
-    unembedding: Unembedding,
-    hidden: Tensor,
-    keys: Tensor | None,
-    given: Tensor | None,
-    no_eos: Tensor | None,
-    active: Tensor | None,
-    plan: Plan | None = None,
-) -> Picked:
-    """Floor: vocab * hidden_size * element size bytes (778 MB for 151,936 x 2,560 in bfloat16: 0.18 ms at 4.3 TB/s), and
-    2 * rows * vocab * hidden_size operations (50 GFLOP for 64 rows: 0.06 ms at 790 TFLOP/s)."""
-    rows, vocab, device = len(hidden), len(unembedding.weight), hidden.device
-    plan = plan or Plan.of(rows, vocab, processors(device, _NO_GPU), tensor_memory(device))
-    barred = None if no_eos is None or not unembedding.eos_token_ids else _ids(unembedding.eos_token_ids, device)
-    return _pick_in_slices(
-        unembedding, plan, hidden.contiguous(), None, None, keys, given, None if barred is None else no_eos, barred, active
-    )
-
-
-def _pick_above_kernel(
-    unembedding: Unembedding,
-    logits: Tensor,
-    least: Tensor,
-    keys: Tensor | None,
-    active: Tensor | None,
-    plan: Plan | None = None,
-) -> Picked:
-    """Floor: rows * vocab * element size bytes (19 MB for 64 rows of 151,936: 5 us at 4.3 TB/s)."""
-    plan = plan or Plan.of_logits(len(logits), logits.shape[1], processors(logits.device, _NO_GPU))
-    return _pick_in_slices(unembedding, plan, None, logits.contiguous(), least.contiguous(), keys, None, None, None, active)
-
-
-def _pick_in_slices(
-    unembedding: Unembedding,
-    plan: Plan,
-    hidden: Tensor | None,
-    logits: Tensor | None,
-    least: Tensor | None,
-    keys: Tensor | None,
-    given: Tensor | None,
-    no_eos: Tensor | None,
-    barred: Tensor | None,
-    active: Tensor | None,
-) -> Picked:
-    """Two launches, of slices and of what they found; from hidden states, or from `logits`."""
-    source = hidden if hidden is not None else logits
-    assert source is not None
-    rows, device, (vocab, size) = len(source), source.device, unembedding.weight.shape
-    stride = unembedding.weight.stride(0) if logits is None else logits.stride(0)
-    picked = Picked(
-        torch.empty(rows, dtype=torch.long, device=device),
-        torch.empty(rows, dtype=torch.float32, device=device),
-        torch.empty(rows, dtype=torch.float32, device=device),
-    )
+def _pick_kernel(unembedding: Unembedding, logits: Tensor, least: Tensor | None, keys: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Two launches: of slices of the vocabulary, and of what they found."""
+    logits = logits.contiguous()
+    (rows, vocab), device = logits.shape, logits.device
+    token = torch.empty(rows, dtype=torch.long, device=device)
+    odds = torch.empty(rows, dtype=torch.float32, device=device)
     if not rows:
-        return picked
-    keys, given = (t if t is None else t.contiguous() for t in (keys, given))
-    no_eos, active = (t if t is None else _bytes(t) for t in (no_eos, active))
-    place = torch.empty(rows, plan.slices, dtype=torch.int32, device=device)
-    best, own, others = torch.empty(3, rows, plan.slices, dtype=torch.float32, device=device)
-    _score_slices[(ceil_div(rows, plan.rows), plan.slices)](
-        *(hidden, None if hidden is None else unembedding.weight, logits, least),
-        *(keys, given, no_eos, barred, active, unembedding.token_ids, best, place, own, others),
-        *(rows, vocab, size, stride, plan.slices, plan.slice_length),
-        unembedding.mask_token_id if unembedding.token_ids is None else -1,
-        0 if barred is None else len(barred),
-        1.0 / unembedding.temperature,
-        TILE_ROWS=plan.rows,
-        TILE_VOCAB=plan.vocab,
-        TILE_HIDDEN=plan.hidden,
-        INTERPRETED=triton.knobs.runtime.interpret,
-        num_warps=plan.num_warps,
+        return token, odds
+    tile = min(_TILE_ROWS, power_of_two(rows))
+    wanted = max(1, 8 * processors(device, _NO_GPU) // ceil_div(rows, tile))  # more programs, since none loads ahead
+    length = ceil_div(ceil_div(vocab, wanted), 16) * 16
+    slices = ceil_div(vocab, length)
+    place = torch.empty(rows, slices, dtype=torch.int32, device=device)
+    best, own, others = torch.empty(3, rows, slices, dtype=torch.float32, device=device)
+    _score_slices[(ceil_div(rows, tile), slices)](
+        *(logits, least, keys, unembedding.token_ids, best, place, own, others),
+        *(rows, vocab, slices, length, 1.0 / unembedding.temperature),
+        TILE_ROWS=tile,
+        TILE_VOCAB=_TILE_VOCAB,
+        num_warps=4,
         **MULTIPLY_ADD,
-        num_stages=plan.num_stages,
+        num_stages=1,
     )
-    merged = max(1, min(16, 2048 // power_of_two(plan.slices)))  # rows of a program
+    merged = max(1, min(16, 2048 // power_of_two(slices)))  # rows of a program
     _merge_slices[(ceil_div(rows, merged),)](
-        *(best, place, own, others, given, active, unembedding.token_ids),
-        *picked,
-        rows,
-        plan.slices,
+        *(best, place, own, others, token, odds, rows, slices),
         TILE_ROWS=merged,
-        TILE_SLICES=power_of_two(plan.slices),
+        TILE_SLICES=power_of_two(slices),
         num_warps=4,
         **MULTIPLY_ADD,
     )
-    return picked
+    return token, odds
 
 
 if triton is not None:
@@ -2118,47 +1491,12 @@ if triton is not None:
         most = tl.where(tl.abs(most) == float("inf"), 0.0, most)
         return most + tl.log(tl.sum(tl.exp(x - tl.expand_dims(most, axis)), axis))
 
-    @triton.jit
-    def _tile_logits(  # type: ignore[no-untyped-def]
-        hidden,
-        weight,
-        row,
-        in_rows,
-        token,
-        in_slice,
-        size,
-        stride,
-        TILE_ROWS: tl.constexpr,
-        TILE_VOCAB: tl.constexpr,
-        TILE_HIDDEN: tl.constexpr,
-        INTERPRETED: tl.constexpr,
-    ):
-        """[TILE_VOCAB, TILE_ROWS] float32: the vocabulary is the long side, since it fills the matrix units with few rows."""
-        column = tl.arange(0, TILE_HIDDEN)
-        weights = weight + token.to(tl.int64)[:, None] * stride + column[None, :]
-        states = hidden + row.to(tl.int64)[:, None] * size + column[None, :]
-        logits = tl.full((TILE_VOCAB, TILE_ROWS), 0.0, dtype=tl.float32)
-        for begin in range(0, size, TILE_HIDDEN):
-            inside = (begin + column < size)[None, :]
-            w = tl.load(weights + begin, mask=in_slice[:, None] & inside, other=0.0)
-            h = tl.load(states + begin, mask=in_rows[:, None] & inside, other=0.0)
-            if INTERPRETED:  # where a bfloat16 is an integer to tl.dot
-                w, h = w.to(tl.float32), h.to(tl.float32)
-            logits = tl.dot(w, tl.trans(h), logits, input_precision="ieee")
-        return logits
-
-    # Sizes that change from call to call are not compiled for; `vocab`, `size`, `stride`, `slice_length` tell of aligned rows.
-    @triton.jit(do_not_specialize=["rows", "slices", "mask_token_id", "barred_count"])
+    # Sizes that change from call to call are not compiled for; `vocab` and `slice_length` tell of aligned rows.
+    @triton.jit(do_not_specialize=["rows", "slices"])
     def _score_slices(  # type: ignore[no-untyped-def]
-        hidden,
-        weight,
         logits_in,
         least,
         keys,
-        given,
-        no_eos,
-        barred,
-        active,
         token_ids,
         best_out,
         place_out,
@@ -2166,83 +1504,50 @@ if triton is not None:
         others_out,
         rows,
         vocab,
-        size,
-        stride,
         slices,
         slice_length,
-        mask_token_id,
-        barred_count,
         inverse_temperature,
         TILE_ROWS: tl.constexpr,
         TILE_VOCAB: tl.constexpr,
-        TILE_HIDDEN: tl.constexpr,
-        INTERPRETED: tl.constexpr,
     ):
         """Of one slice of the vocabulary, for each row of a tile: the best score and its place, that token's logit (`own`), and
-        the log-sum-exp of all other logits. With a `given` token, that one in place of the best. Logits are products of
-        `hidden` and `weight`, or those of `logits_in`, of which none under `least` is the best."""
+        the log-sum-exp of all other logits. None under `least` is the best."""
         row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
         in_rows = row < rows
-        live = in_rows
-        if active is not None:
-            live = in_rows & (tl.load(active + row, mask=in_rows, other=0) != 0)
         begin = tl.program_id(1) * slice_length
         end = tl.minimum(begin + slice_length, vocab)
-        end = tl.where(tl.max(live.to(tl.int32), 0) > 0, end, begin)  # a tile of rows that need nothing reads nothing
         lowest = tl.full((TILE_ROWS,), float("-inf"), dtype=tl.float32)
-        best, others = lowest, lowest
+        best, others, own = lowest, lowest, lowest
         place = tl.full((TILE_ROWS,), 0, dtype=tl.int32) + begin
-        if given is None:
-            own = lowest
-        else:
-            own = tl.full((TILE_ROWS,), 0.0, dtype=tl.float32)
-            wanted = tl.load(given + row, mask=in_rows, other=-1).to(tl.int32)
         for first in range(begin, end, TILE_VOCAB):
             token = first + tl.arange(0, TILE_VOCAB)
             in_slice = token < end
-            if logits_in is None:
-                logits = _tile_logits(
-                    hidden, weight, row, in_rows, token, in_slice, size, stride, TILE_ROWS, TILE_VOCAB, TILE_HIDDEN, INTERPRETED
-                )
-            else:
-                cell = row.to(tl.int64)[None, :] * stride + token[:, None]
-                logits = tl.load(logits_in + cell, mask=in_rows[None, :] & in_slice[:, None], other=0.0).to(tl.float32)
-            ids = token
-            if token_ids is not None:
-                ids = tl.load(token_ids + token, mask=in_slice, other=0).to(tl.int32)
-            raw = tl.where((in_slice & (token != mask_token_id))[:, None], logits * inverse_temperature, float("-inf"))
-            if no_eos is not None:
-                hit = tl.full((TILE_VOCAB,), 0, dtype=tl.int32)
-                for i in range(barred_count):
-                    hit = hit | (ids == tl.load(barred + i)).to(tl.int32)
-                early = tl.load(no_eos + row, mask=in_rows, other=0) != 0
-                raw = tl.where((hit != 0)[:, None] & early[None, :], float("-inf"), raw)
-            if given is not None:
-                chosen = in_slice[:, None] & (token[:, None] == wanted[None, :])
-                own += tl.sum(tl.where(chosen, raw, 0.0), 0)
-                others = _log_add(others, _log_sum(tl.where(chosen, float("-inf"), raw), 0))
-            else:
-                shown = raw
-                if keys is not None:
-                    shown = raw + gumbel_of_bits(token_noise_bits(tl.load(keys + row, mask=in_rows, other=0), ids))
-                if least is not None:
-                    lowest_shown = tl.load(least + row, mask=in_rows, other=0.0).to(tl.float32)
-                    shown = tl.where(logits < lowest_shown[None, :], float("-inf"), shown)
-                shown = tl.where(shown != shown, float("inf"), shown)  # NaN is more than any number
-                top = tl.max(shown, 0)
-                at = tl.min(tl.where(shown == top[None, :], token[:, None], 0x7FFFFFFF), 0)
-                chosen = token[:, None] == at[None, :]
-                logit = tl.sum(tl.where(chosen, raw, 0.0), 0)
-                rest = _log_sum(tl.where(chosen, float("-inf"), raw), 0)
-                wins = top > best
-                others = _log_add(_log_add(others, rest), tl.where(wins, own, logit))
-                best, place, own = tl.where(wins, top, best), tl.where(wins, at, place), tl.where(wins, logit, own)
+            cell = row.to(tl.int64)[None, :] * vocab + token[:, None]
+            logits = tl.load(logits_in + cell, mask=in_rows[None, :] & in_slice[:, None], other=0.0).to(tl.float32)
+            raw = tl.where(in_slice[:, None], logits * inverse_temperature, float("-inf"))
+            shown = raw
+            if keys is not None:
+                ids = token
+                if token_ids is not None:
+                    ids = tl.load(token_ids + token, mask=in_slice, other=0).to(tl.int32)
+                shown = raw + gumbel_of_bits(token_noise_bits(tl.load(keys + row, mask=in_rows, other=0), ids))
+            if least is not None:
+                lowest_shown = tl.load(least + row, mask=in_rows, other=0.0).to(tl.float32)
+                shown = tl.where(logits < lowest_shown[None, :], float("-inf"), shown)
+            shown = tl.where(shown != shown, float("inf"), shown)  # NaN is more than any number
+            top = tl.max(shown, 0)
+            at = tl.min(tl.where(shown == top[None, :], token[:, None], 0x7FFFFFFF), 0)
+            chosen = token[:, None] == at[None, :]
+            logit = tl.sum(tl.where(chosen, raw, 0.0), 0)
+            rest = _log_sum(tl.where(chosen, float("-inf"), raw), 0)
+            wins = top > best
+            others = _log_add(_log_add(others, rest), tl.where(wins, own, logit))
+            best, place, own = tl.where(wins, top, best), tl.where(wins, at, place), tl.where(wins, logit, own)
         out = row.to(tl.int64) * slices + tl.program_id(1)
-        if given is None:
-            tl.store(best_out + out, best, mask=live)
-            tl.store(place_out + out, place, mask=live)
-        tl.store(own_out + out, own, mask=live)
-        tl.store(others_out + out, others, mask=live)
+        tl.store(best_out + out, best, mask=in_rows)
+        tl.store(place_out + out, place, mask=in_rows)
+        tl.store(own_out + out, own, mask=in_rows)
+        tl.store(others_out + out, others, mask=in_rows)
 
     @triton.jit(do_not_specialize=["rows", "slices"])
     def _merge_slices(  # type: ignore[no-untyped-def]
@@ -2250,11 +1555,7 @@ if triton is not None:
         place_in,
         own_in,
         others_in,
-        given,
-        active,
-        token_ids,
         token_out,
-        logprob_out,
         odds_out,
         rows,
         slices,
@@ -2264,38 +1565,21 @@ if triton is not None:
         """The results of a tile of rows from those of their slices: the losers' own logits join the others."""
         row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
         in_rows = row < rows
-        live = in_rows
-        if active is not None:
-            live = in_rows & (tl.load(active + row, mask=in_rows, other=0) != 0)
         piece = tl.arange(0, TILE_SLICES)[None, :]
-        valid = live[:, None] & (piece < slices)
+        valid = in_rows[:, None] & (piece < slices)
         at = row.to(tl.int64)[:, None] * slices + piece
         own = tl.load(own_in + at, mask=valid, other=0.0)
         others = _log_sum(tl.load(others_in + at, mask=valid, other=float("-inf")), 1)
-        if given is not None:
-            token = tl.load(given + row, mask=live, other=0)
-            logit = tl.sum(own, 1)  # zero in slices without the token
-        else:
-            best = tl.load(best_in + at, mask=valid, other=float("-inf"))
-            top = tl.max(best, 1)
-            winner = tl.min(tl.where(valid & (best == top[:, None]), piece, TILE_SLICES), 1)
-            wins = piece == winner[:, None]
-            token = tl.sum(tl.where(wins, tl.load(place_in + at, mask=valid, other=0), 0), 1).to(tl.int64)
-            if token_ids is not None:
-                token = tl.load(token_ids + token, mask=live, other=0)
-            logit = tl.sum(tl.where(wins, own, 0.0), 1)
-            others = _log_add(others, _log_sum(tl.where(valid & (piece != winner[:, None]), own, float("-inf")), 1))
-        odds = logit - others
-        if given is None:
-            odds = tl.where(tl.abs(logit) == float("inf"), float("nan"), odds)
-        # log sigmoid(odds) = min(odds, 0) - log1p(exp(-|odds|)); inf - inf is no number, as in PyTorch
-        small = tl.exp(-tl.abs(odds))
-        rest = 1.0 + small
-        log1p = tl.where(rest == 1.0, small, tl.log(rest) * (small / tl.where(rest == 1.0, 1.0, rest - 1.0)))
-        logprob = tl.where(odds >= 0.0, 0.0, odds) - log1p
-        tl.store(token_out + row, tl.where(live, token, 0), mask=in_rows)
-        tl.store(logprob_out + row, tl.where(live, logprob, float("-inf")), mask=in_rows)
-        tl.store(odds_out + row, tl.where(live, odds, float("-inf")), mask=in_rows)
+        best = tl.load(best_in + at, mask=valid, other=float("-inf"))
+        top = tl.max(best, 1)
+        winner = tl.min(tl.where(valid & (best == top[:, None]), piece, TILE_SLICES), 1)
+        wins = piece == winner[:, None]
+        token = tl.sum(tl.where(wins, tl.load(place_in + at, mask=valid, other=0), 0), 1).to(tl.int64)
+        logit = tl.sum(tl.where(wins, own, 0.0), 1)
+        others = _log_add(others, _log_sum(tl.where(valid & (piece != winner[:, None]), own, float("-inf")), 1))
+        odds = tl.where(tl.abs(logit) == float("inf"), float("nan"), logit - others)
+        tl.store(token_out + row, token, mask=in_rows)
+        tl.store(odds_out + row, odds, mask=in_rows)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -2463,144 +1747,430 @@ def pack_noisy(
 
 
 # ----------------------------------------------------------------------------------------------------
-# rules/constants.py
+# rules/noise.py
 #
-# Numbers that are made once and stay where they are, so that a recorded round launches nothing for them.
+# The noise of sampled picks on the host: the bits of `kernels/noise.py`, for the few tokens that a draft chooses among.
 
-_INDICES: dict[tuple[int, torch.device], Tensor] = {}
-_CONSTANTS: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
-
-
-def indices(count: int, device: torch.device) -> Tensor:
-    """[count] long: 0, 1, ..., not to be written to."""
-    if (count, device) not in _INDICES:
-        with torch.inference_mode(False):
-            _INDICES[count, device] = torch.arange(count, device=device)
-    return _INDICES[count, device]
+_MASK = 0xFFFFFFFF
 
 
-def constant(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """[n] long, not to be written to."""
-    if (numbers, device) not in _CONSTANTS:
-        with torch.inference_mode(False):
-            _CONSTANTS[numbers, device] = torch.tensor(numbers, device=device)
-    return _CONSTANTS[numbers, device]
+def mix_bits(x: Any) -> Any:
+    """Hash uint32 numbers, an int or an array, by two multiply-xorshift rounds."""
+    x = x ^ (x >> 16)
+    x = (x * 0x7FEB352D) & _MASK
+    x = x ^ (x >> 15)
+    x = (x * 0x846CA68B) & _MASK
+    return x ^ (x >> 16)
+
+
+def noise_key(seed: int, position: int, masks: int) -> int:
+    """The key of the noise at a position of a state with so many masks left."""
+    key = mix_bits(seed & _MASK)
+    key = mix_bits(key ^ (seed >> 32 & _MASK))
+    key = mix_bits(key ^ (position & _MASK))
+    return int(mix_bits(key ^ (masks & _MASK) ^ 0x9E3779B9))
+
+
+def gumbel(keys: list[int], tokens: Any) -> Any:
+    """Standard Gumbel noise [n, m] float64 for token ids [n, m] int64 of n keys."""
+    hashed = mix_bits(tokens * 0x9E3779B1 & _MASK)
+    bits = mix_bits(hashed ^ np.array(keys, dtype=np.int64)[:, None])
+    # -log(u) for u = (bits + 1/2) / 2^32, from whichever end of the unit interval keeps the precision.
+    lower = bits < 1 << 31
+    nearest = (np.where(lower, bits, _MASK - bits) + 0.5) * 2.0**-32
+    return -np.log(np.where(lower, -np.log(nearest), -np.log1p(-nearest)))
 
 
 # ----------------------------------------------------------------------------------------------------
-# rules/revealing.py
+# rules/state.py
 #
-# Reveal rules: which positions a step of the backbone reveals, and which it is likely to reveal where that is only guessed.
+# States of a block, what a network says of them, and the row of text that they belong to.
+
+# A state's name: where its block starts, and its ids. What a network says of a state depends on nothing else of it.
+Key = tuple[int, tuple[int, ...]]
+
+
+class State:
+    """A partly revealed block of one row.
+
+    Attributes:
+        key: `(start, ids)`: the block's absolute position, and its tokens with masks.
+        free: Columns that may be revealed: masked ones before the first eos that was generated in the block.
+        end: The column of that eos; the block's size if there is none.
+        masks: Masked columns, those behind the eos too.
+        step: Denoising steps since the block was opened.
+    """
+
+    __slots__ = ("end", "free", "key", "masks", "step")
+
+    def __init__(self, key: Key, free: tuple[int, ...], end: int, masks: int, step: int) -> None:
+        self.key: Final = key
+        self.free: Final = free
+        self.end: Final = end
+        self.masks: Final = masks
+        self.step: Final = step
+
+    @property
+    def start(self) -> int:
+        """The block's absolute position."""
+        return self.key[0]
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """The block's tokens with masks."""
+        return self.key[1]
+
+
+class Scores:
+    """What the backbone said at a state, or the head thinks that it will say.
+
+    Attributes:
+        token: By column, the token picked there; anything where the state has no mask.
+        odds: By column, the log-odds of that token: they order columns as probabilities do, and keep their precision where
+            these round to 1. NaN: no token had a finite score.
+        entropy: By column, in nats; None unless the rule needs it.
+        likeliest: Where tokens are sampled and drafts are made: ids [block, m] and log-odds [block, m] of the likeliest ones,
+            as numpy arrays; else None.
+        hidden: Where the hidden states lie: a tensor [n, block, hidden_size], and the place in it; None for a given one.
+    """
+
+    __slots__ = ("entropy", "hidden", "likeliest", "odds", "token")
+
+    def __init__(
+        self,
+        token: list[int],
+        odds: list[float],
+        entropy: list[float] | None = None,
+        likeliest: Any = None,
+        hidden: tuple[Any, int] | None = None,
+    ) -> None:
+        self.token: Final = token
+        self.odds: Final = odds
+        self.entropy: Final = entropy
+        self.likeliest: Final = likeliest
+        self.hidden: Final = hidden
+
+
+class Frontier:
+    """The last accepted state of a row and the reveal there, which no forward has scored yet.
+
+    Attributes:
+        state: That state; it has masks.
+        scores: What the backbone said there.
+        where: Columns that the rule reveals.
+        memo: The rule's memo behind that.
+    """
+
+    __slots__ = ("memo", "scores", "state", "where")
+
+    def __init__(self, state: State, scores: Scores, where: tuple[int, ...], memo: Any) -> None:
+        self.state: Final = state
+        self.scores: Final = scores
+        self.where: Final = where
+        self.memo: Final = memo
+
+
+class Constraint(Protocol):
+    """What a text must keep to (`Bans`)."""
+
+    def allowed(self, row: "Row", state: State, scores: Scores, where: tuple[int, ...]) -> tuple[int, ...]:
+        """Select the columns of a reveal that keep to it together."""
+        ...
+
+
+class Counts:
+    """What the drafts of a row came to (`MRPGenerateStats` says what each number is)."""
+
+    __slots__ = (
+        "accepted",
+        "accepted_at_depth",
+        "drafted",
+        "forwards",
+        "head_forwards",
+        "lengths",
+        "offered_at_depth",
+        "revoked",
+    )
+
+    def __init__(self, width: int, drafts: bool) -> None:
+        depths = 2 * width - 1 if drafts else 0  # a path goes on through what the round before scored
+        self.forwards = self.head_forwards = 0
+        self.drafted = self.accepted = self.revoked = 0
+        self.lengths = [0] * ((1 + drafts) * width + 1)
+        self.offered_at_depth, self.accepted_at_depth = [0] * depths, [0] * depths
+
+
+class Row:
+    """One sequence of the batch: its text so far, the state that it stands at, and what is known of that.
+
+    Args:
+        place: Which of the call's rows it is.
+        text: Tokens by absolute position, masks where nothing is known; whole blocks, beyond `limit`.
+        block_size: Tokens of a block.
+        mask_id: The mask's id.
+        eos: Ids that end the text.
+        prompt: Tokens of the prompt.
+        given_end: One past the last token that was given, of the prompt or of what is to be filled in.
+        limit: One past the last position that is wanted.
+        open_end: One past the last position before `limit` that is not given.
+        no_eos_before: Positions before it take no eos.
+        seed: Of the noise.
+        bans: Sequences that must not appear; or None.
+
+    Attributes:
+        state: The next state, which the backbone revealed; the first one is that of the block with the first mask.
+        source: What was said at the last accepted state, from which drafts start; None behind a clean block.
+        memo: The rule's memo at `state`.
+        memory: What the last round scored in vain, by `State.key`.
+        held, head_held: Tokens whose keys and values the backbone's layers hold, and the head's.
+        logprob, step: By position behind the prompt, the log-confidence of a token and the denoising step that revealed it; 0
+            and -1 where nothing was revealed.
+        steps: Denoising steps so far.
+        stop: One past the last token once the text is whole, else None.
+        remasked: What the last step put back to masks: columns and tokens.
+        counts: What drafts came to.
+    """
+
+    def __init__(
+        self,
+        place: int,
+        text: list[int],
+        block_size: int,
+        mask_id: int,
+        eos: frozenset[int],
+        prompt: int,
+        given_end: int,
+        limit: int,
+        open_end: int,
+        no_eos_before: int,
+        seed: int,
+        bans: Constraint | None = None,
+    ) -> None:
+        self.place: Final = place
+        self.text: Final = text
+        self.block_size: Final = block_size
+        self.mask_id: Final = mask_id
+        self.eos: Final = eos
+        self.prompt: Final = prompt
+        self.given_end: Final = given_end
+        self.limit: Final = limit
+        self.open_end: Final = open_end
+        self.no_eos_before: Final = no_eos_before
+        self.seed: Final = seed
+        self.bans: Final = bans
+        first = next((at for at in range(limit) if text[at] == mask_id), limit - 1)
+        self.state = self.opened(first // block_size * block_size)
+        self.source: Scores | None = None
+        self.memo: Any = None
+        self.memory: dict[Key, tuple[State, Scores]] = {}
+        self.held = self.head_held = 0
+        self.logprob = [0.0] * (len(text) - prompt)
+        self.step = [-1] * (len(text) - prompt)
+        self.steps = 0
+        self.stop: int | None = None
+        self.remasked: tuple[tuple[int, ...], list[int]] = ((), [])
+        self.counts = Counts(1, False)
+
+    def opened(self, start: int) -> State:
+        """The first state of a block: its masks, and given tokens, none of which ends the text."""
+        ids = tuple(self.text[start : start + self.block_size])
+        ids += (self.mask_id,) * (self.block_size - len(ids))
+        free = tuple([column for column, token in enumerate(ids) if token == self.mask_id])
+        return State((start, ids), free, self.block_size, len(free), 0)
+
+    def after(self, state: State, where: Sequence[int], token: Sequence[int]) -> State:
+        """The state that revealing `token[column]` at the columns `where` makes."""
+        start, before = state.key
+        ids, end, eos = list(before), state.end, self.eos
+        for column in where:
+            ids[column] = one = token[column]
+            if column < end and one in eos:
+                end = column
+        free = tuple([column for column in state.free if column < end and column not in where])
+        return State((start, tuple(ids)), free, end, state.masks - len(where), state.step + 1)
+
+    def ends(self, state: State) -> bool:
+        """Tell if the text is whole at a state: it ends there, and nothing before that is left to reveal."""
+        room = self.open_end - state.key[0]
+        if state.end == self.block_size < room:
+            return False
+        return not state.free or state.free[0] >= room
+
+    def reveal(self, state: State, where: Sequence[int], scores: Scores, logprobs: Sequence[float]) -> State:
+        """Write what a step reveals at a state into the text; returns the state that it makes."""
+        made, start, ids = self.after(state, where, scores.token), state.key[0], scores.token
+        behind = start - self.prompt
+        for column, logprob in zip(where, logprobs, strict=True):
+            self.text[start + column] = ids[column]
+            self.logprob[behind + column], self.step[behind + column] = logprob, self.steps
+        self.steps += 1
+        return made
+
+    def settle(self) -> None:
+        """Note where the text stops if it is whole at the state that the row stands at."""
+        if self.ends(self.state):
+            start, end = self.state.start, self.state.end
+            self.stop = min(self.limit, start + end + 1) if end < self.block_size else self.limit
+
+
+# ----------------------------------------------------------------------------------------------------
+# rules/bans.py
 #
-# A reveal rule is a function of **one scored state** and of nothing else: not of what was scored before, of other states of the
-# round, or of the way that led to the state. That is what makes drafting lossless: a state that was guessed and scored reveals
-# what it would have revealed had the text come to it step by step. A rule with a memory would need a field of `Candidates` that
-# only modes without drafts fill, from `DecodeState.seed`.
+# Banned sequences of tokens: kept in every order of reveals, whichever of their tokens comes last.
+
+@dataclass(frozen=True)
+class Bans:
+    """What must not appear in a text.
+
+    A ban is a matter of known tokens, on both sides of a position: what would complete a banned sequence is barred there. Where
+    a step reveals several columns that would complete one together, the surest are revealed and the others wait.
+
+    Attributes:
+        words: Sequences of ids (`bad_words_ids`).
+        ngram: No sequence of so many ids appears twice (`no_repeat_ngram_size`); 0: any may.
+    """
+
+    words: tuple[tuple[int, ...], ...] = ()
+    ngram: int = 0
+
+    def barred(self, ids: Sequence[int], at: int, mask_id: int) -> set[int]:
+        """Find the tokens that would complete a banned sequence at one position of a text, whatever stands there now."""
+        found = set()
+        for word in self.words:
+            for hole in range(len(word)):
+                begin = at - hole
+                if 0 <= begin <= len(ids) - len(word) and all(
+                    place == hole or ids[begin + place] == one for place, one in enumerate(word)
+                ):
+                    found.add(word[hole])
+        return found | self._repeated(ids, at, mask_id) if self.ngram else found
+
+    def _repeated(self, ids: Sequence[int], at: int, mask_id: int) -> set[int]:
+        """Find the tokens with which a sequence of `ngram` ids around a position would stand in the text twice."""
+        found, size = set(), self.ngram
+        begins = [begin for begin in range(max(0, at - size + 1), at + 1) if begin + size <= len(ids)]
+        windows = {begin: list(ids[begin : begin + size]) for begin in begins}
+        for begin, window in windows.items():
+            hole = at - begin
+            if any(token == mask_id for place, token in enumerate(window) if place != hole):
+                continue
+            for other in range(len(ids) - size + 1):
+                if not other <= at < other + size and all(
+                    place == hole or ids[other + place] == token for place, token in enumerate(window)
+                ):
+                    found.add(ids[other + hole])
+        for token in {one for window in windows.values() for one in window}:  # two of them may be equal
+            whole = []
+            for begin, window in windows.items():
+                window[at - begin] = token
+                whole.append(tuple(window))
+            whole = [window for window in whole if mask_id not in window]
+            if len(set(whole)) < len(whole):
+                found.add(token)
+        return found - {mask_id}
+
+    def allowed(self, row: Row, state: State, scores: Scores, where: tuple[int, ...]) -> tuple[int, ...]:
+        """Select the columns of a reveal that do not complete a banned sequence together, the surest first."""
+        if len(where) < 2:
+            return where
+        ids = known(row, state)
+        kept: list[int] = []
+        for column in sorted(where, key=lambda column: -scores.odds[column]):
+            at = state.start + column
+            if not kept or scores.token[column] not in self.barred(ids, at, row.mask_id):
+                ids[at] = scores.token[column]
+                kept.append(column)
+        return tuple(sorted(kept))
+
+
+def known(row: Row, state: State, parent: State | None = None) -> list[int]:
+    """The row's text at a state, up to the last token that is given; `parent` is a clean state that is not text yet."""
+    ids = row.text[: state.start]
+    if parent is not None:
+        ids[parent.start :] = parent.ids
+    return [*ids, *state.ids, *row.text[state.start + row.block_size : row.given_end]]
+
+
+# ----------------------------------------------------------------------------------------------------
+# rules/reveal.py
+#
+# Reveal rules: which columns a step of the backbone reveals, and which it is likely to reveal where that is only guessed.
+#
+# A rule is a function of **one scored state and a memo**: a small immutable value that is carried along the accepted path, from
+# None at the first state of a text. Acceptance walks that path state by state, so that a drafted state reveals what it would have
+# revealed had the text come to it step by step: drafts are lossless for every rule, also for one with a memory.
 #
 # Each rule also says, of estimates in place of scores, what it is `likely` to do: that decides what is drafted, never what the
 # text is.
 
+Columns = tuple[int, ...]
+# Sets of columns that a step may reveal, each with its chance.
+Guesses = list[tuple[Columns, float]]
+
 # The power of a token's odds that orders drafts. Reveals follow the first power or a little more; the fourth drafts best, as a
 # state passed over is remembered, so that going deeper is worth more than its chance (`benchmarks/NOTES.md`, Drafting).
 ORDER_SHARPNESS = 4.0
-
 # By how much a threshold is missed or passed, times this, are the log-odds that an estimate is on the right side of it.
 THRESHOLD_SHARPNESS = 2.0
-
 # By how much each reveal more or less than the likeliest number is taken to be less likely, where entropies bound it.
 EACH_MORE = 0.35
 # What all but the likeliest token of a position are taken to be undecided by, in nats.
 TAIL_NATS = 2.0
-
 # Log-odds above this are certain: their sums stay finite.
 MOST_ODDS = 1e4
 
 
-@dataclass
-class Candidates:
-    """Candidates of [...] scored states, from which a reveal rule decides.
+class RevealRule(Protocol):
+    """Decides what a step of the backbone reveals: a frozen dataclass of its numbers.
 
     Attributes:
-        where: [..., block] bool, the masked positions that may be revealed.
-        token: [..., block] long, the token picked at each.
-        confidence: [..., block] float, log-odds of that token; -inf outside `where`. They order positions as probabilities
-            do, and keep their precision where these round to 1.
-        entropy: [..., block] nats, -inf outside `where`; None unless the rule says that it `needs_entropy`.
-        ids: [..., block] long, the state itself.
-        step: [...] long, the denoising steps taken in the block. Of drafted states only a guess, unless it follows from how
-            many positions are revealed, as under a schedule.
-        quota: [...] long, how many positions the schedule reveals at this step.
-    """
-
-    where: Tensor
-    token: Tensor
-    confidence: Tensor
-    entropy: Tensor | None
-    ids: Tensor
-    step: Tensor
-    quota: Tensor
-
-
-class RevealRule(Protocol):
-    """Decides what a step of the backbone reveals: a frozen dataclass of its numbers, called with `Candidates`.
-
-    It returns [..., block] bool, at least one where there is a candidate, and is a function of one scored state (see above).
+        needs_entropy: Whether it reads `Scores.entropy`.
+        left_to_right: Whether it reveals the leftmost masks, one a step: then all before a reveal is known.
     """
 
     needs_entropy: ClassVar[bool]
 
-    def __call__(self, scored: Candidates) -> Tensor:
-        """Choose the positions that are revealed: [..., block] bool."""
+    @property
+    def left_to_right(self) -> bool:
+        """See the attribute."""
         ...
 
-    def likely(self, guessed: Candidates, count: int) -> tuple[Tensor, Tensor]:
-        """Guess what is revealed, of estimates without entropies.
+    def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
+        """Choose the columns that are revealed, one at least, of `state.free`, which is not empty; and the memo behind it."""
+        ...
 
-        Returns:
-            `count` likely sets of positions, the likeliest mostly first, no two the same, [..., count, block] bool, and the
-            chance of each, [..., count] float; 0 where there are no more.
-        """
+    def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
+        """Guess up to `count` sets of columns, the likeliest mostly first, by estimates of the log-odds [block]."""
         ...
 
 
-def ranks(score: Tensor, candidates: Tensor) -> Tensor:
-    """[..., block] long: the place of each candidate by score [..., block], best first, ties to the left; the others follow."""
-    order = score.masked_fill(~candidates, -torch.inf).sort(dim=-1, descending=True, stable=True).indices
-    places = indices(order.shape[-1], order.device).expand_as(order)
-    return torch.empty_like(order).scatter_(-1, order, places)
+def surest(columns: Columns, odds: Sequence[float]) -> int:
+    """The column with the largest odds; of equals the leftmost."""
+    best = columns[0]
+    most = odds[best]
+    for column in columns:
+        if odds[column] > most:
+            best, most = column, odds[column]
+    return best
 
 
-def top_by(score: Tensor, candidates: Tensor, count: Tensor) -> Tensor:
-    """The `count` [...] best of the candidates [..., block] by score [..., block], ties to the left; bool [..., block]."""
-    return candidates & (ranks(score, candidates) < count[..., None])
+def by_odds(columns: Columns, odds: Sequence[float]) -> list[int]:
+    """The columns by their odds, the surest first; of equals the leftmost."""
+    return sorted(columns, key=lambda column: -odds[column])
 
 
-def best_by(score: Tensor, candidates: Tensor) -> Tensor:
-    """The best of the candidates [..., block] by score [..., block], ties to the left; bool [..., block]."""
-    best = score.clamp(min=torch.finfo(score.dtype).min).masked_fill(~candidates, -torch.inf).argmax(-1, keepdim=True)
-    return candidates & (indices(score.shape[-1], score.device) == best)
+def alone_chances(columns: Sequence[int], odds: Sequence[float]) -> dict[int, float]:
+    """The chance of each column to be the surest one, by estimates of the odds."""
+    sharp = [ORDER_SHARPNESS * min(odds[column], MOST_ODDS) for column in columns]
+    most = max(sharp)
+    weights = [math.exp(one - most) for one in sharp]
+    total = sum(weights)
+    return {column: weight / total for column, weight in zip(columns, weights, strict=True)}
 
 
-def likely_orders(guessed: Candidates, count: int) -> tuple[Tensor, Tensor]:
-    """Guess the n most confident positions: all but the last are the surest, and the last one is uncertain.
-
-    Arguments and results are those of `RevealRule.likely`.
-    """
-    where, confidence = guessed.where, guessed.confidence
-    sure, place = (guessed.quota - 1).clamp(min=0)[..., None], ranks(confidence, where)
-    surest = where & (place < sure)
-    last = where[..., None, :] & (place[..., None, :] == (sure + indices(count, place.device))[..., None])
-    chance = (alone_chances(confidence.clamp(max=MOST_ODDS), where & ~surest)[..., None, :] * last).sum(-1)
-    # Where a step reveals more than is left, all of it goes.
-    whole = where.any(-1) & ~(where & ~surest).any(-1)
-    chance[..., 0] = torch.where(whole, 1.0, chance[..., 0])
-    return surest[..., None, :] | last, chance
-
-
-def alone_chances(confidence: Tensor, where: Tensor) -> Tensor:
-    """Compute the chance of each position [..., block] to be the most confident one, estimates of confidences given; 0 outside
-    of `where`."""
-    return (ORDER_SHARPNESS * confidence).masked_fill(~where, -torch.inf).softmax(-1).nan_to_num(0.0)
+def log_sigmoid(odds: float) -> float:
+    """log of the probability whose log-odds these are."""
+    return -math.log1p(math.exp(-odds)) if odds > 0 else odds - math.log1p(math.exp(odds))
 
 
 def logit(probability: float) -> float:
@@ -2610,41 +2180,75 @@ def logit(probability: float) -> float:
     return math.inf if probability >= 1 else math.log(probability) - math.log1p(-probability)
 
 
+def schedule_of(block_size: int, denoising_steps: int | None) -> Columns:
+    """How many columns each denoising step of a block reveals: `block_size / denoising_steps`, the remainder to the first."""
+    steps = denoising_steps or block_size
+    return tuple([block_size // steps + (step < block_size % steps) for step in range(steps)])
+
+
+def quota_at(schedule: Columns, state: State) -> int:
+    """How many columns the step at a state reveals."""
+    return schedule[min(state.step, len(schedule) - 1)]
+
+
 @dataclass(frozen=True)
 class Static:
-    """Reveal the n most confident positions; n = block_size / denoising_steps, the remainder to the first steps."""
+    """Reveal the n most confident columns.
 
+    Attributes:
+        schedule: n, by denoising step of the block (`schedule_of`).
+    """
+
+    schedule: Columns
     needs_entropy: ClassVar[bool] = False
+    left_to_right: ClassVar[bool] = False
 
-    def __call__(self, scored: Candidates) -> Tensor:
+    def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
         """See `RevealRule`."""
-        return top_by(scored.confidence, scored.where, scored.quota)
+        quota = quota_at(self.schedule, state)
+        if quota == 1:
+            return (surest(state.free, scores.odds),), memo
+        return tuple(sorted(by_odds(state.free, scores.odds)[:quota])), memo
 
-    def likely(self, guessed: Candidates, count: int) -> tuple[Tensor, Tensor]:
-        """See `RevealRule`."""
-        return likely_orders(guessed, count)
+    def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
+        """See `RevealRule`: all but the last are the surest, and the last one is uncertain."""
+        ordered, sure = by_odds(state.free, odds), quota_at(self.schedule, state) - 1
+        if len(ordered) <= sure:  # where a step reveals more than is left, all of it goes
+            return [(state.free, 1.0)]
+        first, rest = ordered[:sure], ordered[sure:]
+        chances = alone_chances(rest, odds)
+        return [(tuple(sorted([*first, last])) if first else (last,), chances[last]) for last in rest[:count]]
 
 
 @dataclass(frozen=True)
 class Sequential:
-    """Reveal the n leftmost masked positions."""
+    """Reveal the n leftmost masked columns.
 
+    Attributes:
+        schedule: As of `Static`.
+    """
+
+    schedule: Columns
     needs_entropy: ClassVar[bool] = False
 
-    def __call__(self, scored: Candidates) -> Tensor:
+    @property
+    def left_to_right(self) -> bool:
         """See `RevealRule`."""
-        return scored.where & (scored.where.cumsum(-1) <= scored.quota[..., None])
+        return max(self.schedule) == 1
 
-    def likely(self, guessed: Candidates, count: int) -> tuple[Tensor, Tensor]:
+    def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
+        """See `RevealRule`."""
+        return state.free[: quota_at(self.schedule, state)], memo
+
+    def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
         """See `RevealRule`: there is one such set."""
-        where, rest = self(guessed)[..., None, :], (0,) * 2 + (0, count - 1)
-        right = F.logsigmoid(guessed.confidence).masked_fill(~where[..., 0, :], 0.0).sum(-1, keepdim=True).exp()
-        return F.pad(where, rest), F.pad(right * where.any(-1), (0, count - 1))
+        where = state.free[: quota_at(self.schedule, state)]
+        return [(where, math.exp(sum([log_sigmoid(odds[column]) for column in where])))]
 
 
 @dataclass(frozen=True)
 class Dynamic:
-    """Reveal every position whose confidence exceeds tau; at least the most confident one.
+    """Reveal every column whose confidence exceeds tau; at least the most confident one.
 
     Attributes:
         threshold: tau, in log-odds (`logit`).
@@ -2652,33 +2256,43 @@ class Dynamic:
 
     threshold: float
     needs_entropy: ClassVar[bool] = False
+    left_to_right: ClassVar[bool] = False
 
-    def __call__(self, scored: Candidates) -> Tensor:
+    def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
         """See `RevealRule`."""
-        return (scored.where & (scored.confidence > self.threshold)) | best_by(scored.confidence, scored.where)
+        odds, threshold = scores.odds, self.threshold
+        best = surest(state.free, odds)
+        return tuple([column for column in state.free if odds[column] > threshold or column == best]), memo
 
-    def likely(self, guessed: Candidates, count: int) -> tuple[Tensor, Tensor]:
-        """See `RevealRule`: a position goes over tau or not the likelier, the further the estimate is from it.
+    def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
+        """See `RevealRule`: a column goes over tau or not the likelier, the further the estimate is from it.
 
         Where none but the surest one is likely to, it is as uncertain which one that is as under `Static`: every second set
         is another one alone.
         """
-        where, confidence = guessed.where, guessed.confidence.clamp(-MOST_ODDS, MOST_ODDS)
-        best = best_by(confidence, where)
-        free = where & ~best
-        gap = THRESHOLD_SHARPNESS * (confidence - min(max(self.threshold, -2 * MOST_ODDS), 2 * MOST_ODDS))
-        doubt = gap.abs().masked_fill(~free, torch.inf)
-        surest = best | (free & (gap > 0))
-        one, turn = surest.sum(-1, keepdim=True) == 1, indices(count, where.device)
-        alone = one & (turn % 2 == 0)
-        nth = torch.where(one, (turn + 1) // 2, turn)
-        other = free[..., None, :] & (ranks(-doubt, free)[..., None, :] == nth[..., None] - 1)
-        sets = torch.where((alone & (turn > 0))[..., None], other, surest[..., None, :] ^ other)
-        first = F.logsigmoid(doubt).sum(-1, keepdim=True)
-        cost = (doubt.masked_fill(~free, 0.0)[..., None, :] * other).sum(-1)
-        chance = (first - torch.where(alone, 0.0, cost)).exp()
-        chance = chance * torch.where(alone, (alone_chances(confidence, where)[..., None, :] * sets).sum(-1), 1.0)
-        return sets, torch.where(other.any(-1) | ((turn == 0) & where.any(-1, keepdim=True)), chance, 0.0)
+        best, threshold = surest(state.free, odds), min(max(self.threshold, -2 * MOST_ODDS), 2 * MOST_ODDS)
+        over, doubts, certain = [best], [], 0.0
+        for column in state.free:
+            if column != best:
+                gap = THRESHOLD_SHARPNESS * (min(max(odds[column], -MOST_ODDS), MOST_ODDS) - threshold)
+                if gap > 0:
+                    over.append(column)
+                doubts.append((abs(gap), column))
+                certain += log_sigmoid(abs(gap))
+        doubts.sort()
+        chance = math.exp(certain)
+        if len(over) > 1:
+            guesses = [(tuple(sorted(over)), chance)]
+            for doubt, column in doubts[: count - 1]:
+                other = [one for one in over if one != column] if column in over else [*over, column]
+                guesses.append((tuple(sorted(other)), chance * math.exp(-doubt)))
+            return guesses
+        alone = alone_chances(state.free, odds)
+        guesses = [((best,), chance * alone[best])]
+        for doubt, column in doubts[: count // 2]:
+            guesses.append(((best, column) if best < column else (column, best), chance * math.exp(-doubt)))
+            guesses.append(((column,), chance * alone[column]))
+        return guesses[:count]
 
 
 @dataclass(frozen=True)
@@ -2691,1059 +2305,676 @@ class EntropyBound:
 
     bound: float
     needs_entropy: ClassVar[bool] = True
+    left_to_right: ClassVar[bool] = False
 
-    def __call__(self, scored: Candidates) -> Tensor:
+    def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
         """See `RevealRule`."""
-        assert scored.entropy is not None
-        entropy = scored.entropy.masked_fill(~scored.where, torch.inf)
-        ordered, order = entropy.sort(dim=-1, descending=False, stable=True)
-        below = ordered.cumsum(-1) < self.bound
-        under = torch.empty_like(below).scatter_(-1, order, below)
-        return (scored.where & under) | best_by(-entropy, scored.where)
+        entropy = scores.entropy
+        assert entropy is not None
+        ordered = sorted(state.free, key=lambda column: entropy[column])
+        total, shown = 0.0, 0
+        for column in ordered:
+            total += entropy[column]
+            if not total < self.bound:
+                break
+            shown += 1
+        return tuple(sorted(ordered[: max(shown, 1)])), memo
 
-    def likely(self, guessed: Candidates, count: int) -> tuple[Tensor, Tensor]:
+    def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
         """See `RevealRule`: the surest ones, about as many as estimated confidences leave room for.
 
         Where there is room for one, there are no fewer: in place of these stands another one alone, and all is as uncertain as
         which one is the surest.
         """
-        where, odds = guessed.where, guessed.confidence.clamp(-MOST_ODDS, MOST_ODDS)
-        place = ranks(odds, where)
-        entropy = likely_entropy(odds).masked_fill(~where, 0.0)
-        total = (entropy[..., None, :] * (place[..., None, :] <= place[..., None])).sum(-1)
-        room = (where & (total < self.bound)).sum(-1, keepdim=True).clamp(min=1)
-        more = constant(tuple((turn + 1) // 2 * (-1) ** (turn + 1) for turn in range(count)), where.device)  # 0, 1, -1, 2, ...
-        size, several = room + more, more.abs()
-        chance = ((size >= 1) & (size <= where.sum(-1, keepdim=True))) * EACH_MORE ** several.to(odds.dtype)
-        sets = where[..., None, :] & (place[..., None, :] < size[..., None])
-        one, surest = room == 1, alone_chances(odds, where)
-        alone = one & (more <= 0)
-        sets = torch.where(alone[..., None], where[..., None, :] & (place[..., None, :] == several[:, None]), sets)
-        chance = torch.where(one, chance * surest.amax(-1, keepdim=True), chance)
-        return sets, torch.where(alone, (surest[..., None, :] * sets).sum(-1), chance)
+        ordered = by_odds(state.free, [min(max(one, -MOST_ODDS), MOST_ODDS) for one in odds])
+        total, room = 0.0, 0
+        for column in ordered:
+            total += likely_entropy(min(max(odds[column], -MOST_ODDS), MOST_ODDS))
+            if not total < self.bound:
+                break
+            room += 1
+        alone = alone_chances(state.free, odds) if room <= 1 else {}
+        guesses: Guesses = []
+        for turn in range(count):
+            several, more = (turn + 1) // 2, turn % 2 == 1
+            size = max(room, 1) + (several if more else -several)
+            if alone and not more:
+                if several < len(ordered):
+                    guesses.append(((ordered[several],), alone[ordered[several]]))
+            elif 1 <= size <= len(ordered):
+                chance = EACH_MORE**several * (alone[ordered[0]] if alone else 1.0)
+                guesses.append((tuple(sorted(ordered[:size])), chance))
+        return guesses
 
 
-def likely_entropy(odds: Tensor) -> Tensor:
-    """Estimate entropies, in nats, from the log-odds [...] of the likeliest tokens alone."""
-    p, log_p, log_q = odds.sigmoid(), F.logsigmoid(odds), F.logsigmoid(-odds)
+def likely_entropy(odds: float) -> float:
+    """Estimate an entropy, in nats, from the log-odds of the likeliest token alone."""
+    log_p, log_q = log_sigmoid(odds), log_sigmoid(-odds)
+    p = math.exp(log_p)
     return -p * log_p - (1 - p) * log_q + (1 - p) * TAIL_NATS
 
 
-def reveal_schedule(block_size: int, denoising_steps: int | None) -> Tensor:
-    """[block_size] long: how many positions each denoising step of a block reveals, then zeros."""
-    steps = denoising_steps or block_size
-    counts = torch.zeros(block_size, dtype=torch.long)
-    counts[:steps] = block_size // steps
-    counts[: block_size % steps] += 1
-    return counts
-
-
 # ----------------------------------------------------------------------------------------------------
-# rules/states.py
+# rules/draft.py
 #
-# States of a block, their reveals, and sets of scored states: tensors with names, and nothing that decides.
+# Drafts: which states a round submits, each row's next one first, then the likeliest to follow it.
+#
+# An estimate tells, for each masked column, a token and how sure it is. Which column is revealed first is far less certain than
+# which token it gets, so a state has several followers; orders that meet in one state add up there, and a state that the last
+# round scored needs no forward, since what follows it is known.
+#
+# Estimates come from the last accepted state and the remembered ones, at which the backbone itself spoke, and from drafted states
+# that the head has read. A head pass costs nearly the same for many states as for one, so a few passes serve a round: the draft
+# is built a little, the head reads all of it in one pass, and it is built anew, further.
 
-# Columns of a state behind its ids, counted from its end.
-STATE_COLUMNS = 4
-START, PARENT, STEP, END = range(-STATE_COLUMNS, 0)
-
-
-class TensorFields:
-    """A dataclass whose fields are tensors, or such dataclasses, of one leading shape."""
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> Self:
-        """Apply one change of shape or choice to every field."""
-        fields = vars(self).values()
-        return type(self)(*(field.map(change) if isinstance(field, TensorFields) else change(field) for field in fields))
-
-    def cat(self, other: Self) -> Self:
-        """Concatenate [rows, a] and [rows, b] to [rows, a + b]."""
-        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
-        return type(self)(*(a.cat(b) if isinstance(a, TensorFields) else torch.cat([a, b], 1) for a, b in pairs))
-
-
-@dataclass
-class States(TensorFields):
-    """States of blocks, each a row of integers: its ids with masks, then where it stands.
-
-    A state is named by its ids, its start and its parent.
+class Node:
+    """A state that a round submits.
 
     Attributes:
-        table: [..., block + 4] long, in these columns: ids [block]; start, the absolute position of the block; parent, the
-            slot in the round of the clean state that this one looks at beyond the prefix, -1 if none; step, the denoising steps
-            taken in the block; end, the column of the first eos that was revealed in it, the block's size if none was.
-        valid: [...] bool; False for an unused slot.
+        state: It.
+        parent: The node of the clean state that it looks at beyond the prefix, by place in the round; -1 if none.
+        source: What told of it: the scores of the state before it, or an estimate of these; None if nothing did.
     """
 
-    table: Tensor
-    valid: Tensor
-
-    @staticmethod
-    def of(ids: Tensor, start: Tensor, parent: Tensor, step: Tensor, end: Tensor, valid: Tensor) -> "States":
-        """Make states from their columns."""
-        return States(torch.cat([ids, *(column[..., None] for column in (start, parent, step, end))], -1), valid)
-
-    @property
-    def ids(self) -> Tensor:
-        """[..., block] long."""
-        return self.table[..., :-STATE_COLUMNS]
-
-    @property
-    def name(self) -> Tensor:
-        """[..., block + 2] long: ids, start and parent."""
-        return self.table[..., :STEP]
-
-    @property
-    def start(self) -> Tensor:
-        """[...] long."""
-        return self.table[..., START]
-
-    @property
-    def parent(self) -> Tensor:
-        """[...] long."""
-        return self.table[..., PARENT]
-
-    @property
-    def step(self) -> Tensor:
-        """[...] long."""
-        return self.table[..., STEP]
-
-    @property
-    def end(self) -> Tensor:
-        """[...] long."""
-        return self.table[..., END]
-
-    def masked(self, mask_token_id: int) -> Tensor:
-        """Find the positions that are not revealed: [..., block] bool."""
-        return self.ids == mask_token_id
-
-    def only(self, which: Tensor) -> "States":
-        """Make the states outside `which` [...] invalid."""
-        return replace(self, valid=self.valid & which)
-
-
-@dataclass
-class Reveal(TensorFields):
-    """The reveal of one denoising step at [...] states.
-
-    Attributes:
-        where: [..., block] bool.
-        token: [..., block] long, meaningful where revealed.
-        logprob: [..., block] float, the token's log-probability when picked.
-        confidence: [..., block] float, its log-odds.
-    """
-
-    where: Tensor
-    token: Tensor
-    logprob: Tensor
-    confidence: Tensor
-
-    def only(self, where: Tensor) -> "Reveal":
-        """Keep the reveal at fewer positions, `where` [..., block] bool."""
-        return replace(self, where=where)
-
-    def resting_on(self, number: Tensor) -> "Reveal":
-        """The same, but without a log-probability where a number [..., block] that it was judged by is NaN."""
-        return replace(self, logprob=number.to(self.logprob.dtype).where(number.isnan(), self.logprob))
-
-    def and_then(self, later: "Reveal") -> "Reveal":
-        """Join both reveals."""
-        fields = ("token", "logprob", "confidence")
-        return Reveal(
-            self.where | later.where, *(torch.where(later.where, getattr(later, f), getattr(self, f)) for f in fields)
-        )
-
-
-@dataclass
-class Scored(TensorFields):
-    """States that the backbone has scored, and their reveals.
-
-    Attributes:
-        states: [rows, n].
-        reveal: [rows, n].
-        hidden: [rows, n, block, hidden_size].
-    """
-
-    states: States
-    reveal: Reveal
-    hidden: Tensor
-
-
-@dataclass
-class Source(TensorFields):
-    """Source of drafts: what the backbone said at one state of each row.
-
-    Attributes:
-        token: [rows, block] long, the token of each masked position,
-        odds: [rows, block] float, and its log-odds.
-        hidden: [rows, block, hidden_size].
-    """
-
-    token: Tensor
-    odds: Tensor
-    hidden: Tensor
-
-
-@dataclass
-class Memory(TensorFields):
-    """States that the last round scored in vain, and where each of its states leads without another forward.
-
-    Attributes:
-        scored: [rows, n], none of them clean.
-        ahead: [rows, n, block + 6] long: the state that each leads to, which is not scored; a state's columns, then twice the
-            number of the source that tells of it (see `DraftTable`).
-    """
-
-    scored: Scored
-    ahead: Tensor
-
-
-for _kind in (States, Reveal, Scored, Source, Memory):
-    register_dataclass(_kind)
-
-
-# ----------------------------------------------------------------------------------------------------
-# rules/rules.py
-#
-# Rules of decoding: pure functions of tensors, callable without a model.
-#
-# The parts of the remasking rules that are in `modes` (`kept_reveal`, `least_believed`), which scored states are accepted
-# (`accept`), and where a text ends (`whole_text`). What a step reveals is in `revealing`.
-
-TensorPart = TypeVar("TensorPart", bound=TensorFields)
-
-
-# ------------------------------------------------------------------------------------------------- what is taken back
-
-
-def kept_reveal(reveal: Reveal, passed: Tensor, belief: Tensor) -> Reveal:
-    """Keep what passed [n, block] of a reveal, and its most believed token by `belief` [n, block] where nothing did."""
-    kept = reveal.where & passed
-    return reveal.only(kept | (best_by(belief, reveal.where) & ~kept.any(-1, keepdim=True)))
-
-
-def least_believed(reveal: Reveal, belief: Tensor, threshold: float, which: Tensor) -> tuple[Tensor, Tensor]:
-    """Find the one reveal of each state that its belief condemns first.
-
-    Args:
-        reveal: [n].
-        belief: [n, block] log-odds of the revealed tokens under all of them.
-        threshold: Those under it are doubted, but for the most believed.
-        which: [n] bool, the states that are looked at.
-
-    Returns:
-        The least believed doubted position, [n, block] bool, and whether any was doubted, [n] bool.
-    """
-    doubted = reveal.where & ~best_by(belief, reveal.where) & (belief < threshold) & which[:, None]
-    return best_by(-belief, doubted), doubted.any(-1)
-
-
-# ------------------------------------------------------------------------------------------------- where a text ends
-
-
-def whole_text(ids: Tensor, eos_column: Tensor, limit: Tensor, mask_id: int) -> Tensor:
-    """[...] bool: nothing is left to reveal before the end of the text, and that end lies in the block.
-
-    Args:
-        ids: [..., block] long.
-        eos_column: [...] long, the first column that ends the text, the block's size or more if none does.
-        limit: [...] long, the column at which the text ends at the latest.
-        mask_id: The mask's id.
-    """
-    block = ids.shape[-1]
-    end = torch.minimum(eos_column + 1, limit)
-    hidden = (ids == mask_id) & (indices(block, ids.device) < end[..., None])
-    return (end <= block) & ~hidden.any(-1)
-
-
-# ------------------------------------------------------------------------------------------------- what is accepted
-
-
-def stepped(states: States, reveal: Reveal, eos: Tensor) -> States:
-    """Apply a reveal to [...] states: the states one denoising step later.
-
-    Args:
-        states: [...].
-        reveal: [...].
-        eos: [any] long, ids that end a text.
-    """
-    ids, block = states.ids, states.ids.shape[-1]
-    hit = reveal.where & (reveal.token[..., None] == eos).any(-1)
-    column = torch.where(hit, indices(block, ids.device), block).amin(-1)
-    made = torch.where(reveal.where, reveal.token, ids)
-    parent = torch.full_like(column, -1)
-    return States.of(made, states.start, parent, states.step + 1, torch.minimum(states.end, column), states.valid)
-
-
-@dataclass
-class Accepted:
-    """Which of the states that are known in a round the backbone's own reveals lead through.
-
-    Known are the n states of the round, then the m remembered ones.
-
-    Attributes:
-        known: [rows, n + m].
-        follower: [rows, n + m] the state that each leads to: what its reveal makes; behind a clean one the next block's.
-        clean: [rows, n + m] bool, states without masks.
-        next_index: [rows, n + m] long, the place of that follower among the known ones, -1 if it is not known.
-        passed: [rows, n + m] bool, the accepted path; empty for a row whose first state is not valid.
-        last: [rows] long, the place of the path's last state, the frontier.
-    """
-
-    known: Scored
-    follower: States
-    clean: Tensor
-    next_index: Tensor
-    passed: Tensor
-    last: Tensor
-
-    def at_last(self, part: TensorPart) -> TensorPart:
-        """One of each row: that of the last accepted state, of what is [rows, n + m]."""
-        rows = indices(len(self.last), self.last.device)
-        return part.map(lambda t: t[rows, self.last])
-
-
-def accept(scored: Scored, memory: Memory | None, successor: States, eos: Tensor, mask_id: int) -> Accepted:
-    """Accept the longest verified path of each row.
-
-    A path starts at the row's first state, which is its text. A state's own reveal makes its follower; where that was scored
-    too, in this round or the last one, the path goes on there. What was drafted therefore decides how far a path leads, never
-    where.
-
-    Args:
-        scored: [rows, n] the states of the round, the row's own one first.
-        memory: Those that the last round scored in vain, or None.
-        successor: [rows] the first state of the next block; clean states lead there.
-        eos: [any] long, ids that end a text.
-        mask_id: The mask's id.
-    """
-    known = scored if memory is None else scored.cat(memory.scored)
-    clean = ~known.states.masked(mask_id).any(-1)
-    after = stepped(known.states, known.reveal, eos)
-    slot = indices(clean.shape[1], clean.device)
-    behind = successor.table[:, None].repeat(1, len(slot), 1)
-    behind[..., PARENT] = slot
-    follower = replace(after, table=torch.where(clean[..., None], behind, after.table))
-    same = (follower.name[:, :, None] == known.states.name[:, None]).all(-1)
-    same &= known.states.valid[:, None] & known.states.valid[..., None]
-    next_index = torch.where(same.any(-1), same.int().argmax(-1), -1)
-    active = scored.states.valid[:, 0]
-    passed, last = path_from_first(next_index)
-    return Accepted(known, follower, clean, next_index, passed & active[:, None], last)
-
-
-def path_from_first(next_index: Tensor) -> tuple[Tensor, Tensor]:
-    """Follow links from place 0.
-
-    Args:
-        next_index: [rows, n] long, where each place leads, -1 to nowhere.
-
-    Returns:
-        Which places are on the way, [rows, n] bool, and the last of them, [rows] long.
-    """
-    count = next_index.shape[1]
-    jump = torch.where(next_index < 0, indices(count, next_index.device), next_index)
-    passed = torch.zeros_like(next_index)
-    passed[:, 0] = 1
-    for _ in range((count - 1).bit_length()):  # all that 1, 2, 4, ... steps reach
-        passed = passed.scatter_reduce(1, jump, passed, "amax")
-        jump = jump.gather(1, jump)
-    return passed.bool(), jump[:, 0]
-
-
-def remembered(accepted: Accepted, count: int, width: int) -> Memory:
-    """Keep what a round has scored, its `count` states, for the next one, in `width` places."""
-    return memory_of(accepted.known.map(lambda t: t[:, :count]), *kept_states(accepted, count, width))
-
-
-def memory_of(scored: Scored, keep: Tensor, ahead: Tensor) -> Memory:
-    """Remember scored states [rows, n]: those of `keep` [rows, width], and where they lead (see `Memory`)."""
-    wide = scored.map(lambda t: padded(t, keep.shape[1]))
-    return Memory(replace(wide, states=replace(wide.states, valid=keep)), ahead)
-
-
-def kept_states(accepted: Accepted, count: int, width: int) -> tuple[Tensor, Tensor]:
-    """Choose what a round has scored for the next one to remember.
-
-    Kept are its `count` states but the clean ones, and those that looked at a clean one, which may turn out not to be text.
-
-    Returns:
-        Which of them are kept, [rows, width] bool, and where they lead, [rows, width, block + 6] long: see `Memory`.
-    """
-    states = accepted.known.states.map(lambda t: t[:, :count])
-    keep = states.valid & ~accepted.clean[:, :count] & (states.parent < 0)
-    next_index = accepted.next_index[:, :count]
-    known = (next_index >= 0) & (next_index < count)
-    known &= keep.gather(1, next_index.clamp(0, count - 1))
-    frontier = torch.where(known, next_index, indices(count, next_index.device))
-    for _ in range(count.bit_length()):
-        frontier = frontier.gather(1, frontier)
-    table = accepted.follower.table
-    ahead = table.gather(1, frontier[..., None].expand(-1, -1, table.shape[-1]))
-    source = (1 + frontier)[..., None]
-    return padded(keep, width), padded(torch.cat([ahead, source, source], -1), width)
-
-
-def padded(values: Tensor, width: int) -> Tensor:
-    """[rows, width, ...] of [rows, n, ...]: zeros behind the n."""
-    more = width - values.shape[1]
-    return F.pad(values, (0, 0) * (values.dim() - 2) + (0, more)) if more else values
-
-
-def offered_behind(states: States, last: States, mask_id: int) -> Tensor:
-    """[rows] bool: one of states [rows, n] is a denoising step behind `last` [rows] and keeps all that is revealed there."""
-    revealed = last.ids[:, None]
-    agrees = ((states.ids == revealed) | (revealed == mask_id)).all(-1)
-    agrees &= (states.start == last.start[:, None]) & (states.step == last.step[:, None] + 1)
-    return (agrees & states.valid & (states.parent < 0)).any(-1) & last.valid
-
-
-def steps_on_path(accepted: Accepted, mask_id: int) -> Tensor:
-    """[rows, n] long: the denoising steps taken on each row's accepted path before each state on it.
-
-    They are counted along the path: a state may be reached in fewer steps or more than it was drafted in.
-    """
-    states = accepted.known.states
-    stage = states.start * (states.ids.shape[-1] + 1) - states.masked(mask_id).sum(-1)  # grows along a path
-    revealing = accepted.passed & ~accepted.clean
-    return ((stage[:, None] < stage[:, :, None]) & revealing[:, None]).sum(-1)
-
-
-# ----------------------------------------------------------------------------------------------------
-# kernels/grow.py
-#
-# A round's states, grown in one launch; `grow_ref` takes a hundred small ones for each state that it adds.
-#
-# Which state comes next depends on all those before, so a program goes through them one by one; the rows are side by side. Its
-# twin, in `drafting`, also takes reveal rules that are not this package's.
-
-# For `base`: what the state's parent has.
-INHERITED = -2
-
-# Columns of a drafted state behind its ids: start, parent, step, end, base, source.
-DRAFT_COLUMNS = 6
-
-_LARGEST = 1 << 14  # numbers of a row's table of states, which a program holds in registers
-
-
-@dataclass(frozen=True)
-class DraftTable:
-    """The table that the drafts of a round are read from.
-
-    A drafted state is a row of [block + 6] integers: ids, start, parent, step and end, as in `States`; then `base`, the source
-    that an estimate of it starts from, and `source`, the one that tells its followers: its own estimate if there is one, else
-    its base. Sources are numbered: 0 is the last accepted state, then come the remembered ones, then the head's estimates.
-
-    Attributes:
-        first: [rows, block + 6] long, each row's next state, from which all others are grown.
-        valid: [rows] bool, rows that draft.
-        token: [rows, sources, block, m] long, what each source tells: the likeliest tokens of each masked position, one where
-            picks are greedy,
-        odds: [rows, sources, block, m] float, and their log-odds; -inf for those that are never sampled.
-        known: [rows, m, block + 1] long, ids and start of states that need no slot, since what follows is known.
-        known_valid: [rows, m] bool.
-        ahead: [rows, m, block + 6] long, the states that they lead to.
-        successor: [rows, block + 6] long, the next block's first state.
-        open_successor: [rows] bool, whether it may follow a clean one: it has masks.
-        open_end: [rows] long, one past the last position that is not given.
-        eos: [any] long, ids that end a text.
-        schedule: [block] long, reveals per denoising step.
-        seed: [rows] long, of the noise by which tokens are sampled; None: picks are greedy.
-        rule: What a step reveals.
-        mask_id: The mask's id.
-        branches: Followers of a state, at most; no more than a block has positions.
-    """
-
-    first: Tensor
-    valid: Tensor
-    token: Tensor
-    odds: Tensor
-    known: Tensor
-    known_valid: Tensor
-    ahead: Tensor
-    successor: Tensor
-    open_successor: Tensor
-    open_end: Tensor
-    eos: Tensor
-    schedule: Tensor
-    seed: Tensor | None
-    rule: RevealRule
-    mask_id: int
-    branches: int
-
-    def fits(self, size: int) -> bool:
-        """Tell if the kernel knows the rule, and holds what `size` states need."""
-        return (
-            type(self.rule) in _KERNEL_RULES and _entries(size, self.branches) * power_of_two(self.first.shape[-1]) <= _LARGEST
-        )
-
-
-# By number, the rules that the kernel knows, and what each is given.
-_KERNEL_RULES: dict[type[RevealRule], int] = {Static: 0, Sequential: 1, Dynamic: 2, EntropyBound: 3}
-
-
-def _bound(rule: RevealRule) -> float:
-    if isinstance(rule, Dynamic):
-        return min(max(rule.threshold, -2 * MOST_ODDS), 2 * MOST_ODDS)
-    return min(rule.bound, 2 * MOST_ODDS) if isinstance(rule, EntropyBound) else 0.0
-
-
-def _entries(size: int, branches: int) -> int:
-    """Count the states in a row's table: those taken, then those that may be."""
-    return power_of_two(size * (1 + branches))
-
-
-def grow_kernel(table: DraftTable, size: int, most: int) -> tuple[Tensor, Tensor]:
-    """Grow the states of a round, best first, by the kernel.
-
-    Floor: what is read, some 10 KB a row: microseconds, less than its launch; the steps of a program wait for each other.
-
-    Args:
-        table: What they are grown on; `fits(size)`.
-        size: How many.
-        most: The most that any call of this decode asks for: one program is compiled for all of them.
-
-    Returns:
-        [rows, size, block + 6] long, and [rows, size] bool: which of them are states.
-    """
-    rows, width = table.first.shape
-    slots = table.first.new_empty(rows, size, width)
-    valid = table.valid.new_empty(rows, size)
-    if not rows:
-        return slots, valid
-    seed = table.first[:, 0] if table.seed is None else table.seed.contiguous()
-    entries = _entries(max(size, most) if table.fits(most) else size, table.branches)
-    columns = power_of_two(width)
-    _grow[(rows,)](
-        *(table.first, table.valid.view(torch.uint8), table.token.contiguous(), table.odds.contiguous()),
-        *(table.known.contiguous(), table.known_valid.contiguous().view(torch.uint8), table.ahead.contiguous()),
-        *(table.successor.contiguous(), table.open_successor.contiguous().view(torch.uint8)),
-        *(table.open_end.contiguous(), table.eos, table.schedule, seed, slots, valid.view(torch.uint8)),
-        *(table.first.stride(0), table.valid.stride(0), size, table.branches, table.token.shape[1], table.known.shape[1]),
-        *(len(table.eos), table.mask_id, _bound(table.rule)),
-        BLOCK=width - DRAFT_COLUMNS,
-        COLUMNS=columns,
-        ENTRIES=entries,
-        TILE_KNOWN=max(1, 1024 // columns),
-        RULE=_KERNEL_RULES[type(table.rule)],
-        SAMPLED=table.seed is not None,
-        LIKELIEST=table.token.shape[-1],
-        ORDER=ORDER_SHARPNESS,
-        THRESHOLD=THRESHOLD_SHARPNESS,
-        LOG_MORE=math.log(EACH_MORE),
-        TAIL=TAIL_NATS,
-        MOST=MOST_ODDS,
-        INHERITS=INHERITED,
-        num_warps=max(1, min(8, entries * columns // 1024)),
-        **MULTIPLY_ADD,
-    )
-    return slots, valid
-
-
-if triton is not None:
-
-    @triton.jit
-    def _entry(state, column, which):  # type: ignore[no-untyped-def]
-        """Read one number of a state."""
-        return tl.sum(tl.where(column == which, state, 0), 0)
-
-    @triton.jit
-    def _looked_up(  # type: ignore[no-untyped-def]
-        made,
-        known,
-        known_valid,
-        ahead,
-        count,
-        BLOCK: tl.constexpr,
-        COLUMNS: tl.constexpr,
-        TILE_KNOWN: tl.constexpr,
-        INHERITS: tl.constexpr,
-    ):
-        """Replace a state by what the first known one with its ids and start leads to, if there is one."""
-        column = tl.arange(0, COLUMNS)
-        named = (column <= BLOCK)[None, :]
-        place = count
-        for begin in range(0, count, TILE_KNOWN):
-            entry = begin + tl.arange(0, TILE_KNOWN)
-            there = entry < count
-            at = known + entry[:, None] * (BLOCK + 1) + column[None, :]
-            listed = tl.load(at, mask=there[:, None] & named, other=0).to(tl.int32)
-            differ = tl.sum((named & (listed != made[None, :])).to(tl.int32), 1)
-            same = (tl.load(known_valid + entry, mask=there, other=0) != 0) & (differ == 0)
-            place = tl.minimum(place, tl.min(tl.where(same, entry, count), 0))
-        found = column < tl.where(place < count, BLOCK + 6, 0)
-        leads = tl.load(ahead + place * (BLOCK + 6) + column, mask=found, other=0).to(tl.int32)
-        inherits = (column == BLOCK + 4) & (leads == INHERITS)
-        return tl.where(found & ~inherits, leads, made)
-
-    @triton.jit
-    def _log_sigmoid(x):  # type: ignore[no-untyped-def]
-        return tl.minimum(x, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(x)))
-
-    @triton.jit
-    def _chances(level, which, ORDER: tl.constexpr):  # type: ignore[no-untyped-def]
-        """Compute the softmax of ORDER times `level` over the columns that `which` marks; 0 elsewhere."""
-        level = tl.where(which, level, float("-inf"))
-        peak = tl.max(level, 0)
-        weight = tl.exp(ORDER * (level - tl.where(peak == float("-inf"), 0.0, peak)))
-        total = tl.sum(weight, 0)
-        return weight / tl.where(total == 0.0, 1.0, total)
-
-    @triton.jit
-    def _places(score, which, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
-        """Rank by score those columns that `which` marks, best first, of equals the first."""
-        column = tl.arange(0, COLUMNS)
-        earlier = column[None, :] < column[:, None]
-        before = (score[None, :] > score[:, None]) | ((score[None, :] == score[:, None]) & earlier)
-        return tl.sum((before & which[None, :]).to(tl.int32), 1)
-
-    @triton.jit
-    def _told(  # type: ignore[no-untyped-def]
-        token, odds, at, in_block, seed, start, masks, COLUMNS: tl.constexpr, SAMPLED: tl.constexpr, LIKELIEST: tl.constexpr
-    ):
-        """Read what a source tells: the likeliest token of each position and its log-odds, or a sample with its own noise."""
-        column = tl.arange(0, COLUMNS)
-        at = at * LIKELIEST
-        tokens = tl.load(token + at, mask=in_block, other=0).to(tl.int32)
-        surety = tl.load(odds + at, mask=in_block, other=0.0).to(tl.float32)
-        if SAMPLED:
-            keys = token_noise_key(seed, start + column, masks)
-            score = _log_sigmoid(surety) + gumbel_of_bits(token_noise_of(keys, tokens))
-            for i in range(1, LIKELIEST):
-                other = tl.load(token + at + i, mask=in_block, other=0).to(tl.int32)
-                its_odds = tl.load(odds + at + i, mask=in_block, other=float("-inf")).to(tl.float32)
-                its_score = _log_sigmoid(its_odds) + gumbel_of_bits(token_noise_of(keys, other))
-                better = its_score > score
-                tokens = tl.where(better, other, tokens)
-                surety = tl.where(better, its_odds, surety)
-                score = tl.where(better, its_score, score)
-        return tokens, surety
-
-    @triton.jit
-    def _follower(  # type: ignore[no-untyped-def]
-        state, shown, token, end, source, eos, eos_count, BLOCK: tl.constexpr, COLUMNS: tl.constexpr
-    ):
-        """Reveal more positions of a state, those of `shown`."""
-        column = tl.arange(0, COLUMNS)
-        ends = column < 0
-        for i in range(eos_count):
-            ends = ends | (tl.load(eos + i).to(tl.int32) == token)
-        made = tl.where(shown, token, state)
-        made = tl.where(column == BLOCK + 2, state + 1, made)
-        last = tl.min(tl.where(shown & ends, column, BLOCK), 0)
-        made = tl.where(column == BLOCK + 3, tl.minimum(end, last), made)
-        return tl.where(column == BLOCK + 4, source, made)
-
-    @triton.jit
-    def _done(made, open_end, mask_id, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
-        """Tell if nothing is left to reveal before the end of the text, and that lies in the block."""
-        column = tl.arange(0, COLUMNS)
-        end = tl.minimum(_entry(made, column, BLOCK + 3) + 1, open_end - _entry(made, column, BLOCK))
-        hidden = (made == mask_id) & (column < tl.minimum(end, BLOCK))
-        return (end <= BLOCK) & (tl.sum(hidden.to(tl.int32), 0) == 0)
-
-    @triton.jit
-    def _store(slots, valid, slot, state, is_valid, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
-        column = tl.arange(0, COLUMNS)
-        tl.store(slots + slot * WIDTH + column, state.to(tl.int64), mask=column < WIDTH)
-        tl.store(valid + slot, is_valid.to(tl.uint8))
-
-    # Sizes that change from round to round are not compiled for.
-    @triton.jit(
-        do_not_specialize=[
-            *(
-                "slots_stride",
-                "valid_stride",
-                "size",
-                "branches",
-                "source_count",
-                "known_count",
-                "eos_count",
-                "mask_id",
-                "bound",
-            )
-        ]
-    )
-    def _grow(  # type: ignore[no-untyped-def]
-        slots,
-        valid,
-        token,
-        odds,
-        known,
-        known_valid,
-        ahead,
-        successor,
-        open_successor,
-        open_end,
-        eos,
-        schedule,
-        seeds,
-        slots_out,
-        valid_out,
-        slots_stride,
-        valid_stride,
-        size,
-        branches,
-        source_count,
-        known_count,
-        eos_count,
-        mask_id,
-        bound,
-        BLOCK: tl.constexpr,
-        COLUMNS: tl.constexpr,
-        ENTRIES: tl.constexpr,
-        TILE_KNOWN: tl.constexpr,
-        RULE: tl.constexpr,
-        SAMPLED: tl.constexpr,
-        LIKELIEST: tl.constexpr,
-        ORDER: tl.constexpr,
-        THRESHOLD: tl.constexpr,
-        LOG_MORE: tl.constexpr,
-        TAIL: tl.constexpr,
-        MOST: tl.constexpr,
-        INHERITS: tl.constexpr,
-    ):
-        """Grow all states of a row: program (row).
-
-        A state is a vector of COLUMNS numbers, the table of those taken and those that may be is [ENTRIES, COLUMNS]; all stays
-        in registers. Ids fit 32 bits.
-        """
-        WIDTH: tl.constexpr = BLOCK + 6
-        row = tl.program_id(0).to(tl.int64)
-        column, entry = tl.arange(0, COLUMNS), tl.arange(0, ENTRIES)
-        in_state, in_block = column < WIDTH, column < BLOCK
-        known += row * known_count * (BLOCK + 1)
-        known_valid += row * known_count
-        ahead += row * known_count * WIDTH
-        slots_out += row * size * WIDTH
-        valid_out += row * size
-        state = tl.load(slots + row * slots_stride + column, mask=in_state, other=0).to(tl.int32)
-        is_valid = tl.load(valid + row * valid_stride) != 0
-        behind = tl.load(successor + row * WIDTH + column, mask=in_state, other=0).to(tl.int32)
-        behind_chance = (tl.load(open_successor + row) != 0).to(tl.float32)
-        text_end = tl.load(open_end + row).to(tl.int32)
-        seed = tl.load(seeds + row)
-        table = tl.full((ENTRIES, COLUMNS), -1, tl.int32)  # no state starts at -1
-        chance = tl.full((ENTRIES,), 0.0, tl.float32)
-        reached = tl.full((), 1.0, tl.float32)
-        _store(slots_out, valid_out, 0, state, is_valid, WIDTH, COLUMNS)
-        for slot in range(size - 1):
-            table = tl.where((entry == slot)[:, None], state[None, :], table)
-            end, source = _entry(state, column, BLOCK + 3), _entry(state, column, BLOCK + 5)
-            masked = in_block & (state == mask_id)
-            masks = tl.sum(masked.to(tl.int32), 0)
-            clean = masks == 0
-            start = _entry(state, column, BLOCK)
-            told = (row * source_count + tl.maximum(source, 0)) * BLOCK + column
-            tokens, surety = _told(token, odds, told, in_block, seed, start, masks, COLUMNS, SAMPLED, LIKELIEST)
-            open_columns = tl.where(is_valid & (source >= 0), end, 0)
-            candidate = masked & (column < open_columns)
-            count = tl.sum(candidate.to(tl.int32), 0)
-            # As the rules say in `likely`: an order of the candidates, from which each branch takes its set.
-            step = _entry(state, column, BLOCK + 2)
-            quota = tl.load(schedule + tl.minimum(step, BLOCK - 1)).to(tl.int32)
-            surety = tl.where(candidate & (surety == surety), surety, float("-inf"))  # no number is no chance
-            level = tl.where(candidate, tl.minimum(tl.maximum(surety, -MOST), MOST), 0.0)
-            place = _places(surety, candidate, COLUMNS)
-            if RULE == 0:
-                sure = tl.maximum(quota - 1, 0)
-                weight = _chances(tl.minimum(surety, MOST), candidate & (place >= sure), ORDER)
-                base = candidate & (place < sure)
-                first = tl.where((count > 0) & (count <= sure), 1.0, 0.0)
-            if RULE == 1:
-                place = tl.sum(((column[None, :] < column[:, None]) & candidate[None, :]).to(tl.int32), 1)
-                base = candidate & (place < quota)
-                first = tl.exp(tl.sum(tl.where(base, _log_sigmoid(surety), 0.0), 0))
-            if RULE == 2:
-                free = candidate & (place > 0)
-                gap = THRESHOLD * (level - bound)
-                base = candidate & ((place == 0) | (gap > 0.0))
-                doubt = tl.abs(gap)
-                log_first = tl.sum(tl.where(free, _log_sigmoid(doubt), 0.0), 0)
-                place = _places(-doubt, free, COLUMNS)
-                one = tl.sum(base.to(tl.int32), 0) == 1
-                weight = _chances(level, candidate, ORDER)
-            if RULE == 3:
-                p = tl.sigmoid(level)
-                nats = (1.0 - p) * (TAIL - _log_sigmoid(-level)) - p * _log_sigmoid(level)
-                nats = tl.where(candidate, nats, 0.0)
-                running = tl.sum(tl.where(place[None, :] <= place[:, None], nats[None, :], 0.0), 1)
-                room = tl.maximum(tl.sum((candidate & (running < bound)).to(tl.int32), 0), 1)
-                weight = _chances(level, candidate, ORDER)
-            for branch in range(branches):
-                if RULE == 0:
-                    shown = base | (candidate & (place == sure + branch))
-                    own = tl.sum(tl.where(candidate & (place == sure + branch), weight, 0.0), 0)
-                    own = tl.where(branch == 0, tl.maximum(own, first), own)
-                if RULE == 1:
-                    shown = base
-                    own = tl.where(branch == 0, first, 0.0)
-                if RULE == 2:
-                    other = free & (place == tl.where(one, (branch + 1) // 2, branch) - 1)
-                    alone = one & (branch % 2 == 0)
-                    shown = other ^ (base & ((branch == 0) | ~alone))
-                    cost = tl.sum(tl.where(other, doubt, 0.0), 0)
-                    own = tl.exp(log_first - tl.where(alone, 0.0, cost))
-                    own = own * tl.where(alone, tl.sum(tl.where(shown, weight, 0.0), 0), 1.0)
-                    own = tl.where((branch == 0) | (tl.sum(other.to(tl.int32), 0) > 0), own, 0.0)
-                if RULE == 3:
-                    more = (branch + 1) // 2
-                    size_here = room + tl.where(branch % 2 == 1, more, -more)
-                    alone = (room == 1) & (branch % 2 == 0)
-                    shown = candidate & tl.where(alone, place == more, place < size_here)
-                    own = tl.exp(more * LOG_MORE) * tl.where(room == 1, tl.max(weight, 0), 1.0)
-                    own = tl.where((size_here >= 1) & (size_here <= count), own, 0.0)
-                    own = tl.where(alone, tl.sum(tl.where(shown, weight, 0.0), 0), own)
-                own = tl.where(count == 0, 0.0, own)  # nothing is left to reveal
-                made = _follower(state, shown, tokens, end, source, eos, eos_count, BLOCK, COLUMNS)
-                made = _looked_up(made, known, known_valid, ahead, known_count, BLOCK, COLUMNS, TILE_KNOWN, INHERITS)
-                # The reveal before a state that ends the row already tells; no number is no chance.
-                own = tl.where((own != own) | _done(made, text_end, mask_id, BLOCK, COLUMNS), 0.0, own)
-                follows_here = clean & (branch == 0)
-                made = tl.where(follows_here, tl.where(column == BLOCK + 1, slot, behind), made)
-                own = tl.where(follows_here, behind_chance, own)
-                own = tl.where(is_valid, own, 0.0) * reached
-                # Orders that meet in one state add up there.
-                differ = tl.sum(((column < BLOCK + 2)[None, :] & (table != made[None, :])).to(tl.int32), 1)
-                met = (differ == 0) & ((entry < size) | (chance > 0.0))
-                chance += tl.where(met & (entry >= size), own, 0.0)
-                fresh = entry == size + slot * branches + branch
-                table = tl.where(fresh[:, None], made[None, :], table)
-                chance = tl.where(fresh, tl.where(tl.max(met.to(tl.int32), 0) > 0, 0.0, own), chance)
-            reached = tl.max(chance, 0)
-            place = tl.min(tl.where(chance == reached, entry, ENTRIES), 0)  # where nothing is left, the first state again
-            is_valid = reached > 0.0
-            state = tl.sum(tl.where((entry == place)[:, None], table, 0), 0)
-            chance = tl.where(entry == place, 0.0, chance)
-            _store(slots_out, valid_out, slot + 1, state, is_valid, WIDTH, COLUMNS)
-
-
-# ----------------------------------------------------------------------------------------------------
-# rules/drafting.py
-#
-# Drafts: which states a round submits, the likeliest followers of each row's next state first.
-#
-# An estimate of the backbone's hidden states tells, for each masked position, a token and how sure it is. Which position is
-# revealed first is far less certain than which token it gets, so a state has several followers; orders that meet in one state
-# add up there, and a state that the last round scored needs no slot, since what follows it is known.
-#
-# Estimates come from *sources*: the last accepted state and the remembered ones, at which the backbone itself spoke, and the
-# drafted states that the head has re-read. A head pass costs nearly the same for many states as for one, so a few passes serve a
-# round: the draft is grown a little, the head re-reads all of it in one pass, and it is grown anew, further.
-
-# Columns of a drafted state (see `DraftTable`), counted from its end: those of a state, then two more.
-DRAFT_START, DRAFT_PARENT, DRAFT_STEP, DRAFT_END, BASE, SOURCE = range(-DRAFT_COLUMNS, 0)
+    __slots__ = ("parent", "source", "state")
+
+    def __init__(self, state: State, parent: int, source: Scores | None) -> None:
+        self.state: Final = state
+        self.parent: Final = parent
+        self.source: Final = source
 
 
 def growth(width: int, passes: int) -> list[int]:
-    """Count the states of `width` drafted at each head pass of a round: in even steps, up to all but the last."""
+    """How many of `width` states are drafted at each head pass of a round: in even steps, up to all but the last."""
     passes = min(passes, width - 1)
     return [-(-done * (width - 1) // passes) for done in range(1, passes + 1)]
 
 
-@cache
-def reachable(masks: int, branches: int, enough: int) -> int:
-    """Count the states, up to `enough`, that may follow one with so many masks, itself and the next block's included.
+def undrafted(row: Row, narrow: bool) -> list[Node]:
+    """The states of a round without drafts: the row's own and, behind a clean one, the next block's; if not `narrow`."""
+    nodes = [Node(row.state, -1, row.source)]
+    if not row.state.masks and not narrow:
+        behind = row.opened(row.state.start + row.block_size)
+        if behind.masks:  # one block at a time: a given one has to wait
+            nodes.append(Node(behind, 0, None))
+    return nodes
 
-    The tokens of a state depend on the way to it, so that ways to reveal the same positions are counted one by one.
+
+def build_draft(row: Row, rule: RevealRule, size: int, branches: int, estimates: Mapping[Key, Scores]) -> list[Node]:
+    """Build the draft of a round by best-first search from the row's next state.
+
+    Args:
+        row: Where it starts.
+        rule: What a step is likely to reveal.
+        size: States of it, at most.
+        branches: Followers of a state that are considered.
+        estimates: By state, what the head thinks that the backbone will say there.
     """
-    states = 2  # without masks: itself, and the one behind it
-    for left in range(1, masks + 1):
-        if states >= enough:
+    node, chance = Node(row.state, -1, row.source), 1.0
+    nodes, taken = [node], {(row.state.key, -1)}
+    waiting: dict[tuple[Key, int], tuple[float, Node]] = {}
+    while len(nodes) < size:
+        state = node.state
+        if not state.masks:
+            if node.parent < 0:
+                behind = row.opened(state.start + row.block_size)
+                if behind.masks:  # one block at a time: a given one has to wait
+                    parent = len(nodes) - 1
+                    waiting[behind.key, parent] = (chance, Node(behind, parent, None))
+        elif (said := estimates.get(state.key, node.source)) is not None and node.parent < 0:
+            for made, source, likely in followers(row, rule, state, said, branches):
+                name = (made.key, -1)
+                if name in taken:
+                    continue
+                before = waiting.get(name)  # orders that meet in one state add up there
+                if before is None:
+                    waiting[name] = (likely * chance, Node(made, -1, source))
+                else:
+                    waiting[name] = (before[0] + likely * chance, before[1])
+        if not waiting:
             break
-        states = 1 + min(left, branches) * states
-    return min(states, enough)
+        best, chance = None, 0.0
+        for name, (likely, _) in waiting.items():
+            if likely > chance:
+                best, chance = name, likely
+        if best is None:
+            break
+        node = waiting.pop(best)[1]
+        nodes.append(node)
+        taken.add(best)
+    return nodes
 
 
-@dataclass(frozen=True)
-class Draft:
-    """The states of a round.
+def followers(row: Row, rule: RevealRule, state: State, said: Scores, branches: int) -> list[tuple[State, Scores, float]]:
+    """The states that may follow one, what tells of each, and its chance; not those at which the text is whole.
 
-    Attributes:
-        slots: [rows, n, block + 6] long: see `DraftTable`.
-        valid: [rows, n] bool.
-        table: What it was grown on; None where nothing is drafted.
+    A follower that the last round scored stands for the state that its path leads to.
     """
-
-    slots: Tensor
-    valid: Tensor
-    table: DraftTable | None = None
-
-    @property
-    def states(self) -> States:
-        """[rows, n], as they are scored."""
-        return States(self.slots[..., : STATE_COLUMNS - DRAFT_COLUMNS], self.valid)
-
-    @property
-    def drafted(self) -> Tensor:
-        """[rows, n] bool: states that are guesses; a row's next state and the block behind a clean one are not."""
-        drafted = self.valid & (self.slots[..., DRAFT_PARENT] < 0)
-        drafted[:, 0] = False
-        return drafted
+    token, odds = picked(row, state, said)
+    found = []
+    for where, chance in rule.likely(state, odds, branches):
+        made, source = row.after(state, where, token), said
+        while (known := row.memory.get(made.key)) is not None:
+            source = known[1]
+            made = row.after(made, rule.reveal(made, source, row.memo)[0], source.token)
+        if chance > 0 and not row.ends(made):
+            found.append((made, source, chance))
+    return found
 
 
-def as_slots(states: States, source: Tensor | int) -> Tensor:
-    """Append to states the number of the source that tells of them, [...] or one for all: [..., block + 6] long."""
-    column = torch.full_like(states.start, source) if isinstance(source, int) else source
-    return torch.cat([states.table, column[..., None], column[..., None]], -1)
-
-
-def undrafted(current: States, successor: States, mask_id: int, room: int) -> Draft:
-    """Make the states of a round without drafts: each row's own, and with room for two the next block's behind a clean one."""
-    slots = as_slots(current, -1)[:, None]
-    if room == 1:
-        return Draft(slots, current.valid[:, None])
-    behind = as_slots(successor, -1)
-    behind[:, DRAFT_PARENT] = 0
-    follows = current.valid & successor.masked(mask_id).any(-1) & ~current.masked(mask_id).any(-1)
-    second = torch.where(follows[:, None], behind, slots[:, 0])
-    return Draft(torch.stack([slots[:, 0], second], 1), torch.stack([current.valid, follows], 1))
-
-
-def grow(table: DraftTable, size: int, most: int, dispatch: Dispatch) -> Draft:
-    """Grow the draft of a round from each row's next state.
-
-    Args:
-        table: What it is grown on.
-        size: States of it.
-        most: The most that any call of this decode asks for.
-        dispatch: Kernel or PyTorch.
-    """
-    if size == 1:
-        return Draft(table.first[:, None], table.valid[:, None], table)
-    if not table.fits(size):
-        return Draft(*grow_ref(table, size), table)
-    tensors = (table.first, table.token, table.odds, table.known, table.ahead, table.successor)
-    grown = dispatch.run("grow", lambda: grow_kernel(table, size, most), lambda: grow_ref(table, size), *tensors)
-    return Draft(*grown, table)
-
-
-def grow_ref(table: DraftTable, size: int) -> tuple[Tensor, Tensor]:
-    """Grow the draft of a round as `grow_kernel` does: its twin, which takes any reveal rule."""
-    branches, named = table.branches, slice(None, DRAFT_STEP)
-    state, valid = table.first, table.valid
-    rows = torch.arange(len(state), device=state.device)
-    slots, valids, reached = [state], [valid], torch.ones_like(state[:, 0], dtype=table.odds.dtype)
-    # The states taken, then those that may be; no state starts at -1.
-    entries = state.new_full((len(rows), size * (1 + branches), state.shape[-1]), -1)
-    chance = reached.new_zeros(entries.shape[:2])
-    held = torch.arange(entries.shape[1], device=entries.device) < size
-    for slot in range(size - 1):
-        entries[:, slot] = state
-        followers, odds = followers_of(table, state, valid, slot)
-        odds = odds * reached[:, None]
-        # Orders that meet in one state add up there: among these, and with those found before.
-        if branches > 1:
-            twins = (followers[:, :, None, named] == followers[:, None, :, named]).all(-1)
-            odds = (twins * odds[:, None]).sum(-1) * ~twins.tril(-1).any(-1)
-        met = (entries[:, :, None, named] == followers[:, None, :, named]).all(-1)
-        met &= (held | (chance > 0))[..., None]
-        chance += (met & ~held[:, None]).to(chance.dtype).mul_(odds[:, None]).sum(-1)
-        fresh = slice(size + slot * branches, size + (slot + 1) * branches)
-        entries[:, fresh] = followers
-        chance[:, fresh] = odds * ~met.any(1)
-        reached, place = chance.max(-1)  # where nothing is left, some state that is not valid
-        valid = reached > 0
-        state = entries[rows, place]
-        chance.scatter_(1, place[:, None], 0.0)  # as chance[rows, place] = 0, for whose number the host would wait
-        slots.append(state)
-        valids.append(valid)
-    return torch.stack(slots, 1), torch.stack(valids, 1)
-
-
-def followers_of(table: DraftTable, state: Tensor, valid: Tensor, slot: int) -> tuple[Tensor, Tensor]:
-    """Find the followers [rows, branches] of the states [rows] in a slot, and the chance of each there; 0 for none."""
-    block = state.shape[-1] - DRAFT_COLUMNS
-    offsets = torch.arange(block, device=state.device)
-    ids, step = state[:, :block], state[:, DRAFT_STEP]
-    masked = ids == table.mask_id
-    token, odds = told(table, state)
-    candidates = masked & (offsets < state[:, DRAFT_END, None]) & ((state[:, SOURCE] >= 0) & valid)[:, None]
-    quota = table.schedule[step.clamp(max=block - 1)]
-    guessed = Candidates(candidates, token, odds.where(candidates & ~odds.isnan(), -torch.inf), None, ids, step, quota)
-    shown, chance = table.rule.likely(guessed, table.branches)
-    made = state[:, None].repeat(1, table.branches, 1)
-    made[..., :block] = torch.where(shown, token[:, None], made[..., :block])
-    ends = shown & (token[..., None] == table.eos).any(-1)[:, None]
-    made[..., DRAFT_END] = torch.minimum(made[..., DRAFT_END], torch.where(ends, offsets, block).amin(-1))
-    made[..., DRAFT_STEP] += 1
-    made[..., BASE] = made[..., SOURCE]
-    made = led_ahead(table, made)
-    # The reveal before a state that ends the row already tells.
-    limit = table.open_end[:, None] - made[..., DRAFT_START]
-    chance = chance * ~whole_text(made[..., :block], made[..., DRAFT_END], limit, table.mask_id)
-    # Behind a clean state comes the next block, but one at a time: a given block without masks has to wait.
-    clean = ~masked.any(-1)
-    successor = table.successor.clone()
-    successor[:, DRAFT_PARENT] = slot
-    made[:, 0] = torch.where(clean[:, None], successor, made[:, 0])
-    chance[:, 0] = torch.where(clean, table.open_successor, chance[:, 0])
-    return made, chance * valid[:, None]
-
-
-def told(table: DraftTable, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Tell token and log-odds [rows, block] of the masked positions of states [rows], by their sources.
-
-    Where tokens are sampled it is the likeliest of a source with the noise of these states, which the number of masks tells.
-    """
-    rows, block = indices(len(state), state.device), state.shape[-1] - DRAFT_COLUMNS
-    at = state[:, SOURCE].clamp(min=0)
-    token, odds = table.token[rows, at], table.odds[rows, at]
-    if table.seed is None:
-        return token[..., 0], odds[..., 0]
-    position = state[:, DRAFT_START, None] + indices(block, state.device)
-    masks = (state[:, :block] == table.mask_id).sum(-1, keepdim=True)
-    keys = noise_keys(table.seed[:, None], position, masks).flatten()
-    noise = gumbel_noise(keys, token.flatten(0, 1), odds.dtype).view_as(odds)
-    best = (F.logsigmoid(odds) + noise).argmax(-1, keepdim=True)
-    return token.gather(-1, best)[..., 0], odds.gather(-1, best)[..., 0]
-
-
-def led_ahead(table: DraftTable, made: Tensor) -> Tensor:
-    """Replace states [rows, n] that are remembered or re-read with what they lead to."""
-    named = table.known.shape[-1]
-    same = (made[:, :, None, :named] == table.known[:, None]).all(-1) & table.known_valid[:, None]
-    found, place = same.any(-1), same.int().argmax(-1)
-    ahead = table.ahead.gather(1, place[..., None].expand_as(made))
-    ahead[..., BASE] = torch.where(ahead[..., BASE] == INHERITED, made[..., BASE], ahead[..., BASE])
-    return torch.where(found[..., None], ahead, made)
-
-
-def with_estimates(table: DraftTable, slots: Tensor, which: Tensor, token: Tensor, odds: Tensor, begin: int = 0) -> DraftTable:
-    """Add the head's estimates of drafted states: from now on these are looked up, and told of by them.
-
-    Args:
-        table: What they were grown on.
-        slots: [rows, n, block + 6] long, the states, from the draft's `begin`-th on.
-        which: [rows, n] bool, those that have an estimate.
-        token: [rows, n, block, m] long, what each tells,
-        odds: [rows, n, block, m] float, and its log-odds.
-        begin: 0, or 1 where each row's next state has an estimate already, which does not get better.
-    """
-    named, before = table.known.shape[-1], table.token.shape[1]
-    read = slots.clone()
-    own = torch.arange(before, before + slots.shape[1], device=slots.device)
-    read[..., SOURCE] = torch.where(which, own, slots[..., SOURCE])
-    first = table.first if begin else read[:, 0].clone()
-    # What leads to a state that has an estimate now leads to that; the newest is found first.
-    same = (table.ahead[:, :, None, :named] == read[:, None, :, :named]).all(-1) & which[:, None]
-    newer = read.gather(1, same.int().argmax(-1)[..., None].expand_as(table.ahead))
-    read[..., BASE] = INHERITED
-    return replace(
-        table,
-        first=first,
-        token=torch.cat([table.token, token], 1),
-        odds=torch.cat([table.odds, odds], 1),
-        known=torch.cat([read[..., :named], table.known], 1),
-        known_valid=torch.cat([which, table.known_valid], 1),
-        ahead=torch.cat([read, torch.where(same.any(-1, keepdim=True), newer, table.ahead)], 1),
-    )
+def picked(row: Row, state: State, said: Scores) -> tuple[Sequence[int], Sequence[float]]:
+    """The tokens and log-odds [block] that estimates mean for a state: where tokens are sampled, with that state's noise."""
+    if said.likeliest is None:
+        return said.token, said.odds
+    free = list(state.free)
+    ids, odds = (part[free] for part in said.likeliest)
+    keys = [noise_key(row.seed, state.start + column, state.masks) for column in free]
+    best = (-np.logaddexp(0.0, -odds) + gumbel(keys, ids)).argmax(-1)
+    token, sure, at = [0] * row.block_size, [-np.inf] * row.block_size, np.arange(len(free))
+    for column, one, odd in zip(free, ids[at, best].tolist(), odds[at, best].tolist(), strict=True):
+        token[column], sure[column] = one, odd
+    return token, sure
 
 
 # ----------------------------------------------------------------------------------------------------
-# runner/cache.py
+# rules/accept.py
 #
-# Keys and values of committed blocks by absolute position, and the scratch of the states being scored.
+# Acceptance: the longest verified path of a row.
+#
+# A path starts at the row's own state, which is its text. What the rule reveals at a state makes the next one; where that was
+# scored too, in this round or the last one, the path goes on there. What was drafted decides how far a path leads, never where.
+
+class UnscoredError(ValueError):
+    """No token has a finite score at a position: `position` of the row at `place`."""
+
+    def __init__(self, place: int, position: int) -> None:
+        super().__init__(place, position)
+        self.place, self.position = place, position
+
+
+def accept(
+    row: Row, rule: RevealRule, nodes: Sequence[Node], scores: Sequence[Scores], drafts: bool
+) -> tuple[Frontier | None, list[int]]:
+    """Accept the longest verified path of a row: write what it reveals, and remember what was scored in vain.
+
+    Args:
+        row: It; it is left at the frontier, or behind a clean block whose successor was not scored.
+        rule: What a step reveals.
+        nodes: The states of the round, the row's own first.
+        scores: What the backbone said at each.
+        drafts: Whether the last round's states are remembered, and drafts counted.
+
+    Returns:
+        The frontier, whose reveal is not written yet (None behind a clean block), and the nodes of accepted clean states.
+
+    Raises:
+        UnscoredError: if no token had a finite score at a position that is revealed.
+    """
+    known: dict[tuple[Key, int], int] = {(node.state.key, node.parent): at for at, node in enumerate(nodes)}
+    state, parent, at = row.state, -1, 0
+    said, remembered = scores[0], False
+    clean: list[int] = []
+    frontier: Frontier | None = None
+    length = depth = 0
+    while True:
+        length += 1
+        depth += remembered or (at > 0 and parent < 0)
+        if not state.masks:
+            clean.append(at)
+            frontier, state, parent = None, row.opened(state.start + row.block_size), at
+            at = known.get((state.key, parent), -1)
+            if at < 0:
+                break
+            said, remembered = scores[at], False
+            continue
+        frontier = revealed(row, rule, state, said)
+        made = row.after(state, frontier.where, said.token)
+        at = known.get((made.key, -1), -1)
+        if at >= 0:
+            said, remembered = scores[at], False
+        elif drafts and (before := row.memory.get(made.key)) is not None:
+            said, remembered = before[1], True
+        else:
+            break
+        write(row, frontier)
+        state, parent = made, -1
+    row.state = state
+    if frontier is None:
+        row.source = None
+    if drafts:
+        count_drafts(row, nodes, state, depth)
+        row.memory = {
+            node.state.key: (node.state, score)
+            for node, score in zip(nodes, scores, strict=True)
+            if node.parent < 0 and node.state.masks
+        }
+    row.counts.lengths[length] += 1
+    return frontier, clean
+
+
+def first_frontier(row: Row, rule: RevealRule, scores: Scores) -> Frontier | None:
+    """The frontier of a row of which nothing was revealed yet; None where nothing is left to reveal."""
+    return None if row.ends(row.state) else revealed(row, rule, row.state, scores)
+
+
+def revealed(row: Row, rule: RevealRule, state: State, scores: Scores) -> Frontier:
+    """What a step reveals at a scored state of a row's path."""
+    where, memo = rule.reveal(state, scores, row.memo)
+    if row.bans is not None:
+        where = row.bans.allowed(row, state, scores, where)
+    return Frontier(state, scores, where, memo)
+
+
+def write(row: Row, frontier: Frontier) -> None:
+    """Write the reveal of a scored state into the row's text, and stand at the state that it makes.
+
+    Raises:
+        UnscoredError: if no token had a finite score at one of its columns.
+    """
+    odds = frontier.scores.odds
+    logprobs = [log_sigmoid(odds[column]) for column in frontier.where]
+    for column, logprob in zip(frontier.where, logprobs, strict=True):
+        if math.isnan(logprob):
+            raise UnscoredError(row.place, frontier.state.start + column)
+    row.state = row.reveal(frontier.state, frontier.where, frontier.scores, logprobs)
+    row.source, row.memo = frontier.scores, frontier.memo
+
+
+def count_drafts(row: Row, nodes: Sequence[Node], last: State, depth: int) -> None:
+    """Count what a round's drafts came to: `depth` of them led to the `last` accepted state."""
+    counts = row.counts
+    drafted = [node.state for node in nodes[1:] if node.parent < 0]
+    counts.drafted += len(drafted)
+    counts.accepted += depth
+    for place in range(depth):
+        counts.accepted_at_depth[place] += 1
+    offered = any(follows(state, last, row.mask_id) for state in drafted)
+    for place in range(min(depth + offered, len(counts.offered_at_depth))):
+        counts.offered_at_depth[place] += 1
+
+
+def follows(state: State, last: State, mask_id: int) -> bool:
+    """Tell if a state keeps all that is revealed at another one of its block, and reveals more."""
+    if state.start != last.start or state.masks >= last.masks:
+        return False
+    return all(own == other or other == mask_id for own, other in zip(state.ids, last.ids, strict=True))
+
+
+# ----------------------------------------------------------------------------------------------------
+# generate/budget.py
+#
+# The amount of drafting of each round: fixed, or as much as measured time and acceptance so far say pays.
+#
+# Drafts never change the text, so that how much is drafted is free to follow the clock.
+
+# States a row may submit, of which one is chosen; each has its own recording on CUDA.
+WIDTHS = (1, 2, 3, 4, 6, 8)
+# As many where nothing follows the clock: several processes decide alike so, and counts can be repeated.
+UNTIMED_STATES = 4
+
+
+@dataclass(frozen=True)
+class Amount:
+    """An amount of drafting in one round.
+
+    Attributes:
+        states: States that a row may submit; 1: it drafts nothing.
+        passes: Head passes of the round; 0: drafts come from stale logits, and the head rests.
+        narrow: Each row submits one state, whatever that is: behind a clean one the next block begins a round later.
+    """
+
+    states: int = 1
+    passes: int = 0
+    narrow: bool = False
+
+
+class Budget(Protocol):
+    """Chooses how much each round drafts."""
+
+    def choose(self, rows: Sequence[Row]) -> Amount:
+        """Choose for the next round of a batch, of which rows with a `stop` have ended."""
+        ...
+
+    def learn(self, amount: Amount, rows: Sequence[Row], steps: Sequence[int], seconds: float) -> None:
+        """Learn from a round what it took, and by row how many denoising steps it came to."""
+        ...
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """The same amount in every round.
+
+    Attributes:
+        amount: It.
+    """
+
+    amount: Amount
+
+    def choose(self, rows: Sequence[Row]) -> Amount:
+        """Choose it."""
+        return self.amount
+
+    def learn(self, amount: Amount, rows: Sequence[Row], steps: Sequence[int], seconds: float) -> None:
+        """Learn nothing."""
+
+
+def budget_of(model: nn.Module, mode: Hashable, states: int, passes: int, paced: bool) -> Budget:
+    """Give what chooses the amounts of a call; what was learnt stays with the model, for the calls that follow."""
+    states = min(states, UNTIMED_STATES) if paced else states
+    return Fixed(Amount(states, min(passes, states - 1)))
+
+
+# ----------------------------------------------------------------------------------------------------
+# generate/option_table.py
+#
+# The options of `generate` beyond those of transformers, each declared once.
+#
+# From `OPTIONS` come the fields of `MRPGenerationConfig`, their defaults and checks, the flags of command lines and the README's
+# table. Nothing here imports torch, so that the help of a command line comes at once.
+
+DECODINGS = ("static", "dynamic", "sequential", "entropy_bound", "self_spec", "mrp_direct", "mrp_spec", "mrp_remask")
+TARGETS, DRAFTING = DECODINGS[:4], ("self_spec", "mrp_spec")
+REMASK_RULES = ("reread", "threshold", "residual")
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option of `generate`.
+
+    Attributes:
+        name: The keyword argument, and the field of the config.
+        default: The value of an option that nobody sets. None stays allowed where it is the default.
+        kind: The type of its values, as `isinstance` takes it; a bool is no number.
+        holds: The range: True of the values allowed, given one of that type and the model's block size.
+        remedy: The end of the error for others; `{block_size}` stands for the model's.
+        help: Its meaning, a line of Markdown.
+        modes: The values of `decoding` in which it has an effect; it has one, too, in modes that draft for these as `target`.
+    """
+
+    name: str
+    default: Any
+    kind: Any
+    holds: Callable[[Any, int], bool]
+    remedy: str
+    help: str = ""
+    modes: tuple[str, ...] = DECODINGS
+
+    def counts(self, decoding: str, target: str | None = None) -> bool:
+        """Tell if it has an effect in a mode, which drafts for `target` if it drafts."""
+        return decoding in self.modes or (decoding in DRAFTING and target in self.modes)
+
+    def check(self, value: Any, block_size: int) -> None:
+        """Raise `ValueError`, with value and remedy, for a value of another type or out of range."""
+        if value is None and self.default is None:
+            return
+        if isinstance(value, int) and value.bit_length() > 63:  # so many digits need not be shown, nor can they
+            shown = f"{'-' if value < 0 else ''}2**{value.bit_length() - 1}"
+            raise ValueError(f"{self.name} is {shown} or more: {self.remedy.format(block_size=block_size)}, and of 64 bits")
+        fits = isinstance(value, self.kind) and (self.kind is bool or not isinstance(value, bool))
+        if not fits or not self.holds(value, block_size):
+            kind = "" if fits else f", of type {type(value).__name__}"
+            raise ValueError(f"{self.name} is {value!r}{kind}: {self.remedy.format(block_size=block_size)}")
+
+
+# Type, range and remedy.
+_Values = tuple[Any, Callable[[Any, int], bool], str]
+COUNT: _Values = (int, lambda v, _: v >= 1, "it must be an int of 1 or more")
+_MOST_STATES = 256  # of a block of 4, the shortest published, the kernels hold no more
+_STATES: _Values = (
+    int | str,
+    lambda v, _: v == "auto" if isinstance(v, str) else 1 <= v <= _MOST_STATES,
+    f"it must be 'auto' or an int from 1 to {_MOST_STATES}",
+)
+_STEPS: _Values = (int, lambda v, size: 1 <= v <= size, "it must be an int from 1 to block_size ({block_size})")
+PROBABILITY: _Values = (int | float, lambda v, _: 0 <= v <= 1, "it must be a probability, a float from 0 to 1")
+_NATS: _Values = (int | float, lambda v, _: v >= 0, "it must be a number of nats, a float of 0 or more")
+_LOGITS: _Values = (int | float, lambda v, _: v > 0, "it must be a positive number of logits, a float")
+_KERNELS: _Values = (bool, lambda *_: True, "use None (where they can be used), True (or an error) or False (PyTorch only)")
+_GRAPHS: _Values = (bool, lambda *_: True, "use True, False, or None for CUDA graphs where they are possible")
+_SEED: _Values = (
+    int | list,
+    lambda v, _: all(type(one) is int and 0 <= one < 1 << 62 for one in (v if isinstance(v, list) else [v])),
+    "use None, an int of 0 or more and below 2**62, or a list of one such int per row",
+)
+
+
+def _one_of(names: tuple[str, ...]) -> _Values:
+    return str, lambda v, _: v in names, f"choose one of {', '.join(names)}"
+
+
+OPTIONS = (
+    Option("decoding", "static", *_one_of(DECODINGS), "the mode"),
+    Option(
+        "target",
+        "static",
+        *_one_of(TARGETS),
+        "whose text it is that drafts reach in fewer forwards: that of `decoding=target`",
+        DRAFTING,
+    ),
+    Option(
+        "denoising_steps",
+        None,
+        *_STEPS,
+        "steps per block; None: `block_size`, one token a step",
+        ("static", "sequential", "mrp_direct"),
+    ),
+    Option("confidence_threshold", 0.9, *PROBABILITY, "tau, a probability", ("dynamic", "mrp_remask")),
+    Option(
+        "entropy_threshold",
+        0.35,
+        *_NATS,
+        "bound in nats on the summed entropy of a step's reveals",
+        ("entropy_bound",),
+    ),
+    Option("mrp_steps", 1, *_STEPS, "reveals of the head after each backbone step, unverified", ("mrp_direct",)),
+    Option(
+        "num_draft_states",
+        "auto",
+        *_STATES,
+        "K: states a row submits per round, at most: the next one, and drafts; `auto`: as many as measured time says pay, none "
+        "where none do",
+        DRAFTING,
+    ),
+    Option("draft_branches", 3, *COUNT, "followers considered per state; 1 drafts a chain", DRAFTING),
+    Option("draft_passes", 1, *COUNT, "head passes per round, at most; each re-reads what is drafted so far", ("mrp_spec",)),
+    Option("remask_rule", "reread", *_one_of(REMASK_RULES), "`reread`, `threshold` or `residual`", ("mrp_remask",)),
+    Option("residual_delta", 1.0, *_LOGITS, "for the rule `residual`, in logits", ("mrp_remask",)),
+    Option("seed", None, *_SEED, "with `do_sample`: int s gives row i s + i, a list one per row, None torch's generator"),
+    Option("kernels", None, *_KERNELS, "Triton kernels: None where possible, True or an error, False never"),
+    Option("graphs", None, *_GRAPHS, "CUDA graphs: None where possible, True or an error, False never"),
+)
+
+
+def closest_name(name: str, names: Iterable[str]) -> str:
+    """Suggest the one of some names that is most like this one, with a space before; "" if none is."""
+    near = difflib.get_close_matches(name, sorted(names), n=1, cutoff=0.75)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
+# ----------------------------------------------------------------------------------------------------
+# generate/quantized.py
+#
+# Quantized models: what decoding needs of their unembedding, and whose tokens change each other's results.
+
+def check_unembedding(lm_head: Any) -> None:
+    """Refuse an `lm_head` whose weight is no matrix of floating point numbers: rows of it are read.
+
+    Raises:
+        ValueError: if bitsandbytes has packed it.
+    """
+    if not lm_head.weight.is_floating_point():
+        raise ValueError(
+            f"lm_head is a {type(lm_head).__name__} with weights in {lm_head.weight.dtype}, which generate cannot read: keep "
+            "it as it was, with 'lm_head' in llm_int8_skip_modules where that is given"
+        )
+
+
+def mixed_tokens(quantization: Any) -> str | None:
+    """Say how a quantization lets the tokens of a forward change each other's results, and the remedy; None: it does not.
+
+    Args:
+        quantization: The `quantization_config` of a model's config, or None.
+    """
+    if getattr(quantization, "load_in_8bit", False) and quantization.llm_int8_threshold > 0:
+        how = "LLM.int8 takes columns with an activation above llm_int8_threshold out of int8 for all tokens of a forward"
+        remedy = "BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)"
+    elif _one_scale(getattr(quantization, "quant_type", None)):
+        how, remedy = "torchao's PerTensor scales the activations of all tokens of a forward alike", "granularity=PerRow()"
+    else:
+        return None
+    return (
+        f"{how}: drafted text may differ from its target's, and the text of a row from what it is in another batch. Load with "
+        f"{remedy} for the same text"
+    )
+
+
+def _one_scale(scheme: Any) -> bool:
+    """Tell if a scheme of torchao scales activations by one number, found in each forward."""
+    scales = getattr(scheme, "granularity", None)  # of activations and weights, or for both
+    of_activations = scales[0] if isinstance(scales, list | tuple) else scales
+    return "DynamicActivation" in type(scheme).__name__ and type(of_activations).__name__ == "PerTensor"
+
+
+# ----------------------------------------------------------------------------------------------------
+# generate/stopping.py
+#
+# Stopping criteria, asked as transformers' own loop would ask them, of rows that come along at different speeds.
+
+class Stopping:
+    """The stopping criteria of one `generate` call, asked at every token of a row once it is final (no mask before it).
+
+    A criterion sees what it would see in transformers' loop: [rows, prompt + n] ids, the prompts as they were given, padding
+    included, and n tokens of every row behind them. Criteria that count columns or rows keep their meaning so. Here rows are
+    not equally far: one with fewer final tokens shows the mask id in their place, one that has ended shows padding behind its
+    end. The answer counts for rows whose n-th token is newly final.
+
+    Args:
+        criteria: Those to ask.
+        input_ids: [rows, prompt] long, as given.
+        pad_token_id: What stands behind the end of a text.
+        mask_token_id: What stands where there is no token yet.
+    """
+
+    def __init__(self, criteria: Sequence[StoppingCriteria], input_ids: Tensor, pad_token_id: int, mask_token_id: int) -> None:
+        self.criteria, self.prompt = criteria, input_ids
+        self.pad_id, self.mask_id = pad_token_id, mask_token_id
+        self.final: list[list[int]] = [[] for _ in input_ids]  # of all rows of the call, also of those that have left
+        self.ended = [False] * len(input_ids)
+        self.asked = [0] * len(input_ids)  # how many tokens of each row have been shown
+
+    def ask(self, rows: Sequence[Row]) -> None:
+        """Ask about all newly final tokens of some rows; where a criterion ends a row's text, it has its `stop`."""
+        going = {row.place: row for row in rows if not self.ended[row.place]}
+        for place, row in going.items():
+            upto = row.limit if row.stop is None else row.stop
+            masked = next((at for at in range(row.prompt, upto) if row.text[at] == self.mask_id), upto)
+            self.final[place] = row.text[row.prompt : masked]
+            self.ended[place] = row.stop is not None
+        most = max((len(self.final[place]) for place in going), default=0)
+        for column in range(min((self.asked[place] for place in going), default=0), most):
+            asking = [place for place in going if self.asked[place] <= column < len(self.final[place])]
+            if not asking:
+                continue
+            shown = [self._shown(tokens, column + 1, ended) for tokens, ended in zip(self.final, self.ended, strict=True)]
+            stops = self._answers(torch.cat([self.prompt, self.prompt.new_tensor(shown)], 1))
+            for place in asking:
+                self.asked[place] = column + 1
+                if stops[place]:
+                    going[place].stop, self.ended[place] = going[place].prompt + column + 1, True
+                    del self.final[place][column + 1 :], going[place]
+
+    def _shown(self, tokens: list[int], count: int, ended: bool) -> list[int]:
+        return (tokens + [self.pad_id if ended else self.mask_id] * count)[:count]
+
+    def _answers(self, ids: Tensor) -> list[bool]:
+        """Ask of each row if some criterion ends it; one that gives a single answer gives it for all rows."""
+        stops = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+        for criterion in self.criteria:
+            try:
+                answer = criterion(ids, None)
+            except (AttributeError, TypeError) as error:
+                if "None" not in str(error):
+                    raise
+                raise ValueError(
+                    f"the stopping criterion {type(criterion).__name__} failed ({error}), and the scores that it is given are "
+                    "None here: let it decide by input_ids"
+                ) from error
+            try:
+                given = torch.as_tensor(answer, device=ids.device)
+            except (RuntimeError, TypeError, ValueError):
+                given = ids
+            if given.dtype != torch.bool or given.numel() not in (1, len(ids)):
+                raise ValueError(
+                    f"the stopping criterion {type(criterion).__name__} returned {answer!r}: it must return a bool, or a "
+                    f"tensor of one bool for each of the {len(ids)} rows"
+                )
+            stops |= given.flatten()
+        return stops.tolist()
+
+
+# ----------------------------------------------------------------------------------------------------
+# generate/streaming.py
+#
+# Streaming of texts while they are decoded, each row to a streamer of its own.
+
+class Streams:
+    """The feeding of streamers: the prompt, finished blocks in order, and drafts to a streamer that has `put_draft`.
+
+    Args:
+        streamers: One for each row.
+        prompts: Of each row a 1-D long tensor of ids, without padding: what its streamer is put first, as [1, length].
+    """
+
+    def __init__(self, streamers: Sequence[BaseStreamer], prompts: list[Tensor]) -> None:
+        self.open = dict(enumerate(streamers))
+        self.sent = [len(prompt) for prompt in prompts]
+        for streamer, prompt in zip(streamers, prompts, strict=True):
+            streamer.put(prompt[None].cpu())
+
+    def on_round(self, rows: Sequence[Row]) -> None:
+        """Put what a round has finished, and end the streams of rows that have ended."""
+        for row in rows:
+            if (streamer := self.open.get(row.place)) is None:
+                continue
+            sent = self.sent[row.place]
+            upto = row.stop if row.stop is not None else row.state.start
+            if upto > sent:
+                streamer.put(torch.tensor(row.text[sent:upto]))
+                self.sent[row.place] = upto
+            if row.stop is not None:
+                self.open.pop(row.place).end()
+            elif (put_draft := getattr(streamer, "put_draft", None)) is not None:
+                start = row.state.start
+                put_draft(torch.tensor([row.text[max(start, self.sent[row.place]) : min(start + row.block_size, row.limit)]]))
+
+
+def listed_streamers(streamer: Any, rows: int) -> list[BaseStreamer]:
+    """List the streamers of a call, one for each row.
+
+    Raises:
+        ValueError: for what is no streamer, another number of them, or one that is to take two rows.
+    """
+    streamers = list(streamer) if isinstance(streamer, list | tuple) else [streamer]
+    for one in streamers:
+        if not all(callable(getattr(one, name, None)) for name in ("put", "end")):
+            raise ValueError(f"streamer is {one!r}: it must have put and end, as a transformers.TextStreamer has")
+    different = len(set(map(id, streamers)))
+    if not len(streamers) == different == rows:
+        raise ValueError(
+            f"a streamer takes one row, the batch has {rows}, and streamer holds {different}: pass a list of {rows} different "
+            "ones, or stream one prompt at a time"
+        )
+    return streamers
+
+
+# ----------------------------------------------------------------------------------------------------
+# networks/cache.py
+#
+# Keys and values of committed blocks by absolute position and, behind the longest text, of the states being scored.
+
+# Slots that attention reads beyond the texts are a power of two of at least so many where shapes have to stay the same.
+LEAST_BUCKET = 256
+
 
 class PassingReference(weakref.ref[Any]):
     """A weak reference that may be pickled and copied: out of a pickle it comes dead, as its object stays behind."""
@@ -3756,21 +2987,41 @@ class PassingReference(weakref.ref[Any]):
 
 
 class WeightsSeen:
-    """A module's parameters at some time, to tell later whether they are still the same."""
+    """A module's parameters and active adapters at some time, to tell later whether they are still the same."""
 
     def __init__(self, module: nn.Module) -> None:
         self.seen = [(PassingReference(weight), _state_of(weight)) for weight in _held_parameters(module)]
+        self.adapters = _adapters(module)
 
     def same(self, module: nn.Module | None) -> bool:
-        """Tell if nothing was replaced, moved or written to; writes to `.data` are not counted."""
+        """Tell if nothing was replaced, moved or written to, and the same adapters are on.
+
+        Writes to a parameter's `.data` cannot be seen: autograd does not count them.
+        """
         weights = [] if module is None else _held_parameters(module)
-        return len(weights) == len(self.seen) and all(
-            seen() is weight and state == _state_of(weight) for (seen, state), weight in zip(self.seen, weights, strict=True)
+        return (
+            len(weights) == len(self.seen)
+            and module is not None
+            and self.adapters == _adapters(module)
+            and all(
+                seen() is weight and state == _state_of(weight)
+                for (seen, state), weight in zip(self.seen, weights, strict=True)
+            )
         )
 
 
 def _held_parameters(module: nn.Module) -> list[Tensor]:
     return [weight for weight in module.parameters() if not weight.is_meta]  # those that are offloaded come anew each time
+
+
+def _adapters(module: nn.Module) -> list[Any]:
+    """List the adapters that are on in each of peft's layers, with their scales."""
+    layers: list[Any] = list(module.modules())
+    return [
+        (list(layer.active_adapters), layer.disable_adapters, layer.merged_adapters[:], dict(getattr(layer, "scaling", {})))
+        for layer in layers
+        if hasattr(layer, "merged_adapters")
+    ]
 
 
 def _state_of(weight: Tensor) -> list[int]:
@@ -3786,17 +3037,17 @@ def devices_of_layers(model: Any, with_head: bool) -> tuple[torch.device, ...]:
 
 
 class BlockCache(Cache):
-    """KV memory of fixed size: [scratch | committed slots] in one buffer per device, written in place.
+    """KV memory of fixed size, one buffer per device, `[rows, slots, layers, 2, kv_heads, head_dim]`, written in place.
 
-    A committed token lives in the slot of its absolute position, so padding takes no room and rows of different length
-    need no special case. The states of a round are written to the scratch, right before slot 0, so that what
-    attention reads is one view without a copy. When a state turns out clean, `commit` copies its keys and values to its slots.
+    A committed token lives in the slot of its absolute position, so padding takes no room and rows of different length need no
+    special case. The states of a round are written behind the longest text, so that what attention reads is one slice; when one
+    turns out clean, `move` copies its keys and values to its row's text, for all rows and layers at once.
 
     Between two calls of `generate` it remembers whose keys and values it holds, so that the next one starts behind them. A
     call takes over the cache it is given: what that held beyond the new prompt is gone (`copy.deepcopy` keeps it).
 
     Args:
-        batch_size: Rows.
+        rows: Rows.
         num_key_value_heads: KV heads of every layer.
         head_dim: Size of a head.
         layer_devices: The device of every layer: the backbone's first, then the head's.
@@ -3805,12 +3056,14 @@ class BlockCache(Cache):
         dtype: Of keys and values.
         head_layers: How many of the layers are the head's.
         hidden_size: Of the hidden states that are kept for a head to read later; 0: none are.
+        fixed: Whether shapes are to stay the same from round to round, as for recordings and compiled code: attention then
+            reads a power of two of slots before what is scored.
 
     Attributes:
-        ids: [rows, length] long, the text whose tokens the slots hold, by absolute position.
-        held: [rows] long, so many first tokens of it have their keys and values in all layers of the backbone.
-        head_held: [rows] long, the same for the layers of the head.
-        hidden_held: [rows] long, so many have hidden states that the head may still read, if it has not read them.
+        ids: By row, the text whose tokens the slots hold.
+        held: By row, so many first tokens of it have their keys and values in all layers of the backbone.
+        head_held: By row, the same for the layers of the head.
+        hidden_held: By row, so many have hidden states that the head may still read, if it has not read them.
         owner: A weak reference to the model whose keys and values these are.
         weights: The parts of that model whose keys and values these are, by name, as they were then.
         deferred: Whether attention calls `store` itself, as in rounds under a `RoundMask`.
@@ -3818,7 +3071,7 @@ class BlockCache(Cache):
 
     def __init__(
         self,
-        batch_size: int,
+        rows: int,
         num_key_value_heads: int,
         head_dim: int,
         layer_devices: Sequence[torch.device],
@@ -3827,66 +3080,54 @@ class BlockCache(Cache):
         dtype: torch.dtype,
         head_layers: int = 0,
         hidden_size: int = 0,
+        fixed: bool = False,
     ) -> None:
         super().__init__(layers=[])
-        self.rows, self.num_key_value_heads, self.head_dim = batch_size, num_key_value_heads, head_dim
-        self.dtype, self.head_layers = dtype, head_layers
-        self.scratch = scratch
-        self.capacity = capacity
+        self.rows, self.num_key_value_heads, self.head_dim = rows, num_key_value_heads, head_dim
+        self.capacity, self.scratch, self.dtype, self.head_layers = capacity, scratch, dtype, head_layers
+        self.hidden_size, self.fixed, self.layer_devices = hidden_size, fixed, tuple(layer_devices)
         self.owner: PassingReference | None = None
         self.weights: dict[str, WeightsSeen] = {}
-        self.deferred, self.hidden_size = False, hidden_size
+        self.deferred = False
         self.empty()
-        self._device_of = list(layer_devices)
-        devices = list(dict.fromkeys(layer_devices))
-        # Not zeroed: memory that a call does not come to use is never touched. See `clear`.
+        self._index = [self.layer_devices[:layer].count(device) for layer, device in enumerate(self.layer_devices)]
+        slots = scratch + (max(LEAST_BUCKET, 1 << (capacity - 1).bit_length()) if fixed else capacity)
+        # Elsewhere no slot is read that was not written before: rows are prefilled and scored together.
+        made = torch.zeros if fixed else torch.empty
         self._buffers = {
-            device: torch.empty(
-                2,
-                self._device_of.count(device),
-                batch_size,
-                num_key_value_heads,
-                scratch + capacity,
-                head_dim,
-                dtype=dtype,
-                device=device,
+            device: made(
+                (rows, slots, self.layer_devices.count(device), 2, num_key_value_heads, head_dim), dtype=dtype, device=device
             )
-            for device in devices
+            for device in dict.fromkeys(self.layer_devices)
         }
-        shape = batch_size, capacity + scratch, hidden_size  # what is not to be kept goes behind the capacity
-        self._hidden = torch.empty(shape, dtype=dtype, device=layer_devices[-1])
-        self._index = [self._device_of[:layer].count(device) for layer, device in enumerate(self._device_of)]
-        self._write = self._read = slice(0, 0)
-
-    @property
-    def layer_devices(self) -> tuple[torch.device, ...]:
-        """The device of every layer."""
-        return tuple(self._device_of)
+        self.hidden = torch.empty((rows, capacity, hidden_size), dtype=dtype, device=self.layer_devices[-1])
+        self.active, self.begin, self.end = rows, 0, 0
 
     @property
     def nbytes(self) -> int:
         """Bytes held, fixed at construction."""
-        return sum(buffer.numel() * buffer.element_size() for buffer in (*self._buffers.values(), self._hidden))
+        return sum(buffer.numel() * buffer.element_size() for buffer in (*self._buffers.values(), self.hidden))
 
     @property
     def writable(self) -> bool:
         """False outside of inference mode for a cache that was made in it."""
         return torch.is_inference_mode_enabled() or not any(buffer.is_inference() for buffer in self._buffers.values())
 
-    def target_scratch(self, width: int, used: int) -> None:
-        """Let the next forward write `width` scratch tokens and read them before the first `used` committed slots."""
-        self._write = slice(self.scratch - width, self.scratch)
-        self._read = slice(self.scratch - width, self.scratch + used)
+    def target(self, used: int, width: int, prefill: bool = False) -> int:
+        """Let the next forward write `width` tokens a row behind the first `used` slots and read all slots up to there.
 
-    def target_slots(self, start: int, length: int) -> None:
-        """Let the next forward write the slots [start, start + length) and read all slots up to there."""
-        self._write = slice(self.scratch + start, self.scratch + start + length)
-        self._read = slice(self.scratch, self.scratch + start + length)
+        Returns:
+            The first slot that is written: `used`, or where shapes are fixed the power of two above it; not in a prefill.
+        """
+        if self.fixed and not prefill:
+            used = max(LEAST_BUCKET, 1 << (used - 1).bit_length()) if used else LEAST_BUCKET
+        self.begin, self.end = used, used + width
+        return used
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Write new keys and values ([batch, heads, new, head_dim]) to the target and return what attention reads; while
+        """Write new keys and values ([rows, heads, new, head_dim]) to the target and return what attention reads; while
         `deferred`, leave both to `store`."""
         return (key_states, value_states) if self.deferred else self.store(key_states, value_states, layer_idx)
 
@@ -3898,79 +3139,63 @@ class BlockCache(Cache):
         return self.read(layer)
 
     def written(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Select the target, where keys and values of the next forward go: [batch, heads, new, head_dim]."""
-        keys, values = self._buffers[self._device_of[layer]][:, self._index[layer], :, :, self._write]
-        return keys, values
+        """Select the target, where keys and values of the next forward go: [rows, heads, new, head_dim]."""
+        return self._slice(layer, self.begin)
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Select the keys and values that attention reads, [batch, heads, seen, head_dim], once the target is written."""
-        keys, values = self._buffers[self._device_of[layer]][:, self._index[layer], :, :, self._read]
+        """Select the keys and values that attention reads, [rows, heads, seen, head_dim], once the target is written."""
+        return self._slice(layer, 0)
+
+    def _slice(self, layer: int, begin: int) -> tuple[Tensor, Tensor]:
+        slots = self._buffers[self.layer_devices[layer]][: self.active, begin : self.end, self._index[layer]]
+        keys, values = slots.permute(2, 0, 3, 1, 4).unbind(0)
         return keys, values
 
-    def commit(self, width: int, source: Tensor, start: Tensor, which: Tensor, length: int, layers: range) -> None:
-        """Copy one scored block per row from the scratch to its committed slots.
-
-        Args:
-            width: Tokens of each row in the forward that scored it.
-            source: [rows] long, where the block begins among these.
-            start: [rows] long, the block's absolute position.
-            which: [rows] bool, the rows that commit; another row's scratch is copied onto itself.
-            length: Tokens in the block.
-            layers: The layers whose forward that was.
-        """
-        offsets = indices(length, start.device)
-        source = self.scratch - width + source[:, None] + offsets
-        slots = torch.where(which[:, None], self.scratch + start[:, None] + offsets, source)
-        rows = indices(len(start), start.device)[:, None]
-        for part in self._of(layers):
+    def move(self, layers: range, moves: Sequence[tuple[int, int, int]], length: int) -> None:
+        """Copy blocks of keys and values: of each `(row, source, target)` the slots from `source` on to those from `target`
+        on, in all of some layers."""
+        row, source, target = torch.tensor(moves).unbind(1)
+        offsets = torch.arange(length)
+        source, target = source[:, None] + offsets, target[:, None] + offsets
+        for device, part in self._of(layers):
+            at, of, to = (index.to(device, non_blocking=True) for index in (row[:, None], source, target))
             if part.shape[-1] * part.element_size() % 8 == 0:
                 part = part.view(torch.int64)  # a number of a narrow type costs as much to index as a wide one
-            row, to, of = rows.to(part.device), slots.to(part.device), source.to(part.device)
-            part[:, :, row, :, to] = part[:, :, row, :, of]
+            part[at, to] = part[at, of]
 
-    def clear(self, layers: range, start: int) -> None:
-        """Zero the slots of some layers from `start` on.
+    def swap(self, pairs: Sequence[tuple[int, int]], used: int) -> None:
+        """Exchange what pairs of rows have in the first `used` slots, kept hidden states too."""
+        ours, theirs = torch.tensor(pairs).unbind(1)
+        to, of = torch.cat([ours, theirs]), torch.cat([theirs, ours])
+        for part in (*self._buffers.values(), self.hidden):
+            part = part[:, :used]
+            part[to.to(part.device)] = part[of.to(part.device)]
 
-        A masked slot still enters attention with its weight of 0, which what is not finite would survive.
-        """
-        for part in self._of(layers):
-            part[..., self.scratch + start :, :] = 0
-
-    def keep_hidden(self, hidden: Tensor, start: Tensor, which: Tensor) -> None:
-        """Keep hidden states [rows, n, hidden_size] of rows' texts from `start` [rows] on, where `which` [rows] says so."""
-        offsets = indices(hidden.shape[1], start.device)
-        slots = torch.where(which[:, None], start[:, None] + offsets, self.capacity + offsets)
-        self._hidden[indices(len(start), start.device)[:, None], slots] = hidden.to(self._hidden.device)
-
-    def kept_hidden(self, start: int, length: int) -> Tensor:
-        """[rows, length, hidden_size]: what was kept, and anything where nothing was."""
-        return self._hidden[:, start : start + length]
-
-    def hold(self, ids: Tensor, held: Tensor, head_held: Tensor, hidden_held: Tensor) -> None:
-        """Note what is held: `ids` [rows, length], `held`, `head_held` and `hidden_held` [rows], all long (see the
-        attributes)."""
+    def hold(self, ids: list[list[int]], held: list[int], head_held: list[int], hidden_held: list[int]) -> None:
+        """Note what is held, by row (see the attributes)."""
         self.ids, self.held, self.head_held, self.hidden_held = ids, held, head_held, hidden_held
 
     def empty(self) -> None:
         """Hold nothing."""
-        nothing = torch.zeros(self.rows, dtype=torch.long)
-        self.hold(nothing[:, None][:, :0], nothing, nothing, nothing)
+        nothing = [0] * self.rows
+        self.hold([[] for _ in nothing], nothing, nothing, nothing)
 
-    def reusable(self, ids: Tensor, upto: Tensor, block_size: int, with_head: bool, later: bool = False) -> Tensor:
+    def reusable(self, texts: Sequence[Sequence[int]], upto: Sequence[int], block_size: int, with_head: bool) -> list[int]:
         """Count the first tokens of each row's text that need no prefill: the longest common prefix, in whole blocks.
 
         Args:
-            ids: [rows, length] long, the text by absolute position.
-            upto: [rows] long, the most that is asked for.
+            texts: By row, the text by absolute position.
+            upto: By row, the most that is asked for.
             block_size: Keys and values depend on the whole block.
-            with_head: Whether the head's layers must hold them too.
-            later: Whether it is enough that the head can read them later.
+            with_head: Whether the head's layers must hold them too, or be able to read them yet.
         """
-        length = min(ids.shape[1], self.ids.shape[1])
-        common = (ids[:, :length] == self.ids[:, :length].to(ids.device)).long().cumprod(1).sum(1)
-        of_head = torch.maximum(self.head_held, self.hidden_held) if later else self.head_held
-        held = torch.minimum(self.held, of_head) if with_head else self.held
-        return torch.minimum(torch.minimum(common, held.to(ids.device)), upto) // block_size * block_size
+        found = []
+        for row, (text, most) in enumerate(zip(texts, upto, strict=True)):
+            most = min(most, self.held[row], max(self.head_held[row], self.hidden_held[row]) if with_head else most)
+            known = self.ids[row]
+            same = next((at for at in range(min(most, len(known))) if known[at] != text[at]), min(most, len(known)))
+            found.append(same // block_size * block_size)
+        return found
 
     def with_room(self, rows: int, capacity: int, scratch: int) -> "BlockCache":
         """Make room: return this cache, or a bigger one with what it holds.
@@ -3979,47 +3204,31 @@ class BlockCache(Cache):
             rows: A multiple of this one's: each is then held so many times, one after the other.
             capacity, scratch: At least so many slots, and tokens that can be scored at once.
         """
-        if self.fits(rows, capacity, scratch):
+        if rows == self.rows and capacity <= self.capacity and scratch <= self.scratch and self.writable:
             return self
         capacity, scratch = max(capacity, self.capacity), max(scratch, self.scratch)
-        heads, width, devices = self.num_key_value_heads, self.head_dim, self._device_of
-        bigger = BlockCache(rows, heads, width, devices, capacity, scratch, self.dtype, self.head_layers, self.hidden_size)
+        bigger = BlockCache(
+            *(rows, self.num_key_value_heads, self.head_dim, self.layer_devices, capacity, scratch, self.dtype),
+            *(self.head_layers, self.hidden_size, self.fixed),
+        )
         bigger.owner = self.owner
         bigger.fill_from(self)
         return bigger
 
-    def fits(self, rows: int, capacity: int, scratch: int) -> bool:
-        """Tell if it has room for so much, and may be written to."""
-        return rows == self.rows and capacity <= self.capacity and scratch <= self.scratch and self.writable
-
     def fill_from(self, other: "BlockCache") -> None:
         """Hold what another cache of as many layers holds, a divisor of this one's rows: each so many times in turn."""
-        copies = self.rows // other.rows
-        self.hold(*(t.repeat_interleave(copies, 0) for t in (other.ids, other.held, other.head_held, other.hidden_held)))
-        used = int(other.held.max())
+        copies, used = self.rows // other.rows, max(other.held)
+        repeated = (
+            [one for one in part for _ in range(copies)] for part in (other.ids, other.held, other.head_held, other.hidden_held)
+        )
+        self.hold(*repeated)  # type: ignore[arg-type]
         for device, buffer in other._buffers.items():
-            held = buffer[:, :, :, :, other.scratch : other.scratch + used]
-            self._buffers[device][:, :, :, :, self.scratch : self.scratch + used] = held.repeat_interleave(copies, 2)
-        self._hidden[:, :used] = other._hidden[:, :used].repeat_interleave(copies, 0)
+            self._buffers[device][:, :used] = buffer[:, :used].repeat_interleave(copies, 0)
+        self.hidden[:, :used] = other.hidden[:, :used].repeat_interleave(copies, 0)
 
     def alias(self) -> "BlockCache":
         """Make another cache on the same memory."""
         return copy.copy(self)
-
-    def first(self, rows: int) -> "BlockCache":
-        """Make a cache of the first rows, on the same memory."""
-        part = self.alias()
-        part.rows, part._hidden = rows, self._hidden[:rows]
-        part._buffers = {device: buffer[:, :, :rows] for device, buffer in self._buffers.items()}
-        return part
-
-    def swap(self, one: int, other: int, layers: range, used: int, with_hidden: bool) -> None:
-        """Exchange what two rows have in the first `used` slots: keys and values of some layers, also kept hidden states."""
-        parts = [part[..., self.scratch : self.scratch + used, :].movedim(2, 0) for part in self._of(layers)]
-        for part in [*parts, self._hidden[:, :used]] if with_hidden else parts:
-            kept = part[one].clone()
-            part[one] = part[other]
-            part[other] = kept
 
     def shares(self, other: "BlockCache") -> bool:
         """Tell if two caches have the same memory."""
@@ -4028,14 +3237,14 @@ class BlockCache(Cache):
     def detach(self) -> None:
         """Go on with a copy of the memory that is shared."""
         self._buffers = {device: buffer.clone() for device, buffer in self._buffers.items()}
-        self._hidden = self._hidden.clone()
+        self.hidden = self.hidden.clone()
 
-    def _of(self, layers: range) -> Iterator[Tensor]:
-        """Select the memory of some layers, of each device: [2, layers, rows, heads, scratch + capacity, head_dim]."""
+    def _of(self, layers: range) -> Iterator[tuple[torch.device, Tensor]]:
+        """Select the memory of some layers, of each device: [rows, slots, layers, 2, heads, head_dim]."""
         for device, buffer in self._buffers.items():
-            held = [self._index[layer] for layer in layers if self._device_of[layer] == device]
+            held = [self._index[layer] for layer in layers if self.layer_devices[layer] == device]
             if held:
-                yield buffer[:, held[0] : held[-1] + 1]
+                yield device, buffer[:, :, held[0] : held[-1] + 1]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return 0: rows differ in length, so there is no common one; positions are always passed explicitly."""
@@ -4043,13 +3252,132 @@ class BlockCache(Cache):
 
 
 # ----------------------------------------------------------------------------------------------------
-# runner/graphs.py
+# networks/attention.py
 #
-# CUDA graphs: steps that run again and again on fixed buffers are recorded once and then replayed with one launch.
+# Attention by `round_attention` in the layers of a model: in a round they are given a `RoundMask`.
+#
+# Keys and values then go into the cache together with the attention, in one call, and not by `BlockCache.update`. To
+# `torch.compile` this call is one opaque operation: what it traces does not see the cache, which it would copy, nor how many
+# slots are committed, for each number of which it would compile anew.
+
+# What `attn_implementation` is during a forward under a `RoundMask`. Each copy of this file (remote code of two repositories in
+# one process) has masks of its own class, so also a name of its own.
+ROUND_ATTENTION = f"{__name__}.round_attention"
+REPLACED = "sdpa"  # the implementation that it stands in for
+
+_inside: "weakref.WeakKeyDictionary[nn.Module, int]" = weakref.WeakKeyDictionary()
+_inside_lock = threading.Lock()
+_here = threading.local()  # `cache`: that of the round which this thread is in
+_operators: list[Callable[..., Tensor]] = []  # `_attend_in_round` as an operation, once there has been a round
+
+
+def takes_round_masks(model: Any, dispatch: Dispatch) -> bool:
+    """Tell if the layers of a model are to be given a `RoundMask` in rounds: an attention that was chosen in place of SDPA
+    stays, and what was compiled without kernels is left whole.
+
+    Raises:
+        ValueError: if kernels are forced, and another attention was chosen.
+    """
+    chosen = model.config._attn_implementation
+    if chosen in (REPLACED, ROUND_ATTENTION):
+        return dispatch.forced is not False or not any(
+            part._compiled_call_impl for part in (model.model, model.mrp_head) if part
+        )
+    if dispatch.forced:
+        raise ValueError(
+            f"kernels is True, but the model attends by {chosen!r}, whose place the kernel does not take: use "
+            f"attn_implementation={REPLACED!r}, or kernels=None or kernels=False"
+        )
+    return False
+
+
+@contextmanager
+def under_round_masks(model: Any, cache: BlockCache) -> Iterator[None]:
+    """Let the layers of a model know what a `RoundMask` is, and where their keys and values go.
+
+    Layers look their attention up by the name in the config that they all share, so there is no way around a name of
+    our own there. What it names computes SDPA as before for everything but a `RoundMask`, so that other threads that
+    use the model meanwhile, also without kernels, notice nothing; the last one to leave puts the name back.
+    """
+    with _inside_lock:
+        if not _operators:
+            _operators.append(_as_operation())
+        AttentionInterface.register(ROUND_ATTENTION, _attention)
+        _inside[model] = _inside.get(model, 0) + 1
+        model.config._attn_implementation = ROUND_ATTENTION
+    outer, _here.cache = getattr(_here, "cache", None), cache
+    cache.deferred = True
+    try:
+        yield
+    finally:
+        cache.deferred = False
+        _here.cache = outer
+        with _inside_lock:
+            _inside[model] -= 1
+            if not _inside[model]:
+                del _inside[model]
+                model.config._attn_implementation = REPLACED
+
+
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Attend as transformers' layers ask for it."""
+    if attention_mask is None and getattr(_here, "cache", None) is not None:
+        raise ValueError(
+            f"a {type(module).__name__} was given no mask in a round, and would see everything: pass on the mask that the "
+            "backbone is called with, or use kernels=False"
+        )
+    if not isinstance(attention_mask, RoundMask):
+        return ALL_ATTENTION_FUNCTIONS[REPLACED](module, query, key, value, attention_mask, **kwargs)
+    mask = attention_mask
+    layer: Any = module.layer_idx
+    if torch.compiler.is_compiling():
+        seen = (mask.committed, mask.parent, mask.width, mask.block_size)
+        return _operators[0](query, key, value, *seen, layer, kwargs["scaling"], mask.dispatch.forced), None
+    keys, values = _here.cache.store(key, value, layer)
+    return attend(query, keys, values, mask, kwargs["scaling"]), None
+
+
+def _attend_in_round(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    committed: Tensor,
+    parent: Tensor | None,
+    width: int,
+    block_size: int,
+    layer: int,
+    scale: float,
+    forced: bool | None,
+) -> Tensor:
+    """Put the round's keys and values into the cache, and attend to what lies there: [rows, queries, heads, head_dim]."""
+    keys, values = _here.cache.store(key, value, layer)
+    return attend(query, keys, values, RoundMask(committed, parent, width, block_size, Dispatch(forced)), scale)
+
+
+def _as_operation() -> Callable[..., Tensor]:
+    """Make `_attend_in_round` an operation that `torch.compile` leaves whole; each copy of this file has one of its own."""
+    schema = (
+        "(Tensor query, Tensor key, Tensor value, Tensor committed, Tensor? parent, int width, int block_size, int layer, "
+        "float scale, bool? forced) -> Tensor"
+    )
+    name = f"{__name__.replace('.', '_')}::attend"
+    made = torch.library.custom_op(name, _attend_in_round, mutates_args=(), schema=schema)
+    made.register_fake(lambda query, *_: torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format))
+    return made._opoverload
+
+
+# ----------------------------------------------------------------------------------------------------
+# networks/graphs.py
+#
+# CUDA graphs: forwards that run again and again on fixed buffers are recorded once and then replayed with one launch.
 #
 # What is recorded is a *step*: code that takes nothing and gives nothing, but reads buffers that stay where they are (weights,
-# the KV cache, registers) and writes such buffers. So no tensor of a graph's own memory is seen outside of it, and all graphs of
-# a recorded cache share that memory: what one leaves there, the next may overwrite.
+# the KV cache, its inputs) and writes such buffers. So no tensor of a graph's own memory is seen outside of it, and all graphs of
+# a recorded cache share that memory: what one leaves there, the next may overwrite. Recordings are dear, so they outlive the call
+# of `generate` that made them, together with the cache that they write to: one for a model, until its weights lie elsewhere,
+# `release_graphs` is called, or a call needs another size.
 #
 # A key names everything but the buffers' contents that a step depends on. Its first run is an ordinary one, on the side
 # stream that will record: it does the work, and warms up what a recording must not meet for the first time (libraries,
@@ -4245,59 +3573,435 @@ def shapes_of(tensors: Sequence[Tensor]) -> Hashable:
     return tuple((tuple(tensor.shape), tensor.dtype, tensor.device) for tensor in tensors)
 
 
-class Registers:
-    """Fixed buffers for the tensors of a pytree, what is recorded on them, and numbers for the host.
+class RecordedCache:
+    """The KV cache of a model that stays where it is, and the forwards that were recorded on it.
 
     Args:
-        tree: Whose leaves, all of them tensors, are copied here.
-        recorder: For `graphs`.
+        cache: Whose buffers these are.
+        recorder: What records.
+        weights: The model's `fingerprint`.
 
     Attributes:
-        tree: The same with the buffers for leaves.
-        graphs: What is recorded on them.
-        host: By key of a recording, what its step does on the host.
+        graphs: What was recorded.
+        busy: A call is using it.
     """
 
-    def __init__(self, tree: Any, recorder: Recorder) -> None:
-        leaves, spec = tree_flatten(tree)
-        self.tensors: list[Tensor] = [fixed_copy(leaf) for leaf in leaves]
-        self.tree = tree_unflatten(self.tensors, spec)
-        self.places = {tensor.untyped_storage().data_ptr() for tensor in self.tensors}
-        self.graphs = Graphs(recorder)
-        self.numbers: Tensor | None = None
-        self.host: dict[Hashable, dict[str, int]] = {}
+    def __init__(self, cache: BlockCache, recorder: Recorder, weights: Hashable) -> None:
+        self.cache, self.weights, self.graphs, self.busy = cache.alias(), weights, Graphs(recorder), False
+        self._lent: weakref.ref[BlockCache] | None = None
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of buffers and recordings."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors) + self.graphs.nbytes
+    def lend(self, past: BlockCache | None) -> BlockCache:
+        """Lend the cache, with what `past` holds. Whoever holds what was lent before keeps it, in memory of its own."""
+        if past is not None and past.shares(self.cache):
+            cache = past
+        else:
+            holder = None if self._lent is None else self._lent()
+            if holder is not None and holder.shares(self.cache):
+                holder.detach()
+            cache = self.cache.alias()
+            cache.empty()
+            if past is not None:
+                cache.fill_from(past)
+        self._lent = weakref.ref(cache)
+        return cache
 
-    def write(self, tree: Any) -> None:
-        """Copy the leaves of another pytree of the same shape into the buffers. They may share memory with the buffers."""
-        new = tree_flatten(tree)[0]
-        for own, tensor in zip(self.tensors, new, strict=True):
-            assert (own.shape, own.dtype) == (tensor.shape, tensor.dtype), (own, tensor)
-        changed: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
-        for own, tensor in zip(self.tensors, new, strict=True):
-            if tensor is not own:
-                # What looks at another buffer would change while they are written.
-                looks = tensor.untyped_storage().data_ptr() in self.places
-                kept = tensor.clone(memory_format=torch.contiguous_format) if looks else tensor.contiguous()
-                targets, sources = changed.setdefault(own.dtype, ([], []))
-                targets.append(own)
-                sources.append(kept)
-        for targets, sources in changed.values():  # a launch for each dtype
-            torch._foreach_copy_(targets, sources)
 
-    def numbers_for(self, count: int) -> Tensor:
-        """Reserve [count] long, where a step leaves what the host reads."""
-        if self.numbers is None:
-            self.numbers = fixed_copy(torch.zeros(count, dtype=torch.long, device=self.tensors[0].device))
-        return self.numbers
+_KEPT: "weakref.WeakKeyDictionary[nn.Module, RecordedCache]" = weakref.WeakKeyDictionary()
+_LOCK = threading.Lock()
+# Tokens of the smallest cache that is kept. Others have twice as many, four times, ..., so that growing prompts find the same.
+LEAST_CAPACITY = 1024
+
+
+def release_graphs(model: nn.Module) -> None:
+    """Drop what is kept for a model."""
+    with _LOCK:
+        _KEPT.pop(model, None)
+
+
+def recording_report(model: nn.Module) -> dict[str, int]:
+    """Count what is kept for a model: `recordings`, their `replays` so far, `bytes`, and whether recording `failed`."""
+    with _LOCK:
+        kept = _KEPT.get(model)
+    if kept is None:
+        return dict.fromkeys(("recordings", "replays", "bytes", "failed"), 0)
+    return {
+        "recordings": sum(known.replay is not None for known in kept.graphs.kept.values()),
+        "replays": kept.graphs.replays,
+        "bytes": kept.cache.nbytes + kept.graphs.nbytes,
+        "failed": int(kept.graphs.recorder.failed),
+    }
+
+
+@contextmanager
+def cache_for(
+    model: Any, graphs: bool | None, past: BlockCache | None, rows: int, capacity: int, scratch: int, with_head: bool
+) -> Iterator[tuple[BlockCache, Graphs | None]]:
+    """Choose the cache of a call and what records its forwards: what was kept from earlier calls, or new ones.
+
+    Args:
+        model: The model.
+        graphs: The option: None where possible, True or an error, False never.
+        past: A cache to go on from, which is taken over; or None.
+        rows, capacity, scratch: See `BlockCache`.
+        with_head: Whether the head's layers are needed.
+
+    Raises:
+        ValueError: if `graphs` is True and it is impossible.
+    """
+    past = None if past is not None and with_head and not past.head_layers else past
+    why = "graphs is False" if graphs is False else obstacle(model)
+    if graphs and why is not None:
+        raise ValueError(f"graphs is True, but {why}, or leave graphs unset")
+    kept = None if why is not None else _kept_for(model, rows, capacity, scratch, with_head or bool(past and past.head_layers))
+    if kept is None:
+        cache = model.block_cache(rows, capacity, scratch, with_head) if past is None else past
+        yield cache.with_room(rows, capacity, scratch), None
+        return
+    try:
+        yield kept.lend(past), kept.graphs
+    finally:
+        kept.busy = False
+
+
+def _kept_for(model: Any, rows: int, capacity: int, scratch: int, with_head: bool) -> RecordedCache | None:
+    """What is kept for a model, with room for a call, and now busy; None where another thread's call is using it."""
+    weights = fingerprint(model)
+    with _LOCK:
+        kept = _KEPT.get(model)
+        if kept is not None and kept.busy:
+            return None
+        cache = None if kept is None else kept.cache
+        if (
+            kept is None
+            or cache is None
+            or kept.weights != weights
+            or cache.rows != rows
+            or cache.scratch < scratch
+            or cache.capacity < capacity
+            or (with_head and not cache.head_layers)
+        ):
+            _KEPT.pop(model, None)
+            roomy = max(LEAST_CAPACITY, 1 << (capacity - 1).bit_length()) // model.config.block_size * model.config.block_size
+            device = model.lm_head.weight.device
+            with torch.inference_mode(False), torch.no_grad():
+                cache = model.block_cache(rows, max(roomy, capacity), scratch, with_head, fixed=True)
+            kept = _KEPT[model] = RecordedCache(cache, RECORDERS[device.type](device), weights)
+        kept.busy = True
+    return kept
+
+
+_PLAIN = frozenset({bool, int, float, str, type(None)})
+
+
+def fingerprint(model: nn.Module) -> Hashable:
+    """Collect where a model's weights lie, how its modules are set and hooked, and which attention it uses."""
+    tensors = (*model.parameters(), *model.buffers())
+    places = tuple((tensor.data_ptr(), tensor.dtype, tensor.shape) for tensor in tensors if not tensor.is_meta)
+    settings = tuple(
+        (type(module), len(module._forward_hooks), len(module._forward_pre_hooks), _settings(module))
+        for module in model.modules()
+    )
+    attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    return places, settings, REPLACED if attention == ROUND_ATTENTION else attention  # which another thread may be inside of
+
+
+def _settings(module: nn.Module) -> Hashable:
+    """Collect plain attributes, and lists of such: adapters are switched by them."""
+    found: list[tuple[str, Any]] = []
+    for name, value in vars(module).items():
+        kind = type(value)
+        if kind in _PLAIN:
+            found.append((name, value))
+        elif kind is list or kind is tuple or (kind is dict and name[0] != "_"):
+            found.append((name, repr(value)))
+    return tuple(found)
+
+
+def obstacle(model: Any) -> str | None:
+    """Say why forwards of this model cannot be recorded here, with what to do; None if they can."""
+    tensors = (*model.parameters(), *model.buffers())
+    others = {type(tensor).__name__ for tensor in tensors} - {"Tensor", "Parameter", "Buffer"}
+    if others:
+        return f"weights are of the kind {', '.join(sorted(others))}, and where those lie is not known: load plain tensors"
+    devices = {tensor.device for tensor in tensors}
+    names = ", ".join(sorted(map(str, devices)))
+    if len(devices) > 1:
+        return f"the model lies on several devices ({names}): load it on one"
+    (device,) = devices
+    if device.type not in RECORDERS:
+        return f"the model is on {device}: move it to a CUDA device"
+    if torch.is_autocast_enabled(device.type):
+        return "autocast is on, and what it casts does not stay in place: load the model in that dtype instead"
+    if torch.compiler.is_compiling():
+        return "generate is being compiled: compile the model instead"
+    return None
 
 
 # ----------------------------------------------------------------------------------------------------
-# runner/protocol.py
+# networks/picker.py
+#
+# Picks: the token and its log-odds at masked positions, greedy or sampled, reproducible to the bit.
+#
+# A sampled pick is a Gumbel-max whose noise is a pure function of (the row's seed, absolute position, masks left in
+# the block, token id). So two decoders that reach the same state draw the same token, whatever way they came there.
+
+# Kinds of truncation, and whether one keeps, of any scores, the likeliest tokens, however many: behind a top-k it needs its k
+# logits alone.
+TRUNCATIONS: dict[type, bool] = {
+    TopKLogitsWarper: True,
+    TopPLogitsWarper: True,
+    MinPLogitsWarper: True,
+    EpsilonLogitsWarper: True,
+    EtaLogitsWarper: True,
+    TopHLogitsWarper: False,
+    TypicalLogitsWarper: False,
+}
+
+# Tokens of a position that a sampled draft chooses among: all that transformers' own top-k of 50 leaves.
+LIKELIEST = 64
+
+
+@dataclass(frozen=True)
+class Spots:
+    """The positions of some states at which tokens are picked: the `free` columns of each, in order.
+
+    Attributes:
+        states: Each with its row.
+        device: Where picks are made.
+        parents: Of each the clean state that it looks at, if any; none at all: no state does.
+    """
+
+    states: Sequence[tuple[Row, State]]
+    device: torch.device
+    parents: Sequence[State | None] = ()
+
+    def keys(self) -> Tensor:
+        """Make the keys of the noise, [n] long."""
+        table = [(row.seed, state.start + column, state.masks) for row, state in self.states for column in state.free]
+        return noise_keys(*torch.tensor(table, dtype=torch.long).view(-1, 3).to(self.device).unbind(1))
+
+    def no_eos(self) -> Tensor | None:
+        """Tell where no eos may be picked, [n] bool; None: nowhere."""
+        if not any(state.start < row.no_eos_before > row.prompt for row, state in self.states):
+            return None
+        early = [state.start + column < row.no_eos_before for row, state in self.states for column in state.free]
+        return torch.tensor(early, device=self.device)
+
+    def barred(self, bans: Bans) -> tuple[list[int], list[int]]:
+        """List what may not be picked where: indices of positions, and a token for each."""
+        places: list[int] = []
+        tokens: list[int] = []
+        count = 0
+        for place, (row, state) in enumerate(self.states):
+            ids = known(row, state, self.parents[place] if self.parents else None)
+            for column in state.free:
+                found = bans.barred(ids, state.start + column, row.mask_id)
+                places += [count] * len(found)
+                tokens += found
+                count += 1
+        return places, tokens
+
+    def contexts(self) -> list[list[int]]:
+        """List the ids before each position: the row's text, with what its state has revealed, and masks elsewhere."""
+        found = []
+        for place, (row, state) in enumerate(self.states):
+            known = row.text[: state.start]
+            if self.parents and (parent := self.parents[place]) is not None:
+                known[parent.start :] = parent.ids
+            found += [[*known, *state.ids[:column]] for column in state.free]
+        return found
+
+
+@dataclass(frozen=True)
+class Picks:
+    """Picks at n positions.
+
+    Attributes:
+        token: [n] long.
+        odds: [n] float, the log-odds of its probability after temperature and processors, before truncation; NaN where no
+            token had a finite score.
+        entropy: [n] float, in nats; None where the picker computes none.
+        likeliest: Ids and log-odds [n, m] of the likeliest tokens that may be sampled, -inf for those that truncation leaves
+            out; None where the picker gives none.
+    """
+
+    token: Tensor
+    odds: Tensor
+    entropy: Tensor | None = None
+    likeliest: tuple[Tensor, Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class Picker:
+    """Turns hidden states into picks with one set of sampling options.
+
+    Attributes:
+        lm_head_weight: [vocab, hidden_size].
+        mask_token_id: Never picked, and outside the softmax.
+        temperature: Divides the logits.
+        sample: Add Gumbel noise, else take the arg max.
+        processors: The user's logits processors, applied before temperature.
+        bans: Sequences that must not appear, kept behind the processors; or None.
+        truncation: top-k, top-p and their kin, applied after the confidence is taken.
+        eos_token_ids: Ids that positions before a minimum length must not take.
+        token_ids: [vocab] long, the ids that the rows of `lm_head_weight` stand for; None: their places.
+        entropy: Whether to compute it.
+        likeliest: Whether to give the likeliest tokens, for drafts of sampled text.
+        dispatch: Kernels or PyTorch.
+    """
+
+    lm_head_weight: Tensor
+    mask_token_id: int
+    temperature: float = 1.0
+    sample: bool = False
+    processors: LogitsProcessorList | None = None
+    bans: Bans | None = None
+    truncation: LogitsProcessorList | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    token_ids: Tensor | None = None
+    entropy: bool = False
+    likeliest: bool = False
+    dispatch: Dispatch = field(default=AUTOMATIC)
+
+    @cached_property
+    def unembedding(self) -> Unembedding:
+        """The distributions before any processors."""
+        return Unembedding(self.lm_head_weight, self.mask_token_id, self.temperature, self.eos_token_ids, self.token_ids)
+
+    def restricted(self, token_ids: Tensor, weight: Tensor) -> "Picker":
+        """One that picks among some tokens [m] only, without the mask id; `weight` are their rows of `lm_head`."""
+        return replace(self, lm_head_weight=weight, token_ids=token_ids, entropy=False)
+
+    def __call__(self, hidden: Tensor, spots: Spots | None = None) -> Picks:
+        """Pick at n spots from hidden states [n, hidden_size]; no [n, vocab] logits exist for large n.
+
+        Without `spots` tokens are the likeliest ones, and nothing is barred or processed.
+        """
+        keys = None if spots is None or not self.sample else spots.keys()
+        shape = self._shaper(spots)
+        parts = []
+        for at in self.unembedding.chunks(len(hidden)):
+            logits = shape(self.unembedding.logits(hidden[at]), at)
+            parts.append(self._pick(logits, None if keys is None else keys[at]))
+        return parts[0] if len(parts) == 1 else _joined(parts)
+
+    def token_odds(self, hidden: Tensor, token: Tensor, spots: Spots) -> Tensor:
+        """Compute [n] log-odds of given tokens [n] under the same softmax: what `odds` is for a picked token."""
+        shape, parts = self._shaper(spots), []
+        for at in self.unembedding.chunks(len(hidden)):
+            logits = shape(self.unembedding.logits(hidden[at]), at)
+            parts.append(log_odds(self.unembedding.tempered(logits), token[at]))
+        return torch.cat(parts)
+
+    def _shaper(self, spots: Spots | None) -> Callable[[Tensor, slice], Tensor]:
+        """Make what changes logits [m, vocab] of a slice of the spots: processors, bans, no eos before the minimum length."""
+        if spots is None:
+            return lambda logits, at: logits
+        no_eos, contexts = spots.no_eos(), spots.contexts() if self.processors else None
+        places, tokens = torch.tensor(spots.barred(self.bans) if self.bans else ((), ()), dtype=torch.long)
+
+        def shape(logits: Tensor, at: slice) -> Tensor:
+            if contexts is not None:
+                logits = self._processed(widened(logits), contexts[at])
+            if len(places):
+                here = (places >= at.start) & (places < at.stop)
+                logits[(places[here] - at.start).to(logits.device), tokens[here].to(logits.device)] = -torch.inf
+            return self.unembedding.barred(logits, None if no_eos is None else no_eos[at])
+
+        return shape
+
+    def _processed(self, logits: Tensor, contexts: list[list[int]]) -> Tensor:
+        """Apply processors to logits [n, vocab], those with contexts of one length together."""
+        assert self.processors is not None
+        lengths: dict[int, list[int]] = {}
+        for at, context in enumerate(contexts):
+            lengths.setdefault(len(context), []).append(at)
+        for places in lengths.values():
+            index = torch.tensor(places, device=logits.device)
+            known = torch.tensor([contexts[at] for at in places], dtype=torch.long, device=logits.device)
+            processed = logits[index]
+            for processor in self.processors:
+                processed = _answer(processor, processor(known, processed), processed)
+            logits[index] = processed.masked_fill(processed.isnan(), -torch.inf)
+        logits[:, self.mask_token_id] = -torch.inf
+        return logits
+
+    def _pick(self, logits: Tensor, keys: Tensor | None) -> Picks:
+        """Pick from logits [n, vocab], with noise of keys [n] or without."""
+        unembedding, least = self.unembedding, None
+        top_k = self._top_k()
+        if top_k is not None and len(logits):  # what is kept is what is not under a logit that is found among k
+            top = logits.topk(min(top_k, logits.shape[1])).values
+            kept = self._truncated(unembedding.tempered(top)) > -torch.inf
+            least = top.masked_fill(~kept, torch.inf).amin(-1)
+        shown = logits
+        if self.truncation and top_k is None and len(logits):
+            shown = logits.masked_fill(self._truncated(unembedding.tempered(logits).clone()) == -torch.inf, -torch.inf)
+        token, odds = pick_rows(unembedding, logits, shown, least, keys, self.dispatch)
+        entropy = None
+        if self.entropy:
+            logp = unembedding.tempered(logits).log_softmax(-1)
+            entropy = -(logp.exp() * logp.nan_to_num(neginf=0.0)).sum(-1)
+        return Picks(unembedding.named(token), odds, entropy, self._likeliest(logits, shown, least) if self.likeliest else None)
+
+    def _likeliest(self, logits: Tensor, shown: Tensor, least: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Find the likeliest tokens, and their log-odds before truncation, [n, m] both; -inf for those that it leaves out."""
+        scores = self.unembedding.tempered(logits)
+        top = scores.topk(min(LIKELIEST, logits.shape[1]))
+        log_p = top.values - scores.logsumexp(-1, keepdim=True)
+        odds = log_p - torch.log1p(-log_p.exp())
+        odds[:, :1] = log_odds(scores, top.indices[:, 0])[:, None]  # without cancellation where it is sure
+        out = shown.gather(1, top.indices) == -torch.inf
+        if least is not None:
+            out |= logits.gather(1, top.indices) < least[:, None]
+        return self.unembedding.named(top.indices), odds.masked_fill(out, -torch.inf)
+
+    def _top_k(self) -> int | None:
+        """The k of a truncation that begins with a top-k, and goes on with what its k logits suffice for."""
+        warpers = self.truncation or []
+        if not all(TRUNCATIONS.get(type(warper), False) and warper.filter_value == -torch.inf for warper in warpers):
+            return None
+        first = next(iter(warpers), None)
+        return first.top_k if isinstance(first, TopKLogitsWarper) else None
+
+    def _truncated(self, scores: Tensor) -> Tensor:
+        """Truncate scores [n, vocab]; the ids that warpers are given are not read."""
+        assert self.truncation is not None
+        return self.truncation(torch.zeros_like(scores[:, :1], dtype=torch.long), scores)
+
+
+def _joined(parts: Sequence[Picks]) -> Picks:
+    """Join picks of consecutive positions."""
+
+    def joined(tensors: list[Any]) -> Any:
+        return None if tensors[0] is None else torch.cat(tensors)
+
+    likeliest = None
+    if parts[0].likeliest is not None:
+        ids, odds = zip(*(part.likeliest for part in parts if part.likeliest is not None), strict=True)
+        likeliest = torch.cat(ids), torch.cat(odds)
+    token, odds, entropy = (joined([getattr(part, name) for part in parts]) for name in ("token", "odds", "entropy"))
+    return Picks(token, odds, entropy, likeliest)
+
+
+def _answer(processor: LogitsProcessor, answer: Any, given: Tensor) -> Tensor:
+    """Check what a logits processor returned for scores [n, vocab]."""
+    if not isinstance(answer, Tensor) or answer.shape != given.shape or not answer.is_floating_point():
+        got = f"{answer.dtype} of {list(answer.shape)}" if isinstance(answer, Tensor) else f"a {type(answer).__name__}"
+        raise ValueError(
+            f"the logits processor {type(processor).__name__} returned {got}: it must return float scores of the shape it was "
+            f"given, {list(given.shape)}"
+        )
+    if bool((answer == torch.inf).any()):
+        raise ValueError(
+            f"the logits processor {type(processor).__name__} returned +inf, under which no token has a probability: let it "
+            "return -inf for all others"
+        )
+    return answer.to(given.dtype)
+
+
+# ----------------------------------------------------------------------------------------------------
+# networks/protocol.py
 #
 # The needs of decoding from a model, and no more: a test's model of twenty lines has it, and so has `MRPForCausalLM`.
 
@@ -4350,472 +4054,45 @@ class BlockDiffusionModel(Protocol):
         """Compute the head's h_C, [batch, length, hidden_size], of ids x' and hidden states h_A; otherwise as `backbone`."""
         ...
 
-    def block_cache(self, batch_size: int, capacity: int, scratch: int, with_head: bool) -> BlockCache:
+    def block_cache(
+        self, batch_size: int, capacity: int, scratch: int, with_head: bool, fixed: bool | None = None
+    ) -> BlockCache:
         """Make an empty cache for `batch_size` rows of `capacity` tokens, with room for `scratch` tokens being scored."""
         ...
 
 
 # ----------------------------------------------------------------------------------------------------
-# runner/round_layers.py
+# networks/networks.py
 #
-# Attention by `round_attention` in the layers of a model: in a round they are given a `RoundMask`.
+# The one owner of a model's forwards and of their keys and values: `prefill`, `score`, `head`, `commit`.
 #
-# Keys and values then go into the cache together with the attention, in one call, and not by `BlockCache.update`. To
-# `torch.compile` this call is one opaque operation: what it traces does not see the cache, which it would copy, nor how many
-# slots are committed, for each number of which it would compile anew.
+# States lie side by side in one forward: each sees the committed text of its row, itself, and its parent if it has one. Ids go in
+# by one copy, and what was picked comes out by one: the host decides the rest. The keys and values of what was scored lie behind
+# the texts until the next forward; `commit` copies those of accepted clean states to the texts.
 
-# What `attn_implementation` is during a forward under a `RoundMask`. Each copy of this file (remote code of two repositories in
-# one process) has masks of its own class, so also a name of its own.
-ROUND_ATTENTION = f"{__name__}.round_attention"
-REPLACED = "sdpa"  # the implementation that it stands in for
-
-_inside: "weakref.WeakKeyDictionary[nn.Module, int]" = weakref.WeakKeyDictionary()
-_inside_lock = threading.Lock()
-_here = threading.local()  # `cache`: that of the round which this thread is in
-_operators: list[Callable[..., Tensor]] = []  # `_attend_in_round` as an operation, once there has been a round
-
-
-def takes_round_masks(model: Any, dispatch: Dispatch) -> bool:
-    """Tell if the layers of a model are to be given a `RoundMask` in rounds.
-
-    Automatically so in half precision, on a GPU that has the kernel; in float32 SDPA computes as fast. An attention that was
-    chosen in place of SDPA stays.
-
-    Raises:
-        ValueError: if kernels are forced, and another attention was chosen.
-    """
-    if dispatch.forced is False:
-        return False
-    chosen = model.config._attn_implementation
-    if chosen not in (REPLACED, ROUND_ATTENTION):
-        if dispatch.forced:
-            raise ValueError(
-                f"kernels is True, but the model attends by {chosen!r}, whose place the kernel does not take: use "
-                f"attn_implementation={REPLACED!r}, or kernels=None or kernels=False"
-            )
-        return False
-    if dispatch.forced:
-        return True
-    usable = model.dtype != torch.float32 and kernels_usable(model.device, model.dtype)
-    return usable and not failed_before(KERNEL, model.device)  # its twin would make a mask in each layer
-
-
-@contextmanager
-def under_round_masks(model: Any, cache: BlockCache) -> Iterator[None]:
-    """Let the layers of a model know what a `RoundMask` is, and where their keys and values go.
-
-    Layers look their attention up by the name in the config that they all share, so there is no way around a name of
-    our own there. What it names computes SDPA as before for everything but a `RoundMask`, so that other threads that
-    use the model meanwhile, also without kernels, notice nothing; the last one to leave puts the name back.
-    """
-    with _inside_lock:
-        if not _operators:
-            _operators.append(_as_operation())
-        AttentionInterface.register(ROUND_ATTENTION, _attention)
-        _inside[model] = _inside.get(model, 0) + 1
-        model.config._attn_implementation = ROUND_ATTENTION
-    outer, _here.cache = getattr(_here, "cache", None), cache
-    cache.deferred = True
-    try:
-        yield
-    finally:
-        cache.deferred = False
-        _here.cache = outer
-        with _inside_lock:
-            _inside[model] -= 1
-            if not _inside[model]:
-                del _inside[model]
-                model.config._attn_implementation = REPLACED
-
-
-def _attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
-) -> tuple[Tensor, Tensor | None]:
-    """Attend as transformers' layers ask for it."""
-    if attention_mask is None and getattr(_here, "cache", None) is not None:
-        raise ValueError(
-            f"a {type(module).__name__} was given no mask in a round, and would see everything: pass on the mask that the "
-            "backbone is called with, or use kernels=False"
-        )
-    if not isinstance(attention_mask, RoundMask):
-        return ALL_ATTENTION_FUNCTIONS[REPLACED](module, query, key, value, attention_mask, **kwargs)
-    mask = attention_mask
-    attend = _operators[0] if torch.compiler.is_compiling() else _attend_in_round
-    layer: Any = module.layer_idx
-    seen = (mask.committed, mask.parent, mask.width, mask.block_size)
-    return attend(query, key, value, *seen, layer, kwargs["scaling"], mask.dispatch.forced), None
-
-
-def _attend_in_round(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    committed: Tensor,
-    parent: Tensor | None,
-    width: int,
-    block_size: int,
-    layer: int,
-    scale: float,
-    forced: bool | None,
-) -> Tensor:
-    """Put the round's keys and values into the cache, and attend to what lies there: [rows, queries, heads, head_dim]."""
-    keys, values = _here.cache.store(key, value, layer)
-    return attend(query, keys, values, RoundMask(committed, parent, width, block_size, Dispatch(forced)), scale)
-
-
-def _as_operation() -> Callable[..., Tensor]:
-    """Make `_attend_in_round` an operation that `torch.compile` leaves whole; each copy of this file has one of its own."""
-    schema = (
-        "(Tensor query, Tensor key, Tensor value, Tensor committed, Tensor? parent, int width, int block_size, int layer, "
-        "float scale, bool? forced) -> Tensor"
-    )
-    name = f"{__name__.replace('.', '_')}::attend"
-    made = torch.library.custom_op(name, _attend_in_round, mutates_args=(), schema=schema)
-    made.register_fake(lambda query, *_: torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format))
-    return made._opoverload
-
-
-# ----------------------------------------------------------------------------------------------------
-# runner/recorded.py
-#
-# Caches for recorded rounds: they stay where they are, and what was recorded on them is kept between calls.
-#
-# Recordings are dear, so they outlive the call of `generate` that made them, together with the cache they write to: by model,
-# until the model is gone, its weights lie elsewhere, `release_graphs` is called, or other calls need the room more. A cache
-# that a call hands out stays its holder's: if the next call needs the place, what is held is first copied out of it.
-
-# What a model keeps between calls, caches and recordings: a share of the device's memory. What was not used for longest goes.
-KEPT_SHARE = 1 / 8
-_NO_GPU_MEMORY = 32 << 30  # bytes of memory that are assumed of a device that only stands in for one
-# Tokens of the smallest cache. Others have twice as many, four times, ..., so that growing prompts find the same one.
-LEAST_CAPACITY = 1024
-
-_PLAIN = frozenset({bool, int, float, str, type(None)})
-
-
-class RecordedCache:
-    """A KV cache that stays where it is, and what was recorded on it.
-
-    Args:
-        cache: Whose buffers these are.
-        recorder: What records.
-        weights: The model's `fingerprint`.
-
-    Attributes:
-        parts: Forwards that are recorded one by one.
-        registers: Rounds that are recorded whole, a set for each way of decoding.
-        busy: A call is using it.
-    """
-
-    def __init__(self, cache: BlockCache, recorder: Recorder, weights: Hashable) -> None:
-        self.cache, self.weights, self.recorder = cache.alias(), weights, recorder
-        self.parts = Graphs(recorder)
-        self.registers: OrderedDict[Hashable, Registers] = OrderedDict()
-        self.draft_weight: Tensor | None = None
-        self.busy = False
-        self._lent: weakref.ref[BlockCache] | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the cache and of all recordings."""
-        weight = 0 if self.draft_weight is None else self.draft_weight.numel() * self.draft_weight.element_size()
-        return self.cache.nbytes + self.parts.nbytes + weight + sum(each.nbytes for each in self.registers.values())
-
-    def lend(self) -> BlockCache:
-        """Lend the cache, emptied. Whoever holds what was lent before keeps it, in memory of its own."""
-        holder = None if self._lent is None else self._lent()
-        if holder is not None and holder.shares(self.cache):
-            holder.detach()
-        cache = self.cache.alias()
-        cache.empty()
-        self.take(cache)
-        return cache
-
-    def take(self, cache: BlockCache) -> None:
-        """Note who holds the cache."""
-        self._lent = weakref.ref(cache)
-
-    def registers_for(self, key: Hashable, tree: Any) -> Registers:
-        """Fill the registers of an earlier call of the same kind, or new ones, with the leaves of `tree`."""
-        key = key, shapes_of(tree_leaves(tree))
-        if key in self.registers:
-            self.registers[key].write(tree)
-        else:
-            self.registers[key] = Registers(tree, self.recorder)
-        self.registers.move_to_end(key)
-        return self.registers[key]
-
-    def rows_of(self, weight: Tensor, ids: Tensor) -> Tensor:
-        """Compute `weight[ids]` anew, into a place that stays."""
-        shape = (len(ids), weight.shape[1])
-        if self.draft_weight is None or self.draft_weight.shape != shape or self.draft_weight.dtype != weight.dtype:
-            self.draft_weight = fixed_copy(weight[:0].new_empty(shape))
-        with torch.no_grad():
-            return torch.index_select(weight.detach(), 0, ids, out=self.draft_weight)
-
-
-_KEPT: "weakref.WeakKeyDictionary[nn.Module, list[RecordedCache]]" = weakref.WeakKeyDictionary()
-_LOCK = threading.Lock()
-
-
-def release_graphs(model: nn.Module | None = None) -> None:
-    """Free what is kept between calls of `generate`, recordings and KV caches, of one model or of all."""
-    with _LOCK:
-        if model is None:
-            _KEPT.clear()
-        else:
-            _KEPT.pop(model, None)
-
-
-def recording_report(model: nn.Module) -> dict[str, int]:
-    """Count what is kept for a model: `recordings`, their `replays` so far, `bytes`, and caches on which one `failed`."""
-    with _LOCK:
-        kept = list(_KEPT.get(model, []))
-    graphs = [each for one in kept for each in (one.parts, *(registers.graphs for registers in one.registers.values()))]
-    return {
-        "recordings": sum(known.replay is not None for each in graphs for known in each.kept.values()),
-        "replays": sum(each.replays for each in graphs),
-        "bytes": sum(one.nbytes for one in kept),
-        "failed": sum(one.recorder.failed for one in kept),
-    }
-
-
-def fingerprint(model: nn.Module) -> Hashable:
-    """Collect where a model's weights lie, how its modules are set and hooked, and which attention it uses."""
-    tensors = (*model.parameters(), *model.buffers())
-    places = tuple((tensor.data_ptr(), tensor.dtype, tensor.shape) for tensor in tensors if not tensor.is_meta)
-    settings = tuple(
-        (type(module), len(module._forward_hooks), len(module._forward_pre_hooks), _settings(module))
-        for module in model.modules()
-    )
-    attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    return places, settings, REPLACED if attention == ROUND_ATTENTION else attention  # which another thread may be inside of
-
-
-def _settings(module: nn.Module) -> Hashable:
-    """Collect plain attributes, and lists of such: adapters are switched by them."""
-    found: list[tuple[str, Any]] = []
-    for name, value in vars(module).items():
-        kind = type(value)
-        if kind in _PLAIN:
-            found.append((name, value))
-        elif kind is list or kind is tuple or (kind is dict and name[0] != "_"):
-            found.append((name, repr(value)))
-    return tuple(found)
-
-
-def obstacle(model: Any) -> str | None:
-    """Say why rounds of this model cannot be recorded here, with what to do; None if they can."""
-    tensors = (*model.parameters(), *model.buffers())
-    others = {type(tensor).__name__ for tensor in tensors} - {"Tensor", "Parameter", "Buffer"}
-    if others:
-        return f"weights are of the kind {', '.join(sorted(others))}, and where those lie is not known: load plain tensors"
-    devices = {tensor.device for tensor in tensors}
-    names = ", ".join(sorted(map(str, devices)))
-    if len(devices) > 1:
-        return f"the model lies on several devices ({names}): load it on one"
-    (device,) = devices
-    if device.type not in RECORDERS:
-        return f"the model is on {device}: move it to a CUDA device"
-    if torch.is_autocast_enabled(device.type):
-        return "autocast is on, and what it casts does not stay in place: load the model in that dtype instead"
-    if torch.compiler.is_compiling():
-        return "generate is being compiled: compile the model instead"
-    return None
-
-
-def recorder_for(model: Any, graphs: bool | None) -> Callable[[], Recorder] | None:
-    """Make what records this model's rounds, by the option `graphs`; or None.
-
-    Raises:
-        ValueError: if `graphs` is True and it is impossible.
-    """
-    if graphs is False:
-        return None
-    if (why := obstacle(model)) is not None:
-        if graphs:
-            raise ValueError(f"graphs is True, but {why}, or leave graphs unset")
-        return None
-    device = model.lm_head.weight.device
-    return partial(RECORDERS[device.type], device)
-
-
-@contextmanager
-def recorded_cache(
-    model: Any,
-    recorder: Callable[[], Recorder],
-    past: BlockCache | None,
-    rows: int,
-    capacity: int,
-    scratch: int,
-    with_head: bool,
-) -> Iterator[tuple[RecordedCache, BlockCache]]:
-    """Lend a recorded cache with room for one call, and the cache to work with: one that is kept, or a new one.
-
-    Args:
-        model: The model.
-        recorder: Makes one for a new recorded cache.
-        past: A cache to go on from, or None. It is taken over.
-        rows, capacity, scratch: See `BlockCache`; room is left to go on.
-        with_head: Whether the head's layers are needed.
-    """
-    weights = fingerprint(model)
-    with _LOCK:
-        kept = [one for one in _KEPT.get(model, []) if one.weights == weights]
-        found = None
-        if past is not None:
-            found = next((one for one in kept if past.shares(one.cache) and past.fits(rows, capacity, scratch)), None)
-            with_head = with_head or bool(past.head_layers)
-        if found is not None:
-            assert past is not None
-            cache = past
-            found.take(cache)
-        else:
-            found = next((one for one in kept if not one.busy and _fits(one.cache, rows, capacity, scratch, with_head)), None)
-            if found is None:
-                # A smaller one for as many rows makes room for the new one, before that takes its own.
-                kept = [
-                    one for one in kept if one.busy or one.cache.rows != rows or (past is not None and past.shares(one.cache))
-                ]
-                with torch.inference_mode(False), torch.no_grad():
-                    fresh = model.block_cache(rows, _roomy(capacity), scratch, with_head=with_head)
-                found = RecordedCache(fresh, recorder(), weights)
-                del fresh
-            cache = found.lend()
-            if past is not None:
-                cache.fill_from(past)
-        found.busy = True
-        _KEPT[model] = [found, *(one for one in kept if one is not found)]
-    try:
-        yield found, cache
-    finally:
-        with _LOCK:
-            found.busy = False
-            if model in _KEPT:
-                _evict(_KEPT[model], int(KEPT_SHARE * _memory(model.lm_head.weight.device)))
-
-
-def _roomy(capacity: int) -> int:
-    roomy = LEAST_CAPACITY
-    while roomy < capacity:
-        roomy *= 2
-    return roomy
-
-
-def _evict(kept: list[RecordedCache], limit: int) -> None:
-    """Drop what was not used for longest until what is kept, newest first, fits `limit` bytes."""
-    for one in reversed(list(kept)):
-        while sum(each.nbytes for each in kept) > limit and len(one.registers) > (one is kept[0]):
-            one.registers.popitem(last=False)
-        if sum(each.nbytes for each in kept) > limit and not one.busy:
-            kept.remove(one)
-
-
-def _memory(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else _NO_GPU_MEMORY
-
-
-def _fits(cache: BlockCache, rows: int, capacity: int, scratch: int, with_head: bool) -> bool:
-    return cache.fits(rows, capacity, scratch) and (bool(cache.head_layers) or not with_head)
-
-
-# ----------------------------------------------------------------------------------------------------
-# runner/runner.py
-#
-# The one owner of a model's forwards and of their keys and values: `prefill`, `score`, `head_pass`, `commit`.
-#
-# States lie side by side in one forward: each sees the committed text of its row, itself, and its parent if it has one. Their
-# keys and values go to the cache's scratch; `commit` copies those of accepted clean states to the text's.
-
-# Attention reads a multiple of so many committed slots, so that a compiled forward meets few shapes.
-READ_BUCKET = 64
 # Prompt tokens per prefill forward, at most, in whole blocks.
 PREFILL_CHUNK = 2048
 
-
-@dataclass
-class Held:
-    """The cache's holdings of each row, and its forwards so far: the part of a `DecodeState` that is the runner's.
-
-    Attributes:
-        committed, head_committed: [rows] long, so many tokens have keys and values of the backbone, of the head.
-        late: [rows] bool, the head's share of a clean block is still to be computed:
-        late_ids: [rows, block] long, the tokens of that block,
-        late_hidden: [rows, block, hidden_size], and its hidden states.
-        row_forwards, row_head_forwards: [rows] long, forwards of backbone and head in which each row took part.
-    """
-
-    committed: Tensor
-    head_committed: Tensor
-    late: Tensor
-    late_ids: Tensor
-    late_hidden: Tensor
-    row_forwards: Tensor
-    row_head_forwards: Tensor
+# Hidden states of one block: a tensor [n, block, hidden_size], and the place in it.
+Hidden = tuple[Tensor, int]
 
 
-register_dataclass(Held)
-
-
-@dataclass(frozen=True)
-class Scratch:
-    """The scored states whose keys and values lie in the cache's scratch, until the next forward of the same layers.
-
-    Attributes:
-        states: [rows, n].
-        hidden: [rows, n, block, hidden_size], final hidden states.
-        layers: Whose keys and values those are.
-        turn: The forward of these layers that this was.
-    """
-
-    states: States
-    hidden: Tensor
-    layers: range
-    turn: int
-
-
-class RoundRunner(Protocol):
-    """The needs of a round: forwards over states, of whoever owns keys and values (`Runner`, or a serving engine's).
-
-    Attributes:
-        block: Tokens of a block.
-        rests: Whether the head may rest (see `Runner`).
-    """
-
-    block: int
-    rests: bool
-
-    def score(self, states: States, held: Held, used: int | None, taking_part: Tensor) -> tuple[Scratch, Held]:
-        """See `Runner.score`."""
-        ...
-
-    def head_pass(
-        self, states: States, hidden: Tensor, held: Held, used: int | None, late: bool, blocked: Tensor | None = None
-    ) -> tuple[Tensor, Held]:
-        """See `Runner.head_pass`."""
-        ...
-
-    def commit_clean(self, scored: Scratch, slot: Tensor, held: Held, for_head: bool = True) -> Held:
-        """See `Runner.commit_clean`."""
-        ...
-
-
-class Runner:
-    """The runner of backbone and head for one decode.
+class Networks:
+    """Backbone, head and pick of one decode.
 
     Args:
         model: Whose forwards these are.
         cache: Keys and values of backbone and head.
         with_head: Whether the head takes part.
+        picker: Picks tokens from the backbone's hidden states,
+        drafter: and from the head's estimates.
         dispatch: Kernels or PyTorch.
-        with_round_masks: Whether attention takes a `RoundMask`, not a dense mask.
+        round_masks: Whether attention takes a `RoundMask`, not a dense mask.
         device: Where the rows are.
-        recorded: Runs a forward from a recording (`Graphs.call`), where forwards are recorded one by one; or None.
-        rests: Whether the head may rest: it then reads nothing of a text until `catch_up` has it read all.
+        recorded: Runs a forward from a recording (`Graphs.call`); or None.
 
     Attributes:
         forwards: Forwards of the whole batch by role, `prefill`, `denoise` (those over rounds' states) and `head`.
-        reach: All committed slots of all rows are among the first so many. What runs rounds keeps it so.
     """
 
     def __init__(
@@ -4823,262 +4100,368 @@ class Runner:
         model: BlockDiffusionModel,
         cache: BlockCache,
         with_head: bool,
+        picker: Picker,
+        drafter: Picker,
         dispatch: Dispatch,
-        with_round_masks: bool,
+        round_masks: bool,
         device: torch.device,
         recorded: Callable[..., Tensor] | None = None,
-        rests: bool = False,
     ) -> None:
         self.model, self.cache, self.device, self.recorded = model, cache, device, recorded
-        self.dispatch, self.with_round_masks = dispatch, with_round_masks
-        self.rests = rests and with_head
-        self._head_reads = not self.rests  # or has read
-        self.reach = cache.capacity
+        self.picker, self.drafter, self.dispatch, self.round_masks = picker, drafter, dispatch, round_masks
         config = model.config
-        depth = config.num_hidden_layers
-        self.backbone_layers = range(depth)
-        self.head_layers = range(depth, depth + (config.num_nextn_predict_layers if with_head else 0))
-        self.block = config.block_size
-        self.turns = {self.backbone_layers: 0, self.head_layers: 0}
+        self.block, self.mask_id, self.with_head = config.block_size, config.mask_token_id, with_head
+        self.backbone_layers = range(config.num_hidden_layers)
+        self.head_layers = range(len(self.backbone_layers), len(self.backbone_layers) + config.num_nextn_predict_layers)
         self.forwards = {"prefill": 0, "denoise": 0, "head": 0}
-        self._narrowed: list[tuple[BlockCache, list[tuple[int, int]]]] = []
+        self._swaps: list[tuple[int, int]] = []
+        self._scored: Tensor | None = None  # hidden states of the last `score`, and its first slot
+        self._begin = 0
+        cache.active = cache.rows
 
-    def narrow(self, places: list[int]) -> None:
-        """Go on with fewer rows: those that stand at `places` now, of which none but the displaced change their place."""
-        swaps = [(to, of) for to, of in enumerate(places) if to != of]
-        self._narrowed.append((self.cache, swaps))
-        self._swap(swaps)
-        self.cache = self.cache.first(len(places))
+    @property
+    def _offsets(self) -> Tensor:
+        return torch.arange(self.block, device=self.device)  # made anew: a recording of it outlives the call
 
-    def widen(self) -> None:
-        """Have all rows back in their places."""
-        while self._narrowed:
-            self.cache, swaps = self._narrowed.pop()
-            self._swap(swaps)
+    # ------------------------------------------------------------------------------------------------------- prefill
 
-    def _swap(self, pairs: list[tuple[int, int]]) -> None:
-        # Memory that nothing was written to was never touched, and need not be.
-        layers = range(len(self.backbone_layers) + len(self.head_layers) * self._head_reads)
-        for pair in pairs:
-            self.cache.swap(*pair, layers, self.reach, self.rests)
-
-    def start(self, committed: Tensor, read: Tensor | None = None) -> Held:
-        """Describe what is held once `prefill` has stored `committed` [rows] tokens: nothing is late.
-
-        `read` [rows] long: where the head rests, so many of them it has read; None: none.
-        """
-        rows, config = len(committed), self.model.config
-        self._head_reads = not self.rests or (read is not None and bool(read.any()))
-        committed = committed.clone(memory_format=torch.contiguous_format)  # strides of a column would be compiled for anew
-        zero = torch.zeros_like(committed)
-        return Held(
-            committed=committed,
-            head_committed=committed.clone()
-            if not self.rests
-            else torch.zeros_like(committed)
-            if read is None
-            else read.clone(),
-            late=zero.bool(),
-            late_ids=zero[:, None].repeat(1, self.block),
-            late_hidden=torch.zeros(rows, self.block, config.hidden_size, dtype=self.model.dtype, device=self.device),
-            row_forwards=zero.clone(),
-            row_head_forwards=zero.clone(),
-        )
-
-    def prefill(self, tokens: Tensor, start: Tensor, reused: Tensor, held: Held) -> tuple[Tensor, Held]:
+    def prefill(self, rows: Sequence[Row], reused: Sequence[int]) -> list[Scores]:
         """Compute the whole blocks before each row's first mask and, in the same forward, the row's first state.
 
         It starts where the first row's reused keys and values end. So, behind a cache and beyond one chunk, a row's forwards
         here may depend on its neighbours; its text does not. Nothing is compiled: each call would have another length.
 
         Args:
-            tokens: [rows, at least the longest text] long, by absolute position.
-            start: [rows] long, each row's first block with a mask.
-            reused: [rows] long, so many first tokens have their keys and values already.
-            held: What is held.
+            rows: All of the call.
+            reused: By row, so many first tokens have their keys and values already.
 
         Returns:
-            Hidden states of the first states, [rows, block, hidden_size], and what is held.
+            What the backbone says at each row's first state.
         """
-        self.reach = length = int(start.max()) + self.block
-        positions = torch.arange(length, device=self.device).expand(len(start), length)
-        valid = torch.ones_like(positions, dtype=torch.bool)
-        offsets = indices(self.block, self.device)
-        chunk = max(1, PREFILL_CHUNK // self.block) * self.block
-        first = held.late_hidden
-        for begin in range(int(reused.min()), length, chunk):
-            end = min(length, begin + chunk)
-            here, ids = positions[:, begin:end], tokens[:, begin:end]
-            mask = block_causal_mask(here, positions[:, :end], valid[:, :end], self.block)
-            self.cache.target_slots(begin, end - begin)
-            hidden = self.model.backbone(ids, here, mask, self.cache, compiled=False).to(self.device)
-            takes_part = (start >= begin) & (reused < end)
+        length = max(row.state.start for row in rows) + self.block
+        first: list[Hidden | None] = [None] * len(rows)
+
+        def forward(ids: Tensor, positions: Tensor, mask: Tensor, begin: int, end: int) -> None:
+            hidden = self.model.backbone(ids, positions, mask, self.cache, compiled=False).to(self.device)
             self.forwards["prefill"] += 1
-            held = replace(held, row_forwards=held.row_forwards + takes_part)
-            if self.rests:
-                everyone = torch.ones_like(takes_part)
-                self.cache.keep_hidden(hidden, torch.full_like(start, begin), everyone)
-            elif self.head_layers:
-                self.model.residual(ids, hidden, here, mask, self.cache, compiled=False)
-                self.forwards["head"] += 1
-                held = replace(held, row_head_forwards=held.row_head_forwards + takes_part)
-            inside = (start >= begin) & (start < end)
-            at = (start - begin).clamp(0, end - begin - self.block)[:, None] + offsets
-            block = hidden.gather(1, at[..., None].expand(-1, -1, hidden.shape[-1]))
-            first = torch.where(inside[:, None, None], block, first)
-        self.cache.clear(range(len(self.backbone_layers) + len(self.head_layers) * (not self.rests)), length)
-        return first, held
+            if self.with_head:
+                self.cache.hidden[: len(rows), begin:end] = hidden
+            blocks = hidden.unflatten(1, (-1, self.block)).flatten(0, 1)
+            for at, row in enumerate(rows):
+                row.counts.forwards += row.state.start >= begin and reused[at] < end
+                if begin <= row.state.start < end:
+                    first[at] = blocks, (at * (end - begin) + row.state.start - begin) // self.block
 
-    def catch_up(self, tokens: Tensor, held: Held) -> Held:
-        """Have the head read all of the texts that it has not read while it rested.
+        self._in_chunks(rows, min(reused), length, forward)
+        for row in rows:
+            row.held = row.state.start
+        states = [(row, row.state) for row in rows]
+        return self.picked(self.picker, states, [hidden for hidden in first if hidden is not None])
 
-        Args:
-            tokens: [rows, at least the longest text] long, by absolute position.
-            held: What is held.
-        """
-        begin, end = int(held.head_committed.min()), int(held.committed.max())
-        self._head_reads = True
-        positions = torch.arange(end, device=self.device).expand(len(tokens), end)
-        chunk = max(1, PREFILL_CHUNK // self.block) * self.block
-        for at in range(begin, end, chunk):
-            upto = min(end, at + chunk)
-            here = positions[:, at:upto]
-            mask = block_causal_mask(here, positions[:, :upto], torch.ones_like(positions[:, :upto]).bool(), self.block)
-            self.cache.target_slots(at, upto - at)
-            theirs = (here < held.committed[:, None])[..., None].to(self.cache.layer_devices[-1])
-            hidden = torch.where(theirs, self.cache.kept_hidden(at, upto - at), 0)
-            self.model.residual(tokens[:, at:upto], hidden, here, mask, self.cache, compiled=False)
+    def _catch_up(self, rows: Sequence[Row], behind: Sequence[Row]) -> None:
+        """Have the head read all that it has not read of the texts of those rows that are `behind`."""
+
+        def forward(ids: Tensor, positions: Tensor, mask: Tensor, begin: int, end: int) -> None:
+            hidden = self.cache.hidden[: len(rows), begin:end]
+            held = torch.tensor([row.held for row in rows], device=hidden.device)
+            known = torch.arange(begin, end, device=hidden.device) < held[:, None]
+            hidden = torch.where(known[..., None], hidden, 0)
+            self.model.residual(ids, hidden, positions, mask, self.cache, compiled=False)
             self.forwards["head"] += 1
-            takes_part = (held.committed > at) & (held.head_committed < upto)
-            held = replace(held, row_head_forwards=held.row_head_forwards + takes_part)
-        self.cache.clear(self.head_layers, end)
-        return replace(held, head_committed=held.committed.clone(), late=torch.zeros_like(held.late))
+            for row in behind:
+                row.counts.head_forwards += row.held > begin and row.head_held < end
 
-    def score(self, states: States, held: Held, used: int | None, taking_part: Tensor) -> tuple[Scratch, Held]:
-        """Score states [rows, n] side by side, in one forward of the backbone.
+        self._in_chunks(rows, min(row.head_held for row in behind), max(row.held for row in behind), forward)
+        for row in behind:
+            row.head_held = row.held
+
+    def _in_chunks(
+        self, rows: Sequence[Row], begin: int, length: int, forward: Callable[[Tensor, Tensor, Tensor, int, int], None]
+    ) -> None:
+        """Go through the rows' texts from `begin` to `length` in forwards under a block-causal mask."""
+        texts = torch.tensor([(row.text + [self.mask_id] * length)[:length] for row in rows], device=self.device)
+        positions = torch.arange(length, device=self.device).expand(len(rows), length)
+        chunk = max(1, PREFILL_CHUNK // self.block) * self.block
+        for at in range(begin, length, chunk):
+            end = min(length, at + chunk)
+            here, seen = positions[:, at:end], positions[:, :end]
+            mask = block_causal_mask(here, seen, torch.ones_like(seen, dtype=torch.bool), self.block)
+            self.cache.target(at, end - at, prefill=True)
+            forward(texts[:, at:end], here, mask, at, end)
+
+    # --------------------------------------------------------------------------------------------------------- rounds
+
+    def score(self, rows: Sequence[Row], drafts: Sequence[Sequence[Node]]) -> list[list[Scores]]:
+        """Score the nodes of each row, side by side, in one forward of the backbone.
 
         Args:
-            states: [rows, n].
-            held: What is held.
-            used: The longest committed text; None: all slots are read.
-            taking_part: [rows] bool, rows whose forward this counts as.
+            rows: Those of the batch, by place.
+            drafts: Of each its nodes; none for a row that has ended.
+
+        Returns:
+            What the backbone says at each.
         """
-        hidden = self._network(states, held.committed, used)
+        for row, nodes in zip(rows, drafts, strict=True):
+            row.counts.forwards += bool(nodes)
+        packed = [[(node.state, node.parent) for node in nodes] for nodes in drafts]
+        hidden, width = self._network(packed, [row.held for row in rows]), max(map(len, drafts))
         self.forwards["denoise"] += 1
-        scratch = self._scratch(states, hidden, self.backbone_layers)
-        return scratch, replace(held, row_forwards=held.row_forwards + taking_part)
+        self._scored = hidden
+        states, places, parents = [], [], []
+        for at, (row, nodes) in enumerate(zip(rows, drafts, strict=True)):
+            states += [(row, node.state) for node in nodes]
+            places += [(hidden, at * width + slot) for slot in range(len(nodes))]
+            parents += [nodes[node.parent].state if node.parent >= 0 else None for node in nodes]
+        found = iter(self.picked(self.picker, states, places, parents))
+        return [[next(found) for _ in nodes] for nodes in drafts]
 
-    def head_pass(
-        self, states: States, hidden: Tensor, held: Held, used: int | None, late: bool, blocked: Tensor | None = None
-    ) -> tuple[Tensor, Held]:
-        """Compute h_C at states [rows, n], given hidden states [rows, n, block, hidden_size], in one pass of the head.
+    def head(
+        self, rows: Sequence[Row], asked: Sequence[Sequence[tuple[State, Hidden]]], residual: bool = False
+    ) -> list[list[Hidden]]:
+        """Compute h_A + h_C at states of each row, given hidden states h_A or estimates of them, in one pass of the head.
 
-        Rows that take part and have a clean block behind them whose head KV is late compute it on the way.
+        Rows that ask and have a clean block of which the head has no keys and values yet compute these on the way.
 
         Args:
-            states: [rows, n]; a row takes part that has a valid one.
-            hidden: h_A, or estimates of it.
-            held: What is held.
-            used: The longest committed text of the head; None: all slots are read.
-            late: Whether some row's head KV may be late.
-            blocked: [rows] bool, rows whose late block has to be computed now, whether they take part or not; None: none.
+            rows: Those of the batch, by place.
+            asked: Of each the states, and what the head starts from at each; of some row one at least.
+            residual: Whether h_C alone is wanted.
+
+        Returns:
+            Hidden states at each.
         """
-        takes_part = states.valid.any(1)
-        if blocked is not None:
-            takes_part = takes_part | blocked
+        asking = [row for row, states in zip(rows, asked, strict=True) if states]
+        if behind := [row for row in asking if row.held - row.head_held > self.block]:
+            self._catch_up(rows, behind)
+        kept = self.cache.hidden.unflatten(1, (-1, self.block)).flatten(0, 1)
+        packed: list[list[tuple[State, int]]] = []
+        given: list[list[Hidden]] = []
+        leads: list[int] = []  # rows whose first state is a clean block that the head has not read
+        for at, (row, states) in enumerate(zip(rows, asked, strict=True)):
+            row.counts.head_forwards += bool(states)
+            lead: list[tuple[State, int]] = []
+            starts = [hidden for _, hidden in states]
+            if states and row.held > row.head_held:
+                leads.append(at)
+                lead.append((row.opened(row.head_held), -1))
+                starts.insert(0, (kept, (at * self.cache.capacity + row.head_held) // self.block))
+            packed.append(lead + [(state, len(lead) - 1) for state, _ in states])
+            given.append(starts)
+        width, filler = max(map(len, packed)), next(starts[0] for starts in given if starts)
+        wide = gathered([one for starts in given for one in [*starts, *[filler] * (width - len(starts))]])
+        made = self._network(packed, [row.head_held for row in rows], wide)
         self.forwards["head"] += 1
-        held = replace(held, row_head_forwards=held.row_head_forwards + takes_part)
-        if not late:
-            return self._network(states, held.head_committed, used, hidden, parents=False), held
-        behind = held.late & takes_part
-        rest = constant((-1, 0, 0), behind.device).expand(len(behind), -1)  # parent, step, end
-        clean = States(torch.cat([held.late_ids, held.head_committed[:, None], rest], 1), behind)
-        packed = clean.map(lambda t: t[:, None]).cat(states)
-        packed.table[:, 1:, PARENT] = (behind.long() - 1)[:, None]  # all states look at it
-        residual = self._network(packed, held.head_committed, used, torch.cat([held.late_hidden[:, None], hidden], 1))
-        scratch = self._scratch(packed, residual, self.head_layers)
-        self.commit(scratch, torch.zeros_like(held.head_committed), held.head_committed, behind)
-        held = replace(held, head_committed=held.head_committed + self.block * behind, late=held.late & ~behind)
-        return residual[:, 1:], held
+        if leads:
+            self.cache.move(self.head_layers, [(at, self._begin, rows[at].head_held) for at in leads], self.block)
+        for at in leads:
+            rows[at].head_held += self.block
+        made = made if residual else wide + made
+        return [
+            [(made, at * width + slot) for slot in range(len(states) - len(asked[at]), len(states))]
+            for at, states in enumerate(packed)
+        ]
 
-    def commit(self, scored: Scratch, slot: Tensor, start: Tensor, which: Tensor) -> None:
-        """Keep the keys and values of one scored clean state per row.
+    def commit(self, rows: Sequence[Row], clean: Sequence[Sequence[int]]) -> None:
+        """Keep the keys and values of scored clean states, and hidden states for the head to read.
 
         Args:
-            scored: What was scored.
-            slot: [rows] long, the place of the clean state in it.
-            start: [rows] long, its absolute position.
-            which: [rows] bool, the rows that commit.
-
-        Raises:
-            RuntimeError: if the same layers have scored something else since, so that it is gone.
+            rows: Those of the batch, by place.
+            clean: Of each the slots of accepted clean states, in order.
         """
-        if scored.turn != self.turns[scored.layers]:
-            raise RuntimeError("what was scored has been overwritten by a later forward: commit before the next one")
-        width = scored.states.start.shape[1] * self.block
-        self.cache.commit(width, slot * self.block, start, which, self.block, scored.layers)
+        moves = []
+        for at, (row, slots) in enumerate(zip(rows, clean, strict=True)):
+            for slot in slots:
+                moves.append((at, self._begin + slot * self.block, row.held))
+                row.held += self.block
+        if not moves:
+            return
+        self.cache.move(self.backbone_layers, moves, self.block)
+        if self.with_head:
+            assert self._scored is not None
+            width = len(self._scored) // len(rows)
+            place, source, target = torch.tensor(moves, device=self.device).unbind(1)
+            blocks = self._scored[place * width + (source - self._begin) // self.block]
+            where = self.cache.hidden.device
+            self.cache.hidden[place[:, None].to(where), (target[:, None] + self._offsets).to(where)] = blocks.to(where)
 
-    def commit_clean(self, scored: Scratch, slot: Tensor, held: Held, for_head: bool = True) -> Held:
-        """Commit the accepted clean state of each row, in `slot` [rows] long, -1 for none.
+    def picked(
+        self,
+        picker: Picker,
+        states: Sequence[tuple[Row, State]],
+        hidden: Sequence[Hidden],
+        parents: Sequence[State | None] = (),
+    ) -> list[Scores]:
+        """Pick at the free columns of states, given the hidden states of each; one transfer to the host.
 
-        The head's share of it is late; or left to `catch_up`, if not `for_head`.
+        `parents` are the clean states that some look at, for processors to see.
         """
-        row, slot = slot >= 0, slot.clamp(min=0)
-        self.commit(scored, slot, held.committed, row)
-        rows, before = indices(len(row), row.device), held.committed
-        held = replace(held, committed=held.committed + self.block * row)
-        if self.rests:
-            self.cache.keep_hidden(scored.hidden[rows, slot], before, row)
-        if not (self.head_layers and for_head):
-            return held
-        return replace(
-            held,
-            late=held.late | row,
-            late_ids=torch.where(row[:, None], scored.states.ids[rows, slot], held.late_ids),
-            late_hidden=torch.where(row[:, None, None], scored.hidden[rows, slot], held.late_hidden),
+        at = [place * self.block + column for place, (_, state) in enumerate(states) for column in state.free]
+        empty = len(states) * self.block
+        if not at:
+            return [Scores([0] * self.block, [-torch.inf] * self.block, hidden=one) for one in hidden]
+        blocks = gathered(hidden).flatten(0, 1)
+        index = torch.tensor(at, device=self.device)
+        picks = picker(blocks if len(at) == empty else blocks[index], Spots(states, self.device, parents))
+        parts = zip(self._on_host(picks, index, empty), hidden, strict=True)
+        return [Scores(token, odds, entropy, likeliest, one) for (token, odds, entropy, likeliest), one in parts]
+
+    def token_odds(
+        self, asked: Sequence[tuple[Row, State, Sequence[int], Sequence[int]]], hidden: Sequence[Hidden]
+    ) -> list[list[float]]:
+        """Compute the log-odds of given tokens under hidden states of each; one transfer to the host.
+
+        Args:
+            asked: Of each its row, its state, some of its free columns, and by column the tokens.
+            hidden: Of each the hidden states.
+
+        Returns:
+            Of each [block], -inf at other columns.
+        """
+        at, token = self._columns([(where, token) for _, _, where, token in asked])
+        spots = Spots(
+            [(row, State(state.key, tuple(where), state.end, state.masks, 0)) for row, state, where, _ in asked], self.device
         )
+        odds = self.picker.token_odds(gathered(hidden).flatten(0, 1)[at], token, spots)
+        return self._spread(odds, at, len(asked))
 
-    def _scratch(self, states: States, hidden: Tensor, layers: range) -> Scratch:
-        self.turns[layers] += 1
-        return Scratch(states, hidden, layers, self.turns[layers])
+    def magnitudes(self, asked: Sequence[tuple[Sequence[int], Sequence[int]]], hidden: Sequence[Hidden]) -> list[list[float]]:
+        """Take the magnitude |C| of given tokens' logits: one dot product each; arguments and result as of `token_odds`."""
+        at, token = self._columns(asked)
+        given = gathered(hidden).flatten(0, 1)[at]
+        wide = torch.promote_types(given.dtype, torch.float32)
+        moved = (given.to(wide) * self.picker.lm_head_weight[token].to(wide)).sum(-1).abs()
+        return self._spread(moved, at, len(asked))
+
+    def _columns(self, asked: Sequence[tuple[Sequence[int], Sequence[int]]]) -> tuple[Tensor, Tensor]:
+        """Flat places of some columns of n states, and the tokens there."""
+        pairs = [(place * self.block + c, token[c]) for place, (where, token) in enumerate(asked) for c in where]
+        at, tokens = torch.tensor(pairs, device=self.device).unbind(1)
+        return at, tokens
+
+    def _spread(self, numbers: Tensor, at: Tensor, states: int) -> list[list[float]]:
+        spread = numbers.new_full((states * self.block,), -torch.inf).index_copy(0, at, numbers)
+        found: list[list[float]] = spread.view(-1, self.block).tolist()
+        return found
+
+    def _on_host(self, picks: Picks, index: Tensor, count: int) -> Any:
+        """Spread picks over whole blocks: of each its tokens, odds, entropies and likeliest tokens."""
+        token = picks.token.new_zeros(count).index_copy(0, index, picks.token)
+        numbers = [picks.odds] if picks.entropy is None else [picks.odds, picks.entropy]
+        spread = [one.new_full((count,), -torch.inf).index_copy(0, index, one) for one in numbers]
+        if token.is_cuda:  # token ids are exact in float64
+            token, *spread = torch.stack([token.double(), *(one.double() for one in spread)]).cpu()
+            token = token.long()
+        lists = [one.view(-1, self.block).tolist() for one in (token, *spread)]
+        if len(lists) == 2:
+            lists.append([None] * len(lists[0]))
+        likeliest: Any = [None] * len(lists[0])
+        if picks.likeliest is not None:
+            ids, odds = picks.likeliest
+            ids = ids.new_zeros(count, ids.shape[1]).index_copy(0, index, ids).unflatten(0, (-1, self.block))
+            odds = odds.new_full((count, odds.shape[1]), -torch.inf).index_copy(0, index, odds).unflatten(0, (-1, self.block))
+            likeliest = list(zip(ids.cpu().numpy(), odds.double().cpu().numpy(), strict=True))
+        return zip(*lists, likeliest, strict=True)
 
     def _network(
-        self, states: States, committed: Tensor, used: int | None, hidden: Tensor | None = None, parents: bool = True
+        self, packed: Sequence[Sequence[tuple[State, int]]], held: Sequence[int], hidden: Tensor | None = None
     ) -> Tensor:
-        """Compute the backbone's hidden states, or with `hidden` the head's h_C, [rows, n, block, hidden_size]."""
+        """Run the backbone, or with `hidden` [rows * width, block, hidden_size] the head, over states and their parents.
 
-        def forward(table: Tensor, committed: Tensor, *more: Tensor) -> Tensor:
-            return self._packed(States(table, states.valid), committed, used, parents, *more)
+        What is scored goes behind the longest of all rows' texts, so that it touches no text of a row that takes no part.
 
-        inputs = [states.table, committed, *([] if hidden is None else [hidden])]
-        if self.recorded is None:
-            return forward(*inputs)
-        used = None  # a recording is there for texts of any length
-        return self.recorded((hidden is None, parents, self.dispatch, self.with_round_masks), forward, *inputs)
+        Returns:
+            Hidden states or h_C, [rows * width, block, hidden_size], `width` being the most states of a row.
+        """
+        rows, width, used = len(packed), max(map(len, packed)), max(held)
+        self._begin = self.cache.target(used, width * self.block)
+        empty = (self.mask_id,) * self.block
+        numbers, starts, parents = array("q"), array("q"), array("q")
+        for states in packed:
+            for state, parent in states:
+                start, ids = state.key
+                numbers.extend(ids)
+                starts.append(start)
+                parents.append(parent)
+            for _ in range(width - len(states)):
+                numbers.extend(empty)
+                starts.append(0)
+                parents.append(-1)
+        numbers.extend(starts)
+        numbers.extend(parents)
+        numbers.extend(held)
+        table = torch.frombuffer(numbers, dtype=torch.long).to(self.device, non_blocking=True)
+        has_parents = max(parents) >= 0
+        plain = width == 1 and min(held) == self._begin and self.recorded is None
+        forward = partial(self._packed, rows, width, self._begin, has_parents, plain)
+        inputs = [table] if hidden is None else [table, hidden.view(rows, width * self.block, -1)]
+        if self.recorded is not None:
+            key = (rows, width, self._begin, has_parents, self.dispatch, self.round_masks)
+            return self.recorded(key, forward, *inputs).view(rows * width, self.block, -1)
+        return forward(*inputs).view(rows * width, self.block, -1)
 
     def _packed(
-        self, states: States, committed: Tensor, used: int | None, parents: bool, hidden: Tensor | None = None
+        self, rows: int, width: int, begin: int, has_parents: bool, plain: bool, table: Tensor, hidden: Tensor | None = None
     ) -> Tensor:
-        width = states.start.shape[1]
-        capacity = self.cache.capacity
-        used = capacity if used is None else min(-(-used // READ_BUCKET) * READ_BUCKET, capacity)
-        self.cache.target_scratch(width * self.block, used)
-        mask = RoundMask(committed, states.parent if parents and width > 1 else None, width, self.block, self.dispatch)
-        ids = states.ids.flatten(1)
-        positions = (states.start[..., None] + indices(self.block, self.device)).flatten(1)
-        network: Callable[..., Tensor] = self.model.backbone
-        if hidden is not None:
-            network = partial(self._residual, hidden.flatten(1, 2))
-        if self.with_round_masks:
-            model: Any = self.model
-            with under_round_masks(model, self.cache):
-                scored = network(ids, positions, mask, self.cache)
-        else:
-            scored = network(ids, positions, mask.dense(used), self.cache)
-        return scored.to(self.device).unflatten(1, (width, self.block))
+        """Unpack `table` (ids, starts, parents, held) and run the network; a function of tensors that can be recorded."""
+        states = rows * width
+        ids, starts, parents, held = table.split([states * self.block, states, states, rows])
+        ids, parent = ids.view(rows, -1), parents.view(rows, width) if has_parents else None
+        positions = (starts[:, None] + self._offsets).view(rows, -1)
+        mask = RoundMask(held, parent, width, self.block, self.dispatch, plain)
+        network = self.model.backbone if hidden is None else partial(self._residual, hidden)
+        if not self.round_masks:
+            return network(ids, positions, mask.dense(begin), self.cache).to(self.device)
+        with under_round_masks(self.model, self.cache):
+            return network(ids, positions, mask, self.cache).to(self.device)
 
     def _residual(self, hidden: Tensor, ids: Tensor, positions: Tensor, mask: Any, cache: BlockCache) -> Tensor:
         return self.model.residual(ids, hidden, positions, mask, cache)
+
+    # ------------------------------------------------------------------------------------------- rows that have ended
+
+    def narrow(self, rows: list[Row], size: int) -> list[Row]:
+        """Let ended rows leave: those that go on move to the first `size` places.
+
+        Args:
+            rows: Those of the batch, by place.
+            size: Places that stay; no fewer than rows that go on.
+
+        Returns:
+            The rows at those places.
+        """
+        ended = [place for place in range(size) if rows[place].stop is not None]
+        behind = [place for place in range(size, len(rows)) if rows[place].stop is None]
+        pairs = list(zip(ended, behind, strict=False))  # there may be more room than rows
+        rows = list(rows)
+        for place, other in pairs:
+            rows[place], rows[other] = rows[other], rows[place]
+        if pairs:
+            self.cache.swap(pairs, max(row.held for row in rows))
+            self._swaps.append(pairs)  # type: ignore[arg-type]
+        self.cache.active = size
+        return rows[:size]
+
+    def widen(self, used: int) -> None:
+        """Have all rows back in their places, each with its first `used` slots."""
+        for pairs in reversed(self._swaps):
+            self.cache.swap(pairs, used)  # type: ignore[arg-type]
+        self._swaps.clear()
+        self.cache.active = self.cache.rows
+
+
+def gathered(hidden: Sequence[Hidden]) -> Tensor:
+    """Gather hidden states of n places, which lie in a few tensors: [n, block, hidden_size]."""
+    first = hidden[0][0]
+    tensors = {id(tensor): tensor for tensor, _ in hidden}
+    if len(tensors) == 1:
+        places = [place for _, place in hidden]
+        return first if places == list(range(len(first))) else first[torch.tensor(places, device=first.device)]
+    out = first.new_empty(len(hidden), *first.shape[1:])
+    for name, tensor in tensors.items():
+        pairs = [(at, place) for at, (other, place) in enumerate(hidden) if id(other) == name]
+        to, of = torch.tensor(pairs, device=tensor.device).unbind(1)
+        out[to.to(out.device)] = tensor[of].to(out.device)
+    return out
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -6620,1312 +6003,6 @@ def _as_block_diffusion(source: str, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 # ----------------------------------------------------------------------------------------------------
-# generate/modes.py
-#
-# Modes of decoding, each three answers: what a step reveals, what the head changes about that, and what is drafted ahead.
-
-class HeadSteps(Protocol):
-    """The head passes and picks, on one state per row, that a refinement may ask for."""
-
-    def head_hidden(self, states: States, hidden: Tensor) -> Tensor:
-        """Compute h_C [rows, block, hidden] at states [rows], given hidden states h_A, or their estimate, of that shape."""
-        ...
-
-    def most_confident(self, states: States, reveal: Reveal, hidden: Tensor) -> Reveal:
-        """Reveal the most confident position that `reveal` leaves open, up to an eos in it.
-
-        Args:
-            states: [rows] before the reveal.
-            reveal: [rows] what is revealed there already.
-            hidden: [rows, block, hidden] at the states behind it.
-        """
-        ...
-
-    def token_confidence(self, states: States, hidden: Tensor, token: Tensor, where: Tensor) -> Tensor:
-        """Compute the log-odds of given tokens under lm_head(hidden): [rows, block], -inf outside `where`."""
-        ...
-
-    def residual_magnitude(self, hidden: Tensor, token: Tensor, where: Tensor) -> Tensor:
-        """Compute |C| of given tokens: [rows, block], 0 outside `where`."""
-        ...
-
-
-class Refinement(Protocol):
-    """A change of a reveal before it counts: a frozen dataclass of its numbers.
-
-    Attributes:
-        remasks: It may take reveals back.
-        asks_host: It reads from the device what to do next, so that its rounds cannot be recorded whole.
-    """
-
-    remasks: ClassVar[bool]
-    asks_host: ClassVar[bool]
-
-    def __call__(self, steps: HeadSteps, states: States, hidden: Tensor, reveal: Reveal) -> Reveal:
-        """Change what is revealed at states [rows], whose hidden states are [rows, block, hidden]."""
-        ...
-
-
-def applied(reveal: Reveal, states: States) -> States:
-    """Write a reveal's tokens into its states, for the head to read."""
-    block = reveal.where.shape[-1]
-    ids = torch.where(reveal.where, reveal.token, states.ids)
-    return replace(states, table=torch.cat([ids, states.table[..., block:]], -1))
-
-
-@dataclass(frozen=True)
-class Direct:
-    """`mrp_direct`: after each backbone step the head reveals one more position at a time, unverified (MRP, section 5)."""
-
-    head_reveals: int
-    remasks: ClassVar[bool] = False
-    asks_host: ClassVar[bool] = False
-
-    def __call__(self, steps: HeadSteps, states: States, hidden: Tensor, reveal: Reveal) -> Reveal:
-        """See `Refinement`."""
-        for _ in range(self.head_reveals):
-            hidden = hidden + steps.head_hidden(applied(reveal, states), hidden)
-            reveal = reveal.and_then(steps.most_confident(states, reveal, hidden))
-        return reveal
-
-
-def belief(steps: HeadSteps, states: States, hidden: Tensor, reveal: Reveal, given: Tensor) -> Tensor:
-    """Ask the head for the log-odds of valid rows' revealed tokens under those `given`: [rows, block], -inf elsewhere.
-
-    At a token that is itself given, a trained head says what the backbone would if this one token were still masked.
-
-    Args:
-        steps: The head.
-        states: [rows] before the reveal.
-        hidden: [rows, block, hidden] h_A there.
-        reveal: [rows] the tokens in question.
-        given: [rows, block] bool, the part of the reveal that the head sees.
-    """
-    corrected = hidden + steps.head_hidden(applied(reveal.only(given), states), hidden)
-    return steps.token_confidence(states, corrected, reveal.token, reveal.where & states.valid[:, None])
-
-
-@dataclass(frozen=True)
-class ThresholdRemask:
-    """The published rule of `mrp_remask`: the head is conditioned on all the fresh reveals, and a token whose corrected
-    confidence falls under tau goes back to a mask (MRP, arXiv 2605.18817). At least one reveal stays, under every rule.
-
-    Attributes:
-        threshold: tau, in log-odds.
-    """
-
-    threshold: float
-    remasks: ClassVar[bool] = True
-    asks_host: ClassVar[bool] = False
-
-    def __call__(self, steps: HeadSteps, states: States, hidden: Tensor, reveal: Reveal) -> Reveal:
-        """See `Refinement`."""
-        believed = belief(steps, states, hidden, reveal, reveal.where)
-        return kept_reveal(reveal.resting_on(believed), believed >= self.threshold, believed)
-
-
-@dataclass(frozen=True)
-class ResidualRemask:
-    """The rule `residual` of the released code: the head reads the state before the reveal, and a token whose own logit it
-    moves by more than `delta` in magnitude goes back.
-
-    Attributes:
-        delta: In logits.
-    """
-
-    delta: float
-    remasks: ClassVar[bool] = True
-    asks_host: ClassVar[bool] = False
-
-    def __call__(self, steps: HeadSteps, states: States, hidden: Tensor, reveal: Reveal) -> Reveal:
-        """See `Refinement`."""
-        residual = steps.head_hidden(states, hidden)
-        moved = steps.residual_magnitude(residual, reveal.token, reveal.where)
-        return kept_reveal(reveal.resting_on(moved), moved <= self.delta, reveal.confidence)
-
-
-@dataclass(frozen=True)
-class RereadRemask:
-    """The rule `reread`: what stays is believed under all the rest of it, and is no mere echo of it.
-
-    Under `threshold` two reveals that contradict each other both go back. Here only the least believed one under tau does;
-    then the head reads again what is left, until every token is believed under the others. Tokens that are wrong together
-    still speak up for each other, so the head at last reads them under the surest alone: one whose confidence there is under
-    `alone` goes back as well (`benchmarks/NOTES.md`, Remasking). A row with a single reveal asks the head nothing.
-
-    Attributes:
-        threshold: tau, in log-odds.
-        alone: What a token needs under the surest one alone, in log-odds: those of half of tau.
-    """
-
-    threshold: float
-    alone: float
-    remasks: ClassVar[bool] = True
-    asks_host: ClassVar[bool] = True
-
-    def __call__(self, steps: HeadSteps, states: States, hidden: Tensor, reveal: Reveal) -> Reveal:
-        """See `Refinement`."""
-        several = unsettled = states.valid & (reveal.where.sum(-1) > 1)
-        while bool(unsettled.any()):  # one look at the device a pass; most rows are settled by the first
-            believed = belief(steps, replace(states, valid=unsettled), hidden, reveal, reveal.where)
-            back, doubted = least_believed(reveal, believed, self.threshold, unsettled)
-            reveal = reveal.resting_on(believed).only(reveal.where & ~back)
-            several = several & (reveal.where.sum(-1) > 1)
-            unsettled = unsettled & doubted & several
-        if bool(several.any()):
-            surest = best_by(reveal.confidence, reveal.where)
-            believed = belief(steps, replace(states, valid=several), hidden, reveal, surest)
-            reveal = reveal.only(reveal.where & (surest | (believed >= self.alone) | ~several[:, None]))
-        return reveal
-
-
-@dataclass(frozen=True)
-class Amount:
-    """An amount of drafting in one round.
-
-    Attributes:
-        states: States that a row may submit; 1: it drafts nothing.
-        passes: Head passes of the round; 0: drafts come from stale logits, and the head rests.
-        narrow: Each row submits one state, whatever that is: behind a clean one the next block begins a round later.
-    """
-
-    states: int = 1
-    passes: int = 0
-    narrow: bool = False
-
-
-@dataclass(frozen=True)
-class Drafting:
-    """The amount of drafting: states that may follow, scored together in one forward. Drafts never change the text.
-
-    Attributes:
-        states: K, the states a row may submit per round.
-        branches: Followers of a state that are considered; 1 drafts a chain.
-        passes: Head passes per round; with `states - 1` of them each drafted state is re-read before the next; 0: drafts come
-            from the backbone's own stale logits.
-        paced: `states` and `passes` are the most of both: each round has as much as measured time says pays (`Pace`).
-    """
-
-    states: int
-    branches: int
-    passes: int = 0
-    paced: bool = False
-
-
-@dataclass(frozen=True)
-class Mode:
-    """The meaning of one value of `decoding`.
-
-    Attributes:
-        rule: Which positions a step of the backbone reveals: this alone, with `refine`, says what the text is.
-        refine: What the head changes about that; None: nothing.
-        drafting: What is drafted ahead; None: nothing.
-    """
-
-    rule: RevealRule
-    refine: Refinement | None = None
-    drafting: Drafting | None = None
-
-    @property
-    def uses_head(self) -> bool:
-        """True if the head takes part."""
-        return self.refine is not None or (self.drafting is not None and self.drafting.passes > 0)
-
-    @property
-    def width(self) -> int:
-        """States of a row in a round, at most: its own and the next block's, or with drafts more."""
-        return max(2, 1 if self.drafting is None else self.drafting.states)
-
-
-# ----------------------------------------------------------------------------------------------------
-# generate/decode_state.py
-#
-# One decode in tensors: what was asked, what a round changes, and what the host reads of it once a round.
-
-@dataclass
-class Request:
-    """Request of one decode, row by row: tensors that no round changes.
-
-    Attributes:
-        row: [rows] long, which of the call's rows each is.
-        prompt_length: [rows] long.
-        given_end: [rows] long, one past the last token that was given: of the prompt, or of what is to be filled in.
-        limit: [rows] long, one past the last position the user wants.
-        open_end: [rows] long, one past the last position before `limit` that is not given.
-        no_eos_before: [rows] long, positions before it take no eos.
-        seed: [rows] long.
-        schedule: [block] long, reveals per denoising step, then zeros.
-        eos: [any] long, ids that end a row.
-    """
-
-    row: Tensor
-    prompt_length: Tensor
-    given_end: Tensor
-    limit: Tensor
-    open_end: Tensor
-    no_eos_before: Tensor
-    seed: Tensor
-    schedule: Tensor
-    eos: Tensor
-
-
-@dataclass
-class Text:
-    """The rows' texts by absolute position, without padding.
-
-    One more column, behind the capacity, takes what is not to be kept, so that writing needs no count of what is.
-
-    Attributes:
-        tokens: [rows, capacity + 1] long: prompt, given and revealed tokens, masks.
-        logprob: [rows, capacity + 1] float32 log-confidence of generated tokens when committed.
-        reveal_step: [rows, capacity + 1] long index of the denoising step that committed them, -1 elsewhere.
-        total_steps: [rows] long, denoising steps taken in all.
-        stop: [rows] long, one past the last token of the text once it is known, else a large number.
-    """
-
-    tokens: Tensor
-    logprob: Tensor
-    reveal_step: Tensor
-    total_steps: Tensor
-    stop: Tensor
-
-    @property
-    def capacity(self) -> int:
-        """Positions, without the column behind them."""
-        return self.tokens.shape[1] - 1
-
-    def with_room(self, capacity: int) -> "Text":
-        """The same texts with masks up to so many positions."""
-
-        def longer(tensor: Tensor) -> Tensor:  # its last column holds what nothing was written to
-            return torch.cat([tensor, tensor[:, -1:].expand(-1, capacity - self.capacity)], 1)
-
-        return replace(self, tokens=longer(self.tokens), logprob=longer(self.logprob), reveal_step=longer(self.reveal_step))
-
-    def block(self, start: Tensor, block_size: int) -> Tensor:
-        """[rows, block] long: the tokens from `start` [rows] on; masks behind the capacity."""
-        offsets = indices(block_size, start.device)
-        return self.tokens.gather(1, (start[:, None] + offsets).clamp(max=self.capacity))
-
-    def write(self, states: States, reveal: Reveal, which: Tensor, step: Tensor) -> None:
-        """Write what states [rows, n] reveal, where `which` [rows, n] says so, at denoising steps `step` [rows, n]."""
-        written = reveal.where & which[..., None]
-        offsets = indices(written.shape[-1], written.device)
-        position = torch.where(written, states.start[..., None] + offsets, self.capacity).flatten(1)
-        self.tokens.scatter_(1, position, reveal.token.flatten(1))
-        self.logprob.scatter_(1, position, reveal.logprob.float().flatten(1))
-        self.reveal_step.scatter_(1, position, step[..., None].expand_as(written).flatten(1))
-
-
-@dataclass
-class Counts:
-    """Counts of what drafts came to.
-
-    Attributes:
-        verified: [] long: forwards that scored drafts.
-        drafted, accepted, revoked: [rows] long: drafted states submitted, drafts that were right, reveals remasked.
-        accepted_lengths: [rows, n] long: how many rounds accepted 0, 1, 2, ... states; remembered ones count.
-        offered_at_depth: [rows, n] long, by depth 1, 2, ...: rounds that accepted k - 1 drafts and had one that may follow the
-            last of them (or, for the first, the row's next state); remembered ones count. No columns without drafts.
-        accepted_at_depth: [rows, n] long: of these, rounds that accepted a k-th draft.
-    """
-
-    verified: Tensor
-    drafted: Tensor
-    accepted: Tensor
-    revoked: Tensor
-    accepted_lengths: Tensor
-    offered_at_depth: Tensor
-    accepted_at_depth: Tensor
-
-    @classmethod
-    def zeros(cls, rows: int, width: int, drafts: bool, device: torch.device) -> "Counts":
-        """Before the first forward of a decode whose rounds submit up to `width` states a row, with drafts or without."""
-        by_row = torch.zeros(rows, dtype=torch.long, device=device)
-        depths = 2 * width - 1 if drafts else 0  # a path goes on through what the round before scored
-        return cls(
-            verified=by_row.new_zeros(()),
-            drafted=by_row.clone(),
-            accepted=by_row.clone(),
-            revoked=by_row.clone(),
-            accepted_lengths=by_row.new_zeros(rows, (1 + drafts) * width + 1),
-            offered_at_depth=by_row.new_zeros(rows, depths),
-            accepted_at_depth=by_row.new_zeros(rows, depths),
-        )
-
-    def add_path(self, depth: Tensor, offered: Tensor) -> None:
-        """Add a round of paths: how many drafts each accepted [rows], and whether there was one behind the last [rows]."""
-        depths = torch.arange(1, 1 + self.accepted_at_depth.shape[1], device=depth.device)
-        self.accepted_at_depth += depths <= depth[:, None]
-        self.offered_at_depth += depths <= (depth + offered)[:, None]
-
-
-@dataclass
-class Remasked:
-    """Reveals that the last step put back to a mask.
-
-    Attributes:
-        start: [rows] long, the block.
-        where: [rows, block] bool.
-        token: [rows, block] long.
-    """
-
-    start: Tensor
-    where: Tensor
-    token: Tensor
-
-
-@dataclass
-class DecodeState:
-    """All that a round changes.
-
-    Attributes:
-        text: The rows' texts so far.
-        current: [rows] each row's next state, which the backbone revealed; not valid for a row that has ended.
-        seed: What was said at the last accepted states, from which drafts start,
-        has_seed: [rows] bool, and whether it is there: not right behind a clean block whose successor has not been scored.
-        memory: What the last round scored in vain.
-        held: What the runner's cache holds of each row.
-        counts: What drafts came to.
-        remasked: What the last step put back.
-    """
-
-    text: Text
-    current: States
-    seed: Source
-    has_seed: Tensor
-    memory: Memory
-    held: Held
-    counts: Counts
-    remasked: Remasked
-
-
-for _kind in (Request, Text, Counts, Remasked, DecodeState):
-    register_dataclass(_kind)
-
-
-def laid_out(
-    prompts: list[Tensor], infill: Tensor | None, max_new_tokens: int, block_size: int, mask_token_id: int, device: torch.device
-) -> tuple[Text, dict[str, Tensor], States]:
-    """Lay out every row's text before the first step; a row starts in the block of its first mask.
-
-    Args:
-        prompts: One 1-D long tensor of ids per row.
-        infill: [rows, n] long, what continues each prompt, or None.
-        max_new_tokens: Tokens behind the prompt, at most.
-        block_size: Tokens in a block.
-        mask_token_id: What stands where a token is to be generated.
-        device: Where everything is.
-
-    Returns:
-        The texts; `row`, `prompt_length`, `given_end`, `limit` and `open_end` of the `Request`; and [rows] the first states.
-    """
-    rows = len(prompts)
-    lengths = torch.tensor([len(p) for p in prompts], device=device)
-    limit, given_end = lengths + max_new_tokens, lengths
-    width = -(-int(limit.max()) // block_size) * block_size + 1
-    tokens = torch.full((rows, width), mask_token_id, device=device)
-    for row, prompt in enumerate(prompts):
-        tokens[row, : len(prompt)] = prompt
-    if infill is not None:
-        count = torch.arange(1, 1 + infill.shape[1], device=device)
-        tokens.scatter_(1, lengths[:, None] + count - 1, infill)
-        given_end = lengths + torch.where(infill == mask_token_id, 0, count).amax(1)
-    position = torch.arange(width, device=device)
-    masked = (tokens == mask_token_id) & (position < limit[:, None])
-    first = torch.where(masked.any(1), masked.int().argmax(1), limit).minimum(limit - 1)
-    text = Text(
-        tokens=tokens,
-        logprob=torch.zeros(rows, width, device=device),
-        reveal_step=torch.full((rows, width), -1, device=device),
-        total_steps=torch.zeros_like(lengths),
-        stop=torch.full_like(lengths, torch.iinfo(torch.long).max),
-    )
-    ends = {
-        "row": torch.arange(rows, device=device),
-        "prompt_length": lengths,
-        "given_end": given_end,
-        "limit": limit,
-        "open_end": torch.where(masked, position + 1, 0).amax(1),
-    }
-    return text, ends, first_state(text, first // block_size * block_size, block_size)
-
-
-def first_state(text: Text, start: Tensor, block_size: int) -> States:
-    """[rows] the states of blocks of which nothing was generated: masks, and given tokens, none of which ends the text."""
-    rest = constant((-1, 0, block_size), start.device).expand(len(start), -1)  # parent, step, end
-    table = torch.cat([text.block(start, block_size), start[:, None], rest], 1)
-    return States(table, torch.ones_like(start, dtype=torch.bool))
-
-
-def finished(current: States, request: Request, mask_token_id: int) -> tuple[Tensor, Tensor]:
-    """Find the rows whose text is complete.
-
-    Args:
-        current: [rows] their next states.
-        request: What was asked for.
-        mask_token_id: The mask's id.
-
-    Returns:
-        One past the last position of each text as far as eos and limit tell, [rows] long, and whether all before is revealed or
-        given, [rows] bool.
-    """
-    block = current.ids.shape[-1]
-    end = torch.where(current.end < block, current.start + current.end + 1, request.limit).minimum(request.limit)
-    return end, whole_text(current.ids, current.end, request.open_end - current.start, mask_token_id)
-
-
-@dataclass(frozen=True)
-class RoundPlan:
-    """Plan of the round to come: what the host knows of it, read from the device once, at the end of the round before.
-
-    Attributes:
-        active: Rows that are not finished.
-        used: Committed tokens of the longest active row, as many as attention has to read; None: those of the whole cache.
-        head_used: The same for the head's KV.
-        clean: Rows whose next state has no masks.
-        masks: The most masks in a row's next state.
-        drafting: Some row can draft.
-        late: Some row's last clean block has no KV of the head yet.
-        blocked: One of them is about to commit another block.
-        going: Of each row, whether it is active.
-        accepted: How many rows accepted the state in each slot of the round before, of those that had masks left.
-        unscored: Some token of a text has no log-probability: no token had a finite score there.
-        amount: What was chosen to be drafted.
-        per_row: States that a row may submit.
-        room: Places that the forward has for them: no more than any row can fill.
-    """
-
-    active: int
-    used: int | None
-    head_used: int | None
-    clean: int
-    masks: int
-    drafting: bool
-    late: bool
-    blocked: bool
-    going: tuple[bool, ...] = ()
-    accepted: tuple[int, ...] = ()
-    unscored: bool = False
-    amount: Amount = field(default_factory=Amount)
-    per_row: int = 1
-    room: int = 1
-
-    @classmethod
-    def read(cls, numbers: list[int], rows: int) -> "RoundPlan":
-        """Read what `summary` stacked of so many rows, before it is decided how much to draft."""
-        active, used, head_used, clean, masks, *flags = numbers[:SUMMARY]
-        drafting, late, blocked, unscored = (flag > 0 for flag in flags)
-        going, accepted = numbers[SUMMARY : SUMMARY + rows], numbers[SUMMARY + rows :]
-        per_row = tuple(flag > 0 for flag in going), tuple(accepted)
-        return cls(active, used, head_used, clean, masks, drafting, late, blocked, *per_row, unscored)
-
-    def with_slots(self, amount: Amount, branches: int | None) -> "RoundPlan":
-        """The same with room for up to so many states a row.
-
-        What a row drafts must not depend on its neighbours: room that none of them can fill is left out, no other.
-
-        Args:
-            amount: What is drafted.
-            branches: Followers of a state that are considered; None: room that none can fill stays, as in what is recorded.
-        """
-        per_row = amount.states if self.drafting else 1
-        return replace(self, amount=amount, per_row=per_row, room=1 if amount.narrow else self.room_for(per_row, branches))
-
-    def room_for(self, states: int, branches: int | None) -> int:
-        """Count the places that a forward has for up to so many states a row."""
-        filled = states if branches is None else reachable(self.masks, branches, states)
-        return max(filled, 2 if self.clean else 1)
-
-
-# Numbers of a `RoundPlan` before `going`.
-SUMMARY = 9
-
-
-def summary(state: DecodeState, mask_token_id: int, accepted: Tensor | None = None) -> Tensor:
-    """[SUMMARY + rows + n] long: the numbers of a `RoundPlan`, which rows go on, and `accepted` [n], on the device."""
-    active, held = state.current.valid, state.held
-    masks = state.current.masked(mask_token_id).sum(-1) * active
-    clean = active & (masks == 0)
-    late = held.late & active
-    each = torch.stack(
-        [
-            active,
-            held.committed * active,
-            held.head_committed * active,
-            clean,
-            masks,
-            state.has_seed & (masks > 0),
-            late,
-            late & clean,
-            state.text.logprob[:, :-1].isnan().any(1),
-        ]
-    )
-    total, most = each.sum(1), each.amax(1)
-    numbers = torch.cat([total[:1], most[1:3], total[3:4], most[4:], active.long()])
-    return numbers if accepted is None else torch.cat([numbers, accepted])
-
-
-# ----------------------------------------------------------------------------------------------------
-# generate/active_rows.py
-#
-# The rows of a batch that go on: those that have ended leave it by halves, so that later rounds cost nothing for them.
-
-class ActiveRows:
-    """The rows that a `DecodeState` still holds, of all rows of a call.
-
-    A row's text does not depend on its neighbours, so that it may change its place. Halves are all there is: each size of a
-    batch is recorded and timed for itself.
-
-    Args:
-        state: That of all rows.
-        least: A batch that would be smaller stays as it is.
-
-    Attributes:
-        rows: Which of the call's rows the places of the state stand for.
-        slots: Rows of all rounds so far added up, those that have ended included.
-    """
-
-    def __init__(self, state: DecodeState, least: int) -> None:
-        self.rows = list(range(len(state.has_seed)))
-        self.slots = 0
-        self._least = least
-        self._whole: DecodeState | None = None
-        self._at: Tensor | None = None  # `rows` on the device
-        self._count = len(self.rows)
-
-    def smaller(self, active: int) -> int:
-        """Halve the size of the batch as long as `active` rows have room in it."""
-        size = len(self.rows)
-        while size > 1 and (half := (size + 1) // 2) >= max(active, self._least):
-            size = half
-        return size
-
-    def shrink(
-        self, state: DecodeState, request: Request, runner: Runner, going: tuple[bool, ...], size: int
-    ) -> tuple[DecodeState, Request]:
-        """Let ended rows leave.
-
-        Args:
-            state: Where the decode stands.
-            request: What was asked of its rows.
-            runner: Whose keys and values follow.
-            going: Of each row, whether it goes on.
-            size: Rows that stay, as `smaller` gave it.
-
-        Returns:
-            The state and the request of the rows that stay.
-        """
-        self._whole = self.all_of(state)
-        places = list(range(size))
-        ended = [place for place in places if not going[place]]
-        behind = [place for place in range(size, len(self.rows)) if going[place]]
-        for place, other in zip(ended, behind, strict=False):  # there may be more room than rows
-            places[place] = other
-        runner.narrow(places)
-        self.rows = [self.rows[place] for place in places]
-        at = torch.tensor(places, device=state.has_seed.device)
-        self._at = at if self._at is None else self._at[at]
-        return tree_map(lambda t: t[at] if t.dim() else t, state), request_of(request, at)
-
-    def all_of(self, state: DecodeState) -> DecodeState:
-        """Put a state beside those of the rows that left before it: that of all rows of the call."""
-        if (at := self._at) is None:
-            return state
-        return tree_map(lambda whole, t: whole.index_copy(0, at, t) if t.dim() else t, self._whole, state)
-
-    def all_remasked(self, remasked: Remasked) -> Remasked:
-        """Copy what a step put back, with nothing for rows that have left."""
-        if (at := self._at) is None:
-            return tree_map(torch.clone, remasked)
-
-        def spread(part: Tensor) -> Tensor:
-            return part.new_zeros(self._count, *part.shape[1:]).index_copy_(0, at, part)
-
-        return tree_map(spread, remasked)
-
-
-def request_of(request: Request, at: Tensor) -> Request:
-    """Select the request of the rows `at` [n] long."""
-    shared = {"schedule", "eos"}
-    names = [field.name for field in fields(request) if field.name not in shared]
-    return replace(request, **{name: getattr(request, name)[at] for name in names})
-
-
-# ----------------------------------------------------------------------------------------------------
-# generate/option_table.py
-#
-# The options of `generate` beyond those of transformers, each declared once.
-#
-# From `OPTIONS` come the fields of `MRPGenerationConfig`, their defaults and checks, the flags of command lines and the README's
-# table. Nothing here imports torch, so that the help of a command line comes at once.
-
-DECODINGS = ("static", "dynamic", "sequential", "entropy_bound", "self_spec", "mrp_direct", "mrp_spec", "mrp_remask")
-TARGETS, DRAFTING = DECODINGS[:4], ("self_spec", "mrp_spec")
-REMASK_RULES = ("reread", "threshold", "residual")
-
-
-@dataclass(frozen=True)
-class Option:
-    """An option of `generate`.
-
-    Attributes:
-        name: The keyword argument, and the field of the config.
-        default: The value of an option that nobody sets. None stays allowed where it is the default.
-        kind: The type of its values, as `isinstance` takes it; a bool is no number.
-        holds: The range: True of the values allowed, given one of that type and the model's block size.
-        remedy: The end of the error for others; `{block_size}` stands for the model's.
-        help: Its meaning, a line of Markdown.
-        modes: The values of `decoding` in which it has an effect; it has one, too, in modes that draft for these as `target`.
-    """
-
-    name: str
-    default: Any
-    kind: Any
-    holds: Callable[[Any, int], bool]
-    remedy: str
-    help: str = ""
-    modes: tuple[str, ...] = DECODINGS
-
-    def counts(self, decoding: str, target: str | None = None) -> bool:
-        """Tell if it has an effect in a mode, which drafts for `target` if it drafts."""
-        return decoding in self.modes or (decoding in DRAFTING and target in self.modes)
-
-    def check(self, value: Any, block_size: int) -> None:
-        """Raise `ValueError`, with value and remedy, for a value of another type or out of range."""
-        if value is None and self.default is None:
-            return
-        if isinstance(value, int) and value.bit_length() > 63:  # so many digits need not be shown, nor can they
-            shown = f"{'-' if value < 0 else ''}2**{value.bit_length() - 1}"
-            raise ValueError(f"{self.name} is {shown} or more: {self.remedy.format(block_size=block_size)}, and of 64 bits")
-        fits = isinstance(value, self.kind) and (self.kind is bool or not isinstance(value, bool))
-        if not fits or not self.holds(value, block_size):
-            kind = "" if fits else f", of type {type(value).__name__}"
-            raise ValueError(f"{self.name} is {value!r}{kind}: {self.remedy.format(block_size=block_size)}")
-
-
-# Type, range and remedy.
-_Values = tuple[Any, Callable[[Any, int], bool], str]
-COUNT: _Values = (int, lambda v, _: v >= 1, "it must be an int of 1 or more")
-_MOST_STATES = 256  # of a block of 4, the shortest published, the kernels hold no more
-_STATES: _Values = (
-    int | str,
-    lambda v, _: v == "auto" if isinstance(v, str) else 1 <= v <= _MOST_STATES,
-    f"it must be 'auto' or an int from 1 to {_MOST_STATES}",
-)
-_STEPS: _Values = (int, lambda v, size: 1 <= v <= size, "it must be an int from 1 to block_size ({block_size})")
-PROBABILITY: _Values = (int | float, lambda v, _: 0 <= v <= 1, "it must be a probability, a float from 0 to 1")
-_NATS: _Values = (int | float, lambda v, _: v >= 0, "it must be a number of nats, a float of 0 or more")
-_LOGITS: _Values = (int | float, lambda v, _: v > 0, "it must be a positive number of logits, a float")
-_KERNELS: _Values = (bool, lambda *_: True, "use None (where they can be used), True (or an error) or False (PyTorch only)")
-_GRAPHS: _Values = (bool, lambda *_: True, "use True, False, or None for CUDA graphs where they are possible")
-_SEED: _Values = (
-    int | list,
-    lambda v, _: all(type(one) is int and 0 <= one < 1 << 62 for one in (v if isinstance(v, list) else [v])),
-    "use None, an int of 0 or more and below 2**62, or a list of one such int per row",
-)
-
-
-def _one_of(names: tuple[str, ...]) -> _Values:
-    return str, lambda v, _: v in names, f"choose one of {', '.join(names)}"
-
-
-OPTIONS = (
-    Option("decoding", "static", *_one_of(DECODINGS), "the mode"),
-    Option(
-        "target",
-        "static",
-        *_one_of(TARGETS),
-        "whose text it is that drafts reach in fewer forwards: that of `decoding=target`",
-        DRAFTING,
-    ),
-    Option(
-        "denoising_steps",
-        None,
-        *_STEPS,
-        "steps per block; None: `block_size`, one token a step",
-        ("static", "sequential", "mrp_direct"),
-    ),
-    Option("confidence_threshold", 0.9, *PROBABILITY, "tau, a probability", ("dynamic", "mrp_remask")),
-    Option(
-        "entropy_threshold",
-        0.35,
-        *_NATS,
-        "bound in nats on the summed entropy of a step's reveals",
-        ("entropy_bound",),
-    ),
-    Option("mrp_steps", 1, *_STEPS, "reveals of the head after each backbone step, unverified", ("mrp_direct",)),
-    Option(
-        "num_draft_states",
-        "auto",
-        *_STATES,
-        "K: states a row submits per round, at most: the next one, and drafts; `auto`: as many as measured time says pay, none "
-        "where none do",
-        DRAFTING,
-    ),
-    Option("draft_branches", 3, *COUNT, "followers considered per state; 1 drafts a chain", DRAFTING),
-    Option("draft_passes", 1, *COUNT, "head passes per round, at most; each re-reads what is drafted so far", ("mrp_spec",)),
-    Option("remask_rule", "reread", *_one_of(REMASK_RULES), "`reread`, `threshold` or `residual`", ("mrp_remask",)),
-    Option("residual_delta", 1.0, *_LOGITS, "for the rule `residual`, in logits", ("mrp_remask",)),
-    Option("seed", None, *_SEED, "with `do_sample`: int s gives row i s + i, a list one per row, None torch's generator"),
-    Option("kernels", None, *_KERNELS, "Triton kernels: None where possible, True or an error, False never"),
-    Option("graphs", None, *_GRAPHS, "CUDA graphs: None where possible, True or an error, False never"),
-)
-
-
-def closest_name(name: str, names: Iterable[str]) -> str:
-    """Suggest the one of some names that is most like this one, with a space before; "" if none is."""
-    near = difflib.get_close_matches(name, sorted(names), n=1, cutoff=0.75)
-    return f" (did you mean {near[0]}?)" if near else ""
-
-
-# ----------------------------------------------------------------------------------------------------
-# generate/pace.py
-#
-# The amount of drafting of each round: fixed, or as much as measured time and acceptance so far say pays.
-#
-# Drafts never change the text, so that how much is drafted is free to follow the clock. The host reads one summary a round, which
-# waits for the device: the time from one to the next is the round's, whatever it ran on.
-
-# States a row may submit, of which one is chosen; each has its own recording on CUDA.
-WIDTHS = (1, 2, 3, 4, 6, 8)
-# As many where nothing follows the clock: several processes decide alike so, and counts can be repeated.
-UNTIMED_STATES = 4
-# Room for two states behind some rows that are clean is room for two in all rows.
-NARROW = Amount(narrow=True)
-
-
-@dataclass(frozen=True)
-class Fixed:
-    """The same amount in every round.
-
-    Attributes:
-        amount: It.
-    """
-
-    amount: Amount
-
-    def begin(self) -> None:
-        """Begin a call."""
-
-    def choose(self, plan: RoundPlan, rows: int, branches: int | None, behind: bool) -> Amount:
-        """Choose it."""
-        return self.amount
-
-    def learn(
-        self, plan: RoundPlan, accepted: Sequence[int], rows: int, seconds: float, catch_up: float = 0.0, usual: bool = True
-    ) -> None:
-        """Learn nothing."""
-
-
-class RoundTimes:
-    """Times of rounds by the states that they score, all rows together: averages, and lines between them.
-
-    Args:
-        below: Times of rounds that do the same and less; None: there are none.
-    """
-
-    # Other work of the machine makes rounds slower, never faster: a shorter time counts for more than a longer one.
-    FASTER_RATE, SLOWER_RATE = 0.5, 0.15
-    # A round that took so many times what it does on average is no sign of anything.
-    OUTLIER = 3.0
-
-    def __init__(self, below: "RoundTimes | None" = None) -> None:
-        self.below, self.states, self.seconds = below, list[int](), dict[int, float]()
-
-    def learn(self, states: int, seconds: float) -> None:
-        """Learn what a round of so many states took."""
-        if (before := self.seconds.get(states)) is None:
-            insort(self.states, states)
-            before = seconds
-        rate = self.SLOWER_RATE if seconds > before else self.FASTER_RATE if 2 * seconds > before else 1.0
-        self.seconds[states] = before + rate * (min(seconds, self.OUTLIER * before) - before)
-
-    def knows(self, states: int) -> bool:
-        """Tell if a time was measured here, or on both sides, or for no more than twice as many states."""
-        return bool(self.states) and self.states[0] <= 2 * states and states <= self.states[-1]
-
-    def estimate(self, states: int) -> float:
-        """Estimate the seconds of a round of so many states: outside of what is known rather too few than too many."""
-        if (known := self.seconds.get(states)) is not None:
-            return known
-        if not self.states:
-            return self.below.estimate(states) if self.below else 0.0
-        place = bisect_left(self.states, states)
-        if 0 < place < len(self.states):
-            a, b = self.states[place - 1 : place + 1]
-            return self.seconds[a] + (self.seconds[b] - self.seconds[a]) / (b - a) * (states - a)
-        end = self.states[0 if place == 0 else -1]
-        return max(self.seconds[end] + self.slope() * (states - end), self.seconds[end] * min(1.0, states / end))
-
-    @property
-    def reach(self) -> int:
-        """The most states that a round may be tried with: no more than twice as many as one had."""
-        below = self.below.states[-1] if self.below and self.below.states else 0
-        return max(below, 2 * self.states[-1] if self.states else 0)
-
-    def slope(self) -> float:
-        """Seconds for one more state."""
-        if len(self.states) < 2:
-            return self.below.slope() if self.below else 0.0
-        first, last = self.states[0], self.states[-1]
-        return max(0.0, (self.seconds[last] - self.seconds[first]) / (last - first))
-
-
-class Chances:
-    """Chances that the state in each slot is accepted, as shares of those offered lately.
-
-    Args:
-        slots: States that a row may submit.
-        below: Chances of drafts that are no better; None: nothing is known of any.
-
-    Attributes:
-        sums: By slot, the states accepted up to it, on average.
-    """
-
-    # So many states count, the newest most; before any was seen, so many with the chance that is supposed.
-    WINDOW, PRIOR = 256.0, 4.0
-    # Of so many the share can be believed.
-    ENOUGH = 8.0
-
-    def __init__(self, slots: int, below: "Chances | None" = None) -> None:
-        self.below = below
-        self.offered, self.accepted, self.sums = [0.0] * slots, [0.0] * slots, [1.0] * slots
-        self.add_up()
-
-    def learn(self, accepted: Sequence[int], rows: int) -> None:
-        """Learn from a round in which so many of `rows` rows accepted the state in each slot."""
-        fading = max(0.0, 1 - rows / self.WINDOW)
-        for slot, count in enumerate(accepted):
-            self.offered[slot] = fading * self.offered[slot] + rows
-            self.accepted[slot] = fading * self.accepted[slot] + count
-        self.add_up()
-
-    def add_up(self) -> None:
-        """Compute the sums: whenever chances below have changed, too."""
-        before, chance = 1.0, 1.0
-        for slot in range(1, len(self.sums)):
-            # Unseen, a slot falls behind the one before as that one does; what is no worse is supposed to be much better.
-            supposed = chance * min(1.0, chance / before) if before else 0.0
-            if self.below is not None:
-                supposed = min(chance, math.sqrt(self.below.sums[slot] - self.below.sums[slot - 1]))
-            share = (self.accepted[slot] + self.PRIOR * supposed) / (self.offered[slot] + self.PRIOR)
-            before, chance = chance, share
-            self.sums[slot] = self.sums[slot - 1] + share
-
-    def knows(self, states: int) -> bool:
-        """Tell if the chances of so many slots can be believed."""
-        return states < 2 or self.offered[states - 1] >= self.ENOUGH
-
-
-class Prospect(NamedTuple):
-    """An amount for a round: seconds for each state accepted, how many are, and the amount."""
-
-    each: float
-    accepted: float
-    amount: Amount
-
-
-class Trial(NamedTuple):
-    """A round whose amount is tried: seconds for each state accepted of the best one, and what comes behind it."""
-
-    each: float
-    behind: float
-
-
-@dataclass
-class Pace:
-    """Chooses the amount with which rows come furthest for its time, for all batch sizes of a model.
-
-    A row comes as far as the states that the target would have scored one by one: of a draft, the accepted ones that have masks
-    left. What a round takes is a function of the states that it scores and of whether the head takes part. An amount of which
-    too little is known has a hopeful estimate, and where that beats all that is known, the amount is tried; one that was not
-    chosen for long is tried again. What trying loses is measured, and limited to a share of all time, one round to start with.
-
-    Attributes:
-        amounts: What may be chosen, the first of them drafts nothing; beside them `NARROW`, where some rows are clean.
-        times: What rounds take that draft nothing, draft from stale logits, draft with the head.
-        chances: Of drafts from stale logits, and with the head.
-        spent: Seconds of all rounds.
-        lost: Seconds that trying lost.
-        saved: Seconds that drafts were faster than what drafts nothing.
-        catch_up: Seconds that it takes to have the head read what it has not, on average.
-        rounds: Rounds so far,
-        begun: how many of them before this call,
-        usual: and how many a call has, on average.
-        chosen: By amount, the round for which it was chosen last,
-        waits: and how many rounds later it is tried again: each time in vain twice as many.
-    """
-
-    amounts: tuple[Amount, ...]
-    times: tuple[RoundTimes, RoundTimes, RoundTimes] = field(init=False)
-    chances: tuple[Chances, Chances] = field(init=False)
-    spent: float = 0.0
-    lost: float = 0.0
-    saved: float = 0.0
-    catch_up: float = 0.0
-    rounds: int = 0
-    begun: int = 0
-    usual: float = 0.0
-    chosen: dict[Amount, int] = field(default_factory=dict)
-    waits: dict[Amount, int] = field(default_factory=dict)
-
-    # What trying may lose: to start with, rounds that draft nothing; a share of the time so far; a share of the time saved, but
-    # no more than another one of the time so far.
-    CREDIT, SHARE, OF_SAVED, MOST_OF_SAVED = 1.0, 0.01, 0.1, 0.02
-    # Rounds after which an amount is tried again, at least and at most.
-    WAIT, LONGEST_WAIT = 50, 800
-    # Drafts have to win by so much: times are estimates.
-    MARGIN = 1.05
-    # How much of a new number goes into an average.
-    RATE = 0.3
-
-    def __post_init__(self) -> None:
-        most = max(amount.states for amount in self.amounts)
-        plain = RoundTimes()
-        stale = RoundTimes(plain)
-        self.times = plain, stale, RoundTimes(stale)
-        guessed = Chances(most)
-        self.chances = guessed, Chances(most, guessed)
-        drafting = self.amounts[1:]
-        self._kinds = [amount for amount in drafting if not amount.passes], [amount for amount in drafting if amount.passes]
-        self._last = self.amounts[0]
-        self._stays = 0  # rounds for which the head is tried yet
-        self._trial: Trial | None = None
-        self._alone = 0.0  # seconds that it takes with none
-
-    def begin(self) -> None:
-        """Begin a call."""
-        if (rounds := self.rounds - self.begun) > 0:
-            self.usual += (rounds - self.usual) * (self.RATE if self.usual else 1.0)
-        self.begun = self.rounds
-
-    def choose(self, plan: RoundPlan, rows: int, branches: int | None, behind: bool) -> Amount:
-        """Choose for the next round.
-
-        Args:
-            plan: What is known of it.
-            rows: Places of the batch.
-            branches: As for `RoundPlan.with_slots`.
-            behind: Whether the head has to catch up before it can draft.
-        """
-        if plan.drafting:
-            states, trying = rows * plan.room_for(1, branches), self._trial is not None
-            self._trial = None
-            alone = self.times[0].seconds.get(states)
-            # Where nothing is drafted is no loss to the target: it may be learnt at any time.
-            self._last = self.amounts[0] if alone is None else self._chosen(plan, rows, branches, behind, alone, trying)
-            self.chosen[self._last] = self.rounds
-        elif self._last.narrow:
-            self._last = self.amounts[0]
-        return self._last
-
-    def _chosen(self, plan: RoundPlan, rows: int, branches: int | None, behind: bool, alone: float, trying: bool) -> Amount:
-        self._alone = alone / plan.active
-        known, hopes = self._options(plan, rows, branches, behind)
-        best = min(known, key=attrgetter("each"))
-        self.waits.pop(best.amount, None)
-        left = self.CREDIT * alone + self._left()
-        if left <= 0:
-            return best.amount
-        if trying and not behind and self._stays > 0:
-            self._stays -= 1
-            self._trial = Trial(best.each, 0.0)
-            return self._last
-        # For one round the head should not catch up: there has to be time for some.
-        ready = not behind or left > 2 * self.catch_up
-        again = self.catch_up if best.amount.passes and not behind else 0.0  # behind what does without it
-        if hopes := [hope for hope in hopes if hope.each < best.each]:
-            hopes = [hope for hope in hopes if not hope.amount.passes or (ready and self.chances[False].knows(2))]
-            chosen = min(hopes, key=attrgetter("each"), default=best)
-        else:
-            due = [
-                one for one in known if self.chosen.get(one.amount, 0) + self.waits.get(one.amount, self.WAIT) <= self.rounds
-            ]
-            due = [one for one in due if ready or not one.amount.passes]
-            chosen = min(due, key=attrgetter("each"), default=best)
-            if (chosen.each - best.each) * chosen.accepted + again * (not chosen.amount.passes) > left:
-                return best.amount
-            self.waits[chosen.amount] = min(2 * self.waits.get(chosen.amount, self.WAIT), self.LONGEST_WAIT)
-        if chosen is not best:
-            self._stays = math.ceil(Chances.ENOUGH / plan.active) if behind and chosen.amount.passes else 0
-            self._trial = Trial(best.each, again * (not chosen.amount.passes))
-        return chosen.amount
-
-    def _options(self, plan: RoundPlan, rows: int, branches: int | None, behind: bool) -> tuple[list[Prospect], list[Prospect]]:
-        """List the amounts of which enough is known, and those that may be tried."""
-        done = self.rounds - self.begun
-        switch = self.catch_up / max(done, self.usual - done, 1.0) if behind else 0.0
-        known, hopes = [Prospect(self._alone, float(plan.active), self.amounts[0])], list[Prospect]()
-        if plan.clean:
-            # The clean rows come no further so. Half as many states take half as long, at best.
-            narrow, moving = self.times[0].seconds.get(rows), float(plan.active - plan.clean)
-            seconds = self._alone * plan.active / 2 if narrow is None else narrow
-            leaving = 0.0 if behind else self.catch_up  # of the head, for a round or two
-            options = hopes if narrow is None else known
-            options.append(Prospect(self.MARGIN * (seconds + leaving) / moving, moving, NARROW))
-        for with_head, amounts in enumerate(self._kinds):
-            times, chances, width = self.times[1 + with_head], self.chances[with_head], 1
-            most = max(2 * rows, times.reach)
-            for amount in amounts:
-                room = plan.room_for(amount.states, branches)
-                states, before, width = rows * room, width, min(room, amount.states)
-                if width == before or states > most:  # no more than the one before, or more than may be tried
-                    break
-                accepted = plan.clean + (plan.active - plan.clean) * chances.sums[width - 1]
-                each = self.MARGIN * (times.estimate(states) + switch * with_head) / accepted
-                enough = times.knows(states) and chances.knows(width)
-                (known if enough else hopes).append(Prospect(each, accepted, amount))
-        return known, hopes
-
-    def _left(self) -> float:
-        """Compute the seconds that trying may lose yet, without the credit."""
-        of_saved = min(self.OF_SAVED * self.saved, self.MOST_OF_SAVED * self.spent)
-        return self.SHARE * self.spent + max(0.0, of_saved) - self.lost
-
-    def learn(
-        self, plan: RoundPlan, accepted: Sequence[int], rows: int, seconds: float, catch_up: float = 0.0, usual: bool = True
-    ) -> None:
-        """Learn from a round.
-
-        Args:
-            plan: What it was.
-            accepted: How many rows accepted the state in each slot, of those that had masks left.
-            rows: Places of the batch.
-            seconds: What it took,
-            catch_up: and what the head took before to catch up.
-            usual: Whether it ran as it will again: not where it was recorded, say.
-        """
-        drafts, with_head = plan.per_row > 1, plan.amount.passes > 0
-        states, width = rows * plan.room, min(plan.per_row, plan.room)
-        times = self.times[drafts * (1 + with_head)]
-        if not usual:
-            seconds = min(seconds, times.estimate(states))
-        elif drafts or not with_head:  # a head that reads along takes time of its own
-            times.learn(states, seconds)
-        if catch_up:
-            self.catch_up += (catch_up - self.catch_up) * (self.RATE if self.catch_up else 1.0)
-        passed = (0 if plan.amount.narrow else plan.clean) + sum(accepted[:width])
-        if (trial := self._trial) is not None:
-            self.lost = max(0.0, self.lost + seconds + catch_up + trial.behind - trial.each * passed)
-        elif drafts:
-            self.saved += self._alone * passed - seconds - catch_up
-        if width > 1 and plan.active > plan.clean:
-            self.chances[with_head].learn(accepted[:width], plan.active - plan.clean)
-            if not with_head:
-                self.chances[True].add_up()
-        self.spent += seconds + catch_up
-        self.rounds += 1
-
-
-_PACES: "weakref.WeakKeyDictionary[nn.Module, dict[Hashable, Pace]]" = weakref.WeakKeyDictionary()
-
-
-def pace_of(model: nn.Module, mode: Mode) -> Pace | Fixed:
-    """Give what chooses the amounts of a call; what was learnt stays with the model, for the calls that follow.
-
-    Where several processes run, which must decide alike if they share a model, nothing follows the clock.
-    """
-    drafting = mode.drafting
-    if drafting is None or not drafting.paced:
-        return Fixed(Amount() if drafting is None else Amount(drafting.states, drafting.passes))
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        states = min(drafting.states, UNTIMED_STATES)
-        return Fixed(Amount(states, min(drafting.passes, states - 1)))
-    key = mode, next(model.parameters()).device, next(model.parameters()).dtype
-    return _PACES.setdefault(model, {}).setdefault(key, Pace(paced(drafting.states, drafting.passes)))
-
-
-def paced(states: int, passes: int) -> tuple[Amount, ...]:
-    """List the amounts of up to so many states and head passes, the least first."""
-    widths = [width for width in WIDTHS if width <= states]
-    kinds = [0, passes] if passes else [0]
-    return (Amount(), *(Amount(width, min(kind, width - 1)) for kind in kinds for width in widths if width > 1))
-
-
-# ----------------------------------------------------------------------------------------------------
-# generate/options.py
-#
-# The options of `generate` for MRP models: the config that holds, checks and interprets them.
-
-# Of options that were checked: none is None.
-_RULES: dict[str, Callable[[Any], RevealRule]] = {
-    "static": lambda options: Static(),
-    "dynamic": lambda options: Dynamic(logit(options.confidence_threshold)),
-    "sequential": lambda options: Sequential(),
-    "entropy_bound": lambda options: EntropyBound(options.entropy_threshold),
-}
-_MODES: dict[str, Callable[[Any], Mode]] = {
-    **{name: lambda options: Mode(_RULES[options.decoding](options)) for name in TARGETS},
-    "self_spec": lambda options: Mode(_RULES[options.target](options), drafting=_drafting(options, 0)),
-    "mrp_spec": lambda options: Mode(_RULES[options.target](options), drafting=_drafting(options, options.draft_passes)),
-    "mrp_direct": lambda options: Mode(Static(), Direct(options.mrp_steps)),
-    "mrp_remask": lambda options: Mode(Dynamic(logit(options.confidence_threshold)), _REMASKS[options.remask_rule](options)),
-}
-_REMASKS: dict[str, Callable[[Any], Any]] = {
-    "reread": lambda options: RereadRemask(logit(options.confidence_threshold), logit(0.5 * options.confidence_threshold)),
-    "threshold": lambda options: ThresholdRemask(logit(options.confidence_threshold)),
-    "residual": lambda options: ResidualRemask(options.residual_delta),
-}
-
-
-def _drafting(options: Any, passes: int) -> Drafting:
-    states, auto = options.num_draft_states, options.num_draft_states == "auto"
-    states = WIDTHS[-1] if auto else states
-    return Drafting(states, options.draft_branches, min(passes, states - 1), auto)
-
-
-_FROM_ZERO: Any = (int, lambda v, _: v >= 0, "it must be an int of 0 or more")
-_CUTOFF: Any = (int | float, lambda v, _: 0 <= v < 1, "it must be a probability, 0 (off) or more and below 1")
-_POSITIVE_SHARE: Any = (int | float, lambda v, _: 0 < v <= 1, "it must be above 0 and 1 (off) at most")
-_FLAG: Any = (bool, lambda *_: True, "use True or False")
-_MOST_COPIES = 65_535  # a CUDA grid has no more in the dimension along which attention takes rows
-# Options of transformers that it checks later, or not, or by failing on them.
-_CHECKED = (
-    *(Option(name, None, *COUNT) for name in ("max_new_tokens", "max_length")),
-    *(Option(name, None, *_FROM_ZERO) for name in ("min_new_tokens", "min_length", "no_repeat_ngram_size")),
-    *(Option(name, None, *_FLAG) for name in ("do_sample", "return_dict_in_generate", "remove_invalid_values")),
-    Option("max_time", None, int | float, lambda v, _: v >= 0, "it must be a number of seconds, 0 or more"),
-    Option("repetition_penalty", None, int | float, lambda v, _: 0 < v < inf, "it must be a positive number (1: off)"),
-    Option(
-        "num_return_sequences",
-        None,
-        int,
-        lambda v, _: 1 <= v <= _MOST_COPIES,
-        f"it must be an int from 1 to {_MOST_COPIES}",
-    ),
-)
-# Those that have no effect on greedy decoding, which clients ask for by do_sample=False together with temperature=0.
-_OF_SAMPLING = (
-    Option("top_k", None, *_FROM_ZERO),
-    *(Option(name, None, *PROBABILITY) for name in ("top_p", "min_p")),
-    *(Option(name, None, *_POSITIVE_SHARE) for name in ("typical_p", "top_h")),
-    *(Option(name, None, *_CUTOFF) for name in ("epsilon_cutoff", "eta_cutoff")),
-    Option(
-        "temperature",
-        None,
-        int | float,
-        lambda v, _: 0 < v < inf,
-        "it must be a positive number (greedy decoding is do_sample=False)",
-    ),
-)
-# Those whose meaning rests on one token per forward, one hypothesis per row, or a second model, and what switches them off
-# beside None.
-_UNSUPPORTED: dict[str, Any] = {
-    **{"num_beams": 1, "num_beam_groups": 1, "penalty_alpha": 0, "guidance_scale": 1, "use_mtp": False, "token_healing": False},
-    **{"output_scores": False, "output_logits": False, "output_attentions": False, "output_hidden_states": False},
-    **dict.fromkeys(("dola_layers", "constraints", "force_words_ids", "prompt_lookup_num_tokens", "assistant_early_exit")),
-    **dict.fromkeys(("cache_implementation", "watermarking_config", "exponential_decay_length_penalty", "prefill_chunk_size")),
-    **dict.fromkeys(("begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id")),
-}
-_ONE_HYPOTHESIS = "block-diffusion decoding follows one hypothesis per row through its own rounds"
-_LOGPROBS = "with return_dict_in_generate=True the output has token_logprobs, the log-probability of every token"
-_FORWARD = "the forward of the model returns them, for any text"
-_INSTEAD = {
-    "output_scores": _LOGPROBS,
-    "output_logits": _LOGPROBS,
-    "output_attentions": _FORWARD,
-    "output_hidden_states": _FORWARD,
-}
-
-
-class MRPGenerationConfig(GenerationConfig):
-    """A `GenerationConfig` plus the options of block-diffusion decoding: one field for each of `OPTIONS`.
-
-    As with every generation config, None leaves an option to the model's own config, and then to the option's default.
-    """
-
-    def __init__(self, **kwargs: Any) -> None:
-        for option in OPTIONS:
-            setattr(self, option.name, kwargs.pop(option.name, None))
-        super().__init__(**kwargs)
-
-    def to_diff_dict(self) -> dict[str, Any]:
-        """Leave out the options that are not set: they are not saved."""
-        return {name: value for name, value in super().to_diff_dict().items() if value is not None}
-
-    def check(self, block_size: int, has_head: bool) -> None:
-        """Fill in defaults, then raise `ValueError`, with value and remedy, for the first option that cannot be honoured."""
-        self.update(**{option.name: option.default for option in OPTIONS}, defaults_only=True)
-        check_values(vars(self), block_size, bool(self.do_sample))
-        if self.decoding.startswith("mrp_") and not has_head:
-            raise ValueError(
-                f"decoding={self.decoding!r} needs an MRP head, and this model has none: load one with "
-                "MRPForCausalLM.from_backbone(backbone, head=...) or model.attach_head(head), or use 'self_spec', which is "
-                "lossless and needs no head"
-            )
-        for name, off in _UNSUPPORTED.items():
-            if (value := getattr(self, name, None)) not in (None, off):
-                why = _INSTEAD.get(name, _ONE_HYPOTHESIS)
-                raise ValueError(f"{name}={value!r} is not supported: {why}. Leave {name} unset")
-
-    def mode(self) -> Mode:
-        """Look up what is revealed, refined and drafted, of options that were checked."""
-        return _MODES[self.decoding](self)
-
-    def eos_ids(self) -> list[int]:
-        """List the ids that end a row."""
-        return _given_ids(self.eos_token_id)
-
-    def seeds(self, rows: int) -> Tensor:
-        """Give every row its seed, [rows] long.
-
-        Raises:
-            ValueError: if `seed` lists another number of them.
-        """
-        if isinstance(self.seed, list):
-            if len(self.seed) != rows:
-                raise ValueError(
-                    f"seed lists {len(self.seed)} values for {rows} rows: give one per row (after num_return_sequences)"
-                )
-            return torch.tensor(self.seed, dtype=torch.long)
-        if self.seed is not None:
-            return self.seed + torch.arange(rows)
-        return torch.randint(1 << 62, (rows,)) if self.do_sample else torch.zeros(rows, dtype=torch.long)
-
-    def schedule(self, block_size: int) -> Tensor:
-        """Count the positions that each denoising step of a block reveals, [block_size] long, zeros behind the last step."""
-        return reveal_schedule(block_size, self.denoising_steps)
-
-
-OPTION_NAMES = frozenset(name for name in vars(MRPGenerationConfig()) if not name.startswith("_"))
-
-
-def did_you_mean(name: str) -> str:
-    """Suggest the option whose name is most like this one, with a space before; "" if none is."""
-    return closest_name(name, OPTION_NAMES)
-
-
-def check_values(values: Mapping[str, Any], block_size: int, sampling: bool) -> None:
-    """Raise `ValueError`, with value and remedy, for the first of some options whose value cannot be honoured by itself.
-
-    Without `sampling`, those that only sampling follows may be anything, as in transformers.
-    """
-    for option in (*OPTIONS, *_CHECKED, *(_OF_SAMPLING if sampling else ())):
-        if (value := values.get(option.name)) is not None:
-            option.check(value, block_size)
-    for name, several in (("eos_token_id", " or a list of them"), ("pad_token_id", "")):
-        value = values.get(name)
-        if not all(map(_is_id, _given_ids(value))) or (not several and isinstance(value, list | tuple)):
-            raise ValueError(f"{name} is {value!r}: it must be an id, an int,{several} or None")
-
-
-def _given_ids(value: Any) -> list[Any]:
-    """List the ids that an option gives: one, several or None."""
-    if isinstance(value, Tensor):
-        return list(value.flatten().tolist())
-    return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
-
-
-def _is_id(value: Any) -> bool:
-    try:
-        operator.index(value)
-    except TypeError:
-        return False
-    return not isinstance(value, bool)
-
-
-# ----------------------------------------------------------------------------------------------------
 # generate/prompts.py
 #
 # Checks of the prompts of `generate`, their mask, the tokens that stand behind them already, and what else goes along.
@@ -8099,773 +6176,190 @@ def _check_range(what: str, ids: Tensor, vocab_size: int) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------
-# generate/quantized.py
+# generate/refine.py
 #
-# Quantized models: what decoding needs of their unembedding, and whose tokens change each other's results.
-
-def check_unembedding(lm_head: Any) -> None:
-    """Refuse an `lm_head` whose weight is no matrix of floating point numbers: rows of it are read.
-
-    Raises:
-        ValueError: if bitsandbytes has packed it.
-    """
-    if not lm_head.weight.is_floating_point():
-        raise ValueError(
-            f"lm_head is a {type(lm_head).__name__} with weights in {lm_head.weight.dtype}, which generate cannot read: keep "
-            "it as it was, with 'lm_head' in llm_int8_skip_modules where that is given"
-        )
-
-
-def mixed_tokens(quantization: Any) -> str | None:
-    """Say how a quantization lets the tokens of a forward change each other's results, and the remedy; None: it does not.
-
-    Args:
-        quantization: The `quantization_config` of a model's config, or None.
-    """
-    if getattr(quantization, "load_in_8bit", False) and quantization.llm_int8_threshold > 0:
-        how = "LLM.int8 takes columns with an activation above llm_int8_threshold out of int8 for all tokens of a forward"
-        remedy = "BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)"
-    elif _one_scale(getattr(quantization, "quant_type", None)):
-        how, remedy = "torchao's PerTensor scales the activations of all tokens of a forward alike", "granularity=PerRow()"
-    else:
-        return None
-    return (
-        f"{how}: drafted text may differ from its target's, and the text of a row from what it is in another batch. Load with "
-        f"{remedy} for the same text"
-    )
-
-
-def _one_scale(scheme: Any) -> bool:
-    """Tell if a scheme of torchao scales activations by one number, found in each forward."""
-    scales = getattr(scheme, "granularity", None)  # of activations and weights, or for both
-    of_activations = scales[0] if isinstance(scales, list | tuple) else scales
-    return "DynamicActivation" in type(scheme).__name__ and type(of_activations).__name__ == "PerTensor"
-
-
-# ----------------------------------------------------------------------------------------------------
-# generate/sampling.py
-#
-# Picks: the token and its confidence at every masked position, greedy or sampled, reproducible to the bit.
-#
-# A sampled pick is a Gumbel-max whose noise is a pure function of (the row's seed, absolute position, masks left in
-# the block, token id). So two decoders that reach the same state draw the same token, whatever way they came there.
-
-# For logits processors: for a slice of positions, pairs of (indices into the slice, committed ids [1, length]).
-Context = Callable[[slice], list[tuple[Tensor, Tensor]]]
-
-
-@dataclass(frozen=True)
-class Truncation:
-    """A kind of truncation.
-
-    Attributes:
-        keeps_the_likeliest: Of any scores it keeps the likeliest tokens, however many: behind a top-k it needs its k logits.
-        recorded: It is tensor code from end to end, and numbers, so that a round with it can be recorded.
-    """
-
-    keeps_the_likeliest: bool = False
-    recorded: bool = False
-
-
-TRUNCATIONS: dict[type, Truncation] = {
-    TopKLogitsWarper: Truncation(keeps_the_likeliest=True, recorded=True),
-    TopPLogitsWarper: Truncation(keeps_the_likeliest=True, recorded=True),
-    MinPLogitsWarper: Truncation(keeps_the_likeliest=True, recorded=True),
-    EpsilonLogitsWarper: Truncation(keeps_the_likeliest=True),
-    EtaLogitsWarper: Truncation(keeps_the_likeliest=True),
-    TopHLogitsWarper: Truncation(),
-    TypicalLogitsWarper: Truncation(),
-}
-
-# Tokens of a position that a sampled draft chooses among: all that transformers' own top-k of 50 leaves.
-LIKELIEST = 64
-
+# Refinements: what the head changes about a reveal before it counts, for rows that draft nothing.
 
 @dataclass
-class Picks:
-    """Picks at n positions.
+class Reveal:
+    """The reveal of one row that is refined.
 
     Attributes:
-        token: [n] long.
-        logprob: [n] float; log-probability of the token after temperature and processors, before truncation.
-        confidence: [n] float; the log-odds of that probability. It orders positions as the probability does, but
-            keeps its precision where the probability rounds to 1.
-        entropy: [n] float, in nats; 0 where the sampler computes none.
-        judged: [n] float, what reveal rules judge by in place of `confidence`; None: that. A serving engine's rules compare
-            rounded probabilities, ties included.
+        row: Whose it is.
+        at: Its place in the batch.
+        state: The state before the reveal.
+        where: Columns that are revealed.
+        token, odds: By column, as in `Scores`; NaN where what was asked of the head is no number.
+        hidden: h_A at the state, or what the head has made of it.
     """
 
-    token: Tensor
-    logprob: Tensor
-    confidence: Tensor
-    entropy: Tensor
-    judged: Tensor | None = None
+    row: Row
+    at: int
+    state: State
+    where: Columns
+    token: list[int]
+    odds: list[float]
+    hidden: Hidden
+
+    @classmethod
+    def of(cls, row: Row, at: int, frontier: Frontier) -> "Reveal":
+        """Begin with what the backbone reveals at a row's frontier."""
+        scores = frontier.scores
+        assert scores.hidden is not None
+        return cls(row, at, frontier.state, frontier.where, list(scores.token), list(scores.odds), scores.hidden)
+
+    def frontier(self, before: Frontier) -> Frontier:
+        """Make the frontier of what is left."""
+        return Frontier(before.state, Scores(self.token, self.odds, hidden=before.scores.hidden), self.where, before.memo)
+
+    def shown(self, where: Sequence[int]) -> State:
+        """The state with the reveal at some columns, for the head to read."""
+        return self.row.after(self.state, where, self.token)
+
+    def keep(self, where: Columns, odds: Sequence[float], asked: Sequence[int]) -> None:
+        """Go on with the reveal at fewer columns; a column whose number was `asked` for and is NaN has no score."""
+        self.where = where
+        for column in asked:
+            if odds[column] != odds[column]:
+                self.odds[column] = odds[column]
+
+
+class Refinement(Protocol):
+    """A change of reveals before they count: a frozen dataclass of its numbers.
+
+    Attributes:
+        remasks: It may take reveals back.
+    """
+
+    remasks: ClassVar[bool]
+
+    def __call__(self, networks: Networks, rows: Sequence[Row], reveals: list[Reveal]) -> None:
+        """Change the reveals of some of the batch's rows in place."""
+        ...
+
+
+def ask(networks: Networks, rows: Sequence[Row], asked: list[tuple[Reveal, State]], residual: bool = False) -> list[Hidden]:
+    """Run one head pass at a state of each of some rows; h_A + h_C there, or h_C."""
+    given: list[list[tuple[State, Hidden]]] = [[] for _ in rows]
+    for reveal, state in asked:
+        given[reveal.at].append((state, reveal.hidden))
+    made = networks.head(rows, given, residual)
+    return [made[reveal.at][0] for reveal, _ in asked]
+
+
+def belief(networks: Networks, rows: Sequence[Row], reveals: list[Reveal], given: list[Sequence[int]]) -> list[list[float]]:
+    """Ask the head for the log-odds of revealed tokens under those at the columns `given`: of each [block], -inf elsewhere.
+
+    At a token that is itself given, a trained head says what the backbone would if this one token were still masked.
+    """
+    hidden = ask(networks, rows, [(reveal, reveal.shown(where)) for reveal, where in zip(reveals, given, strict=True)])
+    return networks.token_odds([(reveal.row, reveal.state, reveal.where, reveal.token) for reveal in reveals], hidden)
+
+
+def kept(reveal: Reveal, passed: Sequence[int], believed: Sequence[float]) -> Columns:
+    """The columns that passed, or the most believed one where none did."""
+    return tuple(passed) or (surest(reveal.where, believed),)
 
 
 @dataclass(frozen=True)
-class Sampler:
-    """Turns hidden states into picks with one set of sampling options.
+class Direct:
+    """`mrp_direct`: after each backbone step the head reveals one more column at a time, unverified (MRP, section 5)."""
 
-    Attributes:
-        lm_head_weight: [vocab, hidden_size].
-        mask_token_id: Never picked, and outside the softmax.
-        temperature: Divides the logits.
-        sample: Add Gumbel noise, else take the arg max.
-        processors: The user's logits processors, applied before temperature.
-        truncation: top-k, top-p and their kin, applied after the confidence is taken.
-        eos_token_ids: Ids that positions before a minimum length must not take.
-        token_ids: [vocab] long, the ids that the rows of `lm_head_weight` stand for; None: their places.
-        entropy: Whether to compute it.
-        dispatch: Kernels or PyTorch, without processors and entropy: no logits are written, or under a `top_k` those of the
-            weights' dtype.
-    """
+    head_reveals: int
+    remasks: ClassVar[bool] = False
 
-    lm_head_weight: Tensor
-    mask_token_id: int
-    temperature: float = 1.0
-    sample: bool = False
-    processors: LogitsProcessorList | None = None
-    truncation: LogitsProcessorList | None = None
-    eos_token_ids: tuple[int, ...] = ()
-    token_ids: Tensor | None = None
-    entropy: bool = True
-    dispatch: Dispatch = AUTOMATIC
-
-    @property
-    def unembedding(self) -> Unembedding:
-        """The distributions before any processors."""
-        return Unembedding(self.lm_head_weight, self.mask_token_id, self.temperature, self.eos_token_ids, self.token_ids)
-
-    @property
-    def blanks(self) -> bool:
-        """True where positions that are not active get token 0 with log-probability and confidence -inf."""
-        return not (self.processors or self.truncation or self.entropy)
-
-    def restricted(self, token_ids: Tensor, weight: Tensor) -> "Sampler":
-        """One that picks among some tokens [m] only, without the mask id; `weight` are their rows of `lm_head`."""
-        return replace(self, lm_head_weight=weight, token_ids=token_ids, entropy=False)
-
-    def __call__(
-        self,
-        hidden: Tensor,
-        keys: Tensor,
-        context: Context | None = None,
-        no_eos: Tensor | None = None,
-        active: Tensor | None = None,
-    ) -> Picks:
-        """Picks at n positions; no [n, vocab] logits exist for large n, and none for any n where `pick`'s kernel runs.
-
-        Args:
-            hidden: [n, hidden_size] final hidden states.
-            keys: [n] long, from `noise_keys`; unused when greedy.
-            context: For processors: gives, for a slice of the n positions, pairs (index into the slice, committed ids).
-            no_eos: [n] bool, positions before the minimum length.
-            active: [n] bool, positions whose picks are wanted; what the others get is left open.
-        """
-        if self.blanks:
-            picked = pick(self.unembedding, hidden, keys if self.sample else None, no_eos, active, self.dispatch)
-            return Picks(*picked, torch.zeros_like(picked.logprob))
-        top_k = None if self.processors or self.entropy else self._top_k()
-        parts = []
-        for at in self.unembedding.chunks(len(hidden)):
-            if top_k is None:
-                parts.append(self._pick(self._scores(hidden[at], at, context, no_eos), keys[at]))
-            else:
-                logits = self._logits(hidden[at], at, context, no_eos)
-                parts.append(self._pick_top(logits, keys[at], top_k, None if active is None else active[at]))
-        return Picks(
-            *(torch.cat([getattr(part, name) for part in parts]) for name in ("token", "logprob", "confidence", "entropy"))
-        )
-
-    def likeliest(
-        self, hidden: Tensor, context: Context | None = None, no_eos: Tensor | None = None, active: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Find the likeliest tokens that may be sampled, and their log-odds before truncation, [n, m] both.
-
-        The log-odds of tokens that truncation leaves out are -inf. Arguments are those of a call.
-        """
-        unembedding, top_k, found = self.unembedding, self._top_k(), []
-        for at in unembedding.chunks(len(hidden)):
-            logits = self._logits(hidden[at], at, context, no_eos)
-            top = logits.topk(min(top_k or LIKELIEST, logits.shape[1]))
-            lowest = torch.full_like(top.values[:, 0], -torch.inf)
-            some = None if active is None else active[at]
-            best = pick_above(unembedding, logits, lowest, None, some, self.dispatch)
-            scores = unembedding.tempered(widened(top.values), None)
-            log_p = best.logprob[:, None] + scores - scores[:, :1]
-            odds = torch.cat([best.log_odds[:, None], (log_p - torch.log1p(-log_p.exp()))[:, 1:]], 1)
-            if self.truncation and len(logits):
-                shown = scores if top_k else unembedding.tempered(widened(logits), None)
-                shown = self._truncated(top.indices[:, 0], shown.clone())
-                odds = odds.masked_fill((shown if top_k else shown.gather(1, top.indices)) == -torch.inf, -torch.inf)
-            found.append((top.indices[:, :LIKELIEST], odds[:, :LIKELIEST]))
-        token, odds = (torch.cat(parts) for parts in zip(*found, strict=True))
-        return token if self.token_ids is None else self.token_ids[token], odds
-
-    def token_log_odds(
-        self,
-        hidden: Tensor,
-        token: Tensor,
-        context: Context | None = None,
-        no_eos: Tensor | None = None,
-        active: Tensor | None = None,
-    ) -> Tensor:
-        """[n] log-odds of given tokens [n] under the same softmax: what `confidence` is for a picked token."""
-        if not self.processors:
-            return token_log_odds(self.unembedding, hidden, token, no_eos, active, self.dispatch)
-        parts = [
-            log_odds(self._scores(hidden[at], at, context, no_eos), token[at])[1] for at in self.unembedding.chunks(len(hidden))
-        ]
-        return torch.cat(parts)
-
-    def _logits(self, hidden: Tensor, at: slice, context: Context | None, no_eos: Tensor | None) -> Tensor:
-        """Logits after processors, in the weights' dtype where there are none, with no eos before the minimum length.
-
-        `at` says which of the positions `hidden` belongs to.
-        """
-        logits = self.unembedding.product(hidden)
-        if self.processors:
-            logits = widened(logits)
-        for index, committed in context(at) if self.processors and context else []:
-            assert self.processors is not None
-            processed = logits[index]
-            for processor in self.processors:
-                processed = _answer(processor, processor(committed.expand(len(index), -1), processed), processed.shape)
-            logits[index] = processed.masked_fill(processed.isnan(), -torch.inf)
-            logits[index, self.mask_token_id] = -torch.inf
-        return self.unembedding.barred(logits, None if no_eos is None else no_eos[at])
-
-    def _scores(self, hidden: Tensor, at: slice, context: Context | None, no_eos: Tensor | None) -> Tensor:
-        """`_logits` in at least float32, divided by the temperature."""
-        return self.unembedding.tempered(widened(self._logits(hidden, at, context, no_eos)), None)
-
-    def _top_k(self) -> int | None:
-        """The k of a truncation that begins with a top-k, and goes on with what its k logits suffice for."""
-        warpers = self.truncation or []
-        if not all(_kind_of(warper).keeps_the_likeliest and warper.filter_value == -torch.inf for warper in warpers):
-            return None
-        first = next(iter(warpers), None)
-        return first.top_k if isinstance(first, TopKLogitsWarper) else None
-
-    def _pick_top(self, logits: Tensor, keys: Tensor, top_k: int, active: Tensor | None) -> Picks:
-        """`_pick` from logits in the weights' dtype: those that it keeps are those not under one, which is found among k."""
-        unembedding = self.unembedding
-        top = logits.topk(min(top_k, logits.shape[1])).values
-        kept = self._truncated(keys, unembedding.tempered(widened(top), None)) > -torch.inf
-        least = top.masked_fill(~kept, torch.inf).amin(-1)
-        picked = pick_above(unembedding, logits, least, keys if self.sample else None, active, self.dispatch)
-        return Picks(*picked, torch.zeros_like(picked.logprob))
-
-    def _truncated(self, keys: Tensor, scores: Tensor) -> Tensor:
-        """Truncate scores [n, vocab]; some warpers (eta cutoff, top-h) take no empty ones."""
-        assert self.truncation is not None
-        return self.truncation(keys[:, None], scores) if len(scores) else scores
-
-    def _pick(self, scores: Tensor, keys: Tensor) -> Picks:
-        shown = self._truncated(keys, scores.clone()) if self.truncation else scores
-        token = self.unembedding.shown(shown, keys if self.sample else None).argmax(-1)
-        logprob, confidence = log_odds(scores, token, picked=True)
-        entropy = torch.zeros_like(logprob)
-        if self.entropy:
-            logp = scores.log_softmax(-1)
-            entropy = -(logp.exp() * logp.nan_to_num(neginf=0.0)).sum(-1)
-        return Picks(token if self.token_ids is None else self.token_ids[token], logprob, confidence, entropy)
-
-
-def _answer(processor: Any, answer: Any, shape: torch.Size) -> Tensor:
-    """Check what a logits processor returned."""
-    if not isinstance(answer, Tensor) or answer.shape != shape or not answer.is_floating_point():
-        got = f"{answer.dtype} of {list(answer.shape)}" if isinstance(answer, Tensor) else f"a {type(answer).__name__}"
-        raise ValueError(
-            f"the logits processor {type(processor).__name__} returned {got}: it must return float scores of the shape it was "
-            f"given, {list(shape)}"
-        )
-    return answer
-
-
-def _kind_of(warper: LogitsProcessor) -> Truncation:
-    """Look up a truncation by its very class: what a subclass does is not known."""
-    return TRUNCATIONS.get(type(warper), Truncation())
-
-
-def may_be_recorded(truncation: LogitsProcessorList | None) -> bool:
-    """Tell if a round that truncates so can be recorded."""
-    return all(_kind_of(warper).recorded for warper in truncation or [])
-
-
-# ----------------------------------------------------------------------------------------------------
-# generate/scoring.py
-#
-# From hidden states to what is revealed: picks at masked positions, and the reveal rule on them.
-
-# Positions that a kernel takes at once, so that there is nothing to win by their order.
-ONE_TILE = 64
+    def __call__(self, networks: Networks, rows: Sequence[Row], reveals: list[Reveal]) -> None:
+        """See `Refinement`."""
+        for _ in range(self.head_reveals):
+            after = [(reveal, state) for reveal in reveals if (state := reveal.shown(reveal.where)).free]
+            if not after:
+                return
+            hidden = ask(networks, rows, after)
+            picked = networks.picked(networks.picker, [(reveal.row, state) for reveal, state in after], hidden)
+            for (reveal, state), scores, estimate in zip(after, picked, hidden, strict=True):
+                best = surest(state.free, scores.odds)
+                reveal.where = tuple(sorted((*reveal.where, best)))
+                reveal.token[best], reveal.odds[best], reveal.hidden = scores.token[best], scores.odds[best], estimate
 
 
 @dataclass(frozen=True)
-class Reader:
-    """Reads tokens and reveals from hidden states.
+class ThresholdRemask:
+    """The published rule of `mrp_remask`: the head is conditioned on all the fresh reveals, and a token whose corrected
+    confidence falls under tau goes back to a mask (MRP, arXiv 2605.18817). At least one reveal stays, under every rule.
 
     Attributes:
-        rule: What a step reveals.
-        sampler: How tokens are picked.
-        drafter: How they are picked for drafts: from the draft vocabulary, if the head has one.
-        request: What was asked for.
-        mask_token_id: The mask's id.
-        seeks: Whether masked positions are sought out first. A device would make the host wait for their number; there all
-            positions are taken, the masked ones first, since kernels pass over tiles that hold none.
-        bars_eos: Whether some positions take no eos.
+        threshold: tau, in log-odds.
     """
 
-    rule: RevealRule
-    sampler: Sampler
-    drafter: Sampler
-    request: Request
-    mask_token_id: int
-    seeks: bool
-    bars_eos: bool
+    threshold: float
+    remasks: ClassVar[bool] = True
 
-    def reveal(self, states: States, hidden: Tensor, text: Text, count: Tensor | None = None) -> Reveal:
-        """Pick tokens at the masked positions of states, and choose what is revealed.
-
-        Args:
-            states: [rows, n].
-            hidden: [rows, n, block, hidden_size].
-            text: The rows' texts, which logits processors are shown.
-            count: [rows, n] long: so many of the most confident positions, in place of what the rule says; or None.
-        """
-        candidates, picks = self._picks(states, hidden, text, self.sampler)
-        token, logprob, confidence = picks.token, picks.logprob, picks.confidence
-        if count is not None:
-            return Reveal(top_by(confidence, candidates, count), token, logprob, confidence)
-        quota = self.request.schedule[states.step.clamp(max=len(self.request.schedule) - 1)]
-        judged = confidence if picks.judged is None else picks.judged
-        entropy = picks.entropy if self.rule.needs_entropy else None
-        said = Candidates(candidates, token, judged, entropy, states.ids, states.step, quota)
-        return Reveal(self.rule(said), token, logprob, confidence)
-
-    def estimates(self, states: States, hidden: Tensor, text: Text) -> tuple[Tensor, Tensor]:
-        """Estimate what the masked positions of states are going to get.
-
-        Returns:
-            The likeliest tokens and their log-odds, [rows, n, block, m] each, m = 1 where picks are greedy; -inf where nothing
-            may be revealed.
-        """
-        if not self.drafter.sample:
-            _, picks = self._picks(states, hidden, text, self.drafter)
-            return picks.token[..., None], picks.confidence[..., None]
-        candidates = self._candidates(states)
-        at = self._chosen(candidates)
-        places = _Places(states, at)
-        token, odds = self.drafter.likeliest(
-            taken(hidden.flatten(0, 2), at),
-            partial(places.contexts, text),
-            self._no_eos(places),
-            taken(candidates.flatten(), at),
-        )
-        return _spread(token, at, candidates, 0), _spread(odds, at, candidates, -torch.inf)
-
-    def token_confidence(self, states: States, hidden: Tensor, token: Tensor, where: Tensor, text: Text) -> Tensor:
-        """Compute the log-odds of given tokens under lm_head(hidden), [rows, n, block]; -inf outside `where`."""
-        at = self._chosen(where)
-        places = _Places(states, at)
-        odds = self.sampler.token_log_odds(
-            taken(hidden.flatten(0, 2), at),
-            taken(token.flatten(), at),
-            partial(places.contexts, text),
-            self._no_eos(places),
-            taken(where.flatten(), at),
-        )
-        return _spread(odds, at, where, -torch.inf)
-
-    def residual_magnitude(self, hidden: Tensor, token: Tensor, where: Tensor) -> Tensor:
-        """Compute |C| of given tokens [..., block], one dot product each; 0 outside `where`."""
-        at = self._chosen(where)
-        moved = residual_magnitude(self.sampler.lm_head_weight, taken(hidden.flatten(0, -2), at), taken(token.flatten(), at))
-        return _spread(moved, at, where, 0.0)
-
-    def _picks(self, states: States, hidden: Tensor, text: Text, sampler: Sampler) -> tuple[Tensor, Picks]:
-        """Pick at the candidates [rows, n, block]; each number of a pick comes as [rows, n, block]."""
-        candidates = self._candidates(states)
-        at = self._chosen(candidates)
-        places = _Places(states, at)
-        keys = at
-        if sampler.sample:
-            masks = states.masked(self.mask_token_id).sum(-1).flatten()[places.state]
-            keys = noise_keys(self.request.seed[places.row], places.position, masks)
-        picks = sampler(
-            taken(hidden.flatten(0, 2), at),
-            keys,
-            partial(places.contexts, text),
-            self._no_eos(places),
-            taken(candidates.flatten(), at),
-        )
-        token = _spread(picks.token, at, candidates, 0, sampler.blanks)
-        logprob, confidence = (
-            _spread(t, at, candidates, -torch.inf, sampler.blanks) for t in (picks.logprob, picks.confidence)
-        )
-        entropy = _spread(picks.entropy, at, candidates, -torch.inf) if self.rule.needs_entropy else picks.entropy
-        judged = None if picks.judged is None else _spread(picks.judged, at, candidates, -torch.inf)
-        return candidates, Picks(token, logprob, confidence, entropy, judged)
-
-    def _candidates(self, states: States) -> Tensor:
-        """[rows, n, block] bool: masked positions that are not behind an eos, of valid states."""
-        offsets = indices(states.ids.shape[-1], states.ids.device)
-        return states.masked(self.mask_token_id) & (offsets < states.end[..., None]) & states.valid[..., None]
-
-    def _no_eos(self, places: "_Places") -> Tensor | None:
-        """[n] bool: positions before the minimum length, or before the last given token."""
-        return places.position < self.request.no_eos_before[places.row] if self.bars_eos else None
-
-    def _chosen(self, where: Tensor) -> Tensor:
-        """Flat indices of `where`; of everything, those of `where` first, where positions are not sought out."""
-        if self.seeks or self.sampler.processors is not None:
-            return where.flatten().nonzero()[:, 0]
-        if where.numel() <= ONE_TILE:
-            return indices(where.numel(), where.device)
-        return (~where).flatten().to(torch.int8).sort(stable=True).indices
-
-
-def unscored_error(reader: Reader, model: Any, text: Text) -> ValueError:
-    """Say where a text has a token without a log-probability, and why no token has a finite score there."""
-    row, position = (int(number) for number in text.logprob[:, :-1].isnan().nonzero()[0])
-    request, sampler = reader.request, reader.sampler
-    weights = model.named_parameters() if isinstance(model, nn.Module) else ()
-    if (broken := next((name for name, weight in weights if not _is_finite(weight)), None)) is not None:
-        why = f"the weights {broken} are NaN or infinite. Load or train them again"
-    elif sampler.processors:
-        names = ", ".join(dict.fromkeys(type(processor).__name__ for processor in sampler.processors))
-        why = f"so say the logits processors ({names}), for which -inf and NaN bar a token. Leave one a finite score"
-    elif position < int(request.no_eos_before[row]) and len(request.eos):
-        why = (
-            "every eos_token_id is barred before min_new_tokens, min_length and given tokens. Leave some id out of eos_token_id"
-        )
-    else:
-        why = f"the weights are finite, so {sampler.lm_head_weight.dtype} overflows, here or divided by temperature="
-        why += f"{sampler.temperature}. Load the model in a wider dtype"
-    prompt, asked = int(request.prompt_length[row]), int(request.row[row])
-    return ValueError(
-        f"row {asked} has no token with a finite score at position {position}, {position - prompt} behind its prompt: {why}"
-    )
-
-
-def _is_finite(weight: Tensor) -> bool:
-    if type(weight).dequantize is not Tensor.dequantize:  # of a class of its own, which need not know aminmax
-        weight = weight.dequantize()
-    return weight.is_meta or not weight.numel() or bool(torch.stack(torch.aminmax(weight.detach())).isfinite().all())
-
-
-def in_order(at: Tensor, count: int) -> bool:
-    """Tell whether indices are all `count` places as they lie; those of more than a tile are sorted."""
-    return len(at) == count <= ONE_TILE
-
-
-def taken(values: Tensor, at: Tensor) -> Tensor:
-    """`values[at]`."""
-    return values if in_order(at, len(values)) else values[at]
-
-
-def _spread(values: Tensor, at: Tensor, where: Tensor, other: float, blank: bool = False) -> Tensor:
-    """Spread values [n, ...] at flat indices `at` over the shape of `where`, and `other` where that is False.
-
-    `blank`: they are so there already.
-    """
-    more = values.shape[1:]
-    if not in_order(at, where.numel()):
-        values = values.new_full((where.numel(), *more), other).index_copy_(0, at, values)
-    values = values.view(*where.shape, *more)
-    return values if blank else values.where(where.view(*where.shape, *(1 for _ in more)), other)
+    def __call__(self, networks: Networks, rows: Sequence[Row], reveals: list[Reveal]) -> None:
+        """See `Refinement`."""
+        asked: list[Sequence[int]] = [reveal.where for reveal in reveals]
+        for reveal, odds in zip(reveals, belief(networks, rows, reveals, asked), strict=True):
+            passed = [column for column in reveal.where if odds[column] >= self.threshold]
+            reveal.keep(kept(reveal, passed, odds), odds, reveal.where)
 
 
 @dataclass(frozen=True)
-class _Places:
-    """Places that flat indices `at` [n] over the positions of states [rows, n] stand for."""
+class ResidualRemask:
+    """The rule `residual` of the released code: the head reads the state before the reveal, and a token whose own logit it
+    moves by more than `delta` in magnitude goes back.
 
-    states: States
-    at: Tensor
-
-    @cached_property
-    def state(self) -> Tensor:
-        """[n] long, flat over rows and states."""
-        return self.at // self.states.ids.shape[-1]
-
-    @cached_property
-    def row(self) -> Tensor:
-        """[n] long."""
-        return self.state // self.states.start.shape[1]
-
-    @cached_property
-    def position(self) -> Tensor:
-        """[n] long, absolute."""
-        return self.states.start.flatten()[self.state] + self.at % self.states.ids.shape[-1]
-
-    def contexts(self, text: Text, part: slice) -> list[tuple[Tensor, Tensor]]:
-        """For logits processors: which of some of the places belong to which committed ids."""
-        contexts, (states, state) = [], (self.states, self.state[part])
-        block = states.ids.shape[-1]
-        for each in state.unique().tolist():
-            row, slot = divmod(each, states.start.shape[1])
-            start, parent = int(states.start[row, slot]), int(states.parent[row, slot])
-            committed = text.tokens[row : row + 1, :start].clone()
-            if parent >= 0:  # a clean block that is not text yet
-                committed[:, start - block :] = states.ids[row, parent]
-            contexts.append(((state == each).nonzero()[:, 0], committed))
-        return contexts
-
-
-# ----------------------------------------------------------------------------------------------------
-# generate/settle.py
-#
-# Settle a round's scores: which states are accepted, what becomes text, and where each row stands next.
-
-def settle(
-    state: DecodeState,
-    draft: Draft,
-    scored: Scored,
-    successor: States,
-    request: Request,
-    mask_id: int,
-    width: int,
-    drafts: bool,
-    dispatch: Dispatch,
-) -> Settlement:
-    """Accept, write, count, remember, and find each row's next state. Text and counts are written to in place.
-
-    Args:
-        state: Where the decode stands.
-        draft: The states of the round,
-        scored: [rows, n] and what was said there.
-        successor: [rows] the first state of the next block.
-        request: What was asked for.
-        mask_id: The mask's id.
-        width: States that are remembered.
-        drafts: Whether any are, and drafts counted.
-        dispatch: Kernel or PyTorch.
-    """
-    twin = lambda: settle_ref(state, draft, scored, successor, request, mask_id, width, drafts)  # noqa: E731
-    count, block = scored.states.start.shape[1], scored.states.ids.shape[-1]
-    if not settle_fits(count + width * drafts, block):
-        return twin()
-    text, counts = state.text, state.counts
-    written = Written(
-        *(text.tokens, text.logprob, text.reveal_step, text.total_steps, text.stop, counts.drafted, counts.accepted),
-        *(counts.accepted_lengths, counts.offered_at_depth, counts.accepted_at_depth),
-    )
-    return dispatch.run(
-        "settle",
-        lambda: settle_kernel(
-            known_of(scored),
-            known_of(state.memory.scored) if drafts else None,
-            written,
-            (state.current.table, state.current.valid),
-            successor.table,
-            request.limit,
-            request.open_end,
-            request.eos,
-            mask_id,
-            width,
-        ),
-        twin,
-        scored.reveal.logprob,
-        text.tokens,
-    )
-
-
-def known_of(scored: Scored) -> Known:
-    """The same as plain tensors."""
-    parts = (scored.states.table, scored.states.valid, *vars(scored.reveal).values())
-    return Known(*(part.contiguous() for part in parts))
-
-
-def settle_ref(
-    state: DecodeState,
-    draft: Draft,
-    scored: Scored,
-    successor: States,
-    request: Request,
-    mask_id: int,
-    width: int,
-    drafts: bool,
-) -> Settlement:
-    """The twin of `settle_kernel`."""
-    text, count = state.text, scored.states.start.shape[1]
-    accepted = accept(scored, state.memory if drafts else None, successor, request.eos, mask_id)
-    drafted = count_round(state.counts, draft, accepted, mask_id, drafts)
-    revealing = accepted.passed & ~accepted.clean
-    steps = text.total_steps[:, None] + steps_on_path(accepted, mask_id)
-    text.write(accepted.known.states, accepted.known.reveal, revealing, steps)
-    text.total_steps += revealing.sum(-1)
-    active = accepted.passed[:, 0]
-    following = accepted.at_last(accepted.follower)
-    current, stop = stand_at(state, following, active, request, mask_id)
-    text.stop.copy_(stop)
-    reveal = accepted.at_last(accepted.known.reveal)
-    keep, ahead = kept_states(accepted, count, width)
-    return Settlement(
-        last=accepted.last,
-        at_mask=active & ~accepted.clean.gather(1, accepted.last[:, None])[:, 0],
-        token=reveal.token,
-        odds=reveal.confidence,
-        clean_slot=clean_slot(accepted, count),
-        passed=counted(accepted, count),
-        drafted=drafted,
-        keep=keep,
-        ahead=ahead,
-        table=current.table,
-        valid=current.valid,
-    )
-
-
-def counted(accepted: Accepted, count: int) -> Tensor:
-    """[rows, count] bool: the round's states that were accepted and have masks, of rows whose next state has masks: so many
-    rounds it would have taken without drafts."""
-    return (accepted.passed & ~accepted.clean & ~accepted.clean[:, :1])[:, :count]
-
-
-def clean_slot(accepted: Accepted, count: int) -> Tensor:
-    """[rows] long: the slot of the accepted clean state among the `count` of the round, -1 if none."""
-    which = (accepted.passed & accepted.clean)[:, :count]
-    return torch.where(which.any(-1), which.int().argmax(-1), -1)
-
-
-def stand_at(
-    state: DecodeState,
-    following: States,
-    active: Tensor,
-    request: Request,
-    mask_id: int,
-    ask: Callable[[Tensor, Tensor, Tensor], None] | None = None,
-) -> tuple[States, Tensor]:
-    """Find each row's next state.
-
-    Args:
-        state: Where the decode stands.
-        following: [rows] what comes next for rows that are active.
-        active: [rows] bool.
-        request: What was asked for.
-        mask_id: The mask's id.
-        ask: May end more texts, given `active`, one past their last positions and whether they are whole; or None.
-
-    Returns:
-        The states [rows], not valid where the text is whole, and one past the last token of each text that is, [rows] long.
-    """
-    table = torch.where(active[:, None], following.table, state.current.table)
-    table[:, PARENT] = -1
-    current = States(table, active)
-    end, done = finished(current, request, mask_id)
-    if ask is not None:
-        ask(active, end, done)
-    return current.only(~done), torch.where(active & done, end, state.text.stop)
-
-
-def count_round(counts: Counts, draft: Draft, accepted: Accepted, mask_id: int, drafts: bool) -> Tensor:
-    """Count what a round's drafts came to; returns how many each row submitted, [rows] long."""
-    passed, drafted, width = accepted.passed, draft.drafted, draft.valid.shape[1]
-    counts.accepted_lengths.scatter_add_(1, passed.sum(-1, keepdim=True), draft.valid[:, :1].long())
-    submitted = drafted.sum(1)
-    if drafts:
-        counts.drafted += submitted
-        depth = (passed[:, :width] & drafted).sum(-1) + passed[:, width:].sum(-1)
-        counts.accepted += depth
-        states = accepted.known.states
-        counts.add_path(depth, offered_behind(states, accepted.at_last(states), mask_id))
-    return submitted
-
-
-# ----------------------------------------------------------------------------------------------------
-# generate/stopping.py
-#
-# Stopping criteria, asked as transformers' own loop would ask them, of rows that come along at different speeds.
-
-class Stopping:
-    """The stopping criteria of one `generate` call, asked at every token of a row once it is final (no mask before it).
-
-    A criterion sees what it would see in transformers' loop: [rows, prompt + n] ids, the prompts as they were given, padding
-    included, and n tokens of every row behind them. Criteria that count columns or rows keep their meaning so. Here rows are
-    not equally far: one with fewer final tokens shows the mask id in their place, one that has ended shows padding behind its
-    end. The answer counts for rows whose n-th token is newly final.
-
-    Args:
-        criteria: Those to ask.
-        input_ids: [rows, prompt] long, as given.
-        pad_token_id: What stands behind the end of a text.
-        mask_token_id: What stands where there is no token yet.
+    Attributes:
+        delta: In logits.
     """
 
-    def __init__(self, criteria: Sequence[StoppingCriteria], input_ids: Tensor, pad_token_id: int, mask_token_id: int) -> None:
-        self.criteria, self.prompt = criteria, input_ids
-        self.pad_id, self.mask_id = pad_token_id, mask_token_id
-        self.asked = [0] * len(input_ids)  # how many tokens of each row have been shown
-        self._shown: tuple[Tensor, Tensor, Tensor] | None = None  # of all rows: tokens, how many are final, whether that is all
+    delta: float
+    remasks: ClassVar[bool] = True
 
-    def ask(self, text: Text, request: Request, active: Tensor, end: Tensor, done: Tensor) -> None:
-        """Ask about all newly final tokens; where a criterion ends a row's text, write that into `end` and `done`.
+    def __call__(self, networks: Networks, rows: Sequence[Row], reveals: list[Reveal]) -> None:
+        """See `Refinement`."""
+        residual = ask(networks, rows, [(reveal, reveal.state) for reveal in reveals], residual=True)
+        for reveal, moved in zip(reveals, networks.magnitudes([(r.where, r.token) for r in reveals], residual), strict=True):
+            passed = [column for column in reveal.where if moved[column] <= self.delta]
+            reveal.keep(kept(reveal, passed, reveal.odds), moved, reveal.where)
 
-        Args:
-            text: The rows' texts.
-            request: What was asked for.
-            active: [rows] bool, rows that have not ended.
-            end: [rows] long, one past the last position of each text as far as eos and limit tell.
-            done: [rows] bool, rows of which all before `end` is final.
-        """
-        start, rows = request.prompt_length, request.row.tolist()
-        columns = torch.arange(int((request.limit - start).max()), device=end.device)
-        tokens = text.tokens.gather(1, (start[:, None] + columns).clamp(max=text.capacity))
-        masked = tokens == self.mask_id
-        final = torch.where(masked.any(1), masked.int().argmax(1), len(columns))
-        final = final.minimum(torch.where(active, end, text.stop) - start)
-        here = tokens, final, done | ~active
-        # Rows that have left the batch stay as they were.
-        if self._shown is None:
-            self._shown = here
-        else:
-            for whole, part in zip(self._shown, here, strict=True):
-                whole[request.row] = part
-        tokens, final, ended = self._shown
-        news = {
-            row: range(self.asked[row], upto)
-            for row, upto, going in zip(rows, final[request.row].tolist(), active.tolist(), strict=True)
-            if going
-        }
-        for column in sorted({column for news_of_row in news.values() for column in news_of_row}):
-            asking = [row for row, news_of_row in news.items() if column in news_of_row]
-            if not asking:  # those that had a token here have been stopped
-                continue
-            behind = torch.where(ended, self.pad_id, self.mask_id)[:, None]
-            shown = torch.where(columns[: column + 1] < final[:, None], tokens[:, : column + 1], behind)
-            stops = self._answers(torch.cat([self.prompt, shown], 1))
-            for row in asking:
-                self.asked[row] = column + 1
-                if stops[row]:
-                    place = rows.index(row)
-                    final[row] = column + 1
-                    end[place], done[place], ended[row] = start[place] + column + 1, True, True
-                    del news[row]
 
-    def _answers(self, ids: Tensor) -> list[bool]:
-        """Ask of each row if some criterion ends it; one that gives a single answer gives it for all rows."""
-        stops = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
-        for criterion in self.criteria:
-            try:
-                answer = criterion(ids, None)
-            except (AttributeError, TypeError) as error:
-                if "None" not in str(error):
-                    raise
-                raise ValueError(
-                    f"the stopping criterion {type(criterion).__name__} failed ({error}), and the scores that it is given are "
-                    "None here: let it decide by input_ids"
-                ) from error
-            try:
-                given = torch.as_tensor(answer, device=ids.device)
-            except (RuntimeError, TypeError, ValueError):
-                given = ids
-            if given.dtype != torch.bool or given.numel() not in (1, len(ids)):
-                raise ValueError(
-                    f"the stopping criterion {type(criterion).__name__} returned {answer!r}: it must return a bool, or a "
-                    f"tensor of one bool for each of the {len(ids)} rows"
-                )
-            stops |= given.flatten()
-        return stops.tolist()
+@dataclass(frozen=True)
+class RereadRemask:
+    """The rule `reread`: what stays is believed under all the rest of it, and is no mere echo of it.
+
+    Under `threshold` two reveals that contradict each other both go back. Here only the least believed one under tau does;
+    then the head reads again what is left, until every token is believed under the others. Tokens that are wrong together
+    still speak up for each other, so the head at last reads them under the surest alone: one whose confidence there is under
+    `alone` goes back as well (`benchmarks/NOTES.md`, Remasking). A row with a single reveal asks the head nothing.
+
+    Attributes:
+        threshold: tau, in log-odds.
+        alone: What a token needs under the surest one alone, in log-odds: those of half of tau.
+    """
+
+    threshold: float
+    alone: float
+    remasks: ClassVar[bool] = True
+
+    def __call__(self, networks: Networks, rows: Sequence[Row], reveals: list[Reveal]) -> None:
+        """See `Refinement`."""
+        unsettled = [reveal for reveal in reveals if len(reveal.where) > 1]
+        while unsettled:  # most rows are settled by the first pass
+            asked: list[Sequence[int]] = [reveal.where for reveal in unsettled]
+            going = []
+            for reveal, odds in zip(unsettled, belief(networks, rows, unsettled, asked), strict=True):
+                best = surest(reveal.where, odds)
+                doubted = [column for column in reveal.where if column != best and odds[column] < self.threshold]
+                least = min(doubted, key=lambda column: odds[column], default=None)
+                reveal.keep(tuple([one for one in reveal.where if one != least]), odds, reveal.where)
+                if doubted and len(reveal.where) > 1:
+                    going.append(reveal)
+            unsettled = going
+        if several := [reveal for reveal in reveals if len(reveal.where) > 1]:
+            best_of = [surest(reveal.where, reveal.odds) for reveal in several]
+            for reveal, best, odds in zip(
+                several, best_of, belief(networks, rows, several, [(b,) for b in best_of]), strict=True
+            ):
+                reveal.where = tuple([one for one in reveal.where if one == best or odds[one] >= self.alone])
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -8874,451 +6368,391 @@ class Stopping:
 # The one decoding loop: rounds of states side by side, over rows that never wait for each other.
 #
 # A row (one sequence of the batch) is a little state machine. Its *next* state is known: the backbone itself revealed it from the
-# last state scored. A round (`decode_round`) goes
+# last state scored. A round (`Decoder.round`) goes
 #
-# 1. **draft**: each row submits its next state, the likeliest ones to follow it and, behind a clean state (no masks left), the
-#    all-mask state of the next block, which looks at the clean one;
-# 2. **verify**: one backbone forward scores all of them, [rows, states * block_size] tokens, and the reveal rule says what it
-#    reveals at each;
-# 3. **accept**: these reveals lead from state to state; as far as they meet what this round or the one before scored, that is
-#    accepted. The reveal at the last accepted state, refined by the mode, makes the row's next state;
-# 4. **commit**: what was revealed becomes text, and the KV of accepted clean blocks becomes prefix.
+# 1. **draft** (host): each row submits its next state, the likeliest ones to follow it and, behind a clean state (no masks left),
+#    the all-mask state of the next block, which looks at the clean one; head passes (device) tell which ones are likely;
+# 2. **score** (device): one backbone forward over all of them, and picks at their masked positions;
+# 3. **accept** (host): the reveal rule leads from state to state; as far as it meets what this round or the one before scored,
+#    that is accepted. The reveal at the last accepted state, refined by the mode, makes the row's next state;
+# 4. **commit** (device): the KV of accepted clean blocks becomes prefix.
 #
 # A mode that drafts nothing submits one state a round (two where a block ends) and is otherwise the same code.
 
 @dataclass(frozen=True)
-class Task:
-    """Task of one decode; nothing of it changes.
+class Drafting:
+    """The amount of drafting: states that may follow, scored together in one forward. Drafts never change the text.
 
     Attributes:
-        mode: What is revealed, refined and drafted.
-        reader: How hidden states become reveals; it holds the `Request`.
-        block_size: Tokens of a block.
-        mask_token_id: The mask's id.
-        stopping: Asks the stopping criteria; or None.
+        states: K, the states a row may submit per round.
+        branches: Followers of a state that are considered; 1 drafts a chain.
+        passes: Head passes per round; with `states - 1` of them each drafted state is re-read before the next; 0: drafts come
+            from the backbone's own stale logits.
+        paced: `states` and `passes` are the most of both: each round has as much as measured time says pays (`Budget`).
     """
 
-    mode: Mode
-    reader: Reader
-    block_size: int
-    mask_token_id: int
-    stopping: Stopping | None = None
-
-    def successor(self, state: DecodeState) -> States:
-        """[rows] the first state of the block behind each row's current one."""
-        return first_state(state.text, state.current.start + self.block_size, self.block_size)
-
-
-# A round: the state behind it, the numbers of its summary, and whether it took the time that such rounds will take.
-Step = Callable[[DecodeState, RoundPlan], tuple[DecodeState, list[int], bool]]
+    states: int
+    branches: int
+    passes: int = 0
+    paced: bool = False
 
 
 @dataclass(frozen=True)
-class Decoded:
-    """A decode that has come to its end.
+class Mode:
+    """The meaning of one value of `decoding`.
 
     Attributes:
-        state: The last state.
-        remasked: What each step remasked.
+        rule: Which columns a step of the backbone reveals: this alone, with `refine`, says what the text is.
+        refine: What the head changes about that; None: nothing.
+        drafting: What is drafted ahead; None: nothing.
+    """
+
+    rule: RevealRule
+    refine: Refinement | None = None
+    drafting: Drafting | None = None
+
+    @property
+    def uses_head(self) -> bool:
+        """True if the head takes part."""
+        return self.refine is not None or (self.drafting is not None and self.drafting.passes > 0)
+
+    @property
+    def width(self) -> int:
+        """States of a row in a round, at most: its own and the next block's, or with drafts more."""
+        return max(2, 1 if self.drafting is None else self.drafting.states)
+
+
+class Decoder:
+    """Decodes the rows of one call.
+
+    Args:
+        mode: What is revealed, refined and drafted.
+        networks: What the device computes.
+        budget: Chooses how much each round drafts.
+        stopping: Asks the stopping criteria; or None.
+        on_round: Called behind the prefill and every round with the batch's rows and those that take part; or None.
+        least_rows: Rows that have ended leave the batch by halves, but not below so many.
+
+    Attributes:
+        verified: Forwards that scored drafts.
         slots: Rows of all rounds added up, those included that had ended while the batch went on.
     """
 
-    state: DecodeState
-    remasked: list[Remasked]
-    slots: int
+    def __init__(
+        self,
+        mode: Mode,
+        networks: Networks,
+        budget: Budget,
+        stopping: Stopping | None = None,
+        on_round: Callable[[Sequence[Row]], None] | None = None,
+        least_rows: int = 1,
+    ) -> None:
+        self.mode, self.networks, self.budget, self.stopping = mode, networks, budget, stopping
+        self.on_round, self.least_rows = on_round, least_rows
+        self.verified = self.slots = 0
+
+    def decode(self, rows: list[Row], reused: Sequence[int]) -> None:
+        """Decode every row to its end.
+
+        Args:
+            rows: All of the call, at their first states.
+            reused: By row, so many first tokens have their keys and values already.
+
+        Raises:
+            UnscoredError: for a position at which no token has a finite score.
+        """
+        whole = rows
+        scores = self.networks.prefill(rows, reused)
+        self.write(rows, [first_frontier(row, self.mode.rule, said) for row, said in zip(rows, scores, strict=True)])
+        if self.on_round is not None:
+            self.on_round(rows)
+        while any(row.stop is None for row in rows):
+            active = sum(row.stop is None for row in rows)
+            if (size := self.smaller(len(rows), active)) < len(rows):
+                rows = self.networks.narrow(rows, size)
+            begun = perf_counter()
+            amount = self.budget.choose(rows)
+            came_to = self.round(rows, amount)
+            self.budget.learn(amount, rows, came_to, perf_counter() - begun)
+            if self.on_round is not None:
+                self.on_round(rows)
+        self.networks.widen(max(row.held for row in whole))
+
+    def smaller(self, size: int, active: int) -> int:
+        """Halve the size of the batch as long as `active` rows have room in it."""
+        while size > 1 and (half := (size + 1) // 2) >= max(active, self.least_rows):
+            size = half
+        return size
+
+    def round(self, rows: Sequence[Row], amount: Amount) -> list[int]:
+        """Run one round.
+
+        Returns:
+            By row, how many denoising steps it took.
+        """
+        before = [row.steps for row in rows]
+        drafts = self.draft(rows, amount)
+        scores = self.networks.score(rows, drafts)
+        self.slots += len(rows)
+        self.verified += any(node.parent < 0 for nodes in drafts for node in nodes[1:])
+        self.write(rows, self.accept(rows, drafts, scores, amount.states > 1))
+        return [row.steps - steps for row, steps in zip(rows, before, strict=True)]
+
+    def draft(self, rows: Sequence[Row], amount: Amount) -> list[list[Node]]:
+        """Choose the states of the round: none for rows that have ended."""
+        drafting = self.mode.drafting
+        if drafting is None or amount.states == 1:
+            return [undrafted(row, amount.narrow) if row.stop is None else [] for row in rows]
+        branches, rule = drafting.branches, self.mode.rule
+        estimates: list[dict[Key, Scores]] = [{} for _ in rows]
+        for turn, size in enumerate(growth(amount.states, amount.passes) if amount.passes else []):
+            grown = [
+                build_draft(row, rule, size, branches, known) if row.stop is None else []
+                for row, known in zip(rows, estimates, strict=True)
+            ]
+            self.read(rows, [nodes[min(turn, 1) :] for nodes in grown], estimates)
+        return [
+            build_draft(row, rule, amount.states, branches, known) if row.stop is None else []
+            for row, known in zip(rows, estimates, strict=True)
+        ]
+
+    def read(self, rows: Sequence[Row], grown: Sequence[Sequence[Node]], estimates: Sequence[dict[Key, Scores]]) -> None:
+        """Let the head read drafted states in one pass: an estimate for each, from what its source has."""
+        asked = [
+            [(node.state, node.source.hidden) for node in nodes if node.state.masks and node.source and node.source.hidden]
+            for nodes in grown
+        ]
+        if not any(asked):
+            return
+        made = self.networks.head(rows, asked)
+        states = [(row, state) for row, part in zip(rows, asked, strict=True) for state, _ in part]
+        picked = iter(self.networks.picked(self.networks.drafter, states, [one for part in made for one in part]))
+        for part, known in zip(asked, estimates, strict=True):
+            for state, _ in part:
+                known[state.key] = next(picked)
+
+    def accept(
+        self, rows: Sequence[Row], drafts: Sequence[Sequence[Node]], scores: Sequence[Sequence[Scores]], drafted: bool
+    ) -> list[Frontier | None]:
+        """Accept what was scored, and commit clean blocks."""
+        frontiers: list[Frontier | None] = [None] * len(rows)
+        clean: list[list[int]] = [[] for _ in rows]
+        for at, (row, nodes) in enumerate(zip(rows, drafts, strict=True)):
+            if nodes:
+                frontiers[at], clean[at] = accept(row, self.mode.rule, nodes, scores[at], drafted)
+        if any(clean):
+            self.networks.commit(rows, clean)
+        return frontiers
+
+    def write(self, rows: Sequence[Row], frontiers: Sequence[Frontier | None]) -> None:
+        """Refine the last reveals and write them; then ask which texts have come to their end."""
+        if self.mode.refine is not None:
+            frontiers = self.refined(self.mode.refine, rows, frontiers)
+        for row, frontier in zip(rows, frontiers, strict=True):
+            if frontier is not None:
+                write(row, frontier)
+            if row.stop is None:
+                row.settle()
+        if self.stopping is not None:
+            self.stopping.ask(rows)
+
+    def refined(self, refine: Refinement, rows: Sequence[Row], frontiers: Sequence[Frontier | None]) -> list[Frontier | None]:
+        """Let the head change the last reveals."""
+        made = list(frontiers)
+        reveals = [Reveal.of(row, at, one) for at, (row, one) in enumerate(zip(rows, frontiers, strict=True)) if one]
+        if reveals:
+            refine(self.networks, rows, reveals)
+        for row in rows:
+            row.remasked = ((), [])
+        for reveal in reveals:
+            before = frontiers[reveal.at]
+            assert before is not None
+            made[reveal.at] = reveal.frontier(before)
+            back = tuple([column for column in before.where if column not in reveal.where])
+            reveal.row.remasked = back, before.scores.token
+            reveal.row.counts.revoked += len(back)
+        return made
 
 
-def decode(
-    task: Task,
-    runner: Runner,
-    state: DecodeState,
-    pace: Pace | Fixed,
-    steps: Callable[[Task, DecodeState], Step] | None = None,
-    on_round: Callable[[DecodeState, list[int]], None] | None = None,
-    least_rows: int = 1,
-) -> Decoded:
-    """Decode every row to its end.
+# ----------------------------------------------------------------------------------------------------
+# generate/options.py
+#
+# The options of `generate` for MRP models: the config that holds, checks and interprets them.
 
-    Args:
-        task: What to do.
-        runner: Runs the model.
-        state: As `begin` gave it.
-        pace: Chooses how much each round drafts.
-        steps: Gives what runs a round from a state on and reads its summary, from a recording for instance; by default
-            `decode_round` as it is.
-        on_round: Called after every round (for streamers) with the state, and which rows it holds; or None.
-        least_rows: Rows that have ended leave the batch by halves, but not below so many.
+# Of options that were checked, none of them None, and the block size.
+_RULES: dict[str, Callable[[Any, int], RevealRule]] = {
+    "static": lambda options, block: Static(schedule_of(block, options.denoising_steps)),
+    "dynamic": lambda options, block: Dynamic(logit(options.confidence_threshold)),
+    "sequential": lambda options, block: Sequential(schedule_of(block, options.denoising_steps)),
+    "entropy_bound": lambda options, block: EntropyBound(options.entropy_threshold),
+}
+_MODES: dict[str, Callable[[Any, int], Mode]] = {
+    **{name: lambda options, block: Mode(_RULES[options.decoding](options, block)) for name in TARGETS},
+    "self_spec": lambda options, block: Mode(_RULES[options.target](options, block), drafting=_drafting(options, 0)),
+    "mrp_spec": lambda options, block: Mode(
+        _RULES[options.target](options, block), drafting=_drafting(options, options.draft_passes)
+    ),
+    "mrp_direct": lambda options, block: Mode(_RULES["static"](options, block), Direct(options.mrp_steps)),
+    "mrp_remask": lambda options, block: Mode(_RULES["dynamic"](options, block), _REMASKS[options.remask_rule](options)),
+}
+_REMASKS: dict[str, Callable[[Any], Any]] = {
+    "reread": lambda options: RereadRemask(logit(options.confidence_threshold), logit(0.5 * options.confidence_threshold)),
+    "threshold": lambda options: ThresholdRemask(logit(options.confidence_threshold)),
+    "residual": lambda options: ResidualRemask(options.residual_delta),
+}
 
-    Raises:
-        ValueError: for a position at which no token has a finite score.
+
+def _drafting(options: Any, passes: int) -> Drafting:
+    states, auto = options.num_draft_states, options.num_draft_states == "auto"
+    states = WIDTHS[-1] if auto else states
+    return Drafting(states, options.draft_branches, min(passes, states - 1), auto)
+
+
+_FROM_ZERO: Any = (int, lambda v, _: v >= 0, "it must be an int of 0 or more")
+_CUTOFF: Any = (int | float, lambda v, _: 0 <= v < 1, "it must be a probability, 0 (off) or more and below 1")
+_POSITIVE_SHARE: Any = (int | float, lambda v, _: 0 < v <= 1, "it must be above 0 and 1 (off) at most")
+_FLAG: Any = (bool, lambda *_: True, "use True or False")
+_MOST_COPIES = 65_535  # a CUDA grid has no more in the dimension along which attention takes rows
+# Options of transformers that it checks later, or not, or by failing on them.
+_CHECKED = (
+    *(Option(name, None, *COUNT) for name in ("max_new_tokens", "max_length")),
+    *(Option(name, None, *_FROM_ZERO) for name in ("min_new_tokens", "min_length", "no_repeat_ngram_size")),
+    *(Option(name, None, *_FLAG) for name in ("do_sample", "return_dict_in_generate", "remove_invalid_values")),
+    Option("max_time", None, int | float, lambda v, _: v >= 0, "it must be a number of seconds, 0 or more"),
+    Option("repetition_penalty", None, int | float, lambda v, _: 0 < v < inf, "it must be a positive number (1: off)"),
+    Option(
+        "num_return_sequences",
+        None,
+        int,
+        lambda v, _: 1 <= v <= _MOST_COPIES,
+        f"it must be an int from 1 to {_MOST_COPIES}",
+    ),
+)
+# Those that have no effect on greedy decoding, which clients ask for by do_sample=False together with temperature=0.
+_OF_SAMPLING = (
+    Option("top_k", None, *_FROM_ZERO),
+    *(Option(name, None, *PROBABILITY) for name in ("top_p", "min_p")),
+    *(Option(name, None, *_POSITIVE_SHARE) for name in ("typical_p", "top_h")),
+    *(Option(name, None, *_CUTOFF) for name in ("epsilon_cutoff", "eta_cutoff")),
+    Option(
+        "temperature",
+        None,
+        int | float,
+        lambda v, _: 0 < v < inf,
+        "it must be a positive number (greedy decoding is do_sample=False)",
+    ),
+)
+# Those whose meaning rests on one token per forward, one hypothesis per row, or a second model, and what switches them off
+# beside None.
+_UNSUPPORTED: dict[str, Any] = {
+    **{"num_beams": 1, "num_beam_groups": 1, "penalty_alpha": 0, "guidance_scale": 1, "use_mtp": False, "token_healing": False},
+    **{"output_scores": False, "output_logits": False, "output_attentions": False, "output_hidden_states": False},
+    **dict.fromkeys(("dola_layers", "constraints", "force_words_ids", "prompt_lookup_num_tokens", "assistant_early_exit")),
+    **dict.fromkeys(("cache_implementation", "watermarking_config", "exponential_decay_length_penalty", "prefill_chunk_size")),
+    **dict.fromkeys(("begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id")),
+    **{"encoder_repetition_penalty": 1, "encoder_no_repeat_ngram_size": 0},
+}
+_ONE_HYPOTHESIS = "block-diffusion decoding follows one hypothesis per row through its own rounds"
+_LOGPROBS = "with return_dict_in_generate=True the output has token_logprobs, the log-probability of every token"
+_FORWARD = "the forward of the model returns them, for any text"
+_INSTEAD = {
+    "output_scores": _LOGPROBS,
+    "output_logits": _LOGPROBS,
+    "output_attentions": _FORWARD,
+    "output_hidden_states": _FORWARD,
+}
+
+
+class MRPGenerationConfig(GenerationConfig):
+    """A `GenerationConfig` plus the options of block-diffusion decoding: one field for each of `OPTIONS`.
+
+    As with every generation config, None leaves an option to the model's own config, and then to the option's default.
     """
+
+    def __init__(self, **kwargs: Any) -> None:
+        for option in OPTIONS:
+            setattr(self, option.name, kwargs.pop(option.name, None))
+        super().__init__(**kwargs)
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        """Leave out the options that are not set: they are not saved."""
+        return {name: value for name, value in super().to_diff_dict().items() if value is not None}
+
+    def check(self, block_size: int, has_head: bool) -> None:
+        """Fill in defaults, then raise `ValueError`, with value and remedy, for the first option that cannot be honoured."""
+        self.update(**{option.name: option.default for option in OPTIONS}, defaults_only=True)
+        check_values(vars(self), block_size, bool(self.do_sample))
+        if self.decoding.startswith("mrp_") and not has_head:
+            raise ValueError(
+                f"decoding={self.decoding!r} needs an MRP head, and this model has none: load one with "
+                "MRPForCausalLM.from_backbone(backbone, head=...) or model.attach_head(head), or use 'self_spec', which is "
+                "lossless and needs no head"
+            )
+        for name, off in _UNSUPPORTED.items():
+            if (value := getattr(self, name, None)) not in (None, off):
+                why = _INSTEAD.get(name, _ONE_HYPOTHESIS)
+                raise ValueError(f"{name}={value!r} is not supported: {why}. Leave {name} unset")
+
+    def mode(self, block_size: int) -> Mode:
+        """Look up what is revealed, refined and drafted, of options that were checked."""
+        return _MODES[self.decoding](self, block_size)
+
+    def eos_ids(self) -> list[int]:
+        """List the ids that end a row."""
+        return _given_ids(self.eos_token_id)
+
+    def seeds(self, rows: int) -> list[int]:
+        """Give every row its seed.
+
+        Raises:
+            ValueError: if `seed` lists another number of them.
+        """
+        if isinstance(self.seed, list):
+            if len(self.seed) != rows:
+                raise ValueError(
+                    f"seed lists {len(self.seed)} values for {rows} rows: give one per row (after num_return_sequences)"
+                )
+            return self.seed
+        if self.seed is not None:
+            return [self.seed + row for row in range(rows)]
+        return torch.randint(1 << 62, (rows,)).tolist() if self.do_sample else [0] * rows
+
+
+OPTION_NAMES = frozenset(name for name in vars(MRPGenerationConfig()) if not name.startswith("_"))
+
+
+def did_you_mean(name: str) -> str:
+    """Suggest the option whose name is most like this one, with a space before; "" if none is."""
+    return closest_name(name, OPTION_NAMES)
+
+
+def check_values(values: Mapping[str, Any], block_size: int, sampling: bool) -> None:
+    """Raise `ValueError`, with value and remedy, for the first of some options whose value cannot be honoured by itself.
+
+    Without `sampling`, those that only sampling follows may be anything, as in transformers.
+    """
+    for option in (*OPTIONS, *_CHECKED, *(_OF_SAMPLING if sampling else ())):
+        if (value := values.get(option.name)) is not None:
+            option.check(value, block_size)
+    for name, several in (("eos_token_id", " or a list of them"), ("pad_token_id", "")):
+        value = values.get(name)
+        if not all(map(_is_id, _given_ids(value))) or (not several and isinstance(value, list | tuple)):
+            raise ValueError(f"{name} is {value!r}: it must be an id, an int,{several} or None")
+
+
+def _given_ids(value: Any) -> list[Any]:
+    """List the ids that an option gives: one, several or None."""
+    if isinstance(value, Tensor):
+        return list(value.flatten().tolist())
+    return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _is_id(value: Any) -> bool:
     try:
-        return _decode_rows(task, runner, state, ActiveRows(state, least_rows), pace, steps, on_round)
-    finally:
-        runner.widen()
-
-
-def unrecorded(runner: Runner, task: Task, state: DecodeState) -> Step:
-    """Run rounds as they are."""
-
-    def step(state: DecodeState, plan: RoundPlan) -> tuple[DecodeState, list[int], bool]:
-        state, accepted = decode_round(task, runner, state, plan)
-        return state, summary(state, task.mask_token_id, accepted).tolist(), True
-
-    return step
-
-
-def _decode_rows(
-    task: Task,
-    runner: Runner,
-    state: DecodeState,
-    rows: ActiveRows,
-    pace: Pace | Fixed,
-    steps: Callable[[Task, DecodeState], Step] | None,
-    on_round: Callable[[DecodeState, list[int]], None] | None,
-) -> Decoded:
-    def seen(state: DecodeState, numbers: list[int]) -> RoundPlan:
-        if (plan := RoundPlan.read(numbers, len(rows.rows))).unscored:
-            runner.widen()
-            runner.cache.empty()  # what is not finite there is not gone on from
-            raise unscored_error(task.reader, runner.model, state.text)
-        runner.reach = max(runner.reach, (plan.used or 0) + task.block_size)  # a round commits a block of a row, or none
-        return plan
-
-    branches = None if steps else task.mode.drafting.branches if task.mode.drafting else 1
-    steps = steps or partial(unrecorded, runner)
-    pace.begin()
-    step, after = steps(task, state), seen(state, summary(state, task.mask_token_id).tolist())
-    remasked: list[Remasked] = []
-    behind = runner.rests  # the head has texts to read
-    while True:
-        plan = after.with_slots(pace.choose(after, len(rows.rows), branches, behind), branches)
-        if task.mode.refine is not None and task.mode.refine.remasks:
-            remasked.append(rows.all_remasked(state.remasked))
-        if not plan.active:
-            return Decoded(rows.all_of(state), remasked, rows.slots)
-        rows.slots += (size := len(rows.rows))
-        begun = ready = perf_counter()
-        if behind and plan.amount.passes:
-            state = replace(state, held=runner.catch_up(state.text.tokens, state.held))
-            plan, behind = replace(plan, head_used=plan.used, late=False, blocked=False), False
-            ready = perf_counter()
-        behind = behind or (runner.rests and not plan.amount.passes)
-        state, numbers, usual = step(state, plan)
-        after = seen(state, numbers)
-        pace.learn(plan, after.accepted, size, perf_counter() - ready, ready - begun, usual)
-        if on_round is not None:
-            on_round(state, rows.rows)
-        if (size := rows.smaller(after.active)) < len(rows.rows) and after.active:
-            state, request = rows.shrink(state, task.reader.request, runner, after.going, size)
-            task = replace(task, reader=replace(task.reader, request=request))
-            step = steps(task, state)
-
-
-def decode_round(task: Task, runner: RoundRunner, state: DecodeState, plan: RoundPlan) -> tuple[DecodeState, Tensor]:
-    """Run one round.
-
-    It takes the state over: tensors of the text and the counts are written to in place, all others are made anew.
-
-    Returns:
-        The state behind it, and how many rows accepted each of its states, [states] long, of those that had masks left.
-    """
-    successor = task.successor(state)
-    head = HeadPasses(runner, state.held, plan.head_used, plan.late and head_reads(runner, plan))
-    draft = draft_states(task, head, state, successor, plan)
-    return verify_draft(task, runner, state, successor, head, draft, plan)
-
-
-def verify_draft(
-    task: Task, runner: RoundRunner, state: DecodeState, successor: States, head: "HeadPasses", draft: Draft, plan: RoundPlan
-) -> tuple[DecodeState, Tensor]:
-    """Run the rest of a round, whoever drafted: verify, accept, commit.
-
-    Arguments and results are those of `decode_round`, and:
-
-    Args:
-        successor: [rows] the first state of each row's next block.
-        head: The head's passes so far.
-        draft: The states to score, each row's next one first. A state behind a clean one names it as its parent; none is
-            drafted of which nothing is left to reveal before the end of the row.
-    """
-    drafts, reads = task.mode.drafting is not None and plan.amount.states > 1, head_reads(runner, plan)
-    scratch, held = runner.score(draft.states, head.held, plan.used, state.current.valid)
-    reveal = task.reader.reveal(scratch.states, scratch.hidden, state.text)
-    scored = Scored(scratch.states, reveal, scratch.hidden)
-
-    # Where nothing is drafted and no row was clean, no clean state was scored.
-    commit = partial(runner.commit_clean, scratch, for_head=reads) if drafts or plan.clean else None
-    if task.mode.refine is not None or task.stopping is not None:
-        accepted = accept(scored, state.memory if drafts else None, successor, task.reader.request.eos, task.mask_token_id)
-        return refined_round(task, runner, state, head, draft, accepted, held, commit, plan)
-
-    settled = settle(
-        state,
-        draft,
-        scored,
-        successor,
-        task.reader.request,
-        task.mask_token_id,
-        task.mode.width,
-        drafts,
-        task.reader.sampler.dispatch,
-    )
-
-    held = commit(settled.clean_slot, held=held) if commit else held
-    hidden = torch.cat([scored.hidden, state.memory.scored.hidden], 1) if drafts else scored.hidden
-    rows = indices(len(hidden), hidden.device)
-    state = replace(
-        state,
-        current=States(settled.table, settled.valid),
-        seed=Source(settled.token, settled.odds, hidden[rows, settled.last]),
-        has_seed=settled.at_mask,
-        held=replace(held, late=held.late & settled.valid if reads else torch.zeros_like(held.late)),
-    )
-    if drafts:
-        state.counts.verified += (settled.drafted > 0).any()
-        state = replace(state, memory=memory_of(scored, settled.keep, settled.ahead))
-    return state, settled.passed.sum(0)
-
-
-def head_reads(runner: RoundRunner, plan: RoundPlan) -> bool:
-    """Tell if the head reads along in a round: it drafts there, or never rests."""
-    return plan.amount.passes > 0 or not runner.rests
-
-
-def refined_round(
-    task: Task,
-    runner: RoundRunner,
-    state: DecodeState,
-    head: "HeadPasses",
-    draft: Draft,
-    accepted: Accepted,
-    held: Held,
-    commit: Callable[..., Held] | None,
-    plan: RoundPlan,
-) -> tuple[DecodeState, Tensor]:
-    """Run the second half of a round whose reveals are refined by the head, or whose texts stopping criteria may end."""
-    drafts, count = task.mode.drafting is not None and plan.amount.states > 1, draft.valid.shape[1]
-    submitted = count_round(state.counts, draft, accepted, task.mask_token_id, drafts)
-    held = commit(clean_slot(accepted, count), held=held) if commit else held
-    if drafts:
-        state.counts.verified += (submitted > 0).any()
-        state = replace(state, memory=remembered(accepted, count, task.mode.width))
-    # Where drafts are made, the next plan tells.
-    late = head.late or (plan.clean > 0 and task.mode.drafting is None)
-    state = advance(task, HeadPasses(runner, held, head.used, late), state, accepted)
-    return state, counted(accepted, count).sum(0)
-
-
-class HeadPasses:
-    """The head's passes within a round.
-
-    Args:
-        runner: Runs the head.
-        held: What is held.
-        used: The longest committed text of the head; None: all slots are read.
-        late: Whether some row's head KV is late; the next pass computes it.
-    """
-
-    def __init__(self, runner: RoundRunner, held: Held, used: int | None, late: bool) -> None:
-        self.runner, self.held, self.used, self.late = runner, held, used, late
-
-    def __call__(self, states: States, hidden: Tensor, blocked: Tensor | None = None) -> Tensor:
-        """Compute h_C at states [rows, n] from hidden states [rows, n, block, hidden_size]; `blocked` as in `head_pass`."""
-        blocked = blocked if self.late else None
-        residual, self.held = self.runner.head_pass(states, hidden, self.held, self.used, self.late, blocked)
-        if self.late:
-            self.late, self.used = False, None if self.used is None else self.used + self.runner.block
-        return residual
-
-
-def draft_states(task: Task, head: HeadPasses, state: DecodeState, successor: States, plan: RoundPlan) -> Draft:
-    """Choose the states of the round: each row's next one, the likeliest to follow it, the next block's behind a clean one."""
-    current, drafting = state.current, task.mode.drafting
-    blocked = state.held.late & current.valid & ~current.masked(task.mask_token_id).any(-1) if plan.blocked else None
-    if drafting is None or plan.per_row == 1:
-        if plan.blocked and head.late:  # no other pass catches up
-            head(current.only(torch.zeros_like(current.valid)).map(lambda t: t[:, None]), state.seed.hidden[:, None], blocked)
-        return undrafted(current, successor, task.mask_token_id, plan.room)
-    table, hidden = sources(task, state, successor)
-    dispatch = task.reader.sampler.dispatch
-    sizes = growth(plan.per_row, plan.amount.passes)
-    for turn, size in enumerate(sizes if plan.masks > 1 else sizes[:1]):  # behind a single mask nothing is read twice
-        draft = grow(table, min(size, plan.room), task.mode.width, dispatch)
-        table, hidden = re_read(task, head, state.text, table, hidden, draft, min(turn, 1), blocked)
-    if plan.blocked and head.late:
-        head(current.only(torch.zeros_like(current.valid)).map(lambda t: t[:, None]), state.seed.hidden[:, None], blocked)
-    return grow(table, plan.room, task.mode.width, dispatch)
-
-
-def sources(task: Task, state: DecodeState, successor: States) -> tuple[DraftTable, Tensor]:
-    """Lay out what drafts are read from: the last accepted state and the remembered ones.
-
-    Returns:
-        The table, and the sources' hidden states [rows, sources, block, hidden_size].
-    """
-    assert task.mode.drafting is not None
-    seed, scored, reader = state.seed, state.memory.scored, task.reader
-    hidden = torch.cat([seed.hidden[:, None], scored.hidden], 1)
-    if reader.drafter.sample:  # what they say depends on the state that is drafted
-        at = state.current.only(state.has_seed).map(lambda t: t[:, None]).cat(scored.states)
-        token, odds = reader.estimates(at, hidden, state.text)
-    else:
-        token = torch.cat([seed.token[:, None], scored.reveal.token], 1)[..., None]
-        odds = torch.cat([seed.odds[:, None], scored.reveal.confidence], 1)[..., None]
-    request, block = reader.request, task.block_size
-    table = DraftTable(
-        first=as_slots(state.current, state.has_seed.long() - 1),
-        valid=state.current.valid,
-        token=token,
-        odds=odds,
-        known=scored.states.table[..., : block + 1],
-        known_valid=scored.states.valid,
-        ahead=state.memory.ahead,
-        successor=as_slots(successor, -1),
-        open_successor=successor.masked(task.mask_token_id).any(-1),
-        open_end=request.open_end,
-        eos=request.eos,
-        schedule=request.schedule,
-        seed=request.seed if reader.drafter.sample else None,
-        rule=task.mode.rule,
-        mask_id=task.mask_token_id,
-        branches=min(task.mode.drafting.branches, block),
-    )
-    return table, hidden
-
-
-def re_read(
-    task: Task,
-    head: HeadPasses,
-    text: Text,
-    table: DraftTable,
-    hidden: Tensor,
-    draft: Draft,
-    begin: int,
-    blocked: Tensor | None,
-) -> tuple[DraftTable, Tensor]:
-    """Let the head read a draft in one pass: an estimate of its own for each state, from which it is looked up later.
-
-    Args:
-        task: What is done.
-        head: The head.
-        text: The rows' texts.
-        table: What the draft was grown on.
-        hidden: [rows, sources, block, hidden_size] of the sources so far.
-        draft: What is read, from its `begin`-th state on: the first one's estimate cannot get better.
-        begin: See `draft`.
-        blocked: As in `Runner.head_pass`.
-
-    Returns:
-        The table and the hidden states with the new sources. Each estimate starts from what the state's parent has by now.
-    """
-    slots, base = draft.slots[:, begin:], draft.slots[:, begin:, BASE]
-    states = draft.states.map(lambda t: t[:, begin:])
-    states = states.only(states.masked(task.mask_token_id).any(-1) & (base >= 0))
-    rows = indices(len(slots), slots.device)[:, None]
-    estimate = hidden[rows, base.clamp(min=0)]
-    estimate = estimate + head(states, estimate, blocked)
-    token, odds = task.reader.estimates(states, estimate, text)
-    return with_estimates(table, slots, states.valid, token, odds, begin), torch.cat([hidden, estimate], 1)
-
-
-def advance(task: Task, head: HeadPasses, state: DecodeState, accepted: Accepted) -> DecodeState:
-    """From the last accepted states: reveal, refine, write what was revealed, and stand at the next state."""
-    refine, text, request = task.mode.refine, state.text, task.reader.request
-    active = accepted.passed[:, 0]
-    last = accepted.at_last(accepted.known)
-    at_mask = active & last.states.masked(task.mask_token_id).any(-1)
-    revealing = accepted.passed & ~accepted.clean
-    following = accepted.at_last(accepted.follower)
-    if refine is None:
-        steps = text.total_steps[:, None] + steps_on_path(accepted, task.mask_token_id)
-        text.write(accepted.known.states, accepted.known.reveal, revealing, steps)
-    else:
-        last.states.table[:, PARENT] = -1  # what it looked at is text by now
-        asked = HeadQuestions(task, head, text)
-        refined = refine(asked, replace(last.states, valid=at_mask), last.hidden, last.reveal)
-        if refine.remasks:
-            back = last.reveal.where & ~refined.where & at_mask[:, None]
-            state.counts.revoked += back.sum(-1)
-            state = replace(state, remasked=Remasked(last.states.start, back, last.reveal.token))
-        one, shown = last.states.map(lambda t: t[:, None]), refined.map(lambda t: t[:, None])
-        text.write(one, shown, at_mask[:, None], text.total_steps[:, None])
-        after = stepped(last.states, refined, request.eos)
-        following = replace(following, table=torch.where(at_mask[:, None], after.table, following.table))
-    text.total_steps += revealing.sum(-1)
-    ask = None if task.stopping is None else partial(task.stopping.ask, text, request)
-    current, stop = stand_at(state, following, active, request, task.mask_token_id, ask)
-    return replace(
-        state,
-        text=replace(text, stop=stop),
-        current=current,
-        seed=Source(last.reveal.token, last.reveal.confidence, last.hidden),
-        has_seed=at_mask,
-        held=replace(head.held, late=head.held.late & current.valid),
-    )
-
-
-@dataclass(frozen=True)
-class HeadQuestions:
-    """Answer what a refinement asks (`HeadSteps`), on one state per row."""
-
-    task: Task
-    head: HeadPasses
-    text: Text
-
-    def head_hidden(self, states: States, hidden: Tensor) -> Tensor:
-        """See `HeadSteps`."""
-        return self.head(states.map(lambda t: t[:, None]), hidden[:, None])[:, 0]
-
-    def most_confident(self, states: States, reveal: Reveal, hidden: Tensor) -> Reveal:
-        """See `HeadSteps`."""
-        after = stepped(states, reveal, self.task.reader.request.eos).map(lambda t: t[:, None])
-        best = self.task.reader.reveal(after, hidden[:, None], self.text, torch.ones_like(after.start))
-        return best.map(lambda t: t[:, 0])
-
-    def token_confidence(self, states: States, hidden: Tensor, token: Tensor, where: Tensor) -> Tensor:
-        """See `HeadSteps`."""
-        one = states.map(lambda t: t[:, None])
-        return self.task.reader.token_confidence(one, hidden[:, None], token[:, None], where[:, None], self.text)[:, 0]
-
-    def residual_magnitude(self, hidden: Tensor, token: Tensor, where: Tensor) -> Tensor:
-        """See `HeadSteps`."""
-        return self.task.reader.residual_magnitude(hidden, token, where)
-
-
-def begin(task: Task, runner: Runner, text: Text, current: States, reused: Tensor) -> DecodeState:
-    """Prefill, and take the first step: the state before the first round.
-
-    Args:
-        task: What to do.
-        runner: Runs the model.
-        text: The rows' texts, laid out.
-        current: [rows] their first states.
-        reused: [rows] long, so many first tokens have their keys and values already.
-    """
-    drafts, width = task.mode.drafting is not None, task.mode.width
-    held = runner.start(current.start, reused.minimum(runner.cache.head_held.to(reused.device)))
-    hidden, held = runner.prefill(text.tokens, current.start, reused, held)
-    states = current.map(lambda t: t[:, None])
-    reveal = task.reader.reveal(states, hidden[:, None], text)
-    scored = Scored(states, reveal, hidden[:, None])
-    nowhere = current.only(torch.zeros_like(current.valid))
-    memory = Memory(Scored(nowhere.map(lambda t: t[:, None]), reveal, hidden[:, None]), as_slots(nowhere, -1)[:, None])
-    state = DecodeState(
-        text=text,
-        current=current,
-        seed=Source(reveal.token[:, 0], reveal.confidence[:, 0], hidden),
-        has_seed=current.valid,
-        memory=memory.map(lambda t: t.expand(-1, width, *t.shape[2:])),
-        held=held,
-        counts=Counts.zeros(len(current.start), width, drafts, current.start.device),
-        remasked=Remasked(current.start, torch.zeros_like(reveal.where[:, 0]), current.ids),
-    )
-    successor = task.successor(state)
-    accepted = accept(scored, None, successor, task.reader.request.eos, task.mask_token_id)
-    used = int(held.committed.max())
-    return advance(task, HeadPasses(runner, held, used, False), state, accepted)
+        operator.index(value)
+    except TypeError:
+        return False
+    return not isinstance(value, bool)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -9396,237 +6830,86 @@ def pad_id(config: MRPGenerationConfig) -> int:
     return config.pad_token_id if config.pad_token_id is not None else next(iter(config.eos_ids()), 0)
 
 
+class Progress:
+    """What each row of a call had come to behind the prefill and behind each round."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self.rows = rows
+        self.rounds: list[list[tuple[int, ...]]] = []
+        self.revocations: list[tuple[int, int, int]] = []
+
+    def note(self, rows: Sequence[Row] | None = None) -> None:
+        """Note a round, in which `rows` took part; None: all."""
+        for row in self.rows if rows is None else rows:
+            columns, tokens = row.remasked
+            self.revocations += [(row.place, row.state.start + column - row.prompt, tokens[column]) for column in columns]
+        self.rounds.append(
+            [
+                (row.counts.forwards, row.steps, row.counts.drafted, row.counts.accepted, row.state.start - row.prompt)
+                for row in self.rows
+            ]
+        )
+
+    def tables(self) -> dict[str, Tensor]:
+        """[1 + rounds, rows] long by name."""
+        names = ("row_forwards", "steps", "drafted", "accepted", "column")
+        return dict(zip(names, torch.tensor(self.rounds).unbind(2), strict=True))
+
+
 def output_of(
-    input_ids: Tensor,
-    request: Request,
-    decoded: Decoded,
-    runner: Runner,
-    progress: list[tuple[Tensor, list[int]]],
-    cache: BlockCache,
-    config: MRPGenerationConfig,
+    input_ids: Tensor, rows: Sequence[Row], decoder: Decoder, progress: Progress | None, cache: BlockCache, pad: int
 ) -> Tensor | MRPGenerateOutput:
-    """Make what `generate` returns of a decode's last state.
+    """Make what `generate` returns of rows that have come to their ends.
 
     Args:
         input_ids: [rows, prompt] long, as given.
-        request: What was asked for.
-        decoded: What the loop came to.
-        runner: Whose forwards are counted.
-        progress: Of each round what `progress_of` gave, and of which rows.
+        rows: All of the call.
+        decoder: Whose forwards are counted.
+        progress: What was noted of each round; None: texts alone are wanted.
         cache: The keys and values.
-        config: The options.
+        pad: The id behind the end of a text.
     """
-    state, start = decoded.state, request.prompt_length
-    text = state.text
-    lengths = text.stop - start
-    columns = torch.arange(int(lengths.max()), device=input_ids.device)
-    inside = columns < lengths[:, None]
-    at = (start[:, None] + columns).clamp(max=text.capacity)
-    pad = torch.tensor(pad_id(config), device=at.device)
-    sequences = torch.cat([input_ids, text.tokens.gather(1, at).where(inside, pad)], 1)
-    if not config.return_dict_in_generate:
+    texts = [row.text[row.prompt : row.stop] for row in rows]
+    width = max(map(len, texts))
+
+    def table(parts: list[list[Any]], fill: Any, dtype: torch.dtype) -> Tensor:
+        made = torch.tensor([part + [fill] * (width - len(part)) for part in parts], dtype=dtype)
+        return made.to(input_ids.device)
+
+    sequences = torch.cat([input_ids, table(texts, pad, torch.long)], 1)
+    if progress is None:
         return sequences
-    reveal_step = text.reveal_step.gather(1, at).where(inside, torch.tensor(-1, device=at.device))
-    counts = {name: count for name, count in vars(state.counts).items() if name != "verified"}
-    rounds = dict(zip(_PROGRESS, _of_all_rows(progress).unbind(), strict=True))
-    verify, held = int(state.counts.verified), state.held
-    forwards = {"prefill": 0, "denoise": 0, "verify": verify, **runner.forwards}
-    forwards["denoise"] -= verify
+    lengths = [len(text) for text in texts]
+    reveal_step = table([row.step[:length] for row, length in zip(rows, lengths, strict=True)], -1, torch.long)
+    logprobs = [row.logprob[:length] for row, length in zip(rows, lengths, strict=True)]
+    networks, counts = decoder.networks, [row.counts for row in rows]
+
+    def counted(name: str) -> Tensor:
+        return torch.tensor([getattr(count, name) for count in counts], device=input_ids.device)
+
+    forwards = {"verify": decoder.verified, **networks.forwards}
+    forwards["denoise"] -= decoder.verified
     return MRPGenerateOutput(
         sequences=sequences,
-        tokens_per_forward=(reveal_step >= 0).sum(1) / held.row_forwards,
+        tokens_per_forward=(reveal_step >= 0).sum(1) / counted("forwards"),
         reveal_step=reveal_step,
-        token_logprobs=text.logprob.gather(1, at).where(inside, torch.tensor(0.0, device=at.device)),
+        token_logprobs=table(logprobs, 0.0, torch.float32),
         stats=MRPGenerateStats(
-            forwards=forwards,
-            row_forwards=held.row_forwards,
-            row_head_forwards=held.row_head_forwards,
-            revocations=_revocations(decoded.remasked, start),
-            slot_forwards=len(start) * runner.forwards["prefill"] + decoded.slots,
-            rounds={**rounds, "column": rounds["column"] - start},
-            **counts,
+            forwards={name: forwards[name] for name in ("prefill", "denoise", "verify", "head")},
+            row_forwards=counted("forwards"),
+            row_head_forwards=counted("head_forwards"),
+            slot_forwards=len(rows) * networks.forwards["prefill"] + decoder.slots,
+            drafted=counted("drafted"),
+            accepted=counted("accepted"),
+            revoked=counted("revoked"),
+            accepted_lengths=counted("lengths"),
+            offered_at_depth=counted("offered_at_depth"),
+            accepted_at_depth=counted("accepted_at_depth"),
+            revocations=torch.tensor(progress.revocations, dtype=torch.long).view(-1, 3).to(input_ids.device),
+            rounds={name: part.to(input_ids.device) for name, part in progress.tables().items()},
         ),
         past_key_values=cache,
     )
-
-
-# What is noted of each round.
-_PROGRESS = ("row_forwards", "steps", "drafted", "accepted", "column")
-
-
-def progress_of(state: DecodeState) -> Tensor:
-    """[5, rows] long: what each row has come to, in the order of `_PROGRESS`; `column` counts from the first token."""
-    counts = state.counts
-    steps, start = state.text.total_steps, state.current.start
-    return torch.stack([state.held.row_forwards, steps, counts.drafted, counts.accepted, start])
-
-
-def _of_all_rows(progress: list[tuple[Tensor, list[int]]]) -> Tensor:
-    """[5, 1 + rounds, rows] long: of rows that have left the batch what they had come to."""
-    whole = [progress[0][0]]
-    for part, rows in progress[1:]:
-        whole.append(whole[-1].clone())
-        whole[-1][:, rows] = part
-    return torch.stack(whole, 1)
-
-
-def _revocations(remasked: list[Remasked], prompt_length: Tensor) -> Tensor:
-    """List row, column of the generated text and token of each remasked reveal, in order: [n, 3] long."""
-    if not remasked:
-        return prompt_length.new_zeros(0, 3)
-    start, where, token = (torch.stack([getattr(part, name) for part in remasked]) for name in ("start", "where", "token"))
-    step, row, column = where.nonzero(as_tuple=True)
-    return torch.stack([row, start[step, row] + column - prompt_length[row], token[step, row, column]], 1)
-
-
-# ----------------------------------------------------------------------------------------------------
-# generate/recording.py
-#
-# Rounds that are recorded whole and replayed with one launch: what is a register, and what a recording depends on.
-#
-# A round is a function of a `Request` and a `DecodeState`, whose tensors lie in registers, of the task's numbers, which are in
-# the key of the registers, and of a `RoundPlan`, reduced to the kind of round. Attention reads on the device how much is
-# committed, so how long a text is plays no part. For each batch size there are so, at most: in `static` and the like, rounds
-# with a clean block and without; in speculation, these two for rows that cannot draft, one in which a late block catches up
-# alone, and the drafting round, once more for several head passes where at most one mask is left, and with
-# `num_draft_states="auto"` for each amount that is chosen. A drafting round always has room for all of its states, though
-# few masks may not let them be filled: what nobody fills is not valid. Below the compute-bound limit a forward takes no longer.
-#
-# Not replayed as a whole are calls with logits processors or stopping criteria, which are the user's code, with truncation
-# other than top-k, top-p and min-p, and the remasking rule `reread`, which asks the device as it goes. Their forwards are
-# recorded one by one, and the rest of the round runs as it is.
-
-def replayable(task: Task) -> bool:
-    """Tell whether a whole round of this task is tensor code and depends on nothing but registers and key."""
-    sampler, refine = task.reader.sampler, task.mode.refine
-    return (
-        not (refine is not None and refine.asks_host)
-        and task.stopping is None
-        and sampler.processors is None
-        and may_be_recorded(sampler.truncation)
-    )
-
-
-class RecordedRounds:
-    """The rounds of one decode behind its prefill, recorded or replayed: a `Step` of `decode`.
-
-    Args:
-        recorded: Where the runner's cache is.
-        runner: Runs the model.
-        task: What is done.
-        state: Where the decode stands.
-    """
-
-    def __init__(self, recorded: RecordedCache, runner: Runner, task: Task, state: DecodeState) -> None:
-        reader = task.reader
-        key = (
-            *(task.mode, reader.bars_eos, runner.with_round_masks),
-            *(_sampling(sampler) for sampler in (reader.sampler, reader.drafter)),
-        )
-        self.runner, self.registers = runner, recorded.registers_for(key, (reader.request, state))
-        request, self.state = self.registers.tree
-        self.task = replace(task, reader=replace(reader, request=request))
-
-    def __call__(self, state: DecodeState, plan: RoundPlan) -> tuple[DecodeState, list[int], bool]:
-        """Run a round on the registers, where `state` lies; returns them, the summary's numbers, and if it was not recorded."""
-        task, registers, forwards = self.task, self.registers, self.runner.forwards
-        if state is not self.state:
-            registers.write((task.reader.request, state))
-        kind, before, replays = self.kind(plan), dict(forwards), registers.graphs.replays
-        numbers = registers.numbers_for(SUMMARY + len(state.has_seed) + task.mode.width)
-
-        def step() -> None:
-            after, accepted = decode_round(task, self.runner, self.state, kind)
-            seen = summary(after, task.mask_token_id, accepted)
-            numbers[: len(seen)] = seen
-            registers.write((task.reader.request, after))
-
-        registers.graphs.run(kind, step)
-        ran = registers.host.setdefault(kind, {name: count - before[name] for name, count in forwards.items()})
-        forwards |= {name: count + ran[name] for name, count in before.items()}
-        return self.state, numbers.tolist(), registers.graphs.replays > replays or registers.graphs.recorder.failed
-
-    def kind(self, plan: RoundPlan) -> RoundPlan:
-        """The plan as far as a recording depends on it."""
-        drafting, passes = plan.per_row > 1, plan.amount.passes
-        with_head = bool(self.runner.head_layers) and (passes > 0 or not self.runner.rests)
-        kind = RoundPlan(
-            active=1,
-            used=None,
-            head_used=None,
-            clean=0 if drafting else min(plan.clean, 1),
-            masks=1 if drafting and passes > 1 and plan.masks <= 1 else self.task.block_size,
-            drafting=drafting,
-            late=with_head if drafting else plan.late,
-            blocked=with_head if drafting else plan.blocked,
-        )
-        return kind.with_slots(plan.amount, None)
-
-
-def _sampling(sampler: Sampler) -> Hashable:
-    """Key of what a recording depends on in a sampler, beside the weights, which stay where they are."""
-    warpers = tuple((type(warper), *sorted(vars(warper).items())) for warper in sampler.truncation or [])
-    numbers = (sampler.temperature, sampler.sample, sampler.eos_token_ids, sampler.entropy, sampler.dispatch)
-    return sampler.token_ids is None, *numbers, warpers
-
-
-# ----------------------------------------------------------------------------------------------------
-# generate/streaming.py
-#
-# Streaming of texts while they are decoded, each row to a streamer of its own.
-
-class Streams:
-    """The feeding of streamers: the prompt, finished blocks in order, and drafts to a streamer that has `put_draft`.
-
-    Args:
-        streamers: One for each row.
-        prompts: Of each row a 1-D long tensor of ids, without padding: what its streamer is put first, as [1, length].
-        request: What was asked for.
-        block_size: Tokens of a block.
-    """
-
-    def __init__(self, streamers: Sequence[BaseStreamer], prompts: list[Tensor], request: Request, block_size: int) -> None:
-        self.open, self.block_size = dict(enumerate(streamers)), block_size
-        self.sent, self.limit = request.prompt_length.tolist(), request.limit.tolist()
-        for streamer, prompt in zip(streamers, prompts, strict=True):
-            streamer.put(prompt[None].cpu())
-
-    def on_round(self, state: DecodeState, rows: list[int]) -> None:
-        """Put what a round has finished, and end the streams of rows that have ended; `rows` are those of the state."""
-        current, text = state.current, state.text
-        starts, stops, going = torch.stack([current.start, text.stop, current.valid.long()]).tolist()
-        for place, row in enumerate(rows):
-            if (streamer := self.open.get(row)) is None:
-                continue
-            start, sent = starts[place], self.sent[row]
-            upto = min(start, stops[place]) if going[place] else stops[place]
-            if upto > sent:
-                streamer.put(text.tokens[place, sent:upto].cpu())
-                self.sent[row] = upto
-            if not going[place]:
-                self.open.pop(row).end()
-            elif (put_draft := getattr(streamer, "put_draft", None)) is not None:
-                begin, end = max(start, self.sent[row]), min(start + self.block_size, self.limit[row])
-                put_draft(text.tokens[place : place + 1, begin:end].cpu())
-
-
-def listed_streamers(streamer: Any, rows: int) -> list[BaseStreamer]:
-    """List the streamers of a call, one for each row.
-
-    Raises:
-        ValueError: for what is no streamer, another number of them, or one that is to take two rows.
-    """
-    streamers = list(streamer) if isinstance(streamer, list | tuple) else [streamer]
-    for one in streamers:
-        if not all(callable(getattr(one, name, None)) for name in ("put", "end")):
-            raise ValueError(f"streamer is {one!r}: it must have put and end, as a transformers.TextStreamer has")
-    different = len(set(map(id, streamers)))
-    if not len(streamers) == different == rows:
-        raise ValueError(
-            f"a streamer takes one row, the batch has {rows}, and streamer holds {different}: pass a list of {rows} different "
-            "ones, or stream one prompt at a time"
-        )
-    return streamers
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -9663,8 +6946,10 @@ class MRPGenerationMixin(GenerationMixin):
         `stop_strings` with `tokenizer`, `stopping_criteria`, `logits_processor`, `streamer`, `num_return_sequences`,
         `attention_mask` with padding on either side, ...) and every field of `MRPGenerationConfig`.
 
-        Logits processors see the scores of masked positions, [positions, vocab], with the row's committed ids
-        [positions, length]: the blocks before the current one. Stopping criteria see the batch as it came, padding included,
+        Logits processors see the scores of masked positions, [positions, vocab], with the ids before each [positions, length]:
+        the row's text, with what is revealed of its block, and `mask_token_id` where nothing is known yet. Under the target
+        `sequential`, one token a step, that is all the text to the left. `bad_words_ids` and `no_repeat_ngram_size` are kept in
+        every order. Stopping criteria see the batch as it came, padding included,
         with as many tokens behind as the row in question has: [rows, prompt + n], `mask_token_id` where a slower row has no
         token yet; and no scores.
 
@@ -9726,7 +7011,7 @@ class MRPGenerationMixin(GenerationMixin):
             tokenizer: Any = None,
             **model_kwargs: Any,
         ) -> Tensor | MRPGenerateOutput:
-            picker = _picker(model, logits_processor, generation_config)
+            picker = _picker(model, logits_processor, generation_config, generation_config.mode(model.config.block_size))
             criteria = [c for c in stopping_criteria if not isinstance(c, MaxLengthCriteria | EosTokenCriteria)]
             mask = model_kwargs.get("attention_mask")
             return _decode(model, input_ids, mask, picker, criteria, generation_config, streamers, infill_ids, past_key_values)
@@ -9790,10 +7075,13 @@ class MRPGenerationMixin(GenerationMixin):
         check_special_ids(config.eos_ids(), pad_id(config), self.config.mask_token_id, self.config.vocab_size)
         return config, model_kwargs
 
-    def block_cache(self, batch_size: int, capacity: int, scratch: int, with_head: bool) -> BlockCache:
+    def block_cache(
+        self, batch_size: int, capacity: int, scratch: int, with_head: bool, fixed: bool | None = None
+    ) -> BlockCache:
         """Make an empty cache for `batch_size` rows of `capacity` tokens, with room for `scratch` tokens being scored.
 
-        Its memory holds anything until `generate` fills it, or `clear` does.
+        With `fixed`, attention reads powers of two of slots, as recorded and compiled forwards need; None: where the model is
+        compiled.
 
         Raises:
             ValueError: for a size below 1, a `capacity` that is no multiple of the block size, or if it is to hold a head's
@@ -9810,7 +7098,8 @@ class MRPGenerationMixin(GenerationMixin):
         heads, width, devices = self.config.num_key_value_heads, self.config.head_dim, devices_of_layers(self, with_head)
         head_layers = len(devices) - self.config.num_hidden_layers
         hidden_size = self.config.hidden_size if with_head else 0
-        cache = BlockCache(batch_size, heads, width, devices, capacity, scratch, self.dtype, head_layers, hidden_size)
+        fixed = compiled(self) if fixed is None else fixed
+        cache = BlockCache(*(batch_size, heads, width, devices, capacity, scratch, self.dtype, head_layers, hidden_size, fixed))
         cache.owner = PassingReference(self)
         return cache
 
@@ -9847,12 +7136,12 @@ def _decode(
     model: Any,
     input_ids: Tensor,
     attention_mask: Tensor | None,
-    picker: Sampler,
+    picker: Picker,
     criteria: list[StoppingCriteria],
     config: MRPGenerationConfig,
     streamers: list[BaseStreamer] | None,
     infill_ids: Tensor | None,
-    past_key_values: BlockCache | None,
+    past: BlockCache | None,
 ) -> Tensor | MRPGenerateOutput:
     """Decode prompts for which `GenerationMixin.generate` has prepared everything."""
     device = model.lm_head.weight.device
@@ -9865,138 +7154,186 @@ def _decode(
             f"infill_ids hold {infill_ids.shape[1]} tokens a row, and max_new_tokens (or max_length) leaves room for {new}: "
             "raise it, or leave it unset"
         )
-    mode, block, mask_id = config.mode(), model.config.block_size, model.config.mask_token_id
+    block, mask_id = model.config.block_size, model.config.mask_token_id
+    mode = config.mode(block)
     mixed = mixed_tokens(getattr(model.config, "quantization_config", None))
     if mixed is not None and (mode.drafting is not None or len(input_ids) > 1):
         logger.warning_once(mixed)
     prompts = [ids[keep] for ids, keep in zip(input_ids, real, strict=True)]
-    infill = None if infill_ids is None else infill_ids.to(device, torch.long)
-    text, ends, current = laid_out(prompts, infill, new, block, mask_id, device)
-    request = _request(ends, config, input_ids.shape[1], block)
-    stopping = Stopping(criteria, input_ids, pad_id(config), mask_id) if criteria else None
-    streams = Streams(streamers, prompts, request, block) if streamers is not None else None
-    room = (past_key_values, len(prompts), text.capacity, mode.width * block, mode.uses_head)
-    with _cache_for(model, recorder_for(model, config.graphs), *room) as (recorded, cache):
-        text = text.with_room(cache.capacity) if recorded is not None else text
-        rests = mode.drafting is not None and mode.drafting.paced and mode.uses_head
-        reused = cache.reusable(text.tokens, current.start, block, mode.uses_head, rests)
+    rows = laid_out(prompts, infill_ids, new, config, input_ids.shape[1], block, mask_id, picker.bans)
+    for row in rows:
+        row.counts = Counts(mode.width, mode.drafting is not None)
+    capacity, room = max(len(row.text) for row in rows), mode.width * block
+    with cache_for(model, config.graphs, past, len(rows), capacity, room, mode.uses_head) as (cache, graphs):
+        texts = [row.text for row in rows]
+        reused = cache.reusable(texts, [row.state.start for row in rows], block, mode.uses_head)
         parts = ("model", "mrp_head") if cache.head_layers else ("model",)
         cache.weights = {name: WeightsSeen(getattr(model, name)) for name in parts}
+        for row, same, of_head in zip(rows, reused, cache.head_held, strict=True):
+            row.head_held = min(same, of_head) if mode.uses_head else 0
         # From here on the slots behind are overwritten, also by a call that does not come to its end.
-        cache.hold(text.tokens, reused, *(reused.minimum(part.to(device)) for part in (cache.head_held, cache.hidden_held)))
-        reader = _reader(model, picker, mode, request, recorded)
-        task = Task(mode, reader, block, mask_id, stopping)
-        whole = recorded is not None and replayable(task)
-        by_parts = None if recorded is None or whole else recorded.parts.call
-        round_masks = takes_round_masks(model, picker.dispatch)
-        runner = Runner(model, cache, mode.uses_head, picker.dispatch, round_masks, device, by_parts, rests)
-        state = begin(task, runner, text, current, reused)
-        steps = partial(RecordedRounds, recorded, runner) if recorded is not None and whole else None
-        progress = [(progress_of(state), list(range(len(prompts))))] if config.return_dict_in_generate else []
+        old = (cache.head_held, cache.hidden_held)
+        cache.hold(texts, reused, *([min(pair) for pair in zip(reused, part, strict=True)] for part in old))
+        draws = mode.drafting is not None and picker.sample
+        picker = replace(picker, entropy=mode.rule.needs_entropy, likeliest=draws)
+        networks = Networks(
+            *(model, cache, mode.uses_head, picker, _drafter(model, picker, mode), picker.dispatch),
+            *(takes_round_masks(model, picker.dispatch), device, None if graphs is None else graphs.call),
+        )
+        streams = Streams(streamers, prompts) if streamers is not None else None
+        progress = Progress(rows) if config.return_dict_in_generate else None
 
-        def on_round(state: DecodeState, rows: list[int]) -> None:
-            if progress:
-                progress.append((progress_of(state), rows))
+        def on_round(active: Sequence[Row]) -> None:
+            if progress is not None:
+                progress.note(active)
             if streams is not None:
-                streams.on_round(state, rows)
+                streams.on_round(active)
 
-        least = fewest_rows(model, recorded, len(prompts))
-        decoded = decode(task, runner, state, pace_of(model, mode), steps, on_round, least)
-        state = tree_map(torch.clone, decoded.state) if whole else decoded.state  # the next call writes to the registers
-        held = state.held
-        of_head = held.head_committed if mode.uses_head else cache.head_held
-        cache.hold(state.text.tokens, held.committed, of_head, held.committed if rests else cache.hidden_held)
-    if streams is not None:
-        streams.on_round(state, list(range(len(prompts))))
-    return output_of(input_ids, request, replace(decoded, state=state), runner, progress, cache, config)
-
-
-def fewest_rows(model: Any, recorded: RecordedCache | None, rows: int) -> int:
-    """Choose to how many rows a batch may shrink: what is compiled is so for one size, what is recorded not for every one."""
-    if any(module is not None and module._compiled_call_impl is not None for module in (model.model, model.mrp_head)):
-        return rows
-    return 1 if recorded is None else LEAST_RECORDED
+        drafting = mode.drafting
+        budget = budget_of(model, mode, drafting.states, drafting.passes, drafting.paced) if drafting else Fixed(Amount())
+        stopping = Stopping(criteria, input_ids, pad_id(config), mask_id) if criteria else None
+        decoder = Decoder(mode, networks, budget, stopping, on_round, fewest_rows(model, graphs is not None, len(rows)))
+        try:
+            decoder.decode(rows, reused)
+        except UnscoredError as error:
+            cache.empty()  # what is not finite there is not gone on from
+            raise ValueError(_unscored(error, rows[error.place], picker, model)) from None
+        held = [row.held for row in rows]
+        with_head = ([row.head_held for row in rows], held) if mode.uses_head else (cache.head_held, cache.hidden_held)
+        cache.hold(texts, held, *with_head)
+    return output_of(input_ids, rows, decoder, progress, cache, pad_id(config))
 
 
-def _request(ends: dict[str, Tensor], config: MRPGenerationConfig, prompt_columns: int, block_size: int) -> Request:
-    """Make the request of one call, with `ends` of the rows as they are laid out."""
-    prompt_length = ends["prompt_length"]
-    device = prompt_length.device
+def laid_out(
+    prompts: list[Tensor],
+    infill_ids: Tensor | None,
+    new: int,
+    config: MRPGenerationConfig,
+    prompt_columns: int,
+    block_size: int,
+    mask_id: int,
+    bans: Bans | None,
+) -> list[Row]:
+    """Lay out every row's text before the first step; a row starts in the block of its first mask.
+
+    Args:
+        prompts: One 1-D long tensor of ids per row.
+        infill_ids: [rows, n] long, what continues each prompt, or None.
+        new: Tokens behind the prompt, at most.
+        config: Eos, minimum length and seeds.
+        prompt_columns: Of the batch, padding included.
+        block_size: Tokens in a block.
+        mask_id: What stands where a token is to be generated.
+        bans: Sequences that must not appear.
+    """
+    rows, eos = [], frozenset(config.eos_ids())
     least = max(0, (config.min_length or 0) - prompt_columns)
-    return Request(
-        **ends,
+    given = [[] for _ in prompts] if infill_ids is None else infill_ids.tolist()
+    for place, (prompt, infill, seed) in enumerate(zip(prompts, given, config.seeds(len(prompts)), strict=True)):
+        text = prompt.tolist() + infill
+        length, limit = len(prompt), len(prompt) + new
+        given_end = length + max((at + 1 for at, token in enumerate(infill) if token != mask_id), default=0)
+        text += [mask_id] * (-(-limit // block_size) * block_size - len(text))
+        open_end = max((at + 1 for at in range(limit) if text[at] == mask_id), default=0)
         # Given tokens are kept, so that no text ends before the last of them.
-        no_eos_before=torch.maximum(prompt_length + least, ends["given_end"]),
-        seed=config.seeds(len(prompt_length)).to(device),
-        schedule=config.schedule(block_size).to(device),
-        eos=torch.tensor(config.eos_ids(), dtype=torch.long, device=device),
-    )
+        ends = (length, given_end, limit, open_end, max(length + least, given_end))
+        rows.append(Row(place, text, block_size, mask_id, eos, *ends, seed, bans))
+    return rows
 
 
-def _reader(model: Any, picker: Sampler, mode: Mode, request: Request, recorded: RecordedCache | None) -> Reader:
-    """Make the reader of hidden states; it picks drafts from the head's own vocabulary, if there is one."""
-    sampler = drafter = replace(picker, entropy=mode.rule.needs_entropy)
+def compiled(model: Any) -> bool:
+    """Tell if backbone or head run as `nn.Module.compile` made them."""
+    return any(module is not None and module._compiled_call_impl is not None for module in (model.model, model.mrp_head))
+
+
+def fewest_rows(model: Any, recorded: bool, rows: int) -> int:
+    """Choose to how many rows a batch may shrink: what is compiled is so for one size, what is recorded not for every one."""
+    if compiled(model):
+        return rows
+    return LEAST_RECORDED if recorded else 1
+
+
+def _drafter(model: Any, picker: Picker, mode: Mode) -> Picker:
+    """Make the picker of drafts from the head's estimates: from the head's own vocabulary, if there is one."""
     ids = model.mrp_head.draft_token_ids if mode.drafting and mode.drafting.passes else None
-    if ids is not None and picker.processors is None:
-        weight = picker.lm_head_weight
-        drafter = picker.restricted(ids, weight[ids] if recorded is None else recorded.rows_of(weight, ids))
-    bars_eos = bool((request.no_eos_before > request.prompt_length).any())
-    seeks = recorded is None and request.seed.device.type == "cpu"
-    return Reader(mode.rule, sampler, drafter, request, model.config.mask_token_id, seeks, bars_eos)
+    if ids is None or picker.processors is not None:
+        return replace(picker, entropy=False)
+    return picker.restricted(ids, picker.lm_head_weight[ids])
 
 
-@contextmanager
-def _cache_for(
-    model: Any,
-    recorder: Callable[[], Recorder] | None,
-    past: BlockCache | None,
-    rows: int,
-    capacity: int,
-    scratch: int,
-    with_head: bool,
-) -> Iterator[tuple[RecordedCache | None, BlockCache]]:
-    """Choose the cache of a call; recorded rounds are found again by the cache that they write to."""
-    past = None if past is not None and with_head and not past.head_layers else past
-    if recorder is not None:
-        with recorded_cache(model, recorder, past, rows, capacity, scratch, with_head) as lent:
-            yield lent
+def _unscored(error: UnscoredError, row: Row, picker: Picker, model: Any) -> str:
+    """Say where a text has a token without a log-probability, and why no token has a finite score there."""
+    weights = model.named_parameters() if isinstance(model, nn.Module) else ()
+    if (broken := next((name for name, weight in weights if not _is_finite(weight)), None)) is not None:
+        why = f"the weights {broken} are NaN or infinite. Load or train them again"
+    elif picker.processors:
+        names = ", ".join(dict.fromkeys(type(processor).__name__ for processor in picker.processors))
+        why = f"so say the logits processors ({names}), for which -inf and NaN bar a token. Leave one a finite score"
+    elif error.position < row.no_eos_before and row.eos:
+        why = (
+            "every eos_token_id is barred before min_new_tokens, min_length and given tokens. Leave some id out of eos_token_id"
+        )
     else:
-        past = model.block_cache(rows, capacity, scratch, with_head=with_head) if past is None else past
-        yield None, past.with_room(rows, capacity, scratch)
+        why = f"the weights are finite, so {picker.lm_head_weight.dtype} overflows, here or divided by temperature="
+        why += f"{picker.temperature}. Load the model in a wider dtype"
+    behind = error.position - row.prompt
+    return f"row {row.place} has no token with a finite score at position {error.position}, {behind} behind its prompt: {why}"
 
 
-def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationConfig) -> Sampler:
+def _is_finite(weight: Tensor) -> bool:
+    if type(weight).dequantize is not Tensor.dequantize:  # of a class of its own, which need not know aminmax
+        weight = weight.dequantize()
+    if weight.is_meta or not weight.is_floating_point() or not weight.numel():
+        return True
+    low, high = weight.aminmax()  # NaN if any is
+    return bool(low.isfinite() & high.isfinite())
+
+
+def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationConfig, mode: Mode) -> Picker:
     """Sort transformers' list into processors, temperature and truncation.
 
     Some of transformers' own processors count columns of the padded batch. The ids shown here have no padding, so
     the minimum length is kept by the decoder itself and the repetition penalty starts at the first token.
     """
-    temperature = 1.0
+    temperature, ngram = 1.0, 0
+    words: list[tuple[int, ...]] = []
     before, after = LogitsProcessorList(), LogitsProcessorList()
     for processor in processors:
-        biased = processor.sequence_bias if isinstance(processor, SequenceBiasLogitsProcessor) else ()
+        biased = processor.sequence_bias if isinstance(processor, SequenceBiasLogitsProcessor) else {}
         if outside := [one for ids in biased for one in ids if not 0 <= one < model.config.vocab_size]:
             raise ValueError(
                 f"bad_words_ids or sequence_bias hold the id {outside[0]}, outside the vocabulary of "
                 f"{model.config.vocab_size}: use this model's tokenizer"
             )
-        if isinstance(processor, TemperatureLogitsWarper):
+        if isinstance(processor, NoBadWordsLogitsProcessor):
+            words += biased
+        elif isinstance(processor, NoRepeatNGramLogitsProcessor):
+            ngram = processor.ngram_size
+        elif isinstance(processor, TemperatureLogitsWarper):
             temperature = float(processor.temperature)
         elif isinstance(processor, tuple(TRUNCATIONS)):
             after.append(processor)
         elif isinstance(processor, RepetitionPenaltyLogitsProcessor) and torch.is_tensor(processor.prompt_ignore_length):
             before.append(RepetitionPenaltyLogitsProcessor(processor.penalty))
         elif not isinstance(processor, MinLengthLogitsProcessor | MinNewTokensLengthLogitsProcessor):
+            if not mode.rule.left_to_right and (several := [list(ids) for ids in biased if len(ids) > 1]):
+                raise ValueError(
+                    f"sequence_bias holds {several[0]}, of several tokens: all before its last one have to be known, so it "
+                    "needs the target 'sequential' with one token a step. bad_words_ids, which forbid, work everywhere"
+                )
             before.append(processor)
     check_unembedding(model.lm_head)
     dispatch = Dispatch(config.kernels)
     dispatch.check(model.lm_head.weight)
-    return Sampler(
+    if dispatch.forced is None and not kernels_usable(model.device, model.dtype):
+        dispatch = PYTORCH
+    return Picker(
         model.lm_head.weight,
         model.config.mask_token_id,
         temperature,
         bool(config.do_sample),
         before or None,
+        Bans(tuple(words), ngram) if words or ngram else None,
         after or None,
         tuple(config.eos_ids()),
         dispatch=dispatch,

@@ -459,7 +459,7 @@ def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationCo
         elif not isinstance(processor, MinLengthLogitsProcessor | MinNewTokensLengthLogitsProcessor):
             if not mode.rule.left_to_right and (several := [list(ids) for ids in biased if len(ids) > 1]):
                 raise ValueError(
-                    f"sequence_bias holds {several[0]}, of several tokens: all before its last one have to be known, so that it "
+                    f"sequence_bias holds {several[0]}, of several tokens: all before its last one have to be known, so it "
                     "needs the target 'sequential' with one token a step. bad_words_ids, which forbid, work everywhere"
                 )
             before.append(processor)

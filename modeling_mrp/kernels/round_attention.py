@@ -57,7 +57,6 @@ class RoundMask:
         prefix = torch.arange(used, device=device) < self.committed[:, None]
         return torch.cat([prefix[:, None].expand(-1, scratch.shape[1], -1), scratch], -1)[:, None]
 
-
     def bias(self, used: int, dtype: torch.dtype) -> Tensor | None:
         """What to add to the scores of `dense`: 0 or -inf; None where all is seen."""
         if self.sees_all:

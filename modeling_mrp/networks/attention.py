@@ -40,7 +40,9 @@ def takes_round_masks(model: Any, dispatch: Dispatch) -> bool:
     """
     chosen = model.config._attn_implementation
     if chosen in (REPLACED, ROUND_ATTENTION):
-        return dispatch.forced is not False or not any(part._compiled_call_impl for part in (model.model, model.mrp_head) if part)
+        return dispatch.forced is not False or not any(
+            part._compiled_call_impl for part in (model.model, model.mrp_head) if part
+        )
     if dispatch.forced:
         raise ValueError(
             f"kernels is True, but the model attends by {chosen!r}, whose place the kernel does not take: use "

@@ -87,11 +87,11 @@ class Frontier:
         self.memo: Final = memo
 
 
-class Bans(Protocol):
-    """What must not appear in a text (`rules/bans.py`)."""
+class Constraint(Protocol):
+    """What a text must keep to (`Bans`)."""
 
     def allowed(self, row: "Row", state: State, scores: Scores, where: tuple[int, ...]) -> tuple[int, ...]:
-        """Select the columns of a reveal that complete no banned sequence together."""
+        """Select the columns of a reveal that keep to it together."""
         ...
 
 
@@ -161,7 +161,7 @@ class Row:
         open_end: int,
         no_eos_before: int,
         seed: int,
-        bans: Bans | None = None,
+        bans: Constraint | None = None,
     ) -> None:
         self.place: Final = place
         self.text: Final = text

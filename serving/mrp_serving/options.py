@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor
+import numpy as np
 
 from modeling_mrp import MRPGenerationConfig
-from modeling_mrp.generate.modes import Mode
+from modeling_mrp.generate.loop import Mode
 from modeling_mrp.generate.option_table import OPTIONS, closest_name
 from modeling_mrp.kernels.dispatch import Dispatch
-from modeling_mrp.rules.revealing import Dynamic, RevealRule
+from modeling_mrp.rules.reveal import Dynamic, logit
 
 _NOT_SERVED = {
     "seed": "the engine decodes greedily",
@@ -24,15 +24,11 @@ class Settings:
     """The meaning of a server's options.
 
     Attributes:
-        mode: What is revealed, refined and drafted, by log-odds.
-        judge: `mode.rule` by probabilities, as the engine's own algorithms compare them.
-        schedule: [block] long, reveals per denoising step.
+        mode: What is revealed, refined and drafted; a threshold is rounded to float32, as the engine's own algorithms compare.
         dispatch: Kernels or PyTorch.
     """
 
     mode: Mode
-    judge: RevealRule
-    schedule: Tensor
     dispatch: Dispatch
 
 
@@ -56,10 +52,10 @@ def settings_of(given: Mapping[str, Any], defaults: Mapping[str, Any], block_siz
     options |= {name: value for name, value in given.items() if name != "block_size" and value is not None}
     config = MRPGenerationConfig(**options)
     config.check(block_size, has_head)
-    mode = config.mode()
-    rule = mode.rule
-    judge = replace(rule, threshold=config.confidence_threshold) if isinstance(rule, Dynamic) else rule
-    return Settings(mode, judge, config.schedule(block_size), Dispatch(config.kernels))
+    mode = config.mode(block_size)
+    if isinstance(mode.rule, Dynamic) and mode.refine is None:
+        mode = replace(mode, rule=Dynamic(logit(float(np.float32(config.confidence_threshold)))))
+    return Settings(mode, Dispatch(config.kernels))
 
 
 def check_names(given: Mapping[str, Any]) -> None:

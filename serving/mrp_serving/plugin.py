@@ -14,7 +14,7 @@ from sglang.srt.runtime_context import get_exec
 from transformers import AutoConfig
 
 from modeling_mrp import MRPConfig
-from modeling_mrp.generate.modes import ResidualRemask
+from modeling_mrp.generate.refine import ResidualRemask
 
 from . import ALGORITHM
 from .algorithm import MRP

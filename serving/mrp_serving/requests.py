@@ -3,11 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from modeling_mrp.rules.rules import whole_text
-
 GREEDY = {"temperature": 0.0}  # of requests that give none
 
 
@@ -56,28 +51,24 @@ def stop_ids(req: Any) -> set[int]:
     return found
 
 
-def block_is_text(requests: Sequence[Any], ids: Tensor, starts: Sequence[int], mask_id: int) -> Tensor:
-    """Find the rows of which the engine will show nothing more than what is revealed, [rows] bool.
+def block_is_text(req: Any, ids: Sequence[int], start: int, mask_id: int) -> bool:
+    """Tell if the engine will show nothing more of a block than what is revealed.
 
     What lies behind an end is cut off, so it need not be decoded, and of a block that the text does not fill no keys and values
     are kept. Not so where a stop string may end it first, by what lies behind an eos.
 
     Args:
-        requests: The rows'.
-        ids: [rows, block] long, where they are.
-        starts: Their absolute positions.
+        req: Whose block it is.
+        ids: [block], where it is.
+        start: Its absolute position.
         mask_id: The mask's id.
     """
-    block = ids.shape[1]
-    ends, limits = [], []
-    for req, row, start in zip(requests, ids.tolist(), starts, strict=True):
-        asked, prompt, stops = req.sampling_params, len(req.origin_input_ids) - start, stop_ids(req)
-        plain = not (asked.stop_strs or asked.stop_regex_strs)
-        shown = (column for column, token in enumerate(row) if plain and column >= prompt and token in stops)
-        ends.append(next(shown, block))
-        limits.append(prompt + asked.max_new_tokens if plain else block + 1)
-    end, limit = torch.tensor(ends), torch.tensor(limits)
-    return whole_text(ids, end, limit, mask_id) & (torch.minimum(end + 1, limit) < block)
+    asked, prompt, stops = req.sampling_params, len(req.origin_input_ids) - start, stop_ids(req)
+    if asked.stop_strs or asked.stop_regex_strs:
+        return False
+    first = next((column + 1 for column, token in enumerate(ids) if column >= prompt and token in stops), len(ids))
+    end = min(first, prompt + asked.max_new_tokens)
+    return end < len(ids) and mask_id not in ids[: max(end, 0)]
 
 
 __all__ = ["GREEDY", "block_is_text", "committed_ids", "end_of_text", "refusal", "stop_ids"]

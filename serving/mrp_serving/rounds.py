@@ -1,27 +1,55 @@
 """Rounds of `modeling_mrp` on the batches of an engine, which owns requests, memory and attention."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from modeling_mrp.generate.decode_state import DecodeState, Request, RoundPlan, summary
-from modeling_mrp.generate.loop import Task, decode_round
-from modeling_mrp.generate.modes import Amount
-from modeling_mrp.generate.pace import pace_of
-from modeling_mrp.generate.scoring import Reader
+from modeling_mrp.generate.budget import Amount, Budget, Fixed, budget_of
+from modeling_mrp.generate.loop import Decoder
+from modeling_mrp.rules.draft import Node
+from modeling_mrp.rules.state import Counts, Row
 
+from .networks import EngineNetworks, Own
 from .options import Settings
-from .packing import Own
+from .picker import EnginePicker
 from .requests import block_is_text, committed_ids, end_of_text
-from .rows import NEVER, Name, RowStates, fresh_state
-from .runner import EngineRunner
-from .sampler import EngineSampler
-from .scratch import affordable, borrowed
+from .scratch import borrowed
 from .usage import Report, Usage
+
+NEVER = 1 << 40  # a position behind every text: the engine ends texts itself
+
+
+class Name(NamedTuple):
+    """The name of a request's row: its row of the engine's pool, how often that was lent, and where its block starts.
+
+    A row that is lent anew has another name, so what a request leaves behind is never found again.
+    """
+
+    row: int
+    turn: int
+    start: int
+
+
+class EngineDecoder(Decoder):
+    """A `Decoder` of one round on the engine.
+
+    Args:
+        sees_new: Whether attention sees keys and values that the same forward writes in another row. Else no state looks at a
+            clean block of its round.
+        args: As of `Decoder`.
+    """
+
+    def __init__(self, sees_new: bool, *args: Any) -> None:
+        super().__init__(*args)
+        self.sees_new = sees_new
+
+    def draft(self, rows: Sequence[Row], amount: Amount) -> list[list[Node]]:
+        """See `Decoder.draft`."""
+        drafts = super().draft(rows, amount)
+        return drafts if self.sees_new else [[node for node in nodes if node.parent < 0] for nodes in drafts]
 
 
 class Rounds:
@@ -33,13 +61,16 @@ class Rounds:
         mask_id: The mask's id.
 
     Attributes:
+        rows: The rows of requests between rounds, each with its name, by their rows of the engine's pool.
+        whole: Blocks that are text before the engine asks for them.
         report: Notes what it costs.
     """
 
     def __init__(self, settings: Settings, block: int, mask_id: int) -> None:
         self.settings, self.block, self.mask_id = settings, block, mask_id
-        self.rows, self.report = RowStates(), Report()
-        self.whole: dict[Name, list[int]] = {}  # blocks that are text before the engine asks for them
+        self.rows: dict[int, tuple[Name, Row]] = {}
+        self.whole: dict[Name, list[int]] = {}
+        self.report = Report()
 
     def __call__(
         self, engine: Any, batch: Any, requests: Sequence[Any], evict: Callable[[int], Any], sees_new: bool
@@ -51,7 +82,7 @@ class Rounds:
             batch: Its `ForwardBatch`: a block of each row.
             requests: The rows' requests.
             evict: Asked to free slots of cached prefixes.
-            sees_new: As for `EngineRunner`.
+            sees_new: As for `EngineDecoder`.
 
         Returns:
             Each row's block so far; by how many tokens, prompt included, its text has grown: the block, or none; and whether a
@@ -64,28 +95,31 @@ class Rounds:
         if places := [place for place, known in enumerate(ids) if not known]:
             some, own = [requests[place] for place in places], self._own(batch, places)
             names = [names[place] for place in places]
-            state = self.rows.take(names, lambda at: self._fresh(engine, some[at], own.starts[at]))
-            state, graph_ran = self._round(engine, batch, own, state, evict, sees_new)
-            for place, block, size in zip(places, *self._come_to(state, names, some), strict=True):
+            rows = [self._row(engine, req, name) for req, name in zip(some, names, strict=True)]
+            graph_ran = self._round(engine, batch, own, rows, evict, sees_new)
+            for place, block, size in zip(places, *self._come_to(rows, names, some), strict=True):
                 ids[place], grown[place] = block, size
         self.report.count_tokens(requests, starts, grown)
         return ids, grown, graph_ran
 
-    def _come_to(self, state: DecodeState, names: list[Name], requests: list[Any]) -> tuple[list[list[int]], list[int]]:
+    def _come_to(self, rows: list[Row], names: list[Name], requests: list[Any]) -> tuple[list[list[int]], list[int]]:
         """Find what a round came to, [rows]: each row's block so far, and by how much its text has grown; and keep the rest.
 
         Where the next block's first state rode along, the text may end with what it reveals: that block takes no forward.
         """
-        starts = [name.start for name in names]
-        ids, behind, kept, usages = self._read(state, starts)
-        for req, usage in zip(requests, usages, strict=True):
-            self.report.note(req, usage)
-        over = block_is_text(requests, torch.tensor(ids), starts, self.mask_id).tolist()
-        grown = [self.block if clean or end else 0 for clean, end in zip(kept, over, strict=True)]
-        names = [name._replace(start=name.start + size) for name, size in zip(names, grown, strict=True)]
-        self.rows.keep(names, state)
-        ended = block_is_text(requests, torch.tensor(behind), [start + self.block for start in starts], self.mask_id).tolist()
-        self.whole |= {name: row for name, row, clean, end in zip(names, behind, kept, ended, strict=True) if clean and end}
+        ids, grown = [], []
+        for row, name, req in zip(rows, names, requests, strict=True):
+            counts = row.counts
+            self.report.note(req, Usage(counts.forwards, counts.head_forwards, counts.drafted, counts.accepted))
+            here, behind = (row.text[at : at + self.block] for at in (name.start, name.start + self.block))
+            kept = row.held > name.start
+            over = block_is_text(req, here, name.start, self.mask_id)
+            ids.append(here)
+            grown.append(self.block if kept or over else 0)
+            name = name._replace(start=name.start + grown[-1])
+            self.rows[name.row] = name, row
+            if kept and block_is_text(req, behind, name.start, self.mask_id):
+                self.whole[name] = behind
         return ids, grown
 
     def _own(self, batch: Any, places: list[int]) -> Own:
@@ -98,81 +132,69 @@ class Rounds:
         pool = engine.req_to_token_pool
         rows, turns, free = batch.req_pool_indices.tolist(), pool.req_generation, set(pool.free_slots)
 
-        def alive(row: int, turn: int) -> bool:
-            return row not in free and int(turns[row]) == turn
+        def alive(name: Name) -> bool:
+            return name.row not in free and int(turns[name.row]) == name.turn
 
-        self.rows.drop(alive)
-        self.whole = {name: ids for name, ids in self.whole.items() if alive(name.row, name.turn)}
+        self.rows = {at: (name, row) for at, (name, row) in self.rows.items() if alive(name)}
+        self.whole = {name: ids for name, ids in self.whole.items() if alive(name)}
         return [Name(row, int(turns[row]), start) for row, start in zip(rows, starts, strict=True)]
 
-    def _fresh(self, engine: Any, req: Any, start: int) -> DecodeState:
+    def _row(self, engine: Any, req: Any, name: Name) -> Row:
+        """Find the row of a request, or make one that stands where the engine is."""
+        found = self.rows.get(name.row)
+        if found is not None and found[0] == name:
+            return found[1]
         self.report.begin(req)
-        block, length = self.block, engine.model_config.context_len
-        return fresh_state(
-            ids=committed_ids(req),
-            start=start,
-            end=end_of_text(req, block, length),
-            capacity=-(-length // block) * block + 2 * block,
-            block=block,
-            mask_id=self.mask_id,
-            width=self.settings.mode.width,
-            drafts=self.settings.mode.drafting is not None,
-            hidden=engine.model.empty_hidden(),
-        )
+        ids, end = committed_ids(req), end_of_text(req, self.block, engine.model_config.context_len)
+        mode = self.settings.mode
+        return fresh_row(ids, name.start, end, self.block, self.mask_id, Counts(mode.width, mode.drafting is not None))
 
-    def _round(
-        self, engine: Any, batch: Any, own: Own, state: DecodeState, evict: Callable[[int], Any], sees_new: bool
-    ) -> tuple[DecodeState, bool]:
-        """Draft as much as pays and finds room, verify, accept, commit."""
-        mode, count = self.settings.mode, len(own.starts)
+    def _round(self, engine: Any, batch: Any, own: Own, rows: list[Row], evict: Callable[[int], Any], sees_new: bool) -> bool:
+        """Draft as much as pays and finds room, verify, accept, commit; tells whether a CUDA graph ran."""
+        mode, drafting = self.settings.mode, self.settings.mode.drafting
+        budget: Budget = Fixed(Amount())
+        if drafting is not None:
+            budget = budget_of(engine.model, mode, drafting.states, drafting.passes, drafting.paced)
+        amount = budget.choose(rows)
         pool, allocator = engine.req_to_token_pool, engine.token_to_kv_pool_allocator
-        pace, rows = pace_of(engine.model, mode), 1 << (count - 1).bit_length()
-        plan = RoundPlan.read(summary(state, self.mask_id).tolist(), count)
-        amount = pace.choose(plan, rows, mode.drafting.branches if mode.drafting else 1, behind=False)
-        room = 1 + affordable(max(amount.states, 2) - 1, count, pool.available_size())
-        plan = self._within(plan, amount, room)
-        with borrowed(pool, allocator, evict, count, plan.room - 1, self.block) as lent:
-            plan = self._within(plan, amount, 1 + lent.width)
-            runner = EngineRunner(engine, batch, own, lent, mode.uses_head, sees_new)
+        clean = any(not row.state.masks for row in rows)
+        width = amount.states - 1 or int(clean and not amount.narrow)
+        with borrowed(pool, allocator, evict, len(rows), width, self.block) as lent:
+            states = min(amount.states, 1 + lent.width)
+            amount = Amount(states, min(amount.passes, states - 1), narrow=not lent.width)
+            picker = EnginePicker(
+                engine.model.lm_head.weight,
+                self.mask_id,
+                entropy=mode.rule.needs_entropy,
+                dispatch=self.settings.dispatch,
+                unembed=partial(engine.model.unembed, batch),
+                rounded=mode.refine is None,
+            )
+            networks = EngineNetworks(engine, batch, own, lent, mode.uses_head, picker, self.block)
             begun = perf_counter()
-            state, accepted = decode_round(self._task(engine, batch, count), runner, state, plan)
-            if mode.drafting and mode.drafting.paced:
-                numbers = accepted.tolist()  # waits for the device
-                pace.learn(plan, numbers, rows, perf_counter() - begun)
-        return state, runner.graph_ran
-
-    def _within(self, plan: RoundPlan, amount: Amount, room: int) -> RoundPlan:
-        """Plan as much of an amount as there is room for, in states of a row; with room for one nothing is drafted."""
-        drafting = self.settings.mode.drafting
-        states = min(amount.states, room)
-        plan = plan.with_slots(Amount(states, min(amount.passes, states - 1)), drafting.branches if drafting else 1)
-        return replace(plan, room=min(plan.room, room))
-
-    def _task(self, engine: Any, batch: Any, count: int) -> Task:
-        settings, device = self.settings, batch.input_ids.device
-        zero = torch.zeros(count, dtype=torch.long, device=device)
-        # The engine reveals behind an eos too, and ends texts itself: no row has an eos or an end.
-        row = torch.arange(count, device=device)
-        request = Request(row, zero, zero, zero + NEVER, zero + NEVER, zero, zero, settings.schedule.to(device), zero[:0])
-        sampler = EngineSampler(
-            engine.model.lm_head.weight,
-            self.mask_id,
-            entropy=settings.mode.rule.needs_entropy,
-            dispatch=settings.dispatch,
-            unembed=partial(engine.model.unembed, batch),
-        )
-        reader = Reader(settings.judge, sampler, sampler, request, self.mask_id, seeks=True, bars_eos=False)
-        return Task(settings.mode, reader, self.block, self.mask_id)
-
-    def _read(self, state: DecodeState, starts: list[int]) -> tuple[list[list[int]], list[list[int]], list[bool], list[Usage]]:
-        """Read from the device, at once, by row: its block, the one behind it, whether the first is kept, and its costs."""
-        start = torch.tensor(starts, device=state.current.start.device)
-        held, counts, block = state.held, state.counts, self.block
-        costs = [held.row_forwards, held.row_head_forwards, counts.drafted, counts.accepted]
-        numbers = torch.stack([held.committed - start, *costs], 1)
-        rows = torch.cat([state.text.block(start, 2 * block), numbers], 1).tolist()
-        kept, usages = [row[2 * block] > 0 for row in rows], [Usage(*row[2 * block + 1 :]) for row in rows]
-        return [row[:block] for row in rows], [row[block : 2 * block] for row in rows], kept, usages
+            steps = EngineDecoder(sees_new, mode, networks, budget).round(rows, amount)
+            budget.learn(amount, rows, steps, perf_counter() - begun)
+        return networks.graph_ran
 
 
-__all__ = ["Rounds"]
+def fresh_row(ids: Sequence[int], start: int, end: int, block: int, mask_id: int, counts: Counts) -> Row:
+    """Make the row of a request of which nothing was scored.
+
+    Args:
+        ids: The text so far: the prompt, and what was generated.
+        start: Where its block starts; what comes before has keys and values.
+        end: Where its last block ends; no state is drafted behind it.
+        block: Tokens of a block.
+        mask_id: The mask's id.
+        counts: Its counts.
+    """
+    text = [*ids, *[mask_id] * (end - len(ids))]
+    text += [0 if mask_id else 1] * (2 * block - len(text) % block)
+    # The engine reveals behind an eos too, and ends texts itself: no row has an eos or an end.
+    row = Row(0, text, block, mask_id, frozenset(), 0, 0, len(text), NEVER, 0, 0)
+    row.state, row.counts = row.opened(start), counts
+    row.held = row.head_held = start
+    return row
+
+
+__all__ = ["EngineDecoder", "Name", "Rounds", "fresh_row"]

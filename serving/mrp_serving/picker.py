@@ -1,0 +1,59 @@
+"""Picks from the engine's logits, as its own algorithms make them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from modeling_mrp.kernels.pick import pick_rows_ref
+from modeling_mrp.kernels.unembedding import Unembedding
+from modeling_mrp.networks.picker import Picker, Picks
+
+
+@dataclass(frozen=True)
+class EngineUnembedding(Unembedding):
+    """The engine's own logits.
+
+    Attributes:
+        unembed: Computes logits [n, vocab] of final hidden states [n, hidden_size].
+    """
+
+    unembed: Callable[[Tensor], Tensor] = field(kw_only=True)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See `Unembedding.logits`; the mask id stays in the softmax, as the engine's own algorithms have it."""
+        return self.unembed(hidden).float()
+
+
+@dataclass(frozen=True)
+class EnginePicker(Picker):
+    """Greedy picks with the mask id in the softmax, judged by probabilities that are rounded to float32.
+
+    So compare the engine's own algorithms, and where probabilities round to the same number the leftmost position is revealed
+    first. The mask id is never picked: where it is the likeliest, they reveal nothing and go on forever.
+
+    Attributes:
+        unembed: As of `EngineUnembedding`.
+        rounded: Whether `odds` are those of the rounded probability, else they are exact.
+    """
+
+    unembed: Callable[[Tensor], Tensor] = field(kw_only=True)
+    rounded: bool = field(default=True, kw_only=True)
+
+    @cached_property
+    def unembedding(self) -> Unembedding:
+        """See `Picker.unembedding`."""
+        return EngineUnembedding(self.lm_head_weight, self.mask_token_id, unembed=self.unembed)
+
+    def _pick(self, logits: Tensor, keys: Tensor | None) -> Picks:
+        shown = logits.index_fill(1, torch.tensor([self.mask_token_id], device=logits.device), -torch.inf)
+        token, odds = pick_rows_ref(self.unembedding, logits, shown, None, None)
+        probability = logits.softmax(-1)
+        if self.rounded:
+            odds = probability.gather(1, token[:, None])[:, 0].double().logit()
+        return Picks(token, odds, torch.special.entr(probability).sum(-1) if self.entropy else None)
+
+
+__all__ = ["EnginePicker", "EngineUnembedding"]
