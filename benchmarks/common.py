@@ -10,18 +10,17 @@ import torch
 from mrp_trainer.provenance import digests
 from mrp_trainer.provenance import header as header
 from mrp_trainer.results import measuring_command, other_weights, with_headers
-from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from modeling_mrp.generate.decode_state import Request, Text, laid_out
-from modeling_mrp.generate.loop import Task
-from modeling_mrp.generate.modes import Mode
-from modeling_mrp.generate.sampling import Sampler
-from modeling_mrp.generate.scoring import Reader
+from modeling_mrp.generate.generation import laid_out
+from modeling_mrp.generate.loop import Mode
+from modeling_mrp.generate.options import MRPGenerationConfig
+from modeling_mrp.kernels.dispatch import PYTORCH
 from modeling_mrp.modeling import MRPForCausalLM
-from modeling_mrp.rules.revealing import reveal_schedule
-from modeling_mrp.rules.states import States
-from modeling_mrp.runner.runner import Runner
+from modeling_mrp.networks.attention import takes_round_masks
+from modeling_mrp.networks.networks import Networks
+from modeling_mrp.networks.picker import Picker
+from modeling_mrp.rules.state import Counts, Row
 
 ROOT = Path(__file__).parent.parent
 HUB_CONFIGS = ROOT / "hub_configs"
@@ -74,9 +73,9 @@ def load(folder: str | Path) -> tuple[MRPForCausalLM, PreTrainedTokenizerFast]:
 
 
 def greedy_decode(
-    model: MRPForCausalLM, mode: Mode, prompts: list[list[int]], new_tokens: int, eos: list[int], scratch_states: int
-) -> tuple[Task, Runner, Text, States]:
-    """Set up a greedy decode of a batch on a CPU, for `decode` or for a loop of one's own; schedules reveal one a step.
+    model: MRPForCausalLM, mode: Mode, prompts: list[list[int]], new_tokens: int, eos: list[int], width: int
+) -> tuple[Networks, list[Row]]:
+    """Set up a greedy decode of a batch on a CPU, for a `Decoder` or for a loop of one's own.
 
     Args:
         model: In evaluation mode.
@@ -84,27 +83,16 @@ def greedy_decode(
         prompts: Ids by row.
         new_tokens: At most.
         eos: Ids that end a text.
-        scratch_states: States of a row that a forward has room for.
+        width: States of a row that a forward has room for.
     """
-    config, rows = model.config, len(prompts)
-    text, ends, current = laid_out(
-        [torch.tensor(prompt) for prompt in prompts], None, new_tokens, config.block_size, config.mask_token_id, model.device
-    )
-    request = Request(
-        **ends,
-        no_eos_before=ends["prompt_length"],
-        seed=torch.zeros(rows, dtype=torch.long),
-        schedule=reveal_schedule(config.block_size, None),
-        eos=torch.tensor(eos, dtype=torch.long),
-    )
-    sampler = Sampler(model.lm_head.weight, config.mask_token_id, entropy=mode.rule.needs_entropy)
-    reader = Reader(mode.rule, sampler, sampler, request, config.mask_token_id, seeks=True, bars_eos=False)
-    cache = model.block_cache(rows, text.capacity, scratch_states * config.block_size, with_head=mode.uses_head)
-    runner = Runner(model, cache, mode.uses_head, sampler.dispatch, False, model.device)
-    return Task(mode, reader, config.block_size, config.mask_token_id), runner, text, current
-
-
-def tokens_of(text: Text, prompts: list[list[int]]) -> list[list[int]]:
-    """What follows each prompt, to the end of its text."""
-    stops: Tensor = text.stop
-    return [text.tokens[row, len(prompt) : int(stops[row])].tolist() for row, prompt in enumerate(prompts)]
+    config = model.config
+    options = MRPGenerationConfig(eos_token_id=eos, do_sample=False)
+    given = [torch.tensor(prompt) for prompt in prompts]
+    rows = laid_out(given, None, new_tokens, options, 0, config.block_size, config.mask_token_id, None)
+    for row in rows:
+        row.counts = Counts(width, mode.drafting is not None)
+    picker = Picker(model.lm_head.weight, config.mask_token_id, entropy=mode.rule.needs_entropy)
+    capacity = max(len(row.text) for row in rows)
+    cache = model.block_cache(len(rows), capacity, width * config.block_size, mode.uses_head)
+    masks = takes_round_masks(model, PYTORCH)
+    return Networks(model, cache, mode.uses_head, picker, picker, PYTORCH, masks, model.device), rows

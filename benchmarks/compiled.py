@@ -21,20 +21,20 @@ from unittest.mock import patch
 
 import torch
 import triton
+from modeling_mrp.generate.sampling import LIKELIEST
+from modeling_mrp.kernels.grow import DRAFT_COLUMNS, DraftTable, grow_kernel
+from modeling_mrp.kernels.settle import Known, Written, settle_kernel
+from modeling_mrp.rules.revealing import Dynamic, EntropyBound, RevealRule, Sequential, Static
 from torch import Tensor
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from modeling_mrp.generate.sampling import LIKELIEST
 from modeling_mrp.kernels.fused_layers import _gated_kernel, _rotated_kernel, _sum_and_norm_kernel
-from modeling_mrp.kernels.grow import DRAFT_COLUMNS, DraftTable, grow_kernel
 from modeling_mrp.kernels.pick import Plan, _pick_above_kernel, _pick_kernel
 from modeling_mrp.kernels.round_attention import RoundMask, round_attention
-from modeling_mrp.kernels.settle import Known, Written, settle_kernel
 from modeling_mrp.kernels.unembedding import Unembedding
-from modeling_mrp.rules.revealing import Dynamic, EntropyBound, RevealRule, Sequential, Static
 
 from .common import emit, header
 

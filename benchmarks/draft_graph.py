@@ -13,24 +13,21 @@ of picks: the state that reveals these beyond the row's next one. Reveals come i
   remembered for a round and takes no place in the next, and behind a clean state the next block's first one rides along.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
-from torch import Tensor
 
-from modeling_mrp.generate.decode_state import DecodeState, RoundPlan, summary
-from modeling_mrp.generate.loop import HeadPasses, Task, begin, decode, decode_round, verify_draft
-from modeling_mrp.generate.modes import Amount, Drafting, Mode
-from modeling_mrp.generate.pace import Fixed
+from modeling_mrp.generate.budget import Amount, Fixed
+from modeling_mrp.generate.loop import Decoder, Drafting, Mode
 from modeling_mrp.modeling import MRPForCausalLM
-from modeling_mrp.rules.drafting import DRAFT_PARENT, Draft, as_slots
-from modeling_mrp.rules.revealing import EntropyBound, RevealRule, Sequential, ranks
-from modeling_mrp.rules.rules import whole_text
-from modeling_mrp.rules.states import States
-from modeling_mrp.runner.runner import Runner
+from modeling_mrp.networks.networks import Networks, gathered
+from modeling_mrp.rules import draft
+from modeling_mrp.rules.reveal import EntropyBound, RevealRule, Sequential
+from modeling_mrp.rules.state import Row, State
 
 from .common import greedy_decode
 from .loops import Made
@@ -69,21 +66,9 @@ class DraftGraph:
         return cls(tuple(nodes), frozenset(steps))
 
     @cached_property
-    def picks(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Position and token ranks [nodes, m] long, and which of them count, [nodes, m] bool."""
-        most = max(map(len, self.nodes), default=1)
-        padded = [[*sorted(node), *[(0, 0)] * (most - len(node))] for node in self.nodes]
-        ranked = torch.tensor(padded, dtype=torch.long).view(len(self.nodes), most, 2)
-        sizes = torch.tensor([len(node) for node in self.nodes], dtype=torch.long)
-        return ranked[..., 0], ranked[..., 1], torch.arange(most) < sizes[:, None]
-
-    @cached_property
-    def links(self) -> Tensor:
-        """[nodes, 1 + nodes] bool: whether the row's next state, or a node, leads to each."""
-        links = torch.zeros(len(self.nodes), 1 + len(self.nodes), dtype=torch.bool)
-        for parent, child in self.edges:
-            links[child, 1 + parent] = True
-        return links
+    def leading(self) -> list[list[int]]:
+        """Who leads to each node: numbers of nodes, and -1 for the row's next state."""
+        return [[parent for parent, child in sorted(self.edges) if child == node] for node in range(len(self.nodes))]
 
 
 def _reached(path: Sequence[Node], at: int, nodes: dict[Node, int]) -> int:
@@ -98,153 +83,106 @@ def _pairs(path: Sequence[Node]) -> Iterable[tuple[Node, Node]]:
 
 @dataclass(frozen=True)
 class Ranking:
-    """Ranks of positions and tokens by what the model said at states [rows].
+    """Ranks of columns and tokens by what the model said at one state.
 
     Attributes:
-        order: [rows, block] float, by which positions come, the highest first.
-        token: [rows, block, TOKENS] long, likeliest first,
-        chance: [rows, block, TOKENS] float, and their probabilities.
+        order: [block], by which columns come, the highest first.
+        token: [block][TOKENS], likeliest first,
+        chance: [block][TOKENS], and their probabilities.
     """
 
-    order: Tensor
-    token: Tensor
-    chance: Tensor
+    order: list[float]
+    token: list[list[int]]
+    chance: list[list[float]]
 
-    @classmethod
-    def of(cls, task: Task, hidden: Tensor) -> "Ranking":
-        """Rank by hidden states [rows, block, hidden_size], in the order that the task's rule goes by."""
-        logits = hidden @ task.reader.sampler.lm_head_weight.T
-        logits[..., task.mask_token_id] = -torch.inf
-        logp = logits.log_softmax(-1)
-        best = logp.topk(TOKENS)
-        order = best.values[..., 0]
-        if isinstance(task.mode.rule, EntropyBound):
-            order = (logp.exp() * logp.nan_to_num(neginf=0.0)).sum(-1)
-        elif isinstance(task.mode.rule, Sequential):
-            order = -torch.arange(hidden.shape[1], dtype=order.dtype).expand_as(order)
-        return cls(order, best.indices, best.values.exp())
+    def columns(self, state: State) -> list[int]:
+        """The columns that are left at a state, in the order in which the target prefers them."""
+        return sorted(state.free, key=lambda column: -self.order[column])
 
 
-def candidates(states: States, mask_id: int) -> Tensor:
-    """[rows, block] bool: masked positions that are not behind an eos."""
-    return states.masked(mask_id) & (torch.arange(states.ids.shape[-1]) < states.end[..., None])
+def rankings(networks: Networks, rule: RevealRule, rows: Sequence[Row]) -> dict[int, Ranking]:
+    """Rank by what was said at rows' last accepted states, in the order that the rule goes by; by the rows' places."""
+    seeded = [row for row in rows if row.stop is None and row.source is not None]
+    if not seeded:
+        return {}
+    hidden = gathered([row.source.hidden for row in seeded if row.source is not None and row.source.hidden is not None])
+    logits = hidden @ networks.picker.lm_head_weight.T
+    logits[..., networks.mask_id] = -torch.inf
+    logp = logits.log_softmax(-1)
+    best = logp.topk(TOKENS)
+    order = best.values[..., 0]
+    if isinstance(rule, EntropyBound):
+        order = (logp.exp() * logp.nan_to_num(neginf=0.0)).sum(-1)
+    elif isinstance(rule, Sequential):
+        order = -torch.arange(order.shape[1], dtype=order.dtype).expand_as(order)
+    parts = zip(order.tolist(), best.indices.tolist(), best.values.exp().tolist(), strict=True)
+    return {row.place: Ranking(*part) for row, part in zip(seeded, parts, strict=True)}
 
 
 # ------------------------------------------------------------------------------------------------------ drafting by a graph
 
 
-def instantiated(graph: DraftGraph, task: Task, state: DecodeState, ranking: Ranking) -> tuple[States, Tensor]:
-    """Make the state of every node behind each row's next one.
+def instantiated(graph: DraftGraph, row: Row, ranking: Ranking) -> dict[int, tuple[State, float]]:
+    """Make the states of nodes behind a row's next one, each with the geometric mean of its tokens' probabilities.
 
-    Args:
-        graph: What may be drafted.
-        task: What is decoded.
-        state: Where the decode stands.
-        ranking: By what was said at the last accepted states.
-
-    Returns:
-        [rows, nodes] states; not valid where a pick is of no position that is left, or nothing is left to reveal behind it. And
-        the geometric means of their tokens' probabilities, [rows, nodes].
+    Left out are nodes with a pick of no column that is left, and those behind which nothing is left to reveal.
     """
-    position_rank, token_rank, used = graph.picks
-    current, request, mask_id = state.current, task.reader.request, task.mask_token_id
-    rows, block = torch.arange(len(current.start))[:, None, None], current.ids.shape[-1]
-    left = candidates(current, mask_id)
-    column = ranks(ranking.order, left).argsort(-1)[rows, position_rank]
-    token, chance = (part[rows, column, token_rank] for part in (ranking.token, ranking.chance))
-    ids = torch.cat([current.ids, current.ids[:, :1]], -1)[:, None].repeat(1, len(graph.nodes), 1)
-    ids = ids.scatter(-1, torch.where(used, column, block), token)[..., :block]  # what is not used goes to one more column
-    ends = (token[..., None] == request.eos).any(-1) & used
-    end = torch.minimum(current.end[:, None], torch.where(ends, column, block).amin(-1))
-    picks = used.sum(-1).expand_as(end)
-    start = current.start[:, None].expand_as(end)
-    whole = whole_text(ids, end, request.open_end[:, None] - start, mask_id)
-    there = ((position_rank < left.sum(-1)[:, None, None]) | ~used).all(-1)
-    valid = there & ~whole & (current.valid & state.has_seed)[:, None]
-    made = States.of(ids, start, torch.full_like(end, -1), current.step[:, None] + picks, end, valid)
-    return made, ((chance.log() * used).sum(-1) / picks).exp()
+    left, found = ranking.columns(row.state), {}
+    for number, node in enumerate(graph.nodes):
+        if all(rank < len(left) for rank, _ in node):
+            picked = {left[rank]: (ranking.token[left[rank]][j], ranking.chance[left[rank]][j]) for rank, j in node}
+            tokens = [picked[column][0] if column in picked else 0 for column in range(row.block_size)]
+            made = row.after(row.state, sorted(picked), tokens)
+            if not row.ends(made):
+                logs = [math.log(chance) if chance else -math.inf for _, chance in picked.values()]
+                found[number] = made, math.exp(sum(logs) / len(logs))
+    return found
 
 
-def scores(graph: DraftGraph, valid: Tensor, local: Tensor) -> Tensor:
-    """Score nodes [rows, nodes]: a leaf by its own geometric mean `local`, others by that of this and their children's mean."""
-    score = local.clone()
-    for node in sorted(range(len(graph.nodes)), key=lambda node: -len(graph.nodes[node])):
-        children = graph.links[:, 1 + node] & valid
-        mean = (score * children).sum(-1) / children.sum(-1)
-        score[:, node] = torch.where(children.any(-1), (local[:, node] * mean).sqrt(), local[:, node])
+def scores(graph: DraftGraph, local: dict[int, float]) -> dict[int, float]:
+    """Score nodes: a leaf by its own geometric mean `local`, others by that of this and their children's mean."""
+    score = dict(local)
+    for node in sorted(local, key=lambda node: -len(graph.nodes[node])):
+        if children := [score[child] for child in local if node in graph.leading[child]]:
+            score[node] = math.sqrt(local[node] * sum(children) / len(children))
     return score
 
 
-class Places:
-    """Places of a round's states, filled one after the other.
+def drafted(graph: DraftGraph, row: Row, ranking: Ranking | None, states: int) -> list[draft.Node]:
+    """Keep, of a graph, what scores best behind a row's next state.
 
     Args:
-        current: [rows] the rows' next states, which take the first.
-        states: K, so many there are.
-    """
-
-    def __init__(self, current: States, states: int) -> None:
-        self.states, self.rows = states, torch.arange(len(current.start))
-        self.slots = as_slots(current, -1)[:, None].repeat(1, states + 1, 1)  # the last takes what has no place
-        self.valid = torch.zeros(len(self.rows), states + 1, dtype=torch.bool)
-        self.valid[:, 0] = current.valid
-        self.taken = torch.ones_like(self.rows)
-
-    def put(self, which: Tensor, states: States, parent: Tensor | int = -1) -> Tensor:
-        """Place states [rows] of the rows `which` [rows] as far as there is room, behind a parent; returns their places."""
-        at = torch.where(which, self.taken, self.states).clamp(max=self.states)
-        self.slots[self.rows, at] = as_slots(states, -1)
-        self.slots[self.rows, at, DRAFT_PARENT] = torch.as_tensor(parent)
-        self.valid[self.rows, at] = True
-        self.taken += at < self.states
-        return at
-
-    @property
-    def draft(self) -> Draft:
-        """The states, as many places as some row filled."""
-        used = int(self.taken.max())
-        return Draft(self.slots[:, :used], self.valid[:, :used])
-
-
-def drafted(graph: DraftGraph, task: Task, state: DecodeState, successor: States, ranking: Ranking, states: int) -> Draft:
-    """Keep, of a graph, what scores best behind each row's next state.
-
-    Arguments are those of `instantiated`, and:
-
-    Args:
-        successor: [rows] the first states of the next blocks.
+        graph: What may be drafted.
+        row: Where it stands.
+        ranking: By what was said at the last accepted state; None: nothing was.
         states: K, with the row's next state.
     """
-    mask_id, places = task.mask_token_id, Places(state.current, states)
-    rides = state.current.valid & successor.masked(mask_id).any(-1)
-    places.put(rides & ~state.current.masked(mask_id).any(-1), successor, 0)
-    made, local = instantiated(graph, task, state, ranking)
-    clean, score, memory = ~made.masked(mask_id).any(-1), scores(graph, made.valid, local), state.memory.scored.states
-    known = ((made.name[:, :, None] == memory.name[:, None]).all(-1) & memory.valid[:, None]).any(-1) & made.valid
-    reached = torch.cat([torch.ones_like(places.valid[:, :1]), known], 1)
+    nodes = draft.undrafted(row, states < 2)
+    behind = row.opened(row.state.start + row.block_size)
+    made = {} if ranking is None else instantiated(graph, row, ranking)
+    score = scores(graph, {number: local for number, (_, local) in made.items()})
+    reached = {-1} | {number for number, (state, _) in made.items() if state.key in row.memory}
     for _ in range(min(states - 1, len(graph.nodes))):
-        leads = (reached[:, None] & graph.links).any(-1)
-        best, node = score.masked_fill(~(made.valid & leads & ~reached[:, 1:]), -torch.inf).max(-1)
-        which, chosen = best > -torch.inf, made.map(lambda t: t[places.rows, node])  # noqa: B023
-        at = places.put(which, chosen)
-        places.put(which & clean[places.rows, node] & rides & (at < states), successor, at)
-        reached[places.rows, 1 + node] |= which
-    return places.draft
+        open_ = [one for one in made if one not in reached and reached.intersection(graph.leading[one])]
+        if not open_ or len(nodes) >= states:
+            break
+        best = max(open_, key=lambda one: (score[one], -one))
+        reached.add(best)
+        nodes.append(draft.Node(made[best][0], -1, row.source))
+        if not made[best][0].masks and behind.masks and len(nodes) < states:
+            nodes.append(draft.Node(behind, len(nodes) - 1, None))
+    return nodes
 
 
-class GraphRounds:
-    """Rounds whose drafts a graph makes (a `Step` of `decode`)."""
+class GraphDecoder(Decoder):
+    """Rounds whose drafts a graph makes."""
 
-    def __init__(self, task: Task, runner: Runner, graph: DraftGraph, states: int) -> None:
-        self.task, self.runner, self.graph, self.states = task, runner, graph, states
+    graph: DraftGraph
 
-    def __call__(self, state: DecodeState, plan: RoundPlan) -> tuple[DecodeState, list[int], bool]:
-        """Draft by the graph, and let the round go on."""
-        successor, ranking = self.task.successor(state), Ranking.of(self.task, state.seed.hidden)
-        draft = drafted(self.graph, self.task, state, successor, ranking, self.states)
-        head = HeadPasses(self.runner, state.held, None, False)
-        state, accepted = verify_draft(self.task, self.runner, state, successor, head, draft, plan)
-        return state, summary(state, self.task.mask_token_id, accepted).tolist(), True
+    def draft(self, rows: Sequence[Row], amount: Amount) -> list[list[draft.Node]]:
+        """See `Decoder.draft`."""
+        ranked = rankings(self.networks, self.mode.rule, rows)
+        return [drafted(self.graph, row, ranked.get(row.place), amount.states) if row.stop is None else [] for row in rows]
 
 
 @dataclass(frozen=True)
@@ -265,14 +203,11 @@ class GraphDrafts:
     def __call__(self, model: MRPForCausalLM, prompts: list[list[int]], new_tokens: int, eos: list[int]) -> Made:
         """See `Loop`."""
         mode = Mode(self.rule, drafting=Drafting(self.states, 1))
-        task, runner, text, current = greedy_decode(model, mode, prompts, new_tokens, eos, max(2, self.states))
-        state = begin(task, runner, text, current, torch.zeros_like(current.start))
-
-        def rounds(task: Task, state: DecodeState) -> GraphRounds:
-            return GraphRounds(task, runner, self.graph, self.states)
-
-        decoded = decode(task, runner, state, Fixed(Amount(self.states)), rounds)
-        return Made.of(decoded.state.text, decoded.state.held, prompts)
+        networks, rows = greedy_decode(model, mode, prompts, new_tokens, eos, max(2, self.states))
+        decoder = GraphDecoder(mode, networks, Fixed(Amount(self.states)))
+        decoder.graph = self.graph
+        decoder.decode(rows, [0] * len(rows))
+        return Made.of(rows)
 
 
 # --------------------------------------------------------------------------------------------------------------- calibration
@@ -280,39 +215,35 @@ class GraphDrafts:
 
 @dataclass(frozen=True)
 class Watched:
-    """A row's next states and the rankings that they were revealed by, round after round of a plain decode.
+    """Rows' next states and the rankings that they were revealed by, round after round of a plain decode.
 
     Attributes:
-        task: What is decoded.
-        runner: Runs the model.
-        seen: (states [rows], whether a ranking is theirs [rows], ranking), first of the state before the first round.
+        networks: What the device computes.
+        rule: The target's.
+        seen: By round, for each row that goes on its state and ranking; None: it was seen before a ranking was there.
     """
 
-    task: Task
-    runner: Runner
-    seen: list[tuple[States, Tensor, Ranking]]
+    networks: Networks
+    rule: RevealRule
+    seen: list[dict[int, tuple[State, Ranking | None]]] = field(default_factory=list)
 
-    def note(self, state: DecodeState) -> None:
-        """Note where the decode stands."""
-        self.seen.append((state.current, state.has_seed, Ranking.of(self.task, state.seed.hidden)))
-
-    def __call__(self, state: DecodeState, plan: RoundPlan) -> tuple[DecodeState, list[int], bool]:
-        """Run the round, and note (a `Step` of `decode`)."""
-        state, accepted = decode_round(self.task, self.runner, state, plan)
-        self.note(state)
-        return state, summary(state, self.task.mask_token_id, accepted).tolist(), True
+    def note(self, rows: Sequence[Row]) -> None:
+        """Note where rows stand."""
+        ranked = rankings(self.networks, self.rule, rows)
+        self.seen.append({row.place: (row.state, ranked.get(row.place)) for row in rows if row.stop is None})
 
     def paths(self) -> list[list[Node]]:
         """List, for each state that a row came to next, the nodes it went through from there, to the end of the block."""
         found = []
-        for turn, (first, seeded, ranking) in enumerate(self.seen):
-            place = ranks(ranking.order, candidates(first, self.task.mask_token_id))
-            for row in (first.valid & seeded).nonzero()[:, 0].tolist():
+        for turn, going in enumerate(self.seen):
+            for row, (first, ranking) in going.items():
+                if ranking is None:
+                    continue
                 path: list[Node] = []
-                for later, _, _ in self.seen[turn + 1 :]:
-                    if not later.valid[row] or later.start[row] != first.start[row]:
+                for later in self.seen[turn + 1 :]:
+                    if row not in later or later[row][0].start != first.start:
                         break
-                    node = node_of(first.ids[row], later.ids[row], place[row], ranking.token[row])
+                    node = node_of(first, later[row][0], ranking)
                     if node is None:
                         break
                     path.append(node)
@@ -320,14 +251,14 @@ class Watched:
         return found
 
 
-def node_of(first: Tensor, later: Tensor, place: Tensor, token: Tensor) -> Node | None:
-    """Name what a later state [block] reveals beyond a first one; None if a token is not among the likeliest."""
-    picks = []
-    for column in (first != later).nonzero()[:, 0].tolist():
-        rank = (token[column] == later[column]).nonzero()[:, 0].tolist()
-        if not rank:
-            return None
-        picks.append((int(place[column]), rank[0]))
+def node_of(first: State, later: State, ranking: Ranking) -> Node | None:
+    """Name what a later state reveals beyond a first one; None if a token is not among the likeliest."""
+    place, picks = {column: rank for rank, column in enumerate(ranking.columns(first))}, []
+    for column, (before, token) in enumerate(zip(first.ids, later.ids, strict=True)):
+        if before != token:
+            if token not in ranking.token[column]:
+                return None
+            picks.append((place[column], ranking.token[column].index(token)))
     return frozenset(picks)
 
 
@@ -336,9 +267,8 @@ def recorded_paths(
     model: MRPForCausalLM, rule: RevealRule, prompts: list[list[int]], new_tokens: int, eos: list[int]
 ) -> list[list[Node]]:
     """Decode prompts with a target, and record the paths that it took."""
-    task, runner, text, current = greedy_decode(model, Mode(rule), prompts, new_tokens, eos, 2)
-    state = begin(task, runner, text, current, torch.zeros_like(current.start))
-    watched = Watched(task, runner, [])
-    watched.note(state)
-    decode(task, runner, state, Fixed(Amount()), lambda task, state: watched, least_rows=len(prompts))
+    networks, rows = greedy_decode(model, Mode(rule), prompts, new_tokens, eos, 2)
+    watched = Watched(networks, rule)
+    decoder = Decoder(Mode(rule), networks, Fixed(Amount()), on_round=watched.note, least_rows=len(prompts))
+    decoder.decode(rows, [0] * len(rows))
     return watched.paths()

@@ -10,10 +10,10 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from modeling_mrp.kernels.dispatch import failed_kernels
-from modeling_mrp.kernels.pick import pick, token_log_odds
 from modeling_mrp.modeling import MRPForCausalLM
-from modeling_mrp.runner.cache import BlockCache
-from modeling_mrp.runner.recorded import recording_report
+from modeling_mrp.networks.cache import BlockCache
+from modeling_mrp.networks.graphs import recording_report
+from modeling_mrp.networks.picker import Picker
 
 
 def code_of_parts() -> dict[CodeType, str]:
@@ -21,8 +21,8 @@ def code_of_parts() -> dict[CodeType, str]:
     functions: dict[str, list[Callable[..., Any]]] = {
         "backbone": [MRPForCausalLM.backbone],
         "head": [MRPForCausalLM.residual],
-        "vocabulary": [pick, token_log_odds],
-        "commit": [BlockCache.commit],
+        "vocabulary": [Picker.__call__, Picker.token_odds],
+        "commit": [BlockCache.move],
     }
     return {inspect.unwrap(function).__code__: part for part, parts in functions.items() for function in parts}
 
@@ -53,5 +53,5 @@ def head_residual(model: MRPForCausalLM, ids: Tensor, hidden: Tensor, positions:
 def scratch_of_a_layer(rows: int, kv_heads: int, head_dim: int, tokens: int, like: Tensor) -> BlockCache:
     """Make a cache of one layer with scratch for so many tokens of each row, of the dtype and on the device of a tensor."""
     cache = BlockCache(rows, kv_heads, head_dim, [torch.device(like.device)], 0, tokens, like.dtype)
-    cache.target_scratch(tokens, 0)
+    cache.target(0, tokens)
     return cache

@@ -30,7 +30,7 @@ from transformers import PreTrainedTokenizerFast
 from modeling_mrp.generate.option_table import REMASK_RULES
 from modeling_mrp.generate.options import MRPGenerationConfig
 from modeling_mrp.modeling import MRPForCausalLM
-from modeling_mrp.rules.revealing import Dynamic, RevealRule, logit
+from modeling_mrp.rules.reveal import Dynamic, RevealRule, logit
 
 from .common import RESULTS, TINY, header, load
 from .draft_graph import DraftGraph, GraphDrafts, Node, recorded_paths
@@ -129,7 +129,7 @@ def rule_of(target: str) -> RevealRule:
     """Make the reveal rule of a target at its setting."""
     config = MRPGenerationConfig(**alone(target))
     config.check(block_size=1, has_head=False)
-    return config.mode().rule
+    return config.mode(block_size=1).rule
 
 
 class Decoder:

@@ -9,12 +9,10 @@ from mrp_trainer.decoded import NEW_TOKENS
 from mrp_trainer.tasks import Problem, judge
 from transformers import PreTrainedTokenizerBase
 
-from modeling_mrp.generate.decode_state import Text
 from modeling_mrp.modeling import MRPForCausalLM
-from modeling_mrp.runner.runner import Held
+from modeling_mrp.rules.state import Row
 
 from .bootstrap import Cost
-from .common import tokens_of
 from .measure import Measured
 
 
@@ -33,9 +31,11 @@ class Made:
     head_forwards: list[int] = field(default_factory=list)
 
     @classmethod
-    def of(cls, text: Text, held: Held, prompts: list[list[int]]) -> "Made":
-        """Read it from the end of a decode."""
-        return cls(tokens_of(text, prompts), held.row_forwards.tolist(), held.row_head_forwards.tolist())
+    def of(cls, rows: Sequence[Row]) -> "Made":
+        """Read it from rows at their ends."""
+        counts = [row.counts for row in rows]
+        texts = [row.text[row.prompt : row.stop] for row in rows]
+        return cls(texts, [count.forwards for count in counts], [count.head_forwards for count in counts])
 
     def __iadd__(self, other: "Made") -> "Made":
         """Add those of more prompts."""

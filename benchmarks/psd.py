@@ -13,51 +13,79 @@ kept that the new predictions agree with. Where these say no more, it is assumed
 So K states a forward are depths 0 to K - 1. Blocks end as in this package: their keys and values cost no forward of their own.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from modeling_mrp.generate.decode_state import Text
-from modeling_mrp.generate.loop import begin, decode
-from modeling_mrp.generate.modes import Amount, Drafting, Mode
-from modeling_mrp.generate.pace import Fixed
-from modeling_mrp.generate.scoring import Reader
+from modeling_mrp.generate.budget import Amount, Fixed
+from modeling_mrp.generate.loop import Decoder, Drafting, Mode
 from modeling_mrp.modeling import MRPForCausalLM
-from modeling_mrp.rules.revealing import RevealRule
-from modeling_mrp.rules.states import Reveal, States
+from modeling_mrp.rules.draft import Node, build_draft
+from modeling_mrp.rules.reveal import Columns, Guesses, RevealRule
+from modeling_mrp.rules.state import Key, Row, Scores, State
 
 from .common import greedy_decode
 from .loops import Made
 
 
-@dataclass(frozen=True)
-class DeepestConsistent(Reader):
-    """Reads reveals of which a state's is what the draft behind it adds, where the tokens predicted there are the draft's."""
-
-    def reveal(self, states: States, hidden: Tensor, text: Text, count: Tensor | None = None) -> Reveal:
-        """See `Reader.reveal`; the drafts of a row are a chain, slot after slot."""
-        said = super().reveal(states, hidden, text, count)
-        return replace(said, where=deepest_consistent(states, said, self.mask_token_id))
-
-
-def deepest_consistent(states: States, said: Reveal, mask_id: int) -> Tensor:
-    """Choose what each state of a chain reveals.
+class Consistent:
+    """A policy that goes on to the draft behind a state where all that this adds is predicted there.
 
     Args:
-        states: [rows, n], by depth.
-        said: [rows, n] what is predicted at each, and what the policy would reveal.
-        mask_id: The mask's id.
+        policy: What is revealed elsewhere.
 
-    Returns:
-        [rows, n, block] bool: what the next state adds, where all of that is predicted; else what the policy says.
+    Attributes:
+        behind: By state, the draft behind it: those of the last two rounds.
     """
-    masked = states.masked(mask_id)
-    added = masked[:, :-1] & ~masked[:, 1:]
-    before, behind = states.map(lambda t: t[:, :-1]), states.map(lambda t: t[:, 1:])
-    same = (torch.where(added, said.token[:, :-1], before.ids) == behind.ids).all(-1) & added.any(-1)
-    same &= (before.start == behind.start) & (before.parent == behind.parent) & before.valid & behind.valid
-    return torch.cat([torch.where(same[..., None], added, said.where[:, :-1]), said.where[:, -1:]], 1)
+
+    needs_entropy = left_to_right = False
+
+    def __init__(self, policy: RevealRule) -> None:
+        self.policy = policy
+        self.behind: dict[Key, State] = {}
+
+    def follow(self, chain: Sequence[Node]) -> None:
+        """Take a round's chain of drafts up, and forget those before the last one."""
+        pairs = zip(chain, chain[1:], strict=False)
+        self._last, before = {one.state.key: two.state for one, two in pairs if one.parent == two.parent}, self._last
+        self.behind = before | self._last
+
+    _last: dict[Key, State] = {}
+
+    def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
+        """See `RevealRule`."""
+        behind = self.behind.get(state.key)
+        if behind is not None and behind.start == state.start:
+            added = tuple([column for column, (a, b) in enumerate(zip(state.ids, behind.ids, strict=True)) if a != b])
+            if added and all(scores.token[column] == behind.ids[column] for column in added):
+                return added, memo
+        return self.policy.reveal(state, scores, memo)
+
+    def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
+        """See `RevealRule`."""
+        return self.policy.likely(state, odds, count)
+
+
+class PSDecoder(Decoder):
+    """Rounds of which a row's drafts are a chain, and the deepest consistent one is taken."""
+
+    rules: dict[int, Consistent]
+
+    def draft(self, rows: Sequence[Row], amount: Amount) -> list[list[Node]]:
+        """See `Decoder.draft`."""
+        drafts = []
+        for row in rows:
+            rule = self.rules.setdefault(row.place, Consistent(self.mode.rule))
+            nodes = build_draft(row, rule, amount.states, 1, {}) if row.stop is None else []
+            rule.follow(nodes)
+            drafts.append(nodes)
+        return drafts
+
+    def rule_of(self, row: Row) -> RevealRule:
+        """See `Decoder.rule_of`."""
+        return self.rules[row.place]
 
 
 @dataclass(frozen=True)
@@ -76,8 +104,8 @@ class ParallelSpeculative:
     def __call__(self, model: MRPForCausalLM, prompts: list[list[int]], new_tokens: int, eos: list[int]) -> Made:
         """See `Loop`."""
         mode = Mode(self.rule, drafting=Drafting(self.states, 1))
-        task, runner, text, current = greedy_decode(model, mode, prompts, new_tokens, eos, max(2, self.states))
-        task = replace(task, reader=DeepestConsistent(**vars(task.reader)))
-        state = begin(task, runner, text, current, torch.zeros_like(current.start))
-        decoded = decode(task, runner, state, Fixed(Amount(self.states)))
-        return Made.of(decoded.state.text, decoded.state.held, prompts)
+        networks, rows = greedy_decode(model, mode, prompts, new_tokens, eos, max(2, self.states))
+        decoder = PSDecoder(mode, networks, Fixed(Amount(self.states)))
+        decoder.rules = {}
+        decoder.decode(rows, [0] * len(rows))
+        return Made.of(rows)

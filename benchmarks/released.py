@@ -13,21 +13,18 @@ The head sees its own block only; with `head_prefix` the text before it too, as 
 slowest unfinished row had right. The text is that of `static`. For a CPU.
 """
 
-from dataclasses import dataclass, replace
-from functools import reduce
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from modeling_mrp.generate.decode_state import Text, finished, first_state
-from modeling_mrp.generate.loop import Task
-from modeling_mrp.generate.modes import Drafting, Mode
-from modeling_mrp.model.diffusion import block_causal_mask
+from modeling_mrp.generate.loop import Drafting, Mode
 from modeling_mrp.modeling import MRPForCausalLM
-from modeling_mrp.rules.revealing import Static
-from modeling_mrp.rules.rules import stepped
-from modeling_mrp.rules.states import States
-from modeling_mrp.runner.runner import Held, Runner, Scratch
+from modeling_mrp.networks.networks import Hidden, Networks
+from modeling_mrp.rules.accept import first_frontier, revealed, write
+from modeling_mrp.rules.draft import Node
+from modeling_mrp.rules.reveal import RevealRule, Static
+from modeling_mrp.rules.state import Row, Scores, State
 
 from .common import greedy_decode
 from .loops import Made
@@ -37,131 +34,110 @@ class Lockstep:
     """One decode of a batch, from the engine's own parts.
 
     Args:
-        task: Which rule and reader are used.
-        runner: Runs the model.
-        text: The rows' texts, laid out.
-        current: [rows] their first states.
+        networks: What the device computes.
+        rows: All of the batch.
+        rule: What a step reveals.
         states: K.
         head_prefix: Whether the head sees the text before the block.
     """
 
-    def __init__(self, task: Task, runner: Runner, text: Text, current: States, states: int, head_prefix: bool) -> None:
-        self.task, self.runner, self.text, self.current = task, runner, text, current
+    def __init__(self, networks: Networks, rows: list[Row], rule: RevealRule, states: int, head_prefix: bool) -> None:
+        self.networks, self.rows, self.rule = networks, rows, rule
         self.states, self.head_prefix = states, head_prefix
-        self.held = runner.start(current.start)
-        self.rows = torch.arange(len(current.start))
 
-    def run(self) -> tuple[Text, Held]:
+    def run(self) -> None:
         """Decode all rows, block after block."""
-        self._store_prompt()
-        while bool(self.current.valid.any()):
-            base = self.current
-            hidden = self._score(base.map(lambda t: t[:, None])).hidden[:, 0]
-            self._reveal(base, hidden)
+        self.networks.prefill(self.rows, [0] * len(self.rows))
+        for row in self.rows:
+            row.counts.forwards = int(any(other.held for other in self.rows))  # prompts of less than a block take none
+            row.settle()
+        while any(row.stop is None for row in self.rows):
+            self._seed()
             first = True
-            while bool(self._unfinished().any()):
-                base, hidden = self._round(base, hidden, first)
-                self._reveal(base, hidden)
+            while any(map(self._moving, self.rows)):
+                self._round(first)
                 first = False
             self._store_block()
-        return self.text, self.held
 
-    def _reveal(self, base: States, hidden: Tensor) -> None:
-        """Commit what the backbone reveals at the last accepted states [rows]: it makes each row's next state."""
-        reader, mask_id = self.task.reader, self.task.mask_token_id
-        one = base.map(lambda t: t[:, None])
-        reveal = reader.reveal(one, hidden[:, None], self.text)
-        moving = base.valid & base.masked(mask_id).any(-1)
-        self.text.write(one, reveal, moving[:, None], self.text.total_steps[:, None])
-        self.text.total_steps += moving
-        after = stepped(one, reveal, reader.request.eos).map(lambda t: t[:, 0])
-        current = replace(self.current, table=torch.where(moving[:, None], after.table, self.current.table))
-        end, done = finished(current, reader.request, mask_id)
-        self.text.stop = torch.where(current.valid & done, end, self.text.stop)
-        self.current = current.only(~done)
+    def _moving(self, row: Row) -> bool:
+        return row.stop is None and row.state.masks > 0
 
-    def _round(self, base: States, hidden: Tensor, first: bool) -> tuple[States, Tensor]:
-        """Draft, verify, and accept as many as every unfinished row had right.
+    def _seed(self) -> None:
+        """Score each row's first state of a block, and reveal."""
+        going = [[Node(row.state, -1, None)] if row.stop is None else [] for row in self.rows]
+        for row, scores in zip(self.rows, self.networks.score(self.rows, going), strict=True):
+            if scores and (frontier := first_frontier(row, self.rule, scores[0])) is not None:
+                write(row, frontier)
+                row.settle()
 
-        Args:
-            base: [rows] the last accepted states,
-            hidden: [rows, block, hidden_size] and what was said there.
-            first: Whether this is the block's first round.
+    def _round(self, first: bool) -> None:
+        """Draft, verify, and accept as many as every unfinished row had right."""
+        chains = self._drafted(first)
+        scores = self.networks.score(self.rows, [[Node(state, -1, None) for state in chain] for chain in chains])
+        count = self.states + (not first)
+        right = [self._right(row, chain, said) for row, chain, said in zip(self.rows, chains, scores, strict=True)]
+        lasts = [row.state.masks - 1 for row in self.rows]  # the state with one mask, whose reveal ends the block
+        moving = [self._moving(row) for row in self.rows]
+        behind = [n for n, last, moves in zip(right, lasts, moving, strict=True) if moves and n < last]
+        common = min(behind, default=count)
+        for row, chain, said, n, last, moves in zip(self.rows, chains, scores, right, lasts, moving, strict=True):
+            if moves:
+                for state, one in zip(chain, said[: min(common, n, last) + 1], strict=False):
+                    write(row, revealed(row, self.rule, state, one))
+                row.settle()
 
-        Returns:
-            The same two behind the round.
-        """
-        moving, mask_id = self._unfinished(), self.task.mask_token_id
-        states = self._drafted(hidden, moving, first)
-        count = states.start.shape[1]
-        scored = self._score(states).hidden
-        reveals = self.task.reader.reveal(states, scored, self.text)
-        masked = states.masked(mask_id)
-        follows = stepped(states, reveals, self.task.reader.request.eos).ids[:, :-1] == states.ids[:, 1:]
-        accepted = (follows.all(-1) & masked[:, :-1].any(-1)).long().cumprod(1).sum(1)
-        last = masked[:, 0].sum(-1) - 1  # the state with one mask, whose reveal ends the block
-        common = torch.where(moving & (accepted < last), accepted, count).min()
-        taken = torch.minimum(common.expand_as(last), torch.minimum(accepted, last)) * moving
-        steps = torch.arange(count - 1).expand(len(moving), -1)
-        before = states.map(lambda t: t[:, :-1]), reveals.map(lambda t: t[:, :-1])
-        self.text.write(*before, steps < taken[:, None], self.text.total_steps[:, None] + steps)
-        self.text.total_steps += taken
-        table = torch.where(moving[:, None], states.table[self.rows, taken], base.table)
-        return States(table, moving), torch.where(moving[:, None, None], scored[self.rows, taken], hidden)
+    def _right(self, row: Row, chain: Sequence[State], said: Sequence[Scores]) -> int:
+        """Count the drafts of a chain that the backbone comes by."""
+        for place, (state, behind) in enumerate(zip(chain, chain[1:], strict=False)):
+            if row.after(state, revealed(row, self.rule, state, said[place]).where, said[place].token).key != behind.key:
+                return place
+        return max(0, len(chain) - 1)
 
-    def _drafted(self, hidden: Tensor, moving: Tensor, first: bool) -> States:
-        """[rows, K] the states of a block's first round, or [rows, K + 1] those of a later one."""
-        reader, eos = self.task.reader, self.task.reader.request.eos
-        chain = [self.current.only(moving).map(lambda t: t[:, None])]
+    def _drafted(self, first: bool) -> list[list[State]]:
+        """The K states of a block's first round, or the K + 1 of a later one, of each row that moves."""
+        chains = [[row.state] if self._moving(row) else [] for row in self.rows]
+        hidden = [row.source.hidden if row.source is not None else None for row in self.rows]
         for slot in range(1, self.states + (not first)):
+            open_ = [at for at, chain in enumerate(chains) if len(chain) == slot and chain[-1].free]
+            if not open_:
+                break
+            said = [self.rows[at].source for at in open_]
             if first or slot > 1:
-                hidden = hidden + self._head(chain[-1], hidden)
-            chain.append(stepped(chain[-1], reader.reveal(chain[-1], hidden[:, None], self.text), eos))
-        return reduce(States.cat, chain)
+                made = self._head({at: (chains[at][-1], hidden[at]) for at in open_})
+                for at in open_:
+                    hidden[at] = made[at]
+                states = [(self.rows[at], chains[at][-1]) for at in open_]
+                said = list(self.networks.picked(self.networks.drafter, states, [made[at] for at in open_]))
+            for at, scores in zip(open_, said, strict=True):
+                assert scores is not None
+                where, _ = self.rule.reveal(chains[at][-1], scores, None)
+                chains[at].append(self.rows[at].after(chains[at][-1], where, scores.token))
+        return chains
 
-    def _unfinished(self) -> Tensor:
-        return self.current.valid & self.current.masked(self.task.mask_token_id).any(-1)
-
-    def _store_prompt(self) -> None:
-        """One forward over the prompt's whole blocks."""
-        longest = int(self.current.start.max())
-        if longest:
-            positions = torch.arange(longest).expand(len(self.rows), longest)
-            mask = block_causal_mask(positions, positions, torch.ones_like(positions).bool(), self.task.block_size)
-            self.runner.cache.target_slots(0, longest)
-            model, ids = self.runner.model, self.text.tokens[:, :longest]
-            hidden = model.backbone(ids, positions, mask, self.runner.cache)
-            self.held.row_forwards += self.current.valid
-            if self.head_prefix:
-                model.residual(ids, hidden, positions, mask, self.runner.cache)
-                self.held.row_head_forwards += self.current.valid
-        self.runner.cache.clear(range(len(self.runner.cache.layer_devices)), longest)
-
-    def _score(self, states: States) -> Scratch:
-        scratch, self.held = self.runner.score(states, self.held, int(self.held.committed.max()), self.current.valid)
-        return scratch
-
-    def _head(self, states: States, hidden: Tensor) -> Tensor:
-        """Compute h_C [rows, block, hidden_size] at states [rows, 1]."""
-        held, hidden = self.held, hidden[:, None]
-        if self.head_prefix:
-            used, late = int(held.head_committed.max()), bool(held.late.any())
-            residual, self.held = self.runner.head_pass(states, hidden, held, used, late, held.late)
-        else:
-            blind = replace(held, head_committed=torch.zeros_like(held.head_committed))
-            residual, after = self.runner.head_pass(states, hidden, blind, 0, late=False)
-            self.held = replace(held, row_head_forwards=after.row_head_forwards)
-        return residual[:, 0]
+    def _head(self, asked: dict[int, tuple[State, Hidden | None]]) -> dict[int, Hidden]:
+        """Compute h_A + h_C at a state of each of some rows."""
+        held = [row.held for row in self.rows]
+        if not self.head_prefix:
+            for row in self.rows:
+                row.held = row.head_held = 0
+        given: list[list[tuple[State, Hidden]]] = [[] for _ in self.rows]
+        for at, (state, hidden) in asked.items():
+            assert hidden is not None
+            given[at].append((state, hidden))
+        made = self.networks.head(self.rows, given)
+        for row, before in zip(self.rows, held, strict=True):
+            row.held = before
+        return {at: made[at][0] for at in asked}
 
     def _store_block(self) -> None:
         """One more forward over the clean block, for its keys and values."""
-        active = self.current.valid
-        if not bool(active.any()):
-            return
-        scratch = self._score(self.current.map(lambda t: t[:, None]))
-        self.held = self.runner.commit_clean(scratch, torch.where(active, 0, -1), self.held)
-        after = first_state(self.text, self.current.start + self.task.block_size, self.task.block_size)
-        self.current = replace(self.current, table=torch.where(active[:, None], after.table, self.current.table))
+        going = [[Node(row.state, -1, None)] if row.stop is None else [] for row in self.rows]
+        if any(going):
+            self.networks.score(self.rows, going)
+            self.networks.commit(self.rows, [[0] if nodes else [] for nodes in going])
+        for row in self.rows:
+            if row.stop is None:
+                row.state = row.opened(row.state.start + row.block_size)
 
 
 @dataclass(frozen=True)
@@ -179,6 +155,8 @@ class Released:
     @torch.inference_mode()
     def __call__(self, model: MRPForCausalLM, prompts: list[list[int]], new_tokens: int, eos: list[int]) -> Made:
         """See `Loop`."""
-        mode = Mode(Static(), drafting=Drafting(self.states + 1, 1, self.states))
-        decode = greedy_decode(model, mode, prompts, new_tokens, eos, self.states + 1)
-        return Made.of(*Lockstep(*decode, self.states, self.head_prefix).run(), prompts)
+        rule = Static((1,) * model.config.block_size)
+        mode = Mode(rule, drafting=Drafting(self.states + 1, 1, self.states))
+        networks, rows = greedy_decode(model, mode, prompts, new_tokens, eos, self.states + 2)
+        Lockstep(networks, rows, rule, self.states, self.head_prefix).run()
+        return Made.of(rows)

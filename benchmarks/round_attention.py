@@ -4,12 +4,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from modeling_mrp.runner.runner import READ_BUCKET
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from modeling_mrp.kernels.dispatch import ceil_div
 from modeling_mrp.kernels.round_attention import RoundMask, round_attention, round_attention_twin
-from modeling_mrp.runner.runner import READ_BUCKET
 
 from .roofline import Work
 

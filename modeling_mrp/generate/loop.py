@@ -187,10 +187,14 @@ class Decoder:
         clean: list[list[int]] = [[] for _ in rows]
         for at, (row, nodes) in enumerate(zip(rows, drafts, strict=True)):
             if nodes:
-                frontiers[at], clean[at] = accept(row, self.mode.rule, nodes, scores[at], drafted)
+                frontiers[at], clean[at] = accept(row, self.rule_of(row), nodes, scores[at], drafted)
         if any(clean):
             self.networks.commit(rows, clean)
         return frontiers
+
+    def rule_of(self, row: Row) -> RevealRule:
+        """Choose the rule by which a row's states are accepted."""
+        return self.mode.rule
 
     def write(self, rows: Sequence[Row], frontiers: Sequence[Frontier | None]) -> None:
         """Refine the last reveals and write them; then ask which texts have come to their end."""
