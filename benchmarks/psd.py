@@ -13,9 +13,10 @@ kept that the new predictions agree with. Where these say no more, it is assumed
 So K states a forward are depths 0 to K - 1. Blocks end as in this package: their keys and values cost no forward of their own.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -40,19 +41,19 @@ class Consistent:
         behind: By state, the draft behind it: those of the last two rounds.
     """
 
-    needs_entropy = left_to_right = False
+    needs_entropy: ClassVar[bool] = False
+    left_to_right: ClassVar[bool] = False
 
     def __init__(self, policy: RevealRule) -> None:
         self.policy = policy
         self.behind: dict[Key, State] = {}
+        self._last: dict[Key, State] = {}
 
     def follow(self, chain: Sequence[Node]) -> None:
         """Take a round's chain of drafts up, and forget those before the last one."""
-        pairs = zip(chain, chain[1:], strict=False)
+        pairs = itertools.pairwise(chain)
         self._last, before = {one.state.key: two.state for one, two in pairs if one.parent == two.parent}, self._last
         self.behind = before | self._last
-
-    _last: dict[Key, State] = {}
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
         """See `RevealRule`."""

@@ -15,6 +15,7 @@ slowest unfinished row had right. The text is that of `static`. For a CPU.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -80,16 +81,22 @@ class Lockstep:
         moving = [self._moving(row) for row in self.rows]
         behind = [n for n, last, moves in zip(right, lasts, moving, strict=True) if moves and n < last]
         common = min(behind, default=count)
+        for row, moves in zip(self.rows, moving, strict=True):
+            row.counts.forwards += row.stop is None and not moves  # it waits
         for row, chain, said, n, last, moves in zip(self.rows, chains, scores, right, lasts, moving, strict=True):
             if moves:
                 for state, one in zip(chain, said[: min(common, n, last) + 1], strict=False):
-                    write(row, revealed(row, self.rule, state, one))
+                    if state.free:
+                        write(row, revealed(row, self.rule, state, one))
                 row.settle()
 
     def _right(self, row: Row, chain: Sequence[State], said: Sequence[Scores]) -> int:
         """Count the drafts of a chain that the backbone comes by."""
-        for place, (state, behind) in enumerate(zip(chain, chain[1:], strict=False)):
-            if row.after(state, revealed(row, self.rule, state, said[place]).where, said[place].token).key != behind.key:
+        for place, (state, behind) in enumerate(pairwise(chain)):
+            if (
+                not state.free
+                or row.after(state, revealed(row, self.rule, state, said[place]).where, said[place].token).key != behind.key
+            ):
                 return place
         return max(0, len(chain) - 1)
 
