@@ -154,7 +154,14 @@ def test_bans_from_left_to_right_are_transformers_own(options: dict[str, Any], s
     for trial in range(6):
         model = dampened(make_model(trial, block_size=rng.choice((4, 8))), 0.5)
         (prompt,) = random_prompts(rng, 1)
-        given = {"decoding": "sequential", "max_new_tokens": 25, "do_sample": sampled, "top_k": 0, "temperature": 0.3, "seed": 5}
+        given = {
+            "decoding": "sequential",
+            "max_new_tokens": 25,
+            "do_sample": sampled,
+            "top_k": 0,
+            "temperature": 0.3,
+            "seed": 5,
+        }
         theirs = reference_decode(model, prompt, logits_processor=[kinds[name](value)], **given).tokens
         acted += theirs != reference_decode(model, prompt, **given).tokens
         for changed in (
