@@ -211,7 +211,8 @@ class Row:
         scores[self.mask] = -torch.inf
         if position < self.no_eos_before:
             scores[self.options.eos_ids] = -torch.inf
-        scores[[token for token in range(len(scores)) if self.banned(state, position, token)]] = -torch.inf
+        known = {*state, *self.text, *sum(self.options.bad_words_ids or [], [])}  # others complete nothing
+        scores[[token for token in known if self.banned(state, position, token)]] = -torch.inf
         return scores / self.options.temperature if self.options.do_sample else scores
 
     def banned(self, state: State, position: int, token: int) -> bool:
