@@ -377,7 +377,7 @@ class Row:
         """The text without drafts. A clean block rides along with the first state of the next one, if that has masks."""
         state = self.first()
         self.row_forwards, self.head_read = 1, 0
-        while not self.ended(state):
+        while not (self.ended(state) if self.steps else self.whole(state)):  # prefill makes a step before anybody is asked
             if not self.masked(state):
                 state = self.opened(state)
                 self.row_forwards += 1
