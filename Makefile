@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 COUNT ?= 64
 
 # The inner loop: rules, drafts and acceptance without a model, every mode and option against the slow reference.
-CHECKED := rules remask cache fuzz losses golden_traces imports bundle
+CHECKED := rules bans remask cache fuzz losses golden_traces imports bundle
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 .PHONY: demo picture check mutants test test-space test-extras test-serving lint walkthrough clean

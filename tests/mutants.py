@@ -17,7 +17,19 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 RECORD = ROOT / "tests" / "mutants.json"
 SELECTION = (
-    *("rules", "remask", "cache", "generate_output", "infilling", "streaming", "fuzz", "active_rows", "continuation", "graphs"),
+    *(
+        "rules",
+        "bans",
+        "remask",
+        "cache",
+        "generate_output",
+        "infilling",
+        "streaming",
+        "fuzz",
+        "active_rows",
+        "continuation",
+        "graphs",
+    ),
     *("scores", "generate_options", "syncs", "sampling"),
 )
 SECONDS = 400  # after which a mutant counts as found: it does not come to an end
@@ -340,6 +352,14 @@ def run_tests(folder: Path, report: Path) -> None:
     report.write_text(note.failed, encoding="utf-8")
 
 
+def record(results: Sequence[dict[str, str]]) -> None:
+    """Write down what came out, beside what is known of the other mutants of the list."""
+    before = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else []
+    known = {(one["file"], one["old"], one["new"]): one for one in (*before, *results)}
+    listed = [known[name] for one in MUTANTS if (name := (one.file, one.old, one.new)) in known]
+    RECORD.write_text(json.dumps(listed, indent=1) + "\n", encoding="utf-8")
+
+
 def main(arguments: Sequence[str]) -> int:
     """Try all, or those whose file or text an argument names."""
     import torch  # here, so that every child has it already
@@ -361,8 +381,7 @@ def main(arguments: Sequence[str]) -> int:
             survivors += survives
             what = found or ("harmless: " + mutant.harmless if mutant.harmless else "SURVIVES")
             print(f"{place}/{len(chosen)} {mutant.file}: {mutant.old!r} -> {mutant.new!r}: {what}", flush=True)
-    if not arguments:
-        RECORD.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    record(results)
     print(f"{len(chosen)} mutants, {survivors} of them survive without a reason")
     return int(survivors > 0)
 
