@@ -4,11 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 COUNT ?= 64
 
-# The inner loop: rules, drafts and rounds without a model, and every mode on random and embedded weights.
-CHECKED := rules drafting_rules drafting_budget round losses golden_traces imports bundle
+# The inner loop: rules, drafts and acceptance without a model, every mode and option against the slow reference.
+CHECKED := rules bans remask cache fuzz losses golden_traces imports bundle
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: demo picture check test test-space test-extras test-serving lint walkthrough clean
+.PHONY: demo picture check mutants test test-space test-extras test-serving lint walkthrough clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m mrp_trainer.demo --count $(COUNT)
@@ -22,6 +22,11 @@ check: $(VENV)/.dev
 
 test: $(VENV)/.dev
 	$(PYTEST) --ignore=tests/test_compiled.py
+
+# Small faults put into the engine one at a time: which tests find them, in tests/mutants.json. Half an hour on one core; ONLY=...
+# tries those whose file or text it names.
+mutants: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants.py $(ONLY)
 
 # What needs the other extras: quantized weights, the server, notebooks, TRL's trainers, a tracker; and kernels compiled for four
 # GPUs.

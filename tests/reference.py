@@ -11,15 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import transformers as hf
 from torch import Tensor
-from transformers import (
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    SuppressTokensLogitsProcessor,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
-)
 
 from modeling_mrp import MRPForCausalLM
 from modeling_mrp.kernels.noise import gumbel_noise, noise_keys
@@ -46,15 +39,15 @@ def options_of(given: dict[str, Any]) -> SimpleNamespace:
     options: Any = SimpleNamespace(**{**DEFAULTS, **given})
     options.eos_ids = list(options.eos_token_id or ())
     options.processors = [
-        *([RepetitionPenaltyLogitsProcessor(options.repetition_penalty)] if options.repetition_penalty != 1 else []),
-        *([SuppressTokensLogitsProcessor(options.suppress_tokens)] if options.suppress_tokens else []),
+        *([hf.RepetitionPenaltyLogitsProcessor(options.repetition_penalty)] if options.repetition_penalty != 1 else []),
+        *([hf.SuppressTokensLogitsProcessor(options.suppress_tokens)] if options.suppress_tokens else []),
         *options.logits_processor,
     ]
     warpers: list[Any] = [
-        *([TopKLogitsWarper(options.top_k)] if options.top_k else []),
-        *([TopPLogitsWarper(options.top_p)] if options.top_p < 1 else []),
-        *([MinPLogitsWarper(options.min_p)] if options.min_p else []),
-        *([TypicalLogitsWarper(options.typical_p)] if options.typical_p < 1 else []),
+        *([hf.TopKLogitsWarper(options.top_k)] if options.top_k else []),
+        *([hf.TopPLogitsWarper(options.top_p)] if options.top_p < 1 else []),
+        *([hf.MinPLogitsWarper(options.min_p)] if options.min_p else []),
+        *([hf.TypicalLogitsWarper(options.typical_p)] if options.typical_p < 1 else []),
     ]
     options.warpers = warpers if options.do_sample else []
     return options
@@ -211,7 +204,9 @@ class Row:
         scores[self.mask] = -torch.inf
         if position < self.no_eos_before:
             scores[self.options.eos_ids] = -torch.inf
-        scores[[token for token in range(len(scores)) if self.banned(state, position, token)]] = -torch.inf
+        words = self.options.bad_words_ids or []
+        known = {*state, *self.text, *(token for word in words for token in word)}  # others complete nothing
+        scores[[token for token in known if self.banned(state, position, token)]] = -torch.inf
         return scores / self.options.temperature if self.options.do_sample else scores
 
     def banned(self, state: State, position: int, token: int) -> bool:
@@ -246,17 +241,9 @@ class Row:
         if self.options.do_sample:
             numbers = torch.tensor([[self.options.seed], [position], [len(self.masked(state))]])
             shown = shown + gumbel_noise(noise_keys(*numbers), len(scores), scores.dtype)[0]
-        token = int(shown.argmax())
-        logp = scores.log_softmax(0)
-        return Pick(
-            position,
-            token,
-            log_odds(scores, token),
-            logp[token].item(),
-            torch.special.entr(logp.exp()).sum().item(),
-            scores,
-            kept,
-        )
+        token, logp = int(shown.argmax()), scores.log_softmax(0)
+        entropy = torch.special.entr(logp.exp()).sum().item()
+        return Pick(position, token, log_odds(scores, token), logp[token].item(), entropy, scores, kept)
 
     def say(self, state: State, hidden: Tensor, only: Tensor | None = None) -> Said:
         """What hidden states [block, hidden_size] say at each candidate; of `only` some tokens, if these are given."""
@@ -314,9 +301,8 @@ class Row:
         if decoding == "mrp_direct":
             fresh = fresh + self.extended_by_head(state, said, fresh)
         elif decoding == "mrp_remask":
-            kept = {"reread": self.reread, "threshold": self.believed, "residual": self.unmoved}[self.options.remask_rule](
-                state, said, fresh
-            )
+            keep = {"reread": self.reread, "threshold": self.believed, "residual": self.unmoved}[self.options.remask_rule]
+            kept = keep(state, said, fresh)
             behind = len(self.prompt)
             self.revocations += [(pick.position - behind, pick.token) for pick in fresh if pick not in kept]
             fresh = kept
@@ -376,7 +362,7 @@ class Row:
         """The text without drafts. A clean block rides along with the first state of the next one, if that has masks."""
         state = self.first()
         self.row_forwards, self.head_read = 1, 0
-        while not self.ended(state):
+        while not (self.ended(state) if self.steps else self.whole(state)):  # prefill makes a step before anybody is asked
             if not self.masked(state):
                 state = self.opened(state)
                 self.row_forwards += 1

@@ -1,29 +1,39 @@
 """Rows that have ended leave a batch by halves; the others' texts, costs and caches are as if they had stayed."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from conftest import make_model
-from helpers import BLOCK, random_ids
+from helpers import BLOCK, generate, random_ids
 from tape import TapeRecorder, tapes
-from test_decoding import dampened
-from test_graphs import SAMPLED, generate, same
-from test_pace import Scripted
+from test_graphs import SAMPLED, same
 from test_scores import says
 from torch import Tensor
 from transformers.generation import StoppingCriteria
 
+from benchmarks.random_cases import dampened
 from modeling_mrp import MRPForCausalLM
 from modeling_mrp.generate import generation
-from modeling_mrp.generate.active_rows import ActiveRows
-from modeling_mrp.generate.decode_state import DecodeState
-from modeling_mrp.generate.modes import Amount
+from modeling_mrp.generate.budget import Amount
 from modeling_mrp.networks.cache import BlockCache
 
 __all__ = ["tapes"]  # a fixture
+
+
+class Scripted:
+    """A budget that is told beforehand."""
+
+    def __init__(self, script: Sequence[Amount]) -> None:
+        self.script = iter(script)
+
+    def choose(self, rows: Any) -> Amount:
+        return next(self.script)
+
+    def learn(self, *_: Any) -> None: ...
+
 
 MODES = ("static", "mrp_spec", "mrp_direct", "mrp_remask")
 
@@ -54,22 +64,6 @@ def batches(model: MRPForCausalLM, run: Callable[[], Any]) -> tuple[Any, list[in
 def rows_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     given = next(value for value in (*args, *kwargs.values()) if torch.is_tensor(value))
     return len(given)
-
-
-@pytest.mark.parametrize(
-    ("rows", "active", "size"),
-    [(8, 5, 8), (8, 4, 4), (8, 3, 4), (8, 2, 2), (8, 1, 1), (5, 3, 3), (5, 2, 2), (3, 2, 2), (1, 1, 1)],
-)
-def test_halves(rows: int, active: int, size: int) -> None:
-    held = ActiveRows(state_of(rows), 1)
-    assert held.smaller(active) == size
-    least = ActiveRows(state_of(rows), 3)
-    assert least.smaller(active) == {(5, 2): 3, (8, 2): 4, (8, 1): 4, (3, 2): 3}.get((rows, active), size)
-
-
-def state_of(rows: int) -> DecodeState:
-    empty: Any = None
-    return DecodeState(empty, empty, empty, torch.ones(rows, dtype=torch.bool), empty, empty, empty, empty)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -124,12 +118,12 @@ def test_a_cache_holds_every_row_where_it_was(mode: str, longest: int) -> None:
     text[0] = prompts[0, :-6].tolist() + text[0]
     for row, ids in enumerate(text):
         alone = model.generate(torch.tensor([ids]), **given | {"max_new_tokens": 1}).past_key_values
-        count = min(int(alone.held), int(cache.held[row]))
+        count = min(alone.held[0], cache.held[row])
         assert count >= len(ids) // BLOCK * BLOCK
         torch.testing.assert_close(kept(cache, row, count), kept(alone, 0, count))
-        if mode == "mrp_spec":
-            count = min(int(alone.head_held), int(cache.head_held[row]))
-            assert count >= len(ids) // BLOCK * BLOCK
+        if mode == "mrp_spec":  # which the head reads when it is asked
+            count = min(alone.head_held[0], cache.head_held[row])
+            assert cache.hidden_held[row] >= len(ids) // BLOCK * BLOCK
             torch.testing.assert_close(kept(cache, row, count, head), kept(alone, 0, count, head))
     longer = [[*ids, 7, 8, 9] for ids in text]
     width = max(map(len, longer))
@@ -155,7 +149,7 @@ def test_a_head_that_rests_has_what_it_needs_of_rows_that_moved(
         for rounds in rests:
             monkeypatch.setattr(generation, "fewest_rows", lambda *_: least)
             script = (*[Amount()] * rounds, *[Amount(4, 2)] * 99)
-            monkeypatch.setattr(generation, "pace_of", lambda *_, script=script: Scripted(script))
+            monkeypatch.setattr(generation, "budget_of", lambda *_, script=script: Scripted(script))
             call = partial(model.generate, ids, attention_mask=torch.ones_like(ids), past_key_values=cache)
             call = partial(call, stopping_criteria=[EndsAt(ids.shape[1], limits)])
             out, sizes = batches(model, lambda call=call: call(**given))
@@ -171,7 +165,8 @@ def test_a_head_that_rests_has_what_it_needs_of_rows_that_moved(
 
 def kept(cache: BlockCache, row: int, count: int, layers: range = range(2)) -> Tensor:
     """[layers, 2, heads, count, head_dim], the committed keys and values of a row: the backbone's, or those of other layers."""
-    cache.target_slots(0, count)
+    cache.target(0, count, prefill=True)
+    cache.active = cache.rows
     return torch.stack([torch.stack([part[row].clone() for part in cache.read(layer)]) for layer in layers])
 
 
@@ -181,7 +176,7 @@ def test_an_interrupted_call_leaves_its_cache_in_order() -> None:
     prompts = random_ids(2, 4, 9)
     given = {"decoding": "static", "max_new_tokens": 30, "eos_token_id": None, "return_dict_in_generate": True}
     cache = model.generate(prompts, **given | {"max_new_tokens": 1}).past_key_values
-    held = cache.held.tolist()
+    held = list(cache.held)
     assert min(held) > 0
     before = [kept(cache, row, held[row]) for row in range(4)]
 
@@ -202,11 +197,11 @@ def test_a_call_that_fails_when_rows_have_left_leaves_nothing_in_its_cache() -> 
     model, prompts = make_model(3), random_ids(2, 4, 9)
     given = {"decoding": "static", "max_new_tokens": 30, "eos_token_id": None, "return_dict_in_generate": True}
     cache = model.generate(prompts, **given).past_key_values
-    assert cache.held.min() > 0
+    assert min(cache.held) > 0
     fails = given | says(float("nan"), 9 + 20)
     with pytest.raises(ValueError, match="row 1 has no token with a finite score"):
         model.generate(prompts, past_key_values=cache, stopping_criteria=[EndsAt(9, [3, 30, 3, 3])], **fails)
-    assert (cache.rows, cache.held.tolist()) == (4, [0] * 4)
+    assert (cache.rows, cache.held) == (4, [0] * 4)
 
 
 @pytest.mark.parametrize("mode", ["static", "mrp_spec"])

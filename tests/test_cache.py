@@ -1,195 +1,154 @@
-"""BlockCache: what it writes, commits and weighs, and a model that reads it, packed and compiled."""
+"""BlockCache: what it writes, moves, exchanges and remembers, on one device and on several."""
 
-from collections.abc import Callable, Iterator
-from typing import Any
+import copy
+import pickle
 
 import pytest
 import torch
-from helpers import BLOCK, MASK, close, random_ids
 from torch import Tensor
 
-from modeling_mrp import MRPForCausalLM
-from modeling_mrp.networks.cache import BlockCache
+from modeling_mrp.networks.cache import LEAST_BUCKET, BlockCache
 
 CPU, META = torch.device("cpu"), torch.device("meta")
-ROWS, KV_HEADS, WIDTH, CAPACITY, SCRATCH = 3, 2, 5, 12, 8
+ROWS, HEADS, WIDTH, CAPACITY, SCRATCH = 3, 2, 4, 12, 8
 
 
-def new_cache(layer_devices: list[torch.device]) -> BlockCache:
-    cache = BlockCache(ROWS, KV_HEADS, WIDTH, layer_devices, CAPACITY, SCRATCH, torch.float64)
-    cache.clear(range(len(layer_devices)), 0)
-    return cache
+def new_cache(devices: list[torch.device], **options: int | bool) -> BlockCache:
+    return BlockCache(ROWS, HEADS, WIDTH, devices, CAPACITY, SCRATCH, torch.float64, **options)  # type: ignore[arg-type]
 
 
-def numbered(first: int, length: int) -> Tensor:
+def numbered(first: int, length: int, rows: int = ROWS) -> Tensor:
     """[rows, heads, length, head_dim] of different numbers."""
-    count = ROWS * KV_HEADS * length * WIDTH
-    return torch.arange(first, first + count, dtype=torch.float64).view(ROWS, KV_HEADS, length, WIDTH)
+    count = rows * HEADS * length * WIDTH
+    return torch.arange(first, first + count, dtype=torch.float64).view(rows, HEADS, length, WIDTH)
 
 
-def slots_of(cache: BlockCache, layer: int) -> tuple[Tensor, Tensor]:
-    """Copies of all committed slots of a layer, read without writing."""
-    cache.target_slots(CAPACITY, 0)
-    nothing = numbered(0, 0)
-    keys, values = cache.update(nothing, nothing, layer)
-    return keys.clone(), values.clone()
+def filled(devices: list[torch.device]) -> tuple[BlockCache, dict[int, Tensor]]:
+    """All slots of all layers with different numbers, values the negative of keys; and the keys by layer."""
+    cache, known = new_cache(devices), {}
+    cache.target(0, CAPACITY + SCRATCH)
+    for layer, device in enumerate(devices):
+        known[layer] = numbered(10_000 * layer, CAPACITY + SCRATCH)
+        cache.update(known[layer].to(device), -known[layer].to(device), layer)
+    return cache, known
 
 
-def test_update_writes_in_place_what_attention_reads() -> None:
-    cache = new_cache([CPU, CPU])
-    cache.target_slots(4, 4)
-    slots = numbered(1000, 4), numbered(2000, 4)
-    keys, values = cache.update(*slots, 1)
-    for read, written in zip((keys, values), slots, strict=True):
-        close(read, torch.cat([torch.zeros_like(written), written], 2), atol=0)  # slots 0 to 7
-    cache.target_scratch(6, 7)
-    scratch = numbered(3000, 6), numbered(4000, 6)
-    again_keys, again_values = cache.update(*scratch, 1)
-    for read, new, old in zip((again_keys, again_values), scratch, slots, strict=True):
-        close(read, torch.cat([new, torch.zeros_like(new[:, :, :4]), old[:, :, :3]], 2), atol=0)
-    storage = keys.untyped_storage().data_ptr()
-    assert {t.untyped_storage().data_ptr() for t in (keys, values, again_keys, again_values)} == {storage}
-    assert again_keys[:, :, 6:].data_ptr() == keys.data_ptr()  # the scratch ends where the slots begin
-    cache.target_slots(4, 4)
-    cache.update(-slots[0], -slots[1], 1)
-    close(keys[:, :, 4:], -slots[0], atol=0)  # the view handed out before shows it
-    assert slots_of(cache, 0)[0].eq(0).all()  # the other layer is untouched
+def shown(cache: BlockCache, layer: int) -> Tensor:
+    """Keys of all slots of a layer, whose values are their negatives."""
+    cache.target(0, CAPACITY + SCRATCH)
+    keys, values = cache.read(layer)
+    assert torch.equal(values, -keys)
+    return keys.clone()
 
 
-def test_commit_copies_one_block_of_some_rows_and_layers() -> None:
+def test_what_is_written_is_what_attention_reads() -> None:
+    """In place, up to the target's end; other layers, and rows that are not active, keep what they have."""
+    cache, known = filled([CPU, CPU])
+    cache.active = 2
+    assert cache.target(5, 6) == 5
+    new = numbered(-999, 6, rows=2)
+    keys, values = cache.update(new, -new, 1)
+    assert torch.equal(keys, torch.cat([known[1][:2, :, :5], new], 2))
+    assert torch.equal(values, -keys)
+    cache.deferred = True
+    assert cache.update(new, new, 0)[0] is new, "attention stores them itself"
+    cache.deferred, cache.active = False, ROWS
+    assert torch.equal(shown(cache, 0), known[0])
+    known[1][:2, :, 5:11] = new
+    assert torch.equal(shown(cache, 1), known[1])
+    assert cache.get_seq_length() == 0
+
+
+def test_where_shapes_are_fixed_slots_come_in_powers_of_two() -> None:
+    cache = new_cache([CPU], fixed=True)
+    assert [cache.target(used, 4) for used in (0, 7, 255, 256, 257, 700)] == [256, 256, 256, 256, 512, 1024]
+    assert (cache.begin, cache.end) == (1024, 1028)
+    assert cache.target(7, 4, prefill=True) == 7
+    assert cache.nbytes == ROWS * (LEAST_BUCKET + SCRATCH) * 2 * HEADS * WIDTH * 8
+    big = BlockCache(1, 1, 1, [CPU], 300, 8, torch.bfloat16, fixed=True)
+    assert big.nbytes == 2 * 2 * (512 + 8)
+    assert new_cache([CPU] * 3, hidden_size=5).nbytes == ROWS * 8 * (
+        (SCRATCH + CAPACITY) * 3 * 2 * HEADS * WIDTH + CAPACITY * 5
+    )
+
+
+def test_move_copies_blocks_of_some_rows_and_layers() -> None:
     """Layers on two devices in turn; `meta` stands for another device, whose numbers cannot be read."""
     devices = [CPU, META, CPU, META, CPU]
-    cache = new_cache(devices)
-    kept: dict[int, tuple[Tensor, Tensor]] = {}
-    for layer in range(5):
-        cache.target_slots(0, CAPACITY)
-        kept[layer] = numbered(10_000 * layer, CAPACITY), numbered(10_000 * layer + 5000, CAPACITY)
-        cache.update(*(t.to(devices[layer]) for t in kept[layer]), layer)
-    cache.target_scratch(SCRATCH, CAPACITY)
-    fresh = {layer: (-numbered(10_000 * layer + 1, SCRATCH), -numbered(10_000 * layer + 5001, SCRATCH)) for layer in range(5)}
-    for layer in range(5):
-        cache.update(*(t.to(devices[layer]) for t in fresh[layer]), layer)
-    which = torch.tensor([row in (0, 2) for row in range(ROWS)])
-    source, start = torch.zeros(ROWS, dtype=torch.long), torch.full((ROWS,), 4)
-    source[2], source[0], start[2], start[0] = 4, 1, 8, 0
-    cache.commit(SCRATCH, source, start, which, 4, range(1, 4))
-    for layer in (0, 2, 4):
-        for got, before, new in zip(slots_of(cache, layer), kept[layer], fresh[layer], strict=True):
-            expected = before.clone()
-            if layer == 2:
-                expected[2, :, 8:12] = new[2, :, 4:8]
-                expected[0, :, 0:4] = new[0, :, 1:5]
-            close(got, expected, atol=0)
+    cache, known = filled(devices)
+    cache.move(range(1, 4), [(0, 12, 4), (2, 16, 0), (2, 12, 8)], 4)
+    expected = known[2].clone()
+    expected[0, :, 4:8] = known[2][0, :, 12:16]
+    expected[2, :, 0:4] = known[2][2, :, 16:20]
+    expected[2, :, 8:12] = known[2][2, :, 12:16]
+    assert torch.equal(shown(cache, 2), expected)
+    for layer in (0, 4):
+        assert torch.equal(shown(cache, layer), known[layer])
 
 
-def test_commit_counts_from_the_scratch_of_the_last_forward() -> None:
-    """A forward of 4 of the 8 scratch tokens uses the last 4."""
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("width", [1, 3, 4])
+def test_move_of_any_width(dtype: torch.dtype, width: int) -> None:
+    cache = BlockCache(2, 1, width, [CPU], 8, 4, dtype)
+    cache.target(0, 12)
+    new = torch.arange(2 * 12 * width).view(2, 1, 12, width).to(dtype)
+    cache.update(new, new, 0)
+    cache.move(range(1), [(1, 8, 4)], 4)
+    assert torch.equal(cache.read(0)[0][1, 0, 4:8], new[1, 0, 8:12])
+
+
+def test_swap_exchanges_rows() -> None:
+    """Their first slots, and hidden states that are kept."""
+    cache, known = filled([CPU, CPU])
+    cache = cache.with_room(ROWS, CAPACITY, SCRATCH)
+    cache.hidden = torch.arange(ROWS * CAPACITY * 2, dtype=torch.float64).view(ROWS, CAPACITY, 2)
+    hidden = cache.hidden.clone()
+    cache.swap([(0, 2)], 6)
+    order = [2, 1, 0]
+    for layer in (0, 1):
+        expected = torch.cat([known[layer][order][:, :, :6], known[layer][:, :, 6:]], 2)
+        assert torch.equal(shown(cache, layer), expected)
+    assert torch.equal(cache.hidden, torch.cat([hidden[order][:, :6], hidden[:, 6:]], 1))
+
+
+def test_what_can_be_reused() -> None:
+    """The longest common prefix in whole blocks, as far as it is held; with the head as far as that can read it, too."""
     cache = new_cache([CPU])
-    cache.target_scratch(4, 0)
-    new = numbered(1, 4)
-    keys, _ = cache.update(new, -new, 0)
-    close(keys, new, atol=0)
-    which = torch.arange(ROWS) == 1
-    cache.commit(4, torch.zeros(ROWS, dtype=torch.long), torch.full((ROWS,), 4), which, 4, range(1))
-    expected = torch.zeros(ROWS, KV_HEADS, CAPACITY, WIDTH, dtype=torch.float64)
-    expected[1, :, 4:8] = new[1]
-    keys, values = slots_of(cache, 0)
-    close(keys, expected, atol=0)
-    close(values, -expected, atol=0)
+    text = list(range(1, 13))
+    cache.hold([text, text, text], [12, 8, 12], [4, 8, 0], [8, 8, 0])
+    changed = [*text[:9], 99, *text[10:], 5, 6]
+    assert cache.reusable([text, text, changed], [12, 12, 12], 4, False) == [12, 8, 8]
+    assert cache.reusable([text, text, changed], [12, 12, 12], 4, True) == [8, 8, 0]
+    assert cache.reusable([text, text, changed], [7, 4, 12], 4, False) == [4, 4, 8]
+    assert cache.reusable([text[:6], [], changed], [6, 0, 12], 4, False) == [4, 0, 8]
+    cache.empty()
+    assert cache.reusable([text] * 3, [12] * 3, 4, False) == [0, 0, 0]
 
 
-def test_nbytes() -> None:
-    per_layer = 2 * ROWS * KV_HEADS * (SCRATCH + CAPACITY) * WIDTH * 8
-    assert new_cache([CPU] * 3).nbytes == 3 * per_layer
-    assert new_cache([CPU, META, META]).nbytes == 3 * per_layer
-    half = BlockCache(1, 1, 1, [CPU], 4, 4, torch.bfloat16)
-    assert half.nbytes == 2 * 8 * 2
+def test_room_for_more() -> None:
+    """The same cache where there is room; else a bigger one with what was held, each row so many times."""
+    cache, known = filled([CPU, CPU])
+    cache.hold([[1, 2, 3, 4], [5, 6, 7, 8], [9, 9, 9, 9]], [4, 4, 0], [4, 0, 0], [4, 4, 0])
+    assert cache.with_room(ROWS, CAPACITY - 4, SCRATCH) is cache
+    bigger = cache.with_room(2 * ROWS, 16, 4)
+    assert (bigger.rows, bigger.capacity, bigger.scratch) == (6, 16, SCRATCH)
+    assert bigger.held == [4, 4, 4, 4, 0, 0]
+    assert bigger.head_held == [4, 4, 0, 0, 0, 0]
+    assert bigger.ids[:3] == [[1, 2, 3, 4], [1, 2, 3, 4], [5, 6, 7, 8]]
+    bigger.target(0, 4)
+    assert torch.equal(bigger.read(1)[0], known[1][:, :, :4].repeat_interleave(2, 0))
+    assert cache.held == [4, 4, 0]
 
 
-@pytest.mark.usefixtures("exact_norms")
-@torch.no_grad()
-def test_packed_scoring_equals_separate_forwards(random_model: MRPForCausalLM) -> None:
-    """Two rows with prefixes of 2 blocks and 1, three states side by side: two of the same block and, behind the second,
-    the block after it. Then the second state is committed in row 0 alone, and three states follow in the next block."""
-    model, width = random_model, 3
-    prefix = [random_ids(20, 8).tolist(), random_ids(21, 4).tolist()]
-    cache = model.block_cache(2, 16, width * BLOCK, with_head=True)
-    cache.clear(range(len(cache.layer_devices)), 0)
-    positions = torch.arange(8).expand(2, 8)
-    mask = (positions[:, None] // BLOCK <= positions[:, :, None] // BLOCK)[:, None]
-    cache.target_slots(0, 8)
-    ids = torch.tensor([prefix[0], prefix[1] + [MASK] * 4])  # row 1's second block is not committed: it must not be read
-    model.residual(ids, model.backbone(ids, positions, mask, cache), positions, mask, cache)
-
-    def check(states: list[list[list[int]]], offsets: list[int]) -> None:
-        """Scores `states` [row][state], each `offsets[state]` blocks behind its row's prefix, packed and one by one."""
-        used = max(map(len, prefix))
-        sees = torch.zeros(2, 1, width * BLOCK, width * BLOCK + used, dtype=torch.bool)
-        where = torch.zeros(2, width * BLOCK, dtype=torch.long)
-        for row in range(2):
-            sees[row, 0, :, width * BLOCK : width * BLOCK + len(prefix[row])] = True
-            for state, offset in enumerate(offsets):
-                own = slice(state * BLOCK, (state + 1) * BLOCK)
-                sees[row, 0, own, own] = True
-                if offset:
-                    sees[row, 0, own, own.start - BLOCK : own.start] = True
-                where[row, own] = len(prefix[row]) + offset * BLOCK + torch.arange(BLOCK)
-        ids = torch.tensor(states).flatten(1)
-        cache.target_scratch(width * BLOCK, used)
-        hidden = model.backbone(ids, where, sees, cache)
-        residual = model.residual(ids, hidden, where, sees, cache)
-        for row in range(2):
-            for state, offset in enumerate(offsets):
-                alone = torch.tensor([prefix[row] + (states[row][state - 1] if offset else []) + states[row][state]])
-                at = torch.arange(alone.shape[1])[None]
-                causal = (at[:, None] // BLOCK <= at[:, :, None] // BLOCK)[:, None]
-                h_a = model.backbone(alone, at, causal)
-                own = slice(state * BLOCK, (state + 1) * BLOCK)
-                close(hidden[row, own], h_a[0, -BLOCK:])
-                close(residual[row, own], model.residual(alone, h_a, at, causal)[0, -BLOCK:])
-
-    first = [random_ids(22 + row, 3, BLOCK).tolist() for row in range(2)]
-    first[0][0][1] = first[1][0][3] = MASK
-    check(first, [0, 0, 1])
-    layers = range(model.config.num_hidden_layers + model.config.num_nextn_predict_layers)
-    which = torch.tensor([True, False])
-    cache.commit(width * BLOCK, torch.tensor([BLOCK, 0]), torch.tensor([8, 0]), which, BLOCK, layers)
-    prefix[0] += first[0][1]
-    check([random_ids(24 + row, 3, BLOCK).tolist() for row in range(2)], [0, 0, 0])
-
-
-@pytest.fixture
-def _fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-@pytest.mark.usefixtures("_fresh_dynamo")
-@torch.no_grad()
-def test_compiled_backbone_with_a_block_cache(random_model: MRPForCausalLM) -> None:
-    """One graph without breaks, and no second one for the next round of the same shape."""
-    graphs = []
-
-    def counted(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
-        graphs.append(graph)
-        return graph.forward  # as backend="eager" does
-
-    compiled = torch.compile(random_model.backbone, fullgraph=True, dynamic=False, backend=counted)
-    caches = [random_model.block_cache(2, 16, 8, with_head=False) for _ in range(2)]
-    positions = torch.arange(8).expand(2, 8)
-    mask = (positions[:, None] // BLOCK <= positions[:, :, None] // BLOCK)[:, None]
-    for cache in caches:
-        cache.target_slots(0, 8)
-        random_model.backbone(random_ids(30, 2, 8), positions, mask, cache)
-    sees = torch.ones(2, 1, 8, 16, dtype=torch.bool)
-    sees[0, 0, :, 12:] = False
-    for turn in range(3):
-        ids = random_ids(31 + turn, 2, 8)
-        results = []
-        for cache, backbone in zip(caches, (random_model.backbone, compiled), strict=True):
-            cache.target_scratch(8, 8)
-            results.append(backbone(ids, positions + 4 * turn, sees, cache))
-            cache.commit(8, torch.tensor([0, 4]), torch.tensor([4, 4]), torch.tensor([False, True]), BLOCK, range(2))
-        close(results[1], results[0])
-    assert len(graphs) == 1
+def test_shared_and_copied_memory() -> None:
+    cache, known = filled([CPU])
+    other, third = cache.alias(), copy.deepcopy(cache)
+    assert other.shares(cache)
+    assert not third.shares(cache)
+    cache.move(range(1), [(0, 12, 0)], 4)
+    assert torch.equal(shown(other, 0), shown(cache, 0))
+    assert torch.equal(shown(third, 0), known[0])
+    other.detach()
+    cache.move(range(1), [(0, 16, 0)], 4)
+    assert not torch.equal(shown(other, 0), shown(cache, 0))
+    assert torch.equal(shown(pickle.loads(pickle.dumps(third)), 0), known[0])

@@ -1,7 +1,6 @@
 """Going on from the cache that an earlier `generate` gave: the text is the one without it, and prefill is saved."""
 
 import copy
-import random
 import re
 from collections.abc import Callable
 from typing import Any
@@ -9,15 +8,12 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_model
-from helpers import LIVELY, MASK, PROMPTS, every_mode, generate, left_padded
+from helpers import LIVELY, MASK, PROMPTS, left_padded
 from torch import Tensor
 from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 
 from modeling_mrp import MRPForCausalLM
 from modeling_mrp.networks.cache import BlockCache
-
-SAMPLINGS: tuple[dict[str, Any], ...] = ({"do_sample": False}, {"do_sample": True, "temperature": 0.7, "top_k": 9})
-each_sampling = pytest.mark.parametrize("sampling", SAMPLINGS, ids=("greedy", "sampled"))
 
 
 @pytest.fixture
@@ -48,117 +44,6 @@ def assert_same(got: Any, expected: Any) -> None:
 
 
 # The text is the one without a cache
-
-
-@each_sampling
-@every_mode
-def test_two_halves_are_one_long_text(random_model: MRPForCausalLM, mode: str, sampling: dict[str, Any]) -> None:
-    """Cut at a block's end in every row."""
-    prompts = [[*range(1, 9)], [*range(11, 15)], [*range(21, 33)]]
-    options = {"decoding": mode, "seed": [4, 5, 9], "confidence_threshold": 0.05, "entropy_threshold": 5.0, **sampling}
-    long = generate(random_model, prompts, max_new_tokens=24, **options)
-    half = generate(random_model, prompts, max_new_tokens=12, **options)
-    mask = torch.cat([left_padded(prompts)["attention_mask"], torch.ones(3, 12, dtype=torch.long)], 1)
-    rest = random_model.generate(
-        half.sequences,
-        attention_mask=mask,
-        past_key_values=half.past_key_values,
-        max_new_tokens=12,
-        return_dict_in_generate=True,
-        **options,
-    )
-    assert rest.sequences.equal(long.sequences)
-    spent = half.stats.row_forwards + rest.stats.row_forwards
-    if mode == "static":
-        assert spent.tolist() == long.stats.row_forwards.tolist() == [24, 24, 24], "not a forward more"
-
-
-@each_sampling
-@every_mode
-def test_a_conversation_of_three_turns(mode: str, sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of different length that end anywhere, padded on either side; and a row whose user changes what was said."""
-    monkeypatch.setattr("modeling_mrp.networks.networks.PREFILL_CHUNK", 8)
-    rng = random.Random(f"{mode}{sampling}")
-    for trial in range(2):
-        model = make_model(trial, block_size=rng.choice((4, 8)))
-        said = [[rng.randrange(1, 50) for _ in range(rng.randint(1, 20))] for _ in range(4)]
-        options = {"decoding": mode, "eos_token_id": [3, 5, 8, 13], "confidence_threshold": 0.1, **sampling}
-        cache = None
-        saved = 0
-        for turn in range(3):
-            options |= {"seed": 10 * turn, "max_new_tokens": rng.randint(1, 25), "side": rng.choice(("left", "right"))}
-            fresh = decode(model, said, **options)
-            out = decode(model, said, past_key_values=cache, **options)
-            assert_same(out, fresh)
-            saved += fresh.stats.forwards["prefill"] - out.stats.forwards["prefill"]
-            cache = out.past_key_values
-            said = [
-                row + answer + [rng.randrange(1, 50) for _ in range(rng.randint(1, 9))]
-                for row, answer in zip(said, answers(out, said), strict=True)
-            ]
-            if turn == 1:
-                said[2][len(said[2]) // 2] = 55
-        assert saved > 0
-
-
-@pytest.mark.usefixtures("new_memory_is_nan")
-@pytest.mark.parametrize(
-    "modes",
-    [
-        ("mrp_spec", "static", "mrp_spec"),
-        ("mrp_direct", "static", "static", "mrp_direct"),
-        ("mrp_remask", "self_spec", "mrp_direct"),
-        ("static", "mrp_remask", "self_spec"),
-        ("mrp_direct", "mrp_direct", "mrp_direct"),
-    ],
-)
-def test_turns_in_different_modes(random_model: MRPForCausalLM, modes: tuple[str, ...]) -> None:
-    """With the head's layers filled, left behind, and filled again; or not there at first. What `mrp_direct` reveals rests on
-    them."""
-    said, cache = [PROMPTS[0], PROMPTS[2]], None
-    for turn, mode in enumerate(modes):
-        options = {"decoding": mode, "max_new_tokens": 17 + turn, "seed": turn, "mrp_steps": 2, **LIVELY}
-        out = decode(random_model, said, past_key_values=cache, **options)
-        assert_same(out, decode(random_model, said, **options))
-        cache = out.past_key_values
-        said = [[*row, *answer, 7, 8, 9] for row, answer in zip(said, answers(out, said), strict=True)]
-    assert isinstance(cache, BlockCache)
-    assert cache.head_layers == 2, "once there, the head's layers stay"
-
-
-def test_filling_in_with_a_cache(random_model: MRPForCausalLM) -> None:
-    infill = torch.tensor([[11, 12, 13, 14, 15, 16, 17, MASK, MASK, 18, MASK], [MASK, 19, MASK, *[20] * 8]])
-    for mode in ("static", "mrp_spec", "mrp_direct"):
-        said = PROMPTS[:2]
-        out = decode(random_model, said, decoding=mode, max_new_tokens=9)
-        said = [row + answer for row, answer in zip(said, answers(out, said), strict=True)]
-        options = {"decoding": mode, "infill_ids": infill, "max_new_tokens": 16}
-        filled = decode(random_model, said, past_key_values=out.past_key_values, **options)
-        assert_same(filled, decode(random_model, said, **options))
-        said = [row + answer + [1] for row, answer in zip(said, answers(filled, said), strict=True)]
-        again = decode(random_model, said, past_key_values=filled.past_key_values, decoding=mode, max_new_tokens=5)
-        assert_same(again, decode(random_model, said, decoding=mode, max_new_tokens=5))
-
-
-def test_the_embedded_checkpoint_answers_twice(
-    tiny_model_float64: MRPForCausalLM, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = tiny_model_float64
-    monkeypatch.setattr("modeling_mrp.networks.networks.PREFILL_CHUNK", model.config.block_size)
-    chat = [{"role": "user", "content": "Ana has 3 pens. Ana buys 4 more. Bo gives Ana 2 more. How many pens does Ana have?"}]
-    cache, prefills = None, []
-    for question in ("Sum the numbers of a list that are even, each plus 5.", None):
-        inputs = tiny_tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-        options = {**inputs, "decoding": "mrp_spec", "max_new_tokens": 48, "return_dict_in_generate": True}
-        fresh = model.generate(**options)
-        out = model.generate(past_key_values=cache, **options)
-        assert_same(out, fresh)
-        prefills.append((fresh.stats.forwards["prefill"], out.stats.forwards["prefill"]))
-        cache = out.past_key_values
-        said = tiny_tokenizer.decode(out.sequences[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-        chat += [{"role": "assistant", "content": said}, {"role": "user", "content": question or ""}]
-    assert prefills[0][0] == prefills[0][1]
-    assert prefills[1][1] <= 4 < prefills[1][0], "the question alone, and the blocks where it touches"
 
 
 # What it saves, by hand: blocks of 4, one prefill forward a block

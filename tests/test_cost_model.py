@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, make_model
 
 from benchmarks import cost_model
-from benchmarks.cost_model import Counts, Setting
+from benchmarks.cost_model import Counts, Setting, head_share
 from benchmarks.roofline import Device, Shape, Work, backbone_forward, decoder_layers, head_forward, vocabulary_step
 from modeling_mrp import MRPConfig, MRPForCausalLM
 
@@ -155,3 +155,10 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert all(line["speedup"] == 1 for line in lines if line["kind"] == "point" and line["states"] == 1)
     with pytest.raises(SystemExit):
         cost_model.main(["--tokens", "dynamic", "4", "2.1"])
+
+
+def test_head_share_counts_the_draft_vocabulary() -> None:
+    """4 rows of the lm_head in place of 64: 60 * 32 parameters less over those of the layers and the lm_head."""
+    small, whole = make_model(draft_vocab_size=4), make_model()
+    layers = sum(p.numel() for p in whole.model.layers.parameters())
+    assert head_share(whole) - head_share(small) == pytest.approx(60 * 32 / (layers + 64 * 32))

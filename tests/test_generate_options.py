@@ -56,18 +56,6 @@ def test_a_tensor_unless_a_dict_is_asked_for(random_model: MRPForCausalLM) -> No
     assert torch.equal(full.sequences, plain)
 
 
-def test_eos_ends_the_text_where_it_first_stands(random_model: MRPForCausalLM) -> None:
-    """From left to right an eos changes nothing before it, so the text is a prefix of the one without eos."""
-    options = {"decoding": "sequential", "max_new_tokens": 16, "seed": 4, **LIVELY}
-    free = text(random_model, PROMPTS[0], **options)
-    first, second = free[5], free[9]
-    assert first not in free[:5]
-    assert second not in free[:9]
-    absent = next(id for id in range(VOCAB) if id not in free)
-    for eos, end in ((first, 6), ([first], 6), (second, 10), ([second], 10), ([second, first], 6), ([second, absent], 10)):
-        assert text(random_model, PROMPTS[0], eos_token_id=eos, **options) == free[:end]
-
-
 @every_mode
 def test_nothing_follows_the_first_eos_but_padding(random_model: MRPForCausalLM, mode: str) -> None:
     eos = [*range(1, 15)]
@@ -114,22 +102,6 @@ def test_no_eos_overrides_the_models(off: list[int] | None) -> None:
     assert text(model, PROMPTS[0], max_new_tokens=10, eos_token_id=off) == free
 
 
-@pytest.mark.parametrize("mode", ["static", "sequential", "mrp_spec", "mrp_remask"])
-@pytest.mark.parametrize("limit", ["min_new_tokens", "min_length"])
-def test_no_eos_before_the_minimum(random_model: MRPForCausalLM, mode: str, limit: str) -> None:
-    """With most ids an eos, a text ends right behind its minimum, or a little later where no eos happens to be drawn."""
-    eos = [*range(55)]
-    prompts = [[1, 2, 3, 4, 5], [9, 8, 7, 6, 5]]
-    minimum = {"min_new_tokens": 6} if limit == "min_new_tokens" else {"min_length": 5 + 6}
-    options = {"decoding": mode, "max_new_tokens": 20, "eos_token_id": eos, "seed": 1, **LIVELY}
-    ends = []
-    for tokens in texts(random_model, prompts, **minimum, **options):
-        assert [token for token in tokens[:6] if token in eos] == []
-        ends.append(len(tokens))
-    assert min(ends) == 7
-    assert max(map(len, texts(random_model, prompts, **options))) < 7, "without the minimum they end sooner"
-
-
 # Stopping criteria
 
 
@@ -142,19 +114,6 @@ class Watch(StoppingCriteria):
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         self.seen.append(input_ids.tolist())
         return torch.zeros(len(input_ids), dtype=torch.bool)
-
-
-@every_mode
-def test_a_stopping_criterion_stops_inside_a_block(random_model: MRPForCausalLM, mode: str) -> None:
-    options = {"decoding": mode, "max_new_tokens": 18, **LIVELY}
-    free = texts(random_model, PROMPTS, seed=[4, 5, 6], **options)
-    at = inside_a_block(PROMPTS[0], free[0])
-    token = free[0][at]
-    criteria = StoppingCriteriaList([StopAfter(token)])
-    alone = text(random_model, PROMPTS[0], seed=4, stopping_criteria=criteria, **options)
-    assert alone == free[0][: at + 1]
-    together = texts(random_model, PROMPTS, seed=[4, 5, 6], stopping_criteria=criteria, **options)
-    assert together == [tokens[: tokens.index(token) + 1] if token in tokens else tokens for tokens in free]
 
 
 @every_mode
@@ -245,14 +204,6 @@ def test_stop_strings(random_model: MRPForCausalLM, id_tokenizer: PreTrainedToke
 # Logits processors
 
 
-class Forbid(LogitsProcessor):
-    def __init__(self, token: int) -> None:
-        self.token = token
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        return scores.index_fill(1, torch.tensor([self.token]), -torch.inf)
-
-
 class Record(LogitsProcessor):
     """Changes nothing; remembers the ids before every position that it was asked about."""
 
@@ -263,20 +214,6 @@ class Record(LogitsProcessor):
         assert scores.shape == (len(input_ids), VOCAB)
         self.seen += input_ids.tolist()
         return scores
-
-
-@pytest.mark.parametrize("mode", [*LOSSLESS, "mrp_direct", "mrp_remask"])
-def test_a_forbidden_token_never_appears(random_model: MRPForCausalLM, mode: str) -> None:
-    options = {"decoding": mode, "max_new_tokens": 16, "confidence_threshold": 0.04}
-    free = text(random_model, PROMPTS[0], **options)
-    token = max(set(free), key=free.count)
-    processors = LogitsProcessorList([Forbid(token)])
-    tokens = text(random_model, PROMPTS[0], logits_processor=processors, **options)
-    assert len(tokens) == 16
-    assert token not in tokens
-    if mode in LOSSLESS:
-        static = text(random_model, PROMPTS[0], logits_processor=processors, **{**options, "decoding": "static"})
-        assert tokens == static
 
 
 def test_what_a_processor_sees_by_hand(random_model: MRPForCausalLM) -> None:
@@ -307,63 +244,7 @@ def test_a_processor_sees_what_its_state_shows_without_padding(random_model: MRP
     assert max(map(len, record.seen)) >= max(len(p) + 9 for p in PROMPTS)
 
 
-@pytest.mark.parametrize("mode", LOSSLESS)
-def test_repetition_penalty(random_model: MRPForCausalLM, mode: str) -> None:
-    """A penalty of 1e6 leaves a seen token no chance: none of an earlier block comes back."""
-    options = {"decoding": mode, "max_new_tokens": 23}
-
-    def repeats(tokens: list[int]) -> list[int]:
-        ids = PROMPTS[0] + tokens
-        return [i for i in range(len(PROMPTS[0]), len(ids)) if ids[i] in ids[: i // BLOCK * BLOCK]]
-
-    assert repeats(text(random_model, PROMPTS[0], **options))
-    assert not repeats(text(random_model, PROMPTS[0], repetition_penalty=1e6, **options))
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"repetition_penalty": 5.0},
-        {"min_new_tokens": 6, "eos_token_id": [*range(58)], "max_new_tokens": 12},
-        {"no_repeat_ngram_size": 1},
-        {"bad_words_ids": [[2], [42]]},
-        {"suppress_tokens": [2, 42]},
-        {"sequence_bias": [[[7], 9.0]]},
-    ],
-    ids=lambda options: next(iter(options)),
-)
-def test_processors_of_options_act_on_a_padded_row_as_alone(random_model: MRPForCausalLM, options: dict[str, Any]) -> None:
-    options = {"max_new_tokens": 10, **options}
-    alone = [text(random_model, prompt, **options) for prompt in PROMPTS[:2]]
-    name = next(iter(options.keys() - {"max_new_tokens", "eos_token_id"}))
-    assert alone != texts(random_model, PROMPTS[:2], **{k: v for k, v in options.items() if k != name}), "it acts at all"
-    assert texts(random_model, PROMPTS[:2], **options) == alone
-
-
 # Sampling
-
-
-CUTS: list[dict[str, Any]] = [{"top_k": 0, "eta_cutoff": 0.01}, {"top_k": 0, "top_h": 0.4}, {"top_k": 9, "eta_cutoff": 0.01}]
-
-
-@pytest.mark.parametrize("cut", CUTS, ids=str)
-@pytest.mark.parametrize("mode", ["self_spec", "mrp_spec", "mrp_direct"])
-def test_a_truncation_where_no_position_is_left(random_model: MRPForCausalLM, mode: str, cut: dict[str, Any]) -> None:
-    """Some warpers take no scores of no positions: those of clean blocks, or where the head has nothing left to reveal."""
-    options = {"max_new_tokens": 11, "do_sample": True, "mrp_steps": 4, **cut}
-    drafted = texts(random_model, PROMPTS, decoding=mode, seed=3, **options)
-    plain = {"decoding": mode if mode == "mrp_direct" else "static", **options}
-    assert drafted == [text(random_model, prompt, seed=3 + row, **plain) for row, prompt in enumerate(PROMPTS)]
-    assert all(len(tokens) == 11 for tokens in drafted)
-
-
-@every_mode
-def test_sampling_among_one_token_is_greedy(random_model: MRPForCausalLM, mode: str) -> None:
-    options = {"decoding": mode, "max_new_tokens": 17, "confidence_threshold": 0.04, "entropy_threshold": 5.0}
-    greedy = generate(random_model, PROMPTS, **options)
-    sampled = generate(random_model, PROMPTS, do_sample=True, top_k=1, seed=3, **options)
-    assert sampled.sequences.equal(greedy.sequences)
-    assert sampled.reveal_step.equal(greedy.reveal_step)
 
 
 @pytest.mark.parametrize("options", [{"decoding": "sequential"}, {"denoising_steps": 1}], ids=str)

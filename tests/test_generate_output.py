@@ -69,28 +69,6 @@ def test_every_state_is_accepted_once(random_model: MRPForCausalLM, mode: str, d
     assert (stats.forwards["head"] > 0) == (drafting and mode == "mrp_spec")
 
 
-@every_mode
-def test_counts_agree_with_each_other(random_model: MRPForCausalLM, mode: str) -> None:
-    options = {"decoding": mode, "max_new_tokens": 15, "eos_token_id": [5, 6], "remask_rule": "residual", **LIVELY}
-    out = generate(random_model, PROMPTS, seed=3, residual_delta=0.1, **options)
-    stats, generated = out.stats, (out.reveal_step >= 0).sum(1)
-    assert out.tokens_per_forward.allclose(generated / stats.row_forwards)
-    assert int(stats.row_forwards.max()) == sum(stats.forwards[role] for role in ("prefill", "denoise", "verify"))
-    assert int(stats.row_head_forwards.max()) <= stats.forwards["head"]
-    assert bool((stats.row_head_forwards > 0).all()) == (mode in ("mrp_direct", "mrp_spec", "mrp_remask"))
-    assert bool(stats.drafted.sum() > 0) == (mode in ("self_spec", "mrp_spec"))
-    assert bool(stats.revoked.sum() > 0) == (mode == "mrp_remask")
-    alone = generate(random_model, PROMPTS[1:2], seed=4, residual_delta=0.1, **options)
-    assert alone.reveal_step[0].tolist() == out.reveal_step[1, : generated[1]].tolist()
-    names = ("row_forwards", "row_head_forwards", "drafted", "accepted", "revoked", "accepted_lengths")
-    for name in (*names, "offered_at_depth", "accepted_at_depth"):
-        assert getattr(alone.stats, name)[0].tolist() == getattr(stats, name)[1].tolist(), name
-    assert stats.accepted_at_depth.sum(1).equal(stats.accepted)
-    assert (stats.accepted_at_depth <= stats.offered_at_depth).all()
-    assert stats.revocations[:, 0].bincount(minlength=3).equal(stats.revoked)
-    assert alone.stats.revocations[:, 1:].equal(stats.revocations[stats.revocations[:, 0] == 1, 1:])
-
-
 def first_block(model: MRPForCausalLM, prompt: list[int]) -> Tensor:
     """[masks, vocab] logits of the masked rest of the prompt's last block, from `forward`; the mask id at -inf."""
     masks = BLOCK - len(prompt) % BLOCK
@@ -98,26 +76,6 @@ def first_block(model: MRPForCausalLM, prompt: list[int]) -> Tensor:
         logits = model(torch.tensor([prompt + [MASK] * masks])).logits[0, len(prompt) :]
     logits[:, MASK] = -torch.inf
     return logits
-
-
-@pytest.mark.parametrize("prompt", [[1, 2, 3, 4, 5], [9, 8, 7], [1, 2, 3, 4]], ids=len)
-@pytest.mark.parametrize("mode", [*LOSSLESS, "sequential", "dynamic", "entropy_bound"])
-def test_the_first_reveal_by_hand(random_model: MRPForCausalLM, mode: str, prompt: list[int]) -> None:
-    """Greedy: the first step takes each position's best token, at its log-softmax; which positions is the strategy's choice."""
-    out = generate(random_model, [prompt], decoding=mode, max_new_tokens=8, confidence_threshold=0.3, entropy_threshold=3.0)
-    assert (out.token_logprobs <= 0).all()
-    best = first_block(random_model, prompt).log_softmax(-1).max(-1)
-    first = (out.reveal_step[0, : len(best.values)] == 0).nonzero()[:, 0]
-    assert len(first) >= 1
-    assert not (out.reveal_step[0, len(best.values) :] == 0).any()
-    assert out.sequences[0, len(prompt) + first].equal(best.indices[first])
-    assert out.token_logprobs[0, first].double().allclose(best.values[first], atol=1e-6)
-    if mode in LOSSLESS:
-        assert first.tolist() == [int(best.values.argmax())]
-    if mode == "sequential":
-        assert first.tolist() == [0]
-    if mode == "dynamic":
-        assert set(first.tolist()) == {int(best.values.argmax()), *(best.values.exp() > 0.3).nonzero()[:, 0].tolist()}
 
 
 @pytest.mark.parametrize(

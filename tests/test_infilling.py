@@ -8,7 +8,6 @@ import pytest
 import torch
 from conftest import make_model
 from helpers import LIVELY, LOSSLESS, MASK, PROMPTS, StopAfter, every_mode, generate, left_padded
-from reference import reference_decode
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerFast, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
@@ -28,10 +27,6 @@ def random_infill(rng: random.Random, rows: int, length: int) -> list[list[int]]
             row += [MASK] * run if rng.random() < 0.5 else [rng.randrange(1, 50) for _ in range(run)]
         filled.append(row[:length])
     return filled
-
-
-def random_prompts(rng: random.Random, rows: int) -> list[list[int]]:
-    return [[rng.randrange(1, 50) for _ in range(rng.randint(1, 18))] for _ in range(rows)]
 
 
 def padded(prompts: list[list[int]], side: str) -> dict[str, Tensor]:
@@ -62,37 +57,7 @@ def filled_in(
     return rows_of(out, inputs["input_ids"].shape[1])
 
 
-def keeps(tokens: list[int], infill: list[int]) -> bool:
-    """Whether a text has every given token, and none of them came from the model."""
-    return all(given in (MASK, token) for given, token in zip(infill, tokens, strict=False)) and len(tokens) >= max(
-        [i + 1 for i, given in enumerate(infill) if given != MASK], default=0
-    )
-
-
 # Against the reference
-
-
-@pytest.mark.parametrize("mode", ["static", "mrp_spec", "mrp_remask"])
-def test_the_embedded_checkpoint_against_the_reference(
-    mode: str, tiny_model_float64: MRPForCausalLM, tiny_tokenizer: Any
-) -> None:
-    """A program whose middle is hidden: two tokens of three in each of its lines are generated again."""
-    model, mask = tiny_model_float64, tiny_model_float64.config.mask_token_id
-    chat = [{"role": "user", "content": "Sum the numbers of a list that are even, each plus 5."}]
-    prompt = tiny_tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
-    answer = model.generate(torch.tensor([prompt]), max_new_tokens=48)[0, len(prompt) :].tolist()
-    infill = [token if i % 3 == 0 or 20 <= i < 40 else mask for i, token in enumerate(answer)]
-    slow = "static" if mode == "mrp_spec" else mode  # its target
-    eos = model.generation_config.eos_token_id
-    given = eos if isinstance(eos, list) else [eos]
-    expected = reference_decode(
-        model, prompt, infill, decoding=slow, max_new_tokens=len(infill), eos_token_id=given, confidence_threshold=0.7
-    )
-    options = {"decoding": mode, "target": "static", "confidence_threshold": 0.7}
-    out = model.generate(torch.tensor([prompt]), infill_ids=torch.tensor([infill]), return_dict_in_generate=True, **options)
-    assert out.sequences[0, len(prompt) :].tolist() == expected.tokens
-    assert [t for t, g in zip(expected.tokens, infill, strict=True) if g != mask] == [g for g in infill if g != mask]
-    assert [step >= 0 for step in out.reveal_step[0].tolist()] == [g == mask for g in infill]
 
 
 # What it means, by hand
@@ -163,31 +128,6 @@ def test_everything_given(random_model: MRPForCausalLM, mode: str, length: int) 
     assert (out.reveal_step == -1).all()
     assert out.tokens_per_forward.tolist() == [0.0] * 3
     assert sum(out.stats.forwards[role] for role in ("prefill", "denoise", "verify")) == 1
-
-
-@every_mode
-def test_an_eos_ends_the_text_behind_the_last_given_token_only(random_model: MRPForCausalLM, mode: str) -> None:
-    """Most ids are an eos, also of the given ones: none is generated before the last given token, and soon one behind it."""
-    eos = [*range(55)]
-    infill = [[MASK, MASK, 7, MASK, MASK, MASK, 8, 9, 10, 11, 12, MASK, MASK, MASK, 13, MASK]] * 3
-    ends = []
-    for tokens, *_ in filled_in(
-        random_model, PROMPTS, infill, decoding=mode, eos_token_id=eos, max_new_tokens=40, seed=3, **LIVELY
-    ):
-        assert keeps(tokens, infill[0])
-        assert all(token not in eos for token, given in zip(tokens[:15], infill[0], strict=False) if given == MASK)
-        ends.append(len(tokens))
-        assert [token in eos for token in tokens[15:]] == [False] * (len(tokens) - 16) + [True]
-    assert min(ends) < 20
-
-
-def test_a_minimum_length_goes_on_behind_the_given_tokens(random_model: MRPForCausalLM) -> None:
-    options = {"eos_token_id": [*range(55)], "max_new_tokens": 20, "min_new_tokens": 9, "seed": 1, **LIVELY}
-    infill = [[MASK, 5, MASK, 6]] * 3
-    for tokens, *_ in filled_in(random_model, PROMPTS, infill, **options):
-        assert keeps(tokens, infill[0])
-        assert all(token >= 55 for token in [*tokens[4:9], tokens[0], tokens[2]])
-        assert len(tokens) >= 10
 
 
 @every_mode

@@ -1,55 +1,62 @@
 """Which reveals `mrp_remask` takes back: each rule by hand on beliefs that a table tells."""
 
-import pytest
-import torch
-from torch import Tensor
+import math
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
-from modeling_mrp.generate.modes import HeadSteps, Refinement, RereadRemask, ResidualRemask, ThresholdRemask
-from modeling_mrp.rules.revealing import logit
-from modeling_mrp.rules.states import Reveal, States
+import pytest
+
+from modeling_mrp.generate.refine import Refinement, RereadRemask, ResidualRemask, Reveal, ThresholdRemask
+from modeling_mrp.rules.reveal import logit
+from modeling_mrp.rules.state import Frontier, Row, Scores, State
 
 M = 60
 A, B, C = 0, 1, 2  # columns of the reveals; column 3 stays masked
+NO = -math.inf
 
 
-class TableHead(HeadSteps):
-    """A head whose log-odds for columns A, B and C depend on which of them it is shown, by a table per row."""
+class TableHead:
+    """Networks whose head's log-odds for columns A, B and C depend on which of them it is shown, by a table per row."""
 
     def __init__(self, *tables: dict[tuple[int, ...], list[float]]) -> None:
         self.tables = tables
         self.shown: list[list[tuple[int, ...]]] = [[] for _ in tables]
 
-    def head_hidden(self, states: States, hidden: Tensor) -> Tensor:
-        told = torch.full_like(hidden, torch.nan)
-        for row in states.valid.nonzero()[:, 0].tolist():
-            given = tuple((states.ids[row] != M).nonzero()[:, 0].tolist())
-            self.shown[row].append(given)
-            told[row, :3, 0] = torch.tensor(self.tables[row][given])
-        return told
+    def head(
+        self, rows: Sequence[Row], asked: Sequence[Sequence[tuple[State, Any]]], residual: bool = False
+    ) -> list[list[Any]]:
+        made: list[list[Any]] = []
+        for row, states in enumerate(asked):
+            given = [tuple(column for column in range(4) if state.ids[column] != M) for state, _ in states]
+            self.shown[row] += given
+            made.append([[*self.tables[row][columns], NO] for columns in given])
+        return made
 
-    def token_confidence(self, states: States, hidden: Tensor, token: Tensor, where: Tensor) -> Tensor:
-        return hidden[..., 0].masked_fill(~where, -torch.inf)
+    def token_odds(self, asked: Sequence[Any], hidden: Sequence[list[float]]) -> list[list[float]]:
+        return [
+            [said if c in where else NO for c, said in enumerate(one)]
+            for (_, _, where, _), one in zip(asked, hidden, strict=True)
+        ]
 
-    def residual_magnitude(self, hidden: Tensor, token: Tensor, where: Tensor) -> Tensor:
-        return hidden[..., 0].abs().masked_fill(~where, 0)
-
-    def most_confident(self, states: States, hidden: Tensor, count: Tensor) -> Reveal:
-        raise AssertionError("remasking picks nothing")
+    def magnitudes(self, asked: Sequence[Any], hidden: Sequence[list[float]]) -> list[list[float]]:
+        return [[abs(said) for said in one] for one in hidden]
 
 
 def refine(rule: Refinement, head: TableHead, confidence: list[list[float]]) -> list[list[int]]:
     """The columns that stay, by row; a confidence of -inf is a position that was not revealed."""
-    log_odds = torch.tensor(confidence)
-    rows = len(confidence)
-    zero = torch.zeros(rows, dtype=torch.long)
-    states = States.of(torch.full((rows, 4), M), zero, zero - 1, zero, zero + 4, zero == 0)
-    reveal = Reveal(log_odds > -torch.inf, torch.full((rows, 4), 7), log_odds, log_odds)
-    where = rule(head, states, torch.zeros(rows, 4, 1), reveal).where
-    return [row.nonzero()[:, 0].tolist() for row in where]
+    networks: Any = head
+    rows = [Row(at, [M] * 4, 4, M, frozenset(), 0, 0, 4, 4, 0, 0) for at in range(len(confidence))]
+    reveals = []
+    for row, odds in zip(rows, confidence, strict=True):
+        where = tuple(column for column in range(4) if odds[column] > NO)
+        hidden: Any = SimpleNamespace()
+        reveals.append(Reveal.of(row, row.place, Frontier(row.state, Scores([7] * 4, odds, hidden=hidden), where, None)))
+    rule(networks, rows, reveals)
+    return [list(reveal.where) for reveal in reveals]
 
 
 REREAD = RereadRemask(logit(0.5), logit(0.25))
-NO = -torch.inf
 SURE = [3.0, 2.0, 1.0, NO]  # A is the surest
 CASES: dict[str, tuple[dict[tuple[int, ...], list[float]], list[int], list[int]]] = {
     # Beliefs when shown these, what `threshold` keeps at tau = 0.5 (log-odds 0), what `reread` keeps: under the surest alone

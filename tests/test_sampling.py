@@ -6,9 +6,9 @@ choice of seeds would have failed.
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from decimal import Decimal, localcontext
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,11 +30,9 @@ from transformers.generation import (
 import modeling_mrp.kernels.noise as noise_module
 import modeling_mrp.kernels.unembedding as unembedding_file
 from modeling_mrp import MRPForCausalLM
-from modeling_mrp.generate.sampling import Picks, Sampler
 from modeling_mrp.kernels.noise import gumbel_noise, mix32, noise_keys
-from modeling_mrp.kernels.unembedding import Unembedding
-
-FIELDS = ("token", "logprob", "confidence", "entropy")
+from modeling_mrp.networks.picker import Picker, Picks, Spots
+from modeling_mrp.rules.state import State
 
 
 def test_chi_square_p_at_tabled_values() -> None:
@@ -199,8 +197,8 @@ def test_gumbel_max_follows_the_softmax(varied: str) -> None:
     numbers = torch.arange(n)
     keys = noise_keys(numbers, fixed, fixed) if varied == "seed" else noise_keys(fixed, numbers, fixed)
     logits = torch.tensor([2.0, 0.5, 0.0, -0.5, 1.5, -1.0, -2.0, 1.0], dtype=torch.float64)
-    picks = identity_sampler(9, sample=True)(with_mask(logits).expand(n, -1), keys)
-    assert chi_square_p(picks.token.bincount(minlength=8), logits.softmax(0)) > ALPHA
+    picked = (logits + gumbel_noise(keys, 8, torch.float64)).argmax(-1)
+    assert chi_square_p(picked.bincount(minlength=8), logits.softmax(0)) > ALPHA
 
 
 def test_noise_at_two_counts_of_masks_is_independent() -> None:
@@ -219,84 +217,54 @@ def test_noise_at_two_counts_of_masks_is_independent() -> None:
 # ------------------------------------------------------------------------------------------------ picks
 
 
-def identity_sampler(vocab: int, **options: Any) -> Sampler:
-    """Its logits are the hidden states; the mask id is the last one."""
-    return Sampler(torch.eye(vocab, dtype=options.pop("dtype", torch.float64)), vocab - 1, **options)
+def spots(n: int, early: int = 0) -> Spots:
+    """So many positions of different seeds, each the one mask of its state; of the first `early` no text may end."""
+    made = []
+    for i in range(n):
+        row: Any = SimpleNamespace(seed=i, no_eos_before=10 * (i < early), prompt=0, text=[1, 2], given_end=0, mask_id=17)
+        made.append((row, State((5, (17,)), (0,), 1, 1 + i % 4, 0)))
+    return Spots(made, torch.device("cpu"))
 
 
-def with_mask(logits: Tensor, mask_logit: float = 3.0) -> Tensor:
-    """Appends a logit of the mask id, which nothing may depend on."""
-    return torch.cat([logits, torch.full_like(logits[..., :1], mask_logit)], -1)
+def noise_of(n: int, vocab: int) -> Tensor:
+    at = torch.arange(n)
+    return gumbel_noise(noise_keys(at, torch.full((n,), 5), 1 + at % 4), vocab, torch.float64)
 
 
-def no_keys(n: int) -> Tensor:
-    return torch.zeros(n, dtype=torch.long)
-
-
-def some_keys(n: int) -> Tensor:
-    return noise_keys(torch.arange(n), torch.arange(n) + 5, torch.arange(n) % 4)
-
-
-def random_sampler(**options: Any) -> tuple[Sampler, Tensor]:
+def random_picker(n: int = 10, **options: Any) -> tuple[Picker, Tensor]:
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(31, 6, dtype=torch.float64, generator=generator)
-    return Sampler(weight, 17, **options), torch.randn(10, 6, dtype=torch.float64, generator=generator)
+    return Picker(weight, 17, **options), torch.randn(n, 6, dtype=torch.float64, generator=generator)
 
 
-def naive_picks(sampler: Sampler, hidden: Tensor) -> list[tuple[int, float, float, float]]:
-    """Greedy picks by the formulas, one position at a time, in pure Python."""
-    rows = []
-    for h in hidden.tolist():
-        scores = {
-            token: sum(a * b for a, b in zip(h, w, strict=True)) / sampler.temperature
-            for token, w in enumerate(sampler.lm_head_weight.tolist())
-            if token != sampler.mask_token_id
-        }
-        total = math.fsum(math.exp(s) for s in scores.values())
-        p = {token: math.exp(s) / total for token, s in scores.items()}
-        best = max(p, key=lambda token: p[token])
-        odds = math.log(p[best] / math.fsum(q for token, q in p.items() if token != best))
-        rows.append((best, math.log(p[best]), odds, -math.fsum(q * math.log(q) for q in p.values())))
-    return rows
+def identity_picker(vocab: int, dtype: torch.dtype = torch.float64, **options: Any) -> Picker:
+    """Its logits are the hidden states; the mask id is the last one."""
+    return Picker(torch.eye(vocab, dtype=dtype), vocab - 1, **options)
 
 
-def rows_of(picks: Picks) -> list[tuple[Any, ...]]:
-    return list(zip(*(getattr(picks, field).tolist() for field in FIELDS), strict=True))
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.3, 2.0])
-def test_greedy_picks_by_the_formulas(temperature: float) -> None:
-    sampler, hidden = random_sampler(temperature=temperature)
-    for got, expected in zip(rows_of(sampler(hidden, no_keys(10))), naive_picks(sampler, hidden), strict=True):
-        assert got == pytest.approx(expected, abs=1e-12)
-
-
-def test_the_mask_id_is_neither_picked_nor_counted() -> None:
-    logits = torch.tensor([[0.2, 1.0, -0.5], [2.0, 0.0, 0.0]], dtype=torch.float64)
-    results = [
-        rows_of(identity_sampler(4, sample=sample)(with_mask(logits, mask), some_keys(2)))
-        for sample in (False, True)
-        for mask in (-5.0, 100.0)
-    ]
-    assert results[0] == results[1]
-    assert results[2] == results[3]
-    assert [row[0] for row in results[0]] == [1, 0]
+def rows_of(picks: Picks) -> list[list[Any]]:
+    return [picks.token.tolist(), picks.odds.tolist()]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 3.0])
-def test_sampled_picks_are_the_gumbel_max(temperature: float) -> None:
-    """The noise is added to logits over temperature; log-probability and confidence are those of the softmax without noise."""
-    sampler, hidden = random_sampler(temperature=temperature, sample=True)
-    keys = some_keys(10)
-    scores = hidden @ sampler.lm_head_weight.T / temperature
+@pytest.mark.parametrize("sample", [False, True])
+def test_picks_by_the_formulas(sample: bool, temperature: float) -> None:
+    """The mask id is neither picked nor counted. Noise is added to logits over temperature; confidence is without it."""
+    picker, hidden = random_picker(sample=sample, temperature=temperature, entropy=True, likeliest=True)
+    scores = hidden @ picker.lm_head_weight.T / temperature
     scores[:, 17] = -torch.inf
-    token = (scores + gumbel_noise(keys, 31, torch.float64)).argmax(-1)
-    picks = sampler(hidden, keys)
+    token = (scores + noise_of(10, 31) * sample).argmax(-1)
+    picks, p = picker(hidden, spots(10)), scores.softmax(-1)
     assert torch.equal(picks.token, token)
-    assert not torch.equal(token, scores.argmax(-1))
-    p = scores.softmax(-1).gather(1, token[:, None])[:, 0]
-    torch.testing.assert_close(picks.logprob, p.log())
-    torch.testing.assert_close(picks.confidence, torch.logit(p))
+    assert torch.equal(token, scores.argmax(-1)) != sample
+    torch.testing.assert_close(picks.odds, p.gather(1, token[:, None])[:, 0].logit())
+    torch.testing.assert_close(picks.entropy, torch.special.entr(p).sum(-1))
+    torch.testing.assert_close(picker.token_odds(hidden, token, spots(10)), picks.odds)
+    assert picks.likeliest is not None
+    ids, odds = picks.likeliest
+    assert torch.equal(ids[:, :30], scores.argsort(-1, descending=True)[:, :30])
+    torch.testing.assert_close(odds[:, :30], p.gather(1, ids).logit()[:, :30])
+    assert (odds[:, 30] == -torch.inf).all(), "the mask id"
 
 
 @pytest.mark.parametrize(
@@ -304,21 +272,15 @@ def test_sampled_picks_are_the_gumbel_max(temperature: float) -> None:
 )
 def test_confidence_where_the_probability_rounds_to_1(dtype: torch.dtype, tops: tuple[float, ...]) -> None:
     """One logit far above six zeros: the log-odds are exactly that logit less log 6."""
-    logits = torch.zeros(len(tops), 7, dtype=dtype)
+    logits = torch.zeros(len(tops), 8, dtype=dtype)
     logits[:, 2] = torch.tensor(tops, dtype=dtype)
-    assert logits.softmax(-1)[:, 2].eq(1).all()
-    picks = identity_sampler(8, dtype=dtype)(with_mask(logits), no_keys(len(tops)))
-    assert picks.confidence.dtype == dtype
-    assert picks.confidence.tolist() == pytest.approx([top - math.log(6) for top in tops], rel=1e-6)
-    assert (picks.confidence.diff() > 0).all()
-    assert (picks.logprob <= 0).all()
-    assert picks.logprob[1].item() == pytest.approx(-6 * math.exp(-tops[1]), rel=1e-5, abs=0)  # not the 0 of log(1)
-
-
-def test_entropy_at_its_ends() -> None:
-    logits = torch.tensor([[0.0, 0, 0, 0], [1000, 0, 0, 0], [0, -1e4, 0, -1e4]], dtype=torch.float64)
-    entropy = identity_sampler(5)(with_mask(logits), no_keys(3)).entropy
-    assert entropy.tolist() == pytest.approx([math.log(4), 0, math.log(2)], abs=1e-12)
+    assert logits[:, :7].softmax(-1)[:, 2].eq(1).all()
+    for sample in (False, True):
+        picks = identity_picker(8, dtype, sample=sample, likeliest=True)(logits, spots(len(tops)))
+        assert picks.odds.dtype == dtype
+        assert picks.likeliest is not None
+        for odds in (picks.odds, picks.likeliest[1][:, 0]):
+            assert odds.tolist() == pytest.approx([top - math.log(6) for top in tops], rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -328,189 +290,97 @@ def test_entropy_at_its_ends() -> None:
 )
 def test_truncation_chooses_the_token_but_not_its_confidence(truncation: Any, kept: set[int]) -> None:
     """p = (.01, .5, .02, .35, .12) at temperature 1; 20,000 picks follow the renormalised p of the tokens kept."""
-    p = torch.tensor([0.01, 0.5, 0.02, 0.35, 0.12], dtype=torch.float64)
-    n = 20_000
-    sampler = identity_sampler(6, sample=True, truncation=LogitsProcessorList([truncation]))
-    picks = sampler(with_mask(p.log()).expand(n, -1), some_keys(n))
-    inside = sorted(kept)
+    p, n = torch.tensor([0.01, 0.5, 0.02, 0.35, 0.12, 1e-300], dtype=torch.float64), 20_000
+    picker = identity_picker(6, sample=True, truncation=LogitsProcessorList([truncation]))
+    picks, inside = picker(p.log().expand(n, -1), spots(n)), sorted(kept)
     counts = picks.token.bincount(minlength=5)
     assert counts[inside].sum() == n
     assert chi_square_p(counts[inside], p[inside] / p[inside].sum()) > ALPHA
-    torch.testing.assert_close(picks.logprob, p.log()[picks.token])
-    torch.testing.assert_close(picks.confidence, p.logit()[picks.token])
-    assert picks.entropy[0].item() == pytest.approx(-(p * p.log()).sum().item())
-
-
-class AddLength(LogitsProcessor):
-    """Adds the number of committed ids to token 0, the last of them to token 1, and tempts with the mask id."""
-
-    def __init__(self, mask_id: int) -> None:
-        self.mask_id = mask_id
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        assert input_ids.shape[0] == scores.shape[0]
-        scores = scores.clone()
-        scores[:, 0] += input_ids.shape[1]
-        scores[:, 1] += input_ids[:, -1]
-        scores[:, 2] = torch.nan  # what 0 * -inf gives in some processors
-        scores[:, self.mask_id] = 1e6
-        return scores
-
-
-def committed_at(at: slice) -> list[tuple[Tensor, Tensor]]:
-    """Positions 0, 2, 4, ... have 3 committed ids that end in 6; positions 1, 5, 9, ... have 2 that end in 9."""
-    here = torch.arange(10)[at]
-    pairs = [(here % 2 == 0, [4, 5, 6]), (here % 4 == 1, [8, 9])]
-    return [(where.nonzero()[:, 0], torch.tensor([ids])) for where, ids in pairs]
-
-
-def test_processors_come_before_the_temperature() -> None:
-    sampler, hidden = random_sampler(temperature=0.5, processors=LogitsProcessorList([AddLength(17)]))
-    scores = hidden @ sampler.lm_head_weight.T
-    for position in range(10):
-        if position % 2 == 0 or position % 4 == 1:
-            scores[position, 0] += 3 if position % 2 == 0 else 2
-            scores[position, 1] += 6 if position % 2 == 0 else 9
-            scores[position, 2] = -torch.inf
-    scores[:, 17] = -torch.inf
-    expected = (scores / 0.5).log_softmax(-1)
-    picks = sampler(hidden, no_keys(10), committed_at)
-    assert torch.equal(picks.token, expected.argmax(-1))
-    torch.testing.assert_close(picks.logprob, expected.amax(-1))
-    token = torch.full((10,), 3)
-    odds = sampler.token_log_odds(hidden, token, committed_at)
-    torch.testing.assert_close(odds, expected[:, 3].exp().logit())
+    torch.testing.assert_close(picks.odds, p.logit()[picks.token])
 
 
 @pytest.mark.parametrize("sample", [False, True])
 def test_no_eos_before_the_minimum_length(sample: bool) -> None:
     """At such positions the eos ids leave the softmax, as the mask id does; elsewhere nothing changes."""
-    sampler, hidden = random_sampler(sample=sample, eos_token_ids=(3, 30))
-    early = torch.arange(10) % 3 != 0
-    scores = hidden @ sampler.lm_head_weight.T
+    picker, hidden = random_picker(sample=sample, eos_token_ids=(3, 30))
+    scores = hidden @ picker.lm_head_weight.T
     scores[:, 17] = -torch.inf
-    scores[early.nonzero(), torch.tensor([3, 30])] = -torch.inf
-    p = scores.softmax(-1)
-    token = (scores + (gumbel_noise(some_keys(10), 31, torch.float64) if sample else 0)).argmax(-1)
-    picks = sampler(hidden, some_keys(10), no_eos=early)
+    scores[:6, [3, 30]] = -torch.inf
+    token = (scores + noise_of(10, 31) * sample).argmax(-1)
+    picks = picker(hidden, spots(10, early=6))
     assert torch.equal(picks.token, token)
-    torch.testing.assert_close(picks.confidence, p.gather(1, token[:, None])[:, 0].logit())
-    torch.testing.assert_close(picks.entropy, torch.special.entr(p).sum(-1))
-    assert rows_of(picks) != rows_of(sampler(hidden, some_keys(10)))
-    assert rows_of(sampler(hidden, some_keys(10), no_eos=torch.zeros_like(early))) == rows_of(sampler(hidden, some_keys(10)))
+    odds = scores.softmax(-1).gather(1, token[:, None])[:, 0].logit()
+    torch.testing.assert_close(picks.odds, odds)
+    torch.testing.assert_close(picker.token_odds(hidden, token, spots(10, early=6)), odds)
+    assert rows_of(picks) != rows_of(picker(hidden, spots(10)))
 
 
-def test_a_minimum_length_without_eos_ids_changes_nothing() -> None:
-    sampler, hidden = random_sampler()
-    picks = sampler(hidden, no_keys(10), no_eos=torch.ones(10, dtype=torch.bool))
-    assert rows_of(picks) == rows_of(sampler(hidden, no_keys(10)))
-
-
-@pytest.mark.parametrize("options", [{}, {"sample": True, "temperature": 0.8}, {"processors": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"sample": True, "temperature": 0.8}], ids=str)
 def test_chunks_change_nothing(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    if "processors" in options:
-        options = {"processors": LogitsProcessorList([AddLength(17)])}
-    sampler, hidden = random_sampler(eos_token_ids=(3, 30), **options)
-    early = torch.arange(10) > 4
-    shapes: list[int] = []
-    product = Unembedding.product
-
-    def counted(unembedding: Unembedding, hidden: Tensor) -> Tensor:
-        shapes.append(len(hidden))
-        return product(unembedding, hidden)
-
-    monkeypatch.setattr(Unembedding, "product", counted)
-    whole, token = sampler(hidden, some_keys(10), committed_at, early), torch.arange(10)
-    whole_odds = sampler.token_log_odds(hidden, token, committed_at)
-    assert shapes == [10, 10]
-    shapes.clear()
-    monkeypatch.setattr(unembedding_file, "_LOGITS_AT_ONCE", 3 * 31 + 30)
-    parts = sampler(hidden, some_keys(10), committed_at, early)
-    assert shapes == [3, 3, 3, 1]
-    assert torch.equal(parts.token, whole.token)
-    for field in FIELDS[1:]:
-        torch.testing.assert_close(getattr(parts, field), getattr(whole, field), rtol=0, atol=1e-12)
-    torch.testing.assert_close(sampler.token_log_odds(hidden, token, committed_at), whole_odds, rtol=0, atol=1e-12)
-    monkeypatch.setattr(unembedding_file, "_LOGITS_AT_ONCE", 1)  # less than one position: still one at a time
-    assert torch.equal(sampler(hidden, some_keys(10), committed_at, early).token, whole.token)
+    picker, hidden = random_picker(eos_token_ids=(3, 30), entropy=True, likeliest=True, **options)
+    whole = picker(hidden, spots(10, early=5))
+    for at_once in (3 * 31 + 30, 1):  # three positions, and less than one
+        monkeypatch.setattr(unembedding_file, "_LOGITS_AT_ONCE", at_once)
+        parts = picker(hidden, spots(10, early=5))
+        for name in ("token", "odds", "entropy"):
+            torch.testing.assert_close(getattr(parts, name), getattr(whole, name), rtol=0, atol=1e-12)
+        for one, other in zip(parts.likeliest or (), whole.likeliest or (), strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+        torch.testing.assert_close(picker.token_odds(hidden, whole.token, spots(10, early=5)), whole.odds)
 
 
 WARPERS: dict[str, list[LogitsProcessor]] = {
     "k": [TopKLogitsWarper(5)],
     "k of all": [TopKLogitsWarper(50)],
     "k, p": [TopKLogitsWarper(7), TopPLogitsWarper(0.7)],
-    "k, min_p": [TopKLogitsWarper(7), MinPLogitsWarper(0.2)],
     "k, k": [TopKLogitsWarper(7), TopKLogitsWarper(3)],
     "all": [TopKLogitsWarper(20), TopPLogitsWarper(0.97), MinPLogitsWarper(0.01), EpsilonLogitsWarper(0.02)],
     "k, eta": [TopKLogitsWarper(20), EtaLogitsWarper(0.05)],
+    "p, k": [TopPLogitsWarper(0.7), TopKLogitsWarper(7)],
+    "k, typical": [TopKLogitsWarper(7), TypicalLogitsWarper(0.7)],
+    "k to another value": [TopKLogitsWarper(7, filter_value=-5.0)],
 }
 
 
 @pytest.mark.parametrize("warpers", WARPERS)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("restricted", [False, True], ids=["all ids", "some ids"])
-def test_a_top_k_is_what_its_warpers_do_to_all_logits(
-    warpers: str, dtype: torch.dtype, restricted: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The same tokens and confidences; what follows the top-k sees its logits only."""
-    options = {"temperature": 0.7, "sample": True, "entropy": False, "eos_token_ids": (3, 30)}
-    sampler, _ = random_sampler(truncation=LogitsProcessorList(WARPERS[warpers]), **options)
-    sampler = replace(sampler, lm_head_weight=sampler.lm_head_weight.to(dtype))
-    some = torch.tensor([30, 2, 9, 11, 3, 21, 25, 8, 1])
-    sampler = sampler.restricted(some, sampler.lm_head_weight[some]) if restricted else sampler
-    generator = torch.Generator().manual_seed(1)
-    hidden = torch.randn(300, 6, dtype=torch.float64, generator=generator).to(dtype)
-    early = torch.arange(300) % 2 == 0
-    got = sampler(hidden, some_keys(300), no_eos=early)
-    with monkeypatch.context() as patch:
-        patch.setattr(Sampler, "_pick_top", lambda *_: 1 / 0)
-        patch.setattr(Sampler, "_top_k", lambda _: None)
-        wanted = sampler(hidden, some_keys(300), no_eos=early)
-    assert rows_of(got) == rows_of(wanted)
-    assert not bool(((got.token == 3) | (got.token == 30))[early].any())
-    assert len(got.token.unique()) > 4
-
-
-@pytest.mark.parametrize(
-    ("warpers", "entropy"),
-    [
-        ([TopPLogitsWarper(0.7), TopKLogitsWarper(7)], False),
-        ([TopKLogitsWarper(7), TypicalLogitsWarper(0.7)], False),
-        ([TopKLogitsWarper(7, filter_value=-5.0)], False),
-        ([TopKLogitsWarper(7)], True),
-    ],
-    ids=["top-p first", "typical behind", "another filter value", "entropy"],
-)
-def test_what_a_few_logits_do_not_suffice_for(
-    warpers: list[LogitsProcessor], entropy: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sampler, hidden = random_sampler(truncation=LogitsProcessorList(warpers), sample=True, entropy=entropy)
-    monkeypatch.setattr(Sampler, "_pick_top", lambda *_: 1 / 0)
-    assert bool((sampler(hidden, some_keys(10)).entropy > 0).all()) is entropy
+def test_truncations_are_transformers_own(warpers: str, restricted: bool) -> None:
+    """In their order on all logits, over the temperature; of the likeliest tokens those that they leave."""
+    picker, hidden = random_picker(
+        300,
+        temperature=0.7,
+        sample=True,
+        eos_token_ids=(3, 30),
+        truncation=LogitsProcessorList(WARPERS[warpers]),
+        likeliest=True,
+    )
+    some = torch.tensor([30, 2, 9, 11, 3, 21, 25, 8, 1]) if restricted else torch.arange(31)
+    scores = (hidden @ picker.lm_head_weight.T)[:, some]
+    scores[:, some == 17] = -torch.inf
+    scores[:150, (some == 3) | (some == 30)] = -torch.inf
+    scores = scores / 0.7
+    shown = scores.clone()
+    for warper in WARPERS[warpers]:
+        shown = warper(torch.zeros(300, 1, dtype=torch.long), shown)
+    shown = torch.where(shown == -torch.inf, shown, scores)  # what they leave may be sampled, at its own score
+    token = (shown + noise_of(300, 31)[:, some]).argmax(-1)
+    picker = picker.restricted(some, picker.lm_head_weight[some]) if restricted else picker
+    picks = picker(hidden, spots(300, early=150))
+    assert torch.equal(picks.token, some[token])
+    torch.testing.assert_close(picks.odds, scores.softmax(-1).gather(1, token[:, None])[:, 0].logit())
+    assert picks.likeliest is not None
+    ids, odds = picks.likeliest
+    for row in range(300):
+        left = set(some[shown[row] > -torch.inf].tolist())
+        assert set(ids[row][odds[row] > -torch.inf].tolist()) == left
 
 
 def test_ties_at_the_k_th_place_all_stay() -> None:
     """As under transformers' warper; of 16-bit logits there are many."""
     weight = torch.eye(8, dtype=torch.bfloat16)
     hidden = torch.tensor([[2.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 9.0]], dtype=torch.bfloat16).expand(400, 8)
-    sampler = Sampler(weight, 7, sample=True, entropy=False, truncation=LogitsProcessorList([TopKLogitsWarper(2)]))
-    assert set(sampler(hidden, some_keys(400)).token.tolist()) == {0, 1, 2, 3}
-
-
-@pytest.mark.parametrize("options", [{}, {"sample": True, "truncation": LogitsProcessorList([TopKLogitsWarper(3)])}], ids=len)
-def test_no_positions(options: dict[str, Any]) -> None:
-    sampler, hidden = random_sampler(**options)
-    picks = sampler(hidden[:0], no_keys(0))
-    assert rows_of(picks) == []
-    assert picks.token.dtype == torch.long
-    assert sampler.token_log_odds(hidden[:0], no_keys(0)).tolist() == []
-
-
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.4}, {"sample": True}], ids=str)
-def test_token_log_odds_equal_the_confidence_of_a_pick(options: dict[str, Any]) -> None:
-    sampler, hidden = random_sampler(**options)
-    picks = sampler(hidden, some_keys(10))
-    assert torch.equal(sampler.token_log_odds(hidden, picks.token), picks.confidence)
+    picker = Picker(weight, 7, sample=True, truncation=LogitsProcessorList([TopKLogitsWarper(2)]))
+    assert set(picker(hidden, spots(400)).token.tolist()) == {0, 1, 2, 3}
 
 
 def test_precision_of_the_results() -> None:
@@ -518,12 +388,12 @@ def test_precision_of_the_results() -> None:
     generator = torch.Generator().manual_seed(1)
     weight, hidden = torch.randn(9, 4, generator=generator), torch.randn(5, 4, generator=generator)
     for dtype, wide in ((torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)):
-        sampler = Sampler(weight.to(dtype), 8)
-        picks = sampler(hidden.to(dtype), no_keys(5))
-        assert {getattr(picks, field).dtype for field in FIELDS[1:]} == {wide}
-        assert sampler.token_log_odds(hidden.to(dtype), picks.token).dtype == wide
+        picker = Picker(weight.to(dtype), 8, entropy=True)
+        picks = picker(hidden.to(dtype), spots(5))
+        assert {picks.odds.dtype, picks.entropy.dtype} == {wide}  # type: ignore[union-attr]
+        assert picker.token_odds(hidden.to(dtype), picks.token, spots(5)).dtype == wide
         logits = (hidden.to(dtype) @ weight.to(dtype).T).to(wide)[:, :8]
-        torch.testing.assert_close(picks.logprob, logits.log_softmax(-1).amax(-1))
+        torch.testing.assert_close(picks.odds, logits.softmax(-1).amax(-1).logit(), rtol=1e-4, atol=1e-5)
 
 
 # ------------------------------------------------------------------------------------------------ distribution of `static`
@@ -578,18 +448,3 @@ def test_static_samples_the_exact_distribution(seed: int) -> None:
     assert chi_square_p(counts, at_once) < 1e-12
     drafted = model.generate(prompts, decoding="mrp_spec", num_draft_states=3, **options)
     assert torch.equal(drafted, rows)
-
-
-def test_the_minimum_length_holds_for_given_tokens_too() -> None:
-    """`token_log_odds` is the confidence that a pick has, with the ends of a text ruled out where they are too early."""
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(9, 6, generator=generator, dtype=torch.float64)
-    hidden = torch.randn(7, 6, generator=generator, dtype=torch.float64)
-    sampler = Sampler(weight, 8, eos_token_ids=(2, 5))
-    early = torch.tensor([True, False, True, False, True, True, False])
-    picks = sampler(hidden, torch.zeros(7, dtype=torch.long), no_eos=early)
-    odds = sampler.token_log_odds(hidden, picks.token, no_eos=early)
-    torch.testing.assert_close(odds, picks.confidence)
-    free = sampler.token_log_odds(hidden, picks.token)
-    assert torch.equal(free[~early], odds[~early])
-    assert (free[early] < odds[early]).all()

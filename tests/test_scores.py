@@ -57,7 +57,6 @@ CAUSES: dict[str, tuple[Callable[[MRPForCausalLM], dict[str, Any]], str]] = {
     "every id an eos": (lambda _: {"eos_token_id": EVERY_ID, "min_new_tokens": 3}, r"eos_token_id is barred before min_new"),
     "processor NaN": (lambda _: says(NAN), r"logits processors \(Says\).*a finite score"),
     "processor -inf": (lambda _: says(-INF), r"logits processors \(Says\).*a finite score"),
-    "processor inf": (lambda _: says(INF), r"logits processors \(Says\).*a finite score"),
     "lm_head NaN": (broken("lm_head.weight", NAN), r"weights lm_head.weight are NaN or infinite. Load"),
     "lm_head inf": (broken("lm_head.weight", INF), r"weights lm_head.weight are NaN or infinite. Load"),
     "backbone NaN": (broken("model.layers.1.mlp.up_proj.weight", NAN), r"model.layers.1.mlp.up_proj.weight are NaN"),
@@ -79,6 +78,11 @@ def test_no_finite_score(cause: str, mode: str) -> None:
         prompts = [[5, 6, 7, 8], [9, 10, 11, 12]]
         call = partial(generate, model, prompts, **options)
         rejected(call, r"row [01] has no token with a finite score at position", why)
+
+
+def test_a_processor_that_returns_infinity(random_model: MRPForCausalLM) -> None:
+    call = partial(generate, random_model, PROMPTS, max_new_tokens=6, **says(INF))
+    rejected(call, r"logits processor Says returned \+inf", "let it return -inf for all others")
 
 
 @every_mode

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from reference import Options, Row, append_block, backbone, end_of, masked_positions
+from reference import Row, State, options_of
 from torch import Tensor
 
 from modeling_mrp import MRPForCausalLM
@@ -53,21 +53,22 @@ def low_confidence(
         eos: Ids that end the text.
         rules: The engine's, or others.
     """
-    row = Row(model, list(prompt), len(prompt), {}, Options(eos_ids=eos))
-    limit, closest = len(prompt) + new_tokens, []
+    row = Row(model, prompt, (), options_of({"eos_token_id": list(eos), "max_new_tokens": new_tokens}))
+    state, closest = row.first(), list[float]()
     while True:
-        append_block(row)
         close = 1.0
-        while open_ := [i for i in masked_positions(row) if rules.behind_eos or i < end_of(row, len(row.ids))]:
-            close = min(close, _step(row, open_, threshold, rules))
-        closest += [close] * (len(row.ids) - len(prompt) - len(closest))
-        if (end := end_of(row, limit)) <= len(row.ids):
-            return Decoded(row.ids[len(prompt) : end], closest[: end - len(prompt)])
+        while open_ := [i for i in row.masked(state) if rules.behind_eos or i < (row.end(state) or len(state))]:
+            state, gap = _step(row, state, open_, threshold, rules)
+            close = min(close, gap)
+        closest += [close] * (len(state) - len(prompt) - len(closest))
+        if (end := min(row.end(state) or row.limit, row.limit)) <= len(state):
+            return Decoded(list(state[len(prompt) : end]), closest[: end - len(prompt)])
+        state = row.opened(state)
 
 
-def _step(row: Row, open_: list[int], threshold: float, rules: Rules) -> float:
+def _step(row: Row, state: State, open_: list[int], threshold: float, rules: Rules) -> tuple[State, float]:
     """Reveal as the engine does, and tell by how little it did not do otherwise."""
-    logits = row.model.lm_head(backbone(row)[open_])
+    logits, ids = row.model.lm_head(row.backbone(state)[open_]), list(state)
     if not rules.mask_counts:
         logits[:, row.model.config.mask_token_id] = -torch.inf
     best = logits.softmax(-1).topk(2)
@@ -75,13 +76,13 @@ def _step(row: Row, open_: list[int], threshold: float, rules: Rules) -> float:
     over = sure > (threshold if rules.rounds else torch.tensor(threshold, dtype=sure.dtype).logit())
     shown = over if over.any() else torch.arange(len(open_)) == sure.argmax()
     for i in shown.nonzero()[:, 0].tolist():
-        row.ids[open_[i]] = int(best.indices[i, 0])
+        ids[open_[i]] = int(best.indices[i, 0])
     confidence = best.values[:, 0]
     gaps = [*(confidence - threshold).abs().tolist(), *(best.values[shown, 0] - best.values[shown, 1]).tolist()]
     if not over.any() and len(open_) > 1:
         first, second = confidence.topk(2).values.tolist()
         gaps.append(first - second)
-    return min(gaps)
+    return tuple(ids), min(gaps)
 
 
 def _log_odds(logits: Tensor) -> Tensor:
