@@ -44,12 +44,12 @@ def checkpoints(folder: Path) -> list[str]:
 def test_a_broken_weight_is_named_before_anything_is_saved(objective: str, more: dict[str, Any], tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, objective, **more)
     trainer.model.get_parameter(BROKEN).data[3, 5] = float("nan")
-    message = f"^the loss of step 1 is nan, and nothing is saved. The weight {BROKEN} is not finite; it was loaded like that"
+    message = rf"^the loss of step 1 is nan, and nothing is saved\. The weight {BROKEN} is not finite; it was loaded like that"
     with pytest.raises(FloatingPointError, match=message):
         trainer.train()
     assert checkpoints(tmp_path) == []
     assert not trainer.state.log_history
-    with pytest.raises(FloatingPointError, match="^the held-out loss is nan"):
+    with pytest.raises(FloatingPointError, match=r"^the held-out loss is nan"):
         trainer.evaluate()
 
 
@@ -58,7 +58,7 @@ def test_good_checkpoints_stay(objective: str, tmp_path: Path) -> None:
     name = BROKEN if objective == "block_diffusion" else "mrp_head.norm.weight"
     trainer = trainer_of(tmp_path, objective)
     trainer.add_callback(Break(3, float("inf"), name))
-    with pytest.raises(FloatingPointError, match=f"of step 3 is nan.*The weight {name} is not finite; learning_rate is 0.01"):
+    with pytest.raises(FloatingPointError, match=rf"of step 3 is nan.*The weight {name} is not finite; learning_rate is 0.01"):
         trainer.train()
     assert checkpoints(tmp_path) == ["checkpoint-2"]
     again = trainer_of(tmp_path, objective)

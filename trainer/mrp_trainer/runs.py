@@ -22,7 +22,7 @@ from .arguments import MRPTrainingArguments, passes_of
 from .callbacks import TellResumption
 from .checkpoints import digest_of, under_own_class
 from .early import check_training
-from .inputs import bare_model, encoder_of
+from .inputs import bare_model, check_tokenizer, encoder_of
 from .loading import WITHOUT_WEIGHTS, load_tokenizer
 from .memory import Load, MemoryEstimate, estimate
 from .rows import open_rows
@@ -110,7 +110,7 @@ def open_run(settings: Settings, restart: bool = False) -> OpenRun:
 
     Raises:
         ValueError: if the folder holds a run with other settings or data, or one that goes on; there is no data; what the
-            settings name does not go together; or DeepSpeed's config would leave nothing to save.
+            settings name does not go together, the tokenizer included; or DeepSpeed's config would leave nothing to save.
         OSError: if a checkpoint is not there.
     """
     check_training(settings, dry_run=False)
@@ -128,6 +128,7 @@ def open_run(settings: Settings, restart: bool = False) -> OpenRun:
         tokenizer = run_tokenizer(settings.options)
         with _undivided(arguments):
             model = load_model(settings)
+        check_tokenizer(tokenizer, bare_model(model))
         trainer = _make_trainer(settings, arguments, model, tokenizer)
         with arguments.main_process_first(desc="the run's folder"):
             if writes and not was_there:

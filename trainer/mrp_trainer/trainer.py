@@ -16,7 +16,7 @@ from huggingface_hub import CommitInfo
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import Sampler
-from transformers import Trainer, set_seed
+from transformers import PreTrainedTokenizerBase, Trainer, set_seed
 from transformers.trainer_utils import HubStrategy, rotate_checkpoints
 
 from modeling_mrp.model.diffusion import PackedBatch
@@ -37,7 +37,7 @@ from .checkpoints import (
 )
 from .collator import DiffusionCollator
 from .held_out import filled_up, rows_of
-from .inputs import as_rows, bare_model, check_prompts, make_ready, trains_what_is_not_used
+from .inputs import as_rows, bare_model, check_prompts, check_tokenizer, make_ready, trains_what_is_not_used
 from .measures import Measures
 from .objectives import Measured, block_diffusion
 from .optimizer import MuonAdamW
@@ -73,9 +73,9 @@ class MRPTrainer(Trainer):
     Raises:
         RecordError: if records are malformed, which is found at once but in what only comes in order, or a path is missing.
         ValueError: if `args` are those of another trainer; the objective is `mrp` and the model has no head, or 16 bits and the
-            passes have not; there are records and no tokenizer; `eval_prompts` are asked for without a head, held-out prompts
-            and the tokenizer; or FSDP or DeepSpeed shards the model and Muon is asked for, or activation checkpointing for
-            objective `mrp`.
+            passes have not; there are records and no tokenizer, or it is another model's; `eval_prompts` are asked for without
+            a head, held-out prompts and the tokenizer; or FSDP or DeepSpeed shards the model and Muon is asked for, or
+            activation checkpointing for objective `mrp`.
     """
 
     args: MRPTrainingArguments
@@ -108,6 +108,8 @@ class MRPTrainer(Trainer):
         else:
             make_ready(model, args)
         bare = bare_model(model)
+        if isinstance(processing_class, PreTrainedTokenizerBase):
+            check_tokenizer(processing_class, bare)
         if args.eval_prompts and (eval_dataset is None or processing_class is None):
             raise ValueError(f"eval_prompts is {args.eval_prompts}: give eval_dataset and processing_class, the tokenizer, too")
         train_dataset = as_rows(train_dataset, "train_dataset", model, args, processing_class)
@@ -238,7 +240,7 @@ class MRPTrainer(Trainer):
         return batches, self.accelerator.reduce(total, reduction="sum")
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """As `Trainer.training_step`; its loss is looked at when the step's last gradients are there, by all processes at once."""
+        """As `Trainer.training_step`; the loss is checked with the gradient norm, by all processes at once."""
         loss = super().training_step(*args, **kwargs)
         self._step_loss = self._step_loss + loss.detach()
         return loss
