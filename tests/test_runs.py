@@ -18,7 +18,7 @@ from mrp_trainer.run_folder import hold
 from mrp_trainer.runs import dry_run, open_run, run_tokenizer
 from mrp_trainer.settings import Settings, read_settings
 from mrp_trainer.tasks import training_lines
-from peft import PeftModel
+from peft import AutoPeftModelForCausalLM, PeftModel
 from test_trainer import small_model
 from training_runs import start
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -332,6 +332,8 @@ def test_an_adapter_of_the_head(files: dict[str, str], tmp_path: Path) -> None:
     again = MRPForCausalLM.from_pretrained(files["full"])
     again.load_adapter(str(tmp_path / "whole"))
     assert torch.equal(residual(again), after)
+    auto = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "whole", trust_remote_code=True)
+    assert torch.equal(residual(auto.get_base_model()), after)
     saved = json.loads((tmp_path / "whole" / "adapter_config.json").read_text())
     assert (saved["base_model_name_or_path"], saved["r"], saved["lora_alpha"]) == (files["full"], 2, 4)
     assert (tmp_path / "whole" / "adapter_model.safetensors").stat().st_size < 20_000

@@ -207,7 +207,8 @@ def with_adapter(model: MRPForCausalLM, settings: Settings) -> Any:
     """The model with a LoRA adapter, which alone trains."""
     options = settings.options
     alpha = 2 * options.lora_rank if options.lora_alpha is None else options.lora_alpha
-    lora = LoraConfig(r=options.lora_rank, lora_alpha=alpha, target_modules=LORA_TARGETS[settings.objective])
+    targets = LORA_TARGETS[settings.objective]
+    lora = LoraConfig(r=options.lora_rank, lora_alpha=alpha, target_modules=targets, task_type="CAUSAL_LM")
     if os.path.isdir(options.model):
         model.name_or_path = os.path.abspath(options.model)  # the adapter names it
     return get_peft_model(model, lora)
