@@ -491,8 +491,15 @@ class MRPTrainer(Trainer):
         if self.args.eval_prompts:
             inner = bare_model(self.model)  # what is frozen may be bfloat16 beside float32 weights that train: hence autocast
             with gathered(self.model), attending(inner, self._decoding_attention), self.accelerator.autocast():
-                prompts = self._held_out_prompts(dataloader.dataset)
-                summary |= measure_acceptance(self.model, self.processing_class, prompts, self.args.eval_new_tokens)
+                asked = (
+                    self.model,
+                    self.processing_class,
+                    self._held_out_prompts(dataloader.dataset),
+                    self.args.eval_new_tokens,
+                )
+                summary |= measure_acceptance(*asked)
+                stale = measure_acceptance(*asked, decoding="self_spec")
+                summary["stale_tokens_per_forward"] = stale["tokens_per_forward"]
         prefix = kwargs.get("metric_key_prefix", "eval")
         output.metrics.update({f"{prefix}_{name}": value for name, value in summary.items()})
         return output
