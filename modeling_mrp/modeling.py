@@ -5,6 +5,7 @@ A = lm_head(h_A) its logits, x' the state after a reveal, h_C the head's output 
 the head's estimate of the backbone's logits at x'.
 """
 
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -162,9 +163,10 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
             past_key_values: Keys and values of earlier, clean blocks.
             inputs_embeds: [batch, length, hidden_size] in place of `input_ids`.
             labels: [batch, length] long, the true tokens; -100 where nothing is learned (the prompt). The input is
-                then noised: each learned token is masked with probability t ~ U(0, 1] drawn per sequence, one pass
-                holds [x_t | x_0], and the loss is the cross-entropy at the masked positions weighted 1 / t, over
-                the number of learned tokens (SDAR, equation 3). The logits returned are those of the noisy copy.
+                then noised: each learned token is masked with probability t ~ U(0, 1] drawn per sequence (in eval mode
+                from a seed that the sequence's tokens give, so that it has one loss), one pass holds [x_t | x_0], and
+                the loss is the cross-entropy at the masked positions weighted 1 / t, over the number of learned tokens
+                (SDAR, equation 3). The logits returned are those of the noisy copy.
             use_cache: Whether to return keys and values.
             logits_to_keep: As in transformers: the last n positions, or an index tensor. 0 keeps all.
             noise_level: With `labels`, [batch], t of each sequence, in (0, 1], instead of drawing it.
@@ -294,13 +296,15 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
                 "attention_mask has holes: with labels a row's tokens must be contiguous, with padding on one side or both"
             )
         _check_noise(noise_level, noise_mask, batch, length)
-        if noise_level is None:
-            noise_level = 1 - torch.rand(batch, device=input_ids.device)
-        if noise_mask is None:
-            noise_mask = torch.rand(batch, length, device=input_ids.device) < noise_level[:, None]
         response = labels != IGNORE_INDEX
-        weight = (1 / noise_level)[:, None].expand(batch, length)
         clean = torch.where(response, labels, input_ids)
+        where = input_ids.device
+        if noise_level is None:
+            noise_level = 1 - (torch.rand(batch, device=where) if self.training else _fixed_noise(clean, valid)[:, 0])
+        if noise_mask is None:
+            drawn = torch.rand(batch, length, device=where) if self.training else _fixed_noise(clean, valid)[:, 1:]
+            noise_mask = drawn < noise_level[:, None]
+        weight = (1 / noise_level)[:, None].expand(batch, length)
         packed = pack_noisy(clean, response, valid, noise_mask, weight, self.config.mask_token_id)
         hidden = self.backbone(packed.input_ids, packed.position_ids, packed.attention_mask(self.config.block_size))
         logits, chosen = self.lm_head(hidden[:, :length]), packed.supervised[:, :length]  # the clean copy carries no loss
@@ -316,6 +320,16 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
 def _called(module: nn.Module, compiled: bool) -> Callable[..., Any]:
     """A module with its hooks, as compiled or as it was before."""
     return module if compiled else module._call_impl
+
+
+def _fixed_noise(ids: Tensor, valid: Tensor) -> Tensor:
+    """[batch, 1 + length] float32 on [0, 1): for each row and its tokens, drawn from a seed that the row's text gives."""
+    drawn = torch.zeros(len(ids), 1 + ids.shape[1])
+    for row, (kept, tokens) in enumerate(zip(valid.cpu(), ids.cpu(), strict=True)):
+        seed = zlib.crc32(repr(tokens[kept].tolist()).encode())
+        places = F.pad(kept, (1, 0), value=True)
+        drawn[row, places] = torch.rand(int(places.sum()), generator=torch.Generator().manual_seed(seed))
+    return drawn.to(ids.device)
 
 
 def _check_noise(level: Tensor | None, mask: Tensor | None, batch: int, length: int) -> None:

@@ -154,7 +154,13 @@ def test_from_tasks_to_a_head_that_decodes(tmp_path: Path, word_tokenizer: PreTr
     arguments += ["--output-dir", str(head), "--max-length", "128", "--steps", "3", "--batch-size", "2", "--head-layers", "1"]
     arguments += ["--eval-steps", "2", "--eval-prompts", "2", "--set", "use_cpu=true", "--set", "eval_new_tokens=8"]
     printed = mrp(*arguments, "--logging-steps", "1", "--set", "disable_tqdm=true")
-    assert printed.splitlines()[-1] == f"saved to {head}"
+    assert printed.splitlines()[-2:] == [f"saved to {head}", f"next: mrp show --model {head}"]
+    assert re.search(
+        r"^step 2, held out: loss [\d.]+, the head closes -?\d+% of the gap between stale logits and the backbone's next ones, "
+        r"\d\.\d\d tokens a forward with its drafts, \d\.\d\d with stale ones$",
+        printed,
+        re.MULTILINE,
+    )
     assert printed.count("'eval_loss'") == 2  # behind step 2, and at the end
     assert printed.count("'eval_mean_accepted_length'") == 2
     assert printed.count("'kl_head'") == 3

@@ -108,7 +108,7 @@ def test_what_is_cut_and_what_is_left_out(word_tokenizer: PreTrainedTokenizerFas
     assert [(sample.ids.tolist(), sample.length) for sample in made] == [
         ([9, 8, 7, 6, 5, 1, 0, 0], 6),
         ([9, 8, 7, 6], 4),
-        ([9] * 8, 8),
+        ([9] * 8, None),
     ]
     assert made[0].response.tolist() == [False] * 3 + [True] * 5
     assert [sample.reveal_step.tolist() for sample in made] == [

@@ -13,6 +13,8 @@ from mrp_trainer.evaluate import Decoded, decode_problems
 from mrp_trainer.loading import load_model
 from mrp_trainer.provenance import digests
 from mrp_trainer.results import with_headers
+from mrp_trainer.show import show_model
+from mrp_trainer.show_options import ShowOptions
 from mrp_trainer.tasks import judge, problems
 
 from modeling_mrp import MRPForCausalLM
@@ -21,7 +23,7 @@ pytestmark = pytest.mark.skipif(not TINY.exists(), reason="the embedded checkpoi
 
 
 def test_evaluate_prints_a_line_for_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = f"--model {TINY} --count 3 --family math --decoding static mrp_spec dynamic"
+    asked = f"--model {TINY} --count 3 --family math --decoding static mrp_spec dynamic --target static"
     evaluate.main([*asked.split(), "--json", *["--states", "2", "4", "--branches", "1", "3", "--tau", "0.5", "0.9"]])
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     settings = [
@@ -65,7 +67,7 @@ def lines_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[s
 
 def test_text_without_a_right_answer_is_compared_with_static(capsys: pytest.CaptureFixture[str]) -> None:
     """Real source text has no accuracy; `static` is decoded for comparison without being asked for."""
-    lines = lines_of(capsys, "--family source --count 2 --max-new-tokens 20 --decoding mrp_spec sequential")
+    lines = lines_of(capsys, "--family source --count 2 --max-new-tokens 20 --target static --decoding mrp_spec sequential")
     assert [line["decoding"] for line in lines] == ["mrp_spec", "sequential"]
     for line in lines:
         assert line["accuracy"] is None
@@ -74,6 +76,26 @@ def test_text_without_a_right_answer_is_compared_with_static(capsys: pytest.Capt
         assert low <= line["identical_to_static"] <= high
     assert lines[0]["identical_to_static"] == lines[0]["identical_to_first"] == 100
     assert lines[1]["identical_to_static"] == lines[1]["identical_to_first"]
+
+
+@pytest.mark.parametrize("states", [6, "auto"])
+def test_what_is_drafted_by_default_is_the_checkpoints_own(
+    states: int | str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its target and its number of states, and 4 where that is `auto`; whatever is asked for goes before."""
+    shutil.copytree(TINY, tmp_path / "own")
+    path = tmp_path / "own" / "generation_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "target": "dynamic", "num_draft_states": states}))
+    asked = f"--model {tmp_path / 'own'} --json --family math --count 1 --max-new-tokens 16 --decoding mrp_spec"
+    for more, target, width in (("", "dynamic", 4 if states == "auto" else 6), ("--target static --states 3", "static", 3)):
+        evaluate.main([*asked.split(), *more.split()])
+        line = json.loads(capsys.readouterr().out)
+        assert (line["target"], line["num_draft_states"]) == (target, width)
+        of_picture = {"states": [3], "target": ["static"]} if more else {}
+        show = ShowOptions(model=str(tmp_path / "own"), output=str(tmp_path / "a.svg"), max_new_tokens=16, **of_picture)
+        title = show_model(show).title
+        assert title.startswith(target)
+        assert f" K={8 if width == 4 else width}" in title
 
 
 def test_every_interval_holds_its_value(capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,7 +126,7 @@ def test_a_file_of_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     talks = [{"messages": [{"role": "user", "content": r["prompt"]}], "answer": r.get("answer")} for r in records]
     chats.write_text("".join(json.dumps(record) + "\n" for record in talks))
-    common = ["--limit", "3", "--max-new-tokens", "64", "--decoding", "mrp_spec", "--show", "1"]
+    common = ["--limit", "3", "--max-new-tokens", "64", "--target", "static", "--decoding", "mrp_spec", "--show", "1"]
     evaluate.main(["--model", str(TINY), "--json", *common, "--family", "math"])
     known = json.loads(capsys.readouterr().out.splitlines()[0])
     evaluate.main(["--model", str(TINY), "--json", *common, "--prompts", str(path), "--chat", "--judge", "last_number"])
@@ -126,7 +148,8 @@ def measured(path: Path) -> list[dict[str, Any]]:
 def test_a_command_goes_on_where_it_was_killed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What is on a whole line is not measured again; another question is."""
     path = tmp_path / "out.jsonl"
-    arguments = f"--family math --count 2 --max-new-tokens 16 --decoding static sequential mrp_spec --output {path}".split()
+    modes = "--decoding static sequential mrp_spec --target static"
+    arguments = f"--family math --count 2 --max-new-tokens 16 {modes} --output {path}".split()
     lines = lines_of(capsys, *arguments)
     header, *written = (json.loads(line) for line in path.read_text().splitlines())
     assert written == lines
@@ -148,7 +171,9 @@ def test_a_command_goes_on_where_it_was_killed(tmp_path: Path, capsys: pytest.Ca
 def test_a_table_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its cells are the fields of the lines that the file gets; measured again, it is read from there."""
     path = tmp_path / "out.jsonl"
-    arguments = f"--model {TINY} --family math --count 2 --max-new-tokens 16 --show 1 --states auto 2 --output {path}"
+    arguments = (
+        f"--model {TINY} --family math --count 2 --max-new-tokens 16 --show 1 --target static --states auto 2 --output {path}"
+    )
     asked = [*arguments.split(), "--decoding", "static", "mrp_spec"]
     evaluate.main(asked)
     shown = capsys.readouterr().out
@@ -194,7 +219,7 @@ def test_a_model_that_is_nowhere_is_named(capsys: pytest.CaptureFixture[str]) ->
 def test_other_options_of_generate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """They reach `generate` in every mode and the `static` that is compared with, and are part of what a line measures."""
     path = tmp_path / "out.jsonl"
-    common = f"--family source --count 2 --max-new-tokens 16 --output {path}"
+    common = f"--family source --count 2 --max-new-tokens 16 --target static --output {path}"
     plain = lines_of(capsys, common, "--decoding mrp_spec")
     sampled = lines_of(capsys, common, "--decoding mrp_spec --set do_sample=true seed=3 temperature=8e-1 top_k=0")
     assert "set" not in plain[0]

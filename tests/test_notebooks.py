@@ -1,6 +1,7 @@
 """The notebooks, run from the first cell to the last; the second trains for a few steps and pushes to a Hub on loopback."""
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -31,10 +32,10 @@ def quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(name: str, last: str = "") -> Any:
-    """The notebook with its outputs, and those of a last cell."""
+    """The notebook with its outputs, and those of a last cell, run in a folder far from this checkout."""
     notebook = nbformat.read(ROOT / "notebooks" / name, as_version=4)
     notebook.cells.append(nbformat.v4.new_code_cell(last))
-    where = {"metadata": {"path": str(ROOT / "notebooks")}}
+    where = {"metadata": {"path": os.environ["TMPDIR"]}}
     nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3", resources=where).execute()
     return notebook
 

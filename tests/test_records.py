@@ -73,7 +73,45 @@ def chat(*messages: Any) -> dict[str, Any]:
     return {"messages": list(messages)}
 
 
+def share(*turns: tuple[str, Any]) -> dict[str, Any]:
+    return {"conversations": [{"from": speaker, "value": text} for speaker, text in turns]}
+
+
+ALPACA = {"instruction": "Add.", "input": "3 and 4", "output": "7"}
+
+SHARED = share(("system", "Be brief."), ("human", "3 + 4 ?"), ("gpt", "7"), ("human", "Thanks."))
+
+
+@pytest.mark.parametrize(
+    ("record", "asked", "learned"),
+    [
+        (SHARED, ["Be brief.", "3 + 4 ?", "7", "Thanks."], ["system", "user", "assistant"]),
+        (ALPACA, ["Add.\n\n3 and 4"], ["user", "assistant"]),
+        ({**ALPACA, "input": ""}, ["Add."], ["user", "assistant"]),
+        ({**ALPACA, "text": "Below is an instruction. Add. 7"}, ["Add.\n\n3 and 4"], ["user", "assistant"]),
+    ],
+)
+def test_other_peoples_fields(record: dict[str, Any], asked: list[str], learned: list[str]) -> None:
+    """Of ShareGPT and of Alpaca, whose tables also hold the whole as one text."""
+    parser = RecordParser("<mask>", ["<end>"])
+    found = parser.parse(record)
+    assert isinstance(found, Chat)
+    assert [message["role"] for message in found.messages] == learned
+    assert found.messages[-1]["content"] == "7"
+    prompt = parser.parse_prompt(record) if "text" not in record else parser.parse_prompt(ALPACA)
+    assert isinstance(prompt, Chat)
+    assert [message["content"] for message in prompt.messages] == asked
+
+
 MALFORMED = {
+    "shared speaker": (share(("human", "a"), ("bot", "b")), "conversations[1].role", "found 'bot': one of system, developer"),
+    "shared text": (share(("human", "a"), ("gpt", None)), "conversations[1].content", "found nothing: a string is needed"),
+    "shared question": (share(("human", "a")), "conversations", "found no assistant turn: there is nothing to learn"),
+    "instruction type": ({"instruction": 5, "output": "a"}, "instruction", "found 5: a string is needed"),
+    "input type": ({"instruction": "a", "input": ["b"], "output": "a"}, "input", "found a list: a string is needed"),
+    "empty output": ({"instruction": "a", "output": " "}, "output", "found ' ': there is nothing to learn in it"),
+    "mask in an output": ({"instruction": "a", "output": "<mask>"}, "output", "found the mask token <mask>"),
+    "no output": ({"instruction": "a"}, None, "found the fields ['instruction']: needed is"),
     "not JSON": (b'{"messages": [', None, "not JSON, at character 15: Expecting value"),
     "two objects": (b'{"text": "a"} {"text": "b"}', None, "not JSON, at character 15: Extra data"),
     "not UTF-8": (b'{"text": "caf\xe9"}', None, "found byte 0xe9 at byte 14 of the line: UTF-8 is needed"),
@@ -302,6 +340,27 @@ def test_files_that_datasets_loads_are_read(tmp_path: Path, datasets: Any) -> No
     (tmp_path / "nothing").mkdir()
     with pytest.raises(RecordError, match="nothing: datasets cannot read split 'train' of it"):
         open_source([str(tmp_path / "nothing")])
+
+
+def test_a_dataset_on_the_hub_is_read(tmp_path: Path, datasets: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its id, where no folder has that name; what cannot be one is no reason to ask."""
+    asked = []
+
+    def load_dataset(name: str, **options: Any) -> Any:
+        asked.append((name, options))
+        return datasets.Dataset.from_list(ROWS)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert parsed_rows(open_source(["org/chats"], split="test")) == [Chat([USER, REPLY]), Text("", "plain")]
+    assert asked == [("org/chats", {"split": "test", "streaming": False})]
+    for path in ("data/chats.jsonl", "data/chats.parquet", "./org/chats", "chats", "../org/chats"):
+        with pytest.raises(RecordError, match=f"^{re.escape(path)}: there is no such file or folder$"):
+            open_source([path])
+    assert len(asked) == 1
+    monkeypatch.undo()
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    with pytest.raises(RecordError, match="org/none: there is no such file or folder here, and on the Hub"):
+        open_source(["org/none"])
 
 
 def test_without_datasets_a_folder_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

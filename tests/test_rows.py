@@ -1,6 +1,7 @@
 """Datasets of users' records: every record once an epoch, in an order that (seed, epoch) decides, in rows that never mix."""
 
 import io
+import itertools
 import json
 import sys
 from collections.abc import Iterable, Iterator
@@ -127,22 +128,51 @@ def test_malformed_records_are_found_before_anything_is_encoded(tmp_path: Path, 
             read(JsonLines([str(file)]), encoder)
 
 
-def test_records_whose_prompts_fill_max_length_are_left_out_and_counted(
-    word_tokenizer: Any, caplog: pytest.LogCaptureFixture
+LEFT_OUT = {"prompt": "0 1 2 3 4 5 6 7", "completion": "8"}
+CUT = {"prompt": "0 2", "completion": "of " * 9}
+FITS = {"prompt": "0 1", "completion": "the sum"}
+
+
+@pytest.mark.parametrize("cut", [CUT, {"ids": [5] * 12, "response_start": 2, "reveal_step": [0, 0, *[1] * 4, *[2] * 4]}])
+@pytest.mark.parametrize("streamed", [False, True])
+def test_records_longer_than_max_length_are_counted(
+    streamed: bool, cut: dict[str, Any], word_tokenizer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Those of which nothing is left, and those that lose their end: read at once, or as they come."""
     encoder = RecordEncoder(word_tokenizer, 4, 8, MASK)
-    long = {"prompt": "0 1 2 3 4 5 6 7", "completion": "8"}
-    rows = [long, {"prompt": "0 1", "completion": "the sum"}, long, {"prompt": "0 2", "completion": "of " * 9}]
-    dataset = ChatDataset(Rows(rows, "rows of left out"), encoder, shuffle=False)
-    assert (len(dataset), dataset.dropped, numbers(dataset, encoder)) == (2, 2, [1, 2])
+    name = f"rows {streamed} {len(cut)}"
+    source = Rows([LEFT_OUT, FITS, LEFT_OUT, cut], name)
+    dataset = ChatStream(source, encoder, buffer=0, packed=False) if streamed else ChatDataset(source, encoder, shuffle=False)
     assert [sample.length for sample in dataset] == [5, None]
-    assert "rows of left out: 2 of 4 records are left out: nothing that is learned lies within max_length 8" in caplog.messages
-    message = "rows: of all 1 records nothing that is learned lies within max_length 8: raise it or shorten the prompts"
+    if isinstance(dataset, ChatDataset):
+        assert (len(dataset), dataset.dropped, dataset.cut) == (2, 2, 1)
+        assert dataset.lengths.tolist() == [8, 8]
+    assert caplog.messages == [
+        f"{name}: 2 of 4 records are left out: nothing that is learned lies within max_length 8; 1 of 4 records are cut to "
+        "max_length 8: their ends are not learned. Raise max_length to learn from all of them"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rows", "found"),
+    [
+        ([LEFT_OUT], "1 of 1 records are left out: nothing that is learned lies within max_length 8"),
+        ([CUT] * 3, "3 of 3 records are cut to max_length 8: their ends are not learned"),
+    ],
+)
+def test_where_no_record_fits_there_is_nothing_to_train_on(rows: list[Any], found: str, word_tokenizer: Any) -> None:
+    """Of a stream this is known when its first samples are packed."""
+    encoder = RecordEncoder(word_tokenizer, 4, 8, MASK)
+    message = f"^rows: {found}. None fits: raise max_length, or shorten the records$"
     with pytest.raises(ValueError, match=message):
-        ChatDataset(Rows([long], "rows"), encoder)
-    stream = ChatStream(Rows([long], "rows"), encoder)
+        ChatDataset(Rows(rows, "rows"), encoder)
     with pytest.raises(ValueError, match=message):
-        list(stream)
+        next(iter(ChatStream(Rows(rows, "rows"), encoder)))
+    endless = ChatStream(
+        Stream(lambda: itertools.chain(rows * 4, itertools.repeat(rows[0])), "rows"), encoder, window=2, check=False
+    )
+    with pytest.raises(ValueError, match="rows: 2 of 2 records are"):
+        next(iter(endless))
 
 
 def test_a_file_that_changes_under_training_is_noticed(tmp_path: Path, word_tokenizer: Any) -> None:

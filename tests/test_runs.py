@@ -18,7 +18,7 @@ from mrp_trainer.run_folder import hold
 from mrp_trainer.runs import dry_run, open_run, run_tokenizer
 from mrp_trainer.settings import Settings, read_settings
 from mrp_trainer.tasks import training_lines
-from peft import PeftModel
+from peft import AutoPeftModelForCausalLM, PeftModel
 from test_trainer import small_model
 from training_runs import start
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -138,6 +138,8 @@ def test_bad_yaml(text: str, message: str, tmp_path: Path) -> None:
         ({"streaming": True}, [], "streaming data have no length: give --steps"),
         ({"eval_prompts": 2}, [], "eval_prompts: there is nothing to evaluate on: give --eval-data"),
         ({"eval_steps": 2.0}, [], "eval_steps: there is nothing to evaluate on"),
+        ({"early_stopping_patience": 2}, [], "early_stopping_patience: there is nothing to evaluate on"),
+        ({"early_stopping_patience": -1}, [], "early_stopping_patience is -1: it must be 0 or more"),
         ({"lora_rank": 2, "head": "h"}, [], "an adapter belongs to one checkpoint.*leave out head"),
         ({"lora_alpha": 2}, [], "lora_alpha is 2, and there is no lora_rank"),
         ({"head": "h", "head_layers": 2}, [], "head is 'h', and head_layers describe a new one"),
@@ -332,6 +334,8 @@ def test_an_adapter_of_the_head(files: dict[str, str], tmp_path: Path) -> None:
     again = MRPForCausalLM.from_pretrained(files["full"])
     again.load_adapter(str(tmp_path / "whole"))
     assert torch.equal(residual(again), after)
+    auto = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "whole", trust_remote_code=True)
+    assert torch.equal(residual(auto.get_base_model()), after)
     saved = json.loads((tmp_path / "whole" / "adapter_config.json").read_text())
     assert (saved["base_model_name_or_path"], saved["r"], saved["lora_alpha"]) == (files["full"], 2, 4)
     assert (tmp_path / "whole" / "adapter_model.safetensors").stat().st_size < 20_000
@@ -344,6 +348,31 @@ def test_an_adapter_of_the_head(files: dict[str, str], tmp_path: Path) -> None:
     assert dry_run(settings_of(files, tmp_path, **flags)).memory.trained == sum(
         parameter.numel() for parameter in tuned.parameters() if parameter.requires_grad
     )
+
+
+def test_an_adapter_of_a_head_that_is_named_as_one() -> None:
+    """As README has it: the head's checkpoint, given as --head, is what the adapter changes."""
+    given = {"head": "org/head", "head_revision": "v2", "lora_rank": 16, "output_dir": "out"}
+    read = read_settings("mrp", None, given)
+    assert (read.options.model, read.options.revision, read.options.head) == ("org/head", "v2", None)
+    named = read_settings("mrp", None, {"model": "org/head", "revision": "v2", "lora_rank": 16, "output_dir": "out"})
+    assert named.as_dict() == read.as_dict()
+
+
+def test_a_run_ends_early_where_the_held_out_loss_falls_no_more(files: dict[str, str], tmp_path: Path) -> None:
+    """And saves the weights of the lowest one; taken up before, it ends behind the same step."""
+    steps = {"eval_steps": 1, "save_steps": 1, "max_steps": 9}
+    flags = {**steps, "eval_data": [files["held"]], "early_stopping_patience": 2, "learning_rate": 1e-30}
+    run = open_run(settings_of(files, tmp_path / "whole", **flags, save_total_limit=9))
+    run.train()
+    assert run.trainer.state.global_step == 3
+    assert run.trainer.state.best_model_checkpoint == str(tmp_path / "whole" / "checkpoint-1")
+    (tmp_path / "cut").mkdir()
+    shutil.copytree(tmp_path / "whole" / "checkpoint-2", tmp_path / "cut" / "checkpoint-2")
+    shutil.copy(tmp_path / "whole" / "run.yaml", tmp_path / "cut" / "run.yaml")
+    again = open_run(settings_of(files, tmp_path / "cut", **flags))
+    again.train()
+    assert again.trainer.state.global_step == 3
 
 
 def test_an_adapter_needs_a_head(files: dict[str, str], tmp_path: Path) -> None:

@@ -125,9 +125,11 @@ def test_only_learned_tokens_are_masked(random_model: MRPForCausalLM) -> None:
     assert torch.equal(seen[0], torch.cat([ids.masked_fill(learned, MASK), ids], 1))
 
 
-def test_the_noise_is_drawn_per_sequence_and_weighted_by_its_level(monkeypatch: pytest.MonkeyPatch) -> None:
-    """4000 sequences of 4 learned tokens. t ~ U(0, 1]: Kolmogorov-Smirnov by the DKW bound; given such t the number of masks in
-    a sequence is uniform on 0..4: chi-square. Both at a false-alarm rate of 1e-6, and the seed is fixed."""
+@pytest.mark.parametrize("training", [True, False])
+def test_the_noise_is_drawn_per_sequence_and_weighted_by_its_level(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In eval mode from the text. 4000 sequences of 4 learned tokens. t ~ U(0, 1]: Kolmogorov-Smirnov by the DKW bound; given
+    such t the number of masks in a sequence is uniform on 0..4: chi-square. Both at a false-alarm rate of 1e-6, and the seed is
+    fixed."""
     captured: dict[str, Tensor] = {}
     original = modeling.pack_noisy
 
@@ -139,7 +141,7 @@ def test_the_noise_is_drawn_per_sequence_and_weighted_by_its_level(monkeypatch: 
 
     monkeypatch.setattr(modeling, "pack_noisy", recorded)
     ids = random_ids(12, 4000, 4)
-    model = make_model(num_hidden_layers=1)
+    model = make_model(num_hidden_layers=1).train(training)
     torch.manual_seed(0)
     with torch.no_grad():
         model(ids, labels=ids)
@@ -152,6 +154,38 @@ def test_the_noise_is_drawn_per_sequence_and_weighted_by_its_level(monkeypatch: 
     counts = captured["masked"].sum(1).bincount(minlength=5)
     chi_square = ((counts - n / 5) ** 2 / (n / 5)).sum()
     assert torch.special.gammaincc(torch.tensor(2.0), chi_square / 2) > 1e-6  # 4 degrees of freedom
+
+
+@pytest.mark.usefixtures("exact_norms")
+@torch.no_grad()
+def test_in_eval_mode_a_text_has_one_loss(random_model: MRPForCausalLM) -> None:
+    """Whatever the state of torch's generator, which is left alone, its neighbours, and the padding beside it."""
+    example = {name: value for name, value in training_example().items() if not name.startswith("noise")}
+    state = torch.get_rng_state()
+    losses = [random_model(**example).loss.item() for _ in range(3)]
+    assert torch.equal(torch.get_rng_state(), state)
+    assert losses[0] == losses[1] == losses[2] > 0
+    learned = (example["labels"] != -100).sum(1)
+    alone = [
+        random_model(**{name: value[row : row + 1, :length] for name, value in example.items()}).loss.item()
+        for row, length in enumerate((11, 6, 8))
+    ]
+    assert losses[0] == pytest.approx(float(torch.tensor(alone) @ learned.float() / learned.sum()), rel=1e-6)
+    assert len(set(alone)) == 3
+    left = {name: torch.stack([row.roll(3) for row in value[2:]]) for name, value in example.items()}
+    assert random_model(**left).loss.item() == pytest.approx(alone[2], rel=1e-12)
+    random_model.train()
+    drawn = {random_model(**example).loss.item() for _ in range(3)}
+    random_model.eval()
+    assert len(drawn) == 3
+
+
+def test_evaluations_of_transformers_trainer_agree(tmp_path: Any) -> None:
+    rows = [{"input_ids": row, "labels": row} for row in random_ids(13, 4, 8)]
+    arguments = TrainingArguments(output_dir=str(tmp_path), report_to=[], use_cpu=True, per_device_eval_batch_size=2)
+    trainer = Trainer(model=make_model(num_nextn_predict_layers=0), args=arguments, eval_dataset=rows)
+    losses = {trainer.evaluate()["eval_loss"] for _ in range(3)}
+    assert len(losses) == 1
 
 
 @pytest.mark.usefixtures("exact_norms")

@@ -68,7 +68,7 @@ class MRPTrainingArguments(TrainingArguments):
         muon_learning_rate: Trains layer matrices with Muon at this rate, and all else with AdamW at `learning_rate`; None
             leaves everything to `optim`.
         eval_prompts: How many prompts of the evaluation dataset every evaluation decodes with `mrp_spec`, to report accepted
-            drafts and tokens per forward; 0 for none.
+            drafts and tokens per forward, and beside it those with the backbone's stale drafts; 0 for none.
         eval_new_tokens: How many tokens each of them may get.
         rows_per_step: Rows of a step over all processes and passes: sets `gradient_accumulation_steps` to as many passes of
             `per_device_train_batch_size` rows on each process as make them, so that a recipe's step is the same on any number

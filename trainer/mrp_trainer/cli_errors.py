@@ -11,6 +11,6 @@ def told() -> Iterator[None]:
     """Ends the command with what is wrong, without a traceback, for errors that name a value and the remedy."""
     try:
         yield
-    except (ValueError, ImportError, OSError) as error:
+    except (ValueError, ImportError, OSError, FloatingPointError) as error:
         typer.secho(f"Error: {error}", fg="red", err=True)
         raise typer.Exit(1) from error

@@ -1,5 +1,6 @@
 """`mrp train`: the flags are those of `mrp_trainer.train_options`; what they mean is in `settings` and `runs`."""
 
+import shlex
 from dataclasses import fields
 from typing import Any
 
@@ -53,3 +54,12 @@ def _train(objective: str, given: dict[str, Any]) -> None:
         folder = run.train()
     if run.trainer.args.should_save:
         typer.echo(f"saved to {folder}")
+        typer.echo(f"next: {_next_command(settings.objective, settings.options, str(folder))}")
+
+
+def _next_command(objective: str, options: RunOptions, folder: str) -> str:
+    """What to do with what a run has saved: have a backbone's head trained, or look at its drafts."""
+    if objective == "mrp" or options.lora_rank:
+        return shlex.join(["mrp", "show", "--model", folder])
+    data = [word for path in options.data for word in ("--data", path)]
+    return shlex.join(["mrp", "train", "head", "--model", folder, *data, "--output-dir", f"{folder}-head"])

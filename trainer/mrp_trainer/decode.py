@@ -20,7 +20,7 @@ from modeling_mrp.modeling import MRPForCausalLM
 from .chat import RecordEncoder
 from .decode_options import DecodeOptions
 from .decoded import padding_id
-from .inputs import encoder_of
+from .inputs import check_tokenizer, encoder_of
 from .records import FieldError
 from .runs import run_tokenizer
 from .settings import RunOptions
@@ -95,8 +95,8 @@ def decode(options: DecodeOptions, state: PartialState | None = None) -> Written
 
     Raises:
         RecordError: Records are malformed, or there is none.
-        ValueError: Data come in order only; the model has no room for a block of new tokens; the file holds something else, or
-            the answers to other prompts or options.
+        ValueError: Data come in order only; the tokenizer is another model's; the model has no room for a block of new tokens;
+            the file holds something else, or the answers to other prompts or options.
         OSError: There is no such checkpoint.
     """
     if state is None:
@@ -108,6 +108,7 @@ def decode(options: DecodeOptions, state: PartialState | None = None) -> Written
     tokenizer = run_tokenizer(run)
     where = {name: value for name, value in (("dtype", options.dtype), ("revision", options.revision)) if value is not None}
     model = MRPForCausalLM.from_pretrained(options.model, **where).eval()
+    check_tokenizer(tokenizer, model)
     model.to(options.device or state.device)
     block_size, longest = model.config.block_size, model.config.max_position_embeddings - options.max_new_tokens
     if options.max_new_tokens < block_size:

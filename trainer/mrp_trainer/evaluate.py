@@ -28,7 +28,7 @@ from .evaluate_options import FILE_NEW_TOKENS, EvaluateOptions, check_names, gen
 from .evaluate_table import printing
 from .flags import argument_parser
 from .intervals import Interval, ratio_of_sums, wilson
-from .loading import load_config, load_model, load_tokenizer
+from .loading import load_config, load_generation_fields, load_model, load_tokenizer
 from .provenance import header
 from .questions import JUDGES, prompt_ids, read_questions
 from .results import ResultsFile
@@ -231,6 +231,7 @@ def evaluate(options: EvaluateOptions) -> None:
             checkpoint that cannot be loaded.
         OSError: if there is no such checkpoint.
     """
+    options = options.of_checkpoint(load_generation_fields(options.model))
     every = options.settings()
     config = load_config(options.model)
     for setting in every:

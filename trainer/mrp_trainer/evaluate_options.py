@@ -4,7 +4,7 @@ Nothing here imports torch, so that help comes at once.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Literal
 
@@ -57,9 +57,11 @@ class EvaluateOptions:
     count: int = flag("Problems of a family.", 500, panel=_WHAT, min=1)
     limit: int | None = flag("Only so many of each set.", None, panel=_WHAT, min=1)
     decoding: list[str] = flag("Modes of decoding.", [_OPTIONS["decoding"].default], panel=_HOW, kind=list[Decoding])
-    target: list[str] = flag("Modes whose text is drafted.", [_OPTIONS["target"].default], panel=_HOW, kind=list[Target])
+    target: list[str] = flag("Modes whose text is drafted.", [], panel=_HOW, kind=list[Target], shown="the checkpoint's")
     tau: list[float] = flag(**_of("confidence_threshold"))
-    states: list[int | str] = flag(**_of("num_draft_states") | {"default": [4]}, kind=list[str], metavar="K")
+    states: list[int | str] = flag(
+        **_of("num_draft_states") | {"default": []}, kind=list[str], metavar="K", shown="the checkpoint's, or 4 for auto"
+    )
     branches: list[int] = flag(**_of("draft_branches"))
     set: list[str] = flag("Any other option of generate.", [], panel=_HOW, metavar="NAME=VALUE")
     max_new_tokens: int | None = flag("Tokens per answer.", None, panel=_HOW, min=1, shown="the family's, or 256")
@@ -87,8 +89,22 @@ class EvaluateOptions:
         """
         return assigned(self.set, _BY_FLAG, _FIXED)
 
+    def of_checkpoint(self, own: Mapping[str, Any], states: int = 4) -> "EvaluateOptions":
+        """The same with the target and the number of states of a checkpoint where none is asked for.
+
+        Args:
+            own: The fields of its generation config.
+            states: In place of `auto`, with which every run has other counts.
+        """
+        width = own.get("num_draft_states")
+        width = width if isinstance(width, int) else states
+        target = own.get("target") or _OPTIONS["target"].default
+        return replace(self, target=self.target or [target], states=self.states or [width])
+
     def settings(self) -> list[dict[str, Any]]:
         """The options of `generate`, one mapping a setting; those of `set` are together under that name."""
+        if not (self.target and self.states):
+            return self.of_checkpoint({}).settings()
         extra = self.extra()
         settings: list[dict[str, Any]] = []
         for decoding in self.decoding:

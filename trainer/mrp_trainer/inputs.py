@@ -72,17 +72,41 @@ def trains_what_is_not_used(model: nn.Module, objective: str | None) -> bool:
     return any(("mrp_head." in name) != (objective == "mrp") for name in trained)
 
 
+def ends_of(model: MRPForCausalLM) -> list[int]:
+    """The ids that end a text."""
+    ends = model.generation_config.eos_token_id
+    return [] if ends is None else ends if isinstance(ends, list) else [ends]
+
+
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase, model: MRPForCausalLM) -> None:
+    """Refuse, with a `ValueError`, a tokenizer that is another model's: its size, its mask and its eos tell."""
+    config, ends = model.config, ends_of(model)
+    mask, eos, size = tokenizer.mask_token_id, tokenizer.eos_token_id, len(tokenizer)
+    wrong = []
+    if size > config.vocab_size:
+        wrong.append(f"it has {size} tokens, and the model's vocabulary {config.vocab_size}")
+    if mask is None and config.mask_token_id < size and config.mask_token_id not in tokenizer.added_tokens_decoder:
+        token = tokenizer.convert_ids_to_tokens(config.mask_token_id)
+        wrong.append(f"the model's mask, id {config.mask_token_id}, is its token {token!r}")
+    elif mask not in (None, config.mask_token_id):
+        wrong.append(f"its mask has the id {mask}, and the model's {config.mask_token_id}")
+    if ends and eos is not None and eos not in ends:
+        wrong.append(f"its eos has the id {eos}, and what ends the model's texts {', '.join(map(str, ends))}")
+    if wrong:
+        raise ValueError(
+            f"the tokenizer does not fit the model: {'; '.join(wrong)}. Give the tokenizer that belongs to the model"
+        )
+
+
 def encoder_of(model: Any, tokenizer: PreTrainedTokenizerBase, max_length: int, with_decoded: bool = True) -> RecordEncoder:
     """What makes samples and prompts of records for a model."""
     bare = bare_model(model)
-    ends = bare.generation_config.eos_token_id
-    ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
     return RecordEncoder(
         tokenizer,
         bare.config.block_size,
         max_length,
         bare.config.mask_token_id,
-        ends,
+        ends_of(bare),
         vocab_size=bare.config.vocab_size,
         digest=digest(bare),
         with_decoded=with_decoded,

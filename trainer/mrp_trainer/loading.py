@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
-from transformers.utils import find_adapter_config_file
+from transformers.utils import GENERATION_CONFIG_NAME, cached_file, find_adapter_config_file
 
 from modeling_mrp.model.configuration import MRPConfig
 from modeling_mrp.model.layouts import config_file, is_hub_id, json_object
@@ -52,6 +52,20 @@ def load_config(source: str) -> MRPConfig:
     return MRPConfig.from_pretrained(base)
 
 
+def load_generation_fields(source: str) -> dict[str, Any]:
+    """The fields of the generation config of what `load_model` loads; none where there is none.
+
+    Raises:
+        ValueError: as from `load_model`.
+    """
+    base, _ = _base_and_adapter(source)
+    try:
+        path = cached_file(base, GENERATION_CONFIG_NAME)
+    except OSError:
+        return {}
+    return json_object(Path(str(path)))
+
+
 def load_model(source: str, dtype: str | None = None) -> MRPForCausalLM:
     """A model in evaluation mode.
 
@@ -94,4 +108,4 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-__all__ = ["WITHOUT_WEIGHTS", "load_config", "load_model", "load_tokenizer"]
+__all__ = ["WITHOUT_WEIGHTS", "load_config", "load_generation_fields", "load_model", "load_tokenizer"]

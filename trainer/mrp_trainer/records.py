@@ -5,6 +5,9 @@ messages; `text`, all of which is learned; and what `mrp decode` writes, a text 
 
     {"ids": [5, 8, 2, 9, 1], "response_start": 2, "reveal_step": [1, 0, 2], "decoded_by": {"model": "org/name", ...}}
 
+ShareGPT's `conversations` (of `from` and `value`) are read as `messages`, and Alpaca's `instruction`, `input` and `output` as a
+chat of two turns, also beside a `text` that repeats them.
+
 `ids` are those of prompt and response, `response_start` is the length of the prompt, and `reveal_step` has for each token of
 the response the step of decoding that revealed it, from 0 on; later blocks have later steps. `decoded_by` may be missing. Its
 `block_size` and `mask_token_id` must be those of the model that trains; where its `digest` is that of another backbone there
@@ -23,8 +26,14 @@ logger = logging.get_logger(__name__)
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _LONGEST = 2**26  # bytes; reading takes a few times as many
-_LAYOUTS = "needed is 'messages', or 'prompt' and 'completion', or 'text', or what mrp decode writes"
+_LAYOUTS = (
+    "needed is 'messages', or 'prompt' and 'completion', or 'text', or what mrp decode writes; ShareGPT's 'conversations' and "
+    "Alpaca's 'instruction' and 'output' are read, too"
+)
 _LAYOUT_FIELDS = (("messages",), ("prompt", "completion"), ("text",), ("reveal_step",))
+# ShareGPT's names.
+_KEYS = {"from": "role", "value": "content"}
+_SPEAKERS = {"human": "user", "gpt": "assistant"}
 
 
 @dataclass(frozen=True)
@@ -159,6 +168,11 @@ class RecordParser:
         row = _object(raw)
         given = {name: value for name, value in row.items() if value is not None}
         layouts = [names for names in _LAYOUT_FIELDS if any(name in given for name in names)]
+        if {"instruction", "output"} <= given.keys() and layouts in ([], [("text",)]):
+            answer = self._learned("output", given["output"], self.end_tokens)
+            return Chat([*self._instruction(given), {"role": "assistant", "content": answer}], field_name="output")
+        if not layouts and "conversations" in given:
+            return self._chat([("conversations", given["conversations"])], given.get("tools"))
         if not layouts:
             if "ids" in given:
                 raise FieldError("reveal_step", "it is missing beside 'ids': give what mrp decode writes")
@@ -177,15 +191,21 @@ class RecordParser:
         return self._pair(given)
 
     def parse_prompt(self, raw: bytes | Mapping[str, Any]) -> Chat | Text:
-        """What a line or a row asks: its `messages` without a last turn of the assistant, or its `prompt`, a text or messages.
+        """What a line or a row asks: its `messages` or `conversations` without a last turn of the assistant; or its `prompt`, a
+        text or messages; or its `instruction`.
 
         Raises:
             FieldError: It is malformed, or asks nothing.
         """
         given = {name: value for name, value in _object(raw).items() if value is not None}
-        names = [name for name in ("messages", "prompt") if name in given]
+        names: list[str] = [name for name in ("messages", "prompt") if name in given]
+        names = names or [name for name in ("conversations", "instruction") if name in given]
+        if names == ["instruction"]:
+            return Chat(self._instruction(given), field_name="instruction")
         if len(names) != 1:
-            found = "'messages' and 'prompt'" if names else f"the fields {sorted(map(str, given))}" if given else "no fields"
+            found = (
+                " and ".join(map(repr, names)) if names else f"the fields {sorted(map(str, given))}" if given else "no fields"
+            )
             raise FieldError(names[-1] if names else None, f"found {found}: needed is 'messages', or 'prompt'")
         name, value = names[0], given[names[0]]
         if name == "prompt" and not isinstance(value, list):
@@ -193,6 +213,11 @@ class RecordParser:
         messages = [message for _, message in self._conversation([(name, value)])]
         asked = messages[:-1] if messages[-1]["role"] == "assistant" else messages
         return Chat(asked, 0, name, _tools(given.get("tools")))
+
+    def _instruction(self, given: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """What Alpaca's records ask: an instruction and perhaps its input."""
+        asked = [self._string(name, given[name]) for name in ("instruction", "input") if name in given]
+        return [{"role": "user", "content": "\n\n".join(filter(None, asked))}]
 
     def _trajectory(self, given: Mapping[str, Any]) -> Trajectory:
         for name in ("ids", "response_start"):
@@ -256,6 +281,9 @@ class RecordParser:
                 raise FieldError(at, f"found {_found(message)}: an object with 'role' and 'content' is needed")
             # Tables fill what a message lacks with null, which templates would print.
             message = {key: value for key, value in message.items() if value is not None}
+            if name == "conversations":
+                message = {_KEYS.get(key, key): value for key, value in message.items()}
+                message["role"] = _SPEAKERS.get(str(message.get("role")), message.get("role"))
             role = message.get("role")
             if role not in ROLES:
                 raise FieldError(f"{at}.role", f"found {_found(role)}: one of {', '.join(ROLES)} is needed")

@@ -40,10 +40,11 @@ class ChatDataset(Dataset[Sample]):
     Attributes:
         lengths: [records] int64, tokens of each one's whole blocks.
         dropped: How many records were left out, since their prompts alone fill `max_length`.
+        cut: How many of the others lost their end to it.
 
     Raises:
         RecordError: Records are malformed, or there is none.
-        ValueError: All records were left out, or the seed is negative.
+        ValueError: All records were left out or cut, or the seed is negative.
     """
 
     def __init__(
@@ -65,12 +66,11 @@ class ChatDataset(Dataset[Sample]):
         for place, _ in checked(source, encoder.check, show_progress=show_progress):
             self._places.append(place)
         numbers = tqdm(range(len(self._places)), "Counting tokens", unit=" records", disable=None if show_progress else True)
-        samples = map(self._encode, numbers)
-        lengths = np.fromiter((0 if sample is None else len(sample.ids) for sample in samples), np.int64, len(self._places))
+        lengths = np.fromiter((_signed_length(self._encode(number)) for number in numbers), np.int64, len(self._places))
         self._kept = lengths.nonzero()[0]
-        self.lengths = lengths[self._kept]
-        self.dropped = len(lengths) - len(self._kept)
-        _report_dropped(self.dropped, len(self._kept), encoder, source)
+        self.lengths = np.abs(lengths[self._kept])
+        self.dropped, self.cut = len(lengths) - len(self._kept), int((lengths < 0).sum())
+        _report_cuts(self.dropped, self.cut, len(lengths), encoder, source)
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -230,16 +230,19 @@ class ChatStream(IterableDataset[Sample | list[Sample]]):
 
     def _samples(self, epoch: int) -> Iterator[Sample]:
         random = np.random.Generator(np.random.Philox(key=[self.seed + _ORDER, epoch]))
-        seen = kept = 0
+        seen = dropped = cut = 0
         for number, (place, raw) in _shuffled(enumerate(self.source.entries()), self.buffer, random):
             seen += 1
             sample = _encoded(self.encoder, self.source, place, raw, epoch * _EPOCH_STRIDE + number)
+            length = _signed_length(sample)
+            dropped, cut = dropped + (length == 0), cut + (length < 0)
+            if seen == self.window:  # training may end before the stream does
+                _report_cuts(dropped, cut, seen, self.encoder, self.source)
             if sample is not None:
-                kept += 1
                 yield sample
         if not seen:
             raise RecordError([Problem(self.source.names[0], None, None, "found no records: at least one is needed")])
-        _report_dropped(seen - kept, kept, self.encoder, self.source)
+        _report_cuts(dropped, cut, seen, self.encoder, self.source)
 
     def _rows(self, samples: Iterable[Sample], epoch: int) -> Iterator[list[Sample]]:
         random = np.random.Generator(np.random.Philox(key=[self.seed + _ORDER + 1, epoch]))
@@ -364,12 +367,23 @@ def _encoded(encoder: RecordEncoder, source: Source, place: Place, raw: Any, ind
         raise RecordError([problem]) from error
 
 
-def _report_dropped(dropped: int, kept: int, encoder: RecordEncoder, source: Source) -> None:
-    why = f"nothing that is learned lies within max_length {encoder.max_length}"
-    if not kept:
-        raise ValueError(f"{', '.join(source.names)}: of all {dropped} records {why}: raise it or shorten the prompts")
+def _signed_length(sample: Sample | None) -> int:
+    """A sample's tokens, below 0 of one that was cut and 0 of none."""
+    return 0 if sample is None else -len(sample.ids) if sample.length is None else len(sample.ids)
+
+
+def _report_cuts(dropped: int, cut: int, seen: int, encoder: RecordEncoder, source: Source) -> None:
+    """Warn of records that do not fit; raise `ValueError` if none does."""
+    limit, found = f"max_length {encoder.max_length}", []
     if dropped:
-        logger.warning_once(f"{', '.join(source.names)}: {dropped} of {dropped + kept} records are left out: {why}")
+        found.append(f"{dropped} of {seen} records are left out: nothing that is learned lies within {limit}")
+    if cut:
+        found.append(f"{cut} of {seen} records are cut to {limit}: their ends are not learned")
+    names = ", ".join(source.names)
+    if dropped + cut == seen:
+        raise ValueError(f"{names}: {'; '.join(found)}. None fits: raise max_length, or shorten the records")
+    if found:
+        logger.warning_once(f"{names}: {'; '.join(found)}. Raise max_length to learn from all of them")
 
 
 def _checked_seed(seed: int) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase, set_seed
+from transformers import EarlyStoppingCallback, PreTrainedConfig, PreTrainedTokenizerBase, set_seed
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
 from modeling_mrp.model.configuration import MRPConfig
@@ -19,16 +19,16 @@ from modeling_mrp.model.layouts import config_file
 from modeling_mrp.modeling import MRPForCausalLM
 
 from .arguments import MRPTrainingArguments, passes_of
-from .callbacks import TellResumption
+from .callbacks import TellEvaluations, TellResumption
 from .checkpoints import digest_of, under_own_class
 from .early import check_training
-from .inputs import bare_model, encoder_of
+from .inputs import bare_model, check_tokenizer, encoder_of
 from .loading import WITHOUT_WEIGHTS, load_tokenizer
 from .memory import Load, MemoryEstimate, estimate
 from .rows import open_rows
 from .run_folder import check_folder, hold, how_to_go_on, take_over, telling_what_is_full
 from .settings import RunOptions, Settings
-from .sources import check_paths
+from .sources import check_paths, is_hub_dataset
 from .trainer import MRPTrainer
 
 _LAYER = r"layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)"
@@ -45,7 +45,7 @@ class DryRun:
         memory: What it needs of a device.
         processes: Devices at work.
         rows_per_step: Over all of them and the accumulation steps.
-        rows: Rows of an epoch; None without data or for a stream.
+        rows: Rows of an epoch; None without data, for a stream, or for a dataset on the Hub.
     """
 
     settings: Settings
@@ -110,7 +110,7 @@ def open_run(settings: Settings, restart: bool = False) -> OpenRun:
 
     Raises:
         ValueError: if the folder holds a run with other settings or data, or one that goes on; there is no data; what the
-            settings name does not go together; or DeepSpeed's config would leave nothing to save.
+            settings name does not go together, the tokenizer included; or DeepSpeed's config would leave nothing to save.
         OSError: if a checkpoint is not there.
     """
     check_training(settings, dry_run=False)
@@ -128,6 +128,7 @@ def open_run(settings: Settings, restart: bool = False) -> OpenRun:
         tokenizer = run_tokenizer(settings.options)
         with _undivided(arguments):
             model = load_model(settings)
+        check_tokenizer(tokenizer, bare_model(model))
         trainer = _make_trainer(settings, arguments, model, tokenizer)
         with arguments.main_process_first(desc="the run's folder"):
             if writes and not was_there:
@@ -140,8 +141,8 @@ def open_run(settings: Settings, restart: bool = False) -> OpenRun:
 
 
 def _data_digest(paths: Sequence[str]) -> str | None:
-    """What tells data from others; None of the standard input."""
-    if list(paths) == ["-"]:
+    """What tells data from others; None of the standard input and of a dataset on the Hub."""
+    if not all(map(os.path.exists, paths)):
         return None
     return hashlib.sha256(json.dumps(digest_of([Path(path) for path in paths])).encode()).hexdigest()[:32]
 
@@ -157,6 +158,9 @@ def _make_trainer(
     if options.eval_data:
         held_out = open_rows(options.eval_data, encoder, packed, split=options.eval_split, shuffle=False)
     trainer = MRPTrainer(model=model, args=arguments, train_dataset=rows, eval_dataset=held_out, processing_class=tokenizer)
+    if options.early_stopping_patience:
+        trainer.add_callback(EarlyStoppingCallback(options.early_stopping_patience))
+    trainer.add_callback(TellEvaluations())
     trainer.add_callback(TellResumption(how_to_go_on(Path(arguments.output_dir), settings)))
     return trainer
 
@@ -206,7 +210,8 @@ def with_adapter(model: MRPForCausalLM, settings: Settings) -> Any:
     """The model with a LoRA adapter, which alone trains."""
     options = settings.options
     alpha = 2 * options.lora_rank if options.lora_alpha is None else options.lora_alpha
-    lora = LoraConfig(r=options.lora_rank, lora_alpha=alpha, target_modules=LORA_TARGETS[settings.objective])
+    targets = LORA_TARGETS[settings.objective]
+    lora = LoraConfig(r=options.lora_rank, lora_alpha=alpha, target_modules=targets, task_type="CAUSAL_LM")
     if os.path.isdir(options.model):
         model.name_or_path = os.path.abspath(options.model)  # the adapter names it
     return get_peft_model(model, lora)
@@ -242,7 +247,7 @@ def dry_run(settings: Settings, processes: int = 1) -> DryRun:
         bool(arguments.gradient_checkpointing),
     )
     rows = None
-    if settings.options.data and not settings.options.streaming:
+    if settings.options.data and not settings.options.streaming and not any(map(is_hub_dataset, settings.options.data)):
         tokenizer = run_tokenizer(settings.options, local_files_only=True)
         encoder = encoder_of(model, tokenizer, arguments.max_length, not arguments.inverse_level)
         rows = len(open_rows(settings.options.data, encoder, arguments.packed, split=settings.options.split))  # type: ignore[arg-type]  # no stream

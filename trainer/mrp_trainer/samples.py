@@ -1,7 +1,7 @@
 """What is trained on: token ids of whole blocks, and which of them are learned."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -85,7 +85,8 @@ def decoded_sample(
         return None
     response = [place >= response_start for place in range(length)]
     steps = [*[-1] * response_start, *reveal_step]
-    return make_sample(index, ids[:length], response, block_size, pad_token_id, steps[:length])
+    sample = make_sample(index, ids[:length], response, block_size, pad_token_id, steps[:length])
+    return sample if room == len(ids) else replace(sample, length=None)
 
 
 class Samples(Protocol):

@@ -36,6 +36,8 @@ _FREE_PREFIXES = ("eval_", "save_", "log_", "logging_", "hub_", "trackio_")
 _FLAGS = ("num_train_epochs", "per_device_train_batch_size", "max_length", "packed", "logging_steps", "save_steps")
 _WRITTEN: dict[str, Any] = {name: getattr(TrainerFlags, name) for name in _FLAGS}
 _WRITTEN |= {"lr_scheduler_type": SCHEDULER, "save_total_limit": KEPT_CHECKPOINTS, "report_to": "none"}
+# What needs data to evaluate on.
+_WATCHED = {"early_stopping_patience", "eval_prompts", "eval_steps", "eval_strategy"}
 # transformers declares the texts alone, whose names it has deprecated.
 _ALSO: dict[str, Any] = {"fsdp": bool | str | None}
 _PLAIN: dict[str, Any] = {"int": int, "float": float, "bool": bool, "str": str, "None": None}
@@ -127,9 +129,11 @@ def read_settings(
         raise ValueError(f"{config} is for another objective than {objective!r}: use the other command of mrp train")
     names = _option_names(objective)
     given = {name: found.pop(name) for name in list(found) if name in names}
+    if given.get("lora_rank") and "head" in given and "model" not in given:  # the checkpoint that the adapter changes
+        given |= {new: given.pop(name) for name, new in (("head", "model"), ("head_revision", "revision")) if name in given}
     if "model" not in given:
         raise ValueError("no model: give --model, or model in the YAML file")
-    settings = Settings(objective, RunOptions(**given), _with_defaults(found, objective, bool(given.get("eval_data"))))
+    settings = Settings(objective, RunOptions(**given), _with_defaults(found, objective, given))
     _check(settings, given)
     return settings
 
@@ -155,12 +159,15 @@ def _option_names(objective: str) -> tuple[str, ...]:
     return tuple(f.name for f in fields(RunOptions) if f.metadata["only"] in (None, objective))
 
 
-def _with_defaults(given: dict[str, Any], objective: str, evaluated: bool) -> dict[str, Any]:
+def _with_defaults(given: dict[str, Any], objective: str, options: Mapping[str, Any]) -> dict[str, Any]:
     training = {**_WRITTEN, "lr_scheduler_kwargs": dict(MIN_RATE), "learning_rate": LEARNING_RATES[objective], **given}
     if "lr_scheduler_type" in given and "lr_scheduler_kwargs" not in given:
         del training["lr_scheduler_kwargs"]  # of the default schedule
-    if evaluated:
+    if options.get("eval_data"):
         training = {"eval_strategy": "steps", "eval_steps": TrainerFlags.eval_steps, **training}
+    if options.get("early_stopping_patience"):
+        best = {"load_best_model_at_end": True, "restore_callback_states_from_checkpoint": True}
+        training = {**training, "save_steps": training.get("eval_steps"), **best, **given}
     return training
 
 
@@ -168,7 +175,7 @@ def _check(settings: Settings, given: Mapping[str, Any]) -> None:
     options, training = settings.options, settings.training
     if "output_dir" not in training:
         raise ValueError("no output folder: give --output-dir, or output_dir in the YAML file")
-    for name, least in (("head_layers", 1), ("lora_rank", 0)):
+    for name, least in (("head_layers", 1), ("lora_rank", 0), ("early_stopping_patience", 0)):
         if getattr(options, name) < least:
             raise ValueError(f"{name} is {getattr(options, name)}: it must be {least} or more")
     if options.head_init not in get_args(HeadInit):
@@ -177,8 +184,9 @@ def _check(settings: Settings, given: Mapping[str, Any]) -> None:
         raise ValueError(f"save is {options.save!r}: choose 'head' or 'full'")
     if options.streaming and training.get("max_steps", -1) < 1:
         raise ValueError("streaming data have no length: give --steps, or max_steps in the YAML file")
-    asked = sorted({"eval_prompts", "eval_steps", "eval_strategy"} & training.keys())
-    if not options.eval_data and any(training[name] not in (0, None, "no") for name in asked):
+    watched = {**training, "early_stopping_patience": options.early_stopping_patience}
+    asked = [name for name in sorted(watched) if name in _WATCHED and watched[name] not in (0, None, "no")]
+    if asked and not options.eval_data:
         raise ValueError(f"{', '.join(asked)}: there is nothing to evaluate on: give --eval-data")
     new = sorted({"head", "head_layers", "head_init", "save"} & given.keys())
     if options.lora_rank and new:

@@ -32,8 +32,7 @@ def draw_modes(model: Any, tokenizer: Any, options: ShowOptions) -> Picture:
         inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     given = {name: inputs[name].to(model.device) for name in ("input_ids", "attention_mask")}
     fixed = {"max_new_tokens": options.max_new_tokens, "return_dict_in_generate": True}
-    own = getattr(model.generation_config, "target", None) or "static"
-    settings = options.settings(own, model.mrp_head is not None)
+    settings = options.settings(model.generation_config.to_dict(), model.mrp_head is not None)
     outputs = {mode_name(one): model.generate(**given, **generate_options(one), **fixed) for one in settings}
     theme = cast(Theme, options.theme)
     picture = show(outputs, tokenizer, prompt=options.prompt, animated=options.animated, theme=theme)

@@ -1,6 +1,7 @@
 """What `mrp show` is asked to draw: every option, once. Nothing here imports torch, so that help comes at once."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,7 +31,7 @@ class ShowOptions:
     decoding: list[str] = flag("Modes, side by side.", [], panel=_HOW, kind=list[Decoding], shown="the target, and its drafts")
     target: list[str] = flag("Modes whose text is drafted.", [], panel=_HOW, kind=list[Target], shown="the checkpoint's")
     tau: list[float] = flag("Confidence thresholds (dynamic, mrp_remask).", [0.9], panel=_HOW)
-    states: list[int] = flag("States per round (self_spec, mrp_spec).", [8], panel=_HOW)
+    states: list[int] = flag("States per round (self_spec, mrp_spec).", [], panel=_HOW, shown="the checkpoint's, or 8 for auto")
     set: list[str] = flag("Any other option of generate.", [], panel=_HOW, metavar="NAME=VALUE")
     animated: bool = flag("The text comes forward by forward.", False, panel=_OUTPUT)
     theme: str = flag("Colours; auto is the viewer's.", "auto", panel=_OUTPUT, kind=Literal["auto", "light", "dark"])
@@ -45,17 +46,17 @@ class ShowOptions:
             )
         self.settings()
 
-    def settings(self, target: str = "static", has_head: bool = True) -> list[dict[str, Any]]:
+    def settings(self, own: Mapping[str, Any] | None = None, has_head: bool = True) -> list[dict[str, Any]]:
         """The options of `generate`, one mapping a picture's part, as `EvaluateOptions.settings` has them.
 
         Args:
-            target: That of the checkpoint, which is drafted if no other is asked for.
+            own: The fields of the checkpoint's generation config: its target and states are drafted if none are asked for.
             has_head: Whether the checkpoint has a head to draft with.
         """
-        targets = self.target or [target]
-        decoding = self.decoding or [*targets, "mrp_spec" if has_head else "self_spec"]
-        given = {name: getattr(self, name) for name in ("tau", "states", "set")}
-        return EvaluateOptions(decoding=decoding, target=targets, **given).settings()
+        given = {name: getattr(self, name) for name in ("target", "tau", "states", "set")}
+        options = EvaluateOptions(**given).of_checkpoint(own or {}, states=8)
+        decoding = self.decoding or [*options.target, "mrp_spec" if has_head else "self_spec"]
+        return replace(options, decoding=decoding).settings()
 
 
 __all__ = ["ShowOptions"]

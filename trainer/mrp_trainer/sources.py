@@ -1,4 +1,4 @@
-"""Where records come from: JSON lines, folders and files that `datasets` reads, streams."""
+"""Where records come from: JSON lines, folders, files and repositories that `datasets` reads, streams."""
 
 import os
 import sys
@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
 from tqdm import tqdm
+
+from modeling_mrp.model.layouts import is_hub_id
 
 from .records import FieldError, Problem, RecordError
 
@@ -157,9 +159,9 @@ def open_source(paths: Sequence[str], split: str = "train", streaming: bool = Fa
     """The source behind paths a user gives.
 
     Args:
-        paths: `.jsonl` files; or one folder that `datasets` saved or can load, or one file of its formats; or "-", the
-            standard input, one JSON object a line.
-        split: The split to read of a folder that has several.
+        paths: `.jsonl` files; or one folder that `datasets` saved or can load, or one file of its formats, or the id of a
+            dataset on the Hub; or "-", the standard input, one JSON object a line.
+        split: The split to read of a folder or a dataset that has several.
         streaming: Read what `datasets` loads as a stream, without converting it first.
 
     Raises:
@@ -205,9 +207,14 @@ def source_of(dataset: Any, name: str) -> TableSource | Stream | None:
 def check_paths(paths: Sequence[str]) -> None:
     """Raises `RecordError` for paths of data that are not there."""
     if list(paths) != ["-"]:
-        missing = [Problem(path, None, None, "there is no such file or folder") for path in paths if not os.path.exists(path)]
+        missing = [path for path in paths if not os.path.exists(path) and not is_hub_dataset(path)]
         if missing:
-            raise RecordError(missing)
+            raise RecordError([Problem(path, None, None, "there is no such file or folder") for path in missing])
+
+
+def is_hub_dataset(path: str) -> bool:
+    """Whether a path that is not here can be the id of a dataset on the Hub, `org/name`."""
+    return not os.path.exists(path) and is_hub_id(path) and Path(path).suffix not in (*_LINES, *_BUILDERS)
 
 
 def checked(
@@ -276,7 +283,8 @@ def _load(path: Path, split: str, streaming: bool) -> Rows | Stream:
         else:
             table = datasets.load_dataset(str(path), split=split, streaming=streaming)
     except Exception as error:  # datasets raises what its readers raise: their errors, OSError, KeyError, ValueError
-        message = f"datasets cannot read split {split!r} of it: {_cause(error)}"
+        nowhere = "" if path.exists() else "there is no such file or folder here, and on the Hub "
+        message = f"{nowhere}datasets cannot read split {split!r} of it: {_cause(error)}"
         raise RecordError([Problem(str(path), None, None, message)]) from error
     if isinstance(table, datasets.IterableDataset):
         return Stream(lambda: table, str(path))

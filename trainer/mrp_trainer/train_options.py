@@ -27,7 +27,8 @@ _LOSS, _OPTIMIZER, _WATCH, _ADAPTER = "Objective", "Optimizer", "Watching and sa
 class RunOptions:
     """What a run needs beside `MRPTrainingArguments`; the flags' help says what each is.
 
-    For an adapter of a head, `model` is the head's checkpoint. `block_size` and `mask_token_id` are for an
+    For an adapter of a head, `model` is the head's checkpoint, which `head` alone names as well. `early_stopping_patience` also
+    has the weights of the lowest held-out loss saved. `block_size` and `mask_token_id` are for an
     autoregressive Qwen3 checkpoint that becomes a block-diffusion model. `head_revision` is the commit, branch or tag of
     `head`.
     """
@@ -41,10 +42,10 @@ class RunOptions:
     mask_token_id: int | None = flag(
         "Mask id, of a Qwen3 checkpoint of another vocabulary.", None, panel=_MODEL, only="block_diffusion"
     )
-    data: list[str] = flag("JSON lines, a datasets folder, or - .", [], panel=_DATA, metavar="FILE")
-    split: str = flag("Split of a folder of --data.", "train", panel=_DATA)
+    data: list[str] = flag("JSON lines, a datasets folder or Hub id, or - .", [], panel=_DATA, metavar="FILE")
+    split: str = flag("Split of a folder or id of --data.", "train", panel=_DATA)
     eval_data: list[str] = flag("Data to evaluate on.", [], panel=_DATA, metavar="FILE")
-    eval_split: str = flag("Split of a folder of --eval-data.", "test", panel=_DATA)
+    eval_split: str = flag("Split of a folder or id of --eval-data.", "test", panel=_DATA)
     streaming: bool = flag("Read data as they come.", False, panel=_DATA, name="--streaming/--not-streaming")
     head: str | None = flag("Head to go on from.", None, panel=_HEAD, metavar="PATH", shown="a new one", only="mrp")
     head_revision: str | None = field(default=None, metadata={"only": "mrp"})
@@ -55,7 +56,8 @@ class RunOptions:
     save: str = flag(
         "Save the head alone, or with the backbone.", "head", panel=_HEAD, kind=Literal["head", "full"], only="mrp"
     )
-    lora_rank: int = flag("Train only an adapter of this rank.", 0, panel=_ADAPTER)
+    early_stopping_patience: int = flag("Evaluations without a lower loss before the end, 0: no end.", 0, panel=_WATCH)
+    lora_rank: int = flag("Train only an adapter of this rank, of --model or --head.", 0, panel=_ADAPTER)
     lora_alpha: int | None = flag("Scale of the adapter.", None, panel=_ADAPTER, shown="2 x rank")
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -15,7 +16,7 @@ from huggingface_hub import CommitInfo
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import Sampler
-from transformers import Trainer, set_seed
+from transformers import PreTrainedTokenizerBase, Trainer, set_seed
 from transformers.trainer_utils import HubStrategy, rotate_checkpoints
 
 from modeling_mrp.model.diffusion import PackedBatch
@@ -36,7 +37,7 @@ from .checkpoints import (
 )
 from .collator import DiffusionCollator
 from .held_out import filled_up, rows_of
-from .inputs import as_rows, bare_model, check_prompts, make_ready, trains_what_is_not_used
+from .inputs import as_rows, bare_model, check_prompts, check_tokenizer, make_ready, trains_what_is_not_used
 from .measures import Measures
 from .objectives import Measured, block_diffusion
 from .optimizer import MuonAdamW
@@ -55,7 +56,8 @@ class MRPTrainer(Trainer):
     """Trains an `MRPForCausalLM`, bare or in a peft model, on records as `mrp train` reads them, or on rows of samples.
 
     The loss is a sum over tokens divided by the response tokens of the whole step, over all processes and accumulation steps,
-    so that it does not matter how a step is divided. All noise is a function of (seed, sample, visit).
+    so that it does not matter how a step is divided. All noise is a function of (seed, sample, visit). Training ends with a
+    `FloatingPointError` at the first loss, gradient norm or weight that is not finite, before anything is saved.
 
     Args:
         model: The model; under objective `mrp` all but its head is frozen, under `block_diffusion` its head, unless it is a
@@ -71,9 +73,9 @@ class MRPTrainer(Trainer):
     Raises:
         RecordError: if records are malformed, which is found at once but in what only comes in order, or a path is missing.
         ValueError: if `args` are those of another trainer; the objective is `mrp` and the model has no head, or 16 bits and the
-            passes have not; there are records and no tokenizer; `eval_prompts` are asked for without a head, held-out prompts
-            and the tokenizer; or FSDP or DeepSpeed shards the model and Muon is asked for, or activation checkpointing for
-            objective `mrp`.
+            passes have not; there are records and no tokenizer, or it is another model's; `eval_prompts` are asked for without
+            a head, held-out prompts and the tokenizer; or FSDP or DeepSpeed shards the model and Muon is asked for, or
+            activation checkpointing for objective `mrp`.
     """
 
     args: MRPTrainingArguments
@@ -106,6 +108,8 @@ class MRPTrainer(Trainer):
         else:
             make_ready(model, args)
         bare = bare_model(model)
+        if isinstance(processing_class, PreTrainedTokenizerBase):
+            check_tokenizer(processing_class, bare)
         if args.eval_prompts and (eval_dataset is None or processing_class is None):
             raise ValueError(f"eval_prompts is {args.eval_prompts}: give eval_dataset and processing_class, the tokenizer, too")
         train_dataset = as_rows(train_dataset, "train_dataset", model, args, processing_class)
@@ -142,7 +146,7 @@ class MRPTrainer(Trainer):
         self._head_objective = args.head_objective(bare.config.block_size)
         self._trained, self._evaluated = Measures(), Measures()
         self._decoding_attention: str | None = None
-        self._steps_done = 0
+        self._steps_done, self._step_loss = 0, torch.zeros(())
         self._since = time.perf_counter()
 
     def call_model_init(self, trial: Any = None) -> Any:
@@ -166,6 +170,7 @@ class MRPTrainer(Trainer):
 
         Raises:
             ValueError: if the checkpoint that is named is damaged.
+            FloatingPointError: if a loss, a gradient norm or a weight is not finite.
         """
         if resume_from_checkpoint is True:
             newest = last_whole_checkpoint(Path(self.args.output_dir)) if self.is_world_process_zero() else None
@@ -174,7 +179,7 @@ class MRPTrainer(Trainer):
         elif isinstance(resume_from_checkpoint, str):
             check_whole(Path(resume_from_checkpoint))
         self._steps_done = (step_of(Path(resume_from_checkpoint)) or 0) if isinstance(resume_from_checkpoint, str) else 0
-        self._since = time.perf_counter()
+        self._since, self._step_loss = time.perf_counter(), torch.zeros(())
         if self.model_init is not None:
             self.model = self._make_ahead(self.model_init, kwargs.get("trial"))
         bare, attention = bare_model(self.model), self.args.packed_attention
@@ -185,7 +190,9 @@ class MRPTrainer(Trainer):
         if self.args.objective == "block_diffusion":
             bare.backbone_source = None  # it is no longer the one that was loaded
         with attending(bare, attention) as self._decoding_attention:
-            return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+            output = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+        self._check_trained_weights()
+        return output
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
         """As `Trainer.set_initial_training_values`, with no epoch left where the checkpoint that is taken up has all steps:
@@ -231,6 +238,46 @@ class MRPTrainer(Trainer):
         counts = [batch["response_tokens"] for batch in batches]
         total = torch.stack(counts).sum().to(device) if counts else torch.zeros((), dtype=torch.long, device=device)
         return batches, self.accelerator.reduce(total, reduction="sum")
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """As `Trainer.training_step`; the loss is checked with the gradient norm, by all processes at once."""
+        loss = super().training_step(*args, **kwargs)
+        self._step_loss = self._step_loss + loss.detach()
+        return loss
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        """As `Trainer._get_grad_norm`.
+
+        Raises:
+            FloatingPointError: if the step's loss is not finite, which `Trainer` would log as 0, or the norm is not. With
+                float16, a scaler passes over steps whose gradients overflow.
+        """
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        loss, self._step_loss = self.accelerator.reduce(self._step_loss, reduction="sum"), torch.zeros(())
+        step = self.state.global_step + 1
+        self._check_finite(f"the loss of step {step}", loss)
+        if norm is not None and not self.args.fp16:
+            self._check_finite(f"the gradient norm of step {step}", norm)
+        return norm
+
+    def _check_finite(self, name: str, value: Any) -> None:
+        """Raise `FloatingPointError` for a number that is not finite, and name the weight or the rate that is to blame."""
+        if math.isfinite(value):
+            return
+        broken = next((name for name, weight in self.model.named_parameters() if not _is_finite(weight)), None)
+        trained = self.state.global_step > self._steps_done
+        if broken is None or (trained and self.model.get_parameter(broken).requires_grad):
+            reason = f"learning_rate is {self.args.learning_rate:g}: lower it, or look at the data"
+        else:
+            reason = "it was loaded like that: load another checkpoint"
+        found = "All weights are finite" if broken is None else f"The weight {broken} is not finite"
+        raise FloatingPointError(f"{name} is {float(value)}, and nothing is saved. {found}; {reason}")
+
+    def _check_trained_weights(self) -> None:
+        """Raise `FloatingPointError`, in all processes, if something that trains is not finite."""
+        whole = all(_is_finite(weight) for weight in self.model.parameters() if weight.requires_grad)
+        parts = torch.tensor(0.0 if whole else math.nan, device=self.args.device)
+        self._check_finite(f"a weight behind step {self.state.global_step}", self.accelerator.reduce(parts, reduction="sum"))
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -310,6 +357,7 @@ class MRPTrainer(Trainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """As `Trainer._save_checkpoint`, in a place where nothing was left lying, and sealed before older ones are removed."""
+        self._check_trained_weights()
         folder, limit = Path(self._get_output_dir(trial)), self.args.save_total_limit
         if self.args.should_save:
             make_room(folder, self.state.global_step)
@@ -439,11 +487,19 @@ class MRPTrainer(Trainer):
         output = super().evaluation_loop(dataloader, *args, **kwargs)
         measured = self._evaluated.take(self.accelerator)
         summary = _summary(measured)
+        self._check_finite("the held-out loss", summary.get("loss", 0.0))
         if self.args.eval_prompts:
             inner = bare_model(self.model)  # what is frozen may be bfloat16 beside float32 weights that train: hence autocast
             with gathered(self.model), attending(inner, self._decoding_attention), self.accelerator.autocast():
-                prompts = self._held_out_prompts(dataloader.dataset)
-                summary |= measure_acceptance(self.model, self.processing_class, prompts, self.args.eval_new_tokens)
+                asked = (
+                    self.model,
+                    self.processing_class,
+                    self._held_out_prompts(dataloader.dataset),
+                    self.args.eval_new_tokens,
+                )
+                summary |= measure_acceptance(*asked)
+                stale = measure_acceptance(*asked, decoding="self_spec")
+                summary["stale_tokens_per_forward"] = stale["tokens_per_forward"]
         prefix = kwargs.get("metric_key_prefix", "eval")
         output.metrics.update({f"{prefix}_{name}": value for name, value in summary.items()})
         return output
@@ -468,6 +524,11 @@ def gathered(model: nn.Module) -> Iterator[None]:
     finally:
         for module in sharded:
             module.reshard()
+
+
+def _is_finite(weight: Any) -> bool:
+    """Whether what this process holds of a weight is finite."""
+    return bool(getattr(weight, "to_local", lambda: weight)().isfinite().all())
 
 
 def _summary(measured: dict[str, tuple[float, float]]) -> dict[str, float]:
