@@ -12,7 +12,6 @@ import re
 import subprocess
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import product
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from types import SimpleNamespace
@@ -21,10 +20,6 @@ from unittest.mock import patch
 
 import torch
 import triton
-from modeling_mrp.generate.sampling import LIKELIEST
-from modeling_mrp.kernels.grow import DRAFT_COLUMNS, DraftTable, grow_kernel
-from modeling_mrp.kernels.settle import Known, Written, settle_kernel
-from modeling_mrp.rules.revealing import Dynamic, EntropyBound, RevealRule, Sequential, Static
 from torch import Tensor
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from triton.backends.compiler import GPUTarget
@@ -32,7 +27,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from modeling_mrp.kernels.fused_layers import _gated_kernel, _rotated_kernel, _sum_and_norm_kernel
-from modeling_mrp.kernels.pick import Plan, _pick_above_kernel, _pick_kernel
+from modeling_mrp.kernels.pick import _pick_kernel
 from modeling_mrp.kernels.round_attention import RoundMask, round_attention
 from modeling_mrp.kernels.unembedding import Unembedding
 
@@ -120,34 +115,19 @@ def _empty(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(*shape, dtype=dtype, device="meta")
 
 
-def pick_launch(
-    rows: int, dtype: torch.dtype, capability: int, given: bool = False, sampled: bool = False, barred: bool = False
-) -> None:
-    """`pick` over the whole vocabulary, greedy or sampled, or a given token's log-odds; with ids that are barred from rows."""
-    keys, token = (_empty(rows, dtype=torch.int64) for _ in range(2))
-    _pick_kernel(
-        Unembedding(_empty(VOCAB, HIDDEN, dtype=dtype), VOCAB - 1, 0.7 if sampled else 1.0, (1, 2) if barred else ()),
-        _empty(rows, HIDDEN, dtype=dtype),
-        keys if sampled else None,
-        token if given else None,
-        _empty(rows, dtype=torch.bool) if barred else None,
-        _empty(rows, dtype=torch.bool),
-        Plan.of(rows, VOCAB, PROCESSORS, tensor_memory=capability // 10 == 10),
-    )
-
-
-def pick_above_launch(rows: int, dtype: torch.dtype) -> None:
-    """A sampled `pick_above`, as behind a top-k."""
-    unembedding = Unembedding(_empty(VOCAB, HIDDEN, dtype=dtype), VOCAB - 1, 0.7)
-    logits, least, keys = _empty(rows, VOCAB, dtype=dtype), _empty(rows, dtype=dtype), _empty(rows, dtype=torch.int64)
-    active, plan = _empty(rows, dtype=torch.bool), Plan.of_logits(rows, VOCAB, PROCESSORS)
-    _pick_above_kernel(unembedding, logits, least, keys, active, plan)
+def pick_launch(rows: int, sampled: bool = False, truncated: bool = False) -> None:
+    """The row kernel of the pick over float32 logits of the whole vocabulary, greedy or sampled, behind a top-k or not."""
+    keys, least = _empty(rows, dtype=torch.int64), _empty(rows, dtype=torch.float32)
+    unembedding = Unembedding(_empty(VOCAB, HIDDEN, dtype=torch.bfloat16), VOCAB - 1, 0.7 if sampled else 1.0)
+    logits = _empty(rows, VOCAB, dtype=torch.float32)
+    _pick_kernel(unembedding, logits, least if truncated else None, keys if sampled else None)
 
 
 def attention_launch(batch: int, states: int, used: int, dtype: torch.dtype, block: int = 4) -> None:
     """A round's attention behind `used` slots."""
     queries = states * block
-    keys = _empty(2, batch, KV_HEADS, queries + 32_768, HEAD_DIM, dtype=dtype)[:, :, :, : queries + used]
+    slots = _empty(batch, queries + used, 39, 2, KV_HEADS, HEAD_DIM, dtype=dtype)[:, :, 0]  # of 36 layers and a head's three
+    keys = slots.permute(2, 0, 3, 1, 4)
     query = _empty(batch, queries, HEADS, HEAD_DIM, dtype=dtype).transpose(1, 2)
     parent = _empty(batch, states, dtype=torch.int64) if states > 1 else None
     round_attention(query, keys[0], keys[1], RoundMask(_empty(batch, dtype=torch.int64), parent, states, block), 0.1)
@@ -166,63 +146,8 @@ def layer_launch(kernel: str, tokens: int, dtype: torch.dtype) -> None:
         attention = SimpleNamespace(head_dim=HEAD_DIM, q_norm=q_norm, k_norm=k_norm)
         query, key, value = (_empty(1, tokens, many * HEAD_DIM, dtype=dtype) for many in (HEADS, KV_HEADS, KV_HEADS))
         rotary = _empty(1, tokens, HEAD_DIM, dtype=dtype), _empty(1, tokens, HEAD_DIM, dtype=dtype)
-        kept = _empty(2, 1, KV_HEADS, tokens + 32_768, HEAD_DIM, dtype=dtype)[:, :, :, :tokens]
+        kept = _empty(1, tokens, 39, 2, KV_HEADS, HEAD_DIM, dtype=dtype)[:, :, 0].permute(2, 0, 3, 1, 4)
         _rotated_kernel(attention, query, key, value, rotary, kept[0], kept[1])
-
-
-def grow_launch(states: int, block: int, rule: RevealRule, sampled: bool, batch: int = 1, branches: int = 3) -> None:
-    """The states of a drafting round; log-odds are float32 whatever the model's dtype."""
-    long, flags = partial(_empty, dtype=torch.int64), partial(_empty, dtype=torch.bool)
-    known = 3 * states
-    table = DraftTable(
-        first=long(batch, block + DRAFT_COLUMNS),
-        valid=flags(batch),
-        token=long(batch, known, block, LIKELIEST if sampled else 1),
-        odds=_empty(batch, known, block, LIKELIEST if sampled else 1, dtype=torch.float32),
-        known=long(batch, known, block + 1),
-        known_valid=flags(batch, known),
-        ahead=long(batch, known, block + DRAFT_COLUMNS),
-        successor=long(batch, block + DRAFT_COLUMNS),
-        open_successor=flags(batch),
-        open_end=long(batch),
-        eos=long(2),
-        schedule=long(block),
-        seed=long(batch) if sampled else None,
-        rule=rule,
-        mask_id=VOCAB - 1,
-        branches=branches,
-    )
-    grow_kernel(table, states, states)
-
-
-def settle_launch(batch: int, states: int, block: int = 4, drafts: bool = True) -> None:
-    """What a round of so many states a row settles, and as many remembered ones."""
-    long, flags = partial(_empty, dtype=torch.int64), partial(_empty, dtype=torch.bool)
-    single = partial(_empty, dtype=torch.float32)
-
-    def known() -> Known:
-        of_block = batch, states, block
-        return Known(
-            *(long(batch, states, block + 4), flags(batch, states), flags(*of_block), long(*of_block)),
-            *(single(*of_block), single(*of_block)),
-        )
-
-    text, depths = (batch, 4097), 2 * states - 1 if drafts else 0
-    written = Written(
-        tokens=long(*text),
-        logprob=single(*text),
-        reveal_step=long(*text),
-        total_steps=long(batch),
-        stop=long(batch),
-        drafted=long(batch),
-        accepted=long(batch),
-        accepted_lengths=long(batch, 2 * states + 1),
-        offered_at_depth=long(batch, depths),
-        accepted_at_depth=long(batch, depths),
-    )
-    current = long(batch, block + 4), flags(batch)
-    others = long(batch, block + 4), long(batch), long(batch), long(2)
-    settle_kernel(known(), known() if drafts else None, written, current, *others, VOCAB - 1, max(2, states))
 
 
 def shipped(dtype: torch.dtype, capability: int) -> Iterator[tuple[dict[str, Any], Callable[[], Any]]]:
@@ -230,40 +155,20 @@ def shipped(dtype: torch.dtype, capability: int) -> Iterator[tuple[dict[str, Any
     block = 16
     for states in (1, 4, 8):
         tokens = states * block
-        if dtype != torch.float32:
-            yield {"launch": "pick", "rows": tokens}, partial(pick_launch, tokens, dtype, capability)
-            yield (
-                {"launch": "pick", "rows": tokens, "sampled": True},
-                partial(pick_launch, tokens, dtype, capability, sampled=True),
-            )
-            yield {"launch": "pick_above", "rows": tokens}, partial(pick_above_launch, tokens, dtype)
+        for sampled, truncated in ((False, False), (True, False), (True, True)):
+            sizes = {"launch": "pick", "rows": tokens, "sampled": sampled, "truncated": truncated}
+            yield sizes, partial(pick_launch, tokens, sampled, truncated)
         sizes = {"launch": "round_attention", "batch": 1, "states": states, "block": block, "used": 512}
         yield sizes, partial(attention_launch, 1, states, 512, dtype, block)
         for kernel in ("sum_and_norm", "rotated", "gated"):
             yield {"launch": kernel, "tokens": tokens}, partial(layer_launch, kernel, tokens, dtype)
-        if states > 1:
-            rules: tuple[RevealRule, ...] = (Static(), Sequential(), Dynamic(2.2), EntropyBound(0.35))
-            for rule, sampled in product(rules if states > 4 else rules[:1], (False, True)):
-                sizes = {"states": states, "block": block, "rule": type(rule).__name__, "sampled": sampled}
-                yield {"launch": "grow", **sizes}, partial(grow_launch, states, block, rule, sampled)
-        settled = partial(settle_launch, 1, states, block, states > 1)
-        yield {"launch": "settle", "states": states, "block": block}, settled
 
 
 def others(dtype: torch.dtype, capability: int) -> Iterator[tuple[dict[str, Any], Callable[[], Any]]]:
-    """What blocks of 4, larger batches and rarer options launch."""
-    if dtype != torch.float32:
-        yield {"launch": "pick", "rows": 512}, partial(pick_launch, 512, dtype, capability)
-        for rows in (16, 64):
-            yield {"launch": "pick", "rows": rows, "given": True}, partial(pick_launch, rows, dtype, capability, given=True)
-            asked = {"sampled": True, "barred": True}
-            yield {"launch": "pick", "rows": rows, **asked}, partial(pick_launch, rows, dtype, capability, **asked)
+    """What blocks of 4 and larger batches launch."""
     for batch, states, used in ((1, 4, 512), (1, 1, 512), (8, 8, 4096)):
         sizes = {"launch": "round_attention", "batch": batch, "states": states, "block": 4, "used": used}
         yield sizes, partial(attention_launch, batch, states, used, dtype)
-    for states, block in ((4, 4), (8, 4), (16, 16)):
-        sizes = {"states": states, "block": block, "rule": "Static", "sampled": False}
-        yield {"launch": "grow", **sizes}, partial(grow_launch, states, block, Static(), False)
 
 
 def main(arguments: list[str] | None = None) -> None:

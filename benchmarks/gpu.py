@@ -23,8 +23,6 @@ from typing import Any
 
 import torch
 
-from modeling_mrp.kernels.pick import pick, pick_ref
-from modeling_mrp.kernels.unembedding import Unembedding
 from modeling_mrp.model.configuration import MRPConfig
 from modeling_mrp.modeling import MRPForCausalLM
 
@@ -46,8 +44,6 @@ TOY: dict[str, int] = {
     "head_dim": 16,
     "block_size": 4,
 }
-# How far the most that `pick` allocates may grow with the vocabulary: not with the logits, which would be 4.
-MEMORY_GROWTH = 1.5
 
 
 class Bench:
@@ -70,8 +66,6 @@ class Bench:
         cases = [(sizes, make) for dtype in dtypes for sizes, make in self.cases(dtype)]
         for sizes, make in cases:
             yield {"part": "kernel checks", **sizes}, partial(self.check_kernels, make)
-        if self.on.type == "cuda":
-            yield {"part": "memory check"}, self.check_memory
         for round_ in self.rounds:
             yield {"part": "round check", **vars(round_)}, partial(self.check_round, round_)
         for states in self.options.states:
@@ -115,21 +109,6 @@ class Bench:
                 torch.compiler.reset()  # beyond 8 variants of one function, PyTorch would run it uncompiled
                 ways["compile"] = torch.compile(case.ways["torch"])
             yield from case.time({way: call for way, call in ways.items() if way in wanted}, self.device(), self.on)
-
-    def check_memory(self) -> Iterator[Line]:
-        """The most that `pick` and its twin allocate beside inputs, at a vocabulary and at four times that."""
-        hidden = torch.randn(64, 2560, device=self.on, dtype=torch.bfloat16)
-        most: dict[str, list[int]] = {"kernel": [], "torch": []}
-        for vocab in (37_984, 151_936):
-            unembedding = Unembedding(torch.randn(vocab, 2560, device=self.on).bfloat16(), MASK_ID)
-            for way, call in (("kernel", partial(pick, dispatch=KERNEL)), ("torch", pick_ref)):
-                call(unembedding, hidden)
-                torch.cuda.reset_peak_memory_stats(self.on)
-                before = torch.cuda.memory_allocated(self.on)
-                call(unembedding, hidden)
-                most[way].append(torch.cuda.max_memory_allocated(self.on) - before)
-        small, large = most["kernel"]
-        yield {"check": "memory of pick", "ok": large <= MEMORY_GROWTH * small + (1 << 20), "bytes": most}
 
     def check_round(self, round_: Round) -> Iterator[Line]:
         """Texts of random weights at the shape."""

@@ -13,9 +13,9 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from modeling_mrp.kernels.dispatch import Dispatch
 from modeling_mrp.kernels.fused_layers import gated, rotated, rotated_ref, sum_and_norm, sum_and_norm_ref
-from modeling_mrp.kernels.noise import noise_keys
-from modeling_mrp.kernels.pick import pick, pick_ref, token_log_odds, token_log_odds_ref
-from modeling_mrp.kernels.unembedding import Picked, Unembedding
+from modeling_mrp.kernels.noise import gumbel_noise, noise_keys
+from modeling_mrp.kernels.pick import pick_rows, pick_rows_ref
+from modeling_mrp.kernels.unembedding import Unembedding, log_odds
 
 from .engine import scratch_of_a_layer
 from .roofline import Device, Shape, Work
@@ -85,45 +85,36 @@ def _against(exact: Way, kernel: Way) -> Callable[[Inputs], float]:
 
 
 def vocabulary_cases(shape: Shape, rows: int, dtype: torch.dtype, on: torch.device) -> Iterator[Case]:
-    """`pick`, greedy and sampled, and `token_log_odds` of so many rows, with logits of standard deviation 4."""
-    vocab, size = shape.vocab_size, shape.hidden_size
-    generator = torch.Generator(on).manual_seed(rows)
-    weight = torch.randn(vocab, size, generator=generator, device=on).div_(size**0.5).to(dtype)
-    plain, floor = Unembedding(weight, MASK_ID), Work((vocab + rows) * size * dtype.itemsize, 2 * rows * vocab * size)
+    """The row kernel of the pick, greedy and sampled, on float32 logits of standard deviation 4 of so many rows."""
+    vocab = shape.vocab_size
+    plain = Unembedding(torch.empty(vocab, 0, device=on), MASK_ID)
+    floor = Work(vocab * rows * 4, 2 * rows * vocab)
 
     def inputs(seed: int) -> Inputs:
         generator = torch.Generator(on).manual_seed(seed)
-        hidden = torch.randn(rows, size, generator=generator, device=on).mul_(4).to(dtype)
-        keys = noise_keys(*torch.randint(1 << 20, (3, rows), generator=generator, device=on))
-        return hidden, keys, torch.randint(1, vocab, (rows,), generator=generator, device=on)
+        logits = torch.randn(rows, vocab, generator=generator, device=on).mul_(4)
+        return logits, noise_keys(*torch.randint(1 << 20, (3, rows), generator=generator, device=on))
 
     for name, unembedding in (("pick", plain), ("pick sampled", replace(plain, temperature=0.7))):
         sampled = name != "pick"
         ways: dict[str, Way] = {
-            "kernel": lambda h, keys, _, r=unembedding, s=sampled: pick(r, h, keys if s else None, dispatch=KERNEL),
-            "torch": lambda h, keys, _, r=unembedding, s=sampled: pick_ref(r, h, keys if s else None),
+            "kernel": lambda x, keys, r=unembedding, s=sampled: pick_rows(r, x, x, None, keys if s else None, KERNEL),
+            "torch": lambda x, keys, r=unembedding, s=sampled: pick_rows_ref(r, x, x, None, keys if s else None),
         }
         error = partial(_error_of_pick, unembedding, ways["kernel"], sampled)
-        yield Case(name, inputs, ways, error, SUMMED[dtype] * (10 if sampled else 1), floor)  # its noise is float32
-    exact = replace(plain, weight=weight.double())
-    ways = {
-        "kernel": lambda h, _, token: token_log_odds(plain, h, token, dispatch=KERNEL),
-        "torch": lambda h, _, token: token_log_odds_ref(plain, h, token),
-    }
-    against = _against(lambda h, _, token: token_log_odds_ref(exact, h.double(), token), ways["kernel"])
-    yield Case("token_log_odds", inputs, ways, against, SUMMED[dtype], floor)
+        yield Case(name, inputs, ways, error, SUMMED[torch.float32] * (10 if sampled else 1), floor)  # its noise is float32
 
 
-def _error_of_pick(unembedding: Unembedding, kernel: Callable[..., Picked], sampled: bool, inputs: Inputs) -> float:
+def _error_of_pick(unembedding: Unembedding, kernel: Way, sampled: bool, inputs: Inputs) -> float:
     """Find the larger of how far the picked token's score is from the best, and the error of its log-odds."""
-    (hidden, keys, _), exact = inputs, replace(unembedding, weight=unembedding.weight.double())
-    picked, worst, odds = kernel(*inputs), 0.0, []
-    for at in exact.chunks(len(hidden)):
-        scores = exact.shown(exact.tempered(exact.logits(hidden[at].double()), None), keys[at] if sampled else None)
-        own = scores.gather(1, picked.token[at, None])[:, 0]
-        worst = max(worst, float((scores.amax(-1) - own).max()))
-        odds.append(token_log_odds_ref(exact, hidden[at].double(), picked.token[at]))
-    return max(worst, relative(picked.log_odds, torch.cat(odds)))
+    (logits, keys), (token, odds) = inputs, kernel(*inputs)
+    worst, exact = 0.0, []
+    for at in unembedding.chunks(len(logits)):
+        scores = unembedding.tempered(logits[at].double())
+        exact.append(log_odds(scores, token[at]))
+        shown = scores + gumbel_noise(keys[at], scores.shape[1], scores.dtype) if sampled else scores
+        worst = max(worst, float((shown.amax(-1) - shown.gather(1, token[at, None])[:, 0]).max()))
+    return max(worst, relative(odds, torch.cat(exact)))
 
 
 def attention_case(shape: Shape, batch: int, states: int, prefix: int, dtype: torch.dtype, on: torch.device) -> Iterator[Case]:

@@ -4,11 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from modeling_mrp.runner.runner import READ_BUCKET
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from modeling_mrp.kernels.dispatch import ceil_div
+from modeling_mrp.kernels.dispatch import power_of_two
 from modeling_mrp.kernels.round_attention import RoundMask, round_attention, round_attention_twin
 
 from .roofline import Work
@@ -56,17 +55,17 @@ class Round:
     def inputs(self, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
         """Random queries [rows, heads, queries, head_dim], keys and values [rows, kv_heads, keys, head_dim].
 
-        Laid out as in a decode: queries by token, keys and values in one buffer with more room behind.
+        Laid out as in a decode: queries by token, keys and values in one buffer by slot.
         """
         random = torch.Generator(self.device).manual_seed(seed)
-        used = ceil_div(self.prefix, READ_BUCKET) * READ_BUCKET
-        room = self.queries + used + READ_BUCKET
+        used = power_of_two(self.prefix)
 
         def normal(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=random, device=self.device, dtype=self.dtype)
 
         query = normal(self.batch, self.queries, self.heads, self.head_dim).transpose(1, 2)
-        key, value = normal(2, self.batch, self.kv_heads, room, self.head_dim)[:, :, :, : self.queries + used]
+        slots = normal(self.batch, used + self.queries, 2, self.kv_heads, self.head_dim)
+        key, value = slots.permute(2, 0, 3, 1, 4)
         return query, key, value
 
     def mask(self) -> RoundMask:
@@ -83,10 +82,10 @@ class Round:
         keys and values repeated for every query head, is part of its call, as it is of transformers'.
         """
         mask, scale = self.mask(), self.head_dim**-0.5
-        keys = self.queries + ceil_div(self.prefix, READ_BUCKET) * READ_BUCKET
+        keys = self.queries + power_of_two(self.prefix)
         dense = mask.dense(keys - self.queries)
         group = self.heads // self.kv_heads
-        sparse = create_block_mask(_rule(mask), self.batch, None, self.queries, keys, device=self.device)
+        sparse = create_block_mask(_rule(mask, keys - self.queries), self.batch, None, self.queries, keys, device=self.device)
         on_cuda = torch.device(self.device).type == "cuda"
         flex = torch.compile(flex_attention, dynamic=False) if on_cuda else flex_attention
 
@@ -109,13 +108,13 @@ class Round:
         return round_attention_twin(query.double(), key.double(), value.double(), self.mask(), self.head_dim**-0.5)
 
 
-def _rule(mask: RoundMask) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+def _rule(mask: RoundMask, used: int) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
     """Who sees whom, as flex attention's `mask_mod`."""
     assert mask.parent is not None
-    committed, parent, block, tokens = mask.committed, mask.parent, mask.block_size, mask.width * mask.block_size
+    committed, parent, block = mask.committed, mask.parent, mask.block_size
 
     def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        state, other = query // block, key // block
-        return torch.where(key < tokens, (other == state) | (other == parent[row, state]), key - tokens < committed[row])
+        state, other = query // block, (key - used) // block
+        return torch.where(key < used, key < committed[row], (other == state) | (other == parent[row, state]))
 
     return sees

@@ -27,8 +27,8 @@ from modeling_mrp.kernels.fused_layers import fused, gated, rotated, rotated_ref
 from modeling_mrp.kernels.round_attention import RoundMask
 from modeling_mrp.model.head import MRPHead
 from modeling_mrp.modeling import MRPBackbone
-from modeling_mrp.runner.cache import BlockCache
-from modeling_mrp.runner.round_layers import under_round_masks
+from modeling_mrp.networks.attention import under_round_masks
+from modeling_mrp.networks.cache import BlockCache
 
 pytestmark = [
     pytest.mark.skipif(triton is None, reason="needs triton"),
@@ -114,11 +114,11 @@ def projected(rows: int, tokens: int, heads: int, kv_heads: int, head_dim: int, 
 
 
 def poisoned_cache(rows: int, kv_heads: int, head_dim: int, tokens: int, dtype: torch.dtype) -> BlockCache:
-    """Three layers, NaN throughout, whose next forward writes the last `tokens` of more scratch."""
+    """Three layers, NaN throughout, whose next forward writes `tokens` behind three slots."""
     cache = BlockCache(rows, kv_heads, head_dim, [torch.device(DEVICE)] * 3, 6, tokens + 3, dtype)
     for buffer in cache._buffers.values():
         buffer.fill_(torch.nan)
-    cache.target_scratch(tokens, 4)
+    cache.target(3, tokens)
     return cache
 
 
@@ -142,7 +142,7 @@ def test_queries_keys_and_values(
         alike(rotated(attention, *given, ours, FORCED), wanted)
         for mine, other in zip(ours._buffers.values(), theirs._buffers.values(), strict=True):
             assert torch.equal(mine.isnan(), other.isnan())
-            assert not other[:, 1, :, :, 3 : 3 + tokens].isnan().any()
+            assert not other[:, 3 : 3 + tokens, 1].isnan().any()
             alike(mine.nan_to_num(), other.nan_to_num())
         assert torch.equal(ours.written(1)[1], given[2].unflatten(2, (kv_heads, -1)).transpose(1, 2)), "values as they are"
 
@@ -191,7 +191,7 @@ def a_round(model: MRPForCausalLM, rows: int = 2) -> tuple[Tensor, tuple[Tensor,
     cache = model.block_cache(rows, 8, tokens, with_head=True)
     for buffer in cache._buffers.values():
         buffer.copy_(torch.randn(buffer.shape, generator=torch.Generator().manual_seed(5)))
-    cache.target_scratch(tokens, 8)
+    cache.target(8, tokens)
     committed = torch.tensor([4, 3])[:rows].to(device)
     mask = RoundMask(committed, torch.tensor([[-1, -1, 0]] * rows, device=device), 3, config.block_size, FORCED)
     hidden = numbers(3, rows, tokens, config.hidden_size, dtype=model.dtype)
@@ -229,7 +229,7 @@ def test_layers_are_what_their_modules_are(dtype: torch.dtype, which: str) -> No
 class Launches(TorchDispatchMode):
     """Counts operations that compute; views, and memory that is asked for, are none."""
 
-    FREE = ("empty", "view", "t", "transpose", "unflatten", "select", "slice", "unbind", "detach", "as_strided", "alias")
+    FREE = ("empty", "view", "t", "transpose", "unflatten", "select", "slice", "unbind", "detach", "as_strided", "alias", "permute")
 
     def __init__(self) -> None:
         super().__init__()
@@ -443,8 +443,8 @@ def test_layers_that_the_config_leaves_out_stay_out() -> None:
     before = copy.deepcopy(cache)
     cut = model.backbone(ids, ids, mask, cache)
     for now, old in zip(cache._buffers.values(), before._buffers.values(), strict=True):
-        assert torch.equal(now[:, 2:], old[:, 2:])
-        assert not torch.equal(now[:, :2], old[:, :2])
+        assert torch.equal(now[:, :, 2:], old[:, :, 2:])
+        assert not torch.equal(now[:, :, :2], old[:, :, :2])
     del model.model.layers[2]
     assert torch.equal(model.backbone(ids, ids, mask, before), cut)
 

@@ -1,4 +1,4 @@
-"""What a round launches beside the layers of its networks, counted on a tape of the shipped combination: graphs and kernels."""
+"""What a forward launches beside its layers, counted on a tape of the shipped combination: graphs and kernels."""
 
 from collections import Counter
 from typing import Any
@@ -8,7 +8,7 @@ import torch
 from conftest import make_model
 from tape import TapeRecorder, tapes
 
-from modeling_mrp.runner import recorded
+from modeling_mrp.networks import graphs as recorded
 
 __all__ = ["tapes"]  # a fixture
 
@@ -28,11 +28,12 @@ FREE = ("view", "_unsafe_view", "expand", "transpose", "t.", "slice.", "select.i
 FREE += ("permute", "as_strided", "split", "unbind", "_reshape_alias", "lift_fresh", "empty", "new_empty", "empty_like")
 
 
-def launches(states: int, sampled: bool) -> Counter[str]:
-    """Launches of a drafting round of SDAR's block size, by operation."""
+def launches(states: int) -> list[Counter[str]]:
+    """Launches of each recorded forward of a drafting decode of SDAR's block size, by operation."""
     model = make_model(4, block_size=16, num_hidden_layers=LAYERS, num_nextn_predict_layers=1).bfloat16()
     options: dict[str, Any] = {"decoding": "mrp_spec", "num_draft_states": states, "max_new_tokens": 10, "eos_token_id": None}
-    options |= {"do_sample": sampled, "top_k": 0, "seed": 1, "graphs": True, "kernels": True}
+    options |= {"do_sample": False}
+    options |= {"graphs": True, "kernels": True}
     for _ in range(2):
         model.generate(torch.tensor([[1, 2, 3, 4, 5, 6]]), **options)
     counted = []
@@ -43,18 +44,18 @@ def launches(states: int, sampled: bool) -> Counter[str]:
         ]
         names = [name.removeprefix("aten.") for name in names]
         counted.append(Counter(name for name in names if not name.startswith(FREE)))
-    return max(counted, key=lambda each: each["triton._grow"] + each["sort.stable"])
+    return [each for each in counted if each["triton._attend"]]
 
 
 @pytest.mark.usefixtures("tapes", "few_candidates")
-@pytest.mark.parametrize(("states", "sampled", "most"), [(4, False, 199), (8, False, 219), (4, True, 309)])
-def test_bookkeeping_of_a_drafting_round(states: int, sampled: bool, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("states", [1, 4, 8])
+def test_a_forward_launches_little_beside_its_layers(states: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stands in a recording of the backbone or the head: embedding, rotary angles, the last norm, and unpacking."""
     monkeypatch.setattr(recorded, "LEAST_CAPACITY", 64)
-    counted = launches(states, sampled)
-    layers = sum(counted[name] for name in OF_LAYERS)
-    assert counted["triton._grow"] == 2
-    assert counted["triton._attend"] == LAYERS + 1
-    assert layers >= 12 * (LAYERS + 1)
-    rest = {name: count for name, count in counted.items() if name not in OF_LAYERS}
-    print(f"K = {states}{', sampled' * sampled}: {sum(rest.values())} launches beside {layers} of {LAYERS + 1} layers")
-    assert sum(rest.values()) <= most, rest
+    for counted in launches(states):
+        depth = counted["triton._attend"]
+        layers = sum(counted[name] for name in OF_LAYERS)
+        assert layers >= 12 * depth
+        rest = {name: count for name, count in counted.items() if name not in OF_LAYERS}
+        print(f"K = {states}: {sum(rest.values())} launches beside {layers} of {depth} layers")
+        assert sum(rest.values()) <= 40, rest
