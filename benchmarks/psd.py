@@ -76,6 +76,8 @@ class PSDecoder(Decoder):
 
     def draft(self, rows: Sequence[Row], amount: Amount) -> list[list[Node]]:
         """See `Decoder.draft`."""
+        if amount.states == 1:
+            return super().draft(rows, amount)
         drafts = []
         for row in rows:
             rule = self.rules.setdefault(row.place, Consistent(self.mode.rule))
@@ -86,7 +88,7 @@ class PSDecoder(Decoder):
 
     def rule_of(self, row: Row) -> RevealRule:
         """See `Decoder.rule_of`."""
-        return self.rules[row.place]
+        return self.rules.get(row.place, self.mode.rule)
 
 
 @dataclass(frozen=True)

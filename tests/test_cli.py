@@ -169,7 +169,8 @@ def test_from_tasks_to_a_head_that_decodes(tmp_path: Path, word_tokenizer: PreTr
     tokenizer = AutoTokenizer.from_pretrained(head, trust_remote_code=False, config=trained.config)
     prompt = tokenizer("user : Ana has 3 pens . assistant :", return_tensors="pt")
     spec, static = (
-        trained.generate(**prompt, max_new_tokens=8, decoding=mode, return_dict_in_generate=True) for mode in (None, "static")
+        trained.generate(**prompt, max_new_tokens=8, decoding=mode, num_draft_states=4, return_dict_in_generate=True)
+        for mode in (None, "static")
     )
     assert torch.equal(spec.sequences, static.sequences)
     assert int(spec.stats.drafted.sum()) > 0

@@ -15,7 +15,7 @@ from benchmarks.common import embedded_weights
 from benchmarks.frontier import Setting, lines, on_frontier, references, rule_of, setting_name, settings
 from benchmarks.measure import Measured
 from modeling_mrp.generate.options import MRPGenerationConfig
-from modeling_mrp.rules.revealing import Dynamic, EntropyBound, Sequential, Static, logit
+from modeling_mrp.rules.reveal import Dynamic, EntropyBound, Sequential, Static, logit
 
 
 def test_every_setting_has_a_name_of_its_own_and_generate_takes_it() -> None:
@@ -53,7 +53,7 @@ def test_what_a_draft_is_compared_with() -> None:
 
 def test_the_rules_are_those_of_the_targets() -> None:
     rules = [rule_of(target) for target in ("static", "dynamic", "sequential", "entropy_bound")]
-    assert rules == [Static(), Dynamic(logit(0.9)), Sequential(), EntropyBound(0.35)]
+    assert rules == [Static((1,)), Dynamic(logit(0.9)), Sequential((1,)), EntropyBound(0.35)]
 
 
 def test_what_is_on_the_frontier() -> None:

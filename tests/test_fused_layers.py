@@ -229,7 +229,20 @@ def test_layers_are_what_their_modules_are(dtype: torch.dtype, which: str) -> No
 class Launches(TorchDispatchMode):
     """Counts operations that compute; views, and memory that is asked for, are none."""
 
-    FREE = ("empty", "view", "t", "transpose", "unflatten", "select", "slice", "unbind", "detach", "as_strided", "alias", "permute")
+    FREE = (
+        "empty",
+        "view",
+        "t",
+        "transpose",
+        "unflatten",
+        "select",
+        "slice",
+        "unbind",
+        "detach",
+        "as_strided",
+        "alias",
+        "permute",
+    )
 
     def __init__(self) -> None:
         super().__init__()

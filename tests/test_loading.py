@@ -143,7 +143,21 @@ def test_a_published_checkpoints_code_does_not_run(trapped: Path, capsys: pytest
     )
     published = json.loads(capsys.readouterr().out)
     evaluate.main(
-        ["--model", str(TINY), "--family", "math", "--count", "1", "--max-new-tokens", "8", "--decoding", "mrp_spec", "--json"]
+        [
+            "--model",
+            str(TINY),
+            "--family",
+            "math",
+            "--count",
+            "1",
+            "--max-new-tokens",
+            "8",
+            "--decoding",
+            "mrp_spec",
+            "--states",
+            "4",
+            "--json",
+        ]
     )
     ours = json.loads(capsys.readouterr().out)
     assert published["accepted"] == ours["accepted"] > 0

@@ -17,8 +17,8 @@ from mrp_trainer.samples import Sample
 from torch import Tensor, nn
 
 from modeling_mrp import MRPForCausalLM
-from modeling_mrp.generate.sampling import Sampler
 from modeling_mrp.model.diffusion import PackedBatch
+from modeling_mrp.networks.picker import Picker
 
 
 def blocks_of(batch: PackedBatch, samples: list[Sample]) -> Iterable[tuple[int, list[int], list[int], int]]:
@@ -260,7 +260,7 @@ def test_what_a_training_step_reveals() -> None:
         logits = model.lm_head(hidden)
     logits[..., MASK] = -torch.inf
     confidence, favourite = logits.softmax(-1).max(-1)
-    sampler, reveals = Sampler(model.lm_head.weight, MASK), Reveals("on_policy", 0.5, BLOCK)
+    sampler, reveals = Picker(model.lm_head.weight, MASK), Reveals("on_policy", 0.5, BLOCK)
     ids, masked = Reveals("on_policy", 0.0, BLOCK)(batch, batch.input_ids, batch.supervised, hidden, sampler, 0)
     eager_ids, eager_masked = reveals(batch, batch.input_ids, batch.supervised, hidden, sampler, 0)
     left_out = reveals.one_per_block(batch, batch.supervised & ~eager_masked)
@@ -294,7 +294,7 @@ def test_a_share_of_blocks_goes_from_left_to_right() -> None:
     batch = collate(samples)
     with torch.no_grad():
         hidden = model.backbone(batch.input_ids, batch.position_ids, batch.attention_mask(BLOCK))
-    sampler = Sampler(model.lm_head.weight, MASK)
+    sampler = Picker(model.lm_head.weight, MASK)
     first, some = Reveals("on_policy", 0.0, BLOCK, 1.0), Reveals("on_policy", 0.0, BLOCK, 0.25)
     best = Reveals("on_policy", 0.0, BLOCK)
     of_rules = [
@@ -324,7 +324,7 @@ def test_a_training_step_reveals_one_position_of_a_block(kind: str) -> None:
     batch = collate(samples)
     with torch.no_grad():
         hidden = model.backbone(batch.input_ids, batch.position_ids, batch.attention_mask(BLOCK))
-    sampler = Sampler(model.lm_head.weight, MASK)
+    sampler = Picker(model.lm_head.weight, MASK)
     _, masked = Reveals("on_policy", 0.0, BLOCK)(batch, batch.input_ids, batch.supervised, hidden, sampler, 0)
     for row, at, _, _ in blocks_of(batch, samples):
         candidates = [column for column in at if batch.supervised[row, column]]
@@ -342,7 +342,7 @@ def test_random_reveals(rule: Any) -> None:
     batch.input_ids[batch.view == 1] = MASK  # all four of every block are hidden
     batch.weight[batch.view == 1] = 1
     reveals, unused = Reveals(rule, 0.5, BLOCK), torch.zeros(*batch.input_ids.shape, 1)
-    sampler = Sampler(torch.zeros(64, 1), MASK)
+    sampler = Picker(torch.zeros(64, 1), MASK)
     draws = [reveals(batch, batch.input_ids, batch.supervised, unused, sampler, step) for step in (0, 1)]
     assert not torch.equal(draws[0][1], draws[1][1])  # each step draws anew
     for ids, masked in draws:

@@ -5,46 +5,39 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_model
-from draft_tables import M, states
 
-from benchmarks.psd import ParallelSpeculative, deepest_consistent
-from modeling_mrp.rules.revealing import Dynamic, logit
-from modeling_mrp.rules.states import Reveal, States
+from benchmarks.psd import Consistent, ParallelSpeculative
+from modeling_mrp.rules.draft import Node
+from modeling_mrp.rules.reveal import Dynamic, Static, logit
+from modeling_mrp.rules.state import Scores, State
 
-
-def chain(*ids: list[int]) -> States:
-    return states(*ids).map(lambda t: t[None])
+M = 60
 
 
-def said(tokens: list[list[int]], where: list[list[bool]]) -> Reveal:
-    token = torch.tensor([tokens])
-    return Reveal(torch.tensor([where]), token, token.double(), token.double())
+def state(*ids: int) -> State:
+    free = tuple(column for column, token in enumerate(ids) if token == M)
+    return State((0, ids), free, len(ids), len(free), 0)
+
+
+def said(*token: int) -> Scores:
+    return Scores(list(token), [0.0, 1.0, 2.0, 3.0])  # the policy would reveal column 3
 
 
 @pytest.mark.parametrize(
     ("predicted", "taken"),
     [
-        ([[0, 11, 12, 13], [0, 0, 12, 13], [0, 0, 0, 13]], [1, 2, 3]),  # all agree: the last reveals what the policy says
-        ([[0, 11, 12, 13], [0, 0, 22, 13], [0, 0, 0, 13]], [1, 3, 3]),  # the second draft does not: the policy goes on there
-        ([[0, 21, 12, 13], [0, 0, 12, 13], [0, 0, 0, 13]], [3, 2, 3]),  # nor the first, whatever comes behind
+        ([(0, 11, 12, 13), (0, 0, 12, 13), (0, 0, 0, 13)], [1, 2, 3]),  # all agree: the last reveals what the policy says
+        ([(0, 11, 12, 13), (0, 0, 22, 13), (0, 0, 0, 13)], [1, 3, 3]),  # the second draft does not: the policy goes on there
+        ([(0, 21, 12, 13), (0, 0, 12, 13), (0, 0, 0, 13)], [3, 2, 3]),  # nor the first, whatever comes behind
     ],
 )
-def test_the_deepest_consistent_draft_by_hand(predicted: list[list[int]], taken: list[int]) -> None:
-    """Three depths, each with one more revealed; the policy would reveal position 3 at all of them."""
-    drafts = chain([50, M, M, M], [50, 11, M, M], [50, 11, 12, M])
-    policy = [[False, False, False, True]] * 3
-    where = deepest_consistent(drafts, said(predicted, policy), M)
-    assert where[0].int().argmax(-1).tolist() == taken
-    assert (where.sum(-1) == 1).all()
-
-
-def test_what_is_no_deeper_draft_changes_nothing() -> None:
-    """Another token before, a clean state and the next block behind it, an unused slot."""
-    policy = [[False, False, True, False]] * 4
-    drafts = chain([50, M, M, M], [51, 11, M, M], [51, 11, 12, 13], [M, M, M, M])
-    assert deepest_consistent(drafts, said([[50, 11, 12, 13]] * 4, policy), M)[0].tolist()[:3:2] == [policy[0]] * 2
-    drafts = chain([50, M, M, M], [50, 11, M, M]).only(torch.tensor([[True, False]]))
-    assert deepest_consistent(drafts, said([[50, 11, 12, 13]] * 2, policy[:2]), M)[0].tolist() == policy[:2]
+def test_the_deepest_consistent_draft_by_hand(predicted: list[tuple[int, ...]], taken: list[int]) -> None:
+    """Three depths, each with one more revealed; the policy would reveal column 3 at all of them."""
+    drafts = [state(50, M, M, M), state(50, 11, M, M), state(50, 11, 12, M)]
+    rule = Consistent(Static((1,) * 4))
+    rule.follow([Node(one, -1, None) for one in drafts])
+    shown = [rule.reveal(one, said(*tokens), None)[0] for one, tokens in zip(drafts, predicted, strict=True)]
+    assert shown == [(column,) for column in taken]
 
 
 def independent(**overrides: Any) -> Any:

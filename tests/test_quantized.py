@@ -15,8 +15,6 @@ from transformers import BitsAndBytesConfig, QuantoConfig, TorchAoConfig
 
 from modeling_mrp import MRPForCausalLM
 from modeling_mrp.generate.quantized import mixed_tokens
-from modeling_mrp.kernels.dispatch import Dispatch
-from modeling_mrp.kernels.pick import pick
 from modeling_mrp.kernels.unembedding import Unembedding
 
 QUESTIONS = (
@@ -195,18 +193,15 @@ def test_kernels_around_quantized_layers(tiny_tokenizer: Any) -> None:
     assert torch.equal(model.generate(**inputs, **options, kernels=True), model.generate(**inputs, **options, kernels=False))
 
 
-def test_kernels_leave_an_unembedding_alone_whose_numbers_lie_elsewhere() -> None:
-    """The address of such a tensor is null: on a GPU a kernel would end the process."""
+def test_an_unembedding_whose_numbers_lie_elsewhere_is_called() -> None:
+    """The address of such a tensor is null: no kernel is given it."""
     quantize = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
     linear = nn.Sequential(nn.Linear(64, 96, bias=False).bfloat16())
     quantize.quantize_(linear, quantize.Int8WeightOnlyConfig())
     weight = linear[0].weight.detach()
     assert weight.data_ptr() == 0
-    unembedding, hidden = Unembedding(weight, 3), torch.randn(3, 64).bfloat16()
     with torch.no_grad():
-        assert pick(unembedding, hidden).token.shape == (3,)
-        with pytest.raises(ValueError, match="weight is a Int8Tensor: keep lm_head out of quantization"):
-            pick(unembedding, hidden, dispatch=Dispatch(True))
+        assert Unembedding(weight, 3).logits(torch.randn(3, 64).bfloat16()).shape == (3, 96)
 
 
 @pytest.mark.parametrize(

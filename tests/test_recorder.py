@@ -10,7 +10,7 @@ import pytest
 import torch
 from tape import TapeRecorder, tapes
 
-from modeling_mrp.runner.graphs import CudaRecorder, Graphs
+from modeling_mrp.networks.graphs import CudaRecorder, Graphs
 
 __all__ = ["tapes"]  # a fixture
 

@@ -118,7 +118,7 @@ class Auto:
         states, passes: The most of both.
     """
 
-    SHARE = 0.06  # of all time may be lost by trying
+    SHARE, CREDIT = 0.05, 1.0  # of all time may be lost by trying, and so many rounds that draft nothing
     ENOUGH = 10  # rows that had a draft of some depth make its chance known
     WINDOW = 400  # so many count, the newest most
     HOPES = (0.85, 0.95)  # the chance that is supposed of a first draft, of stale logits and of the head
@@ -150,7 +150,7 @@ class Auto:
         self.best = min(known, key=known.__getitem__, default=Amount())
         self.each = known.get(self.best, 0.0)
         started = self.times[self.last.passes > 0].known(self.states(self.last, size, clean))
-        if self.trying > 0 and self.last in (known | hopes) and (not started or self.lost <= self.SHARE * self.spent):
+        if self.trying > 0 and self.last in (known | hopes) and (not started or self.lost <= self.left()):
             self.trying -= 1
         else:
             self.trying, self.last = 0, self.best
@@ -169,13 +169,17 @@ class Auto:
         if chosen == self.best:
             return chosen
         new = not self.times[chosen.passes > 0].known(self.states(chosen, size, clean))
-        if self.lost + self.first_cost * new > self.SHARE * self.spent:
+        if self.lost + self.first_cost * new > self.left():
             return self.best
         self.lost += self.first_cost * new
         wait = self.waits.get(chosen, (0, self.WAIT))[1]
         self.waits[chosen] = self.rounds + wait, 2 * wait
         self.trying = max(Times.KNOWN, -(-self.ENOUGH // going)) - 1
         return chosen
+
+    def left(self) -> float:
+        """Compute the seconds that trying may lose in all so far."""
+        return self.SHARE * self.spent + self.CREDIT * min(self.times[0].seconds.values(), default=0.0)
 
     def prospect(self, amount: Amount, size: int, going: int, clean: int) -> tuple[float, bool]:
         """Estimate the seconds for a step of a row, rather too few where too little is known; and tell whether enough is."""
@@ -204,7 +208,9 @@ class Auto:
             self.offered[kind][depth] = fading * self.offered[kind][depth] + offered
             self.accepted[kind][depth] = fading * self.accepted[kind][depth] + sum(one > depth for one in came)
         self.spent += seconds
-        if amount != self.best and self.times[kind].known(self.scored):  # what first uses cost was charged before
+        if amount != self.best and self.each:  # what first uses take beyond that was charged before
+            first = self.times[kind].first[self.scored]
+            seconds = seconds if self.times[kind].known(self.scored) else min(first)
             self.lost = max(0.0, self.lost + seconds - self.each * sum(came))
         self.rounds += 1
 

@@ -397,7 +397,7 @@ def fewest_rows(model: Any, recorded: bool, rows: int) -> int:
 def _drafter(model: Any, picker: Picker, mode: Mode) -> Picker:
     """Make the picker of drafts from the head's estimates: from the head's own vocabulary, if there is one."""
     ids = model.mrp_head.draft_token_ids if mode.drafting and mode.drafting.passes else None
-    if ids is None or picker.processors is not None:
+    if ids is None or picker.processors is not None or picker.bans is not None:
         return replace(picker, entropy=False)
     return picker.restricted(ids, picker.lm_head_weight[ids])
 

@@ -343,7 +343,7 @@ class Networks:
         numbers.extend(parents)
         numbers.extend(held)
         table = torch.frombuffer(numbers, dtype=torch.long).to(self.device, non_blocking=True)
-        has_parents = max(parents) >= 0
+        has_parents = width > 1 if self.cache.fixed else max(parents) >= 0  # a recording for each width is enough
         plain = width == 1 and min(held) == self._begin and self.recorded is None
         forward = partial(self._packed, rows, width, self._begin, has_parents, plain)
         inputs = [table] if hidden is None else [table, hidden.view(rows, width * self.block, -1)]
