@@ -117,7 +117,6 @@ MUTANTS = [
         (
             "if node.parent < 0 and node.state.masks\n",
             "if node.state.masks\n",
-            "the next block's first state is on the path whenever its clean state is, and else has another start",
         ),
         ("row.counts.lengths[length] += 1", "row.counts.lengths[length - 1] += 1"),
         ("if math.isnan(logprob):", "if False:"),
@@ -151,12 +150,12 @@ MUTANTS = [
         (
             "passes = min(passes, width - 1)",
             "passes = min(passes, width)",
-            "as `Drafting` is made with no more passes than that",
         ),
         ("if not row.state.masks and not narrow:", "if not row.state.masks:"),
         (
             "waiting[behind.key, parent] = (chance, Node(behind, parent, None))",
             "waiting[behind.key, parent] = (1.0, Node(behind, parent, None))",
+            "what is taken is the likeliest of all that wait, and its successor no less so: but for exact ties it comes next",
         ),
         ("elif (said := estimates.get(state.key, node.source))", "elif (said := node.source)"),
         ("                if name in taken:\n                    continue\n", ""),
@@ -173,7 +172,7 @@ MUTANTS = [
     ),
     *of(
         "rules/noise.py",
-        ("key = mix32(key ^ (seed >> 32 & _MASK))", "key = mix32(key)"),
+        ("key = mix_bits(key ^ (seed >> 32 & _MASK))", "key = mix_bits(key)"),
         ("lower = bits < 1 << 31", "lower = bits < 1 << 30"),
     ),
     *of(
@@ -300,16 +299,20 @@ MUTANTS = [
 ]
 
 
+def changed(mutant: Mutant) -> str:
+    """Make the change in the text of its file, which has the old text once."""
+    text = (ROOT / "modeling_mrp" / mutant.file).read_text(encoding="utf-8")
+    if text.count(mutant.old) != 1:
+        raise SystemExit(f"{mutant.file} has {text.count(mutant.old)} times: {mutant.old!r}")
+    return text.replace(mutant.old, mutant.new)
+
+
 def outcome(mutant: Mutant, folder: Path) -> str:
     """Run the tests on a changed copy, in a process of its own; returns the test that failed, "" where none did."""
     package, report = folder / "modeling_mrp", folder / "report"
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(ROOT / "modeling_mrp", package, ignore=shutil.ignore_patterns("__pycache__"))
-    path = package / mutant.file
-    text = path.read_text(encoding="utf-8")
-    if text.count(mutant.old) != 1:
-        raise SystemExit(f"{mutant.file} has {text.count(mutant.old)} times: {mutant.old!r}")
-    path.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
+    (package / mutant.file).write_text(changed(mutant), encoding="utf-8")
     if not (child := os.fork()):
         signal.alarm(SECONDS)
         run_tests(folder, report)
@@ -352,10 +355,10 @@ def run_tests(folder: Path, report: Path) -> None:
     report.write_text(note.failed, encoding="utf-8")
 
 
-def record(results: Sequence[dict[str, str]]) -> None:
-    """Write down what came out, beside what is known of the other mutants of the list."""
+def record(result: dict[str, str]) -> None:
+    """Write down what came of a mutant, beside what is known of the others of the list."""
     before = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else []
-    known = {(one["file"], one["old"], one["new"]): one for one in (*before, *results)}
+    known = {(one["file"], one["old"], one["new"]): one for one in (*before, result)}
     listed = [known[name] for one in MUTANTS if (name := (one.file, one.old, one.new)) in known]
     RECORD.write_text(json.dumps(listed, indent=1) + "\n", encoding="utf-8")
 
@@ -368,7 +371,9 @@ def main(arguments: Sequence[str]) -> int:
     torch.set_num_threads(1)
     del transformers
     chosen = [one for one in MUTANTS if not arguments or any(word in one.file + one.old for word in arguments)]
-    results, survivors = [], 0
+    survivors = 0
+    for one in chosen:
+        changed(one)
     with tempfile.TemporaryDirectory() as scratch:
         if not arguments and (
             failed := outcome(Mutant(MUTANTS[0].file, MUTANTS[0].old, MUTANTS[0].old), Path(scratch) / "copy")
@@ -376,12 +381,11 @@ def main(arguments: Sequence[str]) -> int:
             raise SystemExit(f"the tests fail as it is: {failed}")
         for place, mutant in enumerate(chosen, 1):
             found = outcome(mutant, Path(scratch) / "copy")
-            results.append({**asdict(mutant), "found_by": found})
+            record({**asdict(mutant), "found_by": found})
             survives = not found and not mutant.harmless
             survivors += survives
             what = found or ("harmless: " + mutant.harmless if mutant.harmless else "SURVIVES")
             print(f"{place}/{len(chosen)} {mutant.file}: {mutant.old!r} -> {mutant.new!r}: {what}", flush=True)
-    record(results)
     print(f"{len(chosen)} mutants, {survivors} of them survive without a reason")
     return int(survivors > 0)
 

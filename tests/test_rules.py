@@ -533,6 +533,8 @@ def test_drafted_as_undrafted(rule: RevealRule) -> None:
         for name in ("logprob", "step", "stop", "memo", "steps"):
             assert getattr(one, name) == getattr(other, name), (name, seed)
         assert one.text[: one.stop] == other.text[: other.stop]
+        if isinstance(rule, AboveTheMean):
+            assert (one.memo or (0, 0.0))[0] == sum(step >= 0 for step in one.step), "it knows of all reveals"
     assert saved > 60
 
 
