@@ -9,13 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from mrp_trainer.arguments import MRPTrainingArguments
 from mrp_trainer.convert import Layout, convert
-from mrp_trainer.intervals import Interval
 from mrp_trainer.tasks import FAMILIES
 from transformers import AutoTokenizer
 
-from benchmarks import ablation_report, tables
+from benchmarks import tables
 from benchmarks.common import read_lines
 from benchmarks.cost_model import head_share
 from benchmarks.frontier import DRAFTERS, JUDGED, TAUS, setting_name
@@ -54,33 +52,6 @@ def test_a_quoted_table_is_what_the_command_prints(document: str, table: Any) ->
     assert f"\n{table()}\n" in (ROOT / document).read_text()
 
 
-def test_the_report_of_the_ablations_is_what_the_command_prints() -> None:
-    cells = ablation_report.Cells(read_lines(tables.RESULTS / "tiny_ablations.jsonl"))
-    assert ablation_report.report(cells) in (ROOT / "benchmarks" / "README.md").read_text()
-
-
-@pytest.mark.parametrize("family", ["math", "code"])
-def test_the_default_reveals_are_those_that_decode_fastest(family: str) -> None:
-    """Over three seeds, by 95 % intervals of the paired differences: than the published way, and, beyond the interval at K = 4
-    and nowhere behind, than random reveals of the same states. Decoded states beat random masks with either."""
-    cells = ablation_report.Cells(read_lines(tables.RESULTS / "tiny_ablations.jsonl"))
-    default = MRPTrainingArguments.__dataclass_fields__["reveal_rule"].default
-    assert default == "on_policy"
-
-    def ahead(one: str, other: str, states: int) -> Interval:
-        found = [cells.of(name, family, "mrp_spec", states) for name in (one, other)]
-        assert len(found[0].keys() & found[1].keys()) == 3
-        return ablation_report.difference(*found)
-
-    for states in (4, 8):
-        assert ahead(default, "random", states).low > 0
-        assert ahead(default, "random_count", states).low > 0
-        assert ahead(default, "random on decoded states", states).value > 0
-        assert ahead(default, "on_policy on random masks", states).low > 0
-        assert ahead("random on decoded states", "random", states).low > 0
-    assert ahead(default, "random on decoded states", 4).low > 0
-
-
 def test_the_embedded_head_is_better_than_the_one_before() -> None:
     """On average over targets, families and K, and nowhere far behind: no 95 % interval of a ratio lies below 0.96."""
     lines = read_lines(tables.RESULTS / "tiny_retrained.jsonl")
@@ -89,17 +60,6 @@ def test_the_embedded_head_is_better_than_the_one_before() -> None:
     assert sum(ratios) / len(ratios) > 1.01
     for line in lines:
         assert line["ratio_95"][1] > 0.96 if "ratio_95" in line else line["difference_95"][1] > 0
-
-
-@pytest.mark.parametrize("family", ["math", "code"])
-@pytest.mark.parametrize("reveals", [2, 3, 4])
-def test_the_residual_beats_direct_prediction(family: str, reveals: int) -> None:
-    """Heads from random layers, as the paper's: 95 % intervals of the paired differences over training seeds and problems."""
-    cells = ablation_report.Cells(read_lines(tables.RESULTS / "tiny_ablations.jsonl"))
-    names = ("K=1 from nothing", "hidden K=1 from nothing")
-    ours, other = (cells.of(name, family, "mrp_direct", reveals) for name in names)
-    assert len(ours.keys() & other.keys()) == 3
-    assert ablation_report.difference(ours, other, 100).low > 0
 
 
 def readme_code(*names: str) -> str:

@@ -59,6 +59,7 @@ import tempfile
 import threading
 import warnings
 import weakref
+import zlib
 from array import array
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -73,6 +74,7 @@ from typing import Any, ClassVar, Final, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, get_session, HfApi, ModelCardData, ModelInfo
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
@@ -2658,8 +2660,169 @@ class Fixed:
         """Learn nothing."""
 
 
+class Times:
+    """Times of rounds of one kind, by the states that they score, all rows together."""
+
+    # Other work of the machine makes rounds slower, never faster: a shorter time counts for more than a longer one.
+    FASTER, SLOWER, OUTLIER = 0.3, 0.15, 1.5
+    KNOWN = 3  # uses make a time known: what is met first may be recorded or compiled meanwhile
+
+    def __init__(self) -> None:
+        self.seconds: dict[int, float] = {}
+        self.first: dict[int, list[float]] = {}
+
+    def learn(self, states: int, seconds: float) -> float:
+        """Learn what a round of so many states took; return what its first uses cost beyond their time, once that is known."""
+        first = self.first.setdefault(states, [])
+        if len(first) < self.KNOWN:
+            first.append(seconds)
+            if len(first) < self.KNOWN:
+                return 0.0
+            self.seconds[states] = min(first)
+            return sum(first) - len(first) * min(first)
+        before = self.seconds[states]
+        rate = self.FASTER if seconds < before else self.SLOWER
+        self.seconds[states] = before + rate * (min(seconds, self.OUTLIER * before) - before)
+        return 0.0
+
+    def known(self, states: int) -> bool:
+        """Tell if a time was measured often enough."""
+        return states in self.seconds
+
+    def estimate(self, states: int) -> float | None:
+        """Estimate the seconds of a round of so many states, rather too few than too many; None: nothing is known."""
+        if states in self.seconds or not self.seconds:
+            return self.seconds.get(states)
+        below = max((one for one in self.seconds if one < states), default=None)
+        above = min((one for one in self.seconds if one > states), default=None)
+        if below is None or above is None:
+            return self.seconds[below] if above is None else self.seconds[above] * states / above  # type: ignore[index]
+        share = 0.5 * (states - below) / (above - below)  # flat at first, then a slope
+        return self.seconds[below] + share * (self.seconds[above] - self.seconds[below])
+
+
+class Auto:
+    """Chooses the amount with which rows come furthest for its time.
+
+    A row comes as far as the denoising steps that a round takes it. What a round costs is a function of the states that it
+    scores and of whether the head takes part; how far it leads, of the chance that a draft of each depth is accepted, learnt
+    for stale drafts and for the head's. An amount of which too little is known is tried where its best case beats what is
+    known, and again after ever longer waits. What trying loses is measured, and limited to a share of all time.
+
+    Args:
+        states, passes: The most of both.
+    """
+
+    SHARE, CREDIT = 0.05, 1.0  # of all time may be lost by trying, and so many rounds that draft nothing
+    ENOUGH = 10  # rows that had a draft of some depth make its chance known
+    WINDOW = 400  # so many count, the newest most
+    HOPES = (0.85, 0.95)  # the chance that is supposed of a first draft, of stale logits and of the head
+    WAIT = 100  # rounds after which an amount is tried again that is at most `MARGIN` slower, and twice as many each time
+    MARGIN = 1.4
+
+    def __init__(self, states: int, passes: int) -> None:
+        kinds = [0, passes] if passes else [0]
+        drafts = [Amount(width, min(kind, width - 1)) for kind in kinds for width in WIDTHS if 1 < width <= states]
+        self.amounts = [Amount(), Amount(narrow=True), *drafts]
+        self.times = Times(), Times()  # without passes of the head, and with them
+        self.offered, self.accepted = ([[0.0] * (states + 1) for _ in kinds] for _ in range(2))
+        self.spent = self.lost = self.first_cost = 0.0
+        self.rounds = self.trying = self.scored = 0
+        self.best, self.each = Amount(), 0.0  # what is best by what is known, and the seconds that it takes for a step
+        self.waits: dict[Amount, tuple[int, int]] = {}  # until which round an amount rests, and how long
+        self.last = Amount()
+
+    def choose(self, rows: Sequence[Row]) -> Amount:
+        """See `Budget`."""
+        size, going = len(rows), sum(row.stop is None for row in rows)
+        clean = sum(not row.state.masks for row in rows if row.stop is None)
+        known, hopes = dict[Amount, float](), dict[Amount, float]()
+        for amount in self.amounts if clean < going else self.amounts[:1]:
+            if amount.narrow > clean:
+                continue
+            each, is_known = self.prospect(amount, size, going, clean)
+            (known if is_known else hopes)[amount] = each
+        self.best = min(known, key=known.__getitem__, default=Amount())
+        self.each = known.get(self.best, 0.0)
+        started = self.times[self.last.passes > 0].known(self.states(self.last, size, clean))
+        if self.trying > 0 and self.last in (known | hopes) and (not started or self.lost <= self.left()):
+            self.trying -= 1
+        else:
+            self.trying, self.last = 0, self.best
+            if known:
+                self.last = self.tried({**known, **hopes}, hopes, going, size, clean)
+        self.scored = self.states(self.last, size, clean)
+        return self.last
+
+    def tried(self, prospects: dict[Amount, float], hopes: dict[Amount, float], going: int, size: int, clean: int) -> Amount:
+        """Choose what is tried: the best hope, or what has rested for long; else what is best."""
+        due = [one for one in prospects if one != self.best and self.waits.get(one, (self.WAIT, 0))[0] <= self.rounds]
+        better = [one for one in hopes if hopes[one] < self.each] or [
+            one for one in due if prospects[one] < self.MARGIN * self.each
+        ]
+        chosen = min(better, key=prospects.__getitem__, default=self.best)
+        if chosen == self.best:
+            return chosen
+        new = not self.times[chosen.passes > 0].known(self.states(chosen, size, clean))
+        if self.lost + self.first_cost * new > self.left():
+            return self.best
+        self.lost += self.first_cost * new
+        wait = self.waits.get(chosen, (0, self.WAIT))[1]
+        self.waits[chosen] = self.rounds + wait, 2 * wait
+        self.trying = max(Times.KNOWN, -(-self.ENOUGH // going)) - 1
+        return chosen
+
+    def left(self) -> float:
+        """Compute the seconds that trying may lose in all so far."""
+        return self.SHARE * self.spent + self.CREDIT * min(self.times[0].seconds.values(), default=0.0)
+
+    def prospect(self, amount: Amount, size: int, going: int, clean: int) -> tuple[float, bool]:
+        """Estimate the seconds for a step of a row, rather too few where too little is known; and tell whether enough is."""
+        kind, states = int(amount.passes > 0), self.states(amount, size, clean)
+        seconds = self.times[kind].estimate(states) or self.times[0].estimate(states) or float("inf")
+        known, reached, steps, chance = self.times[kind].known(states), 1.0, 1.0, self.HOPES[kind]
+        for depth in range(1, amount.states):
+            offered = self.offered[kind][depth]
+            known &= offered >= self.ENOUGH
+            chance = (self.accepted[kind][depth] + 2 * chance) / (offered + 2)
+            reached *= chance
+            steps += reached
+        return seconds / (steps * (going - clean * amount.narrow)), known
+
+    def states(self, amount: Amount, size: int, clean: int) -> int:
+        """Count the states that a round scores."""
+        return size * (amount.states if amount.states > 1 else 1 + (clean > 0 and not amount.narrow))
+
+    def learn(self, amount: Amount, rows: Sequence[Row], steps: Sequence[int], seconds: float) -> None:
+        """See `Budget`."""
+        kind, came = int(amount.passes > 0), [one for one in steps if one]
+        self.first_cost = max(self.first_cost, self.times[kind].learn(self.scored, seconds))
+        for depth in range(1, amount.states):
+            offered = sum(one >= depth for one in came)
+            fading = max(0.0, 1 - offered / self.WINDOW)
+            self.offered[kind][depth] = fading * self.offered[kind][depth] + offered
+            self.accepted[kind][depth] = fading * self.accepted[kind][depth] + sum(one > depth for one in came)
+        self.spent += seconds
+        if amount != self.best and self.each:  # what first uses take beyond that was charged before
+            first = self.times[kind].first[self.scored]
+            seconds = seconds if self.times[kind].known(self.scored) else min(first)
+            self.lost = max(0.0, self.lost + seconds - self.each * sum(came))
+        self.rounds += 1
+
+
+_BUDGETS: "weakref.WeakKeyDictionary[nn.Module, dict[Hashable, Auto]]" = weakref.WeakKeyDictionary()
+
+
 def budget_of(model: nn.Module, mode: Hashable, states: int, passes: int, paced: bool) -> Budget:
-    """Give what chooses the amounts of a call; what was learnt stays with the model, for the calls that follow."""
+    """Give what chooses the amounts of a call; what was learnt stays with the model, for the calls that follow.
+
+    Where several processes run, which must decide alike if they share a model, and under deterministic algorithms nothing
+    follows the clock.
+    """
+    alone = not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
+    if paced and alone and not torch.are_deterministic_algorithms_enabled():
+        weight = next(model.parameters())
+        return _BUDGETS.setdefault(model, {}).setdefault((mode, weight.device, weight.dtype), Auto(states, passes))
     states = min(states, UNTIMED_STATES) if paced else states
     return Fixed(Amount(states, min(passes, states - 1)))
 
@@ -4390,7 +4553,7 @@ class Networks:
         numbers.extend(parents)
         numbers.extend(held)
         table = torch.frombuffer(numbers, dtype=torch.long).to(self.device, non_blocking=True)
-        has_parents = max(parents) >= 0
+        has_parents = width > 1 if self.cache.fixed else max(parents) >= 0  # a recording for each width is enough
         plain = width == 1 and min(held) == self._begin and self.recorded is None
         forward = partial(self._packed, rows, width, self._begin, has_parents, plain)
         inputs = [table] if hidden is None else [table, hidden.view(rows, width * self.block, -1)]
@@ -6539,10 +6702,14 @@ class Decoder:
         clean: list[list[int]] = [[] for _ in rows]
         for at, (row, nodes) in enumerate(zip(rows, drafts, strict=True)):
             if nodes:
-                frontiers[at], clean[at] = accept(row, self.mode.rule, nodes, scores[at], drafted)
+                frontiers[at], clean[at] = accept(row, self.rule_of(row), nodes, scores[at], drafted)
         if any(clean):
             self.networks.commit(rows, clean)
         return frontiers
+
+    def rule_of(self, row: Row) -> RevealRule:
+        """Choose the rule by which a row's states are accepted."""
+        return self.mode.rule
 
     def write(self, rows: Sequence[Row], frontiers: Sequence[Frontier | None]) -> None:
         """Refine the last reveals and write them; then ask which texts have come to their end."""
@@ -7256,7 +7423,7 @@ def fewest_rows(model: Any, recorded: bool, rows: int) -> int:
 def _drafter(model: Any, picker: Picker, mode: Mode) -> Picker:
     """Make the picker of drafts from the head's estimates: from the head's own vocabulary, if there is one."""
     ids = model.mrp_head.draft_token_ids if mode.drafting and mode.drafting.passes else None
-    if ids is None or picker.processors is not None:
+    if ids is None or picker.processors is not None or picker.bans is not None:
         return replace(picker, entropy=False)
     return picker.restricted(ids, picker.lm_head_weight[ids])
 
@@ -7485,9 +7652,10 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
             past_key_values: Keys and values of earlier, clean blocks.
             inputs_embeds: [batch, length, hidden_size] in place of `input_ids`.
             labels: [batch, length] long, the true tokens; -100 where nothing is learned (the prompt). The input is
-                then noised: each learned token is masked with probability t ~ U(0, 1] drawn per sequence, one pass
-                holds [x_t | x_0], and the loss is the cross-entropy at the masked positions weighted 1 / t, over
-                the number of learned tokens (SDAR, equation 3). The logits returned are those of the noisy copy.
+                then noised: each learned token is masked with probability t ~ U(0, 1] drawn per sequence (in eval mode
+                from a seed that the sequence's tokens give, so that it has one loss), one pass holds [x_t | x_0], and
+                the loss is the cross-entropy at the masked positions weighted 1 / t, over the number of learned tokens
+                (SDAR, equation 3). The logits returned are those of the noisy copy.
             use_cache: Whether to return keys and values.
             logits_to_keep: As in transformers: the last n positions, or an index tensor. 0 keeps all.
             noise_level: With `labels`, [batch], t of each sequence, in (0, 1], instead of drawing it.
@@ -7617,13 +7785,15 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
                 "attention_mask has holes: with labels a row's tokens must be contiguous, with padding on one side or both"
             )
         _check_noise(noise_level, noise_mask, batch, length)
-        if noise_level is None:
-            noise_level = 1 - torch.rand(batch, device=input_ids.device)
-        if noise_mask is None:
-            noise_mask = torch.rand(batch, length, device=input_ids.device) < noise_level[:, None]
         response = labels != IGNORE_INDEX
-        weight = (1 / noise_level)[:, None].expand(batch, length)
         clean = torch.where(response, labels, input_ids)
+        where = input_ids.device
+        if noise_level is None:
+            noise_level = 1 - (torch.rand(batch, device=where) if self.training else _fixed_noise(clean, valid)[:, 0])
+        if noise_mask is None:
+            drawn = torch.rand(batch, length, device=where) if self.training else _fixed_noise(clean, valid)[:, 1:]
+            noise_mask = drawn < noise_level[:, None]
+        weight = (1 / noise_level)[:, None].expand(batch, length)
         packed = pack_noisy(clean, response, valid, noise_mask, weight, self.config.mask_token_id)
         hidden = self.backbone(packed.input_ids, packed.position_ids, packed.attention_mask(self.config.block_size))
         logits, chosen = self.lm_head(hidden[:, :length]), packed.supervised[:, :length]  # the clean copy carries no loss
@@ -7639,6 +7809,16 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
 def _called(module: nn.Module, compiled: bool) -> Callable[..., Any]:
     """A module with its hooks, as compiled or as it was before."""
     return module if compiled else module._call_impl
+
+
+def _fixed_noise(ids: Tensor, valid: Tensor) -> Tensor:
+    """[batch, 1 + length] float32 on [0, 1): for each row and its tokens, drawn from a seed that the row's text gives."""
+    drawn = torch.zeros(len(ids), 1 + ids.shape[1])
+    for row, (kept, tokens) in enumerate(zip(valid.cpu(), ids.cpu(), strict=True)):
+        seed = zlib.crc32(repr(tokens[kept].tolist()).encode())
+        places = F.pad(kept, (1, 0), value=True)
+        drawn[row, places] = torch.rand(int(places.sum()), generator=torch.Generator().manual_seed(seed))
+    return drawn.to(ids.device)
 
 
 def _check_noise(level: Tensor | None, mask: Tensor | None, batch: int, length: int) -> None:
