@@ -79,7 +79,7 @@ def test_the_readmes_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert "    if value % 2 == 0:\n        return value + 9\n    return 3 + value" in printed
     assert "\n1 " in printed, "the second row was streamed"
     assert (tmp_path / "fine-tuned" / "checkpoint-4").is_dir()
-    assert int(names["cache"].held) > 80, "of both turns"
+    assert names["cache"].held[0] > 80, "of both turns"
 
 
 def test_the_lines_of_the_generated_files_are_as_written() -> None:
