@@ -27,7 +27,7 @@ from modeling_mrp.model.configuration import MRPConfig
 from modeling_mrp.modeling import MRPForCausalLM
 
 from .common import HUB_CONFIGS, header
-from .gpu_cases import KERNEL, MASK_ID, Case, attention_case, layer_cases, vocabulary_cases
+from .gpu_cases import Case, attention_case, layer_cases, vocabulary_cases
 from .gpu_rounds import Round, check_texts, decode, rounds_of, time_round
 from .roofline import Shape
 from .timing import ceilings, reason
