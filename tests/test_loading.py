@@ -126,39 +126,10 @@ def trapped(tmp_path: Path) -> Path:
 
 @pytest.mark.skipif(not TINY.exists(), reason="the embedded checkpoint is not here")
 def test_a_published_checkpoints_code_does_not_run(trapped: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    evaluate.main(
-        [
-            "--model",
-            str(trapped),
-            "--family",
-            "math",
-            "--count",
-            "1",
-            "--max-new-tokens",
-            "8",
-            "--decoding",
-            "mrp_spec",
-            "--json",
-        ]
-    )
+    asked = "--family math --count 1 --max-new-tokens 8 --decoding mrp_spec --target static --states 4 --json".split()
+    evaluate.main(["--model", str(trapped), *asked])
     published = json.loads(capsys.readouterr().out)
-    evaluate.main(
-        [
-            "--model",
-            str(TINY),
-            "--family",
-            "math",
-            "--count",
-            "1",
-            "--max-new-tokens",
-            "8",
-            "--decoding",
-            "mrp_spec",
-            "--states",
-            "4",
-            "--json",
-        ]
-    )
+    evaluate.main(["--model", str(TINY), *asked])
     ours = json.loads(capsys.readouterr().out)
     assert published["accepted"] == ours["accepted"] > 0
     assert published["asked"]["digest"] == ours["asked"]["digest"]
