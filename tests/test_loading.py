@@ -126,7 +126,21 @@ def trapped(tmp_path: Path) -> Path:
 
 @pytest.mark.skipif(not TINY.exists(), reason="the embedded checkpoint is not here")
 def test_a_published_checkpoints_code_does_not_run(trapped: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = "--family math --count 1 --max-new-tokens 8 --decoding mrp_spec --target static --states 4 --json".split()
+    asked = [
+        "--family",
+        "math",
+        "--count",
+        "1",
+        "--max-new-tokens",
+        "8",
+        "--decoding",
+        "mrp_spec",
+        "--target",
+        "static",
+        "--states",
+        "4",
+        "--json",
+    ]
     evaluate.main(["--model", str(trapped), *asked])
     published = json.loads(capsys.readouterr().out)
     evaluate.main(["--model", str(TINY), *asked])
