@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_model
-from helpers import LIVELY, MASK, PROMPTS, left_padded
+from helpers import LIVELY, MASK, PROMPTS, generate, left_padded, texts
 from torch import Tensor
 from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 
@@ -304,3 +304,17 @@ def test_a_cache_without_a_head_outlives_a_change_of_heads(random_model: MRPForC
     said = [[*PROMPTS[0], *answers(out, [PROMPTS[0]])[0], 7]]
     going_on = decode(model, said, past_key_values=out.past_key_values, decoding="mrp_spec", max_new_tokens=5)
     assert_same(going_on, decode(random_model, said, max_new_tokens=5))
+
+
+@pytest.mark.usefixtures("new_memory_is_nan")
+@pytest.mark.parametrize("decoding", ["mrp_spec", "mrp_direct", "mrp_remask"])
+def test_a_row_that_left_its_batch_early_goes_on_beside_one_that_did_not(decoding: str) -> None:
+    """What the head has read of the one lies beside memory of the other that nobody has written: it must not count."""
+    model, prompts = make_model(5, block_size=4), [[1, 2, 3, 4, 5], [9, 8, 7]]
+    options: dict[str, Any] = {"decoding": decoding, "num_draft_states": 3, "do_sample": True, "top_k": 0, "seed": 2}
+    long, short = texts(model, prompts, max_new_tokens=40, eos_token_id=None, **options)
+    eos = next(token for token in short[:6] if token not in long)
+    out = generate(model, prompts, max_new_tokens=40, eos_token_id=eos, **options)
+    changed = [prompts[0] + long + [40] * 3, prompts[1] + short[:8]]
+    options |= {"max_new_tokens": 12, "eos_token_id": None}
+    assert texts(model, changed, past_key_values=out.past_key_values, **options) == texts(model, changed, **options)

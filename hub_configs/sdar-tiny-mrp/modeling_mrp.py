@@ -3326,6 +3326,12 @@ class BlockCache(Cache):
                 part = part.view(torch.int64)  # a number of a narrow type costs as much to index as a wide one
             part[at, to] = part[at, of]
 
+    def blank(self, layers: range, row: int, begin: int, end: int) -> None:
+        """Zero the slots of a row from `begin` to `end` in some layers: what is masked still enters attention with its weight
+        of 0, which what is not finite would survive."""
+        for _, part in self._of(layers):
+            part[row, begin:end] = 0
+
     def swap(self, pairs: Sequence[tuple[int, int]], used: int) -> None:
         """Exchange what pairs of rows have in the first `used` slots, kept hidden states too."""
         ours, theirs = torch.tensor(pairs).unbind(1)
@@ -4117,7 +4123,7 @@ class Picker:
         out = shown.gather(1, top.indices) == -torch.inf
         if least is not None:
             out |= logits.gather(1, top.indices) < least[:, None]
-        return self.unembedding.named(top.indices), odds.masked_fill(out, -torch.inf)
+        return self.unembedding.named(top.indices), odds.masked_fill(out | odds.isnan(), -torch.inf)
 
     def _top_k(self) -> int | None:
         """The k of a truncation that begins with a top-k, and goes on with what its k logits suffice for."""
@@ -4302,6 +4308,10 @@ class Networks:
             What the backbone says at each row's first state.
         """
         length = max(row.state.start for row in rows) + self.block
+        read = max(row.head_held for row in rows)
+        for at, row in enumerate(rows):
+            if row.head_held < read:  # of a cache that is gone on from
+                self.cache.blank(self.head_layers, at, row.head_held, read)
         first: list[Hidden | None] = [None] * len(rows)
 
         def forward(ids: Tensor, positions: Tensor, mask: Tensor, begin: int, end: int) -> None:

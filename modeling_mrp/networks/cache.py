@@ -202,6 +202,12 @@ class BlockCache(Cache):
                 part = part.view(torch.int64)  # a number of a narrow type costs as much to index as a wide one
             part[at, to] = part[at, of]
 
+    def blank(self, layers: range, row: int, begin: int, end: int) -> None:
+        """Zero the slots of a row from `begin` to `end` in some layers: what is masked still enters attention with its weight
+        of 0, which what is not finite would survive."""
+        for _, part in self._of(layers):
+            part[row, begin:end] = 0
+
     def swap(self, pairs: Sequence[tuple[int, int]], used: int) -> None:
         """Exchange what pairs of rows have in the first `used` slots, kept hidden states too."""
         ours, theirs = torch.tensor(pairs).unbind(1)

@@ -92,6 +92,10 @@ class Networks:
             What the backbone says at each row's first state.
         """
         length = max(row.state.start for row in rows) + self.block
+        read = max(row.head_held for row in rows)
+        for at, row in enumerate(rows):
+            if row.head_held < read:  # of a cache that is gone on from
+                self.cache.blank(self.head_layers, at, row.head_held, read)
         first: list[Hidden | None] = [None] * len(rows)
 
         def forward(ids: Tensor, positions: Tensor, mask: Tensor, begin: int, end: int) -> None:

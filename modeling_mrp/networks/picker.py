@@ -238,7 +238,7 @@ class Picker:
         out = shown.gather(1, top.indices) == -torch.inf
         if least is not None:
             out |= logits.gather(1, top.indices) < least[:, None]
-        return self.unembedding.named(top.indices), odds.masked_fill(out, -torch.inf)
+        return self.unembedding.named(top.indices), odds.masked_fill(out | odds.isnan(), -torch.inf)
 
     def _top_k(self) -> int | None:
         """The k of a truncation that begins with a top-k, and goes on with what its k logits suffice for."""
