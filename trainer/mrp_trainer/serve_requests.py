@@ -169,7 +169,7 @@ class Requests:
                 f"min_tokens is {config.min_new_tokens}, and at most {config.max_new_tokens} tokens are made: lower it"
             )
         self._check(config, len(prompts))
-        seeds, config.seed = config.seeds(len(prompts)).tolist(), None
+        seeds, config.seed = config.seeds(len(prompts)), None
         return Asked(prompts, seeds, config, chat=False, stream=False, usage=False, logprobs=False)
 
     def _chat_ids(self, body: dict[str, Any]) -> list[int]:
@@ -234,7 +234,7 @@ class Requests:
         if given.get("stop_strings") == []:
             del given["stop_strings"]
         if (temperature := body.get("temperature")) is not None:
-            given |= {"do_sample": temperature > 0, "temperature": temperature}
+            given |= {"do_sample": temperature > 0, "temperature": float(temperature)}
         if given.get("do_sample") is False or given.get("temperature") == 0:
             given |= {"do_sample": False}
             given.pop("temperature", None)
