@@ -76,19 +76,19 @@ class Times:
         self.seconds: dict[int, float] = {}
         self.first: dict[int, list[float]] = {}
 
-    def learn(self, states: int, seconds: float) -> float:
-        """Learn what a round of so many states took; return what its first uses cost beyond their time, once that is known."""
+    def learn(self, states: int, seconds: float) -> float | None:
+        """Learn what a round of so many states took; once that is known return what its first uses cost beyond it, else None."""
         first = self.first.setdefault(states, [])
         if len(first) < self.KNOWN:
             first.append(seconds)
             if len(first) < self.KNOWN:
-                return 0.0
+                return None
             self.seconds[states] = min(first)
             return sum(first) - len(first) * min(first)
         before = self.seconds[states]
         rate = self.FASTER if seconds < before else self.SLOWER
         self.seconds[states] = before + rate * (min(seconds, self.OUTLIER * before) - before)
-        return 0.0
+        return None
 
     def known(self, states: int) -> bool:
         """Tell if a time was measured often enough."""
@@ -100,8 +100,12 @@ class Times:
             return self.seconds.get(states)
         below = max((one for one in self.seconds if one < states), default=None)
         above = min((one for one in self.seconds if one > states), default=None)
-        if below is None or above is None:
-            return self.seconds[below] if above is None else self.seconds[above] * states / above  # type: ignore[index]
+        if below is None:
+            return self.seconds[above] * states / above  # type: ignore[index, operator]
+        if above is None:
+            before = max((one for one in self.seconds if one < below), default=below)
+            slope = (self.seconds[below] - self.seconds[before]) / max(1, below - before)
+            return self.seconds[below] + 0.7 * max(0.0, slope) * (states - below)
         share = 0.5 * (states - below) / (above - below)  # flat at first, then a slope
         return self.seconds[below] + share * (self.seconds[above] - self.seconds[below])
 
@@ -185,6 +189,8 @@ class Auto:
         """Estimate the seconds for a step of a row, rather too few where too little is known; and tell whether enough is."""
         kind, states = int(amount.passes > 0), self.states(amount, size, clean)
         seconds = self.times[kind].estimate(states) or self.times[0].estimate(states) or float("inf")
+        if states > 2 * max((*self.times[0].seconds, *self.times[1].seconds), default=states):
+            seconds = float("inf")  # step by step: a wide round may take long
         known, reached, steps, chance = self.times[kind].known(states), 1.0, 1.0, self.HOPES[kind]
         for depth in range(1, amount.states):
             offered = self.offered[kind][depth]
@@ -201,7 +207,8 @@ class Auto:
     def learn(self, amount: Amount, rows: Sequence[Row], steps: Sequence[int], seconds: float) -> None:
         """See `Budget`."""
         kind, came = int(amount.passes > 0), [one for one in steps if one]
-        self.first_cost = max(self.first_cost, self.times[kind].learn(self.scored, seconds))
+        if (cost := self.times[kind].learn(self.scored, seconds)) is not None:
+            self.first_cost = cost
         for depth in range(1, amount.states):
             offered = sum(one >= depth for one in came)
             fading = max(0.0, 1 - offered / self.WINDOW)
