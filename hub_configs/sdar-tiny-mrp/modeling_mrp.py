@@ -2672,7 +2672,7 @@ class Times:
         self.first: dict[int, list[float]] = {}
 
     def learn(self, states: int, seconds: float) -> float | None:
-        """Learn what a round of so many states took; once that is known return what its first uses cost beyond it, else None."""
+        """Learn what a round of so many states took; once that is known return what first uses cost beyond it, else None."""
         first = self.first.setdefault(states, [])
         if len(first) < self.KNOWN:
             first.append(seconds)
