@@ -86,7 +86,7 @@ def test_the_embedded_cards_code_runs(monkeypatch: pytest.MonkeyPatch, capsys: p
     names: dict[str, Any] = {}
     exec(code, names)
     assert "#### 5" in capsys.readouterr().out
-    assert float(names["out"].tokens_per_forward[0]) > 1
+    assert float(names["out"].tokens_per_forward[0]) >= 1
 
 
 def test_the_card_names_the_packages_version() -> None:
