@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
-from transformers.utils import GENERATION_CONFIG_NAME, cached_file, find_adapter_config_file
+from transformers.utils import GENERATION_CONFIG_NAME, find_adapter_config_file
 
 from modeling_mrp.model.configuration import MRPConfig
-from modeling_mrp.model.layouts import config_file, is_hub_id, json_object
+from modeling_mrp.model.layouts import is_hub_id, json_object, stored_json
 from modeling_mrp.modeling import MRPForCausalLM
 
 # What `hf download` needs to fetch all of a repository that tells of a model without its weights.
@@ -31,7 +31,7 @@ def load_tokenizer(source: str, revision: str | None = None, local_files_only: b
     where: dict[str, Any] = {"revision": revision, "local_files_only": local_files_only}
     try:
         return AutoTokenizer.from_pretrained(source, config=config, trust_remote_code=False, **where)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # tokenizers raises this very class for a damaged file
         if os.path.isdir(source):
             remedy = "save one there, or name another with --tokenizer"
         elif local_files_only:
@@ -48,7 +48,6 @@ def load_config(source: str) -> MRPConfig:
         ValueError, OSError: as from `load_model`.
     """
     base, _ = _base_and_adapter(source)
-    config_file(base)
     return MRPConfig.from_pretrained(base)
 
 
@@ -60,10 +59,9 @@ def load_generation_fields(source: str) -> dict[str, Any]:
     """
     base, _ = _base_and_adapter(source)
     try:
-        path = cached_file(base, GENERATION_CONFIG_NAME)
+        return stored_json(base, GENERATION_CONFIG_NAME)[1]
     except OSError:
         return {}
-    return json_object(Path(str(path)))
 
 
 def load_model(source: str, dtype: str | None = None) -> MRPForCausalLM:
