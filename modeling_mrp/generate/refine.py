@@ -39,7 +39,8 @@ class Reveal:
 
     def frontier(self, before: Frontier) -> Frontier:
         """Make the frontier of what is left."""
-        return Frontier(before.state, Scores(self.token, self.odds, hidden=before.scores.hidden), self.where, before.memo)
+        said = Scores(self.token, self.odds, hidden=before.scores.hidden)
+        return Frontier(before.state, said, self.where, before.memo, self.shown(self.where))
 
     def shown(self, where: Sequence[int]) -> State:
         """The state with the reveal at some columns, for the head to read."""
