@@ -31,6 +31,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging as transformers_logging
 
 from ..kernels.dispatch import PYTORCH, Dispatch, kernels_usable
+from ..kernels.fused_layers import pack
 from ..model.offloading import fetched
 from ..networks.attention import takes_round_masks
 from ..networks.cache import BlockCache, PassingReference, WeightsSeen, devices_of_layers
@@ -305,6 +306,9 @@ def _decode(
     for row in rows:
         row.counts = Counts(mode.width, mode.drafting is not None)
     capacity, room = max(len(row.text) for row in rows), mode.width * block
+    # Whatever `kernels` is: weights that move make caches of earlier calls useless.
+    if picker.dispatch.forced or kernels_usable(model.device, model.dtype):
+        pack(model)
     with cache_for(model, config.graphs, past, len(rows), capacity, room, mode.uses_head) as (cache, graphs):
         texts = [row.text for row in rows]
         reused = cache.reusable(texts, [row.state.start for row in rows], block, mode.uses_head)

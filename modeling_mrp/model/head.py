@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm
 
-from ..kernels.fused_layers import run_layers
+from ..kernels.fused_layers import fused
 from ..kernels.round_attention import RoundMask
 from .configuration import MRPConfig
 from .layouts import DRAFT_TOKENS, HEAD
@@ -102,7 +102,17 @@ class MRPHead(nn.Module):
             ValueError: if a `RoundMask` forces kernels that cannot be used here.
         """
         hidden = self.eh_proj(torch.cat([self.enorm(inputs_embeds), self.hnorm(hidden_states)], -1))
-        return run_layers(self, hidden, attention_mask, position_embeddings, past_key_values)
+        if (walk := fused(self, list(self.layers), attention_mask, past_key_values)) is not None:
+            return walk(hidden, position_embeddings)
+        for layer in self.layers:
+            hidden = layer(
+                hidden,
+                attention_mask=attention_mask,
+                position_embeddings=position_embeddings,
+                past_key_values=past_key_values,
+                use_cache=past_key_values is not None,
+            )
+        return self.norm(hidden)
 
 
 @torch.no_grad()
