@@ -74,13 +74,23 @@ def json_object(path: Path) -> dict[str, Any]:
     return found
 
 
-def check_generation_config(source: str, **hub: Any) -> None:
-    """Refuse a `generation_config.json` that transformers would trip over, or silently pass over, with a `ValueError`."""
+def check_generation_config(source: str, kind: type, **hub: Any) -> None:
+    """Refuse a `generation_config.json` that transformers would trip over, or silently pass over, with a `ValueError`.
+
+    Args:
+        source: The checkpoint.
+        kind: The class of generation configs, which names a field that is wrong.
+        hub: Where it is, as `cached_file` takes it.
+    """
     try:
         path = cached_file(source, GENERATION_CONFIG_NAME, **hub)
     except OSError:  # there is none
         return
-    json_object(Path(path))
+    found = json_object(Path(path))
+    try:
+        kind(**found)
+    except (AttributeError, TypeError, ValueError) as error:  # transformers compares some fields of any type
+        raise ValueError(f"{path}: {error}") from error
 
 
 def config_file(source: str, needed: bool = True, **hub: Any) -> Path | None:

@@ -14,7 +14,6 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.configuration_utils import PreTrainedConfig
-from transformers.generation import GenerationConfig
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_NAME, cached_file, find_adapter_config_file
 
@@ -209,12 +208,14 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
             kwargs: As in transformers.
 
         Raises:
-            ValueError: with `head_only`, if there is no head, it carries adapters, or the backbone has no name, or since it was
-                loaded got other weights and no other name; without it, if the backbone is named.
+            ValueError: for a generation config that `generate` would refuse; with `head_only`, if there is no head, it carries
+                adapters, or the backbone has no name, or since it was loaded got other weights and no other name; without it,
+                if the backbone is named.
         """
         hub = {name: kwargs.pop(name) for name in _OF_THE_HUB if name in kwargs}
         folder = Path(save_directory)
         self.generation_config._from_model_config = False  # or our options would be dropped when it is read again
+        self.check_options()
         if head_only:
             named = BackboneSource(base_model_name_or_path, base_model_revision) if base_model_name_or_path else None
             head, config = head_to_save(self, state_dict, named)
@@ -359,7 +360,7 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
         if (elsewhere := getattr(config, "transformers_weights", None)) is not None:
             raise ValueError(f"the config of {source} points to weights in {elsewhere!r}: only model*.safetensors are read")
         hub, adapter = hub_options(kwargs), kwargs.get("adapter_kwargs") or {}
-        check_generation_config(source, **hub)
+        check_generation_config(source, cls.generation_config_class, **hub)
         if not os.path.isdir(source) and "_adapter_model_path" not in adapter and find_adapter_config_file(source, **hub):
             raise ValueError(  # transformers would load the base that adapter_config.json names, whatever that is
                 f"{source} holds an adapter beside its model: load the adapter from a repository of its own with load_adapter"
@@ -408,9 +409,9 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
 
     def _take_generation_config(self, source: str, hub: dict[str, Any]) -> None:
         """Take over the options that a head comes with, if it has any."""
-        check_generation_config(source, **hub_options(hub))
+        check_generation_config(source, self.generation_config_class, **hub_options(hub))
         try:
-            self.generation_config = GenerationConfig.from_pretrained(source, **hub_options(hub))
+            self.generation_config = self.generation_config_class.from_pretrained(source, **hub_options(hub))
         except OSError:
             log.info("%s has no generation_config.json: the backbone's options stay", source)
 

@@ -106,6 +106,8 @@ def write(row: Row, frontier: Frontier) -> None:
             raise UnscoredError(row.place, frontier.state.start + column)
     row.state = row.reveal(frontier.state, frontier.where, frontier.scores, logprobs)
     row.source, row.memo = frontier.scores, frontier.memo
+    if row.written is not None:
+        row.written.append(frontier)
 
 
 def count_drafts(row: Row, nodes: Sequence[Node], last: State, depth: int) -> None:
