@@ -19,6 +19,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Model
 from transformers.utils import can_return_tuple
 
 from .generate.generation import MRPGenerationMixin
+from .generate.options import MRPGenerationConfig
 from .kernels.fused_layers import fused
 from .kernels.round_attention import RoundMask
 from .model.configuration import MRPConfig
@@ -60,6 +61,7 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     _tp_plan = {"lm_head": "colwise_gather_output"}
     _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}
+    generation_config_class = MRPGenerationConfig
 
     def __init__(self, config: MRPConfig) -> None:
         super().__init__(config)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import StopAfter
+from helpers import StopAfter, close
 from reference import Row, reference_decode
 from torch import Tensor
 
@@ -58,7 +58,9 @@ def compare(
         criteria = {"stopping_criteria": [StopAfter(stop)]}
         options = {**options, "stop": lambda ids: ids[-1] == stop}
     fast = {name: value for name, value in options.items() if name != "stop"}
-    rows, out = decode_rows(model, prompts, side, infill, seed=seeds, pad_token_id=0, **fast, **criteria, **others)
+    rows, out = decode_rows(
+        model, prompts, side, infill, seed=seeds, pad_token_id=0, output_scores=True, **fast, **criteria, **others
+    )
     texts = []
     for place, (row, prompt, seed) in enumerate(zip(rows, prompts, seeds, strict=True)):
         slow = options | {"num_draft_states": 4} if options.get("num_draft_states") == "auto" else options
@@ -68,6 +70,9 @@ def compare(
         assert row["steps"][:count] == told.reveal_step, (place, case)
         assert set(row["steps"][count:]) <= {-1}, (place, case)
         torch.testing.assert_close(row["logprobs"][:count].double(), torch.tensor(told.logprobs).double(), rtol=0, atol=1e-5)
+        for column, step in enumerate(told.reveal_step):
+            if step >= 0:
+                close(out.scores[column][place], told.drawn[len(prompt) + column], 1e-9)
         if counted:
             assert_same_counts(out, place, told, (place, case))
             revoked = [(column, token) for row, column, token in out.stats.revocations.tolist() if row == place]

@@ -12,7 +12,6 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.configuration_utils import PreTrainedConfig
-from transformers.generation import GenerationConfig
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import (
     GENERATION_CONFIG_NAME,
@@ -213,12 +212,14 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
             kwargs: As in transformers.
 
         Raises:
-            ValueError: with `head_only`, if there is no head, it carries adapters, or the backbone has no name, or since it was
-                loaded got other weights and no other name; without it, if the backbone is named.
+            ValueError: for a generation config that `generate` would refuse; with `head_only`, if there is no head, it carries
+                adapters, or the backbone has no name, or since it was loaded got other weights and no other name; without it,
+                if the backbone is named.
         """
         hub = {name: kwargs.pop(name) for name in _OF_THE_HUB if name in kwargs}
         folder = Path(save_directory)
         self.generation_config._from_model_config = False  # or our options would be dropped when it is read again
+        self.check_options()
         if head_only:
             named = BackboneSource(base_model_name_or_path, base_model_revision) if base_model_name_or_path else None
             head, config = head_to_save(self, state_dict, named)
@@ -348,7 +349,7 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
         config, hub = kwargs["config"], hub_options(kwargs)
         if (elsewhere := getattr(config, "transformers_weights", None)) is not None:
             raise ValueError(f"the config of {source} points to weights in {elsewhere!r}: only model*.safetensors are read")
-        _generation_fields(source, hub)
+        _check_generation_config(source, cls.generation_config_class, hub)
         adapter = kwargs.get("adapter_kwargs") or {}
         if not os.path.isdir(source) and "_adapter_model_path" not in adapter and find_adapter_config_file(source, **hub):
             raise ValueError(  # transformers would load the base that adapter_config.json names, whatever that is
@@ -395,16 +396,25 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
 
     def _take_generation_config(self, source: str, hub: dict[str, Any]) -> None:
         """Take over the options that a head comes with, if it has any."""
-        if _generation_fields(source, hub) is not None:
-            self.generation_config = GenerationConfig.from_pretrained(source, **hub)
+        if _check_generation_config(source, self.generation_config_class, hub):
+            self.generation_config = self.generation_config_class.from_pretrained(source, **hub)
 
 
-def _generation_fields(source: str, hub: dict[str, Any]) -> dict[str, Any] | None:
-    """Read a `generation_config.json`, which transformers silently passes over if it is damaged; None if there is none."""
+def _check_generation_config(source: str, kind: type, hub: dict[str, Any]) -> bool:
+    """Refuse a `generation_config.json` that transformers would trip over or silently pass over; tell if there is one.
+
+    Raises:
+        ValueError: for a damaged file, and for a field with a wrong value, which `kind`, the class of the configs, names.
+    """
     try:
-        return stored_json(source, GENERATION_CONFIG_NAME, **hub)[1]
+        path, fields = stored_json(source, GENERATION_CONFIG_NAME, **hub)
     except OSError:
-        return None
+        return False
+    try:
+        kind(**fields)
+    except (AttributeError, TypeError, ValueError) as error:  # transformers compares some fields of any type
+        raise ValueError(f"{path}: {error}") from error
+    return True
 
 
 def _as_block_diffusion(source: str, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -106,6 +106,8 @@ def write(row: Row, frontier: Frontier) -> None:
         if math.isnan(logprob):
             raise UnscoredError(row.place, frontier.state.start + column)
     row.write(frontier, logprobs)
+    if row.written is not None:
+        row.written.append(frontier)
 
 
 def count_drafts(row: Row, nodes: Sequence[Node], last: State, depth: int) -> None:
