@@ -12,6 +12,8 @@ from modeling_mrp.model.configuration import MRPConfig
 from modeling_mrp.model.layouts import config_file, is_hub_id, json_object
 from modeling_mrp.modeling import MRPForCausalLM
 
+from .embedded import located
+
 # What `hf download` needs to fetch all of a repository that tells of a model without its weights.
 WITHOUT_WEIGHTS = '--include "*.json" --include "*.txt" --include "*.jinja"'
 
@@ -27,6 +29,7 @@ def load_tokenizer(source: str, revision: str | None = None, local_files_only: b
     Raises:
         ValueError: if there is none, or it cannot be read.
     """
+    source = located(source)
     config = MRPConfig()  # only so that none is read, which may be of a kind that transformers does not know
     where: dict[str, Any] = {"revision": revision, "local_files_only": local_files_only}
     try:
@@ -87,7 +90,7 @@ def load_model(source: str, dtype: str | None = None) -> MRPForCausalLM:
 
 def _base_and_adapter(source: str) -> tuple[str, str | None]:
     """Where the model lies, and the adapter on it. A folder that holds both is loaded as one."""
-    found = None
+    source, found = located(source), None
     if not (Path(source) / "config.json").is_file():
         with suppress(OSError, ValueError):  # what is wrong is told where the model's config is not found either
             found = find_adapter_config_file(source)

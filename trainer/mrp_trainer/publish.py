@@ -21,6 +21,7 @@ from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, O
 from huggingface_hub.utils import filter_repo_objects
 
 from modeling_mrp import MRPForCausalLM
+from modeling_mrp.model.layouts import is_hub_id
 from modeling_mrp.model.pushing import CONFIGS, KINDS, PATIENCE, answered_within, revision_info
 
 from .publishing import Publication, publish
@@ -162,12 +163,13 @@ def card(folder: str, name: str | None, results: list[str], about: str | None) -
 
     Args:
         folder: The checkpoint.
-        name: What the examples load; the folder by default.
+        name: What the examples load; by default the folder, written so that it is no Hub id.
         results: Files of measurements.
         about: A file that tells of the checkpoint.
     """
     told = None if about is None else About.load(about)
-    return str(render_card(folder, read_folder(folder).kind, name or folder, read_results(results), told))
+    name = name or (f"./{folder}" if is_hub_id(folder) else folder)
+    return str(render_card(folder, read_folder(folder).kind, name, read_results(results), told))
 
 
 def _parser() -> argparse.ArgumentParser:
