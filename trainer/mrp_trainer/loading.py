@@ -34,7 +34,7 @@ def load_tokenizer(source: str, revision: str | None = None, local_files_only: b
     where: dict[str, Any] = {"revision": revision, "local_files_only": local_files_only}
     try:
         return AutoTokenizer.from_pretrained(source, config=config, trust_remote_code=False, **where)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # whatever damaged files come to, which libraries read that check little
         if os.path.isdir(source):
             remedy = "save one there, or name another with --tokenizer"
         elif local_files_only:
@@ -108,7 +108,8 @@ def _base_and_adapter(source: str) -> tuple[str, str | None]:
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
+    return kind + (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 __all__ = ["WITHOUT_WEIGHTS", "load_config", "load_generation_fields", "load_model", "load_tokenizer"]

@@ -5,7 +5,7 @@ It refers to nothing outside of itself and runs no script; the animated form mov
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 from typing import Literal
@@ -34,7 +34,7 @@ class Picture:
         title: In words.
     """
 
-    svg: str
+    svg: str = field(repr=False)
     title: str
 
     @property
