@@ -58,6 +58,7 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
     """
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tp_plan = {"lm_head": "colwise_gather_output"}
 
     def __init__(self, config: MRPConfig) -> None:
         super().__init__(config)
