@@ -15,6 +15,7 @@ from modeling_mrp.generate.option_table import OPTIONS
 from modeling_mrp.model.layouts import stored_json
 
 from .decode_options import DecodeOptions
+from .embedded import located
 from .evaluate_options import EvaluateOptions, check_names, generate_options
 from .questions import read_questions
 from .results import ResultsFile
@@ -133,6 +134,7 @@ def check_checkpoint(source: str, revision: str | None = None) -> dict[str, Any]
         ValueError: It has no config, or a damaged one.
         OSError: There is no such folder, or the repository cannot be read.
     """
+    source = located(source)
     try:
         return stored_json(source, revision=revision)[1]
     except OSError:

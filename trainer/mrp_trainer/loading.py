@@ -12,6 +12,8 @@ from modeling_mrp.model.configuration import MRPConfig
 from modeling_mrp.model.layouts import is_hub_id, json_object, stored_json
 from modeling_mrp.modeling import MRPForCausalLM
 
+from .embedded import located
+
 # What `hf download` needs to fetch all of a repository that tells of a model without its weights.
 WITHOUT_WEIGHTS = '--include "*.json" --include "*.txt" --include "*.jinja"'
 
@@ -27,11 +29,12 @@ def load_tokenizer(source: str, revision: str | None = None, local_files_only: b
     Raises:
         ValueError: if there is none, or it cannot be read.
     """
+    source = located(source)
     config = MRPConfig()  # only so that none is read, which may be of a kind that transformers does not know
     where: dict[str, Any] = {"revision": revision, "local_files_only": local_files_only}
     try:
         return AutoTokenizer.from_pretrained(source, config=config, trust_remote_code=False, **where)
-    except Exception as error:  # tokenizers raises this very class for a damaged file
+    except Exception as error:  # whatever damaged files come to, which libraries read that check little
         if os.path.isdir(source):
             remedy = "save one there, or name another with --tokenizer"
         elif local_files_only:
@@ -85,7 +88,7 @@ def load_model(source: str, dtype: str | None = None) -> MRPForCausalLM:
 
 def _base_and_adapter(source: str) -> tuple[str, str | None]:
     """Where the model lies, and the adapter on it. A folder that holds both is loaded as one."""
-    found = None
+    source, found = located(source), None
     if not (Path(source) / "config.json").is_file():
         with suppress(OSError, ValueError):  # what is wrong is told where the model's config is not found either
             found = find_adapter_config_file(source)
@@ -103,7 +106,8 @@ def _base_and_adapter(source: str) -> tuple[str, str | None]:
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
+    return kind + (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 __all__ = ["WITHOUT_WEIGHTS", "load_config", "load_generation_fields", "load_model", "load_tokenizer"]

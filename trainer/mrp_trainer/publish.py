@@ -20,6 +20,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
 from modeling_mrp import MRPForCausalLM
+from modeling_mrp.model.layouts import is_hub_id
 
 from .publishing import Publication, publish
 from .publishing.card import About, is_own_card, read_results, render_card
@@ -147,12 +148,13 @@ def card(folder: str, name: str | None, results: list[str], about: str | None) -
 
     Args:
         folder: The checkpoint.
-        name: What the examples load; the folder by default.
+        name: What the examples load; by default the folder, written so that it is no Hub id.
         results: Files of measurements.
         about: A file that tells of the checkpoint.
     """
     told = None if about is None else About.load(about)
-    return str(render_card(folder, read_folder(folder).kind, name or folder, read_results(results), told))
+    name = name or (f"./{folder}" if is_hub_id(folder) else folder)
+    return str(render_card(folder, read_folder(folder).kind, name, read_results(results), told))
 
 
 def _parser() -> argparse.ArgumentParser:
