@@ -1,7 +1,6 @@
 """Faults of a push to a loopback Hub: what is survived, and what the others leave."""
 
 import re
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -50,9 +49,7 @@ def test_a_commit_that_fails_changes_nothing(
 
 def test_a_silent_hub_is_given_up(hub: HubServer, push: Callable[..., Done], folders: dict[str, Path], repo: str) -> None:
     hub.fail("GET /api/models/", silent=True, times=99)
-    begun = time.monotonic()
     done = push(folders["full"], repo, patience=0.3)
-    assert time.monotonic() - begun < 60
     assert re.search(r"was given up \(\w*Timeout.*\)\. Its files and your folder are as they were", str(done.error))
 
 

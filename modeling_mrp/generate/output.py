@@ -144,16 +144,17 @@ class Progress:
             opened: dict[int, Row] = {}  # by block the row as it was when nothing of the block was revealed
             for at in range(begin, begin + tokens.shape[1]):
                 if at < (row.stop or 0) and (row.place, at) in self.drawn:
-                    state, said = self.drawn[row.place, at]
+                    state, at_state = self.drawn[row.place, at]
                     if state.start not in opened:
                         text = row.text[: state.start] + [*row.text[:begin], *behind][state.start :]
                         opened[state.start] = row.anew(text)
                     states.append((opened[state.start], state))
                     places.append((at - begin, row.place))
-                    hidden.append(said)
+                    hidden.append(at_state)
         found = {}
-        given = picker.distributions(torch.stack(hidden), Spots(states, tokens.device))
-        index = torch.tensor(places, device=tokens.device).unbind(1)
+        said = torch.stack(hidden) if hidden else picker.lm_head_weight[:0]  # all may have been given
+        given = picker.distributions(said, Spots(states, tokens.device))
+        index = torch.tensor(places, dtype=torch.long, device=tokens.device).view(-1, 2).unbind(1)
         for name, wanted, part in zip(("logits", "scores"), (self.logits, self.scores), given, strict=True):
             if wanted:
                 certain = part.new_full((*tokens.T.shape, part.shape[1]), -torch.inf).scatter_(2, tokens.T[..., None], 0.0)

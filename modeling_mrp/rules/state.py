@@ -82,9 +82,7 @@ class Frontier:
 
     __slots__ = ("drawn", "made", "memo", "scores", "state", "where")
 
-    def __init__(
-        self, state: State, scores: Scores, where: tuple[int, ...], memo: Any, made: State, drawn: Any = None
-    ) -> None:
+    def __init__(self, state: State, scores: Scores, where: tuple[int, ...], memo: Any, made: State, drawn: Any = None) -> None:
         self.state: Final = state
         self.scores: Final = scores
         self.where: Final = where
