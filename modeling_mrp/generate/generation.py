@@ -309,6 +309,9 @@ def _decode(
         pack(model)
     with cache_for(model, config.graphs, past, len(rows), capacity, room, mode.uses_head) as (cache, graphs):
         reused = _reused(cache, rows, model, mode)
+        if progress is not None:  # the cache is handed out
+            parts = ("model", "mrp_head") if cache.head_layers else ("model",)
+            cache.weights = {name: WeightsSeen(getattr(model, name)) for name in parts}
         draws = mode.drafting is not None and picker.sample
         picker = replace(picker, entropy=mode.rule.needs_entropy, likeliest=draws)
         networks = Networks(
@@ -340,8 +343,6 @@ def _reused(cache: BlockCache, rows: Sequence[Row], model: Any, mode: Mode) -> l
     """Find how many tokens of each row have keys and values already, and let go of what the call will overwrite."""
     texts = [row.text for row in rows]
     reused = cache.reusable(texts, [row.state.start for row in rows], model.config.block_size, mode.uses_head)
-    parts = ("model", "mrp_head") if cache.head_layers else ("model",)
-    cache.weights = {name: WeightsSeen(getattr(model, name)) for name in parts}
     for row, same, of_head in zip(rows, reused, cache.head_held, strict=True):
         row.head_held = min(same, of_head) if mode.uses_head else 0
     # From here on the slots behind are overwritten, also by a call that does not come to its end.
