@@ -15,7 +15,7 @@ demo: $(VENV)/.demo
 
 # The picture of the README and of the embedded checkpoint's card; in float64, so that it is the same everywhere.
 picture: $(VENV)/.demo
-	$(BIN)/python -m mrp_trainer.cli show --animated --dtype float64 --output hub_configs/sdar-tiny-mrp/decode.svg
+	$(BIN)/python -m mrp_trainer.cli show --animated --dtype float64 --output ./hub_configs/sdar-tiny-mrp/decode.svg
 
 check: $(VENV)/.dev
 	$(PYTEST) $(CHECKED:%=tests/test_%.py)

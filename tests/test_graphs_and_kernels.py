@@ -6,9 +6,9 @@ import pytest
 import torch
 from conftest import make_model
 from tape import Tape, TapeRecorder, strangers, tapes
-from test_decoding import dampened
 from test_graphs import generate, same
 
+from benchmarks.random_cases import dampened
 from modeling_mrp.kernels.dispatch import triton
 from modeling_mrp.networks.graphs import recording_report
 

@@ -4,8 +4,6 @@ Symbols follow the MRP paper (arXiv 2605.18817): h_A are the backbone's final hi
 reveal, h_C the head's output; lm_head(h_A + h_C) estimates the backbone's logits at x'.
 """
 
-from pathlib import Path
-
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
@@ -14,7 +12,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMS
 from ..kernels.fused_layers import fused
 from ..kernels.round_attention import RoundMask
 from .configuration import MRPConfig
-from .layouts import DRAFT_TOKENS, HEAD, StoredTensor
+from .layouts import DRAFT_TOKENS, HEAD
 
 NEW_HEADS = ("identity", "backbone", "published")
 _PUBLISHED_STD = 0.2  # of the published recipe
@@ -191,15 +189,6 @@ def shapes_of_head(config: MRPConfig) -> dict[str, tuple[int, ...]]:
         return {HEAD + name: tuple(value.shape) for name, value in MRPHead(config).state_dict().items()}
 
 
-def tensors_of(head: nn.Module) -> dict[str, StoredTensor]:
-    """A head's tensors, as if they lay in a file."""
-    kinds = {True: "F32", False: "I64"}
-    return {
-        HEAD + name: StoredTensor(HEAD + name, Path(), tuple(value.shape), kinds[value.is_floating_point()])
-        for name, value in head.state_dict().items()
-    }
-
-
 def check_draft_tokens(head: MRPHead, config: MRPConfig, source: str) -> None:
     """Checks the draft vocabulary that came with a head from `source`.
 
@@ -226,5 +215,4 @@ __all__ = [
     "first_tokens",
     "shapes_of_head",
     "start_head",
-    "tensors_of",
 ]

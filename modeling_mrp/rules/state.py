@@ -77,16 +77,18 @@ class Frontier:
         where: Columns that are revealed.
         memo: The rule's memo behind that.
         made: The state that the reveal makes.
+        drawn: By column that was drawn elsewhere (by the head) the state and the hidden states there, as in `Scores`; or None.
     """
 
-    __slots__ = ("made", "memo", "scores", "state", "where")
+    __slots__ = ("drawn", "made", "memo", "scores", "state", "where")
 
-    def __init__(self, state: State, scores: Scores, where: tuple[int, ...], memo: Any, made: State) -> None:
+    def __init__(self, state: State, scores: Scores, where: tuple[int, ...], memo: Any, made: State, drawn: Any = None) -> None:
         self.state: Final = state
         self.scores: Final = scores
         self.where: Final = where
         self.memo: Final = memo
         self.made: Final = made
+        self.drawn: Final[dict[int, tuple[State, Any]] | None] = drawn
 
 
 class Constraint(Protocol):
@@ -148,6 +150,7 @@ class Row:
         stop: One past the last token once the text is whole, else None.
         remasked: What the last step put back to masks: columns and tokens.
         counts: What drafts came to.
+        written: Reveals that were written, for whoever wants them; None: nobody does.
     """
 
     def __init__(
@@ -189,6 +192,12 @@ class Row:
         self.stop: int | None = None
         self.remasked: tuple[tuple[int, ...], list[int]] = ((), [])
         self.counts = Counts(1, False)
+        self.written: list[Frontier] | None = None
+
+    def anew(self, text: list[int]) -> "Row":
+        """A row of the same call, prompt and limits with another text."""
+        ends = (self.prompt, self.given_end, self.limit, self.open_end, self.no_eos_before)
+        return Row(self.place, text, self.block_size, self.mask_id, self.eos, *ends, self.seed, self.bans)
 
     def opened(self, start: int) -> State:
         """The first state of a block: its masks, and given tokens, none of which ends the text."""
@@ -220,7 +229,7 @@ class Row:
         return not state.free or state.free[0] >= room
 
     def write(self, frontier: Frontier, logprobs: Sequence[float]) -> None:
-        """Write a reveal into the text, with the log-confidence of each of its columns, and stand at the state that it makes."""
+        """Write a reveal into the text, with the log-confidence of each column, and stand at the state that it makes."""
         start, ids = frontier.state.key[0], frontier.scores.token
         behind = start - self.prompt
         for column, logprob in zip(frontier.where, logprobs, strict=True):
