@@ -1,4 +1,4 @@
-"""The table of `generate`'s options: what the README, a config and the modes of decoding make of it."""
+"""The table of `generate`'s options: what the documents, a config and the modes of decoding make of it."""
 
 import copy
 import inspect
@@ -40,8 +40,8 @@ def checked(**options: Any) -> MRPGenerationConfig:
     return config
 
 
-def test_the_readme_has_the_table() -> None:
-    section = (ROOT / "README.md").read_text().split("\n## Options\n")[1].split("\n## ")[0]
+def test_the_documents_have_the_table() -> None:
+    section = (ROOT / "docs/decoding.md").read_text().split("\n## Options\n")[1].split("\n## ")[0]
     expected = ["| option | default | modes | what it sets |", "|---|---|---|---|"]
     for option in OPTIONS:
         default = f"`{option.default}`" if isinstance(option.default, str) else option.default

@@ -193,6 +193,8 @@ class Picker:
         if spots is None:
             return lambda logits, at: logits
         no_eos, contexts = spots.no_eos(), spots.contexts() if self.processors else None
+        if no_eos is contexts is self.bans is None:
+            return lambda logits, at: logits
         places, tokens = torch.tensor(spots.barred(self.bans) if self.bans else ((), ()), dtype=torch.long)
 
         def shape(logits: Tensor, at: slice) -> Tensor:

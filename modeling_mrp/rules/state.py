@@ -74,18 +74,20 @@ class Frontier:
     Attributes:
         state: That state; it has masks.
         scores: What the backbone said there.
-        where: Columns that the rule reveals.
+        where: Columns that are revealed.
         memo: The rule's memo behind that.
+        made: The state that the reveal makes.
         drawn: By column that was drawn elsewhere (by the head) the state and the hidden states there, as in `Scores`; or None.
     """
 
-    __slots__ = ("drawn", "memo", "scores", "state", "where")
+    __slots__ = ("drawn", "made", "memo", "scores", "state", "where")
 
-    def __init__(self, state: State, scores: Scores, where: tuple[int, ...], memo: Any, drawn: Any = None) -> None:
+    def __init__(self, state: State, scores: Scores, where: tuple[int, ...], memo: Any, made: State, drawn: Any = None) -> None:
         self.state: Final = state
         self.scores: Final = scores
         self.where: Final = where
         self.memo: Final = memo
+        self.made: Final = made
         self.drawn: Final[dict[int, tuple[State, Any]] | None] = drawn
 
 
@@ -212,7 +214,11 @@ class Row:
             ids[column] = one = token[column]
             if column < end and one in eos:
                 end = column
-        free = tuple([column for column in state.free if column < end and column not in where])
+        if len(where) == 1 and end == state.end:
+            at = state.free.index(where[0])
+            free = state.free[:at] + state.free[at + 1 :]
+        else:
+            free = tuple([column for column in state.free if column < end and column not in where])
         return State((start, tuple(ids)), free, end, state.masks - len(where), state.step + 1)
 
     def ends(self, state: State) -> bool:
@@ -222,15 +228,15 @@ class Row:
             return False
         return not state.free or state.free[0] >= room
 
-    def reveal(self, state: State, where: Sequence[int], scores: Scores, logprobs: Sequence[float]) -> State:
-        """Write what a step reveals at a state into the text; returns the state that it makes."""
-        made, start, ids = self.after(state, where, scores.token), state.key[0], scores.token
+    def write(self, frontier: Frontier, logprobs: Sequence[float]) -> None:
+        """Write a reveal into the text, with the log-confidence of each of its columns, and stand at the state that it makes."""
+        start, ids = frontier.state.key[0], frontier.scores.token
         behind = start - self.prompt
-        for column, logprob in zip(where, logprobs, strict=True):
+        for column, logprob in zip(frontier.where, logprobs, strict=True):
             self.text[start + column] = ids[column]
             self.logprob[behind + column], self.step[behind + column] = logprob, self.steps
         self.steps += 1
-        return made
+        self.state, self.source, self.memo = frontier.made, frontier.scores, frontier.memo
 
     def settle(self) -> None:
         """Note where the text stops if it is whole at the state that the row stands at."""
