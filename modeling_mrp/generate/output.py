@@ -152,8 +152,9 @@ class Progress:
                     places.append((at - begin, row.place))
                     hidden.append(said)
         found = {}
-        given = picker.distributions(torch.stack(hidden), Spots(states, tokens.device))
-        index = torch.tensor(places, device=tokens.device).unbind(1)
+        wide = torch.stack(hidden) if hidden else picker.lm_head_weight[:0]  # all may be given
+        given = picker.distributions(wide, Spots(states, tokens.device))
+        index = torch.tensor(places, dtype=torch.long, device=tokens.device).view(-1, 2).unbind(1)
         for name, wanted, part in zip(("logits", "scores"), (self.logits, self.scores), given, strict=True):
             if wanted:
                 certain = part.new_full((*tokens.T.shape, part.shape[1]), -torch.inf).scatter_(2, tokens.T[..., None], 0.0)
