@@ -77,7 +77,11 @@ def test_scores_and_logits_by_hand(random_model: MRPForCausalLM) -> None:
     close(out.scores[first][0], (logits / 0.5).masked_fill(logits < logits.topk(2).values[1], -torch.inf))
 
 
-def test_one_of_them(random_model: MRPForCausalLM) -> None:
+def test_one_of_them_and_none_to_be_drawn(random_model: MRPForCausalLM) -> None:
     out = generate(random_model, PROMPTS, max_new_tokens=3, output_logits=True)
     assert out.scores is None
     assert len(out.logits) == 3
+    given = torch.tensor([[5, 6, 7]])
+    out = generate(random_model, [[1, 2, 3]], infill_ids=given, **BOTH)
+    assert torch.stack(out.scores, 1).argmax(-1).equal(given)
+    assert torch.stack(out.logits, 1).isfinite().sum() == 3

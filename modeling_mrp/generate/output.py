@@ -152,8 +152,8 @@ class Progress:
                     places.append((at - begin, row.place))
                     hidden.append(at_state)
         found = {}
-        said = torch.stack(hidden) if hidden else picker.lm_head_weight[:0]  # all may have been given
-        given = picker.distributions(said, Spots(states, tokens.device))
+        wide = torch.stack(hidden) if hidden else picker.lm_head_weight[:0]  # all may be given
+        given = picker.distributions(wide, Spots(states, tokens.device))
         index = torch.tensor(places, dtype=torch.long, device=tokens.device).view(-1, 2).unbind(1)
         for name, wanted, part in zip(("logits", "scores"), (self.logits, self.scores), given, strict=True):
             if wanted:
