@@ -19,6 +19,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Model
 from transformers.utils import can_return_tuple
 
 from .generate.generation import MRPGenerationMixin, logger
+from .generate.options import MRPGenerationConfig
 from .kernels.fused_layers import fused
 from .kernels.round_attention import RoundMask
 from .model.configuration import MRPConfig
@@ -59,6 +60,8 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     _tp_plan = {"lm_head": "colwise_gather_output"}
+    _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}
+    generation_config_class: type[MRPGenerationConfig] = MRPGenerationConfig
 
     def __init__(self, config: MRPConfig) -> None:
         super().__init__(config)
@@ -91,7 +94,8 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
         Raises:
             ValueError: if a `RoundMask` forces kernels that cannot be used here.
         """
-        if (walk := fused(self.model, self.config.num_hidden_layers, mask, past_key_values, MRPBackbone)) is not None:
+        layers = list(self.model.layers)[: self.config.num_hidden_layers]
+        if (walk := fused(self.model, layers, mask, past_key_values, MRPBackbone)) is not None:
             embeds = self.model.embed_tokens(input_ids)
             return walk(embeds, self.model.rotary_emb(embeds, position_ids))
         return _called(self.model, compiled)(

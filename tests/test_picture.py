@@ -247,8 +247,6 @@ def test_a_card_shows_the_picture_of_its_folder(folder: Path, tmp_path: Path) ->
 
 
 def test_the_readmes_show_it() -> None:
-    """And the project's the chat in the browser."""
+    """The checkpoint's and the project's."""
     assert f"]({PICTURE})" in (TINY / "README.md").read_text()
-    shown = re.findall(r"^!\[.+\]\((.+)\)$", (ROOT / "README.md").read_text(), re.MULTILINE)
-    assert shown == ["benchmarks/results/frontier.svg", f"hub_configs/sdar-tiny-mrp/{PICTURE}", "space/screenshot.png"]
-    assert all((ROOT / path).is_file() for path in shown)
+    assert f"](hub_configs/sdar-tiny-mrp/{PICTURE})" in (ROOT / "README.md").read_text()

@@ -1,6 +1,5 @@
 """What commands look at before they import torch, which takes seconds: paths, names, and values that go without a model."""
 
-import json
 import os
 from collections.abc import Iterable
 from contextlib import suppress
@@ -13,7 +12,7 @@ from huggingface_hub.utils import validate_repo_id
 from transformers.utils import find_adapter_config_file
 
 from modeling_mrp.generate.option_table import OPTIONS
-from modeling_mrp.model.layouts import config_file
+from modeling_mrp.model.layouts import stored_json
 
 from .decode_options import DecodeOptions
 from .embedded import located
@@ -137,7 +136,7 @@ def check_checkpoint(source: str, revision: str | None = None) -> dict[str, Any]
     """
     source = located(source)
     try:
-        return dict(json.loads(Path(str(config_file(source, revision=revision))).read_text(encoding="utf-8")))
+        return stored_json(source, revision=revision)[1]
     except OSError:
         with suppress(OSError, ValueError):  # what is wrong is told of the config
             if find_adapter_config_file(source, revision=revision) is not None:

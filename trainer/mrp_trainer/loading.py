@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
-from transformers.utils import GENERATION_CONFIG_NAME, cached_file, find_adapter_config_file
+from transformers.utils import GENERATION_CONFIG_NAME, find_adapter_config_file
 
 from modeling_mrp.model.configuration import MRPConfig
-from modeling_mrp.model.layouts import config_file, is_hub_id, json_object
+from modeling_mrp.model.layouts import is_hub_id, json_object, stored_json
 from modeling_mrp.modeling import MRPForCausalLM
 
 from .embedded import located
@@ -51,7 +51,6 @@ def load_config(source: str) -> MRPConfig:
         ValueError, OSError: as from `load_model`.
     """
     base, _ = _base_and_adapter(source)
-    config_file(base)
     return MRPConfig.from_pretrained(base)
 
 
@@ -63,10 +62,9 @@ def load_generation_fields(source: str) -> dict[str, Any]:
     """
     base, _ = _base_and_adapter(source)
     try:
-        path = cached_file(base, GENERATION_CONFIG_NAME)
+        return stored_json(base, GENERATION_CONFIG_NAME)[1]
     except OSError:
         return {}
-    return json_object(Path(str(path)))
 
 
 def load_model(source: str, dtype: str | None = None) -> MRPForCausalLM:

@@ -15,9 +15,9 @@ from transformers.utils.chat_template_utils import (
     _get_template_variables,
 )  # None else knows the template language's extensions.
 
+from modeling_mrp.generate.checks import check_prompt, check_rows, check_special_ids, check_stop_strings
 from modeling_mrp.generate.option_table import COUNT, OPTIONS, Option, closest_name
 from modeling_mrp.generate.options import OPTION_NAMES, MRPGenerationConfig, check_values, did_you_mean
-from modeling_mrp.generate.prompts import check_prompt, check_rows, check_special_ids, check_stop_strings
 
 from .records import check_utf8
 
