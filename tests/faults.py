@@ -143,8 +143,9 @@ class Trials:
             return f"with {size} KB for temporary files {ended}, {self.pushed_again(repo, small / 'home')}"
 
     def files(self, repo: str) -> dict[str, bytes]:
-        """The files of a repository, whose card and config name it."""
-        return {name: content.replace(repo.encode(), b"org/it") for name, content in self.hub.files(repo).items()}
+        """The files of a repository, whose card names it."""
+        own = repo.partition("/")[2].encode()
+        return {name: content.replace(own, b"it") for name, content in self.hub.files(repo).items()}
 
     def pushed_again(self, repo: str, home: Path) -> str:
         """Push once more, and compare."""
@@ -153,7 +154,7 @@ class Trials:
         with self.pushing(repo, home) as process:
             _, told = process.communicate()
         assert process.returncode == 0, told
-        assert self.files(repo) == self.pushed
+        assert (found := self.files(repo)) == self.pushed, [one for one in self.pushed if found.get(one) != self.pushed[one]]
         titles = [commit.title for commit in self.hub.repository(repo).history("main")]
         assert titles == TITLES, titles
         return f"{'all' if was_there else 'nothing'} was there, pushed again"
