@@ -8,14 +8,14 @@ COUNT ?= 64
 CHECKED := rules bans remask cache fuzz losses golden_traces imports bundle
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: demo picture check mutants test test-space test-extras test-serving lint walkthrough clean
+.PHONY: demo picture check mutants test test-space test-extras test-serving lint walkthrough docs clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m mrp_trainer.demo --count $(COUNT)
 
 # The picture of the README and of the embedded checkpoint's card; in float64, so that it is the same everywhere.
 picture: $(VENV)/.demo
-	$(BIN)/python -m mrp_trainer.cli show --animated --dtype float64 --output hub_configs/sdar-tiny-mrp/decode.svg
+	$(BIN)/python -m mrp_trainer.cli show --animated --dtype float64 --output ./hub_configs/sdar-tiny-mrp/decode.svg
 
 check: $(VENV)/.dev
 	$(PYTEST) $(CHECKED:%=tests/test_%.py)
@@ -30,7 +30,7 @@ mutants: $(VENV)/.dev
 
 # What needs the other extras: quantized weights, the server, notebooks, TRL's trainers, a tracker; and kernels compiled for four
 # GPUs.
-EXTRAS := quantized serve notebooks other_trainers trackers compiled
+EXTRAS := quantized serve docs notebooks other_trainers trackers compiled
 
 test-extras: $(VENV)/.extras
 	$(PYTEST) -rs $(EXTRAS:%=tests/test_%.py)
@@ -57,6 +57,10 @@ walkthrough: $(VENV)/bin/python
 		"$$(echo $(WALK)/*.whl)[train,serve,quantized]" trl openai tensorboard
 	cd $(WALK)/empty && env -u PYTHONPATH ../venv/bin/python ../../../tests/walkthrough $(PARTS)
 
+# The pages of docs/ as a site, in build/site; a broken link is an error.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -76,6 +80,10 @@ $(VENV)/.dev: $(VENV)/bin/python pyproject.toml constraints.txt
 
 $(VENV)/.extras: $(VENV)/.dev
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[extras]'
+	touch $@
+
+$(VENV)/.docs: $(VENV)/.demo
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	touch $@
 
 $(SERVING)/.installed: pyproject.toml tests/serving/requirements.txt tests/serving/engine.txt

@@ -1,14 +1,16 @@
 """Prints the tables that the documents quote, from the lines that measurements left.
 
 ``python -m benchmarks.tables TABLE`` reads `benchmarks/results` (or `--results FOLDER`). From `tiny_frontier*.jsonl`:
-`frontier` accuracy and cost of every mode and setting; `targets` every target, alone and drafted; `headline` drafts of `static`
-beside the released reference; `eager` and `recovered` what `mrp_remask` makes of eager reveals. `heldout` the card's, from
-`tiny_heldout_{math,code}.jsonl`; `sweep`, `novel`, `head_prefix`, `published_head`, `retrained`, `departures` and
-`low_precision` from the files of these names behind `tiny_`; `cost` from `cost_model.jsonl`; `auto_clock`; `compiled`.
+`frontier` accuracy and cost of every mode and setting; `targets` every target, alone and drafted, and `summary` the same in
+short; `headline` drafts of `static` beside the released reference; `eager` and `recovered` what `mrp_remask` makes of eager
+reveals. `heldout` the card's, from `tiny_heldout_{math,code}.jsonl`; `sweep`, `novel`, `head_prefix`, `published_head`,
+`retrained`, `departures` and `low_precision` from the files of these names behind `tiny_`; `cost` from `cost_model.jsonl`;
+`auto_clock`; `compiled`.
 """
 
 import argparse
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -85,6 +87,26 @@ def targets(folder: Path = RESULTS) -> str:
     head = [f"{mode} K={states}" for mode, states in _TARGET_COLUMNS]
     last = ["mrp_spec K=8, 2 head passes", "its head passes a token", "texts that differ"]
     return _markdown(["target", "problems", "alone", *head, *last], cells)
+
+
+def summary(folder: Path = RESULTS) -> str:
+    """Problems that each target solves and its tokens per forward, alone and drafted: math and code in one cell."""
+    ways: tuple[Callable[[str], Line], ...] = (
+        alone,
+        partial(drafted, "self_spec", states=4),
+        partial(drafted, "mrp_spec", states=4),
+        partial(drafted, "mrp_spec", states=8, draft_passes=2),
+    )
+    of = {family: [line for line in frontier_lines(folder) if line["family"] == family] for family in JUDGED}
+    cells = []
+    for target in TARGETS:
+        made = [[_line_of(lines, way(target)) for lines in of.values()] for way in ways]
+        pairs = [[f"{line['tokens_per_forward']:.2f}" for line in pair] for pair in made]
+        solved = [f"{line['accuracy']:.1f}" for line in made[0]]
+        differ = sum(line["texts_that_differ"] for lines in of.values() for line in lines if line.get("target") == target)
+        cells.append([f"`{target}`", *(", ".join(pair) for pair in (solved, *pairs)), str(differ)])
+    head = ["alone", "`self_spec`, K = 4", "`mrp_spec`, K = 4", "`mrp_spec`, K = 8, two head passes"]
+    return _markdown(["target", "solved, %", *head, "texts that differ"], cells)
 
 
 _BESIDE_RELEASED: tuple[tuple[str, str, dict[str, bool]], ...] = (
@@ -363,7 +385,7 @@ def compiled(folder: Path = RESULTS) -> str:
 TABLES: dict[str, Callable[[Path], str]] = {
     table.__name__: table
     for table in (
-        *(frontier, targets, headline, eager, recovered, heldout, sweep, cost, auto_clock),
+        *(frontier, summary, targets, headline, eager, recovered, heldout, sweep, cost, auto_clock),
         *(novel, head_prefix, published_head, retrained, departures, low_precision, compiled),
     )
 }

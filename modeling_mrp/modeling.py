@@ -18,7 +18,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Model
 from transformers.utils import can_return_tuple
 
-from .generate.generation import MRPGenerationMixin
+from .generate.generation import MRPGenerationMixin, logger
+from .generate.options import MRPGenerationConfig
 from .kernels.fused_layers import fused
 from .kernels.round_attention import RoundMask
 from .model.configuration import MRPConfig
@@ -58,6 +59,9 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
     """
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tp_plan = {"lm_head": "colwise_gather_output"}
+    _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}
+    generation_config_class = MRPGenerationConfig
 
     def __init__(self, config: MRPConfig) -> None:
         super().__init__(config)
@@ -90,7 +94,8 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
         Raises:
             ValueError: if a `RoundMask` forces kernels that cannot be used here.
         """
-        if (walk := fused(self.model, self.config.num_hidden_layers, mask, past_key_values, MRPBackbone)) is not None:
+        layers = list(self.model.layers)[: self.config.num_hidden_layers]
+        if (walk := fused(self.model, layers, mask, past_key_values, MRPBackbone)) is not None:
             embeds = self.model.embed_tokens(input_ids)
             return walk(embeds, self.model.rotary_emb(embeds, position_ids))
         return _called(self.model, compiled)(
@@ -216,6 +221,8 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
         tokens = input_ids if input_ids is not None else inputs_embeds
         if tokens is None:
             raise ValueError("forward got neither input_ids nor inputs_embeds: pass one of them")
+        if input_ids is not None and not (self.training or input_ids.is_meta or torch.compiler.is_compiling()):
+            self._warn_of_likelihoods(input_ids)
         mask, position_ids = self._block_causal(tokens, attention_mask, position_ids, past_key_values)
         outputs = self.model(
             input_ids=input_ids,
@@ -233,6 +240,15 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
+
+    def _warn_of_likelihoods(self, input_ids: Tensor) -> None:
+        """Say once what the logits of a text without masks are not: lm-eval's log-likelihood tasks ask for them."""
+        if not (input_ids == self.config.mask_token_id).any():
+            logger.warning_once(
+                "Logits of a text without masks were asked for. A visible position predicts its own token, not the next, so "
+                "that log-likelihoods made of them (perplexity, lm-eval's loglikelihood and multiple_choice) mean nothing: "
+                f"ask for generated text, or put the mask, id {self.config.mask_token_id}, where a token is to be predicted"
+            )
 
     def _block_causal(
         self, given: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, past_key_values: Cache | None

@@ -28,6 +28,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from benchmarks.random_cases import make_model
 from benchmarks.random_cases import word_tokenizer as word_ids
 from modeling_mrp import MRPForCausalLM
+from modeling_mrp.kernels import fused_layers
 from modeling_mrp.networks import picker
 
 ROOT = Path(__file__).parent.parent
@@ -55,6 +56,12 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fresh]:
 def few_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sampled drafts choose among four tokens of a position: the interpreter of kernels takes them one by one."""
     monkeypatch.setattr(picker, "LIKELIEST", 4)
+
+
+@pytest.fixture
+def wide_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program of `rotated` takes many heads: the interpreter runs programs one after the other."""
+    monkeypatch.setattr(fused_layers, "_HEADS", 1024)
 
 
 @pytest.fixture

@@ -90,7 +90,7 @@ class Row:
         revocations: (index behind the prompt, token) of what `mrp_remask` took back, in order.
         lengths: Of each round how many states it went through.
         depths: Of each round how deep drafts were offered, and accepted.
-        made: By position the step and log-probability of a reveal.
+        made, drawn: By position the step and log-probability of a reveal, and the scores [vocab] that it was drawn from.
         step_of: By state, the steps since its block was opened.
     """
 
@@ -105,6 +105,7 @@ class Row:
         self.no_eos_before = max(len(prompt) + (options.min_new_tokens or 0), self.given_end)
         self.rule = self.rules()[options.target]
         self.made: dict[int, tuple[int, float]] = {}
+        self.drawn: dict[int, Tensor] = {}
         self.step_of: dict[State, int] = {}
         self.computed: dict[State, Tensor] = {}
         self.known: dict[State, Said] = {}
@@ -297,6 +298,7 @@ class Row:
     def write(self, picks: Sequence[Pick]) -> None:
         """A step: notes what it revealed."""
         self.made |= {pick.position: (self.steps, pick.logprob) for pick in picks}
+        self.drawn |= {pick.position: pick.scores.masked_fill(~pick.kept, -torch.inf) for pick in picks}
         self.steps += 1
 
     def asks_head(self, state: State) -> None:

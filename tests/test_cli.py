@@ -2,7 +2,6 @@
 
 import json
 import re
-import shlex
 import subprocess
 import sys
 from dataclasses import fields
@@ -288,43 +287,3 @@ def test_a_wrong_choice_shows_the_right_ones() -> None:
     result = RUNNER.invoke(cli.app, ["train", "head", "--head-loss", "mae"])
     assert result.exit_code == 2
     assert "reverse_kl" in result.stderr
-
-
-# What the README tells
-
-
-def told_in_the_readme() -> dict[str, list[list[str]]]:
-    """The `mrp` commands of each section, in words; a block's own variables are filled in."""
-    found = {}
-    for part in re.split(r"^## ", (ROOT / "README.md").read_text(), flags=re.MULTILINE)[1:]:
-        lines = []
-        for kind, block in re.findall(r"^```(\w*)\n(.*?)^```$", part, re.MULTILINE | re.DOTALL):
-            if kind not in ("", "bash"):
-                continue
-            names = dict(re.findall(r'^(\w+)="(.*)"$', block, re.MULTILINE))
-            text = re.sub(r"\$(\w+)", lambda match, names=names: names.get(match[1], match[0]), block.replace("\\\n", " "))
-            lines += [shlex.split(line, comments=True) for line in text.splitlines() if line.startswith("mrp ")]
-        found[part.splitlines()[0]] = lines
-    return found
-
-
-def test_the_readme_leads_from_seeing_to_serving() -> None:
-    """Each with a command of its own; Python in between."""
-    told = told_in_the_readme()
-    order = [name for name in told if name in ("See it", "Use it", "Train it", "Serve it")]
-    assert order == ["See it", "Use it", "Train it", "Serve it"]
-    begun = {name: {words[1] for words in lines} for name, lines in told.items()}
-    assert "show" in begun["See it"]
-    assert {"train", "evaluate", "push"} <= begun["Train it"]
-    assert begun["Serve it"] == {"serve"}
-
-
-def test_every_command_in_the_readme_is_one() -> None:
-    """With the flags that it has, and choices that it takes; nothing is run."""
-    lines = [words for section in told_in_the_readme().values() for words in section]
-    assert len(lines) > 8
-    for _, *words in lines:
-        found = command()
-        while hasattr(found, "commands"):
-            found = found.commands[words.pop(0)]
-        found.make_context(found.name, words)  # which parses, and refuses what it does not know

@@ -8,6 +8,7 @@ import random
 from typing import Any
 
 import pytest
+from helpers import close
 
 from benchmarks.random_cases import Case, SlowRow, assert_same_text, of_slow
 from modeling_mrp.generate import generation
@@ -64,11 +65,14 @@ def test_random_decodes(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
         while True:
             drafted = case.drafted() if rng.random() < 0.7 else {}
             counted = drafted.get("num_draft_states") != "auto"
-            rows, out = case.decode(past_key_values=past, **drafted)
+            rows, out = case.decode(past_key_values=past, output_scores=True, **drafted)
             told = [case.by_reference(place, **(drafted if counted else {})) for place in range(len(rows))]
             name = (trial, case.mode, drafted, case.options, case.prompts, case.infill)
             for place, (row, slow) in enumerate(zip(rows, told, strict=True)):
                 assert_same_text(row, of_slow(slow), name)
+                for position, scores in slow.drawn.items():
+                    if (column := position - len(case.prompts[place])) < len(slow.tokens):
+                        close(out.scores[column][place], scores, 1e-9)
                 if counted:
                     assert_same_counts(out, place, slow, past is None and chunk > 8, name)
             if rng.random() < 0.6 or case.model.config.block_size == 32:

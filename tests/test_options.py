@@ -1,14 +1,23 @@
-"""The table of `generate`'s options: what the README, a config and the modes of decoding make of it."""
+"""The table of `generate`'s options: what the documents, a config and the modes of decoding make of it."""
 
+import copy
+import inspect
+import json
+import pydoc
+import re
+from functools import reduce
 from itertools import product
-from typing import Any
+from operator import or_
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, make_model
 from mrp_trainer.evaluate_options import EvaluateOptions
 from transformers import GenerationConfig
 
-from modeling_mrp.generate.option_table import DECODINGS, DRAFTING, OPTIONS, TARGETS
+from modeling_mrp import MRPForCausalLM
+from modeling_mrp.generate.option_table import DECODINGS, DRAFTING, OPTIONS, TARGETS, DecodingOptions
 from modeling_mrp.generate.options import MRPGenerationConfig
 
 NAMED = {option.name: option for option in OPTIONS}
@@ -31,8 +40,8 @@ def checked(**options: Any) -> MRPGenerationConfig:
     return config
 
 
-def test_the_readme_has_the_table() -> None:
-    section = (ROOT / "README.md").read_text().split("\n## Options\n")[1].split("\n## ")[0]
+def test_the_documents_have_the_table() -> None:
+    section = (ROOT / "docs/decoding.md").read_text().split("\n## Options\n")[1].split("\n## ")[0]
     expected = ["| option | default | modes | what it sets |", "|---|---|---|---|"]
     for option in OPTIONS:
         default = f"`{option.default}`" if isinstance(option.default, str) else option.default
@@ -42,10 +51,72 @@ def test_the_readme_has_the_table() -> None:
     assert shown == expected, "the table is:\n" + "\n".join(expected)
 
 
-def test_a_config_has_the_options_and_no_others() -> None:
-    assert vars(MRPGenerationConfig()).keys() - vars(GenerationConfig()).keys() == NAMED.keys()
+def test_a_config_has_the_options_as_typed_fields() -> None:
+    """Unset they are None, and take no room in a file."""
+    hints = get_type_hints(DecodingOptions)
+    assert issubclass(MRPGenerationConfig, DecodingOptions)
+    assert hints.keys() == NAMED.keys()
+    for name, option in NAMED.items():
+        types = {int | float if one is float else get_origin(one) or one for one in get_args(hints[name])} - {type(None)}
+        kinds = {str if one is Literal else one for one in types}
+        assert reduce(or_, kinds) == option.kind, name
+        assert getattr(MRPGenerationConfig(), name) is None
+    assert vars(MRPGenerationConfig()).keys() == vars(GenerationConfig()).keys()
     defaults = checked()
     assert {name: getattr(defaults, name) for name in NAMED} == {option.name: option.default for option in OPTIONS}
+
+
+@pytest.mark.parametrize("shown", [MRPForCausalLM.generate, MRPGenerationConfig])
+def test_help_and_completion_know_the_options(shown: Any) -> None:
+    text, parameters = pydoc.render_doc(shown, renderer=pydoc.plaintext), inspect.signature(shown).parameters
+    for option in OPTIONS:
+        assert f"{option.name}: {option.help} (default {option.default!r}" in text
+        assert parameters[option.name].annotation == get_type_hints(DecodingOptions)[option.name]
+
+
+# Of each option of a config a value of another type, and one out of range if there is any.
+WRONG: dict[str, tuple[Any, ...]] = {option.name: ({}, -1) for option in OPTIONS}
+WRONG |= {
+    "max_new_tokens": ("5", 0),
+    "num_return_sequences": ("2", 0),
+    "pad_token_id": ("x", [3]),
+    "eos_token_id": ("2", [2.0]),
+}
+WRONG |= {"do_sample": ("no",), "suppress_tokens": (5, ["x"]), "max_time": ("x", -1), "repetition_penalty": ("x", 0)}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in WRONG.items() for value in values])
+def test_a_wrong_value_is_refused_where_it_enters(name: str, value: Any, tmp_path: Path) -> None:
+    """In a config that is made, changed or saved, and in the file of a checkpoint that is loaded."""
+    said = f"^{name} is {re.escape(repr(value))}"
+    with pytest.raises(ValueError, match=said):
+        MRPGenerationConfig(**{name: value})
+    config = MRPGenerationConfig()
+    with pytest.raises(ValueError, match=said):
+        config.update(**{name: value})
+    setattr(config, name, value)
+    with pytest.raises(ValueError, match=said):
+        config.save_pretrained(tmp_path)
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "generation_config.json").write_text(json.dumps({name: value}))
+    with pytest.raises(ValueError, match=f"generation_config.json: {said[1:]}"):
+        MRPForCausalLM._check_files(str(tmp_path), {"config": make_model().config})
+
+
+def test_a_model_is_not_saved_with_a_config_that_it_cannot_follow(tmp_path: Path) -> None:
+    """Whatever the class of that, and as loaded: what its block size bounds as well."""
+    model = make_model()
+    model.save_pretrained(tmp_path / "good")
+    loaded = MRPForCausalLM.from_pretrained(tmp_path / "good")
+    assert type(loaded.generation_config) is type(model.generation_config) is MRPGenerationConfig
+    own = loaded.generation_config
+    for wrong in ({"decoding": "x"}, {"denoising_steps": 5}, {"num_beams": 2}):
+        for config in (own, GenerationConfig()):
+            loaded.generation_config = copy.deepcopy(config)
+            vars(loaded.generation_config).update(wrong)
+            with pytest.raises(ValueError, match=re.escape(next(iter(wrong)))):
+                loaded.save_pretrained(tmp_path / "bad")
+    assert not (tmp_path / "bad").exists()
 
 
 @pytest.mark.parametrize("name", CHANGES)

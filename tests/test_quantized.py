@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from transformers import BitsAndBytesConfig, QuantoConfig, TorchAoConfig
 
 from modeling_mrp import MRPForCausalLM
-from modeling_mrp.generate.quantized import mixed_tokens
-from modeling_mrp.kernels.unembedding import Unembedding
+from modeling_mrp.generate.checks import mixed_tokens
+from modeling_mrp.networks.unembedding import Unembedding
 
 QUESTIONS = (
     "Sum the numbers of a list that are even, each plus 5.",
@@ -103,11 +103,11 @@ def test_drafted_text_is_its_targets(name: str, tiny_tokenizer: Any, said: list[
     assert said == []
 
 
-def test_the_readmes_lines_are_those_that_are_tested() -> None:
-    """Each of its table, in the order above, and as many."""
+def test_the_documents_lines_are_those_that_are_tested() -> None:
+    """Each of their table, in the order above, and as many."""
     schemes = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
     names = {**vars(schemes), "torch": torch, "TorchAoConfig": TorchAoConfig, "QuantoConfig": quanto}
-    text = (ROOT / "README.md").read_text().split("### Quantized")[1].split("\n### ")[0].split("\n## ")[0]
+    text = (ROOT / "docs/quantized.md").read_text()
     rows = re.findall(r"^\| [a-z-]+ \| `(.*?)`(, or `\"int4\"`)? \| (yes|no)", text, re.MULTILINE)
     told = [
         (line, answer) for line, other, answer in rows for line in (line, *([line.replace("int8", "int4")] if other else []))

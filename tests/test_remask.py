@@ -51,7 +51,9 @@ def refine(rule: Refinement, head: TableHead, confidence: list[list[float]]) -> 
     for row, odds in zip(rows, confidence, strict=True):
         where = tuple(column for column in range(4) if odds[column] > NO)
         hidden: Any = SimpleNamespace()
-        reveals.append(Reveal.of(row, row.place, Frontier(row.state, Scores([7] * 4, odds, hidden=hidden), where, None)))
+        reveals.append(
+            Reveal.of(row, row.place, Frontier(row.state, Scores([7] * 4, odds, hidden=hidden), where, None, row.state))
+        )
     rule(networks, rows, reveals)
     return [list(reveal.where) for reveal in reveals]
 

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,6 @@ from transformers.generation import (
     GenerationMixin,
     LogitsProcessorList,
     MaxLengthCriteria,
-    StoppingCriteria,
     StoppingCriteriaList,
     StopStringCriteria,
     TemperatureLogitsWarper,
@@ -31,6 +31,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging as transformers_logging
 
 from ..kernels.dispatch import PYTORCH, Dispatch, kernels_usable
+from ..kernels.fused_layers import pack
 from ..model.offloading import fetched
 from ..networks.attention import takes_round_masks
 from ..networks.cache import BlockCache, PassingReference, WeightsSeen, devices_of_layers
@@ -41,10 +42,7 @@ from ..rules.accept import UnscoredError
 from ..rules.bans import Bans
 from ..rules.state import Counts, Row
 from .budget import Amount, Fixed, budget_of
-from .loop import Decoder, Mode
-from .options import OPTION_NAMES, MRPGenerationConfig, check_values, did_you_mean
-from .output import MRPGenerateOutput, Progress, output_of, pad_id
-from .prompts import (
+from .checks import (
     check_adapter,
     check_functions,
     check_infill,
@@ -53,10 +51,13 @@ from .prompts import (
     check_rows,
     check_special_ids,
     check_stop_strings,
+    check_unembedding,
+    mixed_tokens,
 )
-from .quantized import check_unembedding, mixed_tokens
+from .loop import Decoder, Mode
+from .options import OPTION_NAMES, MRPGenerationConfig, check_values, did_you_mean, shows_options
+from .output import MRPGenerateOutput, Progress, Streams, listed_streamers, output_of, pad_id
 from .stopping import Stopping
-from .streaming import Streams, listed_streamers
 
 logger = transformers_logging.get_logger(__name__)
 
@@ -64,19 +65,28 @@ logger = transformers_logging.get_logger(__name__)
 LEAST_RECORDED = 4
 # What else `generate` may be given, beside the fields of the generation config.
 _ARGUMENTS = ("input_ids", "attention_mask", "logits_processor", "stopping_criteria", "tokenizer", "synced_gpus")
+# Other arguments of transformers' `generate`, and why they are not taken.
+_REFUSED = {
+    "assistant_model": "the model's own MRP head drafts: use decoding='mrp_spec'",
+    "assistant_tokenizer": "the model's own MRP head drafts: use decoding='mrp_spec'",
+    **dict.fromkeys(("negative_prompt_ids", "negative_prompt_attention_mask"), "guidance needs a second forward of each state"),
+    "prefix_allowed_tokens_fn": "it is asked by rows of a batch of prefixes, where positions of all rows are scored together",
+    "inputs_embeds": "pass a [rows, length] tensor of ids as input_ids",
+    "position_ids": "positions are counted from the first token of each row",
+    **dict.fromkeys(("labels", "noise_level", "noise_mask"), "they are for the model's forward"),
+}
 
 
 class MRPGenerationMixin(GenerationMixin):
     """`generate` of an MRP model: transformers prepares everything, the loop decodes."""
 
+    @shows_options
     def generate(
         self,
         inputs: Tensor | None = None,
         generation_config: GenerationConfig | dict[str, Any] | None = None,
         streamer: BaseStreamer | Sequence[BaseStreamer] | None = None,
-        assistant_model: Any = None,
         custom_generate: Any = None,
-        negative_prompt_ids: Tensor | None = None,
         infill_ids: Tensor | None = None,
         past_key_values: BlockCache | None = None,
         **kwargs: Any,
@@ -99,9 +109,7 @@ class MRPGenerationMixin(GenerationMixin):
             generation_config: Options, or a dict of them; keyword arguments go before its fields.
             streamer: Receives the prompt without its padding, then finished blocks in order; of a single row. A list holds one
                 for each row (after `num_return_sequences`), which ends as soon as its row does.
-            assistant_model: Not supported.
             custom_generate: As in transformers; the call is then passed on.
-            negative_prompt_ids: Not supported.
             infill_ids: [rows, n] long, what continues each row's prompt: `mask_token_id` where a token is to be generated, any
                 other id is given and kept. The blocks before a mask, and its own, are what it is generated from. Rows with
                 fewer are filled up with masks. Behind them the text goes on, if `max_new_tokens` (which counts given
@@ -125,14 +133,10 @@ class MRPGenerationMixin(GenerationMixin):
             kwargs |= {} if infill_ids is None else {"infill_ids": infill_ids}
             kwargs |= {} if past_key_values is None else {"past_key_values": past_key_values}
             return super().generate(inputs, generation_config, custom_generate=custom_generate, streamer=streamer, **kwargs)
-        if assistant_model is not None:
-            raise ValueError("assistant_model is not supported: the model's own MRP head drafts. Use decoding='mrp_spec'")
-        if negative_prompt_ids is not None:
-            raise ValueError("negative_prompt_ids are not supported: leave them unset")
-        check_adapter(self.prepare_inputs_for_generation)
-        config, model_kwargs = self._resolved(generation_config, kwargs)
-        prompt: Any = inputs if inputs is not None else model_kwargs.get("input_ids")
-        check_prompt(prompt, model_kwargs.get("attention_mask"), self.config.mask_token_id, self.config.vocab_size)
+        check_adapter(self)
+        config, others = self._resolved(generation_config, kwargs)
+        prompt: Any = inputs if inputs is not None else others.get("input_ids")
+        check_prompt(prompt, others.get("attention_mask"), self.config.mask_token_id, self.config.vocab_size)
         copies = config.num_return_sequences or 1
         streamers = None if streamer is None else listed_streamers(streamer, len(prompt) * copies)
         if past_key_values is not None:
@@ -143,22 +147,19 @@ class MRPGenerationMixin(GenerationMixin):
             if config.max_new_tokens is None and config.max_length is None:
                 config.max_new_tokens = infill_ids.shape[1]
 
-        def custom(
-            model: Any,
-            input_ids: Tensor,
-            logits_processor: LogitsProcessorList,
-            stopping_criteria: StoppingCriteriaList,
-            generation_config: MRPGenerationConfig,
-            tokenizer: Any = None,
-            **model_kwargs: Any,
-        ) -> Tensor | MRPGenerateOutput:
-            picker = _picker(model, logits_processor, generation_config, generation_config.mode(model.config.block_size))
-            criteria = [c for c in stopping_criteria if not isinstance(c, MaxLengthCriteria | EosTokenCriteria)]
-            mask = model_kwargs.get("attention_mask")
-            return _decode(model, input_ids, mask, picker, criteria, generation_config, streamers, infill_ids, past_key_values)
-
+        decode = partial(_decode, streamers, infill_ids, past_key_values)
         with _either_padding_side(), fetched(self.lm_head):
-            return super().generate(inputs, generation_config=config, custom_generate=custom, **model_kwargs)
+            return super().generate(inputs, generation_config=config, custom_generate=decode, **others)
+
+    def adjust_generation_fn(self, *args: Any, **kwargs: Any) -> None:
+        """Load the generation config as transformers does, which knows no other class than its own."""
+        super().adjust_generation_fn(*args, **kwargs)
+        self.generation_config = MRPGenerationConfig.from_dict(self.generation_config.to_dict())
+        self.generation_config._original_object_hash = hash(self.generation_config)
+
+    def check_options(self) -> None:
+        """Raise `ValueError`, with value and remedy, for a field of the model's generation config that it cannot honour."""
+        MRPGenerationConfig(**self.generation_config.to_dict()).check(self.config.block_size, True)
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse transformers' continuous batching, and with it `generate_batch`, which feed a causal cache a token at a time.
@@ -171,50 +172,43 @@ class MRPGenerationMixin(GenerationMixin):
             "generate as one padded batch, in which no row waits for another"
         )
 
-    def _resolved(
-        self, generation_config: GenerationConfig | dict[str, Any] | None, kwargs: dict[str, Any]
-    ) -> tuple[MRPGenerationConfig, dict[str, Any]]:
+    def _resolved(self, given: Any, kwargs: dict[str, Any]) -> tuple[MRPGenerationConfig, dict[str, Any]]:
         """Resolve and check the options of one call; also return the other keyword arguments."""
-        config, given, block_size = MRPGenerationConfig(), generation_config, self.config.block_size
         if isinstance(given, GenerationConfig):
-            given = {name: value for name, value in given.to_dict().items() if name in vars(given)}
+            given = vars(given)
         elif given is not None and not isinstance(given, dict):
             raise ValueError(f"generation_config is {given!r}: pass a GenerationConfig, or a dict of its fields")
         if unknown := _unknown(given or {}):
             raise ValueError(f"generation_config has unknown fields: {unknown}. Check their spelling, or leave them unset")
-        ways = self.generation_config.to_dict(), given or {}, kwargs
-        sampling = [way["do_sample"] for way in ways if way.get("do_sample") is not None]
-        for options in ways:  # before transformers compares and adds them
-            check_values(options, block_size, bool(sampling and sampling[-1]))
-        config.update(**(given or {}))
-        if unknown := _unknown(vars(self.generation_config)):
+        own = vars(self.generation_config)
+        if unknown := _unknown(own):
             logger.warning_once(
                 f"fields of the model's generation_config that generate does not know have no effect: {unknown}"
             )
-        model_kwargs = config.update(**kwargs)
-        config.update(**self.generation_config.to_dict(), defaults_only=True)
+        config, asked = MRPGenerationConfig(), _set(given or {}) | _set(kwargs)
         if "eos_token_id" in kwargs and kwargs["eos_token_id"] is None:
-            config.eos_token_id = []  # None as an argument means no eos; left as None, the model's own would come back
-        config.check(block_size, self.config.has_head)
-        if model_kwargs.get("inputs_embeds") is not None:
-            raise ValueError(
-                "inputs_embeds are not supported: pass a [rows, length] tensor of ids as input_ids. Leave it unset"
-            )
-        if unused := sorted(name for name, value in model_kwargs.items() if value is not None and name not in _ARGUMENTS):
+            asked["eos_token_id"] = []  # None as an argument means no eos; left as None, the model's own would come back
+        check_values(asked, self.config.block_size, bool(asked.get("do_sample", self.generation_config.do_sample)))
+        for name in _set(own).keys() & OPTION_NAMES:
+            setattr(config, name, own[name])
+        config.update(**{name: value for name, value in asked.items() if name in OPTION_NAMES})
+        config.check(self.config.block_size, self.config.has_head)
+        others = {name: value for name, value in asked.items() if name not in OPTION_NAMES}
+        for name in sorted(others.keys() & _REFUSED.keys()):
+            raise ValueError(f"{name} is not supported: {_REFUSED[name]}. Leave {name} unset")
+        if unused := sorted(others.keys() - set(_ARGUMENTS)):
             raise ValueError(
                 f"{_listed(unused)}: not used or not supported by generate here. Check the spelling, or leave it unset"
             )
         for name in ("logits_processor", "stopping_criteria"):
-            check_functions(name, model_kwargs.get(name) or [])
-        if config.stop_strings is not None:  # transformers would lose the tokenizer on the way to a custom loop
-            tokenizer = model_kwargs.pop("tokenizer", None)
-            check_stop_strings(config.stop_strings, tokenizer)
-            criteria = StoppingCriteriaList(model_kwargs.pop("stopping_criteria", None) or [])
-            criteria.append(StopStringCriteria(tokenizer, config.stop_strings))
-            model_kwargs["stopping_criteria"] = criteria
-            config.stop_strings = None
+            check_functions(name, others.get(name, []))
+        tokenizer, strings = others.pop("tokenizer", None), config.stop_strings
+        if strings is not None:  # transformers would lose the tokenizer on the way to a custom loop
+            check_stop_strings(strings, tokenizer)
+            criteria = [*others.get("stopping_criteria", []), StopStringCriteria(tokenizer, strings)]
+            others["stopping_criteria"], config.stop_strings = StoppingCriteriaList(criteria), None
         check_special_ids(config.eos_ids(), pad_id(config), self.config.mask_token_id, self.config.vocab_size)
-        return config, model_kwargs
+        return config, others
 
     def block_cache(
         self, batch_size: int, capacity: int, scratch: int, with_head: bool, fixed: bool | None = None
@@ -225,15 +219,10 @@ class MRPGenerationMixin(GenerationMixin):
         compiled.
 
         Raises:
-            ValueError: for a size below 1, a `capacity` that is no multiple of the block size, or if it is to hold a head's
-                layers and the model has no head.
+            ValueError: for a `capacity` that is no multiple of the block size, or a head's layers where the model has no head.
         """
-        block_size = self.config.block_size
-        for name, size in (("batch_size", batch_size), ("capacity", capacity), ("scratch", scratch)):
-            if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size < 1 << 31:
-                raise ValueError(f"{name} is {size!r}: it must be an int of 1 or more, below 2**31")
-        if capacity % block_size:
-            raise ValueError(f"capacity is {capacity}: it must be a multiple of the block size, {block_size}")
+        if capacity % self.config.block_size:
+            raise ValueError(f"capacity is {capacity}: it must be a multiple of the block size, {self.config.block_size}")
         if with_head and self.mrp_head is None:
             raise ValueError("with_head=True, but this checkpoint has no MRP head: pass with_head=False")
         heads, width, devices = self.config.num_key_value_heads, self.config.head_dim, devices_of_layers(self, with_head)
@@ -247,6 +236,11 @@ class MRPGenerationMixin(GenerationMixin):
     def release_graphs(self) -> None:
         """Free the recorded rounds that calls of `generate` on CUDA leave for the next, and the KV cache they write to."""
         release_graphs(self)
+
+
+def _set(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Select the fields that are set, without those that are transformers' own affair."""
+    return {name: value for name, value in fields.items() if value is not None and not str(name).startswith("_")}
 
 
 def _unknown(fields: Mapping[str, Any]) -> str:
@@ -274,65 +268,60 @@ def _either_padding_side() -> Iterator[None]:
 
 
 def _decode(
-    model: Any,
-    input_ids: Tensor,
-    attention_mask: Tensor | None,
-    picker: Picker,
-    criteria: list[StoppingCriteria],
-    config: MRPGenerationConfig,
     streamers: list[BaseStreamer] | None,
     infill_ids: Tensor | None,
     past: BlockCache | None,
+    model: Any,
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: MRPGenerationConfig,
+    **others: Any,
 ) -> Tensor | MRPGenerateOutput:
     """Decode prompts for which `GenerationMixin.generate` has prepared everything."""
-    device = model.lm_head.weight.device
-    input_ids = input_ids.to(device)
+    config, block, device = generation_config, model.config.block_size, model.lm_head.weight.device
+    input_ids, mode, new = input_ids.to(device), config.mode(block), config.max_length - input_ids.shape[1]
+    picker, attention_mask = _picker(model, logits_processor, config, mode), others.get("attention_mask")
     real = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.to(device).bool()
-    new = config.max_length - input_ids.shape[1]
     check_rows(real, new, model.config.max_position_embeddings)
     if infill_ids is not None and infill_ids.shape[1] > new:
         raise ValueError(
             f"infill_ids hold {infill_ids.shape[1]} tokens a row, and max_new_tokens (or max_length) leaves room for {new}: "
             "raise it, or leave it unset"
         )
-    block, mask_id = model.config.block_size, model.config.mask_token_id
-    mode = config.mode(block)
     mixed = mixed_tokens(getattr(model.config, "quantization_config", None))
     if mixed is not None and (mode.drafting is not None or len(input_ids) > 1):
         logger.warning_once(mixed)
     prompts = [ids[keep] for ids, keep in zip(input_ids, real, strict=True)]
-    rows = laid_out(prompts, infill_ids, new, config, input_ids.shape[1], block, mask_id, picker.bans)
+    rows = laid_out(prompts, infill_ids, new, config, input_ids.shape[1], block, model.config.mask_token_id, picker.bans)
     for row in rows:
         row.counts = Counts(mode.width, mode.drafting is not None)
+    progress = (
+        Progress(rows, bool(config.output_scores), bool(config.output_logits)) if config.return_dict_in_generate else None
+    )
+    criteria = [c for c in stopping_criteria if not isinstance(c, MaxLengthCriteria | EosTokenCriteria)]
+    stopping = Stopping(criteria, input_ids, pad_id(config), model.config.mask_token_id) if criteria else None
     capacity, room = max(len(row.text) for row in rows), mode.width * block
+    # Whatever `kernels` is: weights that move make caches of earlier calls useless.
+    if picker.dispatch.forced or kernels_usable(model.device, model.dtype):
+        pack(model)
     with cache_for(model, config.graphs, past, len(rows), capacity, room, mode.uses_head) as (cache, graphs):
-        texts = [row.text for row in rows]
-        reused = cache.reusable(texts, [row.state.start for row in rows], block, mode.uses_head)
-        parts = ("model", "mrp_head") if cache.head_layers else ("model",)
-        cache.weights = {name: WeightsSeen(getattr(model, name)) for name in parts}
-        for row, same, of_head in zip(rows, reused, cache.head_held, strict=True):
-            row.head_held = min(same, of_head) if mode.uses_head else 0
-        # From here on the slots behind are overwritten, also by a call that does not come to its end.
-        old = (cache.head_held, cache.hidden_held)
-        cache.hold(texts, reused, *([min(pair) for pair in zip(reused, part, strict=True)] for part in old))
+        reused = _reused(cache, rows, model, mode)
         draws = mode.drafting is not None and picker.sample
         picker = replace(picker, entropy=mode.rule.needs_entropy, likeliest=draws)
         networks = Networks(
             *(model, cache, mode.uses_head, picker, _drafter(model, picker, mode), picker.dispatch),
             *(takes_round_masks(model, picker.dispatch), device, None if graphs is None else graphs.call),
         )
-        streams = Streams(streamers, prompts) if streamers is not None else None
-        progress = Progress(rows) if config.return_dict_in_generate else None
+        watching = [] if progress is None else [progress.note]
+        watching += [] if streamers is None else [Streams(streamers, prompts).on_round]
 
         def on_round(active: Sequence[Row]) -> None:
-            if progress is not None:
-                progress.note(active)
-            if streams is not None:
-                streams.on_round(active)
+            for watch in watching:
+                watch(active)
 
         drafting = mode.drafting
         budget = budget_of(model, mode, drafting.states, drafting.passes, drafting.paced) if drafting else Fixed(Amount())
-        stopping = Stopping(criteria, input_ids, pad_id(config), mask_id) if criteria else None
         decoder = Decoder(mode, networks, budget, stopping, on_round, fewest_rows(model, graphs is not None, len(rows)))
         try:
             decoder.decode(rows, reused)
@@ -341,8 +330,22 @@ def _decode(
             raise ValueError(_unscored(error, rows[error.place], picker, model)) from None
         held = [row.held for row in rows]
         with_head = ([row.head_held for row in rows], held) if mode.uses_head else (cache.head_held, cache.hidden_held)
-        cache.hold(texts, held, *with_head)
+        cache.hold([row.text for row in rows], held, *with_head)
     return output_of(input_ids, rows, decoder, progress, cache, pad_id(config))
+
+
+def _reused(cache: BlockCache, rows: Sequence[Row], model: Any, mode: Mode) -> list[int]:
+    """Find how many tokens of each row have keys and values already, and let go of what the call will overwrite."""
+    texts = [row.text for row in rows]
+    reused = cache.reusable(texts, [row.state.start for row in rows], model.config.block_size, mode.uses_head)
+    parts = ("model", "mrp_head") if cache.head_layers else ("model",)
+    cache.weights = {name: WeightsSeen(getattr(model, name)) for name in parts}
+    for row, same, of_head in zip(rows, reused, cache.head_held, strict=True):
+        row.head_held = min(same, of_head) if mode.uses_head else 0
+    # From here on the slots behind are overwritten, also by a call that does not come to its end.
+    old = (cache.head_held, cache.hidden_held)
+    cache.hold(texts, reused, *([min(pair) for pair in zip(reused, part, strict=True)] for part in old))
+    return reused
 
 
 def laid_out(

@@ -109,6 +109,10 @@ class Decoder:
         Raises:
             UnscoredError: for a position at which no token has a finite score.
         """
+        with self.networks.attending():
+            self._decode(rows, reused)
+
+    def _decode(self, rows: list[Row], reused: Sequence[int]) -> None:
         whole = rows
         scores = self.networks.prefill(rows, reused)
         self.write(rows, [first_frontier(row, self.mode.rule, said) for row, said in zip(rows, scores, strict=True)])

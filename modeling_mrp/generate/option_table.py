@@ -1,17 +1,23 @@
-"""The options of `generate` beyond those of transformers, each declared once.
+"""The options of `generate` beyond those of transformers, each declared once, as a field of `DecodingOptions`.
 
-From `OPTIONS` come the fields of `MRPGenerationConfig`, their defaults and checks, the flags of command lines and the README's
+From them come the fields of `MRPGenerationConfig`, `help`, defaults and checks, the flags of command lines and the README's
 table. Nothing here imports torch, so that the help of a command line comes at once.
 """
 
 import difflib
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from inspect import getdoc
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
-DECODINGS = ("static", "dynamic", "sequential", "entropy_bound", "self_spec", "mrp_direct", "mrp_spec", "mrp_remask")
-TARGETS, DRAFTING = DECODINGS[:4], ("self_spec", "mrp_spec")
-REMASK_RULES = ("reread", "threshold", "residual")
+Target = Literal["static", "dynamic", "sequential", "entropy_bound"]
+Decoding = Literal[Target, "self_spec", "mrp_direct", "mrp_spec", "mrp_remask"]
+RemaskRule = Literal["reread", "threshold", "residual"]
+TARGETS: tuple[str, ...] = get_args(Target)
+DECODINGS: tuple[str, ...] = get_args(Decoding)
+REMASK_RULES: tuple[str, ...] = get_args(RemaskRule)
+DRAFTING = ("self_spec", "mrp_spec")
 
 
 @dataclass(frozen=True)
@@ -40,17 +46,21 @@ class Option:
         """Tell if it has an effect in a mode, which drafts for `target` if it drafts."""
         return decoding in self.modes or (decoding in DRAFTING and target in self.modes)
 
-    def check(self, value: Any, block_size: int) -> None:
-        """Raise `ValueError`, with value and remedy, for a value of another type or out of range."""
+    def check(self, value: Any, block_size: int | None) -> None:
+        """Raise `ValueError`, with value and remedy, for a value of another type or out of range.
+
+        Without a block size, a number that it bounds may be of any size.
+        """
         if value is None and self.default is None:
             return
+        remedy = self.remedy.replace("{block_size}", "block_size" if block_size is None else f"block_size ({block_size})")
         if isinstance(value, int) and value.bit_length() > 63:  # so many digits need not be shown, nor can they
             shown = f"{'-' if value < 0 else ''}2**{value.bit_length() - 1}"
-            raise ValueError(f"{self.name} is {shown} or more: {self.remedy.format(block_size=block_size)}, and of 64 bits")
+            raise ValueError(f"{self.name} is {shown} or more: {remedy}, and of 64 bits")
         fits = isinstance(value, self.kind) and (self.kind is bool or not isinstance(value, bool))
-        if not fits or not self.holds(value, block_size):
+        if not fits or not self.holds(value, 1 << 63 if block_size is None else block_size):
             kind = "" if fits else f", of type {type(value).__name__}"
-            raise ValueError(f"{self.name} is {value!r}{kind}: {self.remedy.format(block_size=block_size)}")
+            raise ValueError(f"{self.name} is {value!r}{kind}: {remedy}")
 
 
 # Type, range and remedy.
@@ -62,7 +72,7 @@ _STATES: _Values = (
     lambda v, _: v == "auto" if isinstance(v, str) else 1 <= v <= _MOST_STATES,
     f"it must be 'auto' or an int from 1 to {_MOST_STATES}",
 )
-_STEPS: _Values = (int, lambda v, size: 1 <= v <= size, "it must be an int from 1 to block_size ({block_size})")
+_STEPS: _Values = (int, lambda v, size: 1 <= v <= size, "it must be an int from 1 to {block_size}")
 PROBABILITY: _Values = (int | float, lambda v, _: 0 <= v <= 1, "it must be a probability, a float from 0 to 1")
 _NATS: _Values = (int | float, lambda v, _: v >= 0, "it must be a number of nats, a float of 0 or more")
 _LOGITS: _Values = (int | float, lambda v, _: v > 0, "it must be a positive number of logits, a float")
@@ -79,47 +89,59 @@ def _one_of(names: tuple[str, ...]) -> _Values:
     return str, lambda v, _: v in names, f"choose one of {', '.join(names)}"
 
 
-OPTIONS = (
-    Option("decoding", "static", *_one_of(DECODINGS), "the mode"),
-    Option(
-        "target",
-        "static",
-        *_one_of(TARGETS),
-        "whose text it is that drafts reach in fewer forwards: that of `decoding=target`",
-        DRAFTING,
-    ),
-    Option(
-        "denoising_steps",
-        None,
-        *_STEPS,
-        "steps per block; None: `block_size`, one token a step",
-        ("static", "sequential", "mrp_direct"),
-    ),
-    Option("confidence_threshold", 0.9, *PROBABILITY, "tau, a probability", ("dynamic", "mrp_remask")),
-    Option(
-        "entropy_threshold",
-        0.35,
-        *_NATS,
-        "bound in nats on the summed entropy of a step's reveals",
-        ("entropy_bound",),
-    ),
-    Option("mrp_steps", 1, *_STEPS, "reveals of the head after each backbone step, unverified", ("mrp_direct",)),
-    Option(
-        "num_draft_states",
-        "auto",
-        *_STATES,
-        "K: states a row submits per round, at most: the next one, and drafts; `auto`: as many as measured time says pay, none "
-        "where none do",
-        DRAFTING,
-    ),
-    Option("draft_branches", 3, *COUNT, "followers considered per state; 1 drafts a chain", DRAFTING),
-    Option("draft_passes", 1, *COUNT, "head passes per round, at most; each re-reads what is drafted so far", ("mrp_spec",)),
-    Option("remask_rule", "reread", *_one_of(REMASK_RULES), "`reread`, `threshold` or `residual`", ("mrp_remask",)),
-    Option("residual_delta", 1.0, *_LOGITS, "for the rule `residual`, in logits", ("mrp_remask",)),
-    Option("seed", None, *_SEED, "with `do_sample`: int s gives row i s + i, a list one per row, None torch's generator"),
-    Option("kernels", None, *_KERNELS, "Triton kernels: None where possible, True or an error, False never"),
-    Option("graphs", None, *_GRAPHS, "CUDA graphs: None where possible, True or an error, False never"),
-)
+class DecodingOptions:
+    """The options of block-diffusion decoding; None leaves one to the model's own config, and then to its default.
+
+    A new one needs its field here, with type, default, values and modes, its meaning below, and its reader: a mode of decoding
+    in `options.py`, or `generate`.
+
+    Attributes:
+        decoding: the mode
+        target: whose text it is that drafts reach in fewer forwards: that of `decoding=target`
+        denoising_steps: steps per block; None: `block_size`, one token a step
+        confidence_threshold: tau, a probability
+        entropy_threshold: bound in nats on the summed entropy of a step's reveals
+        mrp_steps: reveals of the head after each backbone step, unverified
+        num_draft_states: K: states a row submits per round, at most: the next one, and drafts; `auto`: as many as measured
+            time says pay, none where none do
+        draft_branches: followers considered per state; 1 drafts a chain
+        draft_passes: head passes per round, at most; each re-reads what is drafted so far
+        remask_rule: `reread`, `threshold` or `residual`
+        residual_delta: for the rule `residual`, in logits
+        seed: with `do_sample`: int s gives row i s + i, a list one per row, None torch's generator
+        kernels: Triton kernels: None where possible, True or an error, False never
+        graphs: CUDA graphs: None where possible, True or an error, False never
+    """
+
+    decoding: Annotated[Decoding | None, "static", _one_of(DECODINGS)] = None
+    target: Annotated[Target | None, "static", _one_of(TARGETS), DRAFTING] = None
+    denoising_steps: Annotated[int | None, None, _STEPS, ("static", "sequential", "mrp_direct")] = None
+    confidence_threshold: Annotated[float | None, 0.9, PROBABILITY, ("dynamic", "mrp_remask")] = None
+    entropy_threshold: Annotated[float | None, 0.35, _NATS, ("entropy_bound",)] = None
+    mrp_steps: Annotated[int | None, 1, _STEPS, ("mrp_direct",)] = None
+    num_draft_states: Annotated[int | Literal["auto"] | None, "auto", _STATES, DRAFTING] = None
+    draft_branches: Annotated[int | None, 3, COUNT, DRAFTING] = None
+    draft_passes: Annotated[int | None, 1, COUNT, ("mrp_spec",)] = None
+    remask_rule: Annotated[RemaskRule | None, "reread", _one_of(REMASK_RULES), ("mrp_remask",)] = None
+    residual_delta: Annotated[float | None, 1.0, _LOGITS, ("mrp_remask",)] = None
+    seed: Annotated[int | list[int] | None, None, _SEED] = None
+    kernels: Annotated[bool | None, None, _KERNELS] = None
+    graphs: Annotated[bool | None, None, _GRAPHS] = None
+
+
+def _declared() -> tuple[Option, ...]:
+    """List the fields, with the default, values and modes that their types carry, and what the docstring says of them."""
+    said = re.findall(r"^    (\w+): (.+(?:\n     .+)*)", getdoc(DecodingOptions) or "", re.MULTILINE)
+    meaning = {name: " ".join(text.split()) for name, text in said}
+    hints = get_type_hints(DecodingOptions, include_extras=True)
+    options = []
+    for name, hint in hints.items():
+        default, (kind, holds, remedy), *modes = hint.__metadata__
+        options.append(Option(name, default, kind, holds, remedy, meaning.get(name, ""), *modes[:1]))
+    return tuple(options)
+
+
+OPTIONS = _declared()
 
 
 def closest_name(name: str, names: Iterable[str]) -> str:
@@ -128,4 +150,15 @@ def closest_name(name: str, names: Iterable[str]) -> str:
     return f" (did you mean {near[0]}?)" if near else ""
 
 
-__all__ = ["COUNT", "DECODINGS", "DRAFTING", "OPTIONS", "PROBABILITY", "REMASK_RULES", "TARGETS", "Option", "closest_name"]
+__all__ = [
+    "COUNT",
+    "DECODINGS",
+    "DRAFTING",
+    "OPTIONS",
+    "PROBABILITY",
+    "REMASK_RULES",
+    "TARGETS",
+    "DecodingOptions",
+    "Option",
+    "closest_name",
+]

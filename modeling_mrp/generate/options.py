@@ -1,9 +1,9 @@
 """The options of `generate` for MRP models: the config that holds, checks and interprets them."""
 
-import operator
+import inspect
 from collections.abc import Callable, Mapping
 from math import inf
-from typing import Any
+from typing import Any, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from transformers.generation import GenerationConfig
 from ..rules.reveal import Dynamic, EntropyBound, RevealRule, Sequential, Static, logit, schedule_of
 from .budget import WIDTHS
 from .loop import Drafting, Mode
-from .option_table import COUNT, OPTIONS, PROBABILITY, TARGETS, Option, closest_name
+from .option_table import COUNT, DECODINGS, OPTIONS, PROBABILITY, TARGETS, DecodingOptions, Option, closest_name
 from .refine import Direct, RereadRemask, ResidualRemask, ThresholdRemask
 
 # Of options that were checked, none of them None, and the block size.
@@ -47,68 +47,101 @@ def _drafting(options: Any, passes: int) -> Drafting:
 _FROM_ZERO: Any = (int, lambda v, _: v >= 0, "it must be an int of 0 or more")
 _CUTOFF: Any = (int | float, lambda v, _: 0 <= v < 1, "it must be a probability, 0 (off) or more and below 1")
 _POSITIVE_SHARE: Any = (int | float, lambda v, _: 0 < v <= 1, "it must be above 0 and 1 (off) at most")
+_POSITIVE: Any = (int | float, lambda v, _: 0 < v < inf, "it must be a positive number (1: off)")
+_TEMPERATURE: Any = (*_POSITIVE[:2], "it must be a positive number (greedy decoding is do_sample=False)")
+_SECONDS: Any = (int | float, lambda v, _: v >= 0, "it must be a number of seconds, 0 or more")
 _FLAG: Any = (bool, lambda *_: True, "use True or False")
 _MOST_COPIES = 65_535  # a CUDA grid has no more in the dimension along which attention takes rows
-# Options of transformers that it checks later, or not, or by failing on them.
-_CHECKED = (
+_COPIES: Any = (int, lambda v, _: 1 <= v <= _MOST_COPIES, f"it must be an int from 1 to {_MOST_COPIES}")
+_IDS: Any = (object, lambda v, _: all(map(_is_id, _ids_of(v))), "it must be an id, an int, or a list of them or None")
+_ID: Any = (object, lambda v, _: _is_id(v), "it must be an id, an int, or None")
+# Options of transformers that it checks later, or not, or by failing on them; the last ones only sampling follows: clients ask
+# for greedy decoding by do_sample=False together with temperature=0.
+CHECKED = (
+    *(Option(name, None, *_FLAG) for name in ("do_sample", "return_dict_in_generate", "output_scores", "output_logits")),
+    Option("remove_invalid_values", None, *_FLAG),
     *(Option(name, None, *COUNT) for name in ("max_new_tokens", "max_length")),
     *(Option(name, None, *_FROM_ZERO) for name in ("min_new_tokens", "min_length", "no_repeat_ngram_size")),
-    *(Option(name, None, *_FLAG) for name in ("do_sample", "return_dict_in_generate", "remove_invalid_values")),
-    Option("max_time", None, int | float, lambda v, _: v >= 0, "it must be a number of seconds, 0 or more"),
-    Option("repetition_penalty", None, int | float, lambda v, _: 0 < v < inf, "it must be a positive number (1: off)"),
-    Option(
-        "num_return_sequences",
-        None,
-        int,
-        lambda v, _: 1 <= v <= _MOST_COPIES,
-        f"it must be an int from 1 to {_MOST_COPIES}",
-    ),
+    Option("max_time", None, *_SECONDS),
+    Option("repetition_penalty", None, *_POSITIVE),
+    Option("num_return_sequences", None, *_COPIES),
+    Option("eos_token_id", None, *_IDS),
+    Option("pad_token_id", None, *_ID),
+    Option("suppress_tokens", None, list | tuple, lambda v, _: all(map(_is_id, v)), "it must be a list of ids"),
 )
-# Those that have no effect on greedy decoding, which clients ask for by do_sample=False together with temperature=0.
-_OF_SAMPLING = (
+OF_SAMPLING = (
+    Option("temperature", None, *_TEMPERATURE),
     Option("top_k", None, *_FROM_ZERO),
     *(Option(name, None, *PROBABILITY) for name in ("top_p", "min_p")),
     *(Option(name, None, *_POSITIVE_SHARE) for name in ("typical_p", "top_h")),
     *(Option(name, None, *_CUTOFF) for name in ("epsilon_cutoff", "eta_cutoff")),
-    Option(
-        "temperature",
-        None,
-        int | float,
-        lambda v, _: 0 < v < inf,
-        "it must be a positive number (greedy decoding is do_sample=False)",
-    ),
 )
-# Those whose meaning rests on one token per forward, one hypothesis per row, or a second model, and what switches them off
-# beside None.
-_UNSUPPORTED: dict[str, Any] = {
-    **{"num_beams": 1, "num_beam_groups": 1, "penalty_alpha": 0, "guidance_scale": 1, "use_mtp": False, "token_healing": False},
-    **{"output_scores": False, "output_logits": False, "output_attentions": False, "output_hidden_states": False},
-    **dict.fromkeys(("dola_layers", "constraints", "force_words_ids", "prompt_lookup_num_tokens", "assistant_early_exit")),
-    **dict.fromkeys(("cache_implementation", "watermarking_config", "exponential_decay_length_penalty", "prefill_chunk_size")),
-    **dict.fromkeys(("begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id")),
-    **{"encoder_repetition_penalty": 1, "encoder_no_repeat_ngram_size": 0},
-}
-_ONE_HYPOTHESIS = "block-diffusion decoding follows one hypothesis per row through its own rounds"
-_LOGPROBS = "with return_dict_in_generate=True the output has token_logprobs, the log-probability of every token"
-_FORWARD = "the forward of the model returns them, for any text"
-_INSTEAD = {
-    "output_scores": _LOGPROBS,
-    "output_logits": _LOGPROBS,
-    "output_attentions": _FORWARD,
-    "output_hidden_states": _FORWARD,
+_BEAMS = "a beam compares prefixes that grow from the left; several texts of a prompt are num_return_sequences with do_sample"
+_PACKED = "rounds hold drafted states side by side, of which no text needs them; the forward of the model returns them"
+_CONSTRAINED = "transformers forces words by beams, which compare prefixes that grow from the left"
+_BOUGHT = "drafts are states of a block, not tokens on the right: decoding='self_spec' or 'mrp_spec' makes them"
+_ENCODER = "there is no encoder, and its prompt would be the padded batch"
+# Options of transformers that have no meaning here: what switches them off beside None, and why that is.
+UNSUPPORTED: dict[str, tuple[Any, str]] = {
+    "num_beams": (1, _BEAMS),
+    "num_beam_groups": (1, _BEAMS),
+    "penalty_alpha": (0, "contrastive search runs a forward for each candidate of one next token, and here a step has many"),
+    "guidance_scale": (1, "guidance needs a second forward of each state, under another prompt"),
+    "dola_layers": (None, "tokens are picked from the last layer, and no state keeps the earlier ones"),
+    "token_healing": (False, "a prompt's last token is kept: cut it off the prompt"),
+    "constraints": (None, _CONSTRAINED),
+    "force_words_ids": (None, f"{_CONSTRAINED}; given tokens are infill_ids"),
+    "use_mtp": (False, _BOUGHT),
+    "prompt_lookup_num_tokens": (None, _BOUGHT),
+    "assistant_early_exit": (None, _BOUGHT),
+    "output_attentions": (False, _PACKED),
+    "output_hidden_states": (False, _PACKED),
+    "cache_implementation": (None, "keys and values lie in a BlockCache, where a round's states do"),
+    "prefill_chunk_size": (None, "prompts are read in chunks of whole blocks as it is"),
+    "watermarking_config": (None, "a watermark is seeded by the token on the left, which may come later"),
+    "exponential_decay_length_penalty": (
+        None,
+        "it grows with the columns of the padded batch, which a processor here does not see",
+    ),
+    "begin_suppress_tokens": (None, "it acts at one column of the padded batch; suppress_tokens acts everywhere"),
+    "forced_bos_token_id": (None, "it acts where the text has one token, a decoder's start: put it into the prompt"),
+    "forced_eos_token_id": (None, "it acts at the last column of the padded batch; a text that ends there needs no eos"),
+    "encoder_repetition_penalty": (1, f"{_ENCODER}; repetition_penalty sees the prompt, too"),
+    "encoder_no_repeat_ngram_size": (0, f"{_ENCODER}; no_repeat_ngram_size sees the prompt, too"),
 }
 
+_T = TypeVar("_T")
 
-class MRPGenerationConfig(GenerationConfig):
-    """A `GenerationConfig` plus the options of block-diffusion decoding: one field for each of `OPTIONS`.
+
+def shows_options(given: _T) -> _T:
+    """Add the options to the docstring and the signature of a function or class that takes them as keyword arguments."""
+    shown: Any = given
+    modes = {one.name: "" if one.modes == DECODINGS else f", of {', '.join(one.modes)}" for one in OPTIONS}
+    lines = [f"    {one.name}: {one.help} (default {one.default!r}{modes[one.name]})" for one in OPTIONS]
+    shown.__doc__ = "\n".join([inspect.getdoc(shown) or "", "", "Options:", *lines])
+    hints, signature = get_type_hints(DecodingOptions), inspect.signature(shown)
+    fixed, others = list(signature.parameters.values())[:-1], list(signature.parameters.values())[-1]
+    kind = inspect.Parameter.KEYWORD_ONLY
+    named = [inspect.Parameter(one.name, kind, default=None, annotation=hints[one.name]) for one in OPTIONS]
+    shown.__signature__ = signature.replace(parameters=[*fixed, *named, others])
+    return given
+
+
+@shows_options
+class MRPGenerationConfig(DecodingOptions, GenerationConfig):
+    """A `GenerationConfig` with the options of block-diffusion decoding.
 
     As with every generation config, None leaves an option to the model's own config, and then to the option's default.
     """
 
-    def __init__(self, **kwargs: Any) -> None:
-        for option in OPTIONS:
-            setattr(self, option.name, kwargs.pop(option.name, None))
-        super().__init__(**kwargs)
+    def validate(self, *args: Any, **kwargs: Any) -> None:
+        """Validate as transformers does, and the options: when it is made, changed by `update`, or saved.
+
+        Raises:
+            ValueError: with value and remedy, for the first option whose value no model can honour.
+        """
+        check_values(vars(self), None, bool(self.do_sample))
+        super().validate(*args, **kwargs)
 
     def to_diff_dict(self) -> dict[str, Any]:
         """Leave out the options that are not set: they are not saved."""
@@ -116,26 +149,27 @@ class MRPGenerationConfig(GenerationConfig):
 
     def check(self, block_size: int, has_head: bool) -> None:
         """Fill in defaults, then raise `ValueError`, with value and remedy, for the first option that cannot be honoured."""
-        self.update(**{option.name: option.default for option in OPTIONS}, defaults_only=True)
+        for option in OPTIONS:
+            if getattr(self, option.name) is None:
+                setattr(self, option.name, option.default)
         check_values(vars(self), block_size, bool(self.do_sample))
-        if self.decoding.startswith("mrp_") and not has_head:
+        if str(self.decoding).startswith("mrp_") and not has_head:
             raise ValueError(
                 f"decoding={self.decoding!r} needs an MRP head, and this model has none: load one with "
                 "MRPForCausalLM.from_backbone(backbone, head=...) or model.attach_head(head), or use 'self_spec', which is "
                 "lossless and needs no head"
             )
-        for name, off in _UNSUPPORTED.items():
+        for name, (off, why) in UNSUPPORTED.items():
             if (value := getattr(self, name, None)) not in (None, off):
-                why = _INSTEAD.get(name, _ONE_HYPOTHESIS)
                 raise ValueError(f"{name}={value!r} is not supported: {why}. Leave {name} unset")
 
     def mode(self, block_size: int) -> Mode:
         """Look up what is revealed, refined and drafted, of options that were checked."""
-        return _MODES[self.decoding](self, block_size)
+        return _MODES[str(self.decoding)](self, block_size)
 
     def eos_ids(self) -> list[int]:
         """List the ids that end a row."""
-        return _given_ids(self.eos_token_id)
+        return _ids_of(self.eos_token_id)
 
     def seeds(self, rows: int) -> list[int]:
         """Give every row its seed.
@@ -154,7 +188,8 @@ class MRPGenerationConfig(GenerationConfig):
         return torch.randint(1 << 62, (rows,)).tolist() if self.do_sample else [0] * rows
 
 
-OPTION_NAMES = frozenset(name for name in vars(MRPGenerationConfig()) if not name.startswith("_"))
+_FIELDS = (*vars(GenerationConfig()), *get_type_hints(DecodingOptions))
+OPTION_NAMES = frozenset(name for name in _FIELDS if not name.startswith("_"))
 
 
 def did_you_mean(name: str) -> str:
@@ -162,21 +197,17 @@ def did_you_mean(name: str) -> str:
     return closest_name(name, OPTION_NAMES)
 
 
-def check_values(values: Mapping[str, Any], block_size: int, sampling: bool) -> None:
+def check_values(values: Mapping[str, Any], block_size: int | None, sampling: bool) -> None:
     """Raise `ValueError`, with value and remedy, for the first of some options whose value cannot be honoured by itself.
 
     Without `sampling`, those that only sampling follows may be anything, as in transformers.
     """
-    for option in (*OPTIONS, *_CHECKED, *(_OF_SAMPLING if sampling else ())):
+    for option in (*CHECKED, *OPTIONS, *(OF_SAMPLING if sampling else ())):
         if (value := values.get(option.name)) is not None:
             option.check(value, block_size)
-    for name, several in (("eos_token_id", " or a list of them"), ("pad_token_id", "")):
-        value = values.get(name)
-        if not all(map(_is_id, _given_ids(value))) or (not several and isinstance(value, list | tuple)):
-            raise ValueError(f"{name} is {value!r}: it must be an id, an int,{several} or None")
 
 
-def _given_ids(value: Any) -> list[Any]:
+def _ids_of(value: Any) -> list[Any]:
     """List the ids that an option gives: one, several or None."""
     if isinstance(value, Tensor):
         return list(value.flatten().tolist())
@@ -184,11 +215,16 @@ def _given_ids(value: Any) -> list[Any]:
 
 
 def _is_id(value: Any) -> bool:
-    try:
-        operator.index(value)
-    except TypeError:
-        return False
-    return not isinstance(value, bool)
+    return hasattr(value, "__index__") and not isinstance(value, bool)
 
 
-__all__ = ["OPTION_NAMES", "MRPGenerationConfig", "check_values", "did_you_mean"]
+__all__ = [
+    "CHECKED",
+    "OF_SAMPLING",
+    "OPTION_NAMES",
+    "UNSUPPORTED",
+    "MRPGenerationConfig",
+    "check_values",
+    "did_you_mean",
+    "shows_options",
+]

@@ -1,4 +1,4 @@
-"""What `generate` returns: texts, and what they cost."""
+"""What `generate` gives: texts, streamed while they are decoded, and what they cost."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,10 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.generation.streamers import BaseStreamer
 from transformers.utils import ModelOutput
 
 from ..networks.cache import BlockCache
-from ..rules.state import Row
+from ..networks.picker import Picker, Spots
+from ..rules.state import Row, State
 from .loop import Decoder
 from .options import MRPGenerationConfig
 
@@ -67,6 +69,10 @@ class MRPGenerateOutput(ModelOutput):
         reveal_step: [rows, generated] long, the denoising step of the row that committed each token; -1 in padding and at
             tokens given with `infill_ids`.
         token_logprobs: [rows, generated] float32, log-probability of each token when committed; 0 in padding and where given.
+        scores: With `output_scores=True`, for each new token in the order of positions [rows, vocab] float: what it was drawn
+            from, behind processors, temperature and truncation, -inf where it could not be. Padding and given tokens are
+            certain: 0 at theirs, -inf elsewhere, so that `compute_transition_scores` gives 0 there.
+        logits: With `output_logits=True`, the same before processors, temperature and truncation.
         stats: `MRPGenerateStats`.
         past_key_values: The `BlockCache` to go on from in the next call.
     """
@@ -75,6 +81,8 @@ class MRPGenerateOutput(ModelOutput):
     tokens_per_forward: Tensor | None = None
     reveal_step: Tensor | None = None
     token_logprobs: Tensor | None = None
+    scores: tuple[Tensor, ...] | None = None
+    logits: tuple[Tensor, ...] | None = None
     stats: MRPGenerateStats | None = None
     past_key_values: BlockCache | None = None
 
@@ -85,24 +93,74 @@ def pad_id(config: MRPGenerationConfig) -> int:
 
 
 class Progress:
-    """What each row of a call had come to behind the prefill and behind each round."""
+    """What each row of a call had come to behind the prefill and behind each round.
 
-    def __init__(self, rows: Sequence[Row]) -> None:
-        self.rows = rows
+    Args:
+        rows: All of the call.
+        scores, logits: Whether the output is to have these: then the hidden states that tokens were drawn from are kept.
+    """
+
+    def __init__(self, rows: Sequence[Row], scores: bool = False, logits: bool = False) -> None:
+        self.rows, self.scores, self.logits = rows, scores, logits
         self.rounds: list[list[tuple[int, ...]]] = []
         self.revocations: list[tuple[int, int, int]] = []
+        self.drawn: dict[tuple[int, int], tuple[State, Tensor]] = {}  # by row and position
+        for row in rows if scores or logits else ():
+            row.written = []
 
-    def note(self, rows: Sequence[Row] | None = None) -> None:
-        """Note a round, in which `rows` took part; None: all."""
-        for row in self.rows if rows is None else rows:
+    def note(self, rows: Sequence[Row]) -> None:
+        """Note a round, in which `rows` took part."""
+        for row in rows:
             columns, tokens = row.remasked
             self.revocations += [(row.place, row.state.start + column - row.prompt, tokens[column]) for column in columns]
+            for frontier in row.written or ():
+                said = frontier.state, frontier.scores.hidden
+                for column in frontier.where:
+                    state, (hidden, place) = (frontier.drawn or {}).get(column, said)
+                    alone = State(state.key, (column,), state.end, state.masks, state.step)
+                    self.drawn[row.place, state.start + column] = alone, hidden[place, column].clone()
+            if row.written:
+                row.written.clear()
         self.rounds.append(
             [
                 (row.counts.forwards, row.steps, row.counts.drafted, row.counts.accepted, row.state.start - row.prompt)
                 for row in self.rows
             ]
         )
+
+    def distributions(self, picker: Picker, tokens: Tensor) -> dict[str, tuple[Tensor, ...]]:
+        """Compute the scores and logits that were asked for, those of each new token [rows, vocab].
+
+        Args:
+            picker: What drew the tokens.
+            tokens: [rows, generated] long, the output without the prompt.
+        """
+        if not (self.scores or self.logits):
+            return {}
+        states, places, hidden = [], [], []
+        for row in self.rows:
+            begin = row.prompt
+            behind = [row.mask_id if step >= 0 else token for step, token in zip(row.step, row.text[begin:], strict=True)]
+            opened: dict[int, Row] = {}  # by block the row as it was when nothing of the block was revealed
+            for at in range(begin, begin + tokens.shape[1]):
+                if at < (row.stop or 0) and (row.place, at) in self.drawn:
+                    state, said = self.drawn[row.place, at]
+                    if state.start not in opened:
+                        text = row.text[: state.start] + [*row.text[:begin], *behind][state.start :]
+                        opened[state.start] = row.anew(text)
+                    states.append((opened[state.start], state))
+                    places.append((at - begin, row.place))
+                    hidden.append(said)
+        found = {}
+        width = picker.lm_head_weight.shape[1]
+        wanted_at = torch.stack(hidden) if hidden else picker.lm_head_weight.new_empty(0, width)  # all is given
+        given = picker.distributions(wanted_at, Spots(states, tokens.device))
+        index = torch.tensor(places, dtype=torch.long, device=tokens.device).view(-1, 2).unbind(1)
+        for name, wanted, part in zip(("logits", "scores"), (self.logits, self.scores), given, strict=True):
+            if wanted:
+                certain = part.new_full((*tokens.T.shape, part.shape[1]), -torch.inf).scatter_(2, tokens.T[..., None], 0.0)
+                found[name] = certain.index_put_(index, part).unbind()
+        return found
 
     def tables(self) -> dict[str, Tensor]:
         """[1 + rounds, rows] long by name."""
@@ -148,6 +206,7 @@ def output_of(
         tokens_per_forward=(reveal_step >= 0).sum(1) / counted("forwards"),
         reveal_step=reveal_step,
         token_logprobs=table(logprobs, 0.0, torch.float32),
+        **progress.distributions(networks.picker, sequences[:, input_ids.shape[1] :]),
         stats=MRPGenerateStats(
             forwards={name: forwards[name] for name in ("prefill", "denoise", "verify", "head")},
             row_forwards=counted("forwards"),
@@ -166,4 +225,54 @@ def output_of(
     )
 
 
-__all__ = ["MRPGenerateOutput", "MRPGenerateStats", "Progress", "output_of", "pad_id"]
+class Streams:
+    """The feeding of streamers: the prompt, finished blocks in order, and drafts to a streamer that has `put_draft`.
+
+    Args:
+        streamers: One for each row.
+        prompts: Of each row a 1-D long tensor of ids, without padding: what its streamer is put first, as [1, length].
+    """
+
+    def __init__(self, streamers: Sequence[BaseStreamer], prompts: list[Tensor]) -> None:
+        self.open = dict(enumerate(streamers))
+        self.sent = [len(prompt) for prompt in prompts]
+        for streamer, prompt in zip(streamers, prompts, strict=True):
+            streamer.put(prompt[None].cpu())
+
+    def on_round(self, rows: Sequence[Row]) -> None:
+        """Put what a round has finished, and end the streams of rows that have ended."""
+        for row in rows:
+            if (streamer := self.open.get(row.place)) is None:
+                continue
+            sent = self.sent[row.place]
+            upto = row.stop if row.stop is not None else row.state.start
+            if upto > sent:
+                streamer.put(torch.tensor(row.text[sent:upto]))
+                self.sent[row.place] = upto
+            if row.stop is not None:
+                self.open.pop(row.place).end()
+            elif (put_draft := getattr(streamer, "put_draft", None)) is not None:
+                start = row.state.start
+                put_draft(torch.tensor([row.text[max(start, self.sent[row.place]) : min(start + row.block_size, row.limit)]]))
+
+
+def listed_streamers(streamer: Any, rows: int) -> list[BaseStreamer]:
+    """List the streamers of a call, one for each row.
+
+    Raises:
+        ValueError: for what is no streamer, another number of them, or one that is to take two rows.
+    """
+    streamers = list(streamer) if isinstance(streamer, list | tuple) else [streamer]
+    for one in streamers:
+        if not all(callable(getattr(one, name, None)) for name in ("put", "end")):
+            raise ValueError(f"streamer is {one!r}: it must have put and end, as a transformers.TextStreamer has")
+    different = len(set(map(id, streamers)))
+    if not len(streamers) == different == rows:
+        raise ValueError(
+            f"a streamer takes one row, the batch has {rows}, and streamer holds {different}: pass a list of {rows} different "
+            "ones, or stream one prompt at a time"
+        )
+    return streamers
+
+
+__all__ = ["MRPGenerateOutput", "MRPGenerateStats", "Progress", "Streams", "listed_streamers", "output_of", "pad_id"]

@@ -1,7 +1,7 @@
 """Refinements: what the head changes about a reveal before it counts, for rows that draft nothing."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
 from ..networks.networks import Hidden, Networks
@@ -20,6 +20,7 @@ class Reveal:
         where: Columns that are revealed.
         token, odds: By column, as in `Scores`; NaN where what was asked of the head is no number.
         hidden: h_A at the state, or what the head has made of it.
+        drawn: Of columns that the head revealed its state, and what it read there.
     """
 
     row: Row
@@ -29,6 +30,7 @@ class Reveal:
     token: list[int]
     odds: list[float]
     hidden: Hidden
+    drawn: dict[int, tuple[State, Hidden]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, row: Row, at: int, frontier: Frontier) -> "Reveal":
@@ -39,7 +41,8 @@ class Reveal:
 
     def frontier(self, before: Frontier) -> Frontier:
         """Make the frontier of what is left."""
-        return Frontier(before.state, Scores(self.token, self.odds, hidden=before.scores.hidden), self.where, before.memo)
+        scores = Scores(self.token, self.odds, hidden=before.scores.hidden)
+        return Frontier(before.state, scores, self.where, before.memo, self.shown(self.where), self.drawn)
 
     def shown(self, where: Sequence[int]) -> State:
         """The state with the reveal at some columns, for the head to read."""
@@ -109,6 +112,7 @@ class Direct:
                 best = surest(state.free, scores.odds)
                 reveal.where = tuple(sorted((*reveal.where, best)))
                 reveal.token[best], reveal.odds[best], reveal.hidden = scores.token[best], scores.odds[best], estimate
+                reveal.drawn[best] = state, estimate
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,7 @@
 import copy
 import logging
 import os
-from dataclasses import fields
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -14,34 +12,38 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.configuration_utils import PreTrainedConfig
-from transformers.generation import GenerationConfig
 from transformers.modeling_utils import PreTrainedModel
-from transformers.utils import SAFE_WEIGHTS_NAME, cached_file, find_adapter_config_file
+from transformers.utils import (
+    GENERATION_CONFIG_NAME,
+    SAFE_WEIGHTS_NAME,
+    PushToHubMixin,
+    cached_file,
+    extract_commit_hash,
+    find_adapter_config_file,
+)
 
 from .attaching import HeadMixin
 from .configuration import MRPConfig
 from .head import MRPHead, ResidualNorm, check_draft_tokens, first_tokens
 from .layouts import (
     KEY_MAPPING,
+    StoredTensor,
     backbone_location,
-    check_depth,
     check_fit,
-    check_generation_config,
-    commit_of,
-    config_file,
     hub_options,
+    is_hub_id,
     raise_misfits,
+    stored_json,
     stored_tensors,
     weight_files,
 )
-from .pushing import check_target, push_saved
-from .saving import AUTO_MAP, BackboneSource, head_to_save, write_code, written_beside
+from .saving import AUTO_MAP, TAGS, BackboneSource, head_to_save, write_code, written_beside
 from .stock import StockMixin
 
 log = logging.getLogger(__name__)
 
 QWEN3_VOCABULARY = 151936  # the one in which MRPConfig's default mask id is free
-_OF_THE_HUB = ("repo_id", "commit_message", "commit_description", "private", "token", "create_pr", "revision")
+_OF_THE_HUB = ("repo_id", "commit_message", "commit_description", "private", "token", "create_pr", "revision", "tags")
 
 
 class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
@@ -142,24 +144,25 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
         if head is None:
             model.attach_head(model.new_head(head_layers, head_init))
             return model
-        hub = {**_shared_hub_options(kwargs), "revision": head_revision}
+        hub = hub_options({**kwargs, "revision": head_revision, "subfolder": None})
         model.attach_head(head, **hub)
         if isinstance(head, str | os.PathLike) and "generation_config" not in kwargs:
             model._take_generation_config(os.fspath(head), hub)
         return model
 
     @classmethod
-    def tensor_shapes(cls, config: MRPConfig) -> dict[str, tuple[int, ...]]:
-        """List names and shapes of the tensors in a full checkpoint with this config; nothing is allocated.
+    def check_tensors(cls, config: MRPConfig, found: dict[str, StoredTensor]) -> None:
+        """Compare a full checkpoint's tensors with those that its config calls for; nothing is allocated.
 
         Raises:
-            ValueError: if no tensor can have such a shape.
+            ValueError: if they do not fit, all of which are listed; or if no tensor can have a shape that the config calls for.
         """
         try:
             with torch.device("meta"):
-                return {name: tuple(value.shape) for name, value in cls(copy.deepcopy(config)).state_dict().items()}
+                shapes = {name: tuple(value.shape) for name, value in cls(copy.deepcopy(config)).state_dict().items()}
         except (RuntimeError, TypeError, LookupError, AssertionError, OverflowError) as error:
             raise ValueError(f"the values in the config are those of no model: correct config.json ({error!r})") from error
+        check_fit(found, shapes, {"lm_head.weight"} if config.tie_word_embeddings else ())
 
     def load_adapter(self, peft_model_id: str | None = None, *args: Any, **kwargs: Any) -> Any:
         """Load a peft adapter as transformers does, but only from safetensors.
@@ -209,12 +212,14 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
             kwargs: As in transformers.
 
         Raises:
-            ValueError: with `head_only`, if there is no head, it carries adapters, or the backbone has no name, or since it was
-                loaded got other weights and no other name; without it, if the backbone is named.
+            ValueError: for a generation config that `generate` would refuse; with `head_only`, if there is no head, it carries
+                adapters, or the backbone has no name, or since it was loaded got other weights and no other name; without it,
+                if the backbone is named.
         """
         hub = {name: kwargs.pop(name) for name in _OF_THE_HUB if name in kwargs}
         folder = Path(save_directory)
         self.generation_config._from_model_config = False  # or our options would be dropped when it is read again
+        self.check_options()
         if head_only:
             named = BackboneSource(base_model_name_or_path, base_model_revision) if base_model_name_or_path else None
             head, config = head_to_save(self, state_dict, named)
@@ -242,13 +247,8 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
                     if (beside / "config.json").is_file():  # an adapter has none
                         write_code(beside)
         if push_to_hub and is_main_process:
-            if head_only:
-                hub |= {
-                    "head_only": True,
-                    "base_model_name_or_path": base_model_name_or_path,
-                    "base_model_revision": base_model_revision,
-                }
-            self.push_to_hub(hub.pop("repo_id", folder.name), **hub)
+            hub |= {"base_model_name_or_path": base_model_name_or_path, "base_model_revision": base_model_revision}
+            self.push_to_hub(hub.pop("repo_id", folder.name), head_only=head_only, **hub)
 
     def push_to_hub(
         self,
@@ -258,52 +258,48 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
         base_model_name_or_path: str | None = None,
         base_model_revision: str | None = None,
         tokenizer: Any = None,
-        max_shard_size: int | str = "5GB",
         private: bool = True,
-        revision: str | None = None,
-        create_pr: bool = False,
-        commit_message: str | None = None,
-        commit_description: str | None = None,
-        token: str | bool | None = None,
+        tags: str | list[str] | None = None,
+        **kwargs: Any,
     ) -> CommitInfo:
-        """Publish the model in one commit, with a card of a few lines where there is none; `mrp push` renders a whole one.
+        """Push the model as transformers does, whole or its head alone, into a private repository if it is new.
+
+        `mrp push` does it with care: a card with facts and a picture, nothing of another kind overwritten, old shards removed.
 
         Args:
             repo_id: "org/name", or "name" for a repository of the user's own.
-            head_only: Publishes the head alone, which names its backbone, instead of the whole model. Of a model with a peft
-                adapter, the adapter alone is published.
+            head_only: Whether to push the head alone, which names its backbone.
             base_model_name_or_path: With `head_only`, the backbone's name on the Hub, if it was not loaded from there.
             base_model_revision: With it, the backbone's commit, branch or tag.
-            tokenizer: Is published beside the model.
-            max_shard_size: As in `save_pretrained`.
-            private: Whether to create the repository private; one that is there stays as it is.
-            revision: The branch, created if it is not there; `main` by default.
-            create_pr: Opens a pull request instead of changing `main`.
-            commit_message: The commit's title.
-            commit_description: Its text.
-            token: As `huggingface_hub` takes it; the saved one by default.
+            tokenizer: Is pushed beside the model.
+            private: Whether a new repository is private.
+            tags: Of the card, beside those of MRP models.
+            kwargs: As in transformers: `revision`, `create_pr`, `commit_message`, `max_shard_size`, `token`, ...
 
         Returns:
             The commit.
 
         Raises:
-            ValueError: as from `save_pretrained`; if the name of the base is not that of a repository, or the target holds
-                another kind of thing.
-            OSError: if no owner is named, and nobody is logged in.
-            HfHubHTTPError: if the Hub refuses, or somebody else committed meanwhile; no commit is then made.
+            ValueError: as from `save_pretrained`, or if the backbone of a head has no name on the Hub.
         """
-        check_target(repo_id, revision, create_pr)
-        with TemporaryDirectory() as folder:
-            self.save_pretrained(
-                folder,
-                max_shard_size=max_shard_size,
-                head_only=head_only,
-                base_model_name_or_path=base_model_name_or_path,
-                base_model_revision=base_model_revision,
+        named: dict[str, Any] = {"base_model_name_or_path": base_model_name_or_path, "base_model_revision": base_model_revision}
+        base = base_model_name_or_path or (self.backbone_source.name if self.backbone_source else None)
+        if head_only and base is not None and not is_hub_id(base):
+            raise ValueError(
+                f"base_model_name_or_path is {base!r}, and a head on the Hub needs a backbone that others find: push the "
+                "backbone, then name it here as 'org/name'"
             )
+
+        def save(folder: str, **how: Any) -> None:
+            self.save_pretrained(folder, head_only=head_only, **named, **how)
             if tokenizer is not None:
                 tokenizer.save_pretrained(folder)
-            return push_saved(Path(folder), repo_id, private, revision, create_pr, commit_message, commit_description, token)
+
+        pushed: Any = PushToHubMixin()
+        pushed.save_pretrained = save
+        kwargs.setdefault("commit_message", "Upload an MRP head" if head_only else "Upload a full model")
+        more = [tags] if isinstance(tags, str) else tags or []
+        return pushed.push_to_hub(repo_id, private=private, tags=[*TAGS, *more], **kwargs)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -317,15 +313,15 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
     @classmethod
     def _pinned(cls, source: str, config: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Read the config, and pin the arguments' revision to its commit: all files then come from one state."""
-        path = config_file(source, config is None, **hub_options(kwargs))
-        if path is not None and not os.path.isdir(source) and (commit := commit_of(path)):
+        path, _ = stored_json(source, **hub_options(kwargs))
+        if not os.path.isdir(source) and (commit := extract_commit_hash(str(path), None)):
             kwargs = {**kwargs, "revision": commit}
-        if not isinstance(config, PreTrainedConfig):
-            names = {field.name for field in fields(MRPConfig)} - {"dtype"}
-            overrides = {name: value for name, value in kwargs.items() if name in names}
-            kwargs = {name: value for name, value in kwargs.items() if name not in names}
-            config = cls.config_class.from_pretrained(config or source, **hub_options(kwargs), **overrides)
-        return config, kwargs
+        if isinstance(config, PreTrainedConfig):
+            return config, kwargs
+        kept = hub_options(kwargs) | {name: kwargs[name] for name in ("dtype", "torch_dtype") if name in kwargs}
+        others = {name: value for name, value in kwargs.items() if name not in ("dtype", "torch_dtype")}
+        config, unused = cls.config_class.from_pretrained(config or source, return_unused_kwargs=True, **others)
+        return config, {**unused, **kept}
 
     @classmethod
     def _load(cls, source: str | None, *args: Any, **kwargs: Any) -> Any:
@@ -334,15 +330,10 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
         if source is not None:
             cls._check_files(source, kwargs)
             kwargs |= {"use_safetensors": True, "trust_remote_code": False}  # or custom_generate/ would replace generate
-        kwargs.setdefault("ignore_mismatched_sizes", True)  # collected below, with the other misfits
         kwargs["key_mapping"] = {**KEY_MAPPING, **(kwargs.get("key_mapping") or {})}
         model, info = super().from_pretrained(source, *args, output_loading_info=True, **kwargs)
-        misfits = [f"missing: {name}" for name in sorted(info["missing_keys"])]
-        misfits += [f"unexpected: {name}" for name in sorted(info["unexpected_keys"])]
-        misfits += [
-            f"wrong shape: {name} is {list(has)}, needs {list(needs)}" for name, has, needs in sorted(info["mismatched_keys"])
-        ]
-        raise_misfits(misfits)
+        misfits = {"missing": info["missing_keys"], "unexpected": info["unexpected_keys"]}
+        raise_misfits([f"{kind}: {name}" for kind, names in misfits.items() for name in sorted(names)])
         if model.mrp_head is not None:
             check_draft_tokens(model.mrp_head, model.config, str(source))
         if source is not None and not kwargs.get("subfolder"):
@@ -355,20 +346,17 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
     @classmethod
     def _check_files(cls, source: str, kwargs: dict[str, Any]) -> None:
         """Compare the files' headers with the config, before a config that lies can make anything be allocated."""
-        config = kwargs["config"]
+        config, hub = kwargs["config"], hub_options(kwargs)
         if (elsewhere := getattr(config, "transformers_weights", None)) is not None:
             raise ValueError(f"the config of {source} points to weights in {elsewhere!r}: only model*.safetensors are read")
-        hub, adapter = hub_options(kwargs), kwargs.get("adapter_kwargs") or {}
-        check_generation_config(source, **hub)
+        _check_generation_config(source, cls.generation_config_class, hub)
+        adapter = kwargs.get("adapter_kwargs") or {}
         if not os.path.isdir(source) and "_adapter_model_path" not in adapter and find_adapter_config_file(source, **hub):
             raise ValueError(  # transformers would load the base that adapter_config.json names, whatever that is
                 f"{source} holds an adapter beside its model: load the adapter from a repository of its own with load_adapter"
             )
-        if getattr(config, "quantization_config", None) is not None:
-            return  # a quantized checkpoint has the tensors that its quantizer makes
-        found = stored_tensors(weight_files(source, kwargs.get("variant"), **hub))
-        check_depth(found, config.num_hidden_layers + config.num_nextn_predict_layers)
-        check_fit(found, cls.tensor_shapes(config), {"lm_head.weight"} if config.tie_word_embeddings else ())
+        if getattr(config, "quantization_config", None) is None:  # or it has the tensors that its quantizer makes
+            cls.check_tensors(config, stored_tensors(weight_files(source, **hub)))
 
     @classmethod
     def _from_head_repository(cls, source: str, config: Any, backbone: Any, kwargs: dict[str, Any]) -> Any:
@@ -401,27 +389,37 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
     @classmethod
     def _open_backbone(cls, source: str, kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Load a model to put a head on; also return transformers' account of its loading."""
-        found, _ = PreTrainedConfig.get_config_dict(config_file(source, **hub_options(kwargs)))
+        _, found = stored_json(source, **hub_options(kwargs))
         if (other := found.get("base_model_name_or_path")) is not None:
             raise ValueError(f"{source} is a head repository and has no backbone; its own is {other!r}: use that")
         return cls.from_pretrained(source, **{**kwargs, "output_loading_info": True})
 
     def _take_generation_config(self, source: str, hub: dict[str, Any]) -> None:
         """Take over the options that a head comes with, if it has any."""
-        check_generation_config(source, **hub_options(hub))
-        try:
-            self.generation_config = GenerationConfig.from_pretrained(source, **hub_options(hub))
-        except OSError:
-            log.info("%s has no generation_config.json: the backbone's options stay", source)
+        if _check_generation_config(source, self.generation_config_class, hub):
+            self.generation_config = self.generation_config_class.from_pretrained(source, **hub)
 
 
-def _shared_hub_options(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in hub_options(kwargs).items() if name not in ("revision", "subfolder")}
+def _check_generation_config(source: str, kind: type, hub: dict[str, Any]) -> bool:
+    """Refuse a `generation_config.json` that transformers would trip over or silently pass over; tell if there is one.
+
+    Raises:
+        ValueError: for a damaged file, and for a field with a wrong value, which `kind`, the class of the configs, names.
+    """
+    try:
+        path, fields = stored_json(source, GENERATION_CONFIG_NAME, **hub)
+    except OSError:
+        return False
+    try:
+        kind(**fields)
+    except (AttributeError, TypeError, ValueError) as error:  # transformers compares some fields of any type
+        raise ValueError(f"{path}: {error}") from error
+    return True
 
 
 def _as_block_diffusion(source: str, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Give the arguments a config, if the checkpoint is an autoregressive Qwen3 one; leave those for any other as they are."""
-    found, _ = PreTrainedConfig.get_config_dict(config_file(source, **hub_options(kwargs)))
+    _, found = stored_json(source, **hub_options(kwargs))
     if found.get("model_type") != "qwen3" or kwargs.get("config") is not None:
         return kwargs
     kwargs = dict(kwargs)

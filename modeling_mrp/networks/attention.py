@@ -52,8 +52,8 @@ def takes_round_masks(model: Any, dispatch: Dispatch) -> bool:
 
 
 @contextmanager
-def under_round_masks(model: Any, cache: BlockCache) -> Iterator[None]:
-    """Let the layers of a model know what a `RoundMask` is, and where their keys and values go.
+def round_attention_of(model: Any) -> Iterator[None]:
+    """Let the layers of a model know what a `RoundMask` is.
 
     Layers look their attention up by the name in the config that they all share, so there is no way around a name of
     our own there. What it names computes SDPA as before for everything but a `RoundMask`, so that other threads that
@@ -62,21 +62,31 @@ def under_round_masks(model: Any, cache: BlockCache) -> Iterator[None]:
     with _inside_lock:
         if not _operators:
             _operators.append(_as_operation())
-        AttentionInterface.register(ROUND_ATTENTION, _attention)
+            AttentionInterface.register(ROUND_ATTENTION, _attention)
         _inside[model] = _inside.get(model, 0) + 1
-        model.config._attn_implementation = ROUND_ATTENTION
-    outer, _here.cache = getattr(_here, "cache", None), cache
-    cache.deferred = True
+        if _inside[model] == 1:
+            model.config._attn_implementation = ROUND_ATTENTION
     try:
         yield
     finally:
-        cache.deferred = False
-        _here.cache = outer
         with _inside_lock:
             _inside[model] -= 1
             if not _inside[model]:
                 del _inside[model]
                 model.config._attn_implementation = REPLACED
+
+
+@contextmanager
+def under_round_masks(model: Any, cache: BlockCache) -> Iterator[None]:
+    """Have a forward under a `RoundMask` put its keys and values where the cache says, together with its attention."""
+    outer, _here.cache = getattr(_here, "cache", None), cache
+    cache.deferred = True
+    try:
+        with round_attention_of(model):
+            yield
+    finally:
+        cache.deferred = False
+        _here.cache = outer
 
 
 def _attention(
@@ -131,6 +141,7 @@ def _as_operation() -> Callable[..., Tensor]:
 __all__ = [
     "REPLACED",
     "ROUND_ATTENTION",
+    "round_attention_of",
     "takes_round_masks",
     "under_round_masks",
 ]

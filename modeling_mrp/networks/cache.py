@@ -128,6 +128,8 @@ class BlockCache(Cache):
         self.owner: PassingReference | None = None
         self.weights: dict[str, WeightsSeen] = {}
         self.deferred = False
+        self._written: list[tuple[Tensor, Tensor]] = []  # by layer, keys and values of the target, and up to its end
+        self._read: list[tuple[Tensor, Tensor]] = []
         self.empty()
         self._index = [self.layer_devices[:layer].count(device) for layer, device in enumerate(self.layer_devices)]
         slots = scratch + (max(LEAST_BUCKET, 1 << (capacity - 1).bit_length()) if fixed else capacity)
@@ -161,7 +163,17 @@ class BlockCache(Cache):
         if self.fixed and not prefill:
             used = max(LEAST_BUCKET, 1 << (used - 1).bit_length()) if used else LEAST_BUCKET
         self.begin, self.end = used, used + width
+        self._written, self._read = self._views(used), self._views(0)
         return used
+
+    def _views(self, begin: int) -> list[tuple[Tensor, Tensor]]:
+        """Select keys and values from a slot to the end of the target, [rows, heads, slots, head_dim], of every layer."""
+        views = {
+            device: buffer[: self.active, begin : self.end].permute(2, 3, 0, 4, 1, 5).flatten(0, 1).unbind(0)
+            for device, buffer in self._buffers.items()
+        }
+        places = zip(self.layer_devices, self._index, strict=True)
+        return [(views[device][2 * at], views[device][2 * at + 1]) for device, at in places]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
@@ -172,23 +184,18 @@ class BlockCache(Cache):
 
     def store(self, key_states: Tensor, value_states: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """Do what `update` does, at once."""
-        keys, values = self.written(layer)
+        keys, values = self._written[layer]
         keys.copy_(key_states)
         values.copy_(value_states)
-        return self.read(layer)
+        return self._read[layer]
 
     def written(self, layer: int) -> tuple[Tensor, Tensor]:
         """Select the target, where keys and values of the next forward go: [rows, heads, new, head_dim]."""
-        return self._slice(layer, self.begin)
+        return self._written[layer]
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
         """Select the keys and values that attention reads, [rows, heads, seen, head_dim], once the target is written."""
-        return self._slice(layer, 0)
-
-    def _slice(self, layer: int, begin: int) -> tuple[Tensor, Tensor]:
-        slots = self._buffers[self.layer_devices[layer]][: self.active, begin : self.end, self._index[layer]]
-        keys, values = slots.permute(2, 0, 3, 1, 4).unbind(0)
-        return keys, values
+        return self._read[layer]
 
     def move(self, layers: range, moves: Sequence[tuple[int, int, int]], length: int) -> None:
         """Copy blocks of keys and values: of each `(row, source, target)` the slots from `source` on to those from `target`
@@ -219,6 +226,7 @@ class BlockCache(Cache):
     def hold(self, ids: list[list[int]], held: list[int], head_held: list[int], hidden_held: list[int]) -> None:
         """Note what is held, by row (see the attributes)."""
         self.ids, self.held, self.head_held, self.hidden_held = ids, held, head_held, hidden_held
+        self._written, self._read = [], []  # a copy of the cache needs no copies of views
 
     def empty(self) -> None:
         """Hold nothing."""

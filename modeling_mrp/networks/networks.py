@@ -7,6 +7,7 @@ the texts until the next forward; `commit` copies those of accepted clean states
 
 from array import array
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ from ..kernels.round_attention import RoundMask
 from ..model.diffusion import block_causal_mask
 from ..rules.draft import Node
 from ..rules.state import Row, Scores, State
-from .attention import under_round_masks
+from .attention import round_attention_of, under_round_masks
 from .cache import BlockCache
 from .picker import Picker, Picks, Spots
 from .protocol import BlockDiffusionModel
@@ -75,6 +76,10 @@ class Networks:
     @property
     def _offsets(self) -> Tensor:
         return torch.arange(self.block, device=self.device)  # made anew: a recording of it outlives the call
+
+    def attending(self) -> AbstractContextManager[None]:
+        """Keep the layers' attention ready for rounds, for as long as a decode takes."""
+        return round_attention_of(self.model) if self.round_masks else nullcontext()
 
     # ------------------------------------------------------------------------------------------------------- prefill
 
@@ -252,14 +257,16 @@ class Networks:
 
         `parents` are the clean states that some look at, for processors to see.
         """
-        at = [place * self.block + column for place, (_, state) in enumerate(states) for column in state.free]
-        empty = len(states) * self.block
+        at, whole, base = array("q"), len(states) * self.block, 0
+        for _, state in states:
+            at.extend([base + column for column in state.free])
+            base += self.block
         if not at:
             return [Scores([0] * self.block, [-torch.inf] * self.block, hidden=one) for one in hidden]
         blocks = gathered(hidden).flatten(0, 1)
-        index = torch.tensor(at, device=self.device)
-        picks = picker(blocks if len(at) == empty else blocks[index], Spots(states, self.device, parents))
-        parts = zip(self._on_host(picks, index, empty), hidden, strict=True)
+        index = torch.frombuffer(at, dtype=torch.long).to(self.device, non_blocking=True)
+        picks = picker(blocks if len(at) == whole else blocks[index], Spots(states, self.device, parents))
+        parts = zip(self._on_host(picks, index, whole), hidden, strict=True)
         return [Scores(token, odds, entropy, likeliest, one) for (token, odds, entropy, likeliest), one in parts]
 
     def token_odds(

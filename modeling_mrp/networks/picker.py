@@ -25,9 +25,9 @@ from transformers.generation.logits_process import (
 from ..kernels.dispatch import AUTOMATIC, Dispatch
 from ..kernels.noise import noise_keys
 from ..kernels.pick import pick_rows
-from ..kernels.unembedding import Unembedding, log_odds, widened
 from ..rules.bans import Bans, known
 from ..rules.state import Row, State
+from .unembedding import Unembedding, log_odds, widened
 
 # Kinds of truncation, and whether one keeps, of any scores, the likeliest tokens, however many: behind a top-k it needs its k
 # logits alone.
@@ -177,11 +177,24 @@ class Picker:
             parts.append(log_odds(self.unembedding.tempered(logits), token[at]))
         return torch.cat(parts)
 
+    def distributions(self, hidden: Tensor, spots: Spots) -> tuple[Tensor, Tensor]:
+        """Compute raw logits [n, vocab] at n spots, and what tokens are drawn from: processed, tempered and truncated."""
+        shape, raw, drawn = self._shaper(spots), [], []
+        for at in self.unembedding.chunks(len(hidden)):
+            raw.append(widened(self.unembedding.logits(hidden[at])))
+            logits = shape(raw[-1].clone(), at)
+            shown, least = self._shown(logits)
+            scores = self.unembedding.tempered(shown)
+            drawn.append(scores if least is None else scores.masked_fill(logits < least[:, None], -torch.inf))
+        return torch.cat(raw), torch.cat(drawn)
+
     def _shaper(self, spots: Spots | None) -> Callable[[Tensor, slice], Tensor]:
         """Make what changes logits [m, vocab] of a slice of the spots: processors, bans, no eos before the minimum length."""
         if spots is None:
             return lambda logits, at: logits
         no_eos, contexts = spots.no_eos(), spots.contexts() if self.processors else None
+        if no_eos is contexts is self.bans is None:
+            return lambda logits, at: logits
         places, tokens = torch.tensor(spots.barred(self.bans) if self.bans else ((), ()), dtype=torch.long)
 
         def shape(logits: Tensor, at: slice) -> Tensor:
@@ -212,21 +225,23 @@ class Picker:
 
     def _pick(self, logits: Tensor, keys: Tensor | None) -> Picks:
         """Pick from logits [n, vocab], with noise of keys [n] or without."""
-        unembedding, least = self.unembedding, None
-        top_k = self._top_k()
-        if top_k is not None and len(logits):  # what is kept is what is not under a logit that is found among k
-            top = logits.topk(min(top_k, logits.shape[1])).values
-            kept = self._truncated(unembedding.tempered(top)) > -torch.inf
-            least = top.masked_fill(~kept, torch.inf).amin(-1)
-        shown = logits
-        if self.truncation and top_k is None and len(logits):
-            shown = logits.masked_fill(self._truncated(unembedding.tempered(logits).clone()) == -torch.inf, -torch.inf)
+        unembedding, (shown, least) = self.unembedding, self._shown(logits)
         token, odds = pick_rows(unembedding, logits, shown, least, keys, self.dispatch)
         entropy = None
         if self.entropy:
             logp = unembedding.tempered(logits).log_softmax(-1)
             entropy = -(logp.exp() * logp.nan_to_num(neginf=0.0)).sum(-1)
         return Picks(unembedding.named(token), odds, entropy, self._likeliest(logits, shown, least) if self.likeliest else None)
+
+    def _shown(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Truncate logits [n, vocab]; behind a top-k they stay whole, and what counts are those of [n] or more."""
+        top_k, tempered = self._top_k(), self.unembedding.tempered
+        if not self.truncation or not len(logits):
+            return logits, None
+        if top_k is None:
+            return logits.masked_fill(self._truncated(tempered(logits).clone()) == -torch.inf, -torch.inf), None
+        top = logits.topk(min(top_k, logits.shape[1])).values  # what is kept is not under a logit that is found among k
+        return logits, top.masked_fill(self._truncated(tempered(top)) == -torch.inf, torch.inf).amin(-1)
 
     def _likeliest(self, logits: Tensor, shown: Tensor, least: Tensor | None) -> tuple[Tensor, Tensor]:
         """Find the likeliest tokens, and their log-odds before truncation, [n, m] both; -inf for those that it leaves out."""

@@ -38,34 +38,35 @@ def accept(
     Raises:
         UnscoredError: if no token had a finite score at a position that is revealed.
     """
-    known: dict[tuple[Key, int], int] = {(node.state.key, node.parent): at for at, node in enumerate(nodes)}
-    state, parent, at = row.state, -1, 0
+    known: dict[Key, int] = {node.state.key: at for at, node in enumerate(nodes) if node.parent < 0}
+    behind = {node.parent: at for at, node in enumerate(nodes) if node.parent >= 0}  # next blocks, by clean states
+    state, at = row.state, 0
     said, remembered = scores[0], False
     clean: list[int] = []
     frontier: Frontier | None = None
     length = depth = 0
     while True:
         length += 1
-        depth += remembered or (at > 0 and parent < 0)
+        depth += remembered or (at > 0 and nodes[at].parent < 0)
         if not state.masks:
             clean.append(at)
-            frontier, state, parent = None, row.opened(state.start + row.block_size), at
-            at = known.get((state.key, parent), -1)
+            frontier, state = None, row.opened(state.start + row.block_size)
+            at = behind.get(at, -1)
             if at < 0:
                 break
             said, remembered = scores[at], False
             continue
         frontier = revealed(row, rule, state, said)
-        made = row.after(state, frontier.where, said.token)
-        at = known.get((made.key, -1), -1)
+        state = frontier.made
+        at = known.get(state.key, -1)
         if at >= 0:
             said, remembered = scores[at], False
-        elif drafts and (before := row.memory.get(made.key)) is not None:
+        elif drafts and (before := row.memory.get(state.key)) is not None:
             said, remembered = before[1], True
         else:
+            state = frontier.state
             break
         write(row, frontier)
-        state, parent = made, -1
     row.state = state
     if frontier is None:
         row.source = None
@@ -90,7 +91,7 @@ def revealed(row: Row, rule: RevealRule, state: State, scores: Scores) -> Fronti
     where, memo = rule.reveal(state, scores, row.memo)
     if row.bans is not None:
         where = row.bans.allowed(row, state, scores, where)
-    return Frontier(state, scores, where, memo)
+    return Frontier(state, scores, where, memo, row.after(state, where, scores.token))
 
 
 def write(row: Row, frontier: Frontier) -> None:
@@ -104,8 +105,9 @@ def write(row: Row, frontier: Frontier) -> None:
     for column, logprob in zip(frontier.where, logprobs, strict=True):
         if math.isnan(logprob):
             raise UnscoredError(row.place, frontier.state.start + column)
-    row.state = row.reveal(frontier.state, frontier.where, frontier.scores, logprobs)
-    row.source, row.memo = frontier.scores, frontier.memo
+    row.write(frontier, logprobs)
+    if row.written is not None:
+        row.written.append(frontier)
 
 
 def count_drafts(row: Row, nodes: Sequence[Node], last: State, depth: int) -> None:
@@ -125,7 +127,7 @@ def follows(state: State, last: State, mask_id: int) -> bool:
     """Tell if a state keeps all that is revealed at another one of its block, and reveals more."""
     if state.start != last.start or state.masks >= last.masks:
         return False
-    return all(own == other or other == mask_id for own, other in zip(state.ids, last.ids, strict=True))
+    return all([own == other or other == mask_id for own, other in zip(state.key[1], last.key[1], strict=True)])
 
 
 __all__ = ["UnscoredError", "accept", "first_frontier", "write"]

@@ -9,7 +9,7 @@ that the head has read. A head pass costs nearly the same for many states as for
 is built a little, the head reads all of it in one pass, and it is built anew, further.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -34,6 +34,11 @@ class Node:
         self.state: Final = state
         self.parent: Final = parent
         self.source: Final = source
+
+
+# A state that may be drafted: the one before it, the columns and tokens [block] that make it (none: it is that one), and what
+# told of it.
+Follower = tuple[State, Sequence[int], Sequence[int], Scores | None]
 
 
 def growth(width: int, passes: int) -> list[int]:
@@ -63,61 +68,70 @@ def build_draft(row: Row, rule: RevealRule, size: int, branches: int, estimates:
         estimates: By state, what the head thinks that the backbone will say there.
     """
     node, chance = Node(row.state, -1, row.source), 1.0
-    nodes, taken = [node], {(row.state.key, -1)}
-    waiting: dict[tuple[Key, int], tuple[float, Node]] = {}
+    nodes, taken = [node], {row.state.key}
+    chances: dict[Key | int, float] = {}  # by key; the next block's by the place of the clean state before it
+    waiting: dict[Key | int, Follower] = {}
     while len(nodes) < size:
-        state = node.state
+        state, place = node.state, len(nodes) - 1
         if not state.masks:
             if node.parent < 0:
                 behind = row.opened(state.start + row.block_size)
                 if behind.masks:  # one block at a time: a given one has to wait
-                    parent = len(nodes) - 1
-                    waiting[behind.key, parent] = (chance, Node(behind, parent, None))
+                    chances[place], waiting[place] = chance, (behind, (), (), None)
         elif (said := estimates.get(state.key, node.source)) is not None and node.parent < 0:
-            for made, source, likely in followers(row, rule, state, said, branches):
-                name = (made.key, -1)
-                if name in taken:
-                    continue
-                before = waiting.get(name)  # orders that meet in one state add up there
-                if before is None:
-                    waiting[name] = (likely * chance, Node(made, -1, source))
-                else:
-                    waiting[name] = (before[0] + likely * chance, before[1])
-        if not waiting:
-            break
+            for key, likely, follower in followers(row, rule, state, said, branches):
+                if key in chances:  # orders that meet in one state add up there
+                    chances[key] += likely * chance
+                elif key not in taken:
+                    chances[key], waiting[key] = likely * chance, follower
         best, chance = None, 0.0
-        for name, (likely, _) in waiting.items():
+        for name, likely in chances.items():
             if likely > chance:
                 best, chance = name, likely
         if best is None:
             break
-        node = waiting.pop(best)[1]
+        del chances[best]
+        before, where, token, source = waiting.pop(best)
+        if isinstance(best, int):
+            node = Node(before, best, source)
+        else:
+            node = Node(row.after(before, where, token) if where else before, -1, source)
+            taken.add(best)
         nodes.append(node)
-        taken.add(best)
     return nodes
 
 
-def followers(row: Row, rule: RevealRule, state: State, said: Scores, branches: int) -> list[tuple[State, Scores, float]]:
-    """The states that may follow one, what tells of each, and its chance; not those at which the text is whole.
+def followers(row: Row, rule: RevealRule, state: State, said: Scores, branches: int) -> Iterator[tuple[Key, float, Follower]]:
+    """Find the states that may follow one, each with its key and chance; not those at which the text is whole.
 
     A follower that the last round scored stands for the state that its path leads to.
     """
-    token, odds = picked(row, state, said)
-    found = []
+    token, odds = (said.token, said.odds) if said.likeliest is None else picked(row, state, said)
+    (start, ids), memory, eos = state.key, row.memory, row.eos
+    goes_on = state.end == row.block_size < row.open_end - start  # but for an eos
     for where, chance in rule.likely(state, odds, branches):
+        if chance <= 0:
+            continue
+        revealed = list(ids)
+        ends = not goes_on
+        for column in where:
+            revealed[column] = one = token[column]
+            ends |= one in eos
+        key = (start, tuple(revealed))
+        if key not in memory and not ends:
+            yield key, chance, (state, where, token, said)
+            continue
         made, source = row.after(state, where, token), said
-        while (known := row.memory.get(made.key)) is not None:
+        while (known := memory.get(made.key)) is not None:
             source = known[1]
             made = row.after(made, rule.reveal(made, source, row.memo)[0], source.token)
-        if chance > 0 and not row.ends(made):
-            found.append((made, source, chance))
-    return found
+        if not row.ends(made):
+            yield made.key, chance, (made, (), (), source)
 
 
 def picked(row: Row, state: State, said: Scores) -> tuple[Sequence[int], Sequence[float]]:
-    """The tokens and log-odds [block] that estimates mean for a state: where tokens are sampled, with that state's noise."""
-    if said.likeliest is None:
-        return said.token, said.odds
+    """Pick the tokens [block] of a state from the likeliest ones with that state's noise; return them and their log-odds."""
+    assert said.likeliest is not None
     free = list(state.free)
     ids, odds = (part[free] for part in said.likeliest)
     keys = [noise_key(row.seed, state.start + column, state.masks) for column in free]

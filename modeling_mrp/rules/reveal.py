@@ -68,16 +68,20 @@ def surest(columns: Columns, odds: Sequence[float]) -> int:
 
 def by_odds(columns: Columns, odds: Sequence[float]) -> list[int]:
     """The columns by their odds, the surest first; of equals the leftmost."""
-    return sorted(columns, key=lambda column: -odds[column])
+    return sorted(columns, key=odds.__getitem__, reverse=True)
 
 
 def alone_chances(columns: Sequence[int], odds: Sequence[float]) -> dict[int, float]:
     """The chance of each column to be the surest one, by estimates of the odds."""
-    sharp = [ORDER_SHARPNESS * min(odds[column], MOST_ODDS) for column in columns]
-    most = max(sharp)
-    weights = [math.exp(one - most) for one in sharp]
+    most = min(max([odds[column] for column in columns]), MOST_ODDS)
+    weights = [math.exp(ORDER_SHARPNESS * (odds[column] - most)) if odds[column] < most else 1.0 for column in columns]
     total = sum(weights)
     return {column: weight / total for column, weight in zip(columns, weights, strict=True)}
+
+
+def bounded(odds: float, most: float) -> float:
+    """Log-odds of which sums stay finite."""
+    return odds if -most <= odds <= most else math.copysign(most, odds)
 
 
 def log_sigmoid(odds: float) -> float:
@@ -182,17 +186,18 @@ class Dynamic:
         Where none but the surest one is likely to, it is as uncertain which one that is as under `Static`: every second set
         is another one alone.
         """
-        best, threshold = surest(state.free, odds), min(max(self.threshold, -2 * MOST_ODDS), 2 * MOST_ODDS)
-        over, doubts, certain = [best], [], 0.0
+        best, threshold = surest(state.free, odds), bounded(self.threshold, 2 * MOST_ODDS)
+        over, doubts, chance = [best], [], 1.0
         for column in state.free:
             if column != best:
-                gap = THRESHOLD_SHARPNESS * (min(max(odds[column], -MOST_ODDS), MOST_ODDS) - threshold)
-                if gap > 0:
+                doubt = THRESHOLD_SHARPNESS * (bounded(odds[column], MOST_ODDS) - threshold)
+                if doubt > 0:
                     over.append(column)
-                doubts.append((abs(gap), column))
-                certain += log_sigmoid(abs(gap))
+                else:
+                    doubt = -doubt
+                doubts.append((doubt, column))
+                chance /= 1.0 + math.exp(-doubt)
         doubts.sort()
-        chance = math.exp(certain)
         if len(over) > 1:
             guesses = [(tuple(sorted(over)), chance)]
             for doubt, column in doubts[: count - 1]:
@@ -238,10 +243,11 @@ class EntropyBound:
         Where there is room for one, there are no fewer: in place of these stands another one alone, and all is as uncertain as
         which one is the surest.
         """
-        ordered = by_odds(state.free, [min(max(one, -MOST_ODDS), MOST_ODDS) for one in odds])
+        odds = [bounded(one, MOST_ODDS) for one in odds]
+        ordered = by_odds(state.free, odds)
         total, room = 0.0, 0
         for column in ordered:
-            total += likely_entropy(min(max(odds[column], -MOST_ODDS), MOST_ODDS))
+            total += likely_entropy(odds[column])
             if not total < self.bound:
                 break
             room += 1

@@ -74,17 +74,21 @@ class Frontier:
     Attributes:
         state: That state; it has masks.
         scores: What the backbone said there.
-        where: Columns that the rule reveals.
+        where: Columns that are revealed.
         memo: The rule's memo behind that.
+        made: The state that the reveal makes.
+        drawn: By column that was drawn elsewhere (by the head) the state and the hidden states there, as in `Scores`; or None.
     """
 
-    __slots__ = ("memo", "scores", "state", "where")
+    __slots__ = ("drawn", "made", "memo", "scores", "state", "where")
 
-    def __init__(self, state: State, scores: Scores, where: tuple[int, ...], memo: Any) -> None:
+    def __init__(self, state: State, scores: Scores, where: tuple[int, ...], memo: Any, made: State, drawn: Any = None) -> None:
         self.state: Final = state
         self.scores: Final = scores
         self.where: Final = where
         self.memo: Final = memo
+        self.made: Final = made
+        self.drawn: Final[dict[int, tuple[State, Any]] | None] = drawn
 
 
 class Constraint(Protocol):
@@ -146,6 +150,7 @@ class Row:
         stop: One past the last token once the text is whole, else None.
         remasked: What the last step put back to masks: columns and tokens.
         counts: What drafts came to.
+        written: Reveals that were written, for whoever wants them; None: nobody does.
     """
 
     def __init__(
@@ -187,6 +192,12 @@ class Row:
         self.stop: int | None = None
         self.remasked: tuple[tuple[int, ...], list[int]] = ((), [])
         self.counts = Counts(1, False)
+        self.written: list[Frontier] | None = None
+
+    def anew(self, text: list[int]) -> "Row":
+        """A row of the same call, prompt and limits with another text."""
+        ends = (self.prompt, self.given_end, self.limit, self.open_end, self.no_eos_before)
+        return Row(self.place, text, self.block_size, self.mask_id, self.eos, *ends, self.seed, self.bans)
 
     def opened(self, start: int) -> State:
         """The first state of a block: its masks, and given tokens, none of which ends the text."""
@@ -203,7 +214,11 @@ class Row:
             ids[column] = one = token[column]
             if column < end and one in eos:
                 end = column
-        free = tuple([column for column in state.free if column < end and column not in where])
+        if len(where) == 1 and end == state.end:
+            at = state.free.index(where[0])
+            free = state.free[:at] + state.free[at + 1 :]
+        else:
+            free = tuple([column for column in state.free if column < end and column not in where])
         return State((start, tuple(ids)), free, end, state.masks - len(where), state.step + 1)
 
     def ends(self, state: State) -> bool:
@@ -213,15 +228,15 @@ class Row:
             return False
         return not state.free or state.free[0] >= room
 
-    def reveal(self, state: State, where: Sequence[int], scores: Scores, logprobs: Sequence[float]) -> State:
-        """Write what a step reveals at a state into the text; returns the state that it makes."""
-        made, start, ids = self.after(state, where, scores.token), state.key[0], scores.token
+    def write(self, frontier: Frontier, logprobs: Sequence[float]) -> None:
+        """Write a reveal into the text, with the log-confidence of each column, and stand at the state that it makes."""
+        start, ids = frontier.state.key[0], frontier.scores.token
         behind = start - self.prompt
-        for column, logprob in zip(where, logprobs, strict=True):
+        for column, logprob in zip(frontier.where, logprobs, strict=True):
             self.text[start + column] = ids[column]
             self.logprob[behind + column], self.step[behind + column] = logprob, self.steps
         self.steps += 1
-        return made
+        self.state, self.source, self.memo = frontier.made, frontier.scores, frontier.memo
 
     def settle(self) -> None:
         """Note where the text stops if it is whole at the state that the row stands at."""

@@ -1,0 +1,163 @@
+"""What the host decides, timed alone: drafts, acceptance and ends of text, in microseconds a row and round.
+
+    python -m benchmarks.host --batches 1 4 16 64 --states 1 4 8 --blocks 4 16
+
+A decode is recorded: what each network said, in order. Then it is run again with the recording in place of the networks, so
+that all that is left is the host. Microseconds are stated as of a machine whose bare loop (`s += i` in a function) takes 27 ns
+an iteration; `loop_ns` is what it took here, just before and behind. Packing of ids and the device's own work are not in it.
+"""
+
+import argparse
+import gc
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from mrp_trainer.data import encode
+from mrp_trainer.tasks import problems
+
+from modeling_mrp.generate.budget import Amount, Fixed
+from modeling_mrp.generate.loop import Decoder, Drafting, Mode
+from modeling_mrp.modeling import MRPForCausalLM
+from modeling_mrp.networks.networks import Networks
+from modeling_mrp.rules.reveal import Dynamic, RevealRule, Sequential, Static, logit, schedule_of
+from modeling_mrp.rules.state import Row
+
+from .common import TINY, emit, greedy_decode, header, load
+
+NEW, LOOP_NS, PLACES = 64, 27.0, 3
+
+
+class Recorded:
+    """The networks of a decode, which note what they say, or say again what they said.
+
+    Args:
+        networks: The real ones; None to say again.
+        said: What was said so far, in order.
+    """
+
+    def __init__(self, networks: Networks | None, said: list[Any]) -> None:
+        self.networks, self.said, self.at = networks, said, 0
+        self.picker = self.drafter = None
+        self.round_masks = False
+
+    def _say(self, name: str, *arguments: Any) -> Any:
+        if self.networks is not None:
+            self.said.append(getattr(self.networks, name)(*arguments))
+            return self.said[-1]
+        self.at += 1
+        return self.said[self.at - 1]
+
+    def attending(self) -> Any:
+        """See `Networks`."""
+        return torch.inference_mode()
+
+    def prefill(self, rows: Sequence[Row], reused: Sequence[int]) -> Any:
+        """See `Networks`."""
+        return self._say("prefill", rows, reused)
+
+    def score(self, rows: Sequence[Row], drafts: Any) -> Any:
+        """See `Networks`."""
+        return self._say("score", rows, drafts)
+
+    def head(self, rows: Sequence[Row], asked: Any) -> Any:
+        """See `Networks`."""
+        return self._say("head", rows, asked)
+
+    def picked(self, picker: Any, states: Any, hidden: Any) -> Any:
+        """See `Networks`: of drafts."""
+        return self._say("picked", None if self.networks is None else self.networks.drafter, states, hidden)
+
+    def commit(self, rows: Sequence[Row], clean: Sequence[Sequence[int]]) -> None:
+        """See `Networks`."""
+        if self.networks is not None:
+            self.networks.commit(rows, clean)
+
+    def narrow(self, rows: list[Row], size: int) -> list[Row]:
+        """See `Networks`."""
+        if self.networks is not None:
+            return self.networks.narrow(rows, size)
+        going = [row for row in rows if row.stop is None]
+        return (going + [row for row in rows if row.stop is not None])[:size]
+
+    def widen(self, used: int) -> None:
+        """See `Networks`."""
+        if self.networks is not None:
+            self.networks.widen(used)
+
+
+def loop_ns(count: int = 1_000_000) -> float:
+    """Time an iteration of a bare loop."""
+
+    def bare(count: int) -> None:
+        total = 0
+        for one in range(count):
+            total += one
+
+    begun = time.process_time()
+    bare(count)
+    return (time.process_time() - begun) / count * 1e9
+
+
+def mode_of(rule: RevealRule, states: int) -> tuple[Mode, Amount]:
+    """The mode of so many states a row: alone, or drafted with one head pass."""
+    if states == 1:
+        return Mode(rule), Amount()
+    return Mode(rule, drafting=Drafting(states, 3, 1)), Amount(states, 1)
+
+
+def measured(model: MRPForCausalLM, rule: RevealRule, prompts: list[list[int]], states: int, repeats: int) -> float:
+    """Decode once for the recording, then time the host alone: seconds a row and round, the least of some repeats."""
+    mode, amount = mode_of(rule, states)
+
+    def decoder(networks: Any) -> Decoder:
+        return Decoder(mode, networks, Fixed(amount), least_rows=len(prompts))
+
+    networks, rows = greedy_decode(model, mode, prompts, NEW, [], max(2, states))
+    said: list[Any] = []
+    with torch.inference_mode():
+        decoder(Recorded(networks, said)).decode(rows, [0] * len(rows))
+    rounds, texts = sum(row.counts.forwards for row in rows) - len(rows), [row.text for row in rows]
+    best = float("inf")
+    for _ in range(repeats):
+        _, rows = greedy_decode(model, mode, prompts, NEW, [], max(2, states))
+        again = decoder(Recorded(None, said))
+        gc.collect()
+        begun = time.process_time()
+        again.decode(rows, [0] * len(rows))
+        best = min(best, time.process_time() - begun)
+        assert [row.text for row in rows] == texts
+    return best / rounds
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Command line: one JSON line for each block size, batch and number of states."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.host", description=__doc__)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64])
+    parser.add_argument("--states", type=int, nargs="+", default=[1, 4, 8])
+    parser.add_argument("--blocks", type=int, nargs="+", default=[4, 16])
+    parser.add_argument("--repeats", type=int, default=5)
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    emit(header("host", options))
+    for block in options.blocks:
+        model, tokenizer = load(TINY)
+        model.config.block_size = block
+        asked = [encode(problem, tokenizer)[0] for problem in problems("math", "tune", max(options.batches))]
+        rules: dict[str, RevealRule] = {
+            "static": Static(schedule_of(block, None)),
+            "dynamic": Dynamic(logit(0.9)),
+            "sequential": Sequential((1,)),
+        }
+        for batch in options.batches:
+            for states in options.states:
+                before = loop_ns()
+                taken = {name: measured(model, rule, asked[:batch], states, options.repeats) for name, rule in rules.items()}
+                speed = min(before, loop_ns())
+                stated = {name: round(seconds * 1e6 * LOOP_NS / speed, 1) for name, seconds in taken.items()}
+                emit({"block": block, "batch": batch, "states": states, "loop_ns": round(speed, 1), "microseconds": stated})
+
+
+if __name__ == "__main__":
+    main()

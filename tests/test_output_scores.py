@@ -1,0 +1,83 @@
+"""`output_scores` and `output_logits`: of each new token what it was drawn from; `test_fuzz` compares it with the reference."""
+
+from typing import Any
+
+import pytest
+import torch
+from helpers import LIVELY, MASK, PROMPTS, VOCAB, close, every_mode, generate
+from test_generate_output import first_block
+
+from modeling_mrp import MRPForCausalLM
+
+BOTH = {"output_scores": True, "output_logits": True}
+INFILL = torch.tensor([[MASK, 9, MASK, MASK, MASK, 7, MASK], [5, 6, 7, 8, 9, MASK, MASK], [MASK] * 7])
+CASES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": {**LIVELY, "temperature": 0.7},
+    "processed": {**LIVELY, "repetition_penalty": 1.5, "suppress_tokens": [3], "min_new_tokens": 4},
+    "banned": {**LIVELY, "bad_words_ids": [[i, j] for i in range(1, 8) for j in range(8)], "no_repeat_ngram_size": 2},
+    "given": {**LIVELY, "infill_ids": INFILL, "no_repeat_ngram_size": 1},
+}
+
+
+@every_mode
+@pytest.mark.parametrize("case", CASES)
+def test_a_score_for_each_new_token(random_model: MRPForCausalLM, mode: str, case: str) -> None:
+    """Normalized they are the log-probabilities of `token_logprobs`; what stands in padding or was given is certain."""
+    options = {"decoding": mode, "max_new_tokens": 11, "seed": 3, "eos_token_id": [*range(1, 12)], **CASES[case]}
+    out = generate(random_model, PROMPTS, pad_token_id=55, **options, **BOTH)
+    new = out.sequences[:, 10:]
+    for given in (out.scores, out.logits):
+        assert isinstance(given, tuple)
+        assert [part.shape for part in given] == [(3, VOCAB)] * new.shape[1]
+        assert torch.stack(given)[..., MASK].eq(-torch.inf).all()
+    drawn = random_model.compute_transition_scores(out.sequences, out.scores, normalize_logits=True)
+    close(drawn.float(), out.token_logprobs, 1e-6)
+    told = out.reveal_step < 0
+    scores = torch.stack(out.scores, 1)
+    assert scores[told].exp().sum(-1).eq(1).all()
+    assert scores[told].argmax(-1).equal(new[told])
+    if not options.get("do_sample"):
+        assert scores.argmax(-1).equal(new)
+    if case in ("greedy", "sampled"):
+        close(scores[~told], torch.stack(out.logits, 1)[~told] / options.get("temperature", 1.0))
+    plain = generate(random_model, PROMPTS, pad_token_id=55, **options)
+    assert plain.sequences.equal(out.sequences)
+    assert plain.scores is plain.logits is None
+
+
+@pytest.mark.parametrize(
+    ("target", "truncation"),
+    [
+        ("static", {"top_k": 5}),
+        ("dynamic", {"top_p": 0.5}),
+        ("sequential", {"top_k": 9, "min_p": 0.1}),
+        ("entropy_bound", {"typical_p": 0.7}),
+    ],
+)
+def test_drafted_scores_are_the_targets(random_model: MRPForCausalLM, target: str, truncation: dict[str, Any]) -> None:
+    options = {**LIVELY, "max_new_tokens": 11, "seed": 3, "no_repeat_ngram_size": 2, **truncation, **BOTH}
+    plain = generate(random_model, PROMPTS, decoding=target, **options)
+    for mode in ("self_spec", "mrp_spec"):
+        drafted = generate(random_model, PROMPTS, decoding=mode, target=target, **options)
+        close(torch.stack(drafted.scores), torch.stack(plain.scores))
+        close(torch.stack(drafted.logits), torch.stack(plain.logits))
+    left = torch.stack(plain.scores, 1)
+    assert left.gather(2, plain.sequences[:, 10:, None]).isfinite().all()
+    assert left.isfinite().sum(-1).amax() <= (options["top_k"] or VOCAB - 2)
+    assert torch.stack(plain.logits).isfinite().sum(-1).eq(VOCAB - 1).all()
+
+
+def test_scores_and_logits_by_hand(random_model: MRPForCausalLM) -> None:
+    """Of the token that the first step reveals, from `forward` at the prompt's state."""
+    out = generate(random_model, PROMPTS[:1], max_new_tokens=3, do_sample=True, temperature=0.5, top_k=2, seed=1, **BOTH)
+    first = int(out.reveal_step[0].argmin())
+    logits = first_block(random_model, PROMPTS[0])[first]
+    close(out.logits[first][0], logits)
+    close(out.scores[first][0], (logits / 0.5).masked_fill(logits < logits.topk(2).values[1], -torch.inf))
+
+
+def test_one_of_them(random_model: MRPForCausalLM) -> None:
+    out = generate(random_model, PROMPTS, max_new_tokens=3, output_logits=True)
+    assert out.scores is None
+    assert len(out.logits) == 3
