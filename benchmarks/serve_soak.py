@@ -228,7 +228,7 @@ class Served:
 
 def soak(served: Served, requests: int, clients: int, seed: int) -> Iterator[dict[str, Any]]:
     """Ask, then compare; give what each tenth came to, and the counts at last."""
-    texts = [one.prompt for family in ("math", "code") for one in problems(family, "heldout", 12)]  # type: ignore[arg-type]
+    texts = [one.prompt for family in ("math", "code") for one in problems(family, "heldout", 12)]
     cases = [case_of(number, seed, texts) for number in range(requests)]
     resident, begun = [], time.monotonic()
     with ThreadPoolExecutor(clients) as pool:

@@ -61,7 +61,7 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     _tp_plan = {"lm_head": "colwise_gather_output"}
     _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}
-    generation_config_class = MRPGenerationConfig
+    generation_config_class: type[MRPGenerationConfig] = MRPGenerationConfig
 
     def __init__(self, config: MRPConfig) -> None:
         super().__init__(config)

@@ -80,6 +80,8 @@ _REFUSED = {
 class MRPGenerationMixin(GenerationMixin):
     """`generate` of an MRP model: transformers prepares everything, the loop decodes."""
 
+    generation_config: MRPGenerationConfig
+
     @shows_options
     def generate(
         self,

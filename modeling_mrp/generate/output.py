@@ -144,17 +144,16 @@ class Progress:
             opened: dict[int, Row] = {}  # by block the row as it was when nothing of the block was revealed
             for at in range(begin, begin + tokens.shape[1]):
                 if at < (row.stop or 0) and (row.place, at) in self.drawn:
-                    state, said = self.drawn[row.place, at]
+                    state, at_state = self.drawn[row.place, at]
                     if state.start not in opened:
                         text = row.text[: state.start] + [*row.text[:begin], *behind][state.start :]
                         opened[state.start] = row.anew(text)
                     states.append((opened[state.start], state))
                     places.append((at - begin, row.place))
-                    hidden.append(said)
+                    hidden.append(at_state)
         found = {}
-        width = picker.lm_head_weight.shape[1]
-        wanted_at = torch.stack(hidden) if hidden else picker.lm_head_weight.new_empty(0, width)  # all is given
-        given = picker.distributions(wanted_at, Spots(states, tokens.device))
+        said = torch.stack(hidden) if hidden else picker.lm_head_weight[:0]  # all may have been given
+        given = picker.distributions(said, Spots(states, tokens.device))
         index = torch.tensor(places, dtype=torch.long, device=tokens.device).view(-1, 2).unbind(1)
         for name, wanted, part in zip(("logits", "scores"), (self.logits, self.scores), given, strict=True):
             if wanted:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from modeling_mrp.kernels.pick import pick_rows_ref
-from modeling_mrp.networks.unembedding import Unembedding
 from modeling_mrp.networks.picker import Picker, Picks
+from modeling_mrp.networks.unembedding import Unembedding
 
 
 @dataclass(frozen=True)
