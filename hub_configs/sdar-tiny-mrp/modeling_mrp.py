@@ -605,6 +605,7 @@ class RoundMask:
         block_size: Tokens per state.
         dispatch: Whether the kernel runs.
         sees_all: Whether every query sees every key: there is one state, and all rows are equally long.
+        plans: How layers run under masks of the same decode (`fused`).
     """
 
     committed: Tensor
@@ -613,6 +614,7 @@ class RoundMask:
     block_size: int
     dispatch: Dispatch = AUTOMATIC
     sees_all: bool = False
+    plans: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
     _kept: dict[Any, Tensor] = field(default_factory=dict, repr=False, compare=False)  # what all layers of a forward share
 
     def to(self, *args: Any, **kwargs: Any) -> "RoundMask":
@@ -620,16 +622,20 @@ class RoundMask:
         parent = None if self.parent is None else self.parent.to(*args, **kwargs)
         return replace(self, committed=self.committed.to(*args, **kwargs), parent=parent)
 
+    def sees(self) -> Tensor:
+        """Tell which states see which, [rows, width, width] bool: themselves and their parents."""
+        slots = torch.arange(self.width, device=self.committed.device)
+        own = slots[:, None] == slots
+        return own.expand(len(self.committed), -1, -1) if self.parent is None else own | (self.parent[..., None] == slots)
+
     def dense(self, used: int) -> Tensor:
         """[rows, 1, width * block_size, used + width * block_size] bool over the first `used` slots and what is scored."""
-        rows, device = len(self.committed), self.committed.device
-        sees = torch.eye(self.width, dtype=torch.bool, device=device).repeat(rows, 1, 1)
-        if self.parent is not None:
-            parent = self.parent[..., None]
-            sees |= (parent == torch.arange(self.width, device=device)) & (parent >= 0)
-        scratch = sees.repeat_interleave(self.block_size, 1).repeat_interleave(self.block_size, 2)
-        prefix = torch.arange(used, device=device) < self.committed[:, None]
-        return torch.cat([prefix[:, None].expand(-1, scratch.shape[1], -1), scratch], -1)[:, None]
+        rows, queries = len(self.committed), self.width * self.block_size
+        out = torch.empty(rows, 1, queries, used + queries, dtype=torch.bool, device=self.committed.device)
+        out[..., :used] = (torch.arange(used, device=out.device) < self.committed[:, None])[:, None, None]
+        sees = self.sees()[:, :, None, :, None]
+        out[:, 0, :, used:].unflatten(1, (self.width, -1)).unflatten(3, (self.width, -1)).copy_(sees)
+        return out
 
     def bias(self, used: int, dtype: torch.dtype) -> Tensor | None:
         """What to add to the scores of `dense`: 0 or -inf; None where all is seen."""
@@ -637,8 +643,8 @@ class RoundMask:
             return None
         name = used, dtype, self.committed.device
         if name not in self._kept:
-            seen = self.dense(used)
-            self._kept[name] = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
+            hidden = self.dense(used).logical_not_()
+            self._kept[name] = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
         return self._kept[name]
 
     def arrived(self, count: int) -> Tensor:
@@ -846,13 +852,13 @@ def fused(
 ) -> Callable[[Tensor, tuple[Tensor, Tensor]], Tensor] | None:
     """Find what stands in a round for calling layers and the norm behind them; None: they are to be called.
 
-    They are called outside of rounds, where kernels are off or cannot be used, where something of them was compiled (then torch
-    fuses), and where a module does more than its class does, hooks for instance.
+    They are called outside of rounds, where something of them was compiled (then torch fuses), and where a module does more
+    than its class does, hooks for instance. What was found counts for as long as the mask's `plans` do: for a decode.
 
     Args:
         owner: The module of the layers and of the norm, `norm`.
         layers: Decoder layers.
-        mask: In a round a `RoundMask`, whose dispatch decides.
+        mask: In a round a `RoundMask`, whose dispatch decides between kernels and their twins.
         cache: In a round the `BlockCache` that gets keys and values, at its target.
         kind: What the owner has to be if it is not called either; None: this is asked for by its own forward.
 
@@ -863,18 +869,27 @@ def fused(
     Raises:
         ValueError: if kernels are forced and cannot be used here.
     """
-    if not isinstance(mask, RoundMask) or not isinstance(cache, BlockCache) or mask.dispatch.forced is False:
+    if not isinstance(mask, RoundMask) or not isinstance(cache, BlockCache) or owner._compiled_call_impl is not None:
         return None
-    if owner._compiled_call_impl is not None:
-        return None
+    if owner not in mask.plans:
+        mask.plans[owner] = _plan(owner, layers, mask.dispatch, kind)
+    plan = mask.plans[owner]
+    return None if plan is None else partial(_walk, plan, owner.norm, mask, cache)
+
+
+def _plan(owner: Any, layers: Sequence[Any], dispatch: Dispatch, kind: type[nn.Module] | None) -> list[Any] | None:
+    """List layers, each with its packed weights (`packed`); None: they are to be called."""
     obstacle = None
     for module, expected in _parts(owner, layers, kind):
         if module._compiled_call_impl is not None:
             return None
         if (obstacle := more_than(module, expected)) is not None:
             break
-    walk = partial(_walk, layers, owner.norm, mask, cache)
-    return mask.dispatch.run("fused_layers", lambda: walk, lambda: None, next(owner.parameters()), obstacle=obstacle)
+    if dispatch.forced is not False:
+        usable = dispatch.run("fused_layers", lambda: True, lambda: False, next(owner.parameters()), obstacle=obstacle)
+    else:
+        usable = obstacle is None
+    return [(layer, packed(_of_attention(layer)), packed(_of_mlp(layer))) for layer in layers] if usable else None
 
 
 def _parts(owner: Any, layers: Sequence[Any], kind: type[nn.Module] | None) -> Iterator[tuple[Any, type[nn.Module]]]:
@@ -891,17 +906,18 @@ def _parts(owner: Any, layers: Sequence[Any], kind: type[nn.Module] | None) -> I
 
 
 def _walk(
-    layers: Sequence[Any], norm: Any, mask: RoundMask, cache: BlockCache, hidden: Tensor, rotary: tuple[Tensor, Tensor]
+    plan: Sequence[Any], norm: Any, mask: RoundMask, cache: BlockCache, hidden: Tensor, rotary: tuple[Tensor, Tensor]
 ) -> Tensor:
     """The function that `fused` gives."""
     dispatch, added = mask.dispatch, None
-    for layer in layers:
+    for layer, attention_weight, mlp_weight in plan:
         attention, mlp = layer.self_attn, layer.mlp
         hidden, normed = sum_and_norm(hidden, added, layer.input_layernorm, dispatch)
-        query = rotated(attention, products(normed, _of_attention(layer)), rotary, cache, dispatch)
+        projected = products(normed, _of_attention(layer), attention_weight)
+        query = rotated(attention, projected, rotary, cache, dispatch)
         seen = attend(query, *cache.read(attention.layer_idx), mask, attention.scaling)
         hidden, normed = sum_and_norm(hidden, attention.o_proj(seen.flatten(2)), layer.post_attention_layernorm, dispatch)
-        gate, up = products(normed, _of_mlp(layer)).chunk(2, -1)
+        gate, up = products(normed, _of_mlp(layer), mlp_weight).chunk(2, -1)
         added = mlp.down_proj(mlp.act_fn(gate) * up)
     return sum_and_norm(hidden, added, norm, dispatch)[1]
 
@@ -962,9 +978,9 @@ def _plain(linear: Any) -> bool:
     )
 
 
-def products(hidden: Tensor, linears: Sequence[Any]) -> Tensor:
-    """Compute the results of linear layers with the same input, side by side: [..., out_features of all]."""
-    weight = packed(linears)
+def products(hidden: Tensor, linears: Sequence[Any], weight: Tensor | None) -> Tensor:
+    """Compute the results of linear layers with the same input, side by side, [..., out_features of all], by their `packed`
+    weight if they have one."""
     return torch.cat([linear(hidden) for linear in linears], -1) if weight is None else F.linear(hidden, weight)
 
 
@@ -3287,6 +3303,7 @@ class Networks:
         self._swaps: list[tuple[int, int]] = []
         self._scored: Tensor | None = None  # hidden states of the last `score`, and its first slot
         self._begin = 0
+        self._plans: dict[Any, Any] = {}
         cache.active = cache.rows
 
     @property
@@ -3587,7 +3604,7 @@ class Networks:
         ids, starts, parents, held = table.split([states * self.block, states, states, rows])
         ids, parent = ids.view(rows, -1), parents.view(rows, width) if has_parents else None
         positions = (starts[:, None] + self._offsets).view(rows, -1)
-        mask = RoundMask(held, parent, width, self.block, self.dispatch, plain)
+        mask = RoundMask(held, parent, width, self.block, self.dispatch, plain, self._plans)
         network = self.model.backbone if hidden is None else partial(self._residual, hidden)
         if not self.round_masks:
             return network(ids, positions, mask.dense(begin), self.cache).to(self.device)
@@ -4227,8 +4244,8 @@ class Reveal:
 
     def frontier(self, before: Frontier) -> Frontier:
         """Make the frontier of what is left."""
-        scores = Scores(self.token, self.odds, hidden=before.scores.hidden)
-        return Frontier(before.state, scores, self.where, before.memo, self.shown(self.where), self.drawn)
+        said = Scores(self.token, self.odds, hidden=before.scores.hidden)
+        return Frontier(before.state, said, self.where, before.memo, self.shown(self.where), self.drawn)
 
     def shown(self, where: Sequence[int]) -> State:
         """The state with the reveal at some columns, for the head to read."""
@@ -5186,8 +5203,8 @@ class Progress:
                     places.append((at - begin, row.place))
                     hidden.append(at_state)
         found = {}
-        said = torch.stack(hidden) if hidden else picker.lm_head_weight[:0]  # all may have been given
-        given = picker.distributions(said, Spots(states, tokens.device))
+        wide = torch.stack(hidden) if hidden else picker.lm_head_weight[:0]  # all may be given
+        given = picker.distributions(wide, Spots(states, tokens.device))
         index = torch.tensor(places, dtype=torch.long, device=tokens.device).view(-1, 2).unbind(1)
         for name, wanted, part in zip(("logits", "scores"), (self.logits, self.scores), given, strict=True):
             if wanted:
@@ -5565,6 +5582,9 @@ def _decode(
         pack(model)
     with cache_for(model, config.graphs, past, len(rows), capacity, room, mode.uses_head) as (cache, graphs):
         reused = _reused(cache, rows, model, mode)
+        if progress is not None:  # the cache is handed out
+            parts = ("model", "mrp_head") if cache.head_layers else ("model",)
+            cache.weights = {name: WeightsSeen(getattr(model, name)) for name in parts}
         draws = mode.drafting is not None and picker.sample
         picker = replace(picker, entropy=mode.rule.needs_entropy, likeliest=draws)
         networks = Networks(
@@ -5596,8 +5616,6 @@ def _reused(cache: BlockCache, rows: Sequence[Row], model: Any, mode: Mode) -> l
     """Find how many tokens of each row have keys and values already, and let go of what the call will overwrite."""
     texts = [row.text for row in rows]
     reused = cache.reusable(texts, [row.state.start for row in rows], model.config.block_size, mode.uses_head)
-    parts = ("model", "mrp_head") if cache.head_layers else ("model",)
-    cache.weights = {name: WeightsSeen(getattr(model, name)) for name in parts}
     for row, same, of_head in zip(rows, reused, cache.head_held, strict=True):
         row.head_held = min(same, of_head) if mode.uses_head else 0
     # From here on the slots behind are overwritten, also by a call that does not come to its end.
@@ -5931,12 +5949,12 @@ def backbone_location(name: str, source: str) -> str:
         raise ValueError(
             f"the config of {source} names the backbone {name!r}, which is not followed: a config from the Hub names a "
             "repository ('org/name'), that of a local folder may also name an existing folder by its absolute path. "
-            "Pass backbone=... to load another"
+            "Give another its head by from_backbone(backbone, head=...)"
         )
     if os.path.exists(name):
         raise ValueError(
             f"the config of {source} names the repository {name!r}, but a local path of that name exists and would be read "
-            "instead: work in another folder, or pass backbone=... to say which is meant"
+            "instead: work in another folder, or say which is meant by from_backbone(backbone, head=...)"
         )
     return name
 
@@ -6086,14 +6104,10 @@ def start_head(head: MRPHead, backbone_layers: nn.ModuleList, how: str) -> None:
                 "use fewer head_layers"
             )
         sources = list(backbone_layers)[-depth:]
-        weights = [parameter for source in sources for parameter in source.parameters()]
-        if any(weight.is_meta for weight in weights):
+        if any(type(weight) is not nn.Parameter or weight.is_meta for source in sources for weight in source.parameters()):
             raise ValueError(
-                "head_init is 'backbone', but its last layers are offloaded: load them into memory, or use 'identity'"
-            )
-        if kinds := {type(weight).__name__ for weight in weights} - {"Parameter"}:
-            raise ValueError(
-                f"head_init is 'backbone', but its last layers are quantized ({', '.join(sorted(kinds))}): use 'identity'"
+                "head_init is 'backbone', but its last layers are offloaded or quantized: load them into memory as they are, or "
+                "use 'identity'"
             )
         hidden = head.eh_proj.out_features
         head.eh_proj.weight.zero_()
@@ -6506,6 +6520,7 @@ class StockMixin:
 
 log = logging.getLogger(__name__)
 
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 QWEN3_VOCABULARY = 151936  # the one in which MRPConfig's default mask id is free
 _OF_THE_HUB = ("repo_id", "commit_message", "commit_description", "private", "token", "create_pr", "revision", "tags")
 
@@ -6529,9 +6544,7 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
     backbone_source: BackboneSource | None = None
 
     @classmethod
-    def from_pretrained(
-        cls, pretrained_model_name_or_path: Any, *args: Any, config: Any = None, backbone: Any = None, **kwargs: Any
-    ) -> Any:
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, config: Any = None, **kwargs: Any) -> Any:
         """Load as transformers does, from a folder or a repository on the Hub of any of four kinds.
 
         These are a full checkpoint of this package; one in the published SDAR layout (no head); one in the published layout
@@ -6543,15 +6556,13 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
             pretrained_model_name_or_path: A folder, or a repository's id.
             args: As in transformers.
             config: As in transformers.
-            backbone: For a head repository: a folder, an id, or a loaded model that is given the head, instead of the backbone
-                that the config names. (`AutoModel` copies its keyword arguments: give a loaded model to this class, not to it.)
             kwargs: As in transformers: `dtype`, `device_map`, `revision`, `token`, ... With a head repository, `revision` and
                 `subfolder` are the head's.
 
         Raises:
             ValueError: if the checkpoint lacks a tensor, has one too many, or one of another shape (all are listed), has no
                 safetensors, or is of another kind of model; if the backbone of a head repository may not be followed or does
-                not suit the head; if `backbone` is given for a checkpoint that has its own.
+                not suit the head.
         """
         if kwargs.get("gguf_file") is not None or kwargs.get("use_safetensors") is False:
             raise ValueError("only safetensors are read: leave out gguf_file and use_safetensors=False")
@@ -6560,12 +6571,7 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
         source = os.fspath(pretrained_model_name_or_path)
         config, kwargs = cls._pinned(source, config, kwargs)
         if getattr(config, "base_model_name_or_path", None) is not None:
-            return cls._from_head_repository(source, config, backbone, kwargs)
-        if backbone is not None:
-            raise ValueError(
-                f"{source} has a backbone of its own, and backbone=... is for head repositories: to put its head on another "
-                f"backbone use from_backbone(backbone, head={source!r})"
-            )
+            return cls._from_head_repository(source, config, kwargs)
         return cls._load(source, *args, config=config, **kwargs)
 
     @classmethod
@@ -6600,18 +6606,15 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
                 checkpoint of another vocabulary without `mask_token_id`.
         """
         if isinstance(backbone, str | os.PathLike):
-            model, _ = cls._open_backbone(os.fspath(backbone), _as_block_diffusion(os.fspath(backbone), kwargs))
+            model = cls._open_backbone(os.fspath(backbone), kwargs)
         elif hasattr(backbone, "attach_head"):
             model = backbone
         else:
             raise ValueError(f"backbone is {backbone!r}: pass the folder or id of a checkpoint, or a loaded MRP model")
         if head is None:
             model.attach_head(model.new_head(head_layers, head_init))
-            return model
-        hub = hub_options({**kwargs, "revision": head_revision, "subfolder": None})
-        model.attach_head(head, **hub)
-        if isinstance(head, str | os.PathLike) and "generation_config" not in kwargs:
-            model._take_generation_config(os.fspath(head), hub)
+        else:
+            model._take_head(head, hub_options({**kwargs, "revision": head_revision, "subfolder": None}), kwargs)
         return model
 
     @classmethod
@@ -6636,14 +6639,13 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
         """
         if peft_model_id is not None:
             hub = hub_options({**(kwargs.get("adapter_kwargs") or {}), **kwargs})
-            try:
-                weights = Path(cached_file(peft_model_id, "adapter_model.safetensors", **hub))
-            except OSError as error:
+            weights = cached_file(peft_model_id, ADAPTER_WEIGHTS, _raise_exceptions_for_missing_entries=False, **hub)
+            if weights is None:
                 raise ValueError(
-                    f"no adapter_model.safetensors in {peft_model_id}: only safetensors are read, never pickled weights. Save "
-                    f"the adapter with safetensors ({error})"
-                ) from error
-            stored_tensors([weights])  # a damaged file would be found only when the model has been changed for it
+                    f"no {ADAPTER_WEIGHTS} in {peft_model_id}: only safetensors are read, never pickled weights. Save the adapter "
+                    "with safetensors"
+                )
+            stored_tensors([Path(weights)])  # a damaged file would be found only when the model has been changed for it
         return super().load_adapter(peft_model_id, *args, **kwargs)
 
     def save_pretrained(
@@ -6823,44 +6825,42 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
             cls.check_tensors(config, stored_tensors(weight_files(source, **hub)))
 
     @classmethod
-    def _from_head_repository(cls, source: str, config: Any, backbone: Any, kwargs: dict[str, Any]) -> Any:
-        hub, with_info, info = hub_options(kwargs), kwargs.get("output_loading_info", False), None
-        if backbone is None or isinstance(backbone, str | os.PathLike):
-            ours = {name: value for name, value in kwargs.items() if name not in ("revision", "subfolder")}
-            adapter, name = ours.pop("adapter_kwargs", None) or {}, ours.pop("adapter_name", None)
-            if config._attn_implementation is not None:  # AutoModel has put it there
-                ours.setdefault("attn_implementation", config._attn_implementation)
-            if backbone is None:
-                where = backbone_location(config.base_model_name_or_path, source)
-                if config.base_model_revision is not None and not os.path.isdir(where):
-                    ours["revision"] = config.base_model_revision
-            else:
-                where = os.fspath(backbone)
-            try:
-                model, info = cls._open_backbone(where, ours)
-            except OSError as error:
-                raise OSError(f"the backbone {where!r} of the head {source} could not be loaded: {error}") from error
-        else:
-            adapter, name, model = {}, None, backbone
-        model.attach_head(source, **hub)
-        if "generation_config" not in kwargs:
-            model._take_generation_config(source, hub)
+    def _from_head_repository(cls, source: str, config: Any, kwargs: dict[str, Any]) -> Any:
+        """Load the backbone that a head repository names, and give it the head."""
+        where = backbone_location(config.base_model_name_or_path, source)
+        ours = {name: value for name, value in kwargs.items() if name not in ("revision", "subfolder")}
+        adapter, name = ours.pop("adapter_kwargs", None) or {}, ours.pop("adapter_name", None)
+        if config._attn_implementation is not None:  # AutoModel has put it there
+            ours.setdefault("attn_implementation", config._attn_implementation)
+        if config.base_model_revision is not None and not os.path.isdir(where):
+            ours["revision"] = config.base_model_revision
+        try:
+            loaded = cls._open_backbone(where, ours)
+        except OSError as error:
+            raise OSError(f"the backbone {where!r} of the head {source} could not be loaded: {error}") from error
+        model = loaded[0] if isinstance(loaded, tuple) else loaded  # with `output_loading_info`
+        model._take_head(source, hub_options(kwargs), kwargs)
         model.name_or_path = model.config.name_or_path = source
         if (adapter_path := adapter.pop("_adapter_model_path", None)) is not None:
             model.load_adapter(adapter_path, adapter_name=name, adapter_kwargs=adapter)
-        return (model, info) if with_info else model
+        return loaded
 
     @classmethod
-    def _open_backbone(cls, source: str, kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Load a model to put a head on; also return transformers' account of its loading."""
+    def _open_backbone(cls, source: str, kwargs: dict[str, Any]) -> Any:
+        """Load a model to put a head on; an autoregressive Qwen3 checkpoint gets a config of ours."""
         _, found = stored_json(source, **hub_options(kwargs))
         if (other := found.get("base_model_name_or_path")) is not None:
             raise ValueError(f"{source} is a head repository and has no backbone; its own is {other!r}: use that")
-        return cls.from_pretrained(source, **{**kwargs, "output_loading_info": True})
+        if found.get("model_type") == "qwen3" and kwargs.get("config") is None:
+            kwargs = _as_block_diffusion(source, found, kwargs)
+        return cls.from_pretrained(source, **kwargs)
 
-    def _take_generation_config(self, source: str, hub: dict[str, Any]) -> None:
-        """Take over the options that a head comes with, if it has any."""
-        if _check_generation_config(source, self.generation_config_class, hub):
+    def _take_head(self, head: Any, hub: dict[str, Any], kwargs: dict[str, Any]) -> None:
+        """Attach a head; take over the options that its repository comes with, unless others were given."""
+        self.attach_head(head, **hub)
+        if isinstance(head, MRPHead) or "generation_config" in kwargs:
+            return
+        if _check_generation_config(source := os.fspath(head), self.generation_config_class, hub):
             self.generation_config = self.generation_config_class.from_pretrained(source, **hub)
 
 
@@ -6881,11 +6881,8 @@ def _check_generation_config(source: str, kind: type, hub: dict[str, Any]) -> bo
     return True
 
 
-def _as_block_diffusion(source: str, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Give the arguments a config, if the checkpoint is an autoregressive Qwen3 one; leave those for any other as they are."""
-    _, found = stored_json(source, **hub_options(kwargs))
-    if found.get("model_type") != "qwen3" or kwargs.get("config") is not None:
-        return kwargs
+def _as_block_diffusion(source: str, found: dict[str, Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Add a config of ours, made from that of an autoregressive Qwen3 checkpoint, to the arguments."""
     kwargs = dict(kwargs)
     given: dict[str, Any] = {name: kwargs.pop(name) for name in ("block_size", "mask_token_id") if name in kwargs}
     if "mask_token_id" not in given and found.get("vocab_size") != QWEN3_VOCABULARY:
@@ -7084,11 +7081,10 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
                     "labels need input_ids with a 2-D attention_mask and no past_key_values: the pass packs its own mask. A "
                     "prompt, prefix or P-tuning adapter passes others: train an adapter of the weights instead, such as LoRA"
                 )
-            given: dict[str, Any] = {"position_ids": position_ids, "inputs_embeds": inputs_embeds, **kwargs}
-            unused = [name for name, value in given.items() if value is not None and value is not False]
-            unused += ["use_cache"] if use_cache else []
-            unused += ["logits_to_keep"] if isinstance(logits_to_keep, Tensor) or logits_to_keep else []
-            if unused:
+            keeps = isinstance(logits_to_keep, Tensor) or logits_to_keep or None
+            given = {"position_ids": position_ids, "inputs_embeds": inputs_embeds, **kwargs}
+            given |= {"use_cache": use_cache, "logits_to_keep": keeps}
+            if unused := [name for name, value in given.items() if value is not None and value is not False]:
                 raise ValueError(
                     f"{', '.join(unused)}: no effect with labels, whose pass packs [x_t | x_0] with positions of its own and "
                     "returns the loss and all logits. Leave out either"
@@ -7191,15 +7187,18 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
         num_items_in_batch: int | Tensor | None,
     ) -> CausalLMOutputWithPast:
         batch, length = input_ids.shape
-        for name, given in (("labels", labels), ("attention_mask", attention_mask)):
-            if given is not None and given.shape != input_ids.shape:
-                raise ValueError(f"{name} has shape {list(given.shape)}: it must be that of input_ids, {[batch, length]}")
+        shapes = {"labels": labels, "attention_mask": attention_mask, "noise_mask": noise_mask, "noise_level": noise_level}
+        for name, given in shapes.items():
+            shape = [batch] if name == "noise_level" else [batch, length]
+            if given is not None and list(given.shape) != shape:
+                raise ValueError(f"{name} has shape {list(given.shape)}: with these input_ids it must be {shape}")
+        if noise_level is not None and not bool(((noise_level > 0) & (noise_level <= 1)).all()):
+            raise ValueError(f"noise_level is {noise_level.tolist()}: levels are above 0 and at most 1")
         valid = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
         if ((valid[:, 1:] & ~valid[:, :-1]).sum(-1) + valid[:, 0] > 1).any():
             raise ValueError(
                 "attention_mask has holes: with labels a row's tokens must be contiguous, with padding on one side or both"
             )
-        _check_noise(noise_level, noise_mask, batch, length)
         response = labels != IGNORE_INDEX
         clean = torch.where(response, labels, input_ids)
         where = input_ids.device
@@ -7234,16 +7233,3 @@ def _fixed_noise(ids: Tensor, valid: Tensor) -> Tensor:
         places = F.pad(kept, (1, 0), value=True)
         drawn[row, places] = torch.rand(int(places.sum()), generator=torch.Generator().manual_seed(seed))
     return drawn.to(ids.device)
-
-
-def _check_noise(level: Tensor | None, mask: Tensor | None, batch: int, length: int) -> None:
-    if level is not None:
-        if not isinstance(level, Tensor) or level.shape != (batch,):
-            found = f"of shape {list(level.shape)}" if isinstance(level, Tensor) else f"a {type(level).__name__}"
-            raise ValueError(f"noise_level is {found}: pass a tensor of shape [{batch}], one level for each sequence")
-        inside = (level > 0) & (level <= 1)
-        if not bool(inside.all()):
-            raise ValueError(f"noise_level holds {level[~inside][0].item():g}: levels are above 0 and at most 1")
-    if mask is not None and (not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != (batch, length)):
-        found = f"{mask.dtype} of shape {list(mask.shape)}" if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
-        raise ValueError(f"noise_mask is {found}: pass a bool tensor of shape [{batch}, {length}], True where to mask")
