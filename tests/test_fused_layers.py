@@ -476,18 +476,6 @@ def test_layers_that_the_config_leaves_out_stay_out() -> None:
 
 
 @interpreted
-def test_a_head_of_another_copy_of_the_code_fuses() -> None:
-    """`attach_head` takes it, with its parameters, into a class of this one."""
-    model, stranger = make_model().float(), type("MRPHead", (MRPHead,), {"forward": lambda *_: None})
-    head = model.detach_head()
-    head.requires_grad_(False)
-    head.__class__ = stranger
-    model.attach_head(head)
-    assert type(model.mrp_head) is MRPHead
-    assert fuses(model.mrp_head, None, FORCED)
-
-
-@interpreted
 def test_hidden_states_that_were_asked_for_once_do_not_matter() -> None:
     """transformers leaves hooks behind that note them."""
     model = make_model().float()

@@ -6106,8 +6106,8 @@ def start_head(head: MRPHead, backbone_layers: nn.ModuleList, how: str) -> None:
         sources = list(backbone_layers)[-depth:]
         if any(type(weight) is not nn.Parameter or weight.is_meta for source in sources for weight in source.parameters()):
             raise ValueError(
-                "head_init is 'backbone', but its last layers are offloaded or quantized: load them into memory as they are, or "
-                "use 'identity'"
+                "head_init is 'backbone', but its last layers are offloaded or quantized: load them into memory as they are, "
+                "or use 'identity'"
             )
         hidden = head.eh_proj.out_features
         head.eh_proj.weight.zero_()
@@ -6642,8 +6642,8 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
             weights = cached_file(peft_model_id, ADAPTER_WEIGHTS, _raise_exceptions_for_missing_entries=False, **hub)
             if weights is None:
                 raise ValueError(
-                    f"no {ADAPTER_WEIGHTS} in {peft_model_id}: only safetensors are read, never pickled weights. Save the adapter "
-                    "with safetensors"
+                    f"no {ADAPTER_WEIGHTS} in {peft_model_id}: only safetensors are read, never pickled weights. Save the "
+                    "adapter with safetensors"
                 )
             stored_tensors([Path(weights)])  # a damaged file would be found only when the model has been changed for it
         return super().load_adapter(peft_model_id, *args, **kwargs)
