@@ -165,8 +165,8 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
             weights = cached_file(peft_model_id, ADAPTER_WEIGHTS, _raise_exceptions_for_missing_entries=False, **hub)
             if weights is None:
                 raise ValueError(
-                    f"no {ADAPTER_WEIGHTS} in {peft_model_id}: only safetensors are read, never pickled weights. Save the adapter "
-                    "with safetensors"
+                    f"no {ADAPTER_WEIGHTS} in {peft_model_id}: only safetensors are read, never pickled weights. Save it with "
+                    "safetensors"
                 )
             stored_tensors([Path(weights)])  # a damaged file would be found only when the model has been changed for it
         return super().load_adapter(peft_model_id, *args, **kwargs)
@@ -284,7 +284,7 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
 
         pushed: Any = PushToHubMixin()
         pushed.save_pretrained = save
-        kwargs.setdefault("commit_message", "Upload an MRP head" if head_only else "Upload a full model")
+        kwargs.setdefault("commit_message", "Upload an MRP head" if head_only else "Upload model")
         more = [tags] if isinstance(tags, str) else tags or []
         return pushed.push_to_hub(repo_id, private=private, tags=[*TAGS, *more], **kwargs)
 
