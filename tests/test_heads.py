@@ -142,7 +142,7 @@ def test_a_head_on_a_backbone_that_is_spread_over_devices(folders: dict[str, Pat
     assert torch.equal(spread(PROMPT).logits, full(PROMPT).logits)
     assert torch.equal(spread.residual(*arguments), full.residual(*arguments))
     assert spread.hf_device_map["mrp_head"] == spread.mrp_head._hf_hook.execution_device
-    with pytest.raises(ValueError, match=r"its last layers are offloaded or quantized: load them whole"):
+    with pytest.raises(ValueError, match=r"its last layers are offloaded or quantized: load them into memory"):
         spread.new_head(1, "backbone")
     spread.save_pretrained(tmp_path / "head", head_only=True)
     assert same_tensors(MRPForCausalLM.from_pretrained(tmp_path / "head"), full)

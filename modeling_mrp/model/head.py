@@ -141,8 +141,8 @@ def start_head(head: MRPHead, backbone_layers: nn.ModuleList, how: str) -> None:
         sources = list(backbone_layers)[-depth:]
         if any(type(weight) is not nn.Parameter or weight.is_meta for source in sources for weight in source.parameters()):
             raise ValueError(
-                "head_init is 'backbone', but its last layers are offloaded or quantized: load them whole into memory, or use "
-                "'identity'"
+                "head_init is 'backbone', but its last layers are offloaded or quantized: load them into memory as they are, "
+                "or use 'identity'"
             )
         hidden = head.eh_proj.out_features
         head.eh_proj.weight.zero_()

@@ -165,8 +165,8 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
             weights = cached_file(peft_model_id, ADAPTER_WEIGHTS, _raise_exceptions_for_missing_entries=False, **hub)
             if weights is None:
                 raise ValueError(
-                    f"no {ADAPTER_WEIGHTS} in {peft_model_id}: only safetensors are read, never pickled weights. Save it with "
-                    "safetensors"
+                    f"no {ADAPTER_WEIGHTS} in {peft_model_id}: only safetensors are read, never pickled weights. Save the "
+                    "adapter with safetensors"
                 )
             stored_tensors([Path(weights)])  # a damaged file would be found only when the model has been changed for it
         return super().load_adapter(peft_model_id, *args, **kwargs)
