@@ -223,7 +223,7 @@ def fingerprint(model: nn.Module) -> Hashable:
     """Collect where a model's weights lie, how its modules are set and hooked, and which attention it uses."""
     tensors = (*model.parameters(), *model.buffers())
     places = tuple((tensor.data_ptr(), tensor.dtype, tensor.shape) for tensor in tensors if not tensor.is_meta)
-    settings = []
+    settings: list[Hashable] = []
     for module in model.modules():
         settings.append((type(module), len(module._forward_hooks), len(module._forward_pre_hooks)))
         for name, value in vars(module).items():  # adapters are switched by plain attributes, and by lists and dicts of such
