@@ -26,10 +26,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from modeling_mrp.kernels.fused_layers import _gated_kernel, _rotated_kernel, _sum_and_norm_kernel
+from modeling_mrp.kernels.fused_layers import _rotated_kernel, _sum_and_norm_kernel
 from modeling_mrp.kernels.pick import _pick_kernel
 from modeling_mrp.kernels.round_attention import RoundMask, round_attention
-from modeling_mrp.kernels.unembedding import Unembedding
+from modeling_mrp.networks.unembedding import Unembedding
 
 from .common import emit, header
 
@@ -45,7 +45,7 @@ PROCESSORS = 132
 SHARED = {80: 164, 86: 100, 89: 100, 90: 228, 100: 228, 120: 100}
 REGISTERS, THREADS = 65_536, {80: 2048, 86: 1536, 89: 1536, 90: 2048, 100: 2048, 120: 1536}
 _OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
-VOCAB, HIDDEN, MLP, HEADS, KV_HEADS, HEAD_DIM = 151_936, 2560, 9728, 32, 8, 128
+VOCAB, HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 151_936, 2560, 32, 8, 128
 
 
 def source(kernel: JITFunction, given: dict[str, Any]) -> ASTSource:
@@ -79,6 +79,8 @@ def compiled(kernel: JITFunction, given: dict[str, Any], options: dict[str, Any]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     used = {name: int(number) for name, number in re.findall(r"(REG|STACK):(\d+)", said)}
     ptx = made.asm["ptx"]
+    before, *told = re.split(r"atom\.global\.gpu\.acq_rel", ptx)
+    ordered = {"tells_behind_a_barrier": before.rfind("bar.sync") > before.rfind("st.global")} if told else {}
     return {
         "kernel": kernel.__name__.lstrip("_"),
         "registers": used["REG"],
@@ -88,6 +90,7 @@ def compiled(kernel: JITFunction, given: dict[str, Any], options: dict[str, Any]
         "matrix_instructions": len(re.findall(r"wgmma\.mma_async|mma\.sync|tcgen05\.mma", ptx)),
         "asynchronous_copies": ptx.count("cp.async.c"),
         "narrow_accesses": len(re.findall(r"(?:ld|st)\.global\S*\.[bsu](?:8|16)\b", ptx)),
+        **ordered,
     }
 
 
@@ -139,15 +142,13 @@ def layer_launch(kernel: str, tokens: int, dtype: torch.dtype) -> None:
         norm, q_norm, k_norm = (Qwen3RMSNorm(size).to(dtype) for size in (HIDDEN, HEAD_DIM, HEAD_DIM))
     if kernel == "sum_and_norm":
         hidden, added = (_empty(1, tokens, HIDDEN, dtype=dtype) for _ in range(2))
-        _sum_and_norm_kernel(hidden, added, norm.weight, norm.variance_epsilon)
-    elif kernel == "gated":
-        _gated_kernel(*(_empty(1, tokens, MLP, dtype=dtype) for _ in range(2)))
+        _sum_and_norm_kernel(hidden, added, norm)
     else:
         attention = SimpleNamespace(head_dim=HEAD_DIM, q_norm=q_norm, k_norm=k_norm)
-        query, key, value = (_empty(1, tokens, many * HEAD_DIM, dtype=dtype) for many in (HEADS, KV_HEADS, KV_HEADS))
+        projected = _empty(1, tokens, (HEADS + 2 * KV_HEADS) * HEAD_DIM, dtype=dtype)
         rotary = _empty(1, tokens, HEAD_DIM, dtype=dtype), _empty(1, tokens, HEAD_DIM, dtype=dtype)
         kept = _empty(1, tokens, 39, 2, KV_HEADS, HEAD_DIM, dtype=dtype)[:, :, 0].permute(2, 0, 3, 1, 4)
-        _rotated_kernel(attention, query, key, value, rotary, kept[0], kept[1])
+        _rotated_kernel(attention, projected, rotary, kept[0], kept[1])
 
 
 def shipped(dtype: torch.dtype, capability: int) -> Iterator[tuple[dict[str, Any], Callable[[], Any]]]:
@@ -160,7 +161,7 @@ def shipped(dtype: torch.dtype, capability: int) -> Iterator[tuple[dict[str, Any
             yield sizes, partial(pick_launch, tokens, sampled, truncated)
         sizes = {"launch": "round_attention", "batch": 1, "states": states, "block": block, "used": 512}
         yield sizes, partial(attention_launch, 1, states, 512, dtype, block)
-        for kernel in ("sum_and_norm", "rotated", "gated"):
+        for kernel in ("sum_and_norm", "rotated"):
             yield {"launch": kernel, "tokens": tokens}, partial(layer_launch, kernel, tokens, dtype)
 
 

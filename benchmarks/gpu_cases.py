@@ -8,14 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.activations import ACT2FN
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from modeling_mrp.kernels.dispatch import Dispatch
-from modeling_mrp.kernels.fused_layers import gated, rotated, rotated_ref, sum_and_norm, sum_and_norm_ref
+from modeling_mrp.kernels.fused_layers import rotated, rotated_ref, sum_and_norm, sum_and_norm_ref
 from modeling_mrp.kernels.noise import gumbel_noise, noise_keys
 from modeling_mrp.kernels.pick import pick_rows, pick_rows_ref
-from modeling_mrp.kernels.unembedding import Unembedding, log_odds
+from modeling_mrp.networks.unembedding import Unembedding, log_odds
 
 from .engine import scratch_of_a_layer
 from .roofline import Device, Shape, Work
@@ -127,9 +126,9 @@ def attention_case(shape: Shape, batch: int, states: int, prefix: int, dtype: to
 
 
 def layer_cases(shape: Shape, batch: int, states: int, dtype: torch.dtype, on: torch.device) -> Iterator[Case]:
-    """`sum_and_norm`, `rotated` and `gated`: what stands between the matrix products of a layer."""
+    """`sum_and_norm` and `rotated`: what stands between the matrix products of a layer."""
     tokens, dim = states * shape.block_size, shape.head_dim
-    size, silu = shape.hidden_size, ACT2FN["silu"]
+    size = shape.hidden_size
 
     def norm_of(width: int) -> Any:
         made = Qwen3RMSNorm(width).to(on, dtype).requires_grad_(False)
@@ -166,19 +165,17 @@ def layer_cases(shape: Shape, batch: int, states: int, dtype: torch.dtype, on: t
     rotary = angles.repeat(1, 1, 2).cos(), angles.repeat(1, 1, 2).sin()
     cache = scratch_of_a_layer(batch, shape.num_key_value_heads, dim, tokens, like=angles)
 
-    def exact_rotated(*projected: Tensor) -> Inputs:
-        query, key, value = (x.double().unflatten(-1, (-1, dim)).transpose(1, 2) for x in projected)
+    def exact_rotated(projected: Tensor) -> Inputs:
+        heads = (x.transpose(1, 2) for x in projected.double().unflatten(-1, (-1, dim)).split(counts, 2))
+        query, key, value = heads
         cos, sin = (x.double()[:, None] for x in rotary)
         turned = (normed(query, attention.q_norm), normed(key, attention.k_norm))
         return *(x * cos + torch.cat([-x[..., dim // 2 :], x[..., : dim // 2]], -1) * sin for x in turned), value
 
     ways = {
-        "kernel": lambda q, k, v: (rotated(attention, q, k, v, rotary, cache, KERNEL), *cache.written(0)),
-        "torch": lambda q, k, v: (rotated_ref(attention, q, k, v, rotary, cache), *cache.written(0)),
+        "kernel": lambda projected: (rotated(attention, projected, rotary, cache, KERNEL), *cache.written(0)),
+        "torch": lambda projected: (rotated_ref(attention, projected, rotary, cache), *cache.written(0)),
     }
-    widths = [dim * shape.num_attention_heads, *2 * [dim * shape.num_key_value_heads]]
-    yield case("rotated", widths, ways, exact_rotated, 2 * sum(widths) + 2 * dim, 7 * sum(widths[:2]), 4)
-
-    size = shape.intermediate_size
-    ways = {"kernel": lambda gate, up: gated(gate, up, silu, KERNEL), "torch": lambda gate, up: silu(gate) * up}
-    yield case("gated", [size, size], ways, lambda g, u: silu(g.double()) * u.double(), 3 * size, 5 * size, 2)
+    counts = [shape.num_attention_heads, shape.num_key_value_heads, shape.num_key_value_heads]
+    width = dim * sum(counts)
+    yield case("rotated", [width], ways, exact_rotated, 2 * width + 2 * dim, 7 * dim * sum(counts[:2]), 4)

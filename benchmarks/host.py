@@ -145,7 +145,11 @@ def main(arguments: list[str] | None = None) -> None:
         model, tokenizer = load(TINY)
         model.config.block_size = block
         asked = [encode(problem, tokenizer)[0] for problem in problems("math", "tune", max(options.batches))]
-        rules = {"static": Static(schedule_of(block, None)), "dynamic": Dynamic(logit(0.9)), "sequential": Sequential((1,))}
+        rules: dict[str, RevealRule] = {
+            "static": Static(schedule_of(block, None)),
+            "dynamic": Dynamic(logit(0.9)),
+            "sequential": Sequential((1,)),
+        }
         for batch in options.batches:
             for states in options.states:
                 before = loop_ns()

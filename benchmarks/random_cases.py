@@ -1,17 +1,25 @@
-"""Random models, prompts and options, what a decode of them gave, and whether two gave the same: for tests and the soak."""
+"""Random models, batches and options, what a decode of them gave, and whether two gave the same: for tests and the soak."""
 
 import random
+from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
-from transformers import LogitsProcessor
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from torch import Tensor
+from transformers import LogitsProcessor, PreTrainedTokenizerFast, StoppingCriteria
 
 from modeling_mrp import MRPConfig, MRPForCausalLM
-from modeling_mrp.generate.option_table import REMASK_RULES
+from modeling_mrp.generate.option_table import DRAFTING, REMASK_RULES, TARGETS
+from tests.reference import Row as SlowRow
+from tests.reference import reference_decode
 
+Row = dict[str, Any]
 MASK, VOCAB = 60, 64
-# What a decode cost each row.
-COSTS = ("row_forwards", "row_head_forwards", "drafted", "accepted", "accepted_lengths")
+MODES = (*TARGETS, "mrp_direct", "mrp_remask")  # those that say what a text is
 
 
 def make_model(seed: int = 0, **overrides: Any) -> MRPForCausalLM:
@@ -41,7 +49,16 @@ def make_model(seed: int = 0, **overrides: Any) -> MRPForCausalLM:
     return model
 
 
-def batch_of(prompts: list[list[int]], side: str) -> dict[str, torch.Tensor]:
+@cache
+def word_tokenizer() -> PreTrainedTokenizerFast:
+    """Make a tokenizer of one word for each id; transformers tokenises "abcdef" to learn how words join."""
+    words = {f"w{i:02d}": i for i in range(VOCAB - 2)} | {"abcdef": VOCAB - 2, "[UNK]": VOCAB - 1}
+    backend = Tokenizer(WordLevel(words, unk_token="[UNK]"))
+    backend.pre_tokenizer = Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]")
+
+
+def batch_of(prompts: Sequence[list[int]], side: str = "left") -> dict[str, Tensor]:
     """Ids and attention mask of prompts, padded on the `left` or `right`."""
     width = max(map(len, prompts))
     ids, mask = [], []
@@ -67,7 +84,7 @@ def random_case_model(rng: random.Random) -> MRPForCausalLM:
     draft_vocab_size = rng.choice((0, 0, 1, 9, 40))
     shape = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
     layers = {"num_hidden_layers": rng.choice((1, 2)), "num_nextn_predict_layers": rng.choice((1, 2))}
-    block_size = rng.choice((4, 8, 16, 32))
+    block_size = rng.choice((4, 4, 8, 8, 16, 32))
     model = make_model(seed, block_size=block_size, draft_vocab_size=draft_vocab_size, **shape, **layers)
     assert model.mrp_head is not None
     if model.mrp_head.draft_token_ids is not None:
@@ -91,21 +108,34 @@ class Sways(LogitsProcessor):
         return scores + self.strength * ((sums + 5 * torch.arange(scores.shape[1])) % 11)
 
 
-def random_processors(rng: random.Random) -> dict[str, Any]:
-    """Mostly none; else some of transformers' and one of our own."""
+class StopsBehind(StoppingCriteria):
+    """Ends a row's text behind some tokens."""
+
+    def __init__(self, ids: Sequence[int]) -> None:
+        self.ids = torch.tensor(ids)
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        """See `StoppingCriteria`."""
+        return torch.isin(input_ids[:, -1], self.ids)
+
+
+def random_processors(rng: random.Random, left_to_right: bool) -> dict[str, Any]:
+    """Draw processors, mostly none; else some of transformers' and one of our own."""
     ids = rng.sample(range(1, 50), 6)
+    biased = ids[:2] if left_to_right else ids[:1]  # elsewhere what comes before may not be known yet
     kinds: dict[str, Any] = {
         "repetition_penalty": rng.choice((0.7, 1.3, 2.0)),
         "no_repeat_ngram_size": rng.choice((2, 3)),
         "bad_words_ids": [[ids[0]], ids[1:3], ids[3:6]],
         "suppress_tokens": ids,
+        "sequence_bias": [[biased, rng.choice((-4.0, 4.0))], [ids[3:4], 2.0]],
         "logits_processor": [Sways(rng.choice((0.1, 1.0)))],
     }
     return {name: kinds[name] for name in rng.sample(list(kinds), rng.choice((0, 0, 0, 1, 2, 3)))}
 
 
-def random_options(rng: random.Random, block: int, sampled: bool) -> dict[str, Any]:
-    """What changes the text."""
+def random_options(rng: random.Random, block: int, mode: str) -> dict[str, Any]:
+    """Draw what changes the text of a mode."""
     options: dict[str, Any] = {
         "mrp_steps": rng.randint(1, 3),
         "remask_rule": rng.choice(REMASK_RULES),
@@ -118,7 +148,7 @@ def random_options(rng: random.Random, block: int, sampled: bool) -> dict[str, A
     }
     if rng.random() < 0.3 and options["eos_token_id"]:
         options["min_new_tokens"] = rng.randint(1, options["max_new_tokens"])
-    if sampled:
+    if rng.random() < 0.5:
         options |= {
             "do_sample": True,
             "temperature": rng.choice((0.3, 0.7, 1.0, 1.7)),
@@ -126,11 +156,11 @@ def random_options(rng: random.Random, block: int, sampled: bool) -> dict[str, A
             "top_p": rng.choice((1.0, 1.0, 0.5, 0.9)),
             **rng.choice(({}, {}, {}, {"min_p": 0.05}, {"typical_p": 0.8})),
         }
-    return options | random_processors(rng)
+    return options | random_processors(rng, mode == "sequential" and options["denoising_steps"] in (None, block))
 
 
 def random_drafting(rng: random.Random) -> dict[str, Any]:
-    """What does not change the text."""
+    """Draw what does not change the text."""
     width = rng.randint(1, 12)
     return {
         "num_draft_states": rng.choice((width, width, width, "auto")),
@@ -139,8 +169,13 @@ def random_drafting(rng: random.Random) -> dict[str, Any]:
     }
 
 
-def random_infill(rng: random.Random, rows: int, most: int) -> torch.Tensor | None:
-    """Given tokens and masks that continue each prompt, sometimes whole blocks of either."""
+def random_prompts(rng: random.Random, count: int, longest: int) -> list[list[int]]:
+    """Draw prompts of one token or more."""
+    return [[rng.randrange(1, 50) for _ in range(rng.randint(1, longest))] for _ in range(count)]
+
+
+def random_infill(rng: random.Random, rows: int, most: int) -> Tensor | None:
+    """Draw given tokens and masks that continue each prompt, sometimes whole blocks of either; mostly none."""
     if rng.random() < 0.6:
         return None
     count = rng.randint(1, most)
@@ -154,46 +189,118 @@ def random_infill(rng: random.Random, rows: int, most: int) -> torch.Tensor | No
     return torch.tensor(pattern)
 
 
-def decode_rows(
-    model: MRPForCausalLM, prompts: list[list[int]], side: str, infill: torch.Tensor | None, **options: Any
-) -> tuple[list[dict[str, Any]], Any]:
-    """What every row got (tokens, steps, log-probabilities) and cost, and the whole output."""
-    inputs: dict[str, Any] = batch_of(prompts, side)
-    out: Any = model.generate(**inputs, infill_ids=infill, return_dict_in_generate=True, **options)
-    width = inputs["input_ids"].shape[1]
-    rows = []
-    for row in range(len(prompts)):
-        got = {
-            "tokens": out.sequences[row, width:].tolist(),
-            "steps": out.reveal_step[row].tolist(),
-            "logprobs": out.token_logprobs[row],
-        }
-        rows.append(got | {"costs": [getattr(out.stats, name)[row].tolist() for name in COSTS]})
-    return rows, out
+class Case:
+    """A random batch, and what is asked of it: a function of its name.
+
+    Args:
+        name: Seeds everything.
+        sizes: How many rows it may have.
+
+    Attributes:
+        mode: What the text is: a target, or a mode that refines.
+        options: What changes the text besides, processors too.
+        stops: Tokens behind which a criterion or a stop string ends a text; mostly none.
+        prompts, infill, seeds: Of each row.
+        calls: Decodes so far.
+    """
+
+    def __init__(self, name: str, sizes: Sequence[int]) -> None:
+        self.rng = rng = random.Random(name)
+        self.model = random_case_model(rng)
+        block = self.model.config.block_size
+        self.prompts = random_prompts(rng, rng.choice(sizes), rng.choice((2 * block + 3, 9)))
+        self.seeds = [rng.randrange(1 << 62) for _ in self.prompts]
+        self.stops = rng.sample(range(1, 50), rng.choice((1, 6))) if rng.random() < 0.2 else []
+        self.calls = 0
+        self.ask()
+
+    def ask(self) -> None:
+        """Draw what is asked of the prompts."""
+        rng = self.rng
+        self.mode = rng.choice(MODES)
+        self.options = random_options(rng, self.model.config.block_size, self.mode)
+        self.infill = random_infill(rng, len(self.prompts), self.options["max_new_tokens"])
+
+    def drafted(self) -> dict[str, Any]:
+        """Draw a mode that drafts for this one; nothing where none does."""
+        if self.mode not in TARGETS:
+            return {}
+        return {"decoding": self.rng.choice(DRAFTING), "target": self.mode, **random_drafting(self.rng)}
+
+    def stopping(self) -> dict[str, Any]:
+        """Draw how `stops` are said."""
+        if not self.stops:
+            return {}
+        strings = {"stop_strings": [f"w{id:02d}" for id in self.stops], "tokenizer": word_tokenizer()}
+        return self.rng.choice((strings, {"stopping_criteria": [StopsBehind(self.stops)]}))
+
+    def decode(self, order: Sequence[int] | None = None, **options: Any) -> tuple[list[Row], Any]:
+        """Decode all rows, or some in an order; what each got (tokens, steps, log-probabilities), and the whole output."""
+        self.calls += 1
+        places = range(len(self.prompts)) if order is None else order
+        inputs: dict[str, Any] = batch_of([self.prompts[i] for i in places], self.rng.choice(("left", "right")))
+        given = {"decoding": self.mode, **self.options, **self.stopping(), "seed": [self.seeds[i] for i in places], **options}
+        infill = None if self.infill is None else self.infill[list(places)]
+        out: Any = self.model.generate(**inputs, infill_ids=infill, return_dict_in_generate=True, **given)
+        new = out.sequences[:, inputs["input_ids"].shape[1] :].tolist()
+        parts = zip(new, out.reveal_step.tolist(), out.token_logprobs, strict=True)
+        return [{"tokens": tokens, "steps": steps, "logprobs": logprobs} for tokens, steps, logprobs in parts], out
+
+    def by_reference(self, row: int, **options: Any) -> SlowRow:
+        """Decode a row by the slow decoder."""
+        self.calls += 1
+        given = {"decoding": self.mode, "seed": self.seeds[row], **self.options, **options}
+        if self.stops:
+            given["stop"] = lambda ids: ids[-1] in self.stops
+        return reference_decode(
+            self.model, self.prompts[row], () if self.infill is None else self.infill[row].tolist(), **given
+        )
+
+    def go_on(self, rows: Sequence[Row], longest: int) -> None:
+        """Cut the answers somewhere, put other tokens behind them, change one now and then, and ask for something else."""
+        rng = self.rng
+        for place, row in enumerate(rows):
+            answer = [token for token in row["tokens"][: rng.randint(0, len(row["tokens"]))] if token != MASK]
+            said = [*self.prompts[place], *answer, *(rng.randrange(1, 50) for _ in range(rng.randint(0, 5)))][:longest]
+            if rng.random() < 0.2:
+                said[rng.randrange(len(said))] = rng.randrange(1, 50)
+            self.prompts[place] = said
+        self.ask()
 
 
-def assert_same_text(a: dict[str, Any], b: dict[str, Any], case: Any) -> None:
-    """Alone a row is as long as its text, in a batch it may be padded."""
+def of_slow(told: SlowRow) -> Row:
+    """What the slow decoder gave a row."""
+    return {"tokens": told.tokens, "steps": told.reveal_step, "logprobs": torch.tensor(told.logprobs)}
+
+
+def assert_same_text(a: Row, b: Row, case: Any) -> None:
+    """Compare two rows: alone one is as long as its text, in a batch it may be padded."""
     count = min(len(a["steps"]), len(b["steps"]))
     assert a["tokens"][:count] == b["tokens"][:count], case
     assert a["steps"][:count] == b["steps"][:count], case
     assert all(step == -1 for step in a["steps"][count:] + b["steps"][count:]), case
-    torch.testing.assert_close(a["logprobs"][:count], b["logprobs"][:count], rtol=0, atol=1e-5)
+    torch.testing.assert_close(a["logprobs"][:count].double(), b["logprobs"][:count].double(), rtol=0, atol=1e-5)
 
 
 __all__ = [
-    "COSTS",
     "MASK",
+    "MODES",
     "VOCAB",
+    "Case",
+    "Row",
+    "SlowRow",
+    "StopsBehind",
     "Sways",
     "assert_same_text",
     "batch_of",
     "dampened",
-    "decode_rows",
     "make_model",
+    "of_slow",
     "random_case_model",
     "random_drafting",
     "random_infill",
     "random_options",
     "random_processors",
+    "random_prompts",
+    "word_tokenizer",
 ]

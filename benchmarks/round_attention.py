@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from modeling_mrp.kernels.dispatch import power_of_two
 from modeling_mrp.kernels.round_attention import RoundMask, round_attention, round_attention_twin
 
 from .roofline import Work
@@ -58,7 +57,7 @@ class Round:
         Laid out as in a decode: queries by token, keys and values in one buffer by slot.
         """
         random = torch.Generator(self.device).manual_seed(seed)
-        used = power_of_two(self.prefix)
+        used = 1 << (self.prefix - 1).bit_length()
 
         def normal(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=random, device=self.device, dtype=self.dtype)
@@ -82,7 +81,7 @@ class Round:
         keys and values repeated for every query head, is part of its call, as it is of transformers'.
         """
         mask, scale = self.mask(), self.head_dim**-0.5
-        keys = self.queries + power_of_two(self.prefix)
+        keys = self.queries + (1 << (self.prefix - 1).bit_length())
         dense = mask.dense(keys - self.queries)
         group = self.heads // self.kv_heads
         sparse = create_block_mask(_rule(mask, keys - self.queries), self.batch, None, self.queries, keys, device=self.device)

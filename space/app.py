@@ -18,19 +18,18 @@ os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")  # gradio reads it wh
 
 import gradio as gr
 import torch
+from mrp_trainer import TINY
 from mrp_trainer.loading import load_model, load_tokenizer
 from mrp_trainer.picture import Decode, draw, read_decode
 from mrp_trainer.picture.facts import token_texts
 from mrp_trainer.picture.text import visible
+from mrp_trainer.records import check_utf8
 from transformers.generation.streamers import BaseStreamer
 
 from modeling_mrp.generate.option_table import DECODINGS, DRAFTING, TARGETS
 
 HERE = Path(__file__).parent
-EMBEDDED = next(
-    (path for path in (HERE / "sdar-tiny-mrp", HERE.parent / "hub_configs" / "sdar-tiny-mrp") if path.is_dir()), HERE
-)
-MODEL = os.environ.get("MRP_MODEL") or str(EMBEDDED)
+MODEL = os.environ.get("MRP_MODEL") or TINY
 EXAMPLES = (
     "Sum the numbers of a list that are even, each plus 5.",
     "Write a function of a number: plus 9 when even, otherwise plus 3.",
@@ -198,6 +197,10 @@ def answer(
     """
     if not prompt.strip():
         raise gr.Error("There is no prompt: write one, or choose an example.", print_exception=False)
+    try:
+        check_utf8(prompt)
+    except ValueError as error:
+        raise gr.Error(f"The prompt has {error}.", print_exception=False) from error
     model, tokenizer = loaded()
     chat: Chat = [*history, {"role": "user", "content": prompt}]
     asked = chat if remember else chat[-1:]
@@ -232,7 +235,7 @@ def answer(
 
 def build() -> gr.Blocks:
     """Lay out the page."""
-    embedded = str(EMBEDDED) == MODEL
+    embedded = MODEL == TINY
     model, _ = loaded()
     modes = [one for one in DECODINGS if model.config.has_head or not one.startswith("mrp_")]
     with gr.Blocks(title="Blocks filling in", analytics_enabled=False) as page:

@@ -12,7 +12,7 @@ HERE = Path(__file__).parent
 PARTS = {
     "modeling_mrp": HERE.parent / "modeling_mrp",
     "mrp_trainer": HERE.parent / "trainer" / "mrp_trainer",
-    "sdar-tiny-mrp": HERE.parent / "hub_configs" / "sdar-tiny-mrp",
+    "mrp_trainer/sdar-tiny-mrp": HERE.parent / "hub_configs" / "sdar-tiny-mrp",
 }
 FILES = ("app.py", "style.css", "requirements.txt", "README.md")
 

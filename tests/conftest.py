@@ -16,7 +16,7 @@ if not torch.cuda.is_available():  # kernels that a test forces are interpreted;
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from fresh import Fresh
-from helpers import VOCAB, naive_norm
+from helpers import naive_norm
 from hub_server import HubServer
 from mrp_trainer.tasks import make_problem
 from tokenizers import Tokenizer
@@ -26,7 +26,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from benchmarks.random_cases import make_model
+from benchmarks.random_cases import word_tokenizer as word_ids
 from modeling_mrp import MRPForCausalLM
+from modeling_mrp.kernels import fused_layers
 from modeling_mrp.networks import picker
 
 ROOT = Path(__file__).parent.parent
@@ -54,6 +56,12 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fresh]:
 def few_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sampled drafts choose among four tokens of a position: the interpreter of kernels takes them one by one."""
     monkeypatch.setattr(picker, "LIKELIEST", 4)
+
+
+@pytest.fixture
+def wide_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program of `rotated` takes many heads: the interpreter runs programs one after the other."""
+    monkeypatch.setattr(fused_layers, "_HEADS", 1024)
 
 
 @pytest.fixture
@@ -117,11 +125,7 @@ def word_tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="session")
 def id_tokenizer() -> PreTrainedTokenizerFast:
-    """One word per id. transformers tokenises "abcdef" to learn how words join, so that is one of them."""
-    words = {f"w{i:02d}": i for i in range(VOCAB - 2)} | {"abcdef": VOCAB - 2, "[UNK]": VOCAB - 1}
-    backend = Tokenizer(WordLevel(words, unk_token="[UNK]"))
-    backend.pre_tokenizer = Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]")
+    return word_ids()
 
 
 @pytest.fixture

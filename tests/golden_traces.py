@@ -9,13 +9,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from conftest import TINY, make_model
-from helpers import MASK, PAD, VOCAB
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
-from transformers import LogitsProcessorList, PreTrainedTokenizerFast, RepetitionPenaltyLogitsProcessor
+from conftest import TINY
+from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
+from benchmarks.random_cases import MASK, batch_of, dampened, make_model, word_tokenizer
 from modeling_mrp import MRPForCausalLM
 
 MODES: dict[str, dict[str, Any]] = {
@@ -52,37 +49,9 @@ ROWS = [[(7 * i + 5 * j + i * j) % 50 + 1 for j in range(length)] for i, length 
 _GIVEN = [[MASK, 5, MASK, MASK, 9, MASK, MASK, 7, MASK, MASK][i:] + [4] * i for i in range(8)]
 
 
-def dampened_model(**overrides: Any) -> MRPForCausalLM:
-    """Random weights whose tokens look at each other but a little, so that drafts are often right."""
-    model = make_model(4, block_size=8, **overrides)
-    with torch.no_grad():
-        for layer in model.model.layers:
-            layer.self_attn.o_proj.weight *= 0.3
-    return model
-
-
-def words() -> PreTrainedTokenizerFast:
-    """One word per id. transformers tokenises "abcdef" to learn how words join, so that is one of them."""
-    ids = {f"w{i:02d}": i for i in range(VOCAB - 2)} | {"abcdef": VOCAB - 2, "[UNK]": VOCAB - 1}
-    backend = Tokenizer(WordLevel(ids, unk_token="[UNK]"))
-    backend.pre_tokenizer = Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]")
-
-
-def padded(rows: list[list[int]], side: str = "left") -> dict[str, torch.Tensor]:
-    """Ids and their mask, padded on one side."""
-    width = max(map(len, rows))
-    fills = [[PAD] * (width - len(row)) for row in rows]
-    ids = [fill + row if side == "left" else row + fill for row, fill in zip(rows, fills, strict=True)]
-    real = [
-        [0] * len(f) + [1] * len(r) if side == "left" else [1] * len(r) + [0] * len(f) for r, f in zip(rows, fills, strict=True)
-    ]
-    return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(real)}
-
-
-def trace(model: MRPForCausalLM, rows: list[list[int]], side: str = "left", **options: Any) -> tuple[dict[str, Any], Any]:
+def trace(model: MRPForCausalLM, rows: list[list[int]], **options: Any) -> tuple[dict[str, Any], Any]:
     """What one call gave and what it cost, and its output."""
-    out: Any = model.generate(**padded(rows, side), return_dict_in_generate=True, pad_token_id=PAD, seed=11, **options)
+    out: Any = model.generate(**batch_of(rows), return_dict_in_generate=True, pad_token_id=0, seed=11, **options)
     width = max(map(len, rows))
     told = {
         "ids": [" ".join(map(str, row)) for row in out.sequences[:, width:].tolist()],
@@ -93,39 +62,32 @@ def trace(model: MRPForCausalLM, rows: list[list[int]], side: str = "left", **op
     return told, out
 
 
-def cases() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every case by name."""
-    model, tokenizer = dampened_model(), words()
-    for mode, options in MODES.items():
-        for sampling, drawn in SAMPLINGS.items():
-            given = {**options, **drawn, "max_new_tokens": 19}
-            where = f"{mode}, {sampling}"
-            yield f"{where}, one row", trace(model, ROWS[1:2], **given)[0]
-            told, _ = trace(model, ROWS, **given)
-            yield f"{where}, eight rows", told
-            if sampling == "sampled" and trace(model, ROWS, "right", **given)[0] != told:
-                raise AssertionError(f"{where}: padding on the right gives another text or cost")
-        greedy, sampled = ({**options, **SAMPLINGS[name]} for name in ("greedy", "sampled"))
-        infill = torch.tensor(_GIVEN)
-        yield f"{mode}, infilling", trace(model, ROWS, infill_ids=infill, max_new_tokens=17, **sampled)[0]
-        _, out = trace(model, ROWS[:3], max_new_tokens=13, **greedy)
-        longer = [[*row, *new] for row, new in zip(ROWS[:3], out.sequences[:, max(map(len, ROWS[:3])) :].tolist(), strict=True)]
-        yield f"{mode}, continued", trace(model, longer, max_new_tokens=9, past_key_values=out.past_key_values, **sampled)[0]
-        stop = f"w{int(out.sequences[0, -6]):02d}"
-        yield (
-            f"{mode}, stop string",
-            trace(model, ROWS[:3], max_new_tokens=13, stop_strings=stop, tokenizer=tokenizer, **greedy)[0],
-        )
-        processors = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.5)])
-        yield f"{mode}, processor", trace(model, ROWS[:2], max_new_tokens=11, logits_processor=processors, **sampled)[0]
-    few = dampened_model(draft_vocab_size=30)
+def of_mode(mode: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The cases of one mode by name."""
+    model, options = dampened(make_model(4, block_size=8), 0.3), MODES[mode]
+    for sampling, drawn in SAMPLINGS.items():
+        yield f"{mode}, {sampling}, eight rows", trace(model, ROWS, max_new_tokens=19, **options, **drawn)[0]
+    greedy, sampled = ({**options, **SAMPLINGS[name]} for name in ("greedy", "sampled"))
+    yield f"{mode}, infilling", trace(model, ROWS, infill_ids=torch.tensor(_GIVEN), max_new_tokens=17, **sampled)[0]
+    _, out = trace(model, ROWS[:3], max_new_tokens=13, **greedy)
+    longer = [[*row, *new] for row, new in zip(ROWS[:3], out.sequences[:, max(map(len, ROWS[:3])) :].tolist(), strict=True)]
+    yield f"{mode}, continued", trace(model, longer, max_new_tokens=9, past_key_values=out.past_key_values, **sampled)[0]
+    stop = {"stop_strings": f"w{int(out.sequences[0, -6]):02d}", "tokenizer": word_tokenizer()}
+    yield f"{mode}, stop string", trace(model, ROWS[:3], max_new_tokens=13, **stop, **greedy)[0]
+    processors = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.5)])
+    yield f"{mode}, processor", trace(model, ROWS[:2], max_new_tokens=11, logits_processor=processors, **sampled)[0]
+
+
+def of_others() -> Iterator[tuple[str, dict[str, Any]]]:
+    """The cases of other models by name."""
+    few = dampened(make_model(4, block_size=8, draft_vocab_size=30), 0.3)
     yield "draft vocabulary", trace(few, ROWS, max_new_tokens=19, **MODES["mrp_spec"], **SAMPLINGS["sampled"])[0]
     tiny = MRPForCausalLM.from_pretrained(TINY).double().eval()
     tiny.generation_config.num_draft_states = 4
     prompts = [[(31 * i + 7 * j) % 900 + 20 for j in range(20 + i)] for i in range(3)]
-    for mode in ("static", "dynamic", "self_spec", "mrp_spec", "mrp_spec K=8, 3 passes", "mrp_remask reread"):
+    for mode in ("static", "mrp_spec", "mrp_remask reread"):
         yield f"embedded checkpoint, {mode}", trace(tiny, prompts, max_new_tokens=40, **MODES[mode], **SAMPLINGS["greedy"])[0]
 
 
 if __name__ == "__main__":
-    print(json.dumps(dict(cases()), indent=0))
+    print(json.dumps(dict(pair for mode in MODES for pair in of_mode(mode)) | dict(of_others()), indent=0))

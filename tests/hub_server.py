@@ -36,8 +36,6 @@ class Fault:
         pattern: Searched from the start of "METHOD /path?query".
         status: Answer with this status, and do nothing.
         headers: Headers of that answer, or added to the ordinary one.
-        cut_request_at: Read so many bytes of the body, then cut the connection; nothing is done.
-        cut_response_at: Do what is asked, send so many bytes of the body, then cut the connection.
         change: The body to answer with instead of the ordinary one, with a fitting Content-Length.
         silent: Read the request, and never answer; nothing is done.
         skip: How many such requests pass first.
@@ -47,8 +45,6 @@ class Fault:
     pattern: str
     status: int | None = None
     headers: dict[str, str] = field(default_factory=dict)
-    cut_request_at: int | None = None
-    cut_response_at: int | None = None
     change: Callable[[bytes], bytes] | None = None
     silent: bool = False
     skip: int = 0
@@ -188,10 +184,6 @@ class _Handler(BaseHTTPRequestHandler):
         with self.hub._lock:
             fault = next((f for f in self.hub.faults if f.strikes(f"{self.command} {self.path}")), None)
         length = int(self.headers.get("Content-Length") or 0)
-        if fault is not None and fault.cut_request_at is not None:
-            self.rfile.read(min(fault.cut_request_at, length))
-            self._log(where.path, where.query, None, None)
-            return self._cut()
         body = self.rfile.read(length)
         if len(body) < length:
             return self._cut()
@@ -203,7 +195,7 @@ class _Handler(BaseHTTPRequestHandler):
         request = Request(self.command, where.path, parse_qs(where.query), headers, body)
         response = self._answer(request, fault)
         self._log(where.path, where.query, response.status, request.user)
-        self._send(response, fault)
+        self._send(response)
 
     do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = _serve
 
@@ -223,16 +215,13 @@ class _Handler(BaseHTTPRequestHandler):
         with self.hub._lock:
             self.hub.requests.append(Logged(self.name, self.command, path, query, status, name, headers))
 
-    def _send(self, response: Response, fault: Fault | None) -> None:
+    def _send(self, response: Response) -> None:
         """One write for head and body, so that no packet waits for another."""
         body = response.encoded()
         head = [f"HTTP/1.1 {response.status} {self.responses.get(response.status, ('',))[0]}", f"Content-Length: {len(body)}"]
         head += [f"{name}: {value}" for name, value in response.headers.items()]
         sent = b"" if self.command == "HEAD" else body
-        cut_at = None if fault is None else fault.cut_response_at
-        self.wfile.write("\r\n".join([*head, "", ""]).encode("latin-1", "replace") + sent[:cut_at])
-        if cut_at is not None:
-            self._cut()
+        self.wfile.write("\r\n".join([*head, "", ""]).encode("latin-1", "replace") + sent)
 
     def _cut(self) -> None:
         self.close_connection = True

@@ -16,7 +16,7 @@ import pytest
 from conftest import ROOT
 from hub_server import HubServer
 
-MODEL = "hub_configs/sdar-tiny-mrp"
+MODEL = "sdar-tiny-mrp"
 ASKED = [{"role": "user", "content": "Sum the numbers of a list that are even, each plus 5."}]
 PROMPT = "def change(value):\n"
 FEW = 16  # tokens of most answers

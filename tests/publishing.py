@@ -70,10 +70,9 @@ def push(client: HubClient) -> Callable[..., Done]:
     def run(folder: Path, repo_id: str, **options: Any) -> Done:
         return client.run(
             f"""
-            import pathlib
-            from mrp_trainer.publishing import Retries, publish
-            quick = Retries(**{{"times": 2, "first_wait": 0.01, "longest_wait": 5, **{options.pop("retries", {})!r}}})
-            print(publish({str(folder)!r}, {repo_id!r}, retries=quick, **{options!r}))
+            from mrp_trainer.publishing import publish, push
+            push.PATIENCE = {options.pop("patience", 60.0)}
+            print(publish({str(folder)!r}, {repo_id!r}, **{options!r}))
             """
         )
 

@@ -29,7 +29,7 @@ DEFAULTS: dict[str, Any] = {
     **{"remask_rule": "reread", "residual_delta": 1.0, "num_draft_states": 4, "draft_branches": 3, "draft_passes": 1},
     **{"do_sample": False, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "stop": None},
     **{"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "bad_words_ids": None, "suppress_tokens": None},
-    **{"eos_token_id": (), "logits_processor": ()},
+    **{"eos_token_id": (), "logits_processor": (), "sequence_bias": None},
 }
 
 
@@ -39,6 +39,7 @@ def options_of(given: dict[str, Any]) -> SimpleNamespace:
     options: Any = SimpleNamespace(**{**DEFAULTS, **given})
     options.eos_ids = list(options.eos_token_id or ())
     options.processors = [
+        *([hf.SequenceBiasLogitsProcessor(options.sequence_bias)] if options.sequence_bias else []),
         *([hf.RepetitionPenaltyLogitsProcessor(options.repetition_penalty)] if options.repetition_penalty != 1 else []),
         *([hf.SuppressTokensLogitsProcessor(options.suppress_tokens)] if options.suppress_tokens else []),
         *options.logits_processor,
@@ -106,6 +107,7 @@ class Row:
         self.made: dict[int, tuple[int, float]] = {}
         self.drawn: dict[int, Tensor] = {}
         self.step_of: dict[State, int] = {}
+        self.computed: dict[State, Tensor] = {}
         self.known: dict[State, Said] = {}
         self.steps = self.row_forwards = self.row_head_forwards = self.drafted = self.accepted = 0
         self.head_read = 0  # positions of which the head has keys and values
@@ -117,6 +119,7 @@ class Row:
 
     def finish(self, state: State) -> "Row":
         """Tell of the text, at a state where it has ended."""
+        self.ended(state)  # the criterion is asked of a text that is wholly given, too
         end = min(self.stop or self.end(state) or self.limit, self.limit)
         begin = len(self.prompt)
         self.tokens = [*state, *self.text[len(state) :]][begin:end]
@@ -178,9 +181,12 @@ class Row:
 
     def backbone(self, state: State) -> Tensor:
         """h_A [length, hidden_size] at a state."""
+        if state in self.computed:
+            return self.computed[state]
         ids, mask, positions = self.inputs(state)
         given = {"input_ids": ids, "attention_mask": {"full_attention": mask}, "position_ids": positions}
         hidden: Tensor = self.model.model(**given, use_cache=False).last_hidden_state[0]
+        self.computed[state] = hidden
         return hidden
 
     def head(self, state: State, hidden: Tensor) -> Tensor:
@@ -192,72 +198,77 @@ class Row:
         residual: Tensor = self.model.mrp_head(embeds, known[None], mask, rotary, None)[0, -self.block :]
         return residual
 
-    def scores(self, state: State, hidden: Tensor, position: int) -> Tensor:
-        """Logits [vocab] of a position's own token over the temperature, [block, hidden_size] given: no mask id, no early eos.
+    def scores(self, state: State, hidden: Tensor, positions: Sequence[int]) -> Tensor:
+        """Logits [n, vocab] of some positions over the temperature, [block, hidden_size] given: no mask id, no early eos.
 
         A processor sees what the state shows to the left of the position; a ban all that is known on both sides.
         """
-        scores = self.model.lm_head(hidden[position - len(state)])[None].clone()
+        scores = self.model.lm_head(hidden[[position - len(state) for position in positions]]).clone()
         scores[:, self.mask] = -torch.inf
-        for processor in self.options.processors:
-            scores = processor(torch.tensor([state[:position]], dtype=torch.long), scores)
-        scores = scores.masked_fill(scores.isnan(), -torch.inf)[0]
-        scores[self.mask] = -torch.inf
-        if position < self.no_eos_before:
-            scores[self.options.eos_ids] = -torch.inf
-        words = self.options.bad_words_ids or []
-        known = {*state, *self.text, *(token for word in words for token in word)}  # others complete nothing
-        scores[[token for token in known if self.banned(state, position, token)]] = -torch.inf
+        for row, position in zip(scores, positions, strict=True):
+            for processor in self.options.processors:
+                row[:] = processor(torch.tensor([state[:position]], dtype=torch.long), row[None])[0]
+            if position < self.no_eos_before:
+                row[self.options.eos_ids] = -torch.inf
+            if self.options.no_repeat_ngram_size or self.options.bad_words_ids:
+                row[self.barred(state, position)] = -torch.inf
+        scores = scores.masked_fill(scores.isnan(), -torch.inf)
+        scores[:, self.mask] = -torch.inf
         return scores / self.options.temperature if self.options.do_sample else scores
 
-    def banned(self, state: State, position: int, token: int) -> bool:
-        """Whether a token would complete a banned sequence, of what is known of the whole text."""
+    def barred(self, state: State, position: int) -> list[int]:
+        """The tokens that would complete a banned sequence, of what is known of the whole text."""
         words = [word for word in self.options.bad_words_ids or [] if word not in [[eos] for eos in self.options.eos_ids]]
         size, text = self.options.no_repeat_ngram_size, [*state, *self.text[len(state) : self.given_end]]
-        if not (words or size) or token == self.mask:
-            return False
-        text[position] = token
+        text[position] = 0
 
         def through(length: int) -> list[int]:
             """Where so many known tokens begin, of which the position holds one."""
             first, last = max(0, position - length + 1), min(position, len(text) - length)
             return [i for i in range(first, last + 1) if self.mask not in text[i : i + length]]
 
-        if any(text[i : i + len(word)] == word for word in words for i in through(len(word))):
-            return True
-        here = through(size) if size else []
-        return any(text[i : i + size] == text[j : j + size] for i in here for j in range(len(text) - size + 1) if j != i)
+        whole, once = [(word, through(len(word))) for word in words], through(size) if size else []
+        found = []
+        for token in {*text, *(one for word in words for one in word)} - {self.mask}:  # others complete nothing
+            text[position] = token
+            again = any(text[i : i + size] == text[j : j + size] for i in once for j in range(len(text) - size + 1) if j != i)
+            if again or any(text[i : i + len(word)] == word for word, begins in whole for i in begins):
+                found.append(token)
+        return found
 
     def allowed(self, state: State, picks: list[Pick]) -> list[Pick]:
         """The picks, the surest first, without those that would complete a banned sequence together with these."""
         kept: list[Pick] = []
         for pick in most_confident(picks, len(picks)):
-            if not kept or not self.banned(self.after(state, kept), pick.position, pick.token):
+            if not kept or pick.token not in self.barred(self.after(state, kept), pick.position):
                 kept.append(pick)
         return sorted(kept, key=lambda pick: pick.position)
 
-    def pick(self, state: State, position: int, scores: Tensor, kept: Tensor) -> Pick:
-        """The token that scores pick at a position of a state; sampled with the noise of the position and the masks left."""
-        shown = scores.masked_fill(~kept, -torch.inf)
+    def picks(self, state: State, scores: dict[int, tuple[Tensor, Tensor]]) -> dict[int, Pick]:
+        """The tokens that scores, those that are kept, pick at positions of a state: sampled with the noise of the position and
+        the masks left."""
+        if not scores:
+            return {}
+        made, kept = (torch.stack(part) for part in zip(*scores.values(), strict=True))
+        shown = made.masked_fill(~kept, -torch.inf)
         if self.options.do_sample:
-            numbers = torch.tensor([[self.options.seed], [position], [len(self.masked(state))]])
-            shown = shown + gumbel_noise(noise_keys(*numbers), len(scores), scores.dtype)[0]
-        token, logp = int(shown.argmax()), scores.log_softmax(0)
-        entropy = torch.special.entr(logp.exp()).sum().item()
-        return Pick(position, token, log_odds(scores, token), logp[token].item(), entropy, scores, kept)
+            keys = noise_keys(*torch.tensor([(self.options.seed, at, len(self.masked(state))) for at in scores]).T)
+            shown = shown + gumbel_noise(keys, made.shape[1], made.dtype)
+        token, logp = shown.argmax(-1), made.log_softmax(-1)
+        logprob, entropy = logp.gather(1, token[:, None])[:, 0].tolist(), torch.special.entr(logp.exp()).sum(-1).tolist()
+        told = zip(scores, token.tolist(), log_odds(made, token), logprob, entropy, made, kept, strict=True)
+        return {position: Pick(position, *rest) for position, *rest in told}
 
     def say(self, state: State, hidden: Tensor, only: Tensor | None = None) -> Said:
         """What hidden states [block, hidden_size] say at each candidate; of `only` some tokens, if these are given."""
-        picks = {}
-        for i in self.candidates(state):
-            scores = self.scores(state, hidden, i)
-            if only is not None:
-                scores = torch.full_like(scores, -torch.inf).index_copy(0, only, scores[only])
-            shown = scores[None]
-            for warper in self.options.warpers:
-                shown = warper(torch.zeros(1, 1, dtype=torch.long), shown)
-            picks[i] = self.pick(state, i, scores, shown[0] > -torch.inf)
-        return Said(picks, hidden)
+        free = self.candidates(state)
+        scores = self.scores(state, hidden, free)
+        if only is not None:
+            scores = torch.full_like(scores, -torch.inf).index_copy(1, only, scores[:, only])
+        shown = scores
+        for warper in self.options.warpers if free else []:
+            shown = warper(torch.zeros(len(free), 1, dtype=torch.long), shown)
+        return Said(self.picks(state, dict(zip(free, zip(scores, shown > -torch.inf, strict=True), strict=True))), hidden)
 
     def said(self, state: State) -> Said:
         """What the backbone says at a state."""
@@ -327,7 +338,9 @@ class Row:
         """The head's log-odds of the fresh picks, by position, where only the given ones of them are revealed."""
         self.asks_head(state)
         hidden = said.hidden + self.head(self.after(state, given), said.hidden)
-        return {pick.position: log_odds(self.scores(state, hidden, pick.position), pick.token) for pick in fresh}
+        positions = [pick.position for pick in fresh]
+        scores, token = self.scores(state, hidden, positions), torch.tensor([pick.token for pick in fresh])
+        return dict(zip(positions, log_odds(scores, token), strict=True))
 
     def believed(self, state: State, said: Said, fresh: list[Pick]) -> list[Pick]:
         """The fresh reveals that the head, shown all of them, still believes in; at least one."""
@@ -412,7 +425,7 @@ class Row:
     def followers(self, state: State, said: Said, memory: dict[State, Said]) -> Iterator[tuple[State, Said, float]]:
         """The states that may follow one, what tells of each, and its chance: what the rule is likely to reveal there."""
         start, free = len(state) - self.block, self.candidates(state)
-        picks = {i: self.pick(state, i, said.picks[i].scores, said.picks[i].kept) for i in free}  # with this state's noise
+        picks = self.picks(state, {i: (said.picks[i].scores, said.picks[i].kept) for i in free})  # with this state's noise
         odds = [picks[start + c].log_odds if start + c in picks else -torch.inf for c in range(self.block)]
         named: Any = SimpleNamespace(free=tuple([i - start for i in free]), step=self.step_of[state])
         for where, chance in self.rule.likely(named, odds, self.options.draft_branches):
@@ -493,11 +506,10 @@ class Row:
         return self.after(state, fresh)
 
 
-def log_odds(scores: Tensor, token: int) -> float:
-    """log(p / (1 - p)) of a token, without ever computing 1 - p."""
-    others = scores.clone()
-    others[token] = -torch.inf
-    return (scores[token] - others.logsumexp(0)).item()
+def log_odds(scores: Tensor, token: Tensor) -> list[float]:
+    """log(p / (1 - p)) of a token of each row, without ever computing 1 - p."""
+    others = scores.scatter(1, token[:, None], -torch.inf)
+    return (scores.gather(1, token[:, None])[:, 0] - others.logsumexp(-1)).tolist()
 
 
 def logit(p: float) -> float:

@@ -12,6 +12,7 @@ from mrp_trainer.convert import convert, copy_renamed, main
 from published import backbone_config, backbone_shapes, heavyball_tensors, published_config, random_tensors, write
 from safetensors import safe_open
 from stock import stock_of
+from test_heads import in_hub_cache
 from transformers import AutoModel, GenerationConfig
 
 from modeling_mrp import MRPForCausalLM
@@ -80,10 +81,10 @@ def test_what_is_converted_is_a_repository(tmp_path: Path) -> None:
     options = {"decoding": "mrp_spec", "max_new_tokens": 8, "pad_token_id": 1}
     expected = MRPForCausalLM.from_pretrained(source).generate(PROMPT, **options)
     assert torch.equal(model.generate(PROMPT, **options), expected)
+    in_hub_cache(tmp_path / "ours", tmp_path / "cache", "org/ours")
+    repository = {"custom_generate": "org/ours", "trust_remote_code": True, "cache_dir": str(tmp_path / "cache")}
     stock = stock_of(MRPForCausalLM.from_pretrained(source))
-    assert torch.equal(
-        stock.generate(PROMPT, custom_generate=str(tmp_path / "ours"), trust_remote_code=True, **options), expected
-    )
+    assert torch.equal(stock.generate(PROMPT, **repository, **options), expected)
 
 
 @pytest.mark.parametrize("with_head", [True, False])

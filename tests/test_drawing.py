@@ -14,7 +14,6 @@ from hub_client import Done, HubClient
 from hub_server import HubServer
 from mrp_trainer.loading import load_model, load_tokenizer
 from mrp_trainer.publishing import drawing
-from mrp_trainer.publishing.card import is_own_card
 from mrp_trainer.publishing.cardtext import NOT_SHOWN, SHOWN
 from mrp_trainer.publishing.folder import read_folder
 from mrp_trainer.show import draw_modes
@@ -160,35 +159,6 @@ def test_a_folder_is_not_taken_for_a_repository(tiny: dict[str, Path], tmp_path:
     with drawing.with_picture(read_folder(tiny["adapter"])) as folder:
         assert folder.not_drawn == "what it belongs to is no repository by its name where it was pushed"
         assert "decode.svg" not in folder.files
-
-
-@pytest.mark.parametrize("kind", ["full", "head"])
-def test_a_loaded_model_says_how_its_picture_is_made(
-    hub: HubServer, client: HubClient, tiny: dict[str, Path], cached: Callable[[], None], repo: str, kind: str
-) -> None:
-    """By a command that is run here, as the card gives it."""
-    cached()
-    done = client.run(
-        f"""
-        from mrp_trainer.loading import load_tokenizer
-        from modeling_mrp import MRPForCausalLM
-        tokenizer = load_tokenizer({str(TINY)!r})
-        MRPForCausalLM.from_pretrained({BASE!r}).push_to_hub({repo!r}, head_only={kind == "head"}, tokenizer=tokenizer)
-        """
-    )
-    assert done.error is None
-    card = hub.files(repo)["README.md"].decode()
-    line, code = card.split("\n\n")[-2:]
-    assert (
-        line
-        == "It has no picture of a decode, which a model that pushes itself does not draw. The installed package draws one:"
-    )
-    command = code.strip().strip("`").split()
-    assert command == ["mrp", "push", repo, repo]
-    assert client.run(f"from mrp_trainer.publish import main; main({command[1:]!r})").error is None
-    assert section(hub, repo).startswith(SHOWN)
-    assert hub.files(repo)["decode.svg"].startswith(b"<svg")
-    assert not is_own_card(hub.files(repo)["README.md"].decode())
 
 
 def test_an_adapter_card_names_a_mode_that_its_base_has(hub: HubServer, push: Callable[..., Done], tmp_path: Path) -> None:

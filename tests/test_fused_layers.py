@@ -1,11 +1,10 @@
 """Layers of a round with their small steps fused: each kernel (interpreted) against PyTorch, layers against their modules."""
 
 import copy
-import inspect
-import math
-import textwrap
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,17 +12,17 @@ import pytest
 import torch
 from conftest import make_model
 from helpers import PROMPTS, close, texts
-from peft import LoraConfig, inject_adapter_in_model
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers.activations import ACT2FN
 from transformers.cache_utils import DynamicCache
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
 
 from modeling_mrp import MRPForCausalLM
+from modeling_mrp.generate import generation
 from modeling_mrp.kernels import dispatch, fused_layers
 from modeling_mrp.kernels.dispatch import PYTORCH, Dispatch, triton
-from modeling_mrp.kernels.fused_layers import fused, gated, rotated, rotated_ref, sum_and_norm, sum_and_norm_ref
+from modeling_mrp.kernels.fused_layers import fused, pack, packed, rotated, rotated_ref, sum_and_norm, sum_and_norm_ref
 from modeling_mrp.kernels.round_attention import RoundMask
 from modeling_mrp.model.head import MRPHead
 from modeling_mrp.modeling import MRPBackbone
@@ -33,7 +32,7 @@ from modeling_mrp.networks.cache import BlockCache
 pytestmark = [
     pytest.mark.skipif(triton is None, reason="needs triton"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),  # numpy's, of infinities, where a kernel is interpreted
-    pytest.mark.usefixtures("new_memory_is_nan"),
+    pytest.mark.usefixtures("new_memory_is_nan", "wide_programs"),
 ]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FORCED = Dispatch(True)
@@ -98,7 +97,7 @@ def test_nothing_to_sum() -> None:
 
 def attention_of(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> Any:
     """What `rotated` reads of an attention module."""
-    norms = {"q_norm": norm_of(head_dim, dtype), "k_norm": norm_of(head_dim, dtype, 1e-6)}
+    norms = {"q_norm": norm_of(head_dim, dtype), "k_norm": norm_of(head_dim, dtype)}
     norms["k_norm"].weight.mul_(-1.5)
     return SimpleNamespace(head_dim=head_dim, layer_idx=1, **norms)
 
@@ -110,7 +109,7 @@ def projected(rows: int, tokens: int, heads: int, kv_heads: int, head_dim: int, 
     positions = torch.arange(rows * tokens, device=DEVICE).view(rows, tokens, 1) * 7 % 1000
     angles = positions / 10 ** (torch.arange(head_dim // 2, device=DEVICE) * 8 / head_dim)
     angles = torch.cat([angles, angles], -1)
-    return *parts, (angles.cos().to(dtype), angles.sin().to(dtype))
+    return torch.cat(parts, -1), (angles.cos().to(dtype), angles.sin().to(dtype))
 
 
 def poisoned_cache(rows: int, kv_heads: int, head_dim: int, tokens: int, dtype: torch.dtype) -> BlockCache:
@@ -135,50 +134,17 @@ def test_queries_keys_and_values(
     given = projected(rows, tokens, heads, kv_heads, head_dim, dtype)
     theirs = poisoned_cache(rows, kv_heads, head_dim, tokens, dtype)
     wanted = rotated_ref(attention, *given, theirs)
-    for tile in (None, 8):
-        if tile:
-            monkeypatch.setattr(fused_layers, "_tile", lambda _, wide: wide)
+    for tile in (8, 64):
+        monkeypatch.setattr(fused_layers, "_HEADS", tile)
         ours = poisoned_cache(rows, kv_heads, head_dim, tokens, dtype)
         alike(rotated(attention, *given, ours, FORCED), wanted)
         for mine, other in zip(ours._buffers.values(), theirs._buffers.values(), strict=True):
             assert torch.equal(mine.isnan(), other.isnan())
             assert not other[:, 3 : 3 + tokens, 1].isnan().any()
             alike(mine.nan_to_num(), other.nan_to_num())
-        assert torch.equal(ours.written(1)[1], given[2].unflatten(2, (kv_heads, -1)).transpose(1, 2)), "values as they are"
-
-
-def test_strided_projections() -> None:
-    """As slices of one wide product have them."""
-    attention, (query, key, value, rotary) = attention_of(4, 2, 8, torch.float32), projected(2, 3, 4, 2, 8, torch.float32)
-    query, key, value = torch.cat([query, key, value], -1).split([32, 16, 16], -1)
-    assert not key.is_contiguous()
-    ours, theirs = (poisoned_cache(2, 2, 8, 3, torch.float32) for _ in range(2))
-    alike(
-        rotated(attention, query, key, value, rotary, ours, FORCED), rotated_ref(attention, query, key, value, rotary, theirs)
-    )
-    for mine, other in zip(ours.written(1), theirs.written(1), strict=True):
-        alike(mine, other)
-
-
-# ------------------------------------------------------------------------------------------------ the gate
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("count", [1, 5, 1024, 1025])
-def test_the_gate(count: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    act_fn = ACT2FN["silu"]
-    gate, up = ((numbers(seed, 1, count, 2, dtype=dtype) * 4)[..., 0] for seed in (1, 2))
-    extremes = torch.tensor([1e4, -1e4, 0.0, -math.inf, math.inf], device=DEVICE)[:count]
-    gate[0, : len(extremes)] = extremes.to(dtype)
-    assert not gate.is_contiguous() or count == 1
-    wanted = act_fn(gate) * up
-    for _ in range(2):
-        got = gated(gate, up, act_fn, FORCED)
-        assert torch.equal(got.isnan(), wanted.isnan())
-        finite = wanted.isfinite()
-        assert torch.equal(got[~finite & ~wanted.isnan()], wanted[~finite & ~wanted.isnan()])
-        alike(got[finite], wanted[finite])
-        monkeypatch.setattr(fused_layers, "_tile", lambda _, wide: wide)  # the tiles of a GPU
+        assert torch.equal(ours.written(1)[1], given[0].unflatten(2, (-1, head_dim))[:, :, -kv_heads:].transpose(1, 2)), (
+            "values as they are"
+        )
 
 
 # ------------------------------------------------------------------------------------------------ whole layers
@@ -201,7 +167,7 @@ def a_round(model: MRPForCausalLM, rows: int = 2) -> tuple[Tensor, tuple[Tensor,
 
 def walked(owner: Any, hidden: Tensor, rotary: tuple[Tensor, Tensor], mask: RoundMask, cache: BlockCache) -> Tensor:
     """A round through the fused layers."""
-    walk = fused(owner, len(owner.layers), mask, cache)
+    walk = fused(owner, owner.layers, mask, cache)
     assert walk is not None
     return walk(hidden, rotary)
 
@@ -229,20 +195,8 @@ def test_layers_are_what_their_modules_are(dtype: torch.dtype, which: str) -> No
 class Launches(TorchDispatchMode):
     """Counts operations that compute; views, and memory that is asked for, are none."""
 
-    FREE = (
-        "empty",
-        "view",
-        "t",
-        "transpose",
-        "unflatten",
-        "select",
-        "slice",
-        "unbind",
-        "detach",
-        "as_strided",
-        "alias",
-        "permute",
-    )
+    FREE = ("empty", "view", "t", "transpose", "unflatten", "select", "slice", "split", "unbind", "detach", "as_strided")
+    FREE += ("alias", "permute")
 
     def __init__(self) -> None:
         super().__init__()
@@ -255,35 +209,138 @@ class Launches(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-class Noted:
-    """Stands for a kernel that does nothing but count its launches."""
-
-    def __init__(self, counted: Counter[str], name: str) -> None:
-        self.counted, self.name = counted, name
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return lambda *args, **kwargs: self.counted.update([self.name])
-
-
 @interpreted
 @torch.no_grad()
 def test_what_a_layer_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seven matrix products and five kernels; called as modules, without attention, over fifty operations."""
+    """Four matrix products, four kernels and the two steps of the gate; as modules, without attention, over fifty."""
     model = make_model(num_hidden_layers=3).float()
     hidden, rotary, mask, cache = a_round(model)
     kernels: Counter[str] = Counter()
-    for name in ("_sum_and_norm", "_rotate", "_gate"):
-        monkeypatch.setattr(fused_layers, name, Noted(kernels, name))
+
+    class Noted:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda *args, **kwargs: kernels.update([self.name])
+
+    for name in ("_sum_and_norm", "_rotate"):
+        monkeypatch.setattr(fused_layers, name, Noted(name))
     seen = torch.empty(2, 12, 4, 8)
     monkeypatch.setattr(fused_layers, "attend", lambda *_: kernels.update(["attend"]) or seen)
+    pack(model)
     with Launches() as launches:
         walked(model.model, hidden, rotary, mask, cache)
-    assert launches.counted == {"mm": 3 * 7}, "products of each layer"
-    assert kernels == {"_sum_and_norm": 2 * 3 + 1, "_rotate": 3, "_gate": 3, "attend": 3}
+    assert launches.counted == {"mm": 3 * 4, "silu": 3, "mul": 3}
+    assert kernels == {"_sum_and_norm": 2 * 3 + 1, "_rotate": 3, "attend": 3}
     layer: Any = model.model.layers[0]
     with Launches() as launches:
         layer(hidden, attention_mask=mask.dense(8), position_embeddings=rotary, past_key_values=cache)
     assert launches.counted.total() > 50
+
+
+# ------------------------------------------------------------------------------------------------ packed weights
+
+
+def groups(model: MRPForCausalLM) -> list[list[nn.Linear]]:
+    """The layers with one input each, of backbone and head."""
+    found = []
+    for layer in (*model.model.layers, *model.mrp_head.layers):  # type: ignore[union-attr]
+        attention, mlp = layer.self_attn, layer.mlp
+        found += [[attention.q_proj, attention.k_proj, attention.v_proj], [mlp.gate_proj, mlp.up_proj]]
+    return found
+
+
+def held(model: nn.Module) -> int:
+    """Bytes of all parameters' storages, each counted once."""
+    storages = {weight.untyped_storage().data_ptr(): weight.untyped_storage().nbytes() for weight in model.parameters()}
+    return sum(storages.values())
+
+
+def packs(linears: Sequence[Any]) -> bool:
+    """Tell if layers lie behind one another, and their weights as one are what they are one by one."""
+    found = packed(linears)
+    assert found is None or torch.equal(found, torch.cat([linear.weight for linear in linears]))
+    return found is not None
+
+
+def test_weights_are_packed_without_a_copy(tmp_path: Path) -> None:
+    """They stay what they are, also on the way to a file and back, in a copy of the model, in training and in another dtype."""
+    model, plain = make_model().float(), make_model().float()
+    bytes_before = held(model)
+    pack(model)
+    places = [weight.data_ptr() for weight in model.parameters()]
+    assert held(model) == bytes_before == held(plain)
+    assert all(map(packs, groups(model)))
+    pack(model)
+    assert places == [weight.data_ptr() for weight in model.parameters()], "once"
+    for ours, theirs in zip(model.state_dict().items(), plain.state_dict().items(), strict=True):
+        assert ours[0] == theirs[0]
+        assert torch.equal(ours[1], theirs[1])
+    for which, saved in (("ours", model), ("theirs", plain)):
+        saved.save_pretrained(tmp_path / which)
+    assert (tmp_path / "ours/model.safetensors").read_bytes() == (tmp_path / "theirs/model.safetensors").read_bytes()
+    torch.save(model.state_dict(), tmp_path / "state")
+    other = make_model(7).float()
+    pack(other)
+    other.load_state_dict(torch.load(tmp_path / "state"))
+    assert all(map(packs, groups(other)))
+    assert all(torch.equal(a, b) for a, b in zip(other.parameters(), plain.parameters(), strict=True))
+    copied = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sum(weight.sum() for weight in model.parameters()).backward()
+    optimizer.step()
+    assert all(map(packs, groups(model)))
+    close(model.model.layers[0].self_attn.k_proj.weight, copied.model.layers[0].self_attn.k_proj.weight - 0.1, atol=1e-6)
+    assert not any(map(packs, groups(model.double())))
+    pack(model)
+    assert all(map(packs, groups(model)))
+    assert held(model) == 2 * bytes_before
+
+
+def test_what_is_no_plain_linear_is_not_packed() -> None:
+    model = make_model()
+    (first, second, *others) = groups(model)
+    first[1].register_forward_hook(lambda *_: None)
+    second[0].forward = second[0].forward
+    third, fourth, *rest = others
+    third[2].bias = nn.Parameter(torch.zeros(third[2].out_features))
+    fourth[1].weight = nn.Parameter(fourth[1].weight.detach().T.contiguous().T)
+    pack(model)
+    assert not any(map(packs, (first, second, third, fourth)))
+    assert all(map(packs, rest))
+    other = make_model()
+    with torch.inference_mode():
+        pack(other)
+    assert not any(weight.data.is_inference() for weight in other.parameters())
+    assert all(map(packs, groups(other)))
+
+
+@interpreted
+def test_adapters_of_the_products_take_part() -> None:
+    """Beside the weights, and merged into them; what carries none stays packed."""
+    model, options = make_model().float(), {"decoding": "static", "max_new_tokens": 4}
+    plain = texts(model, PROMPTS[:1], kernels=True, **options)
+    lora = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    adapted: Any = get_peft_model(model, lora)
+    adapted.requires_grad_(False)
+    assert [packs(group) for group in groups(model)[:2]] == [False, True]
+    found = texts(adapted, PROMPTS[:1], kernels=True, **options)
+    assert found == texts(adapted, PROMPTS[:1], kernels=False, **options)
+    assert found != plain
+    merged = adapted.merge_and_unload()
+    assert texts(merged, PROMPTS[:1], kernels=True, **options) == found
+    assert all(map(packs, groups(merged)))
+
+
+def test_weights_move_before_anything_refers_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where kernels can be used, whether or not they are: a call with them goes on from the cache of one without."""
+    model, options = make_model(), {"max_new_tokens": 4, "eos_token_id": None, "return_dict_in_generate": True}
+    monkeypatch.setattr(generation, "kernels_usable", lambda *_: True)
+    first: Any = model.generate(torch.tensor(PROMPTS[:1]), kernels=False, **options)
+    assert all(map(packs, groups(model)))
+    again: Any = model.generate(first.sequences, past_key_values=first.past_key_values, **options)
+    assert torch.equal(again.sequences, model.generate(first.sequences, **options).sequences)
 
 
 # ------------------------------------------------------------------------------------------------ where it runs
@@ -294,7 +351,7 @@ def fuses(owner: Any, kind: type[nn.Module] | None, dispatch: Dispatch) -> bool:
     weight = owner.norm.weight
     cache = BlockCache(1, 1, 2, [weight.device], 4, 4, weight.dtype)
     mask = RoundMask(torch.zeros(1, dtype=torch.long, device=weight.device), None, 1, 4, dispatch)
-    return fused(owner, len(owner.layers), mask, cache, kind) is not None
+    return fused(owner, owner.layers, mask, cache, kind) is not None
 
 
 @torch.inference_mode()
@@ -304,25 +361,19 @@ def test_where_layers_fuse() -> None:
     assert head is not None
     assert fuses(backbone, MRPBackbone, FORCED)
     assert fuses(head, None, FORCED)
-    assert not fuses(backbone, MRPBackbone, PYTORCH)
+    assert fuses(backbone, MRPBackbone, PYTORCH), "by the twins"
     assert fuses(backbone, MRPBackbone, Dispatch()) is (DEVICE == "cuda")
-    cache = model.block_cache(1, 4, 4, with_head=True)
-    mask = RoundMask(torch.zeros(1, dtype=torch.long, device=DEVICE), None, 1, 4, FORCED)
-    assert fused(backbone, 2, mask, DynamicCache()) is None
-    assert fused(backbone, 2, mask.dense(0), cache) is None
-    layer: Any = backbone.layers[1]
-    layer.self_attn.q_proj.register_forward_hook(lambda *_: None)  # products are made by calling their modules
-    layer.mlp.act_fn = nn.SiLU()
-    assert fuses(backbone, MRPBackbone, FORCED)
-    with pytest.raises(ValueError, match=r"'fused_layers' cannot be used: there are no kernels for torch\.float64"):
+    _, _, mask, cache = a_round(model)
+    assert fused(backbone, backbone.layers, mask.dense(8), cache) is None, "only in a round"
+    assert fused(backbone, backbone.layers, mask, DynamicCache(config=model.config)) is None
+    with pytest.raises(ValueError, match=r"there are no kernels for torch\.float64"):
         fuses(make_model().to(DEVICE).model, MRPBackbone, FORCED)
 
 
 @torch.inference_mode()
 def test_modules_that_do_more_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where kernels can be used; forced, each is an error that says what to do."""
-    model = make_model().float().to(DEVICE)
-    backbone: Any = model.model
+    backbone: Any = make_model().float().to(DEVICE).model
     layer = backbone.layers[1]
     monkeypatch.setattr(dispatch, "_obstacle", lambda *_, **__: None)
 
@@ -331,8 +382,7 @@ def test_modules_that_do_more_are_called(monkeypatch: pytest.MonkeyPatch) -> Non
         with pytest.raises(ValueError, match=f"'fused_layers' cannot be used: {reason}, or use kernels=None or kernels=False"):
             fuses(backbone, MRPBackbone, FORCED)
 
-    places = [backbone, layer, layer.self_attn, layer.mlp, layer.mlp.act_fn, layer.self_attn.k_norm, backbone.norm]
-    for module in places:
+    for module in (backbone, layer, layer.self_attn, layer.mlp, layer.self_attn.k_norm, backbone.norm):
         handles = [module.register_forward_hook(lambda *_: None), module.register_forward_pre_hook(lambda *_: None)]
         for handle in handles:
             refused(f"a {type(module).__name__} carries hooks: remove them")
@@ -344,9 +394,6 @@ def test_modules_that_do_more_are_called(monkeypatch: pytest.MonkeyPatch) -> Non
     backbone.layers[1] = nn.Linear(2, 2)
     refused("a Linear is wrapped or no Qwen3DecoderLayer: use plain modules")
     backbone.layers[1] = layer
-    layer.mlp.act_fn = nn.GELU()
-    refused("a GELU is wrapped or no SiLUActivation: use plain modules")
-    layer.mlp.act_fn = nn.SiLU()
     with monkeypatch.context() as patch:
         patch.setattr(Qwen3MLP, "forward", lambda self, x: x)
         refused(rf"the forward of a Qwen3MLP was replaced by one of {__name__}: leave it as it was")
@@ -357,10 +404,9 @@ def test_modules_that_do_more_are_called(monkeypatch: pytest.MonkeyPatch) -> Non
                 return x
 
         patch.setattr(fused_layers, "Qwen3MLP", Swapped)  # what a library left there before this package was imported
-        mlp, layer.mlp = layer.mlp, Swapped()
         backbone.layers[0].mlp, first = Swapped(), backbone.layers[0].mlp
         refused(f"the forward of a Swapped was replaced by one of {__name__}: leave it as it was")
-        layer.mlp, backbone.layers[0].mlp = mlp, first
+        backbone.layers[0].mlp = first
     assert fuses(backbone, MRPBackbone, Dispatch())
 
 
@@ -370,7 +416,7 @@ def test_modules_that_do_more_are_called(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_what_was_compiled_is_left_to_torch(which: str) -> None:
     """Also where kernels are forced, which then come in from within."""
     backbone: Any = make_model().float().model
-    part = {"backbone": backbone, "layer": backbone.layers[1], "part": backbone.layers[0].mlp.act_fn}[which]
+    part = {"backbone": backbone, "layer": backbone.layers[1], "part": backbone.layers[0].mlp}[which]
     part.compile(backend="eager")
     assert not fuses(backbone, MRPBackbone, FORCED)
     assert not fuses(backbone, None, FORCED)
@@ -384,38 +430,21 @@ def read(model: MRPForCausalLM, dispatch: Dispatch) -> Tensor:
         return model.residual(ids, hidden, ids, replace(mask, dispatch=dispatch), cache)
 
 
-def edited(method: Any, *changes: tuple[str, str]) -> Any:
-    """A method as its source would be after a few edits."""
-    source = textwrap.dedent(inspect.getsource(method))
-    for old, new in changes:
-        assert source.count(old) == 1
-        source = source.replace(old, new)
-    made: dict[str, Any] = {}
-    exec(source, method.__globals__, made)
-    return made[method.__name__]
-
-
 @torch.inference_mode()
 def test_a_heads_forward_is_what_runs_with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its source edited, a subclass, a hook: seen with kernels as without, and the layers still fuse."""
+    """Changed, in a subclass, under a hook: seen with kernels as without, and the layers still fuse."""
     model = make_model().float().to(DEVICE)
-    head, walks = model.mrp_head, []
+    head, walks, walk = model.mrp_head, [], fused_layers._walk
     assert head is not None
-    walk = fused_layers._walk
     monkeypatch.setattr(fused_layers, "_walk", lambda *args: walks.append(1) or walk(*args))
-    usual = read(model, FORCED)
+    usual, forward = read(model, FORCED), MRPHead.forward
     close(usual, read(model, PYTORCH), atol=1e-5)
     assert float(usual.abs().min()) > 0
     with monkeypatch.context() as patch:
-        patch.setattr(MRPHead, "forward", edited(MRPHead.forward, ("return run_layers(", "return 0 * run_layers(")))
-        assert read(model, FORCED).eq(0).all()
-        assert read(model, PYTORCH).eq(0).all()
-    with monkeypatch.context() as patch:
-        gate = ("self.eh_proj(torch.cat([", "0.5 * self.eh_proj(torch.cat([0 * inputs_embeds + ")
-        patch.setattr(MRPHead, "forward", edited(MRPHead.forward, gate))
-        gated_ones = read(model, FORCED)
-        close(gated_ones, read(model, PYTORCH), atol=1e-5)
-        assert not torch.allclose(gated_ones, usual, atol=1e-2)
+        patch.setattr(MRPHead, "forward", lambda self, embeds, *others: 0.5 * forward(self, 0 * embeds, *others))
+        changed = read(model, FORCED)
+        close(changed, read(model, PYTORCH), atol=1e-5)
+        assert not torch.allclose(changed, usual, atol=1e-2)
     with monkeypatch.context() as patch:
 
         class Negative(MRPHead):
@@ -424,27 +453,11 @@ def test_a_heads_forward_is_what_runs_with_kernels(monkeypatch: pytest.MonkeyPat
 
         patch.setattr(head, "__class__", Negative)
         assert torch.equal(read(model, FORCED), -usual)
-        close(read(model, PYTORCH), -usual, atol=1e-5)
     handle = head.register_forward_hook(lambda module, given, output: output + 1)
     assert torch.equal(read(model, FORCED), usual + 1)
     handle.remove()
     assert torch.equal(read(model, FORCED), usual)
-    assert len(walks) == 6, "of six reads with kernels"
-
-
-@interpreted
-def test_a_gate_in_the_head_changes_a_decode_with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Closed, it drafts otherwise, with kernels as without."""
-    model = make_model().float()
-    options: dict[str, Any] = {"decoding": "mrp_spec", "max_new_tokens": 8, "return_dict_in_generate": True}
-
-    def accepted(kernels: bool) -> list[int]:
-        return model.generate(torch.tensor(PROMPTS[:1]), kernels=kernels, **options).stats.accepted.tolist()
-
-    usual = accepted(True)
-    assert usual == accepted(False)
-    monkeypatch.setattr(MRPHead, "forward", edited(MRPHead.forward, ("return run_layers(", "return 0 * run_layers(")))
-    assert accepted(True) == accepted(False) != usual
+    assert len(walks) == 7, "all reads, with kernels or their twins"
 
 
 @torch.inference_mode()
@@ -463,24 +476,6 @@ def test_layers_that_the_config_leaves_out_stay_out() -> None:
 
 
 @interpreted
-def test_a_head_of_another_copy_of_the_code_fuses() -> None:
-    """`attach_head` takes it, with its parameters, into a class of this one."""
-    model, stranger = make_model().float(), type("MRPHead", (MRPHead,), {"forward": lambda *_: None})
-    head = model.detach_head()
-    names = {name: parameter.data_ptr() for name, parameter in head.named_parameters()}
-    head.requires_grad_(False)
-    head.__class__ = stranger
-    model.attach_head(head)
-    assert type(model.mrp_head) is MRPHead
-    assert {name: parameter.data_ptr() for name, parameter in model.mrp_head.named_parameters()} == names
-    assert not any(parameter.requires_grad for parameter in model.mrp_head.parameters())
-    assert fuses(model.mrp_head, None, FORCED)
-    assert texts(model, PROMPTS, decoding="mrp_spec", max_new_tokens=6) == texts(
-        make_model().float(), PROMPTS, decoding="mrp_spec", max_new_tokens=6
-    )
-
-
-@interpreted
 def test_hidden_states_that_were_asked_for_once_do_not_matter() -> None:
     """transformers leaves hooks behind that note them."""
     model = make_model().float()
@@ -488,19 +483,6 @@ def test_hidden_states_that_were_asked_for_once_do_not_matter() -> None:
         model(torch.tensor([[1, 2, 3, 4]]), output_hidden_states=True, output_attentions=True)
         assert model.model.layers[0]._forward_hooks
         assert fuses(model.model, MRPBackbone, FORCED)
-
-
-@interpreted
-def test_adapters_of_the_products_take_part() -> None:
-    model = make_model().float()
-    plain = texts(model, PROMPTS[:2], decoding="static", max_new_tokens=6, kernels=True)
-    inject_adapter_in_model(LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False), model.model)
-    model.requires_grad_(False)
-    assert fuses(model.model, MRPBackbone, FORCED)
-    options: dict[str, Any] = {"decoding": "static", "max_new_tokens": 6}
-    adapted = texts(model, PROMPTS[:2], kernels=True, **options)
-    assert adapted == texts(model, PROMPTS[:2], kernels=False, **options)
-    assert adapted != plain
 
 
 @interpreted
@@ -517,7 +499,7 @@ def test_a_kernel_that_fails_leaves_its_place_to_pytorch(monkeypatch: pytest.Mon
         raise NotImplementedError("no such instruction")
 
     mask = RoundMask(mask.committed, mask.parent, mask.width, mask.block_size)
-    for name in ("sum_and_norm", "rotated", "gated"):
+    for name in ("sum_and_norm", "rotated"):
         monkeypatch.setattr(fused_layers, f"_{name}_kernel", fails)
         with pytest.warns(RuntimeWarning, match=rf"'{name}' failed on cpu.*no such instruction"):
             got = walked(model.model, *a_round(model)[:2], mask, cache)
@@ -530,6 +512,3 @@ def test_mixed_dtypes_are_left_to_pytorch() -> None:
     with pytest.raises(ValueError, match="dtypes float16, float32 meet: load the model in one"):
         sum_and_norm(hidden, None, norm, FORCED)
     assert torch.equal(sum_and_norm(hidden, None, norm, Dispatch())[1], norm(hidden))
-    wide = dispatch.LARGEST_ROW + 1
-    with pytest.raises(ValueError, match=f"hidden_size is {wide}, more than 16384"):
-        sum_and_norm(numbers(1, 1, wide), None, norm_of(wide, torch.float32), FORCED)

@@ -3,11 +3,13 @@
 import json
 from pathlib import Path
 
-from golden_traces import cases
+import pytest
+from golden_traces import MODES, of_mode, of_others
+
+EXPECTED = json.loads(Path(__file__).with_name("golden_traces.json").read_text())
 
 
-def test_every_trace_is_as_recorded() -> None:
-    expected = json.loads(Path(__file__).with_name("golden_traces.json").read_text())
-    got = dict(cases())
-    assert {name for name in expected if got.get(name) != expected[name]} == set()
-    assert got.keys() == expected.keys()
+@pytest.mark.parametrize("mode", [*MODES, None])
+def test_every_trace_is_as_recorded(mode: str | None) -> None:
+    for name, told in of_mode(mode) if mode else of_others():
+        assert told == EXPECTED[name], name

@@ -6,9 +6,9 @@ import pytest
 import torch
 from conftest import make_model
 from tape import Tape, TapeRecorder, strangers, tapes
-from test_decoding import dampened
 from test_graphs import generate, same
 
+from benchmarks.random_cases import dampened
 from modeling_mrp.kernels.dispatch import triton
 from modeling_mrp.networks.graphs import recording_report
 
@@ -29,7 +29,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "mrp_spec sampled": {**SPEC, **SAMPLED, "min_new_tokens": 5, "target": "dynamic", "confidence_threshold": 0.15},
     "mrp_remask": {"decoding": "mrp_remask", "remask_rule": "threshold", "confidence_threshold": 0.1, **SAMPLED},
 }
-LAYERS = {"_attend", "_gate", "_rotate", "_sum_and_norm"}
+LAYERS = {"_attend", "_rotate", "_sum_and_norm"}
 
 
 def launches(tape: Tape) -> list[str]:
@@ -38,7 +38,7 @@ def launches(tape: Tape) -> list[str]:
     return [name.removeprefix("triton.") for name in names if name.startswith("triton.")]
 
 
-@pytest.mark.usefixtures("few_candidates")
+@pytest.mark.usefixtures("few_candidates", "wide_programs")
 @pytest.mark.parametrize("way", WAYS)
 def test_the_same_with_recorded_kernels(way: str, tapes: type[TapeRecorder]) -> None:
     """Every forward that comes back is recorded with its launches; one layer each, as the interpreter is slow."""

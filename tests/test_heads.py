@@ -105,13 +105,6 @@ def test_a_heads_verifier_is_the_backbone_as_its_own_config_has_it(folders: dict
     assert model.config.speculators_config is None, "what is loaded has its backbone"
 
 
-def test_a_persons_card_of_a_head_is_kept(folders: dict[str, Path], tmp_path: Path) -> None:
-    model = MRPForCausalLM.from_pretrained(folders["head"])
-    (tmp_path / "README.md").write_text("mine")
-    model.save_pretrained(tmp_path, head_only=True)
-    assert (tmp_path / "README.md").read_text() == "mine"
-
-
 def test_a_head_repository_loads_its_backbone(folders: dict[str, Path], tmp_path: Path) -> None:
     model = MRPForCausalLM.from_pretrained(folders["head"])
     full = MRPForCausalLM.from_pretrained(folders["full"])
@@ -184,11 +177,9 @@ def test_another_backbone_for_a_head_repository(loaded: bool, folders: dict[str,
         MRPForCausalLM.from_pretrained(tmp_path / "head")
     backbone: Any = folders["full"]  # its own head gives way
     backbone = MRPForCausalLM.from_pretrained(backbone) if loaded else backbone
-    model = MRPForCausalLM.from_pretrained(tmp_path / "head", backbone=backbone)
+    model = MRPForCausalLM.from_backbone(backbone, head=tmp_path / "head")
     assert same_tensors(model, MRPForCausalLM.from_pretrained(folders["full"]))
     assert (model is backbone) == loaded
-    with pytest.raises(ValueError, match=r"has a backbone of its own.*from_backbone"):
-        MRPForCausalLM.from_pretrained(folders["full"], backbone=folders["backbone"])
 
 
 # ------------------------------------------------------------------------------------------------ what may be followed
@@ -196,48 +187,26 @@ def test_another_backbone_for_a_head_repository(loaded: bool, folders: dict[str,
 
 def test_names_of_backbones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A config from the Hub names a repository and nothing else; that of a folder may name one on this machine."""
-    (tmp_path / "head" / "inner").mkdir(parents=True)
-    (tmp_path / "backbone").mkdir()
-    (tmp_path / "org" / "name").mkdir(parents=True)
+    for folder in ("head/inner", "backbone", "org/name"):
+        (tmp_path / folder).mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    local, hub = str(tmp_path / "head"), "someone/head"
-    assert backbone_location("JetLM/SDAR-4B-Chat-b16", hub) == "JetLM/SDAR-4B-Chat-b16"
-    assert backbone_location("JetLM/SDAR-4B-Chat-b16", local) == "JetLM/SDAR-4B-Chat-b16"
-    assert backbone_location(str(tmp_path / "backbone"), local) == str(tmp_path / "backbone")
-    assert backbone_location("inner", local) == str(tmp_path / "head" / "inner")
-    for name in ("../backbone", "inner/../../backbone", ".", "/no/such/folder", "inner/..", "~", "gpt2", "a/b/c"):
-        with pytest.raises(ValueError, match=r"is not followed.*backbone="):
-            backbone_location(name, local)
-    for name in (
-        str(tmp_path / "backbone"),
-        "../backbone",
-        "inner",
-        "./inner",
-        "backbone",
-        "../x/y",
-        "org\\name",
-        "..",
-        "a/..",
-        "",
-    ):
-        with pytest.raises(ValueError, match=r"is not followed.*backbone="):
-            backbone_location(name, hub)
+    local, hub, absolute = str(tmp_path / "head"), "someone/head", str(tmp_path / "backbone")
     for source in (local, hub):
+        assert backbone_location("JetLM/SDAR-4B-Chat-b16", source) == "JetLM/SDAR-4B-Chat-b16"
+        for name in ("../backbone", "inner", "./inner", "a/b/c", "..", "~", "gpt2", "", "/no/such/folder", "org\\name"):
+            with pytest.raises(ValueError, match=r"is not followed.*from_backbone"):
+                backbone_location(name, source)
         with pytest.raises(ValueError, match="a local path of that name exists"):
             backbone_location("org/name", source)
+    assert backbone_location(absolute, local) == absolute
+    with pytest.raises(ValueError, match=r"is not followed.*from_backbone"):
+        backbone_location(absolute, hub)
 
 
 def test_a_downloaded_config_that_climbs_out(folders: dict[str, Path], tmp_path: Path) -> None:
-    """Through the front door, and with a link that leads out of the folder."""
     in_hub_cache(folders["head"], tmp_path, "org/head")  # it names an absolute path
     with pytest.raises(ValueError, match=r"config of org/head names the backbone '/.*is not followed"):
         MRPForCausalLM.from_pretrained("org/head", cache_dir=tmp_path)
-    shutil.copytree(folders["head"], tmp_path / "head")
-    (tmp_path / "head" / "inner").symlink_to(folders["backbone"])
-    path = tmp_path / "head" / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "base_model_name_or_path": "inner"}))
-    with pytest.raises(ValueError, match="is not followed"):
-        MRPForCausalLM.from_pretrained(tmp_path / "head")
 
 
 def test_an_adapter_in_a_downloaded_repository_redirects_nothing(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -248,7 +217,7 @@ def test_an_adapter_in_a_downloaded_repository_redirects_nothing(folders: dict[s
     with pytest.raises(ValueError, match=r"org/poisoned holds an adapter beside its model"):
         MRPForCausalLM.from_pretrained("org/poisoned", cache_dir=tmp_path)
     (poisoned / "config.json").unlink()
-    with pytest.raises(ValueError, match=r"has no config\.json.*model\.load_adapter"):
+    with pytest.raises(OSError, match=r"has no config\.json.*model\.load_adapter"):
         MRPForCausalLM.from_pretrained(poisoned)
 
 
@@ -330,11 +299,6 @@ def test_a_draft_vocabulary_travels_with_the_head(folders: dict[str, Path], tmp_
     ("change", "numbers"),
     [
         ({"hidden_size": 40}, r"hidden_size is 40, the backbone's 32"),
-        ({"vocab_size": 70}, r"vocab_size is 70, the backbone's 64"),
-        ({"block_size": 8}, r"block_size is 8, the backbone's 4"),
-        ({"mask_token_id": 61}, r"mask_token_id is 61, the backbone's 60"),
-        ({"intermediate_size": 40}, r"intermediate_size is 40, the backbone's 48"),
-        ({"num_attention_heads": 8}, r"num_attention_heads is 8, the backbone's 4"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}, r"rope_parameters is .*5\.0.*10000"),
         ({"block_size": 8, "mask_token_id": 61}, r"block_size is 8, the backbone's 4; its mask_token_id is 61"),
     ],
@@ -354,17 +318,8 @@ def test_a_head_of_another_backbone(change: dict[str, Any], numbers: str, folder
 def test_heads_that_do_not_fit(folders: dict[str, Path], tmp_path: Path) -> None:
     model = MRPForCausalLM.from_pretrained(folders["full"])
     before = model.mrp_head
-    for change, numbers in (
-        ({"hidden_size": 40}, r"hidden_size is 40, the backbone's 32"),
-        ({"vocab_size": 70}, r"vocab_size is 70, the backbone's 64"),
-        ({"block_size": 8}, r"block_size is 8, the backbone's 4"),
-    ):
-        with pytest.raises(ValueError, match=rf"head of another model does not belong to this backbone: its {numbers}"):
-            model.attach_head(make_model(**change).detach_head())
-    cut = make_model().detach_head()
-    cut.eh_proj = torch.nn.Linear(64, 30, bias=False)
-    with pytest.raises(ValueError, match=r"wrong shape: mrp_head\.eh_proj\.weight is \[30, 64\], needs \[32, 64\]"):
-        model.attach_head(cut)
+    with pytest.raises(ValueError, match=r"head of another model does not belong to this backbone: its block_size is 8, .* 4"):
+        model.attach_head(make_model(block_size=8).detach_head())
     with pytest.raises(ValueError, match=r"head is 3: pass an MRPHead"):
         model.attach_head(3)
     with pytest.raises(ValueError, match=r"revison: attach_head takes .*revision.*spelling"):
@@ -427,14 +382,11 @@ def test_a_head_as_in_the_published_recipe() -> None:
     assert all(p.eq(1).all() for p in head.parameters() if p.dim() == 1)
 
 
-@pytest.mark.parametrize("layers", [0, -1, 2.0, True, None], ids=str)
-def test_depths_that_are_none(layers: Any, folders: dict[str, Path]) -> None:
-    with pytest.raises(ValueError, match=rf"head_layers is {layers!r}: a head has 1 layer"):
-        MRPForCausalLM.from_backbone(folders["backbone"], head_layers=layers)
-
-
 def test_new_heads_that_cannot_start() -> None:
     model = make_model(num_nextn_predict_layers=0)
+    for layers in (0, 2.0, True, None):
+        with pytest.raises(ValueError, match=rf"head_layers is {layers!r}: a head has 1 layer"):
+            model.new_head(layers)
     with pytest.raises(ValueError, match=r"head_init is 'zero': choose one of identity, backbone, published"):
         model.new_head(2, "zero")
     with pytest.raises(ValueError, match=r"3 layers and the backbone 2: use fewer"):
@@ -481,7 +433,7 @@ def test_the_mask_of_an_autoregressive_checkpoint(tmp_path: Path) -> None:
     qwen3(tmp_path / "small", tied=False)
     with pytest.raises(ValueError, match=r"vocabulary of 64, not Qwen3's of 151936.*pass mask_token_id"):
         MRPForCausalLM.from_backbone(tmp_path / "small")
-    with pytest.raises(ValueError, match=r"mask_token_id is 64, outside the vocabulary"):
+    with pytest.raises(ValueError, match=r"mask_token_id is 64: it must be an int of at least 0 and at most 63"):
         MRPForCausalLM.from_backbone(tmp_path / "small", mask_token_id=64)
     qwen3(tmp_path / "large", tied=True, vocab_size=151936, hidden_size=4, head_dim=2, intermediate_size=4)
     model = MRPForCausalLM.from_backbone(tmp_path / "large", head_layers=1)
@@ -512,22 +464,6 @@ def test_a_full_checkpoint_names_no_backbone(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     assert "base_model" not in (tmp_path / "config.json").read_text()
     assert same_tensors(MRPForCausalLM.from_pretrained(tmp_path), model)
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"base_model_name_or_path": ""},
-        {"base_model_name_or_path": 3},
-        {"base_model_revision": "main"},
-        {"base_model_name_or_path": "org/x", "base_model_revision": 3},
-    ],
-    ids=str,
-)
-def test_names_that_a_config_does_not_take(fields: dict[str, Any]) -> None:
-    """transformers checks the types of declared fields itself, with an error of its own."""
-    with pytest.raises(Exception, match="base_model_"):
-        make_model(**fields)
 
 
 @pytest.mark.parametrize("head_only", [False, True])

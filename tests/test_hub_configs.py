@@ -152,7 +152,8 @@ def test_a_folder_without_weights_holds_no_code(size: str) -> None:
 def test_the_embedded_checkpoint_holds_what_its_repository_would() -> None:
     """Its code to the letter as the exporter generates it, in three files at most, and nothing that a push would leave out."""
     found = read_folder(TINY)
-    assert {name: (TINY / name).read_text(encoding="utf-8") for name in found.code} == code_files()
+    code = {name: (TINY / name).read_text(encoding="utf-8") for name in found.code}
+    assert code == code_files(), "the package was changed: run python -m modeling_mrp.bundle hub_configs/sdar-tiny-mrp"
     assert len(found.code) <= 3
     assert found.left_out == []
 

@@ -14,7 +14,7 @@ from modeling_mrp.kernels.dispatch import Dispatch, triton
 pytestmark = [
     pytest.mark.skipif(triton is None, reason="needs triton"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),  # numpy's, of infinities, where a kernel is interpreted
-    pytest.mark.usefixtures("few_candidates"),
+    pytest.mark.usefixtures("few_candidates", "wide_programs"),
 ]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PROMPTS = torch.tensor([[1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11, 12], [0, 0, 13, 14, 15, 16]], device=DEVICE)
@@ -62,7 +62,7 @@ def test_forced_kernels_run(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Dispatch, "run", noted)
     half.generate(PROMPTS[:1], kernels=True, eos_token_id=None, decoding=mode, max_new_tokens=4, confidence_threshold=0.9)
-    assert names == {"pick", "fused_layers", "sum_and_norm", "rotated", "gated", "round_attention"}
+    assert names == {"pick", "fused_layers", "sum_and_norm", "rotated", "round_attention"}
 
 
 def test_float64_is_left_to_pytorch() -> None:

@@ -20,8 +20,8 @@ OF_LAYERS = {
     "triton._sum_and_norm",
     "triton._rotate",
     "triton._attend",
-    "triton._merge",
-    "triton._gate",
+    "silu.default",
+    "mul.Tensor",
 }
 # What launches nothing: another look at the same numbers, or memory alone.
 FREE = ("view", "_unsafe_view", "expand", "transpose", "t.", "slice.", "select.int", "unsqueeze", "squeeze", "detach", "alias")
@@ -47,7 +47,7 @@ def launches(states: int) -> list[Counter[str]]:
     return [each for each in counted if each["triton._attend"]]
 
 
-@pytest.mark.usefixtures("tapes", "few_candidates")
+@pytest.mark.usefixtures("tapes", "few_candidates", "wide_programs")
 @pytest.mark.parametrize("states", [1, 4, 8])
 def test_a_forward_launches_little_beside_its_layers(states: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What stands in a recording of the backbone or the head: embedding, rotary angles, the last norm, and unpacking."""
@@ -55,7 +55,7 @@ def test_a_forward_launches_little_beside_its_layers(states: int, monkeypatch: p
     for counted in launches(states):
         depth = counted["triton._attend"]
         layers = sum(counted[name] for name in OF_LAYERS)
-        assert layers >= 12 * depth
+        assert layers >= 9 * depth
         rest = {name: count for name, count in counted.items() if name not in OF_LAYERS}
         print(f"K = {states}: {sum(rest.values())} launches beside {layers} of {depth} layers")
         assert sum(rest.values()) <= 40, rest

@@ -26,7 +26,7 @@ from published import (
     residual,
     write,
 )
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from test_hub_configs import SHAPES, Shape, each_size
 
 from modeling_mrp import MRPConfig, MRPForCausalLM
@@ -247,40 +247,10 @@ def test_options_that_would_read_something_else(option: dict[str, Any], heavybal
         MRPForCausalLM.from_pretrained(heavyball, **option)
 
 
-@pytest.mark.parametrize("shard", ["../secret.safetensors", "/etc/passwd", "sub/x.safetensors", "x.bin", 3], ids=str)
-def test_an_index_that_points_elsewhere(shard: Any, heavyball: Path, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(heavyball, tmp_path / "a" / "b"))
-    save_file({"model.norm.weight": torch.ones(32)}, tmp_path / "a" / "secret.safetensors")
-    path = folder / "model.safetensors.index.json"
-    index = json.loads(path.read_text())
-    index["weight_map"]["model.norm.weight"] = shard
-    path.write_text(json.dumps(index))
-    with pytest.raises(ValueError, match=r"names the shard .*beside the index"):
-        MRPForCausalLM.from_pretrained(folder)
-
-
-@pytest.mark.parametrize("text", ["{", "[]", '{"weight_map": 3}'])
-def test_an_index_that_is_none(text: str, heavyball: Path, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(heavyball, tmp_path / "copy"))
-    (folder / "model.safetensors.index.json").write_text(text)
-    with pytest.raises(ValueError, match="is not an index of shards"):
-        MRPForCausalLM.from_pretrained(folder)
-
-
 def test_a_shard_that_is_not_there(heavyball: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(heavyball, tmp_path / "copy"))
     (folder / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"shard .* is missing.*download"):
-        MRPForCausalLM.from_pretrained(folder)
-
-
-@pytest.mark.parametrize("cut", [1, 1000, "header"], ids=str)
-def test_a_file_cut_short_or_tampered_with(cut: Any, heavyball: Path, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(heavyball, tmp_path / "copy"))
-    path = folder / "model-00001-of-00002.safetensors"
-    data = path.read_bytes()
-    path.write_bytes(b"\xff" * 8 + data[8:] if cut == "header" else data[:-cut])
-    with pytest.raises(ValueError, match=r"00001-of-00002.safetensors is not a whole safetensors file: download it again"):
+    with pytest.raises(OSError, match=r"model-00002-of-00002\.safetensors"):
         MRPForCausalLM.from_pretrained(folder)
 
 
@@ -299,32 +269,12 @@ def test_another_kind_of_model(kind: str, remedy: str, tmp_path: Path) -> None:
         MRPForCausalLM.from_pretrained(tmp_path)
 
 
-def test_a_folder_without_a_config(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"has no config\.json"):
-        MRPForCausalLM.from_pretrained(tmp_path)
-
-
-@pytest.mark.parametrize("source", ["/no/such/folder", "./folder", "a/b/c", "~/model", ""])
-def test_a_path_that_is_no_folder(source: str) -> None:
-    for load in (MRPForCausalLM.from_pretrained, MRPForCausalLM.from_backbone, make_model().attach_head):
-        with pytest.raises(
-            NotADirectoryError, match=rf"^'{source}' is neither a folder nor the id of a repository.*check the path"
-        ):
-            load(source)
-
-
-def test_a_file_is_no_folder(heavyball: Path) -> None:
-    with pytest.raises(NotADirectoryError, match=r"config\.json' is neither a folder"):
-        MRPForCausalLM.from_pretrained(heavyball / "config.json")
-
-
-@pytest.mark.parametrize("source", ["folder", "org/misspelt"])
-def test_a_name_that_is_not_found(source: str) -> None:
+@pytest.mark.parametrize("source", ["/no/such/folder", "./folder", "a/b/c", "", "folder", "org/misspelt", "{empty}"])
+def test_a_name_of_nothing(source: str, tmp_path: Path) -> None:
     """The tests are offline."""
+    source = source.format(empty=tmp_path)
     for load in (MRPForCausalLM.from_pretrained, MRPForCausalLM.from_backbone, make_model().attach_head):
-        with pytest.raises(
-            OSError, match=rf"^'{source}' is no folder here, and as a repository it could not be read: .*connect"
-        ):
+        with pytest.raises(OSError, match=rf"^'{source}' is no folder here, .*could not be read|^{source} has no config\.json"):
             load(source)
 
 

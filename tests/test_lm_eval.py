@@ -1,6 +1,7 @@
 """lm-eval runs the checkpoint unchanged through its `hf` backend, in a process of its own, offline, from a task file."""
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import TINY
 from helpers import left_padded
 from mrp_trainer.evaluate import decode_prompts, family_set
@@ -93,6 +95,48 @@ def test_lm_eval_scores_as_we_do(tmp_path: Path, tiny_model: MRPForCausalLM, tin
     for mode in ("sequential", "mrp_spec"):
         assert found[mode]["answers"] == {problem.prompt: text for problem, text in zip(asked, ours.texts, strict=True)}
         assert found[mode]["score"] == pytest.approx(sum(right) / COUNT)
+
+
+CHOICES = """\
+task: choices
+dataset_path: json
+dataset_kwargs: {data_files: {test: DATA}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{prompt}}"
+doc_to_choice: "{{choices}}"
+doc_to_target: 0
+metric_list:
+  - {metric: acc, aggregation: mean, higher_is_better: true}
+"""
+
+
+def test_log_likelihoods_are_warned_of_once(
+    tmp_path: Path, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two batches of them; generating, and asking what stands at a mask, say nothing."""
+    import lm_eval
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    logging.Logger.warning_once.cache_clear()  # type: ignore[attr-defined]  # transformers adds it
+    model = MRPForCausalLM.from_pretrained(TINY).eval()
+    data = tmp_path / "choices.jsonl"
+    data.write_text("".join(f'{{"prompt": "{n} + 1 =", "choices": [" {n + 1}", " {n}"]}}\n' for n in range(3)))
+    (tmp_path / "choices.yaml").write_text(CHOICES.replace("DATA", str(data)))
+    ids = tiny_tokenizer("def f(x):", return_tensors="pt")["input_ids"]
+    model.generate(ids, max_new_tokens=4)
+    model(torch.cat([ids, torch.full((1, 1), model.config.mask_token_id)], 1))
+    assert "log-likelihoods" not in caplog.text
+    lm_eval.simple_evaluate(
+        model=HFLM(pretrained=model, tokenizer=tiny_tokenizer, batch_size=2),
+        tasks=["choices"],
+        task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False),
+        bootstrap_iters=0,
+    )
+    assert caplog.text.count("log-likelihoods made of them") == 1
 
 
 def test_its_stop_sequences(tiny_model: MRPForCausalLM, tiny_tokenizer: Any) -> None:

@@ -102,6 +102,17 @@ def test_a_folder_without_a_tokenizer(saved: dict[str, Path]) -> None:
         load_tokenizer(str(saved["mrp"]))
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("text", ["{", "5", '{"auto_map": 5}', '{"a":' * 5000 + "1" + "}" * 5000], ids=lambda text: text[:15])
+def test_a_damaged_tokenizer(name: str, text: str, tmp_path: Path) -> None:
+    for path in TINY.glob("*.json"):
+        shutil.copy(path, tmp_path)
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=r"the tokenizer of '.*' cannot be loaded: save one there, or name another") as told:
+        load_tokenizer(str(tmp_path))
+    assert len(str(told.value)) < 600
+
+
 @pytest.fixture
 def trapped(tmp_path: Path) -> Path:
     """The embedded checkpoint in the published layout, and code beside it, which leaves a mark if it runs."""

@@ -312,3 +312,18 @@ def test_published_config_fields_load() -> None:
     assert not MRPConfig.from_dict({**published, "num_nextn_predict_layers": 0}).has_head
     again = MRPConfig.from_dict(config.to_dict())
     assert (again.block_size, again.mask_token_id, again.rope_parameters) == (16, 151669, config.rope_parameters)
+
+
+def test_the_output_layer_has_its_place_in_the_plans() -> None:
+    """Of tensor and pipeline parallelism, as in transformers' own Qwen3."""
+    model = make_model()
+    assert model.tp_plan["lm_head"] == "colwise_gather_output"
+    assert model.pp_plan["lm_head"] == (["hidden_states"], ["logits"])
+
+
+def test_a_model_whose_weights_are_nowhere() -> None:
+    """Its forward gives shapes; decoding says what is wrong."""
+    model = make_model().to("meta")
+    assert model(torch.tensor([[1, 2, 3]], device="meta")).logits.shape == (1, 3, 64)
+    with pytest.raises(ValueError, match=r"is on the meta device.*load the model with from_pretrained"):
+        model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=4)

@@ -1,25 +1,66 @@
 """What is installed, under which names."""
 
+import os
+import shutil
 import subprocess
 import sys
 import tomllib
+import zipfile
+from pathlib import Path
 
 import mrp_trainer
 import pytest
-from conftest import ROOT
+from conftest import ROOT, TINY
+from hub_server import HubServer
 from mrp_trainer.arguments import MRPTrainingArguments
+from mrp_trainer.embedded import located
 from mrp_trainer.trainer import MRPTrainer
 
 import modeling_mrp
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+EMBEDDED = "mrp_trainer.sdar-tiny-mrp"  # a folder of files that no one imports
+# As a user types them, in an empty folder; the last is README's first snippet.
+COMMANDS = """
+import sys
+from mrp_trainer import TINY, cli
+for line in (
+    "show --max-new-tokens 16",
+    "evaluate --count 1 --family math --max-new-tokens 16 --json",
+    "convert sdar-tiny-mrp published --layout heavyball",
+    "push sdar-tiny-mrp me/tiny --dry-run --no-picture",
+    "train head --model sdar-tiny-mrp --output-dir head --dry-run",
+):
+    cli.app(line.split(), standalone_mode=False)
+from transformers import AutoModel, AutoTokenizer
+model = AutoModel.from_pretrained(TINY, trust_remote_code=True)
+tok = AutoTokenizer.from_pretrained(TINY, trust_remote_code=True)
+print(model.generate(**tok("def double(x):", return_tensors="pt"), max_new_tokens=4).shape)
+print(sorted({cli.__file__, TINY}))
+"""
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that the wheel puts on Python's path."""
+    build = pytest.importorskip("setuptools.build_meta", reason="what builds the distribution is not installed")
+    source, site = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("site")
+    for name in ("modeling_mrp", "trainer", "serving", "hub_configs/sdar-tiny-mrp"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copyfile(ROOT / name, source / name)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(source)
+        wheel = site / build.build_wheel(str(site))
+    zipfile.ZipFile(wheel).extractall(site)
+    return site
 
 
 def test_top_level_names_are_the_projects_own() -> None:
     """Another distribution installs a package called `trainer`: with both, each would overwrite the other's files."""
     tools = PROJECT["tool"]["setuptools"]
     assert {name.partition(".")[0] for name in tools["packages"]} == {"modeling_mrp", "mrp_trainer", "mrp_serving"}
-    for name in tools["packages"]:
+    for name in set(tools["packages"]) - {EMBEDDED}:
         top, _, rest = name.partition(".")
         assert (ROOT / tools["package-dir"][top] / rest.replace(".", "/") / "__init__.py").is_file(), name
 
@@ -29,9 +70,41 @@ def test_every_package_is_installed() -> None:
     found = {
         ".".join((top, *path.parent.relative_to(ROOT / folder).parts))
         for top, folder in tools["package-dir"].items()
+        if top != EMBEDDED
         for path in (ROOT / folder).rglob("__init__.py")
     }
-    assert set(tools["packages"]) == found
+    assert set(tools["packages"]) == found | {EMBEDDED}
+
+
+def test_the_small_checkpoint_is_in_the_wheel(installed: Path) -> None:
+    held = installed / EMBEDDED.replace(".", "/")
+    assert {path.relative_to(held) for path in held.rglob("*")} >= {
+        path.relative_to(TINY) for path in TINY.rglob("*") if "__pycache__" not in path.parts
+    }
+
+
+def test_commands_find_it_from_any_folder_and_ask_nobody(installed: Path, hub: HubServer, tmp_path: Path) -> None:
+    """Its name is one that a stranger may take on the Hub."""
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    hub.commit("org/sdar-tiny-mrp", {"config.json": b"{}"})
+    environment = {**os.environ, **hub.environment(tmp_path, "hf_alice"), "PYTHONPATH": str(installed)}
+    environment |= {"HF_HUB_OFFLINE": "0", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", COMMANDS], cwd=empty, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert hub.asked("") == []
+    *_, shape, where = done.stdout.splitlines()
+    assert shape == "torch.Size([1, 10])"
+    assert where == str([f"{installed}/mrp_trainer/cli.py", f"{installed}/{EMBEDDED.replace('.', '/')}"])
+    assert {path.name for path in empty.iterdir()} == {"decode.svg", "published"}
+
+
+def test_a_folder_of_that_name_is_meant_where_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert located("sdar-tiny-mrp") == mrp_trainer.TINY == str(TINY)
+    assert located("org/sdar-tiny-mrp") == "org/sdar-tiny-mrp"
+    (tmp_path / "sdar-tiny-mrp").mkdir()
+    assert located("sdar-tiny-mrp") == "sdar-tiny-mrp"
 
 
 def test_type_checkers_read_what_is_installed() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from modeling_mrp.kernels.dispatch import Dispatch, tl, triton
 from modeling_mrp.kernels.noise import gumbel_noise, noise_bits, noise_keys
 from modeling_mrp.kernels.pick import pick_rows, pick_rows_ref
-from modeling_mrp.kernels.unembedding import Unembedding, log_odds
+from modeling_mrp.networks.unembedding import Unembedding, log_odds
 
 pytestmark = [
     pytest.mark.skipif(triton is None, reason="needs triton"),
@@ -68,11 +68,10 @@ if triton is not None:
 
     @triton.jit
     def write_noise(keys, tokens, bits_out, noise_out, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
-        n = tl.arange(0, COUNT)
-        bits = token_noise_bits(tl.load(keys + n), tl.load(tokens + n))
-        at = n[None, :] * COUNT + n[:, None]
-        tl.store(bits_out + at, bits.to(tl.int64))
-        tl.store(noise_out + at, gumbel_of_bits(bits))
+        row, n = tl.program_id(0), tl.arange(0, COUNT)
+        bits = token_noise_bits(tl.load(keys + row), tl.load(tokens + n))
+        tl.store(bits_out + row * COUNT + n, bits.to(tl.int64))
+        tl.store(noise_out + row * COUNT + n, gumbel_of_bits(bits))
 
     @triton.jit
     def write_gumbel(bits, out, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -85,7 +84,7 @@ def test_the_noise_has_the_same_bits() -> None:
     n = 64
     tokens = torch.cat([torch.arange(32), torch.arange(151_936 - 31, 151_937)]).to(DEVICE)
     bits, noise = torch.zeros(n, n, dtype=torch.long, device=DEVICE), torch.zeros(n, n, device=DEVICE)
-    write_noise[(1,)](keys_of(n), tokens.int(), bits, noise, n)
+    write_noise[(n,)](keys_of(n), tokens.int(), bits, noise, n)
     assert torch.equal(bits, noise_bits(keys_of(n), tokens))
     assert (bits >= 1 << 31).any()
     torch.testing.assert_close(noise.double(), gumbel_noise(keys_of(n), tokens, torch.float64), rtol=3e-7, atol=3e-7)

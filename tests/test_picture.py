@@ -191,12 +191,22 @@ def test_what_cannot_be_drawn(wrong: Any, message: str) -> None:
         wrong()
 
 
+@pytest.mark.parametrize("text", ["@id", "\0id"])
+def test_a_text_is_drawn_as_it_is_whatever_stands_for_the_pictures_id(text: str) -> None:
+    picture = draw(replace(drawn(), name=text), prompt=f"what is {text}?", animated=True)
+    root = ElementTree.fromstring(picture.svg)
+    shown = ["".join(one.itertext()).replace("\u00a0", " ") for one in root.iter(f"{SVG}text")]
+    assert {visible(text), f"what is {visible(text)}?"} <= set(shown)
+    (clip,) = root.iter(f"{SVG}clipPath")
+    assert clip.get("id") == f"{root.get('id')}-3"
+
+
 def test_the_committed_picture_is_what_the_command_draws(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The command is that of `make picture`."""
     monkeypatch.chdir(ROOT)
     (command,) = re.findall(r"mrp_trainer\.cli (show .*)", (ROOT / "Makefile").read_text())
     *arguments, path = command.split()
-    assert path == f"hub_configs/sdar-tiny-mrp/{PICTURE}"
+    assert path == f"./hub_configs/sdar-tiny-mrp/{PICTURE}"
     result = CliRunner().invoke(cli.app, [*arguments, str(tmp_path / "it.svg")])
     assert result.stdout == f"wrote {tmp_path / 'it.svg'}: sequential: 25 forwards; mrp_spec of sequential K=8: 7 forwards\n"
     assert (tmp_path / "it.svg").read_text() == (ROOT / path).read_text()

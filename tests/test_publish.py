@@ -2,21 +2,20 @@
 
 import json
 import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, make_model
+from conftest import ROOT
 from helpers import hashes
 from hub_client import Done, HubClient
 from hub_server import HubServer
 from huggingface_hub import ModelCard
 from mrp_trainer.publish import main
 from mrp_trainer.publishing import publish
-from mrp_trainer.publishing.card import check_card, is_own_card
+from mrp_trainer.publishing.card import is_own_card
 from mrp_trainer.publishing.folder import read_folder
 from publishing import client, folders, hub, push, repo, server, titles
 
@@ -95,41 +94,21 @@ def test_a_head_and_an_adapter_arrive(
     assert ("\n- speculators\n- draft-model\n" in files["README.md"].decode()) == (kind == "head")
 
 
-def test_of_a_model_with_a_peft_adapter_the_adapter_is_published(
+def test_a_loaded_model_pushes_itself_as_transformers_does(
     hub: HubServer, client: HubClient, folders: dict[str, Path], repo: str
 ) -> None:
-    """Under the name of the model it was made for; a local path is none."""
-    prepared = f"""
-        import warnings
-        from peft import LoraConfig
-        from modeling_mrp import MRPForCausalLM
-        warnings.simplefilter("ignore")
-        model = MRPForCausalLM.from_pretrained({str(folders["full"])!r})
-        model.add_adapter(LoraConfig(r=2, target_modules=["eh_proj"]))
-    """
-    done = client.run(f"{prepared}    model.push_to_hub({repo!r})")
-    assert f"base_model is '{folders['full']}': it must be the id of a model on the Hub" in str(done.error)
-    assert hub.requests == []
-    done = client.run(
-        f"""{prepared}
-        model.peft_config["default"].base_model_name_or_path = "org/head"
-        print(model.push_to_hub({repo!r}).commit_message)
-        """
-    )
-    assert (done.printed, done.error) == ("Upload an adapter\n", None)
-    assert set(hub.files(repo)) == {"adapter_config.json", "adapter_model.safetensors", "README.md", ".gitattributes"}
-
-
-def test_a_loaded_model_pushes_itself(hub: HubServer, client: HubClient, folders: dict[str, Path], repo: str) -> None:
-    """In one commit, with a card of a few lines that a push of the command replaces."""
+    """Whole or its head, private, with our tags and the user's, a branch or a pull request; `mrp push` replaces its card."""
     done = client.run(
         f"""
+        from peft import LoraConfig
         from modeling_mrp import MRPForCausalLM
         model = MRPForCausalLM.from_pretrained({str(folders["full"])!r})
-        done = model.push_to_hub({repo!r}, commit_message="My first", max_shard_size="40KB")
-        print(done.oid)
-        model.save_pretrained("again", push_to_hub=True, repo_id={repo!r}, revision="second")
+        print(model.push_to_hub({repo!r}, commit_message="My first", max_shard_size="40KB", tags="mine").oid)
+        model.save_pretrained("again", push_to_hub=True, repo_id={repo!r}, revision="second", tags=["more"])
         print(model.push_to_hub({repo!r}, create_pr=True).pr_url)
+        model.push_to_hub("mine", head_only=True, base_model_name_or_path="org/b", private=False)
+        model.add_adapter(LoraConfig(r=2, target_modules=["eh_proj"]))
+        model.push_to_hub("{repo}-adapter")
         """
     )
     assert done.error is None
@@ -137,60 +116,33 @@ def test_a_loaded_model_pushes_itself(hub: HubServer, client: HubClient, folders
     assert pull_request.endswith(f"/{repo}/discussions/1")
     assert titles(hub, repo) == ["My first", "initial commit"]
     assert hub.repository(repo).read("main").oid == first
-    assert hub.repository(repo).state["private"] is True
-    shards = {name for name in hub.files(repo) if name.startswith("model-0000")}
-    assert len(shards) > 1
-    assert titles(hub, repo, "second")[0] == "Upload a full model"
+    assert len([name for name in hub.files(repo) if name.startswith("model-0000")]) > 1
+    assert {name: content for name, content in hub.files(repo).items() if name.endswith(".py")} == PACKAGE
     for revision in ("second", "refs/pr/1"):
-        assert not shards & set(hub.files(repo, revision)), "what the earlier push left is removed in the same commit"
+        assert titles(hub, repo, revision)[0] == "Upload a full model"
         assert hub.files(repo, revision)["model.safetensors"] == (folders["full"] / "model.safetensors").read_bytes()
     card = hub.files(repo)["README.md"].decode()
-    check_card(card)
-    assert "Here is a full model. Nothing is told of it yet" in card
     assert not is_own_card(card)
+    assert {"mrp", "speculative-decoding", "mine"} <= set(ModelCard(card).data.tags)
+    assert "more" in ModelCard(hub.files(repo, "second")["README.md"].decode()).data.tags
+    assert json.loads(hub.files("alice/mine")["config.json"])["base_model_name_or_path"] == "org/b"
+    assert hub.files("alice/mine")["model.safetensors"] == (folders["head"] / "model.safetensors").read_bytes()
+    assert [hub.repository(name).state["private"] for name in (repo, "alice/mine")] == [True, False]
+    assert {"adapter_config.json", "adapter_model.safetensors"} < set(hub.files(f"{repo}-adapter"))
+    assert "model.safetensors" not in hub.files(f"{repo}-adapter")
 
 
-@pytest.mark.parametrize("there", ["full", "adapter", "other"])
-def test_a_loaded_model_overwrites_nothing_of_another_kind(
-    hub: HubServer, client: HubClient, folders: dict[str, Path], repo: str, there: str
+def test_a_head_that_names_a_folder_does_not_push_itself(
+    hub: HubServer, client: HubClient, folders: dict[str, Path], repo: str
 ) -> None:
-    """And a commit that fails, or that somebody else was faster than, leaves the repository as it was."""
-    files = {"notes.bin": b"1"} if there == "other" else {p.name: p.read_bytes() for p in folders[there].glob("*.json")}
-    commit = hub.commit(repo, files)
-    head = f"""
+    done = client.run(
+        f"""
         from modeling_mrp import MRPForCausalLM
-        model = MRPForCausalLM.from_pretrained({str(folders["full"])!r})
-        model.push_to_hub({{!r}}, head_only=True, base_model_name_or_path="org/b")
-    """
-    done = client.run(head.format(repo))
-    assert "and what is pushed is an MRP head: push it to a repository of its own" in str(done.error)
-    assert {logged.method for logged in hub.requests} <= {"GET", "HEAD"}
-    assert hub.repository(repo).read("main").oid == commit
-
-
-@pytest.mark.parametrize("failure", ["refused", "late"])
-def test_a_loaded_models_commit_is_made_whole_or_not_at_all(
-    hub: HubServer, client: HubClient, folders: dict[str, Path], repo: str, failure: str
-) -> None:
-    hub.commit(repo, {"README.md": b"mine"})
-
-    def meanwhile(body: bytes) -> bytes:
-        hub.commit(repo, {"README.md": b"theirs"})
-        return body
-
-    if failure == "refused":
-        hub.fail("POST .*/commit/", status=400)
-    else:
-        hub.fail("POST .*/preupload/", change=meanwhile)
-    push = f"""
-        from modeling_mrp import MRPForCausalLM
-        MRPForCausalLM.from_pretrained({str(folders["full"])!r}).push_to_hub({repo!r})
-    """
-    assert {"refused": "BadRequestError: ", "late": "412 Precondition Failed"}[failure] in str(client.run(push).error)
-    assert set(hub.files(repo)) == {".gitattributes", "README.md"}
-    hub.faults.clear()
-    assert client.run(push).error is None
-    assert hub.files(repo)["README.md"] == {"refused": b"mine", "late": b"theirs"}[failure], "a card that is there is kept"
+        MRPForCausalLM.from_pretrained({str(folders["full"])!r}).push_to_hub({repo!r}, head_only=True)
+        """
+    )
+    assert f"base_model_name_or_path is '{folders['full']}', and a head on the Hub needs a backbone" in str(done.error)
+    assert hub.requests == []
 
 
 def test_the_code_is_what_the_package_generates(
@@ -338,11 +290,8 @@ def test_the_command_names_another_base(
     ("there", "pushed", "held"),
     [
         ("head", "full", "an MRP head, and what is pushed is a full model"),
-        ("full", "head", "a full model, and what is pushed is an MRP head"),
-        ("adapter", "head", "an adapter, and what is pushed is an MRP head"),
         ("full", "adapter", "a full model, and what is pushed is an adapter"),
         ({"config.json": b'{"model_type": "llama"}'}, "full", "a model of type 'llama', and what is pushed is a full model"),
-        ({"config.json": b"[]"}, "full", "a config.json that cannot be read, and"),
         ({"data.csv": b"1"}, "full", "files of no model of this package, such as data.csv, and"),
     ],
 )
@@ -377,50 +326,17 @@ def test_a_wrong_argument_is_refused(folders: dict[str, Path], repo_id: str, opt
         publish(folders["full"], repo_id, **options)
 
 
-@pytest.mark.parametrize(
-    ("repo_id", "options", "kind", "message"),
-    [
-        ("org/name", {"privat": True}, TypeError, "unexpected keyword argument 'privat'"),
-        ("a/b/c", {}, ValueError, "Repo id must be in the form"),
-        ("org/name", {"revision": "b", "create_pr": True}, ValueError, "push to a branch, or open a pull request"),
-    ],
-)
-def test_a_loaded_model_is_not_written_for_a_wrong_argument(
-    repo_id: str, options: dict[str, Any], kind: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """There is no folder for temporary files, which would be another error."""
-    monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
-    with pytest.raises(FileNotFoundError):
-        make_model().push_to_hub("org/name")
-    with pytest.raises(kind, match=message):
-        make_model().push_to_hub(repo_id, **options)
-
-
 def test_a_name_without_an_owner_is_the_users(hub: HubServer, client: HubClient, folders: dict[str, Path]) -> None:
-    """Of a model that pushes itself, that is saved and pushed, and of the command, whose dry run cannot know who it is."""
-    done = client.run(
-        f"""
-        from mrp_trainer.publish import main
-        from modeling_mrp import MRPForCausalLM
-        model = MRPForCausalLM.from_pretrained({str(folders["full"])!r})
-        print(model.push_to_hub("mine").commit_url.split("/commit/")[0])
-        model.save_pretrained("saved", push_to_hub=True)
-        main(["push", {str(folders["head"])!r}, "my-head"])
-        """
-    )
+    """Which a dry run cannot know."""
+    done = client.run(f"from mrp_trainer.publish import main; main(['push', {str(folders['head'])!r}, 'my-head'])")
     assert done.error is None
-    assert done.printed.startswith(f"{hub.url}/alice/mine\nan MRP head to alice/my-head (branch main; private if it is new)\n")
-    for name, kind in (("mine", "a full model"), ("saved", "a full model"), ("my-head", "an MRP head")):
-        assert titles(hub, f"alice/{name}") == [f"Upload {kind}", "initial commit"]
+    assert done.printed.startswith("an MRP head to alice/my-head (branch main; private if it is new)\n")
+    assert titles(hub, "alice/my-head") == ["Upload an MRP head", "initial commit"]
     assert '"alice/my-head"' in hub.files("alice/my-head")["README.md"].decode()
     dry = publish(folders["head"], "my-head", dry_run=True)
     assert str(dry).startswith("an MRP head to my-head of your own (branch main;")
-
-
-def test_a_name_without_an_owner_needs_a_user(folders: dict[str, Path]) -> None:
-    for pushes in (make_model().push_to_hub, lambda name, **how: publish(folders["full"], name, **how)):
-        with pytest.raises(ValueError, match=r"Cannot use `token=False` with `whoami`"):
-            pushes("mine", token=False)
+    with pytest.raises(ValueError, match=r"Cannot use `token=False` with `whoami`"):
+        publish(folders["full"], "mine", token=False)
 
 
 def test_a_dry_run_makes_no_connection(hub: HubServer, push: Callable[..., Done], folders: dict[str, Path], repo: str) -> None:

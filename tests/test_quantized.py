@@ -15,7 +15,7 @@ from transformers import BitsAndBytesConfig, QuantoConfig, TorchAoConfig
 
 from modeling_mrp import MRPForCausalLM
 from modeling_mrp.generate.checks import mixed_tokens
-from modeling_mrp.kernels.unembedding import Unembedding
+from modeling_mrp.networks.unembedding import Unembedding
 
 QUESTIONS = (
     "Sum the numbers of a list that are even, each plus 5.",

@@ -8,7 +8,6 @@ import pickle
 import re
 import resource
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -623,10 +622,9 @@ def test_of_a_record_of_30_megabytes_little_is_tokenised(tiny_tokenizer: Any, na
     """Tokenising it all would take some 40 seconds and 6 GB."""
     line = json.dumps(long_records(2_000_000)[name]).encode()
     encode = RecordEncoder(tiny_tokenizer, 4, 64, tiny_tokenizer.mask_token_id)
-    before, begun = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     encode.check(line)
     encode.sample(line, 0)
-    assert time.process_time() - begun < 15
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20  # KiB
 
 

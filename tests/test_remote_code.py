@@ -51,6 +51,25 @@ def test_loads_from_an_offline_hub_cache(fresh: Fresh, as_it_lies: str) -> None:
     assert fresh(USE.format(where="someone/sdar-tiny-mrp")) == as_it_lies
 
 
+def test_the_tokenizer_needs_no_code(fresh: Fresh) -> None:
+    """AutoTokenizer reads the model's config first, whose class is remote code, and would ask for it: it gets along without,
+    asks nothing where `trust_remote_code` is False, and a no is an answer."""
+    printed = fresh(
+        f"""
+        import builtins
+        from transformers import AutoTokenizer
+        asked = []
+        builtins.input = lambda question: asked.append(question) or "n"
+        untrusted = AutoTokenizer.from_pretrained({str(TINY)!r}, trust_remote_code=False)
+        print("ASKED:", len(asked))
+        refused = AutoTokenizer.from_pretrained({str(TINY)!r})
+        assert untrusted("def f(x):")["input_ids"] == refused("def f(x):")["input_ids"] != []
+        print("RAN:", [name for name in sys.modules if "configuration_mrp" in name])
+        """
+    )
+    assert printed == "ASKED: 0\nRAN: []\n"
+
+
 def test_pipeline(fresh: Fresh) -> None:
     printed = fresh(
         f"""

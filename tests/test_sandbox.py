@@ -42,6 +42,7 @@ OF_INT = [
     ),
     body("a = [x]", "for i in a:", "    if i < 9:", "        a += [i + 1]", "return a"),
     "def x(x):\n    return x",
+    body("ﬁ = ä = x", "return [fi, ä, '\\N{BULLET}']"),
 ]
 OF_LIST = [
     body("return [len(x), sum(x), sorted(x), list(x) == x, max(x + [0]) - min(x + [0])]"),

@@ -158,7 +158,7 @@ def test_a_client_that_leaves_in_the_middle(server: Server, answers: Any) -> Non
 def test_one_model_is_listed_and_no_hub_is_asked(server: Server) -> None:
     assert [one.id for one in server.client.models.list()] == [MODEL]
     assert server.client.models.retrieve(MODEL).id == MODEL
-    with pytest.raises(openai.NotFoundError, match="'org/other': this server has 'hub_configs/sdar-tiny-mrp' alone"):
+    with pytest.raises(openai.NotFoundError, match="'org/other': this server has 'sdar-tiny-mrp' alone"):
         server.client.models.retrieve("org/other")
     assert server.hub.requests == []
 
@@ -191,7 +191,7 @@ def options(**given: Any) -> dict[str, Any]:
 
 
 BAD: list[tuple[dict[str, Any], int, str]] = [
-    ({"model": "gpt-4"}, 404, "model is 'gpt-4': this server has 'hub_configs/sdar-tiny-mrp' alone"),
+    ({"model": "gpt-4"}, 404, "model is 'gpt-4': this server has 'sdar-tiny-mrp' alone"),
     ({"messages": []}, 400, r"messages is \[\]: it must be a list of one message or more"),
     ({"messages": "hi"}, 400, "messages is 'hi': it must be a list"),
     ({"messages": [{"content": "hi"}]}, 400, "messages.0. is .*: it must be an object with role and content"),

@@ -169,6 +169,14 @@ def test_what_is_chosen_is_decoded(
     assert "return sum(" in chat[1]["content"]
 
 
+def test_half_a_surrogate_pair_is_told() -> None:
+    """A client of the page's API may send one; a tokenizer cannot read it."""
+    space = runpy.run_path(str(SPACE / "app.py"))
+    with pytest.raises(Exception, match=r"The prompt has half a surrogate pair, .* at character 3") as refused:
+        next(space["answer"]("hi \ud83d", [], "static", "static", 0.9, 8, 16, 0, False, False))
+    assert type(refused.value).__name__ == "Error"  # gradio's, which the page shows
+
+
 def test_a_space_installs_what_the_package_needs() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     needed = [*project["dependencies"], *project["optional-dependencies"]["space"]]

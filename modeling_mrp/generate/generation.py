@@ -31,6 +31,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging as transformers_logging
 
 from ..kernels.dispatch import PYTORCH, Dispatch, kernels_usable
+from ..kernels.fused_layers import pack
 from ..model.offloading import fetched
 from ..networks.attention import takes_round_masks
 from ..networks.cache import BlockCache, PassingReference, WeightsSeen, devices_of_layers
@@ -76,6 +77,8 @@ _REFUSED = {
 
 class MRPGenerationMixin(GenerationMixin):
     """`generate` of an MRP model: transformers prepares everything, the loop decodes."""
+
+    generation_config: MRPGenerationConfig
 
     @shows_options
     def generate(
@@ -300,8 +303,14 @@ def _decode(
     criteria = [c for c in stopping_criteria if not isinstance(c, MaxLengthCriteria | EosTokenCriteria)]
     stopping = Stopping(criteria, input_ids, pad_id(config), model.config.mask_token_id) if criteria else None
     capacity, room = max(len(row.text) for row in rows), mode.width * block
+    # Whatever `kernels` is: weights that move make caches of earlier calls useless.
+    if picker.dispatch.forced or kernels_usable(model.device, model.dtype):
+        pack(model)
     with cache_for(model, config.graphs, past, len(rows), capacity, room, mode.uses_head) as (cache, graphs):
         reused = _reused(cache, rows, model, mode)
+        if progress is not None:  # the cache is handed out
+            parts = ("model", "mrp_head") if cache.head_layers else ("model",)
+            cache.weights = {name: WeightsSeen(getattr(model, name)) for name in parts}
         picker = replace(picker, entropy=mode.rule.needs_entropy, likeliest=mode.drafting is not None and picker.sample)
         networks = Networks(
             *(model, cache, mode.uses_head, picker, _drafter(model, picker, mode), picker.dispatch),
@@ -332,8 +341,6 @@ def _reused(cache: BlockCache, rows: Sequence[Row], model: Any, mode: Mode) -> l
     """Find how many tokens of each row have keys and values already, and let go of what the call will overwrite."""
     texts = [row.text for row in rows]
     reused = cache.reusable(texts, [row.state.start for row in rows], model.config.block_size, mode.uses_head)
-    parts = ("model", "mrp_head") if cache.head_layers else ("model",)
-    cache.weights = {name: WeightsSeen(getattr(model, name)) for name in parts}
     for row, same, of_head in zip(rows, reused, cache.head_held, strict=True):
         row.head_held = min(same, of_head) if mode.uses_head else 0
     # From here on the slots behind are overwritten, also by a call that does not come to its end.

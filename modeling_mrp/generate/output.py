@@ -141,12 +141,12 @@ class Progress:
             return {}
         states, places, hidden = [], [], []
         before = cache(lambda place, start: self.rows[place].before(start))
-        for (place, at), (state, said) in self.drawn.items():
+        for (place, at), (state, at_state) in self.drawn.items():
             row = self.rows[place]
             if at < (row.stop or 0):
                 states.append((before(place, state.start), state))
                 places.append((at - row.prompt, place))
-                hidden.append(said)
+                hidden.append(at_state)
         found = {}
         wide = torch.stack(hidden) if hidden else picker.lm_head_weight[:0]  # all may be given
         given = picker.distributions(wide, Spots(states, tokens.device))

@@ -5,7 +5,7 @@ This is the one place that imports triton, which need not be there: kernels are 
 
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -21,26 +21,15 @@ except ImportError:
 T = TypeVar("T")
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-LARGEST_ROW = 1 << 14  # numbers that a program holds in registers
-# Of every launch: products and sums in one instruction, which Triton 3.10 will not do by itself, as 3.9 warns.
-MULTIPLY_ADD = {"enable_fp_fusion": True}
+# Of every launch; products and sums in one instruction, which Triton 3.10 will not do by itself, as 3.9 warns.
+LAUNCH = {"num_warps": 4, "enable_fp_fusion": True}
 _OLDEST = (8, 0)  # compute capability with bfloat16 in the matrix units and asynchronous copies
-# (kernel, device) that failed to compile or to launch in this process; their twins are used from then on.
+# (kernel, device) that failed to compile or to launch in this process.
 _failed: set[tuple[str, torch.device]] = set()
 # Whose hooks only note what a model was asked to hand out: hidden states of its own forward.
 _NOTES_ONLY = "transformers.utils.output_capturing"
 # Where the classes are defined that kernels stand for.
 _OWN = ("torch.nn.", "transformers.", __name__.partition(".kernels.")[0])
-
-
-def processors(device: torch.device, otherwise: int) -> int:
-    """Count the multiprocessors of a GPU; `otherwise` for a device that only stands in for one."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else otherwise
-
-
-def tensor_memory(device: torch.device) -> bool:
-    """Tell if the matrix units of a GPU write to a memory of their own, as those of data-centre Blackwell do."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 10
 
 
 @dataclass(frozen=True)
@@ -69,10 +58,9 @@ class Dispatch:
 
         Args:
             name: Of the kernel, for messages.
-            kernel: Launches it.
-            twin: Computes the same with PyTorch.
+            kernel: Launches it; `twin` computes the same with PyTorch.
             *tensors: What goes in; their devices and floating dtypes decide.
-            obstacle: What else keeps this kernel from them, a shape for instance, and the remedy; None: nothing.
+            obstacle: What else keeps the kernel from them, and the remedy; None: nothing.
 
         Raises:
             ValueError: if kernels are forced and cannot be used here.
@@ -82,54 +70,37 @@ class Dispatch:
             return twin()
         device = tensors[0].device
         obstacle = obstacle or _obstacle(tensors, interpreted=bool(self.forced))
-        if self.forced:
-            if obstacle is not None:
-                raise ValueError(
-                    f"kernels is True, but the kernel {name!r} cannot be used: {obstacle}, or use kernels=None or kernels=False"
-                )
-            try:
-                with _on(device):
-                    return kernel()
-            except Exception as error:
+        if self.forced and obstacle is not None:
+            raise ValueError(
+                f"kernels is True, but the kernel {name!r} cannot be used: {obstacle}, or use kernels=None or kernels=False"
+            )
+        if obstacle is not None or (not self.forced and (name, device) in _failed):
+            return twin()
+        try:
+            with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+                return kernel()
+        except torch.OutOfMemoryError:
+            raise  # says nothing about the kernel, and its twin needs more
+        except Exception as error:
+            if self.forced:
                 raise RuntimeError(
                     f"kernels is True, but the kernel {name!r} failed on {device} ({_summary(error)}): use kernels=None, which "
                     "falls back to PyTorch, or kernels=False"
                 ) from error
-        return twin() if obstacle is not None else with_fallback(name, device, kernel, twin)
+            if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+                raise  # most errors are the capture's then, and a twin would go into the graph
+            _failed.add((name, device))
+            warnings.warn(
+                f"the Triton kernel {name!r} failed on {device} and PyTorch is used in its place, which is slower "
+                f"({_summary(error)}); kernels=False silences this",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return twin()
 
 
 AUTOMATIC = Dispatch()
 PYTORCH = Dispatch(False)
-
-
-def with_fallback(name: str, device: torch.device, kernel: Callable[[], T], twin: Callable[[], T]) -> T:
-    """Take the kernel's result; its twin's if it fails on this device now, which is reported, or has failed there before.
-
-    While a CUDA graph is captured every error is raised: most are the capture's, and a twin would go into the graph.
-    """
-    if failed_before(name, device):
-        return twin()
-    try:
-        with _on(device):
-            return kernel()
-    except torch.OutOfMemoryError:
-        raise  # says nothing about the kernel, and its twin needs more
-    except Exception as error:
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            raise
-        _failed.add((name, device))
-        warnings.warn(
-            f"the Triton kernel {name!r} failed on {device} and PyTorch is used in its place, which is slower "
-            f"({_summary(error)}); kernels=False silences this",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-    return twin()
-
-
-def failed_before(name: str, device: torch.device) -> bool:
-    """Tell if a kernel has been given up on a device."""
-    return (name, device) in _failed
 
 
 def failed_kernels() -> list[str]:
@@ -143,13 +114,9 @@ def kernels_usable(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def more_than(module: nn.Module, kind: type[nn.Module]) -> str | None:
-    """Find what a module does beside its class of torch, transformers or this package, so that no kernel may stand for it.
+    """Find what a module does beside its class, `kind`, of torch, transformers or this package: no kernel stands for that.
 
     Hooks of all modules (`torch.nn.modules.module.register_module_forward_hook`) are not looked for.
-
-    Args:
-        module: Any.
-        kind: Its class, or one whose `forward` it has.
 
     Returns:
         What is in the way, and the remedy; None: calling the module is what the class does.
@@ -166,19 +133,9 @@ def more_than(module: nn.Module, kind: type[nn.Module]) -> str | None:
     return None
 
 
-def recent_enough(capability: tuple[int, int]) -> bool:
-    """Tell if a GPU of this compute capability runs the kernels."""
-    return capability >= _OLDEST
-
-
-def ceil_div(a: int, b: int) -> int:
-    """Divide a by b and round up."""
-    return -(-a // b)
-
-
-def power_of_two(n: int) -> int:
-    """Find the least power of two that is not under n, 1 at least."""
-    return 1 << max(0, n - 1).bit_length()
+def processors(device: torch.device) -> int:
+    """Count the multiprocessors of a GPU; those of an H200 for a device that only stands in for one."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
 def _obstacle(tensors: tuple[Tensor, ...], interpreted: bool) -> str | None:
@@ -192,10 +149,10 @@ def _obstacle(tensors: tuple[Tensor, ...], interpreted: bool) -> str | None:
         return "autocast is on, whose casts it does not follow: leave autocast"
     if torch.compiler.is_compiling():
         return "torch.compile traces this call and makes its own kernels: call it uncompiled"
-    for dtype in {t.dtype for t in tensors if t.is_floating_point()}:
-        if (reason := _unusable(device, dtype, interpreted)) is not None:
-            return reason
-    return None
+    dtypes = sorted({str(t.dtype)[6:] for t in tensors if t.is_floating_point()})
+    if len(dtypes) > 1:
+        return f"dtypes {', '.join(dtypes)} meet: load the model in one"
+    return _unusable(device, getattr(torch, dtypes[0]), interpreted)
 
 
 def _unusable(device: torch.device, dtype: torch.dtype, interpreted: bool) -> str | None:
@@ -210,14 +167,9 @@ def _unusable(device: torch.device, dtype: torch.dtype, interpreted: bool) -> st
             f"the tensors are on {device.type}, not on an NVIDIA GPU: move the model to one, or set TRITON_INTERPRET=1 before "
             "Python starts, for tests"
         )
-    if not recent_enough(capability := torch.cuda.get_device_capability(device)):
+    if (capability := torch.cuda.get_device_capability(device)) < _OLDEST:
         return f"{device} has compute capability {capability[0]}.{capability[1]}, and the kernels need 8.0: use a newer GPU"
     return None
-
-
-def _on(device: torch.device) -> AbstractContextManager[object]:
-    """Make a device the current one, on which Triton launches."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _summary(error: Exception) -> str:
@@ -225,21 +177,4 @@ def _summary(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[-1]}" if lines else type(error).__name__
 
 
-__all__ = [
-    "KERNEL_DTYPES",
-    "LARGEST_ROW",
-    "MULTIPLY_ADD",
-    "Dispatch",
-    "ceil_div",
-    "failed_before",
-    "failed_kernels",
-    "kernels_usable",
-    "power_of_two",
-    "processors",
-    "more_than",
-    "recent_enough",
-    "tensor_memory",
-    "tl",
-    "triton",
-    "with_fallback",
-]
+__all__ = ["LAUNCH", "Dispatch", "failed_kernels", "kernels_usable", "more_than", "processors", "tl", "triton"]

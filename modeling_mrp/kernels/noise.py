@@ -26,7 +26,7 @@ def noise_keys(seed: Tensor, position: Tensor, masks_left: Tensor) -> Tensor:
 
 
 def noise_bits(keys: Tensor, tokens: Tensor) -> Tensor:
-    """Draw 32 random bits for each of keys [n] and token ids [m], or for token ids [n, m] of each key: [n, m] int64."""
+    """Draw 32 random bits for each of keys [n] and token ids [m]: [n, m] int64."""
     return mix32(mix32(tokens * 0x9E3779B1 & _UINT32) ^ keys[:, None])
 
 
@@ -35,7 +35,7 @@ def gumbel_noise(keys: Tensor, tokens: int | Tensor, dtype: torch.dtype) -> Tens
 
     Args:
         keys: [n] long, from `noise_keys`.
-        tokens: The first so many ids, or [m] long, which ids, or [n, m] long, which of each key.
+        tokens: [m] long, or how many of the first ids.
         dtype: float32 or float64; both see the same 32 random bits.
 
     Returns:
@@ -59,22 +59,9 @@ if triton is not None:
         return x ^ (x >> 16)
 
     @triton.jit
-    def token_noise_bits(keys, tokens):  # type: ignore[no-untyped-def]
-        """Draw the bits of `noise_bits`, transposed: [m, n] uint32 of keys [n] and token ids [m]."""
-        return _mix32(_mix32(tokens.to(tl.uint32) * 0x9E3779B1)[:, None] ^ keys.to(tl.uint32)[None, :])
-
-    @triton.jit
-    def token_noise_key(seed, positions, masks_left):  # type: ignore[no-untyped-def]
-        """Make the keys of `noise_keys`, [n] uint32, for one seed (int64) and positions [n]."""
-        key = _mix32(seed.to(tl.uint32))
-        key = _mix32(key ^ (seed >> 32).to(tl.uint32))
-        key = _mix32(key ^ positions.to(tl.uint32))
-        return _mix32(key ^ masks_left.to(tl.uint32) ^ 0x9E3779B9)
-
-    @triton.jit
-    def token_noise_of(keys, tokens):  # type: ignore[no-untyped-def]
-        """Draw the bits of `noise_bits` for one token id of each key: [n] uint32 of keys [n] and token ids [n]."""
-        return _mix32(_mix32(tokens.to(tl.uint32) * 0x9E3779B1) ^ keys)
+    def token_noise_bits(key, tokens):  # type: ignore[no-untyped-def]
+        """Draw the bits of `noise_bits` at one key (int64) for token ids [n]: [n] uint32."""
+        return _mix32(_mix32(tokens.to(tl.uint32) * 0x9E3779B1) ^ key.to(tl.uint32))
 
     @triton.jit
     def gumbel_of_bits(bits):  # type: ignore[no-untyped-def]

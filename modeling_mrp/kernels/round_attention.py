@@ -1,4 +1,4 @@
-"""Attention of a decoding round: a Triton kernel and its PyTorch twin. How layers come to use it: `round_layers_mrp`.
+"""Attention of a decoding round: a Triton kernel and its PyTorch twin.
 
 In a round every row submits some states of one block each. A query sees the committed prefix of its row, the keys of its own
 state and, where its state has a parent, those of the parent. Keys and values are read where `BlockCache` holds them: the
@@ -12,11 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .dispatch import AUTOMATIC, MULTIPLY_ADD, Dispatch, ceil_div, power_of_two, processors, tl, triton
+from .dispatch import AUTOMATIC, LAUNCH, Dispatch, processors, tl, triton
 
-KERNEL = "round_attention"
+_PROGRAMS = 2  # wanted on a multiprocessor
+_TILE_KEYS = 32
 _KEYS_PER_PROGRAM = 128  # at least: fewer cost more in merging than they win
-_PROCESSORS = 132  # of an H200; what a CPU stands in for
+_MOST_SHARES = 16  # one program merges them, one after the other
 _LOG2_E = 1.4426950408889634
 
 
@@ -31,6 +32,7 @@ class RoundMask:
         block_size: Tokens per state.
         dispatch: Whether the kernel runs.
         sees_all: Whether every query sees every key: there is one state, and all rows are equally long.
+        plans: How layers run under masks of the same decode (`fused`).
     """
 
     committed: Tensor
@@ -39,45 +41,54 @@ class RoundMask:
     block_size: int
     dispatch: Dispatch = AUTOMATIC
     sees_all: bool = False
-    _biases: dict[Any, Tensor] = field(default_factory=dict, repr=False, compare=False)  # all layers of a forward share one
+    plans: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+    _kept: dict[Any, Tensor] = field(default_factory=dict, repr=False, compare=False)  # what all layers of a forward share
 
     def to(self, *args: Any, **kwargs: Any) -> "RoundMask":
         """On another device: accelerate moves what a layer is given to where the layer is."""
         parent = None if self.parent is None else self.parent.to(*args, **kwargs)
         return replace(self, committed=self.committed.to(*args, **kwargs), parent=parent)
 
+    def sees(self) -> Tensor:
+        """Tell which states see which, [rows, width, width] bool: themselves and their parents."""
+        slots = torch.arange(self.width, device=self.committed.device)
+        own = slots[:, None] == slots
+        return own.expand(len(self.committed), -1, -1) if self.parent is None else own | (self.parent[..., None] == slots)
+
     def dense(self, used: int) -> Tensor:
         """[rows, 1, width * block_size, used + width * block_size] bool over the first `used` slots and what is scored."""
-        rows, device = len(self.committed), self.committed.device
-        sees = torch.eye(self.width, dtype=torch.bool, device=device).repeat(rows, 1, 1)
-        if self.parent is not None:
-            parent = self.parent[..., None]
-            sees |= (parent == torch.arange(self.width, device=device)) & (parent >= 0)
-        scratch = sees.repeat_interleave(self.block_size, 1).repeat_interleave(self.block_size, 2)
-        prefix = torch.arange(used, device=device) < self.committed[:, None]
-        return torch.cat([prefix[:, None].expand(-1, scratch.shape[1], -1), scratch], -1)[:, None]
+        rows, queries = len(self.committed), self.width * self.block_size
+        out = torch.empty(rows, 1, queries, used + queries, dtype=torch.bool, device=self.committed.device)
+        out[..., :used] = (torch.arange(used, device=out.device) < self.committed[:, None])[:, None, None]
+        sees = self.sees()[:, :, None, :, None]
+        out[:, 0, :, used:].unflatten(1, (self.width, -1)).unflatten(3, (self.width, -1)).copy_(sees)
+        return out
 
     def bias(self, used: int, dtype: torch.dtype) -> Tensor | None:
         """What to add to the scores of `dense`: 0 or -inf; None where all is seen."""
         if self.sees_all:
             return None
         name = used, dtype, self.committed.device
-        if name not in self._biases:
-            seen = self.dense(used)
-            self._biases[name] = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
-        return self._biases[name]
+        if name not in self._kept:
+            hidden = self.dense(used).logical_not_()
+            self._kept[name] = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
+        return self._kept[name]
+
+    def arrived(self, count: int) -> Tensor:
+        """Zeros [count] int32 for the kernel, which leaves them so behind each layer."""
+        name = count, self.committed.device
+        if name not in self._kept:
+            self._kept[name] = torch.zeros(count, dtype=torch.int32, device=self.committed.device)
+        return self._kept[name]
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: RoundMask, scale: float) -> Tensor:
     """`round_attention` or its twin, as the mask's dispatch decides."""
     return mask.dispatch.run(
-        KERNEL,
+        "round_attention",
         lambda: round_attention(query, key, value, mask, scale),
         lambda: round_attention_twin(query, key, value, mask, scale),
-        query,
-        key,
-        value,
-        mask.committed,
+        *(query, key, value, mask.committed),
     )
 
 
@@ -93,330 +104,155 @@ def round_attention_twin(query: Tensor, key: Tensor, value: Tensor, mask: RoundM
 def round_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: RoundMask, scale: float, splits: int | None = None
 ) -> Tensor:
-    """Attention of a round in Triton kernels.
+    """Attention of a round in one launch of a Triton kernel.
 
     A program takes a tile of a row's queries, all query heads of one KV head among them, and one of `splits` shares of what
-    that row sees; a second kernel merges the shares. Neither the launch nor the shapes depend on `committed` or `parent`,
-    so that a round can be captured in a CUDA graph.
-
-    Floor: `2 * rows * kv_heads * (queries + committed) * head_dim` numbers read and twice the queries' own read or written;
-    `4 * rows * heads * queries * (queries + committed) * head_dim` FLOPs.
+    that row sees; the last one to arrive merges the shares, in their order. Neither the launch nor the shapes depend on
+    `committed` or `parent`, so that a round can be captured in a CUDA graph.
 
     Args:
-        query: [rows, heads, queries, head_dim] of any strides, queries = width * block_size.
-        key, value: [rows, kv_heads, used + queries, head_dim] of any strides: `used` committed slots, then what is scored; what
-            lies in a slot that a row does not see is never read.
+        query: [rows, heads, queries, head_dim], queries = width * block_size.
+        key, value: [rows, kv_heads, used + queries, head_dim], laid out alike, each head's numbers side by side: `used`
+            committed slots, then what is scored; what lies in a slot that a row does not see is never read.
         mask: Who sees whom.
         scale: Multiplies the scores.
         splits: Shares of the prefix; by default as many as fill the device.
 
     Returns:
         [rows, queries, heads, head_dim].
-
-    Raises:
-        ValueError: if the shapes do not fit each other.
     """
     rows, heads, queries, head_dim = query.shape
     kv_heads, keys = key.shape[1], key.shape[2]
-    if queries != mask.width * mask.block_size or len(mask.committed) != rows or keys < queries or heads % kv_heads:
-        raise ValueError(
-            f"query {list(query.shape)} and key {list(key.shape)} do not fit {len(mask.committed)} rows of {mask.width} states "
-            f"of {mask.block_size} tokens: they are [rows, heads, width * block_size, head_dim] and [rows, kv_heads, "
-            "used + width * block_size, head_dim]"
-        )
     group, used = heads // kv_heads, keys - queries
-    tile_rows, tile_keys, warps = _tiles(queries * group, head_dim, query.dtype)
-    tiles = ceil_div(queries * group, tile_rows)
-    if splits is None:
-        splits = _splits(tiles * rows * kv_heads, used, query.device)
+    # So many that two programs fit a multiprocessor: its registers and, two tiles of keys deep, its shared memory.
+    tile_rows = max(16, min(triton.next_power_of_2(queries * group), 32 if query.dtype == torch.float32 else 64))
+    tiles = triton.cdiv(queries * group, tile_rows)
+    if splits is None:  # one wave of programs
+        most = _PROGRAMS * processors(query.device) // (tiles * rows * kv_heads)
+        splits = max(1, min(most, triton.cdiv(used, _KEYS_PER_PROGRAM), _MOST_SHARES))
     out = query.new_empty(rows, queries, heads, head_dim)
     shares = (rows * kv_heads, splits, queries * group) if splits > 1 else (0,)
-    total = torch.empty(shares, dtype=torch.float32, device=query.device)
-    peak = torch.empty_like(total)
+    level = torch.empty(*shares, dtype=torch.float32, device=query.device)
     partial = torch.empty(*shares, head_dim, dtype=torch.float32, device=query.device)
-    committed = mask.committed.contiguous()
-    parent = committed if mask.parent is None else mask.parent.contiguous()  # unread in the first case
-    sizes = {"HEAD_DIM": head_dim, "PADDED": max(16, power_of_two(head_dim)), "GROUP": group}
+    if triton.knobs.runtime.interpret:  # whose products of bfloat16 are wrong
+        query, key, value = query.float(), key.float(), value.float()
     _attend[(tiles, splits, rows * kv_heads)](
-        query,
-        key,
-        value,
-        out,
-        partial,
-        peak,
-        total,
-        committed,
-        parent,
-        *query.stride(),
-        *key.stride(),
-        *value.stride(),
-        kv_heads,
-        queries,
-        used,
-        mask.width,
-        splits,
-        scale * _LOG2_E,
-        HAS_PARENT=mask.parent is not None,
+        *(query.transpose(1, 2).contiguous(), key, value, out, partial, level, mask.arrived(tiles * rows * kv_heads)),
+        *(mask.committed, mask.parent, *key.stride()[:3], kv_heads, queries, used, scale * _LOG2_E),
         BLOCK_SIZE=mask.block_size,
-        SPLIT=splits > 1,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        PADDED=max(16, triton.next_power_of_2(head_dim)),
         TILE_ROWS=tile_rows,
-        TILE_KEYS=tile_keys,
-        # Of float32, three products of its halves, as in SDPA's own kernel for it: right to the last bits.
-        PRECISION="tf32x3" if query.dtype == torch.float32 else "tf32",
-        WIDEN=query.dtype == torch.bfloat16 and triton.knobs.runtime.interpret,  # whose products of bfloat16 are wrong
-        **sizes,
-        num_warps=warps,
-        **MULTIPLY_ADD,
+        TILE_KEYS=_TILE_KEYS,
+        SPLIT=splits > 1,
         num_stages=2,
+        **LAUNCH,
     )
-    if splits > 1:
-        merged = min(16, power_of_two(queries * group))
-        _merge[(ceil_div(queries * group, merged), rows * kv_heads)](
-            partial, peak, total, out, kv_heads, queries, splits, TILE_ROWS=merged, **sizes, num_warps=4, **MULTIPLY_ADD
-        )
     return out
-
-
-def _tiles(rows: int, head_dim: int, dtype: torch.dtype) -> tuple[int, int, int]:
-    """Rows and keys of a tile, and warps: what fits the registers and, two tiles of keys deep, 99 KB of shared memory."""
-    most = 32 if dtype == torch.float32 else 128 if head_dim <= 128 else 64
-    tile_rows = max(16, min(power_of_two(rows), most))
-    # With 64 rows, 64 keys would spill registers and leave room for one program less.
-    keys = 32 if dtype == torch.float32 or head_dim > 128 or tile_rows == 64 else 64
-    return tile_rows, keys, 8 if tile_rows == 128 else 4
-
-
-def _splits(programs: int, used: int, device: torch.device) -> int:
-    """Into how many shares a prefix is cut, so that one wave of programs fills the device."""
-    return max(1, min(processors(device, _PROCESSORS) // programs, ceil_div(used, _KEYS_PER_PROGRAM)))
 
 
 if triton is not None:
 
-    @triton.jit
-    def _absorb(  # type: ignore[no-untyped-def]
-        sums,
-        total,
-        peak,
-        queries,
-        key_at,
-        value_at,
-        seen,
-        loaded,
-        scale,
-        MASKED: tl.constexpr,
-        PADS: tl.constexpr,
-        PRECISION: tl.constexpr,
-        WIDEN: tl.constexpr,
-    ):
-        """One tile of keys and values into the running softmax: sums of values, sum of weights, greatest score."""
-        if MASKED or PADS:
-            keys = tl.load(key_at, mask=tl.trans(loaded), other=0.0)
-            values = tl.load(value_at, mask=loaded, other=0.0)
-        else:
-            keys = tl.load(key_at)
-            values = tl.load(value_at)
-        if WIDEN:
-            queries, keys, values = queries.to(tl.float32), keys.to(tl.float32), values.to(tl.float32)
-        scores = tl.dot(queries, keys, input_precision=PRECISION) * scale
-        if MASKED:
-            scores = tl.where(seen, scores, float("-inf"))
-        higher = tl.maximum(peak, tl.max(scores, 1))
-        level = tl.where(higher == float("-inf"), 0.0, higher)  # where nothing has been seen yet
-        weights = tl.exp2(scores - level[:, None])
-        fade = tl.exp2(peak - level)
-        total = total * fade + tl.sum(weights, 1)
-        sums = tl.dot(weights.to(values.dtype), values, sums * fade[:, None], input_precision=PRECISION)
-        return sums, total, higher
-
-    @triton.jit(do_not_specialize=["tokens", "used", "width", "splits"])
+    @triton.jit(do_not_specialize=["tokens", "used"])
     def _attend(  # type: ignore[no-untyped-def]
         query,
         key,
         value,
         out,
         partial,
-        peaks,
-        totals,
+        levels,
+        arrived,
         committed,
         parent,
-        query_row,
-        query_head,
-        query_token,
-        query_dim,
         key_row,
         key_head,
         key_token,
-        key_dim,
-        value_row,
-        value_head,
-        value_token,
-        value_dim,
         kv_heads,
         tokens,
         used,
-        width,
-        splits,
         scale,
-        HAS_PARENT: tl.constexpr,
         BLOCK_SIZE: tl.constexpr,
-        SPLIT: tl.constexpr,
-        TILE_ROWS: tl.constexpr,
-        TILE_KEYS: tl.constexpr,
-        PRECISION: tl.constexpr,
-        WIDEN: tl.constexpr,
+        GROUP: tl.constexpr,
         HEAD_DIM: tl.constexpr,
         PADDED: tl.constexpr,
-        GROUP: tl.constexpr,
+        TILE_ROWS: tl.constexpr,
+        TILE_KEYS: tl.constexpr,
+        SPLIT: tl.constexpr,
     ):
         """Program (tile of queries x heads of a group, share of the prefix, batch row x KV head)."""
-        split = tl.program_id(1)
+        split, splits = tl.program_id(1), tl.num_programs(1)
         pair = tl.program_id(2).to(tl.int64)  # offsets into the cache may not fit 32 bits
         row, head = pair // kv_heads, pair % kv_heads
         at = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
-        token, member = at // GROUP, at % GROUP
-        dims = tl.arange(0, PADDED)
-        inside = dims < HEAD_DIM
-        real = at < tokens * GROUP
-        offsets = (head * GROUP + member) * query_head + token * query_token
-        queries = tl.load(
-            query + row * query_row + offsets[:, None] + dims[None, :] * query_dim,
-            mask=real[:, None] & inside[None, :],
-            other=0.0,
-        )
+        token = at // GROUP
+        columns, dims = tl.arange(0, TILE_KEYS), tl.arange(0, PADDED)
+        real, inside = at < tokens * GROUP, dims < HEAD_DIM
+        whole = real[:, None] & inside[None, :]
+        place = (((row * tokens + token) * kv_heads + head) * GROUP + at % GROUP)[:, None] * HEAD_DIM + dims[None, :]
+        queries = tl.load(query + place, mask=whole, other=0.0)
         state = token // BLOCK_SIZE
         before = tl.full([TILE_ROWS], -1, tl.int32)
-        if HAS_PARENT:
-            before = tl.load(parent + row * width + state, mask=real, other=-1).to(tl.int32)
+        if parent is not None:
+            before = tl.load(parent + row * (tokens // BLOCK_SIZE) + state, mask=real, other=-1).to(tl.int32)
 
-        columns = tl.arange(0, TILE_KEYS)
-        key_at = key + row * key_row + head * key_head + columns[None, :] * key_token + dims[:, None] * key_dim
-        value_at = value + row * value_row + head * value_head + columns[:, None] * value_token + dims[None, :] * value_dim
+        # Of the running softmax: sums of values, sum of weights, greatest score.
         sums = tl.zeros([TILE_ROWS, PADDED], tl.float32)
         total = tl.zeros([TILE_ROWS], tl.float32)
         peak = tl.full([TILE_ROWS], float("-inf"), tl.float32)
-
-        # The first share takes the scratch, too: a tile sees but a part of that.
-        scored_key, scored_value = key_at + used * key_token, value_at + used * value_token
-        for start in range(0, tl.where(split == 0, tokens, 0), TILE_KEYS):
-            slot = start + columns
-            of = slot // BLOCK_SIZE
-            seen = (of[None, :] == state[:, None]) | (of[None, :] == before[:, None])
-            there = slot < tokens
-            sums, total, peak = _absorb(
-                sums,
-                total,
-                peak,
-                queries,
-                scored_key + start * key_token,
-                scored_value + start * value_token,
-                seen & there[None, :],
-                there[:, None] & inside[None, :],
-                scale,
-                True,
-                HEAD_DIM != PADDED,
-                PRECISION,
-                WIDEN,
-            )
-
         length = tl.minimum(tl.load(committed + row), used).to(tl.int32)
         share = tl.cdiv(tl.cdiv(length, TILE_KEYS), splits) * TILE_KEYS
         begin = tl.minimum(split * share, length)
         end = tl.minimum(begin + share, length)
-        whole = begin + (end - begin) // TILE_KEYS * TILE_KEYS
-        for start in range(begin, whole, TILE_KEYS):
-            sums, total, peak = _absorb(
-                sums,
-                total,
-                peak,
-                queries,
-                key_at + start * key_token,
-                value_at + start * value_token,
-                True,
-                (columns >= 0)[:, None] & inside[None, :],
-                scale,
-                False,
-                HEAD_DIM != PADDED,
-                PRECISION,
-                WIDEN,
-            )
-        for start in range(whole, end, TILE_KEYS):  # the row's last tile, once or never
-            there = start + columns < end
-            sums, total, peak = _absorb(
-                sums,
-                total,
-                peak,
-                queries,
-                key_at + start * key_token,
-                value_at + start * value_token,
-                real[:, None] & there[None, :],
-                there[:, None] & inside[None, :],
-                scale,
-                True,
-                HEAD_DIM != PADDED,
-                PRECISION,
-                WIDEN,
-            )
-
-        if SPLIT:
-            place = (pair * splits + split) * (tokens * GROUP) + at
-            tl.store(peaks + place, peak, mask=real)
-            tl.store(totals + place, total, mask=real)
-            some = real & (peak > float("-inf"))  # a share that saw nothing has no sums, and none are read
-            tl.store(partial + place[:, None] * HEAD_DIM + dims[None, :], sums, mask=some[:, None] & inside[None, :])
-        else:
-            result = sums / tl.where(total == 0.0, 1.0, total)[:, None]
-            place = (row * tokens + token) * (kv_heads * GROUP) + head * GROUP + member
-            tl.store(
-                out + place[:, None] * HEAD_DIM + dims[None, :],
-                result.to(out.dtype.element_ty),
-                mask=real[:, None] & inside[None, :],
-            )
-
-    @triton.jit(do_not_specialize=["tokens", "splits"])
-    def _merge(  # type: ignore[no-untyped-def]
-        partial,
-        peaks,
-        totals,
-        out,
-        kv_heads,
-        tokens,
-        splits,
-        TILE_ROWS: tl.constexpr,
-        HEAD_DIM: tl.constexpr,
-        PADDED: tl.constexpr,
-        GROUP: tl.constexpr,
-    ):
-        """Program (tile of queries x heads of a group, batch row x KV head): the shares of the prefix into one result."""
-        pair = tl.program_id(1).to(tl.int64)
-        at = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
-        dims = tl.arange(0, PADDED)
-        inside = dims < HEAD_DIM
-        real = at < tokens * GROUP
-        sums = tl.zeros([TILE_ROWS, PADDED], tl.float32)
-        total = tl.zeros([TILE_ROWS], tl.float32)
-        peak = tl.full([TILE_ROWS], float("-inf"), tl.float32)
-        for split in range(0, splits):
-            place = (pair * splits + split) * (tokens * GROUP) + at
-            own = tl.load(peaks + place, mask=real, other=float("-inf"))
-            weight = tl.load(totals + place, mask=real, other=0.0)
-            some = own > float("-inf")
-            values = tl.load(
-                partial + place[:, None] * HEAD_DIM + dims[None, :], mask=some[:, None] & inside[None, :], other=0.0
-            )
-            higher = tl.maximum(peak, own)
-            level = tl.where(higher == float("-inf"), 0.0, higher)
-            fade, rise = tl.exp2(peak - level), tl.exp2(own - level)
-            sums = sums * fade[:, None] + values * rise[:, None]
-            total = total * fade + weight * rise
+        own = tl.cdiv(end - begin, TILE_KEYS)
+        scored = tl.where(split == 0, tl.cdiv(tokens, TILE_KEYS), 0)  # the first share takes the scratch, too
+        for tile in range(0, own + scored):
+            slot = tl.where(tile < own, begin + tile * TILE_KEYS, used + (tile - own) * TILE_KEYS) + columns
+            of = tl.where(tile < own, -2, (slot - used) // BLOCK_SIZE)
+            there = slot < tl.where(tile < own, end, used + tokens)
+            seen = (slot < end)[None, :] | (of[None, :] == state[:, None]) | (of[None, :] == before[:, None])
+            cell = row * key_row + head * key_head + slot.to(tl.int64) * key_token
+            keys = tl.load(key + cell[None, :] + dims[:, None], mask=there[None, :] & inside[:, None], other=0.0)
+            values = tl.load(value + cell[:, None] + dims[None, :], mask=there[:, None] & inside[None, :], other=0.0)
+            # Of float32, three products of its halves, as in SDPA's own kernel for it: right to the last bits.
+            scores = tl.where(seen, tl.dot(queries, keys, input_precision="tf32x3") * scale, float("-inf"))
+            higher = tl.maximum(peak, tl.max(scores, 1))
+            level = tl.where(higher == float("-inf"), 0.0, higher)  # where nothing has been seen yet
+            weights, fade = tl.exp2(scores - level[:, None]), tl.exp2(peak - level)
+            total = total * fade + tl.sum(weights, 1)
+            sums = tl.dot(weights.to(values.dtype), values, sums * fade[:, None], input_precision="tf32x3")
             peak = higher
         result = sums / tl.where(total == 0.0, 1.0, total)[:, None]
-        place = (pair // kv_heads * tokens + at // GROUP) * (kv_heads * GROUP) + pair % kv_heads * GROUP + at % GROUP
-        tl.store(
-            out + place[:, None] * HEAD_DIM + dims[None, :],
-            result.to(out.dtype.element_ty),
-            mask=real[:, None] & inside[None, :],
-        )
+
+        if SPLIT:
+            first = pair * splits * (tokens * GROUP) + at
+            mine = first + split * (tokens * GROUP)
+            tl.store(levels + mine, peak + tl.log2(total), mask=real)
+            tl.store(partial + mine[:, None] * HEAD_DIM + dims[None, :], result, mask=whole)
+            # All threads have stored before one of them tells so, with release; it hears with acquire how many told before.
+            tl.debug_barrier()
+            counter = arrived + pair * tl.num_programs(0) + tl.program_id(0)
+            last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == splits - 1
+            if last:
+                tl.store(counter, 0)  # for the next layer
+            real = at < tl.where(last, tokens * GROUP, 0)
+            whole = real[:, None] & inside[None, :]
+            result = tl.zeros([TILE_ROWS, PADDED], tl.float32)
+            total = tl.zeros([TILE_ROWS], tl.float32)
+            peak = tl.full([TILE_ROWS], float("-inf"), tl.float32)
+            for other in range(0, tl.where(last, splits, 0)):
+                theirs = first + other * (tokens * GROUP)
+                level = tl.load(levels + theirs, mask=real, other=0.0, cache_modifier=".cg")
+                values = tl.load(
+                    partial + theirs[:, None] * HEAD_DIM + dims[None, :], mask=whole, other=0.0, cache_modifier=".cg"
+                )
+                higher = tl.maximum(peak, level)  # the first share sees something, so this is finite
+                fade, rise = tl.exp2(peak - higher), tl.exp2(level - higher)
+                result = result * fade[:, None] + values * rise[:, None]
+                total = total * fade + rise
+                peak = higher
+            result = result / tl.where(last, total, 1.0)[:, None]
+        tl.store(out + place, result.to(out.dtype.element_ty), mask=whole)
 
 
-__all__ = ["KERNEL", "RoundMask", "attend", "round_attention", "round_attention_twin"]
+__all__ = ["RoundMask", "attend", "round_attention", "round_attention_twin"]

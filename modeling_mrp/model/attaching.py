@@ -8,26 +8,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from .configuration import MRPConfig
-from .head import (
-    MRPHead,
-    check_draft_tokens,
-    check_same_backbone,
-    shapes_of_head,
-    start_head,
-    tensors_of,
-)
-from .layouts import (
-    HEAD,
-    HUB_OPTIONS,
-    PUBLISHED_HEAD,
-    StoredTensor,
-    check_depth,
-    check_fit,
-    hub_options,
-    stored_tensors,
-    weight_files,
-)
+from .head import MRPHead, check_draft_tokens, check_same_backbone, shapes_of_head, start_head
+from .layouts import HEAD, HUB_OPTIONS, PUBLISHED_HEAD, check_fit, hub_options, stored_tensors, weight_files
 from .offloading import device_of
 
 try:
@@ -49,7 +31,9 @@ class HeadMixin:
             raise ValueError(f"head_layers is {head_layers!r}: a head has 1 layer or more (3 are published)")
         weight = self.lm_head.weight
         with torch.device(device_of(self.lm_head)):
-            head = MRPHead(self._config_with(head_layers, 0)).to(weight.dtype)
+            config = copy.deepcopy(self.config)
+            config.num_nextn_predict_layers, config.draft_vocab_size = head_layers, 0
+            head = MRPHead(config).to(weight.dtype)
         for module in head.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=self.config.initializer_range)
@@ -72,22 +56,18 @@ class HeadMixin:
             raise ValueError(f"{', '.join(unknown)}: attach_head takes {', '.join(HUB_OPTIONS)}. Check the spelling")
         if isinstance(head, str | os.PathLike):
             head = self._read_head(os.fspath(head), hub_options(hub))
-        elif not isinstance(head, nn.Module) or type(head).__name__ != MRPHead.__name__:
+        elif not isinstance(head, MRPHead):
             raise ValueError(f"head is {head!r}: pass an MRPHead, or the folder or id of a checkpoint that has one")
         else:
             layers: Any = head.layers
             check_same_backbone(layers[0].self_attn.config, self.config, "another model")
-        draft = 0 if head.draft_token_ids is None else len(head.draft_token_ids)
-        config = self._config_with(len(head.layers), draft)
-        check_fit(tensors_of(head), shapes_of_head(config))
-        head = head if type(head) is MRPHead else _of_this_copy(head, config)
         _place(head, self)
         for index, layer in enumerate(head.layers):
             layer.self_attn.layer_idx = self.config.num_hidden_layers + index
             layer.self_attn.config = self.config
         self.mrp_head = head.train(self.training)
-        self.config.num_nextn_predict_layers, self.config.draft_vocab_size = len(head.layers), draft
-        self.config.head_predicts = head.predicts
+        self.config.num_nextn_predict_layers, self.config.head_predicts = len(head.layers), head.predicts
+        self.config.draft_vocab_size = 0 if head.draft_token_ids is None else len(head.draft_token_ids)
 
     def detach_head(self: Any) -> MRPHead:
         """Take the head off; if `generate` would decode with it by default, it goes back to `static`.
@@ -106,11 +86,6 @@ class HeadMixin:
             self.generation_config.decoding = None
         return head
 
-    def _config_with(self: Any, head_layers: int, draft_vocab_size: int) -> MRPConfig:
-        config = copy.deepcopy(self.config)
-        config.num_nextn_predict_layers, config.draft_vocab_size = head_layers, draft_vocab_size
-        return config
-
     def _read_head(self: Any, source: str, hub: dict[str, Any]) -> MRPHead:
         """Read the head of a checkpoint, its files as they lie on the disk."""
         config, hub = type(self)._pinned(source, None, hub)
@@ -120,33 +95,16 @@ class HeadMixin:
         found = stored_tensors(weight_files(source, prefixes=(HEAD, PUBLISHED_HEAD), **hub))
         if config.base_model_name_or_path is None:  # it holds the backbone too
             found = {name: tensor for name, tensor in found.items() if name.startswith(HEAD)}
-        check_depth(found, config.num_nextn_predict_layers)
         check_fit(found, shapes_of_head(config))
         with torch.device("meta"):
             head = MRPHead(config)
-        head.load_state_dict({name.removeprefix(HEAD): _read(tensor) for name, tensor in found.items()}, assign=True)
+        state: dict[str, Tensor] = {}
+        for name, stored in found.items():
+            with safe_open(stored.file, framework="pt") as tensors:
+                state[name.removeprefix(HEAD)] = tensors.get_tensor(stored.name)
+        head.load_state_dict(state, assign=True)
         check_draft_tokens(head, config, source)
         return head
-
-
-def _read(tensor: StoredTensor) -> Tensor:
-    with safe_open(tensor.file, framework="pt") as tensors:
-        return tensors.get_tensor(tensor.name)
-
-
-def _of_this_copy(head: Any, config: MRPConfig) -> MRPHead:
-    """Rebuild a head of another copy of this code in the class of this copy, with the same parameters in memory.
-
-    Such a head comes from remote code of its own repository, for instance; kernels know but this copy's class.
-    """
-    with torch.device("meta"):
-        made = MRPHead(config)
-    trains = {name: parameter.requires_grad for name, parameter in head.named_parameters()}
-    made.load_state_dict({**dict(head.named_parameters()), **dict(head.named_buffers())}, assign=True)
-    for name, parameter in made.named_parameters():
-        parameter.requires_grad_(trains[name])
-    made.predicts = head.predicts
-    return made
 
 
 def _place(head: nn.Module, model: Any) -> None:

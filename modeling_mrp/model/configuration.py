@@ -2,29 +2,16 @@
 
 import math
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import fields
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
-from transformers.activations import ACT2FN
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
-_SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "max_position_embeddings",
-)
-_LARGEST_SIZE = (1 << 63) - 1  # of a tensor
-_LONGEST_LIST = 1 << 16  # transformers makes lists of layers and labels
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
-_ROPE_TYPES = ("default", *sorted(ROPE_INIT_FUNCTIONS.keys() - {"default"}))
+_LARGEST = (1 << 31) - 1
+_MOST_LAYERS = 1024  # a list of them, and their modules, are made before any weights are looked at
 
 # How transformers 4.52, which wrote the published configs, spelled three of today's fields.
 _OLD_SPELLINGS = {"rope_theta", "rope_scaling", "torch_dtype"}
@@ -74,14 +61,10 @@ class MRPConfig(Qwen3Config):
         speculators_model_type: With it, its kind of model: "mrp".
 
     Raises:
-        ValueError: if `block_size` or a size of the backbone is not positive or too large; `mask_token_id` or
-            `pad_token_id` lies outside of the vocabulary; the dtype, the activation or the kind of rotary embedding
-            is unknown, or its base or the norms' epsilon no number above 0; the number of heads is not 1,
-            `head_predicts` is unknown, the draft vocabulary is as large as the vocabulary or comes without a head;
-            the kinds of layers are not as many as the layers, a layer uses sliding-window attention (the block-causal
-            mask has no window), the attention is another repository's; or the backbone's name or revision is not a
-            text; when read from a file or dict, also for the config of another kind of model, and for values of the
-            wrong type.
+        ValueError: if a size, a number of layers or an id is out of bounds; the dtype is unknown; the base of the
+            rotary embedding or an epsilon is no number above 0; `head_predicts` is unknown; a layer uses sliding-window
+            attention (the block-causal mask has no window); the attention is another repository's; when read from a file or
+            dict, also for the config of another kind of model, and for values of the wrong type.
     """
 
     model_type = "sdar_mrp"
@@ -108,93 +91,43 @@ class MRPConfig(Qwen3Config):
             name = dtype if isinstance(dtype, str) else str(dtype).removeprefix("torch.")
             if dtype is not None and name not in _DTYPES:
                 raise ValueError(f"dtype is {dtype!r}: use one of {', '.join(_DTYPES)}, or leave it out")
-        self._check_bounds(kwargs.get("num_labels"))
+        for name, least, most, why in self._bounds():
+            value = vars(self).get(name, kwargs.get(name))
+            unset = value is None and name in ("num_key_value_heads", "num_labels", "pad_token_id")
+            if not unset and not (isinstance(value, int) and least <= value <= most):
+                raise ValueError(f"{name} is {value!r}: it must be an int of at least {least} and at most {most}{why}")
         super().__post_init__(**kwargs)
-        self._check_backbone()
-        self._check_numerics()
-        if not isinstance(self.block_size, int) or not 1 <= self.block_size <= self.max_position_embeddings:
+        if self.layer_types != ["full_attention"] * self.num_hidden_layers:
             raise ValueError(
-                f"block_size is {self.block_size!r}: it must be an int of at least 1 and at most max_position_embeddings, "
-                f"{self.max_position_embeddings} (published checkpoints use 4 to 64)"
-            )
-        if not isinstance(self.mask_token_id, int) or not 0 <= self.mask_token_id < self.vocab_size:
-            raise ValueError(
-                f"mask_token_id is {self.mask_token_id!r}, outside the vocabulary of {self.vocab_size} tokens: "
-                "set it to the id of the tokenizer's mask token"
-            )
-        if not isinstance(self.num_nextn_predict_layers, int) or self.num_nextn_predict_layers < 0:
-            raise ValueError(
-                f"num_nextn_predict_layers is {self.num_nextn_predict_layers}: use 0 for no head, or a depth of 1 or more"
-            )
-        if self.num_mrp_heads != 1:
-            raise ValueError(f"num_mrp_heads is {self.num_mrp_heads}: one head serves every draft depth, so it must be 1")
-        if self.head_predicts not in ("residual", "hidden"):
-            raise ValueError(f"head_predicts is {self.head_predicts!r}: choose 'residual' or 'hidden'")
-        if not isinstance(self.draft_vocab_size, int) or not 0 <= self.draft_vocab_size < self.vocab_size:
-            raise ValueError(
-                f"draft_vocab_size is {self.draft_vocab_size!r}: use 0 for the whole vocabulary, or an int below its size, "
-                f"{self.vocab_size}"
-            )
-        if self.draft_vocab_size and not self.num_nextn_predict_layers:
-            raise ValueError(f"draft_vocab_size is {self.draft_vocab_size}, but there is no head to draft with: use 0")
-        if self.base_model_name_or_path is not None and not (
-            isinstance(self.base_model_name_or_path, str) and self.base_model_name_or_path
-        ):
-            raise ValueError(
-                f"base_model_name_or_path is {self.base_model_name_or_path!r}: name the backbone of this head, or leave it out"
-            )
-        if self.base_model_revision is not None and (
-            not isinstance(self.base_model_revision, str) or self.base_model_name_or_path is None
-        ):
-            raise ValueError(
-                f"base_model_revision is {self.base_model_revision!r} and base_model_name_or_path "
-                f"{self.base_model_name_or_path!r}: a revision is a commit, branch or tag of the backbone that is named"
-            )
-
-    def _check_bounds(self, num_labels: Any) -> None:
-        """Check what is too large before anything is made of it."""
-        sizes = {name: getattr(self, name) for name in (*_SIZES, "num_nextn_predict_layers")}
-        for name, size in {**sizes, "num_labels": num_labels}.items():
-            most = _LONGEST_LIST if name in ("num_hidden_layers", "num_labels") else _LARGEST_SIZE
-            if isinstance(size, int) and size > most:
-                raise ValueError(f"{name} is {size if size.bit_length() < 99 else 'huge'}: it must be at most {most}")
-
-    def _check_backbone(self) -> None:
-        """Check what Qwen3's own config lets pass."""
-        for name in _SIZES:
-            if not isinstance(size := getattr(self, name), int) or size < 1:
-                raise ValueError(f"{name} is {size!r}: it must be an int of at least 1")
-        if any(kind != "full_attention" for kind in self.layer_types or ()):
-            raise ValueError(f"layer_types is {self.layer_types}: block diffusion needs 'full_attention' in every layer")
-        if self.layer_types is not None and len(self.layer_types) != self.num_hidden_layers:
-            raise ValueError(
-                f"layer_types names {len(self.layer_types)} layers and num_hidden_layers is {self.num_hidden_layers}: make "
-                "them agree, or leave layer_types out"
+                f"layer_types is {self.layer_types}: block diffusion needs 'full_attention' in each of the "
+                f"{self.num_hidden_layers} layers"
             )
         if "/" in str(self._attn_implementation):
             raise ValueError(
                 f"attn_implementation is {self._attn_implementation!r}, code of another repository, which is not run (and "
                 "knows no block-causal mask): use 'sdpa' or 'eager'"
             )
+        theta = (self.rope_parameters or {}).get("rope_theta")
+        for name, number in (("rope_theta in rope_parameters", theta), ("rms_norm_eps", self.rms_norm_eps)):
+            if not isinstance(number, int | float) or not 0 < number < math.inf:
+                raise ValueError(f"{name} is {number!r}: it must be a number above 0")
+        if self.head_predicts not in ("residual", "hidden"):
+            raise ValueError(f"head_predicts is {self.head_predicts!r}: choose 'residual' or 'hidden'")
 
-    def _check_numerics(self) -> None:
-        """Check what Qwen3's own layers would find out late, or never."""
-        if self.hidden_act not in ACT2FN:
-            raise ValueError(f"hidden_act is {self.hidden_act!r}, which transformers does not know: SDAR's is 'silu'")
-        rope = self.rope_parameters or {}
-        if (kind := rope.get("rope_type", "default")) not in _ROPE_TYPES:
-            raise ValueError(f"rope_type in rope_parameters is {kind!r}: use one of {', '.join(_ROPE_TYPES)}")
-        above_0 = {"rope_theta in rope_parameters": rope.get("rope_theta"), "rms_norm_eps": self.rms_norm_eps}
-        if "factor" in rope:
-            above_0["factor in rope_parameters"] = rope["factor"]
-        for name, value in above_0.items():
-            if not isinstance(value, int | float) or not 0 < value < math.inf:
-                raise ValueError(f"{name} is {value!r}: it must be a number above 0")
-        if self.pad_token_id is not None and not 0 <= self.pad_token_id < self.vocab_size:
-            raise ValueError(
-                f"pad_token_id is {self.pad_token_id!r}, outside the vocabulary of {self.vocab_size} tokens: set it to the id "
-                "of the tokenizer's pad token, or to null"
-            )
+    def _bounds(self) -> Iterator[tuple[str, int, int, str]]:
+        """Iterate over fields with their least and greatest value, and why."""
+        yield from ((name, 1, _LARGEST, "") for name in ("vocab_size", "hidden_size", "intermediate_size", "head_dim"))
+        yield from ((name, 1, _LARGEST, "") for name in ("num_attention_heads", "num_key_value_heads"))
+        yield "max_position_embeddings", 1, _LARGEST, ""
+        yield "num_hidden_layers", 1, _MOST_LAYERS, ""
+        yield "num_labels", 0, _LARGEST >> 16, ""
+        yield "block_size", 1, self.max_position_embeddings, ", max_position_embeddings (published checkpoints use 4 to 64)"
+        yield "mask_token_id", 0, self.vocab_size - 1, ": the id of the tokenizer's mask token, inside the vocabulary"
+        yield "pad_token_id", 0, self.vocab_size - 1, ": the id of the tokenizer's pad token, inside the vocabulary, or null"
+        yield "num_nextn_predict_layers", 0, _MOST_LAYERS, " (0: no head)"
+        yield "num_mrp_heads", 1, 1, ": one head serves every draft depth"
+        most = self.vocab_size - 1 if self.has_head else 0
+        yield "draft_vocab_size", 0, most, ": a part of the vocabulary that a head drafts from, or 0 for all of it"
 
     @classmethod
     def get_config_dict(
@@ -216,11 +149,12 @@ class MRPConfig(Qwen3Config):
 
     def to_diff_dict(self) -> dict[str, Any]:
         """Select the fields to save: a checkpoint that carries its backbone has none that name one."""
-        saved = super().to_diff_dict()
-        of_heads = ("base_model_", "speculators_")
-        if self.base_model_name_or_path is None:
-            return {name: value for name, value in saved.items() if not name.startswith(of_heads)}
-        return {name: value for name, value in saved.items() if value is not None or not name.startswith(of_heads)}
+        named = self.base_model_name_or_path is not None
+        return {
+            name: value
+            for name, value in super().to_diff_dict().items()
+            if not name.startswith(("base_model_", "speculators_")) or (named and value is not None)
+        }
 
     def describe_speculator(self, verifier: str, architectures: list[str]) -> None:
         """Say in the words of speculators that this is an MRP head, and what verifies its drafts.

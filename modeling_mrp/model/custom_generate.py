@@ -4,43 +4,41 @@ from typing import Any
 
 
 def generate(inputs: Any = None, *, model: Any, **kwargs: Any) -> Any:
-    """Decode a stock SDAR model's prompts with the head of the repository that this file lies in.
+    """Decode a stock SDAR model's prompts with the head of the Hub repository that this file lies in.
 
     The source of this function is all of `custom_generate/generate.py`, where transformers looks for it, so what it needs is
-    imported inside; the model's class comes from the repository by name.
+    imported inside. It finds the repository and its commit by where transformers keeps the file.
 
     Args:
         inputs: [rows, length] long, the prompts (or `input_ids` among the others).
         model: The stock model, with a Qwen3 decoder's parameters; or an MRP model, whose own head then decodes.
-        kwargs: What MRP's `generate` takes; `revision`, `token` and the like are for finding the repository.
+        kwargs: What MRP's `generate` takes; `token`, `cache_dir` and the like are for finding the repository.
 
     Returns:
         What MRP's `generate` returns.
 
     Raises:
-        ValueError: if the head does not fit the model; both are named.
+        ValueError: if the head does not fit the model, both of which are named; or the repository is a local folder.
     """
-    import inspect
     import re
     from pathlib import Path
 
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-    for_downloads = ("revision", "token", "cache_dir", "local_files_only", "force_download", "proxies")
-    download = {name: kwargs.pop(name) for name in for_downloads if name in kwargs}
+    for_downloads = ("token", "cache_dir", "local_files_only", "force_download", "proxies")
+    download = {name: kwargs.pop(name) for name in (*for_downloads, "revision") if name in kwargs}
     if not hasattr(model, "mrp_head"):
-        # transformers tells the repository to its own frame only.
-        frame, repository = inspect.currentframe(), None
-        while frame is not None and repository is None:
-            asked = frame.f_locals.get("custom_generate") if frame.f_code.co_name == "generate" else None
-            frame, repository = frame.f_back, asked if isinstance(asked, str) else None
-        if repository is None:
-            raise ValueError("which repository this is cannot be told: call model.generate(custom_generate='org/name', ...)")
-        commit = Path(__file__).parent.parent.name
-        if re.fullmatch("[0-9a-f]{40}", commit):  # code is kept by commit: the weights are of the same
-            download["revision"] = commit
+        owner, name, commit = Path(__file__).parts[-5:-2]
+        if owner == "transformers_modules":
+            raise ValueError(
+                "custom_generate is a local folder, which cannot tell where its head lies: push it and name the repository, "
+                "or load both with MRPForCausalLM.from_backbone(backbone, head=folder)"
+            )
+        owner, name = (re.sub("^_(?=[0-9])", "", part) for part in (owner, name))  # as Python modules can be called
+        repository = f"{owner}/{name}".replace("_hyphen_", "-").replace("_dot_", ".")
+        download["revision"] = commit  # code is kept by commit: the weights are of the same
         mrp = get_class_from_dynamic_module("modeling_mrp.MRPForCausalLM", repository, **download)
-        model = mrp.around(model, repository, **download)
+        model = mrp.from_stock_model(model, repository, **download)
     return type(model).generate(model, inputs, **kwargs)
 
 

@@ -4,17 +4,15 @@ Symbols follow the MRP paper (arXiv 2605.18817): h_A are the backbone's final hi
 reveal, h_C the head's output; lm_head(h_A + h_C) estimates the backbone's logits at x'.
 """
 
-from pathlib import Path
-
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm
 
-from ..kernels.fused_layers import run_layers
+from ..kernels.fused_layers import fused
 from ..kernels.round_attention import RoundMask
 from .configuration import MRPConfig
-from .layouts import DRAFT_TOKENS, HEAD, StoredTensor
+from .layouts import DRAFT_TOKENS, HEAD
 
 NEW_HEADS = ("identity", "backbone", "published")
 _PUBLISHED_STD = 0.2  # of the published recipe
@@ -104,7 +102,17 @@ class MRPHead(nn.Module):
             ValueError: if a `RoundMask` forces kernels that cannot be used here.
         """
         hidden = self.eh_proj(torch.cat([self.enorm(inputs_embeds), self.hnorm(hidden_states)], -1))
-        return run_layers(self, hidden, attention_mask, position_embeddings, past_key_values)
+        if (walk := fused(self, list(self.layers), attention_mask, past_key_values)) is not None:
+            return walk(hidden, position_embeddings)
+        for layer in self.layers:
+            hidden = layer(
+                hidden,
+                attention_mask=attention_mask,
+                position_embeddings=position_embeddings,
+                past_key_values=past_key_values,
+                use_cache=past_key_values is not None,
+            )
+        return self.norm(hidden)
 
 
 @torch.no_grad()
@@ -141,14 +149,10 @@ def start_head(head: MRPHead, backbone_layers: nn.ModuleList, how: str) -> None:
                 "use fewer head_layers"
             )
         sources = list(backbone_layers)[-depth:]
-        weights = [parameter for source in sources for parameter in source.parameters()]
-        if any(weight.is_meta for weight in weights):
+        if any(type(weight) is not nn.Parameter or weight.is_meta for source in sources for weight in source.parameters()):
             raise ValueError(
-                "head_init is 'backbone', but its last layers are offloaded: load them into memory, or use 'identity'"
-            )
-        if kinds := {type(weight).__name__ for weight in weights} - {"Parameter"}:
-            raise ValueError(
-                f"head_init is 'backbone', but its last layers are quantized ({', '.join(sorted(kinds))}): use 'identity'"
+                "head_init is 'backbone', but its last layers are offloaded or quantized: load them into memory as they are, "
+                "or use 'identity'"
             )
         hidden = head.eh_proj.out_features
         head.eh_proj.weight.zero_()
@@ -181,15 +185,6 @@ def shapes_of_head(config: MRPConfig) -> dict[str, tuple[int, ...]]:
         return {HEAD + name: tuple(value.shape) for name, value in MRPHead(config).state_dict().items()}
 
 
-def tensors_of(head: nn.Module) -> dict[str, StoredTensor]:
-    """A head's tensors, as if they lay in a file."""
-    kinds = {True: "F32", False: "I64"}
-    return {
-        HEAD + name: StoredTensor(HEAD + name, Path(), tuple(value.shape), kinds[value.is_floating_point()])
-        for name, value in head.state_dict().items()
-    }
-
-
 def check_draft_tokens(head: MRPHead, config: MRPConfig, source: str) -> None:
     """Checks the draft vocabulary that came with a head from `source`.
 
@@ -216,5 +211,4 @@ __all__ = [
     "first_tokens",
     "shapes_of_head",
     "start_head",
-    "tensors_of",
 ]

@@ -1,4 +1,4 @@
-"""The layouts that checkpoints come in: names of tensors, fields of configs, contents of the safetensors files.
+"""The layouts that checkpoints come in: names of tensors, and contents of the safetensors files.
 
 | layout | `model_type` | head | written by |
 |---|---|---|---|
@@ -18,14 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 HEAD = "mrp_head."
 PUBLISHED_HEAD = "mrp_modules.0.model."
 KEY_MAPPING = {r"^mrp_modules\.0\.model\.": HEAD}  # transformers renames by it while it loads
 DRAFT_TOKENS = HEAD + "draft_token_ids"
 HUB_OPTIONS = ("cache_dir", "force_download", "proxies", "local_files_only", "token", "revision", "subfolder")
-_COMMIT = re.compile(r"[/\\]snapshots[/\\]([0-9a-f]{40})[/\\]")
 
 
 def our_name(name: str) -> str:
@@ -53,12 +52,6 @@ def hub_options(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return {name: kwargs[name] for name in HUB_OPTIONS if kwargs.get(name) is not None}
 
 
-def commit_of(path: Path) -> str | None:
-    """Find the commit that a file of the Hub's cache belongs to; None for other files."""
-    found = _COMMIT.search(str(path))
-    return found[1] if found else None
-
-
 def json_object(path: Path) -> dict[str, Any]:
     """Read a JSON file that holds an object.
 
@@ -74,47 +67,22 @@ def json_object(path: Path) -> dict[str, Any]:
     return found
 
 
-def check_generation_config(source: str, kind: type, **hub: Any) -> None:
-    """Refuse a `generation_config.json` that transformers would trip over, or silently pass over, with a `ValueError`.
-
-    Args:
-        source: The checkpoint.
-        kind: The class of generation configs, which names a field that is wrong.
-        hub: Where it is, as `cached_file` takes it.
-    """
-    try:
-        path = cached_file(source, GENERATION_CONFIG_NAME, **hub)
-    except OSError:  # there is none
-        return
-    found = json_object(Path(path))
-    try:
-        kind(**found)
-    except (AttributeError, TypeError, ValueError) as error:  # transformers compares some fields of any type
-        raise ValueError(f"{path}: {error}") from error
-
-
-def config_file(source: str, needed: bool = True, **hub: Any) -> Path | None:
-    """Find a checkpoint's `config.json`, fetched if it has to be; None if there is none and it is not needed.
+def stored_json(source: str, name: str = CONFIG_NAME, **hub: Any) -> tuple[Path, dict[str, Any]]:
+    """Find a JSON file of a checkpoint, fetched if it has to be; also read it.
 
     Raises:
-        ValueError: if there is none and it is needed, or it holds no object.
-        OSError: if there is no such folder, or the repository cannot be read.
+        ValueError: if it holds no object.
+        OSError: if there is none, or no such folder or repository.
     """
-    if not os.path.isdir(source) and (os.path.exists(source) or not re.fullmatch(r"\w[\w.\-]*(/\w[\w.\-]*)?", source)):
-        raise NotADirectoryError(f"{source!r} is neither a folder nor the id of a repository ('org/name'): check the path")
     try:
-        path = cached_file(source, "config.json", **hub)
+        path = cached_file(source, name, **hub)
     except OSError as error:
-        raise OSError(f"{source!r} is no folder here, and as a repository it could not be read: {error}") from error
-    if path is None and needed:
-        raise ValueError(
-            f"{source} has no config.json: check the path, or that the repository holds a model (an adapter is loaded with "
-            "model.load_adapter, on its base)"
-        )
+        raise OSError(
+            f"{source!r} is no folder here, and as a repository it could not be read: check the path ({error})"
+        ) from error
     if path is None:
-        return None
-    json_object(Path(path))
-    return Path(path)
+        raise OSError(f"{source} has no {name}: check the path (an adapter is loaded with model.load_adapter, on its base)")
+    return Path(path), json_object(Path(path))
 
 
 def shards_of(index_file: Path) -> dict[str, str]:
@@ -136,43 +104,24 @@ def shards_of(index_file: Path) -> dict[str, str]:
     return shard_of
 
 
-def weight_files(source: str, variant: str | None = None, prefixes: tuple[str, ...] = ("",), **hub: Any) -> list[Path]:
+def weight_files(source: str, prefixes: tuple[str, ...] = ("",), **hub: Any) -> list[Path]:
     """Find a checkpoint's safetensors files, fetched if they have to be: all, or those with tensors of these prefixes.
 
     Raises:
         ValueError: if there are none, or if the index names a file outside the checkpoint.
-        OSError: if the Hub does not answer, or refuses, or sends a file cut short.
+        OSError: if the Hub does not answer, or refuses, or a shard is not there.
     """
-    single = SAFE_WEIGHTS_NAME if variant is None else SAFE_WEIGHTS_NAME.replace("model", f"model.{variant}", 1)
-    index_name = SAFE_WEIGHTS_INDEX_NAME
-    if variant is not None:
-        index_name = index_name.replace(".index", f".index.{variant}")
-    try:
-        return [Path(cached_file(source, single, **hub))]
-    except OSError as error:
-        no_single = error
-    try:
-        index_file = Path(cached_file(source, index_name, **hub))
-    except OSError as error:
-        for reason in (no_single, error):
-            if not _is_absence(reason):
-                raise reason from None
+    names = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
+    there = (cached_file(source, name, _raise_exceptions_for_missing_entries=False, **hub) for name in names)
+    if (found := next(filter(None, there), None)) is None:
         raise ValueError(
-            f"no {single} and no {index_name} in {source}: only safetensors are read, never pickled weights (.bin, .pt). "
-            "Check the path, or convert the checkpoint to safetensors"
-        ) from error
-    shards = sorted({shard for name, shard in shards_of(index_file).items() if name.startswith(prefixes)})
-    try:
-        return [Path(cached_file(source, shard, **hub)) for shard in shards]
-    except OSError as error:
-        if not _is_absence(error):
-            raise
-        raise ValueError(f"a shard that {index_file} names is missing: download the checkpoint again ({error})") from error
-
-
-def _is_absence(error: OSError) -> bool:
-    """Tell if a file is not there, rather than could not be fetched. transformers tells these apart in words only."""
-    return "does not appear to have" in str(error)
+            f"no {' and no '.join(names)} in {source}: only safetensors are read, never pickled weights (.bin, .pt). Check the "
+            "path, or convert the checkpoint to safetensors"
+        )
+    if not found.endswith(SAFE_WEIGHTS_INDEX_NAME):
+        return [Path(found)]
+    shards = {shard for name, shard in shards_of(Path(found)).items() if name.startswith(prefixes)}
+    return [Path(cached_file(source, shard, **hub)) for shard in sorted(shards)]
 
 
 def stored_tensors(files: Iterable[Path]) -> dict[str, StoredTensor]:
@@ -193,19 +142,6 @@ def stored_tensors(files: Iterable[Path]) -> dict[str, StoredTensor]:
         except SafetensorError as error:
             raise ValueError(f"{file} is not a whole safetensors file: download it again ({error})") from error
     return found
-
-
-def check_depth(found: Mapping[str, StoredTensor], layers: int) -> None:
-    """Check a config's layers before as many are made, which costs time even without memory.
-
-    Raises:
-        ValueError: if a config calls for more layers than the checkpoint has tensors.
-    """
-    if layers > len(found):
-        raise ValueError(
-            f"the config calls for {layers} layers (num_hidden_layers, num_nextn_predict_layers), and the checkpoint holds "
-            f"only {len(found)} tensors: correct config.json, or download the checkpoint again"
-        )
 
 
 def check_fit(
@@ -247,28 +183,23 @@ def backbone_location(name: str, source: str) -> str:
     """Find the backbone that the config of the head repository `source` names.
 
     A config that came from the Hub may name a repository on the Hub, `org/name`, and nothing else. That of a local folder may
-    also name an existing folder, by an absolute path or one relative to the folder and inside it.
+    also name an existing folder by its absolute path.
 
     Raises:
         ValueError: for any other name.
     """
-    if os.path.isdir(source):
-        folder = Path(source).resolve()
-        if os.path.isabs(name) and os.path.isdir(name):
-            return name
-        inside = (folder / name).resolve()
-        if inside.is_dir() and inside.is_relative_to(folder) and inside != folder:
-            return str(inside)
+    if os.path.isdir(source) and os.path.isabs(name) and os.path.isdir(name):
+        return name
     if not is_hub_id(name):
         raise ValueError(
             f"the config of {source} names the backbone {name!r}, which is not followed: a config from the Hub names a "
-            "repository ('org/name'), that of a local folder may also name an existing folder (absolute, or inside its own). "
-            "Pass backbone=... to load another"
+            "repository ('org/name'), that of a local folder may also name an existing folder by its absolute path. "
+            "Give another its head by from_backbone(backbone, head=...)"
         )
     if os.path.exists(name):
         raise ValueError(
             f"the config of {source} names the repository {name!r}, but a local path of that name exists and would be read "
-            "instead: work in another folder, or pass backbone=... to say which is meant"
+            "instead: work in another folder, or say which is meant by from_backbone(backbone, head=...)"
         )
     return name
 
@@ -281,11 +212,7 @@ __all__ = [
     "PUBLISHED_HEAD",
     "StoredTensor",
     "backbone_location",
-    "check_depth",
     "check_fit",
-    "check_generation_config",
-    "commit_of",
-    "config_file",
     "hub_options",
     "is_hub_id",
     "json_object",
@@ -293,6 +220,7 @@ __all__ = [
     "published_name",
     "raise_misfits",
     "shards_of",
+    "stored_json",
     "stored_tensors",
     "weight_files",
 ]

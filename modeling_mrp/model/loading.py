@@ -3,9 +3,7 @@
 import copy
 import logging
 import os
-from dataclasses import fields
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -15,32 +13,38 @@ from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
-from transformers.utils import SAFE_WEIGHTS_NAME, cached_file, find_adapter_config_file
+from transformers.utils import (
+    GENERATION_CONFIG_NAME,
+    SAFE_WEIGHTS_NAME,
+    PushToHubMixin,
+    cached_file,
+    extract_commit_hash,
+    find_adapter_config_file,
+)
 
 from .attaching import HeadMixin
 from .configuration import MRPConfig
 from .head import MRPHead, ResidualNorm, check_draft_tokens, first_tokens
 from .layouts import (
     KEY_MAPPING,
+    StoredTensor,
     backbone_location,
-    check_depth,
     check_fit,
-    check_generation_config,
-    commit_of,
-    config_file,
     hub_options,
+    is_hub_id,
     raise_misfits,
+    stored_json,
     stored_tensors,
     weight_files,
 )
-from .pushing import check_target, push_saved
-from .saving import AUTO_MAP, BackboneSource, head_to_save, write_code, written_beside
+from .saving import AUTO_MAP, TAGS, BackboneSource, head_to_save, write_code, written_beside
 from .stock import StockMixin
 
 log = logging.getLogger(__name__)
 
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 QWEN3_VOCABULARY = 151936  # the one in which MRPConfig's default mask id is free
-_OF_THE_HUB = ("repo_id", "commit_message", "commit_description", "private", "token", "create_pr", "revision")
+_OF_THE_HUB = ("repo_id", "commit_message", "commit_description", "private", "token", "create_pr", "revision", "tags")
 
 
 class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
@@ -62,9 +66,7 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
     backbone_source: BackboneSource | None = None
 
     @classmethod
-    def from_pretrained(
-        cls, pretrained_model_name_or_path: Any, *args: Any, config: Any = None, backbone: Any = None, **kwargs: Any
-    ) -> Any:
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, config: Any = None, **kwargs: Any) -> Any:
         """Load as transformers does, from a folder or a repository on the Hub of any of four kinds.
 
         These are a full checkpoint of this package; one in the published SDAR layout (no head); one in the published layout
@@ -76,15 +78,13 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
             pretrained_model_name_or_path: A folder, or a repository's id.
             args: As in transformers.
             config: As in transformers.
-            backbone: For a head repository: a folder, an id, or a loaded model that is given the head, instead of the backbone
-                that the config names. (`AutoModel` copies its keyword arguments: give a loaded model to this class, not to it.)
             kwargs: As in transformers: `dtype`, `device_map`, `revision`, `token`, ... With a head repository, `revision` and
                 `subfolder` are the head's.
 
         Raises:
             ValueError: if the checkpoint lacks a tensor, has one too many, or one of another shape (all are listed), has no
                 safetensors, or is of another kind of model; if the backbone of a head repository may not be followed or does
-                not suit the head; if `backbone` is given for a checkpoint that has its own.
+                not suit the head.
         """
         if kwargs.get("gguf_file") is not None or kwargs.get("use_safetensors") is False:
             raise ValueError("only safetensors are read: leave out gguf_file and use_safetensors=False")
@@ -93,12 +93,7 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
         source = os.fspath(pretrained_model_name_or_path)
         config, kwargs = cls._pinned(source, config, kwargs)
         if getattr(config, "base_model_name_or_path", None) is not None:
-            return cls._from_head_repository(source, config, backbone, kwargs)
-        if backbone is not None:
-            raise ValueError(
-                f"{source} has a backbone of its own, and backbone=... is for head repositories: to put its head on another "
-                f"backbone use from_backbone(backbone, head={source!r})"
-            )
+            return cls._from_head_repository(source, config, kwargs)
         return cls._load(source, *args, config=config, **kwargs)
 
     @classmethod
@@ -133,32 +128,30 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
                 checkpoint of another vocabulary without `mask_token_id`.
         """
         if isinstance(backbone, str | os.PathLike):
-            model, _ = cls._open_backbone(os.fspath(backbone), _as_block_diffusion(os.fspath(backbone), kwargs))
+            model = cls._open_backbone(os.fspath(backbone), kwargs)
         elif hasattr(backbone, "attach_head"):
             model = backbone
         else:
             raise ValueError(f"backbone is {backbone!r}: pass the folder or id of a checkpoint, or a loaded MRP model")
         if head is None:
             model.attach_head(model.new_head(head_layers, head_init))
-            return model
-        hub = {**_shared_hub_options(kwargs), "revision": head_revision}
-        model.attach_head(head, **hub)
-        if isinstance(head, str | os.PathLike) and "generation_config" not in kwargs:
-            model._take_generation_config(os.fspath(head), hub)
+        else:
+            model._take_head(head, hub_options({**kwargs, "revision": head_revision, "subfolder": None}), kwargs)
         return model
 
     @classmethod
-    def tensor_shapes(cls, config: MRPConfig) -> dict[str, tuple[int, ...]]:
-        """List names and shapes of the tensors in a full checkpoint with this config; nothing is allocated.
+    def check_tensors(cls, config: MRPConfig, found: dict[str, StoredTensor]) -> None:
+        """Compare a full checkpoint's tensors with those that its config calls for; nothing is allocated.
 
         Raises:
-            ValueError: if no tensor can have such a shape.
+            ValueError: if they do not fit, all of which are listed; or if no tensor can have a shape that the config calls for.
         """
         try:
             with torch.device("meta"):
-                return {name: tuple(value.shape) for name, value in cls(copy.deepcopy(config)).state_dict().items()}
+                shapes = {name: tuple(value.shape) for name, value in cls(copy.deepcopy(config)).state_dict().items()}
         except (RuntimeError, TypeError, LookupError, AssertionError, OverflowError) as error:
             raise ValueError(f"the values in the config are those of no model: correct config.json ({error!r})") from error
+        check_fit(found, shapes, {"lm_head.weight"} if config.tie_word_embeddings else ())
 
     def load_adapter(self, peft_model_id: str | None = None, *args: Any, **kwargs: Any) -> Any:
         """Load a peft adapter as transformers does, but only from safetensors.
@@ -168,14 +161,13 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
         """
         if peft_model_id is not None:
             hub = hub_options({**(kwargs.get("adapter_kwargs") or {}), **kwargs})
-            try:
-                weights = Path(cached_file(peft_model_id, "adapter_model.safetensors", **hub))
-            except OSError as error:
+            weights = cached_file(peft_model_id, ADAPTER_WEIGHTS, _raise_exceptions_for_missing_entries=False, **hub)
+            if weights is None:
                 raise ValueError(
-                    f"no adapter_model.safetensors in {peft_model_id}: only safetensors are read, never pickled weights. Save "
-                    f"the adapter with safetensors ({error})"
-                ) from error
-            stored_tensors([weights])  # a damaged file would be found only when the model has been changed for it
+                    f"no {ADAPTER_WEIGHTS} in {peft_model_id}: only safetensors are read, never pickled weights. Save the "
+                    "adapter with safetensors"
+                )
+            stored_tensors([Path(weights)])  # a damaged file would be found only when the model has been changed for it
         return super().load_adapter(peft_model_id, *args, **kwargs)
 
     def save_pretrained(
@@ -243,13 +235,8 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
                     if (beside / "config.json").is_file():  # an adapter has none
                         write_code(beside)
         if push_to_hub and is_main_process:
-            if head_only:
-                hub |= {
-                    "head_only": True,
-                    "base_model_name_or_path": base_model_name_or_path,
-                    "base_model_revision": base_model_revision,
-                }
-            self.push_to_hub(hub.pop("repo_id", folder.name), **hub)
+            hub |= {"base_model_name_or_path": base_model_name_or_path, "base_model_revision": base_model_revision}
+            self.push_to_hub(hub.pop("repo_id", folder.name), head_only=head_only, **hub)
 
     def push_to_hub(
         self,
@@ -259,52 +246,48 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
         base_model_name_or_path: str | None = None,
         base_model_revision: str | None = None,
         tokenizer: Any = None,
-        max_shard_size: int | str = "5GB",
         private: bool = True,
-        revision: str | None = None,
-        create_pr: bool = False,
-        commit_message: str | None = None,
-        commit_description: str | None = None,
-        token: str | bool | None = None,
+        tags: str | list[str] | None = None,
+        **kwargs: Any,
     ) -> CommitInfo:
-        """Publish the model in one commit, with a card of a few lines where there is none; `mrp push` renders a whole one.
+        """Push the model as transformers does, whole or its head alone, into a private repository if it is new.
+
+        `mrp push` does it with care: a card with facts and a picture, nothing of another kind overwritten, old shards removed.
 
         Args:
             repo_id: "org/name", or "name" for a repository of the user's own.
-            head_only: Publishes the head alone, which names its backbone, instead of the whole model. Of a model with a peft
-                adapter, the adapter alone is published.
+            head_only: Whether to push the head alone, which names its backbone.
             base_model_name_or_path: With `head_only`, the backbone's name on the Hub, if it was not loaded from there.
             base_model_revision: With it, the backbone's commit, branch or tag.
-            tokenizer: Is published beside the model.
-            max_shard_size: As in `save_pretrained`.
-            private: Whether to create the repository private; one that is there stays as it is.
-            revision: The branch, created if it is not there; `main` by default.
-            create_pr: Opens a pull request instead of changing `main`.
-            commit_message: The commit's title.
-            commit_description: Its text.
-            token: As `huggingface_hub` takes it; the saved one by default.
+            tokenizer: Is pushed beside the model.
+            private: Whether a new repository is private.
+            tags: Of the card, beside those of MRP models.
+            kwargs: As in transformers: `revision`, `create_pr`, `commit_message`, `max_shard_size`, `token`, ...
 
         Returns:
             The commit.
 
         Raises:
-            ValueError: as from `save_pretrained`; if the name of the base is not that of a repository, or the target holds
-                another kind of thing.
-            OSError: if no owner is named, and nobody is logged in.
-            HfHubHTTPError: if the Hub refuses, or somebody else committed meanwhile; no commit is then made.
+            ValueError: as from `save_pretrained`, or if the backbone of a head has no name on the Hub.
         """
-        check_target(repo_id, revision, create_pr)
-        with TemporaryDirectory() as folder:
-            self.save_pretrained(
-                folder,
-                max_shard_size=max_shard_size,
-                head_only=head_only,
-                base_model_name_or_path=base_model_name_or_path,
-                base_model_revision=base_model_revision,
+        named: dict[str, Any] = {"base_model_name_or_path": base_model_name_or_path, "base_model_revision": base_model_revision}
+        base = base_model_name_or_path or (self.backbone_source.name if self.backbone_source else None)
+        if head_only and base is not None and not is_hub_id(base):
+            raise ValueError(
+                f"base_model_name_or_path is {base!r}, and a head on the Hub needs a backbone that others find: push the "
+                "backbone, then name it here as 'org/name'"
             )
+
+        def save(folder: str, **how: Any) -> None:
+            self.save_pretrained(folder, head_only=head_only, **named, **how)
             if tokenizer is not None:
                 tokenizer.save_pretrained(folder)
-            return push_saved(Path(folder), repo_id, private, revision, create_pr, commit_message, commit_description, token)
+
+        pushed: Any = PushToHubMixin()
+        pushed.save_pretrained = save
+        kwargs.setdefault("commit_message", "Upload an MRP head" if head_only else "Upload a full model")
+        more = [tags] if isinstance(tags, str) else tags or []
+        return pushed.push_to_hub(repo_id, private=private, tags=[*TAGS, *more], **kwargs)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -318,15 +301,15 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
     @classmethod
     def _pinned(cls, source: str, config: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Read the config, and pin the arguments' revision to its commit: all files then come from one state."""
-        path = config_file(source, config is None, **hub_options(kwargs))
-        if path is not None and not os.path.isdir(source) and (commit := commit_of(path)):
+        path, _ = stored_json(source, **hub_options(kwargs))
+        if not os.path.isdir(source) and (commit := extract_commit_hash(str(path), None)):
             kwargs = {**kwargs, "revision": commit}
-        if not isinstance(config, PreTrainedConfig):
-            names = {field.name for field in fields(MRPConfig)} - {"dtype"}
-            overrides = {name: value for name, value in kwargs.items() if name in names}
-            kwargs = {name: value for name, value in kwargs.items() if name not in names}
-            config = cls.config_class.from_pretrained(config or source, **hub_options(kwargs), **overrides)
-        return config, kwargs
+        if isinstance(config, PreTrainedConfig):
+            return config, kwargs
+        kept = hub_options(kwargs) | {name: kwargs[name] for name in ("dtype", "torch_dtype") if name in kwargs}
+        others = {name: value for name, value in kwargs.items() if name not in ("dtype", "torch_dtype")}
+        config, unused = cls.config_class.from_pretrained(config or source, return_unused_kwargs=True, **others)
+        return config, {**unused, **kept}
 
     @classmethod
     def _load(cls, source: str | None, *args: Any, **kwargs: Any) -> Any:
@@ -335,15 +318,10 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
         if source is not None:
             cls._check_files(source, kwargs)
             kwargs |= {"use_safetensors": True, "trust_remote_code": False}  # or custom_generate/ would replace generate
-        kwargs.setdefault("ignore_mismatched_sizes", True)  # collected below, with the other misfits
         kwargs["key_mapping"] = {**KEY_MAPPING, **(kwargs.get("key_mapping") or {})}
         model, info = super().from_pretrained(source, *args, output_loading_info=True, **kwargs)
-        misfits = [f"missing: {name}" for name in sorted(info["missing_keys"])]
-        misfits += [f"unexpected: {name}" for name in sorted(info["unexpected_keys"])]
-        misfits += [
-            f"wrong shape: {name} is {list(has)}, needs {list(needs)}" for name, has, needs in sorted(info["mismatched_keys"])
-        ]
-        raise_misfits(misfits)
+        misfits = {"missing": info["missing_keys"], "unexpected": info["unexpected_keys"]}
+        raise_misfits([f"{kind}: {name}" for kind, names in misfits.items() for name in sorted(names)])
         if model.mrp_head is not None:
             check_draft_tokens(model.mrp_head, model.config, str(source))
         if source is not None and not kwargs.get("subfolder"):
@@ -356,75 +334,77 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
     @classmethod
     def _check_files(cls, source: str, kwargs: dict[str, Any]) -> None:
         """Compare the files' headers with the config, before a config that lies can make anything be allocated."""
-        config = kwargs["config"]
+        config, hub = kwargs["config"], hub_options(kwargs)
         if (elsewhere := getattr(config, "transformers_weights", None)) is not None:
             raise ValueError(f"the config of {source} points to weights in {elsewhere!r}: only model*.safetensors are read")
-        hub, adapter = hub_options(kwargs), kwargs.get("adapter_kwargs") or {}
-        check_generation_config(source, cls.generation_config_class, **hub)
+        _check_generation_config(source, cls.generation_config_class, hub)
+        adapter = kwargs.get("adapter_kwargs") or {}
         if not os.path.isdir(source) and "_adapter_model_path" not in adapter and find_adapter_config_file(source, **hub):
             raise ValueError(  # transformers would load the base that adapter_config.json names, whatever that is
                 f"{source} holds an adapter beside its model: load the adapter from a repository of its own with load_adapter"
             )
-        if getattr(config, "quantization_config", None) is not None:
-            return  # a quantized checkpoint has the tensors that its quantizer makes
-        found = stored_tensors(weight_files(source, kwargs.get("variant"), **hub))
-        check_depth(found, config.num_hidden_layers + config.num_nextn_predict_layers)
-        check_fit(found, cls.tensor_shapes(config), {"lm_head.weight"} if config.tie_word_embeddings else ())
+        if getattr(config, "quantization_config", None) is None:  # or it has the tensors that its quantizer makes
+            cls.check_tensors(config, stored_tensors(weight_files(source, **hub)))
 
     @classmethod
-    def _from_head_repository(cls, source: str, config: Any, backbone: Any, kwargs: dict[str, Any]) -> Any:
-        hub, with_info, info = hub_options(kwargs), kwargs.get("output_loading_info", False), None
-        if backbone is None or isinstance(backbone, str | os.PathLike):
-            ours = {name: value for name, value in kwargs.items() if name not in ("revision", "subfolder")}
-            adapter, name = ours.pop("adapter_kwargs", None) or {}, ours.pop("adapter_name", None)
-            if config._attn_implementation is not None:  # AutoModel has put it there
-                ours.setdefault("attn_implementation", config._attn_implementation)
-            if backbone is None:
-                where = backbone_location(config.base_model_name_or_path, source)
-                if config.base_model_revision is not None and not os.path.isdir(where):
-                    ours["revision"] = config.base_model_revision
-            else:
-                where = os.fspath(backbone)
-            try:
-                model, info = cls._open_backbone(where, ours)
-            except OSError as error:
-                raise OSError(f"the backbone {where!r} of the head {source} could not be loaded: {error}") from error
-        else:
-            adapter, name, model = {}, None, backbone
-        model.attach_head(source, **hub)
-        if "generation_config" not in kwargs:
-            model._take_generation_config(source, hub)
+    def _from_head_repository(cls, source: str, config: Any, kwargs: dict[str, Any]) -> Any:
+        """Load the backbone that a head repository names, and give it the head."""
+        where = backbone_location(config.base_model_name_or_path, source)
+        ours = {name: value for name, value in kwargs.items() if name not in ("revision", "subfolder")}
+        adapter, name = ours.pop("adapter_kwargs", None) or {}, ours.pop("adapter_name", None)
+        if config._attn_implementation is not None:  # AutoModel has put it there
+            ours.setdefault("attn_implementation", config._attn_implementation)
+        if config.base_model_revision is not None and not os.path.isdir(where):
+            ours["revision"] = config.base_model_revision
+        try:
+            loaded = cls._open_backbone(where, ours)
+        except OSError as error:
+            raise OSError(f"the backbone {where!r} of the head {source} could not be loaded: {error}") from error
+        model = loaded[0] if isinstance(loaded, tuple) else loaded  # with `output_loading_info`
+        model._take_head(source, hub_options(kwargs), kwargs)
         model.name_or_path = model.config.name_or_path = source
         if (adapter_path := adapter.pop("_adapter_model_path", None)) is not None:
             model.load_adapter(adapter_path, adapter_name=name, adapter_kwargs=adapter)
-        return (model, info) if with_info else model
+        return loaded
 
     @classmethod
-    def _open_backbone(cls, source: str, kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Load a model to put a head on; also return transformers' account of its loading."""
-        found, _ = PreTrainedConfig.get_config_dict(config_file(source, **hub_options(kwargs)))
+    def _open_backbone(cls, source: str, kwargs: dict[str, Any]) -> Any:
+        """Load a model to put a head on; an autoregressive Qwen3 checkpoint gets a config of ours."""
+        _, found = stored_json(source, **hub_options(kwargs))
         if (other := found.get("base_model_name_or_path")) is not None:
             raise ValueError(f"{source} is a head repository and has no backbone; its own is {other!r}: use that")
-        return cls.from_pretrained(source, **{**kwargs, "output_loading_info": True})
+        if found.get("model_type") == "qwen3" and kwargs.get("config") is None:
+            kwargs = _as_block_diffusion(source, found, kwargs)
+        return cls.from_pretrained(source, **kwargs)
 
-    def _take_generation_config(self, source: str, hub: dict[str, Any]) -> None:
-        """Take over the options that a head comes with, if it has any."""
-        check_generation_config(source, self.generation_config_class, **hub_options(hub))
-        try:
-            self.generation_config = self.generation_config_class.from_pretrained(source, **hub_options(hub))
-        except OSError:
-            log.info("%s has no generation_config.json: the backbone's options stay", source)
-
-
-def _shared_hub_options(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in hub_options(kwargs).items() if name not in ("revision", "subfolder")}
+    def _take_head(self, head: Any, hub: dict[str, Any], kwargs: dict[str, Any]) -> None:
+        """Attach a head; take over the options that its repository comes with, unless others were given."""
+        self.attach_head(head, **hub)
+        if isinstance(head, MRPHead) or "generation_config" in kwargs:
+            return
+        if _check_generation_config(source := os.fspath(head), self.generation_config_class, hub):
+            self.generation_config = self.generation_config_class.from_pretrained(source, **hub)
 
 
-def _as_block_diffusion(source: str, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Give the arguments a config, if the checkpoint is an autoregressive Qwen3 one; leave those for any other as they are."""
-    found, _ = PreTrainedConfig.get_config_dict(config_file(source, **hub_options(kwargs)))
-    if found.get("model_type") != "qwen3" or kwargs.get("config") is not None:
-        return kwargs
+def _check_generation_config(source: str, kind: type, hub: dict[str, Any]) -> bool:
+    """Refuse a `generation_config.json` that transformers would trip over or silently pass over; tell if there is one.
+
+    Raises:
+        ValueError: for a damaged file, and for a field with a wrong value, which `kind`, the class of the configs, names.
+    """
+    try:
+        path, fields = stored_json(source, GENERATION_CONFIG_NAME, **hub)
+    except OSError:
+        return False
+    try:
+        kind(**fields)
+    except (AttributeError, TypeError, ValueError) as error:  # transformers compares some fields of any type
+        raise ValueError(f"{path}: {error}") from error
+    return True
+
+
+def _as_block_diffusion(source: str, found: dict[str, Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Add a config of ours, made from that of an autoregressive Qwen3 checkpoint, to the arguments."""
     kwargs = dict(kwargs)
     given: dict[str, Any] = {name: kwargs.pop(name) for name in ("block_size", "mask_token_id") if name in kwargs}
     if "mask_token_id" not in given and found.get("vocab_size") != QWEN3_VOCABULARY:

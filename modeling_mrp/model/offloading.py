@@ -30,6 +30,7 @@ def device_of(module: nn.Module) -> torch.device:
 @contextmanager
 def fetched(module: nn.Module) -> Iterator[None]:
     """Hold the weights of a module in the memory of its device, whose `weight` is read without calling it."""
+    device_of(module)  # or says that its weight is nowhere
     hook = getattr(module, "_hf_hook", None)
     if hook is None or not any(weight.is_meta for weight in module.parameters()):
         yield

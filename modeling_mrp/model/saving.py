@@ -27,6 +27,7 @@ AUTO_MAP = {
     "AutoModel": "modeling_mrp.MRPForCausalLM",
     "AutoModelForCausalLM": "modeling_mrp.MRPForCausalLM",
 }
+TAGS = ["dllm", "diffusion-lm", "block-diffusion", "speculative-decoding", "sdar", "mrp"]
 _WEIGHT_FILES = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 
@@ -70,7 +71,7 @@ def head_to_save(
             "(merge_and_unload), or save them with peft; save a quantized head with the whole model, or quantize the rest only"
         )
     if named is None:
-        check_unchanged(state, backbone)
+        _check_unchanged(state, backbone)
     config = copy.deepcopy(model.config)
     config.describe_speculator(backbone.name, config.architectures or [type(model).__name__])
     config.auto_map, config.architectures = dict(AUTO_MAP), [type(model).__name__]
@@ -81,39 +82,32 @@ def head_to_save(
     return head, config
 
 
-def check_unchanged(state: Mapping[str, Tensor], backbone: BackboneSource) -> None:
+def _check_unchanged(state: Mapping[str, Tensor], backbone: BackboneSource) -> None:
     """Refuse to name a checkpoint as the backbone that has other weights, such as those before an adapter was merged.
 
     The first row of every tensor is compared, to the rounding of the 16-bit types. A checkpoint that is no longer here passes.
-
-    Args:
-        state: The model's tensors.
-        backbone: Where they came from.
-
-    Raises:
-        ValueError: if they differ, or the model carries an adapter of its backbone.
     """
-    wrapped = [name for name in state if ".lora_" in name and not name.startswith(HEAD)]
     try:
         files = stored_tensors(weight_files(backbone.name, revision=backbone.revision, local_files_only=True))
     except (OSError, ValueError):
         files = {}
-    own = {name: stored for name, stored in files.items() if name in state and not name.startswith(HEAD)}
-    changed = [name for name, stored in own.items() if not _same_row(state[name], stored)]
-    if wrapped or changed:
+    changed = [name for name in state if ".lora_" in name and not name.startswith(HEAD)]
+    changed += [name for name in files.keys() & state.keys() if not name.startswith(HEAD) and _differ(state[name], files[name])]
+    if changed:
         raise ValueError(
-            f"the head's backbone is no longer {backbone.name}: {(wrapped or changed)[0]} is not of it. If an adapter was "
-            "merged into it, publish it as it is now and name that (base_model_name_or_path), or save the model whole"
+            f"the head's backbone is no longer {backbone.name}: {min(changed)} is not of it. If an adapter was merged into it, "
+            "publish it as it is now and name that (base_model_name_or_path), or save the model whole"
         )
 
 
-def _same_row(value: Tensor, stored: StoredTensor) -> bool:
+def _differ(value: Tensor, stored: StoredTensor) -> bool:
+    """Compare first rows; what is spread over devices, or quantized, cannot be compared."""
     plain = type(value) in (Tensor, nn.Parameter) and value.is_floating_point() and not value.is_meta
-    if not plain or tuple(value.shape) != stored.shape or not all(stored.shape or [0]):
-        return True  # spread over devices, or quantized: not to be compared
+    if not plain or tuple(value.shape) != stored.shape or not value.numel():
+        return False
     with safe_open(stored.file, framework="pt") as tensors:
         row = tensors.get_slice(stored.name)[:1]
-    return torch.allclose(value[:1].detach().cpu().double(), row.double(), rtol=2**-7, atol=1e-7, equal_nan=True)
+    return not torch.allclose(value[:1].detach().cpu().double(), row.double(), rtol=2**-7, atol=1e-7, equal_nan=True)
 
 
 def code_files() -> dict[str, str]:
@@ -163,6 +157,7 @@ __all__ = [
     "CONFIGURATION",
     "CUSTOM_GENERATE",
     "MODELING",
+    "TAGS",
     "BackboneSource",
     "code_files",
     "head_to_save",

@@ -1,49 +1,23 @@
-"""An MRP model around a loaded SDAR model of another class: the same parameters in memory, and a repository's head."""
+"""An MRP model of a loaded SDAR model of another class: the same parameters in memory, and a repository's head."""
 
 import weakref
 from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers.generation import GenerationConfig
 
-# The MRP model around each stock model that is still in use, and where its head came from.
-_AROUND: "weakref.WeakKeyDictionary[nn.Module, tuple[Any, Any]]" = weakref.WeakKeyDictionary()
-
-
-def _config_of(stock: Any, head_config: Any) -> Any:
-    """Translate the stock model's config to one of this package, without a head; what it does not say is as in the head's."""
-    assumed = {name: getattr(head_config, name) for name in ("block_size", "mask_token_id")}
-    return type(head_config).from_dict(
-        {**assumed, **stock.config.to_dict(), "model_type": "sdar", "num_nextn_predict_layers": 0, "draft_vocab_size": 0}
-    )
-
-
-def _misfits(parameters: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
-    """List what of a stock model's parameters is not as in a Qwen3 decoder of its config, loaded, on one device."""
-    wrong = [f"missing: {name}" for name in expected if name not in parameters]
-    wrong += [f"unexpected: {name}" for name in parameters if name not in expected]
-    wrong += [
-        f"wrong shape: {name} is {list(parameters[name].shape)}, needs {list(tensor.shape)}"
-        for name, tensor in expected.items()
-        if name in parameters and parameters[name].shape != tensor.shape
-    ]
-    wrong += [
-        f"wrong type: {name} holds {tensor.dtype}" for name, tensor in parameters.items() if not tensor.is_floating_point()
-    ]
-    devices = {str(tensor.device) for tensor in parameters.values()}
-    if len(devices) > 1 or "meta" in devices:
-        wrong.append(f"it lies on {', '.join(sorted(devices))}: it must be loaded, on one device")
-    return wrong
+# The MRP model of each stock model that is still in use, and where its head came from.
+_MADE: "weakref.WeakKeyDictionary[nn.Module, tuple[Any, Any]]" = weakref.WeakKeyDictionary()
 
 
 class StockMixin:
     """The part of an MRP model by which its repository serves models of other classes."""
 
     @classmethod
-    def around(cls: Any, stock: Any, repository: str, **download: Any) -> Any:
-        """Make the MRP model of a stock model's own parameters and a repository's head, once as long as the stock model lives.
+    def from_stock_model(cls: Any, stock: Any, repository: str, **download: Any) -> Any:
+        """Make the MRP model of a stock model's own parameters and a repository's head, once as long as they stay.
 
         Args:
             stock: A model with a Qwen3 decoder's parameters under `model.` and `lm_head.`, such as SDAR's own class.
@@ -55,46 +29,36 @@ class StockMixin:
             `stock`; the head has its dtype and device.
 
         Raises:
-            ValueError: if the stock model is not what this class can be put around, or the head was made for another backbone;
-                everything that does not fit is listed with both values.
+            ValueError: if the stock model is not such a decoder, or the head was made for another backbone; what differs is
+                listed.
         """
-        parameters = {
-            name: parameter
-            for name, parameter in stock.named_parameters(remove_duplicate=False)
-            if name.startswith(("model.", "lm_head."))
-        }
-        source = (repository, tuple(sorted((name, str(value)) for name, value in download.items())))
-        known, model = _AROUND.get(stock, (None, None))
-        if known == source and _still_around(model, parameters):
+        parameters = dict(stock.named_parameters(remove_duplicate=False))
+        like = parameters["lm_head.weight"]
+        source = (repository, download.get("revision"), like.dtype, like.device)
+        known, model = _MADE.get(stock, (None, None))
+        if known == source and all(dict(model.named_parameters())[name] is value for name, value in parameters.items()):
             return model
-        config = _config_of(stock, cls.config_class.from_pretrained(repository, **download))
+        head = cls.config_class.from_pretrained(repository, **download)
+        assumed = {"block_size": head.block_size, "mask_token_id": head.mask_token_id, **stock.config.to_dict()}
+        config = cls.config_class.from_dict(
+            {**assumed, "model_type": "sdar", "num_nextn_predict_layers": 0, "draft_vocab_size": 0}
+        )
         with torch.device("meta"):
             model = cls(config).eval()
-        if wrong := _misfits(parameters, dict(model.named_parameters(remove_duplicate=False))):
+        try:
+            model.load_state_dict(parameters, assign=True)
+        except RuntimeError as error:
             raise ValueError(
-                f"this {type(stock).__name__} is no Qwen3 decoder that a head can be put on:\n  " + "\n  ".join(wrong) + "\n"
-                "Load the checkpoint with MRPForCausalLM.from_backbone instead"
-            )
-        for name, parameter in parameters.items():
-            path, _, leaf = name.rpartition(".")
-            model.get_submodule(path)._parameters[leaf] = parameter
-        rotary = type(model.model.rotary_emb)(config)  # no checkpoint holds its buffers
-        model.model.rotary_emb = rotary.to(parameters["lm_head.weight"].device)
+                f"this {type(stock).__name__} is no Qwen3 decoder that a head can be put on: load the checkpoint with "
+                f"MRPForCausalLM.from_backbone instead ({error})"
+            ) from error
+        model.model.rotary_emb = type(model.model.rotary_emb)(config).to(like.device)  # no checkpoint holds its buffers
         model.attach_head(repository, **download)
         model.mrp_head.requires_grad_(False)
         with suppress(OSError):  # where there is none, it keeps the one that its config gives
             model.generation_config = GenerationConfig.from_pretrained(repository, **download)
-        _AROUND[stock] = source, model
+        _MADE[stock] = source, model
         return model
-
-
-def _still_around(model: Any, parameters: dict[str, Tensor]) -> bool:
-    """Tell if a model still has a stock model's parameters, wherever they were moved and whatever replaced them."""
-    mine = dict(model.named_parameters(remove_duplicate=False))
-    like = mine["lm_head.weight"]
-    return all(mine.get(name) is parameter for name, parameter in parameters.items()) and all(
-        (parameter.dtype, parameter.device) == (like.dtype, like.device) for parameter in model.mrp_head.parameters()
-    )
 
 
 __all__ = ["StockMixin"]

@@ -25,9 +25,9 @@ from transformers.generation.logits_process import (
 from ..kernels.dispatch import AUTOMATIC, Dispatch
 from ..kernels.noise import noise_keys
 from ..kernels.pick import pick_rows
-from ..kernels.unembedding import Unembedding, log_odds, widened
 from ..rules.bans import Bans, known
 from ..rules.state import Row, State
+from .unembedding import Unembedding, log_odds, widened
 
 # Kinds of truncation, and whether one keeps, of any scores, the likeliest tokens, however many: behind a top-k it needs its k
 # logits alone.

@@ -127,10 +127,7 @@ def follows(state: State, last: State, mask_id: int) -> bool:
     """Tell if a state keeps all that is revealed at another one of its block, and reveals more."""
     if state.start != last.start or state.masks >= last.masks:
         return False
-    for own, other in zip(state.key[1], last.key[1], strict=True):
-        if own != other != mask_id:
-            return False
-    return True
+    return all(own == other or other == mask_id for own, other in zip(state.key[1], last.key[1], strict=True))
 
 
 __all__ = ["UnscoredError", "accept", "first_frontier", "write"]

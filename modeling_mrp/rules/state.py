@@ -231,7 +231,7 @@ class Row:
         return not state.free or state.free[0] >= room
 
     def write(self, frontier: Frontier, logprobs: Sequence[float]) -> None:
-        """Write a reveal into the text, with the log-confidence of each of its columns, and stand at the state that it makes."""
+        """Write a reveal into the text, with the log-confidence of each column, and stand at the state that it makes."""
         start, ids = frontier.state.key[0], frontier.scores.token
         behind = start - self.prompt
         for column, logprob in zip(frontier.where, logprobs, strict=True):

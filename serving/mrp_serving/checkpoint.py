@@ -16,7 +16,6 @@ from modeling_mrp.model.layouts import (
     DRAFT_TOKENS,
     HEAD,
     backbone_location,
-    check_depth,
     check_fit,
     our_name,
     stored_tensors,
@@ -82,8 +81,7 @@ def _check_tensors(config: Any, source: str, revision: str | None, backbone: Bac
         check_fit(found, shapes_of_head(config))
         of_backbone = stored_tensors(weight_files(backbone.where, revision=backbone.revision))
         found |= {name: tensor for name, tensor in of_backbone.items() if not name.startswith(HEAD)}
-    check_depth(found, config.num_hidden_layers + config.num_nextn_predict_layers)
-    check_fit(found, MRPForCausalLM.tensor_shapes(config), {"lm_head.weight"} if config.tie_word_embeddings else ())
+    MRPForCausalLM.check_tensors(config, found)
 
 
 def named_backbone(config: Any, source: str) -> Backbone | None:

@@ -4,6 +4,8 @@ from typing import TYPE_CHECKING, Any
 
 from modeling_mrp import __version__
 
+from .embedded import TINY
+
 if TYPE_CHECKING:
     from .arguments import MRPTrainingArguments
     from .trainer import MRPTrainer
@@ -20,4 +22,4 @@ def __getattr__(name: str) -> Any:
     return getattr(import_module(f".{_HOMES[name]}", __name__), name)
 
 
-__all__ = ["MRPTrainer", "MRPTrainingArguments", "__version__"]
+__all__ = ["TINY", "MRPTrainer", "MRPTrainingArguments", "__version__"]

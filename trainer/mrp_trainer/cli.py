@@ -14,6 +14,7 @@ from modeling_mrp import __version__
 from . import cli_train
 from .cli_errors import told
 from .decode_options import DecodeOptions
+from .embedded import located
 from .evaluate_options import EvaluateOptions
 from .flags import for_typer, takes_flags
 from .serve_options import ServeOptions
@@ -49,7 +50,7 @@ _KIND, _TARGET, _CARD = "What is pushed", "Where to", "Card"
 
 
 @app.command()
-@takes_flags(EvaluateOptions, required=["model"], defaults=True)
+@takes_flags(EvaluateOptions, defaults=True)
 def evaluate(**given: Any) -> None:
     """Measure accuracy, tokens per forward and acceptance, with 95 % intervals: a row of a table per set and mode."""
     with told():
@@ -80,9 +81,9 @@ def decode(**given: Any) -> None:
 
 
 @app.command()
-@takes_flags(ServeOptions, required=["model"], defaults=True)
+@takes_flags(ServeOptions, defaults=True)
 def serve(**given: Any) -> None:
-    """Answer OpenAI's chats and completions over HTTP on this machine until Ctrl-C: mrp serve hub_configs/sdar-tiny-mrp."""
+    """Answer OpenAI's chats and completions over HTTP on this machine until Ctrl-C."""
     with told():
         options = ServeOptions(**given)
         from .early import check_asked
@@ -147,6 +148,7 @@ def convert(
         from .early import check_checkpoint, check_new_folder
 
         check_new_folder(target)
+        source = located(source)
         check_checkpoint(source)
         from .convert import convert as convert_checkpoint
 
@@ -200,6 +202,7 @@ def push(
 ) -> None:
     """Push a full model, a head or an adapter to the Hub in one commit, private unless told."""
     with told():
+        folder = located(folder)
         for one, other, names in (
             (head_only, adapter, "--head-only and --adapter"),
             (branch, pull_request, "--branch and --pull-request"),
@@ -242,6 +245,7 @@ def card(
 ) -> None:
     """Print the model card of a checkpoint, as a push would render it."""
     with told():
+        folder = located(folder)
         from .early import ABOUT, RESULTS, check_push
 
         check_push(folder, None, [(about, ABOUT), *((path, RESULTS) for path in results or [])])

@@ -20,11 +20,10 @@ from modeling_mrp.generate.option_table import OPTIONS
 from modeling_mrp.model.configuration import MRPConfig
 from modeling_mrp.model.layouts import (
     DRAFT_TOKENS,
-    check_fit,
-    config_file,
     json_object,
     our_name,
     published_name,
+    stored_json,
     stored_tensors,
     weight_files,
 )
@@ -103,7 +102,7 @@ def convert(source: str | os.PathLike[str], target: str | os.PathLike[str], layo
     if layout not in LAYOUTS:
         raise ValueError(f"layout is {layout!r}: choose one of {', '.join(LAYOUTS)}")
     check_new_folder(target)
-    config_file(os.fspath(source))  # or says what is wrong with the source
+    stored_json(os.fspath(source))  # or says what is wrong with the source
     folder = Path(source)
     if not folder.is_dir():
         folder = Path(snapshot_download(os.fspath(source), allow_patterns=["*.safetensors", *(f"*{end}" for end in _COPIED)]))
@@ -114,9 +113,7 @@ def convert(source: str | os.PathLike[str], target: str | os.PathLike[str], layo
     own = "mrp" if fields.get("model_type", "sdar_mrp") == "sdar_mrp" else "heavyball" if config.has_head else "sdar"
     _check_possible(str(source), config, own, layout)
     files = weight_files(str(folder))
-    check_fit(
-        stored_tensors(files), MRPForCausalLM.tensor_shapes(config), {"lm_head.weight"} if config.tie_word_embeddings else ()
-    )
+    MRPForCausalLM.check_tensors(config, stored_tensors(files))
     target.parent.mkdir(parents=True, exist_ok=True)
     beside = target.parent / f".{target.name}.partial-{os.getpid()}"
     beside.mkdir()

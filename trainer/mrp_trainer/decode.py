@@ -107,7 +107,7 @@ def decode(options: DecodeOptions, state: PartialState | None = None) -> Written
     run = RunOptions(options.model, options.revision, options.tokenizer)
     tokenizer = run_tokenizer(run)
     where = {name: value for name, value in (("dtype", options.dtype), ("revision", options.revision)) if value is not None}
-    model = MRPForCausalLM.from_pretrained(options.model, **where).eval()
+    model = MRPForCausalLM.from_pretrained(run.model, **where).eval()
     check_tokenizer(tokenizer, model)
     model.to(options.device or state.device)
     block_size, longest = model.config.block_size, model.config.max_position_embeddings - options.max_new_tokens

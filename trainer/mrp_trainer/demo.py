@@ -9,7 +9,6 @@ import gc
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,11 +18,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from .embedded import EMBEDDED
 from .evaluate import Decoded, decode_problems
 from .loading import load_model, load_tokenizer
 from .tasks import Family, Problem, problems
 
-MODEL = Path(__file__).parents[2] / "hub_configs" / "sdar-tiny-mrp"
 JUDGED: tuple[Family, ...] = ("math", "code")
 TARGETS: dict[str, dict[str, Any]] = {
     "static": {"decoding": "static"},
@@ -164,7 +163,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m mrp_trainer.demo", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--model", default=str(MODEL))
+    parser.add_argument("--model", default=EMBEDDED)
     parser.add_argument("--count", type=int, default=64, help="problems per family")
     parser.add_argument("--batch-size", type=int, default=16)
     options = parser.parse_args(arguments)

@@ -1,6 +1,5 @@
 """What commands look at before they import torch, which takes seconds: paths, names, and values that go without a model."""
 
-import json
 import os
 from collections.abc import Iterable
 from contextlib import suppress
@@ -13,9 +12,10 @@ from huggingface_hub.utils import validate_repo_id
 from transformers.utils import find_adapter_config_file
 
 from modeling_mrp.generate.option_table import OPTIONS
-from modeling_mrp.model.layouts import config_file
+from modeling_mrp.model.layouts import stored_json
 
 from .decode_options import DecodeOptions
+from .embedded import located
 from .evaluate_options import EvaluateOptions, check_names, generate_options
 from .questions import read_questions
 from .results import ResultsFile
@@ -134,8 +134,9 @@ def check_checkpoint(source: str, revision: str | None = None) -> dict[str, Any]
         ValueError: It has no config, or a damaged one.
         OSError: There is no such folder, or the repository cannot be read.
     """
+    source = located(source)
     try:
-        return dict(json.loads(Path(str(config_file(source, revision=revision))).read_text(encoding="utf-8")))
+        return stored_json(source, revision=revision)[1]
     except OSError:
         with suppress(OSError, ValueError):  # what is wrong is told of the config
             if find_adapter_config_file(source, revision=revision) is not None:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from modeling_mrp.generate.option_table import DECODINGS, DRAFTING, OPTIONS, TARGETS, closest_name
 
 from .assignments import assigned
+from .embedded import EMBEDDED
 from .flags import flag, too_small
 from .tasks import Family, Split
 
@@ -43,7 +44,7 @@ class EvaluateOptions:
         ValueError: for a number below 1, and an assignment that is no NAME=VALUE.
     """
 
-    model: str = flag("Checkpoint: folder or Hub id.", "hub_configs/sdar-tiny-mrp", panel=_MODEL, metavar="PATH")
+    model: str = flag("Checkpoint: folder or Hub id.", EMBEDDED, panel=_MODEL, metavar="PATH")
     tokenizer: str | None = flag(
         "Another tokenizer: folder or Hub id.", None, panel=_MODEL, metavar="PATH", shown="the model's"
     )

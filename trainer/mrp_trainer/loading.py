@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
-from transformers.utils import GENERATION_CONFIG_NAME, cached_file, find_adapter_config_file
+from transformers.utils import GENERATION_CONFIG_NAME, find_adapter_config_file
 
 from modeling_mrp.model.configuration import MRPConfig
-from modeling_mrp.model.layouts import config_file, is_hub_id, json_object
+from modeling_mrp.model.layouts import is_hub_id, json_object, stored_json
 from modeling_mrp.modeling import MRPForCausalLM
+
+from .embedded import located
 
 # What `hf download` needs to fetch all of a repository that tells of a model without its weights.
 WITHOUT_WEIGHTS = '--include "*.json" --include "*.txt" --include "*.jinja"'
@@ -27,11 +29,12 @@ def load_tokenizer(source: str, revision: str | None = None, local_files_only: b
     Raises:
         ValueError: if there is none, or it cannot be read.
     """
+    source = located(source)
     config = MRPConfig()  # only so that none is read, which may be of a kind that transformers does not know
     where: dict[str, Any] = {"revision": revision, "local_files_only": local_files_only}
     try:
         return AutoTokenizer.from_pretrained(source, config=config, trust_remote_code=False, **where)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # whatever damaged files come to, which libraries read that check little
         if os.path.isdir(source):
             remedy = "save one there, or name another with --tokenizer"
         elif local_files_only:
@@ -48,7 +51,6 @@ def load_config(source: str) -> MRPConfig:
         ValueError, OSError: as from `load_model`.
     """
     base, _ = _base_and_adapter(source)
-    config_file(base)
     return MRPConfig.from_pretrained(base)
 
 
@@ -60,10 +62,9 @@ def load_generation_fields(source: str) -> dict[str, Any]:
     """
     base, _ = _base_and_adapter(source)
     try:
-        path = cached_file(base, GENERATION_CONFIG_NAME)
+        return stored_json(base, GENERATION_CONFIG_NAME)[1]
     except OSError:
         return {}
-    return json_object(Path(str(path)))
 
 
 def load_model(source: str, dtype: str | None = None) -> MRPForCausalLM:
@@ -87,7 +88,7 @@ def load_model(source: str, dtype: str | None = None) -> MRPForCausalLM:
 
 def _base_and_adapter(source: str) -> tuple[str, str | None]:
     """Where the model lies, and the adapter on it. A folder that holds both is loaded as one."""
-    found = None
+    source, found = located(source), None
     if not (Path(source) / "config.json").is_file():
         with suppress(OSError, ValueError):  # what is wrong is told where the model's config is not found either
             found = find_adapter_config_file(source)
@@ -105,7 +106,8 @@ def _base_and_adapter(source: str) -> tuple[str, str | None]:
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
+    return kind + (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 __all__ = ["WITHOUT_WEIGHTS", "load_config", "load_generation_fields", "load_model", "load_tokenizer"]

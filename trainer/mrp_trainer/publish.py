@@ -16,17 +16,17 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
-from huggingface_hub.utils import filter_repo_objects
 
 from modeling_mrp import MRPForCausalLM
-from modeling_mrp.model.pushing import CONFIGS, KINDS, PATIENCE, answered_within, revision_info
+from modeling_mrp.model.layouts import is_hub_id
 
 from .publishing import Publication, publish
 from .publishing.card import About, is_own_card, read_results, render_card
 from .publishing.cardtext import PICTURE
 from .publishing.folder import Folder, read_folder
+from .publishing.hub import CONFIGS, KINDS
 from .publishing.push import first_line, is_connection
 from .settings import RUN_FILE
 
@@ -38,36 +38,22 @@ def _folder_of(folder_or_id: str, dry_run: bool) -> Path:
 
     Raises:
         ValueError: if it is neither, or a dry run would have to download it.
-        OSError: if the repository cannot be read, or the Hub is silent for longer than `PATIENCE`.
+        OSError: if the repository cannot be read.
     """
     if Path(folder_or_id).is_dir():
         return Path(folder_or_id)
     try:
-        if dry_run:
-            return Path(snapshot_download(folder_or_id, allow_patterns=_DOWNLOADED, local_files_only=True))
-        return _download(HfApi(), folder_or_id)
+        return Path(snapshot_download(folder_or_id, allow_patterns=_DOWNLOADED, local_files_only=dry_run))
     except HFValidationError as error:
         raise ValueError(f"{folder_or_id!r} is neither a folder nor the id of a repository ('org/name')") from error
     except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
         why = "a dry run downloads nothing" if dry_run else str(error)
         raise ValueError(f"{folder_or_id} is no folder, and as a repository it is not in the cache: {why}") from error
-
-
-def _download(api: HfApi, repo_id: str) -> Path:
-    """Fetch a checkpoint into the cache file by file: `snapshot_download` waits without bound for the list of them."""
-    try:
-        with answered_within(PATIENCE):
-            info = revision_info(api, repo_id)
-        names = list(filter_repo_objects((file.rfilename for file in info.siblings or ()), allow_patterns=_DOWNLOADED))
-        if not names:
-            raise ValueError(f"{repo_id} is empty, or holds no file of a model: name another repository")
-        files = {name: Path(api.hf_hub_download(repo_id, name, revision=info.sha)) for name in names}
-        return files[names[0]].parents[names[0].count("/")]
     except Exception as error:
         if not is_connection(error):
             raise
         raise ConnectionError(
-            f"the download of {repo_id} was given up ({first_line(error)}): push again when the connection stands"
+            f"the download of {folder_or_id} was given up ({first_line(error)}): push again when the connection stands"
         ) from error
 
 
@@ -162,12 +148,13 @@ def card(folder: str, name: str | None, results: list[str], about: str | None) -
 
     Args:
         folder: The checkpoint.
-        name: What the examples load; the folder by default.
+        name: What the examples load; by default the folder, written so that it is no Hub id.
         results: Files of measurements.
         about: A file that tells of the checkpoint.
     """
     told = None if about is None else About.load(about)
-    return str(render_card(folder, read_folder(folder).kind, name or folder, read_results(results), told))
+    name = name or (f"./{folder}" if is_hub_id(folder) else folder)
+    return str(render_card(folder, read_folder(folder).kind, name, read_results(results), told))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -299,10 +299,9 @@ class RecordParser:
         if self.mask_token and self.mask_token in value:
             raise FieldError(name, f"found the mask token {self.mask_token}: clean text must not hold it, write it otherwise")
         try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            found = f"half a surrogate pair, {value[error.start]!a}, at character {error.start}"
-            raise FieldError(name, f"found {found}: text that UTF-8 can hold is needed") from error
+            check_utf8(value)
+        except ValueError as error:
+            raise FieldError(name, f"found {error}") from error
         return value
 
     def _learned(self, name: str, value: Any, reserved: Sequence[str] = ()) -> str:
@@ -312,6 +311,15 @@ class RecordParser:
             if token in value:
                 raise FieldError(name, f"found {token}, which ends a turn: remove it, the chat template sets it")
         return value
+
+
+def check_utf8(text: str) -> None:
+    """Refuse, with a `ValueError`, a text that tokenizers cannot read."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        found = f"half a surrogate pair, {text[error.start]!a}, at character {error.start}"
+        raise ValueError(f"{found}: text that UTF-8 can hold is needed") from error
 
 
 def _tools(tools: Any) -> list[dict[str, Any]] | None:

@@ -15,7 +15,7 @@ from transformers import EarlyStoppingCallback, PreTrainedConfig, PreTrainedToke
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
 from modeling_mrp.model.configuration import MRPConfig
-from modeling_mrp.model.layouts import config_file
+from modeling_mrp.model.layouts import stored_json
 from modeling_mrp.modeling import MRPForCausalLM
 
 from .arguments import MRPTrainingArguments, passes_of
@@ -173,7 +173,7 @@ def run_tokenizer(options: RunOptions, local_files_only: bool = False) -> PreTra
         OSError: if there is no such model.
     """
     if not local_files_only:
-        config_file(options.model, revision=options.revision)  # or a model that is nowhere would be told of as a tokenizer
+        stored_json(options.model, revision=options.revision)  # or a model that is nowhere would be told of as a tokenizer
     revision = None if options.tokenizer else options.revision
     return load_tokenizer(options.tokenizer or options.model, revision, local_files_only)
 

@@ -24,6 +24,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import unicodedata  # noqa: F401  # the parser imports it for names and escapes beyond ASCII, when no file can be opened any more
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .assignments import assigned
+from .embedded import EMBEDDED
 from .evaluate_options import Decoding, Dtype, Target
 from .flags import flag
 
@@ -20,7 +21,9 @@ class ServeOptions:
         ValueError: for a port that is none, and an assignment that is no NAME=VALUE.
     """
 
-    model: str = flag("Checkpoint: folder or Hub id; clients ask for it by this name.", metavar="MODEL", positional=True)
+    model: str = flag(
+        "Checkpoint: folder or Hub id; clients ask for it by this name.", EMBEDDED, metavar="MODEL", positional=True
+    )
     tokenizer: str | None = flag("Another tokenizer.", None, panel=_MODEL, metavar="PATH", shown="the model's")
     dtype: str | None = flag("Type of the weights.", None, panel=_MODEL, kind=Dtype, shown="the checkpoint's")
     device: str | None = flag("Device, such as cuda:0.", None, panel=_MODEL, shown="first GPU, or cpu")

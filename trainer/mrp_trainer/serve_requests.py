@@ -19,6 +19,8 @@ from modeling_mrp.generate.checks import check_prompt, check_rows, check_special
 from modeling_mrp.generate.option_table import COUNT, OPTIONS, Option, closest_name
 from modeling_mrp.generate.options import OPTION_NAMES, MRPGenerationConfig, check_values, did_you_mean
 
+from .records import check_utf8
+
 MOST_ROWS = 16  # texts of one request
 _NEW_TOKENS = 1024  # of a text, if neither the request nor the checkpoint says how many
 _BYTES_OF_TOKEN = 32  # of a prompt; the longest words have no more
@@ -211,6 +213,7 @@ class Requests:
 
     def _short_enough(self, text: str, source: str) -> str:
         """Return a text that may fit into the model, told by its bytes."""
+        check_utf8(text)
         positions, size = self.model.config.max_position_embeddings, len(text.encode())
         if size > _BYTES_OF_TOKEN * positions:
             raise ValueError(

@@ -7,6 +7,7 @@ import torch
 from .evaluate_options import generate_options
 from .loading import load_model, load_tokenizer
 from .picture import Picture, Theme, show
+from .records import check_utf8
 from .results import mode_name
 from .show_options import ShowOptions
 
@@ -15,9 +16,10 @@ def show_model(options: ShowOptions) -> Picture:
     """Decode a prompt in every mode that is asked for, draw that, and write it to `options.output`.
 
     Raises:
-        ValueError: if the checkpoint, the tokenizer or an option of `generate` does not fit; nothing is written then.
+        ValueError: if checkpoint, tokenizer, prompt or an option of `generate` does not fit; nothing is written then.
         OSError: if there is no such checkpoint, or the file cannot be written.
     """
+    check_utf8(options.prompt)
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     model = load_model(options.model, options.dtype)
     return draw_modes(model.to(device), load_tokenizer(options.tokenizer or options.model), options)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from .embedded import EMBEDDED
 from .evaluate_options import Decoding, Dtype, EvaluateOptions, Target
 from .flags import flag, too_small
 
@@ -19,7 +20,7 @@ class ShowOptions:
         ValueError: for a number below 1, a file name that is no picture's, an assignment that is no NAME=VALUE.
     """
 
-    model: str = flag("Checkpoint: folder or Hub id.", "hub_configs/sdar-tiny-mrp", panel=_MODEL, metavar="PATH")
+    model: str = flag("Checkpoint: folder or Hub id.", EMBEDDED, panel=_MODEL, metavar="PATH")
     tokenizer: str | None = flag(
         "Another tokenizer: folder or Hub id.", None, panel=_MODEL, metavar="PATH", shown="the model's"
     )

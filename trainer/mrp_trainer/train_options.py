@@ -6,6 +6,7 @@ Nothing here imports torch, so that help comes at once.
 from dataclasses import dataclass, field
 from typing import Literal
 
+from .embedded import located
 from .flags import flag
 
 HeadLoss = Literal["kl", "reverse_kl", "cross_entropy", "mse"]
@@ -59,6 +60,10 @@ class RunOptions:
     early_stopping_patience: int = flag("Evaluations without a lower loss before the end, 0: no end.", 0, panel=_WATCH)
     lora_rank: int = flag("Train only an adapter of this rank, of --model or --head.", 0, panel=_ADAPTER)
     lora_alpha: int | None = flag("Scale of the adapter.", None, panel=_ADAPTER, shown="2 x rank")
+
+    def __post_init__(self) -> None:
+        self.model = located(self.model)
+        self.head, self.tokenizer = (one if one is None else located(one) for one in (self.head, self.tokenizer))
 
 
 @dataclass

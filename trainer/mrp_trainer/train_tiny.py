@@ -1,4 +1,4 @@
-"""The recipe of the embedded checkpoint, up to `hub_configs/sdar-tiny-mrp`, with fixed seeds.
+"""The recipe of the embedded checkpoint, up to `./hub_configs/sdar-tiny-mrp`, with fixed seeds.
 
 ``python -m mrp_trainer.train_tiny --stage all`` runs it (backbone, trajectories, head), or one stage at a time; the head alone
 is trained on the embedded backbone. Under ``torchrun --nproc-per-node 2 -m mrp_trainer.train_tiny`` two processes share every
@@ -27,6 +27,7 @@ from modeling_mrp.modeling import MRPForCausalLM
 from .arguments import MRPTrainingArguments
 from .checkpoints import last_whole_checkpoint
 from .data import TaskDataset
+from .embedded import TINY
 from .flags import argument_parser, flag
 from .samples import Sample
 from .tasks import Family
@@ -46,8 +47,6 @@ DECODINGS: tuple[dict[str, Any], ...] = (
     {"decoding": "sequential"},
     {"decoding": "entropy_bound", "entropy_threshold": 0.35},
 )
-ROOT = Path(__file__).parents[2]
-TINY = ROOT / "hub_configs" / "sdar-tiny-mrp"
 
 
 @dataclass
@@ -72,7 +71,7 @@ class TinyOptions:
     order_weight: float = flag("Weight of the order of reveals in the head's loss.", 0.5)
     head_init: str = flag("identity, backbone (its last layers), published, or a trained model's folder.", "backbone")
     head_name: str = flag("The head's folder in --work.", "head")
-    target: Path = flag("Where export writes.", TINY, shown="hub_configs/sdar-tiny-mrp")
+    target: Path = flag("Where export writes.", Path(TINY), shown="the embedded checkpoint")
 
 
 class _JsonLog(TrainerCallback):
@@ -97,7 +96,7 @@ def _tokenizer(work: Path) -> PreTrainedTokenizerFast:
 def _backbone(work: Path) -> Path:
     """The one that the stage `backbone` made, if it was run; otherwise the embedded checkpoint's."""
     made = work / "backbone" / "final"
-    return made if made.exists() else TINY
+    return made if made.exists() else Path(TINY)
 
 
 def tiny_config(tokenizer: PreTrainedTokenizerFast, head_layers: int = 0) -> MRPConfig:

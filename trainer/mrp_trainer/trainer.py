@@ -41,7 +41,7 @@ from .inputs import as_rows, bare_model, check_prompts, check_tokenizer, make_re
 from .measures import Measures
 from .objectives import Measured, block_diffusion
 from .optimizer import MuonAdamW
-from .publishing import Retries, publish
+from .publishing import publish
 from .run_folder import telling_what_is_full
 from .sampler import LengthBucketSampler
 from .samples import samples_of
@@ -449,7 +449,6 @@ class MRPTrainer(Trainer):
                 commit_message=f"Training in progress, step {self.state.global_step}",
                 token=self.args.hub_token,
                 picture=False,
-                retries=Retries(times=1),
             )
         except OSError as error:
             log.warning("step %d is not pushed, and training goes on: %s", self.state.global_step, error)

@@ -5,7 +5,7 @@ It refers to nothing outside of itself and runs no script; the animated form mov
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 from typing import Literal
@@ -22,6 +22,7 @@ _CHARACTER = 7.8  # of the fixed-width font, at 13 px
 _LINE, _CHIP = 27.0, 21.0
 _UNIT, _MOST = 5.0, 12  # of a bar: a token's height, and how many fit
 _PROMPT_LINES = 3
+_ID = "\0"  # stands for the picture's id until that is known; visible texts hold no controls
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Picture:
         title: In words.
     """
 
-    svg: str
+    svg: str = field(repr=False)
     title: str
 
     @property
@@ -101,7 +102,7 @@ def draw(
         f'<svg xmlns="http://www.w3.org/2000/svg" id="{name}" viewBox="0 0 {_n(width)} {_n(height)}" width="{_n(width)}" '
         f'height="{_n(height)}" role="img" aria-label="{escape(title)}" style="max-width:100%;height:auto">\n'
         f"<style>{style(name, theme, clock if animated else None, [len(one.forwards) for one in decodes])}</style>\n"
-        f'<rect class="page" width="{_n(width)}" height="{_n(height)}" rx="10"/>\n{body.replace("@id", name)}\n</svg>\n'
+        f'<rect class="page" width="{_n(width)}" height="{_n(height)}" rx="10"/>\n{body.replace(_ID, name)}\n</svg>\n'
     )
     return Picture(svg, title)
 
@@ -209,7 +210,7 @@ class _Panel:
         strip = "".join(
             f'<text class="count end" x="{at}" y="{30 + 30 * number}">{number}</text>' for number in range(count + 1)
         )
-        clip = f"@id-{count}"
+        clip = f"{_ID}-{count}"
         return [
             *parts,
             f'<clipPath id="{clip}"><rect x="0" y="8" width="{right}" height="28"/></clipPath>',

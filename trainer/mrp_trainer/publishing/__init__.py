@@ -1,5 +1,5 @@
 """Publishing: which folders are fit for it, their cards, and one commit with everything in it, or none."""
 
-from .push import Publication, Retries, publish
+from .push import Publication, publish
 
-__all__ = ["Publication", "Retries", "publish"]
+__all__ = ["Publication", "publish"]

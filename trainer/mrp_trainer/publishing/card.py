@@ -21,18 +21,18 @@ from modeling_mrp import __version__
 from modeling_mrp.generate.budget import UNTIMED_STATES
 from modeling_mrp.generate.options import MRPGenerationConfig
 from modeling_mrp.model.layouts import HEAD, is_hub_id
-from modeling_mrp.model.pushing import CONFIGS, NOT_FILLED_IN, tags_of
 
 from ..early import ABOUT, RESULTS, check_file
 from ..results import mode_name
 from .cardtext import LICENSES, MODES, NOT_SHOWN, PICTURE, RELATIONS, SEE, SHOWN, SOURCES, SUMMARIES, TEMPLATE, USE, WHY_NOT
 from .folder import json_of, tensors_in
+from .hub import CONFIGS, tags_of
 from .recipe import model_of, recipe_of
 
 _RENDERED = re.compile(r"<!-- Rendered from a template for (.+); without this line, pushing keeps the card as it is\. -->")
 _WHY_NOT = re.compile(f"{WHY_NOT.format(why='.*')}(?={re.escape(NOT_SHOWN)})")
 _OURS = ("families", "versions")  # of an about file's metadata: for the rendering, not for the card
-_FORMS = ("[More Information Needed]", NOT_FILLED_IN)  # of peft, and of a model that pushed itself
+_FORM = "[More Information Needed]"  # in the card of peft, and of a model that pushed itself
 
 
 @dataclass
@@ -304,7 +304,7 @@ def _told(about: About, results: Sequence[Mapping[str, Any]], recipe: str | None
 
 def is_own_card(text: str) -> bool:
     """Whether a person wrote or edited this card: neither one of ours as rendered, nor a form that was never filled in."""
-    return _RENDERED.search(text) is None and not any(form in text for form in _FORMS)
+    return _RENDERED.search(text) is None and _FORM not in text
 
 
 def _shown(picture: bool, not_drawn: str) -> str:

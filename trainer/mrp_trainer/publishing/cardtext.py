@@ -26,7 +26,7 @@ print(tok.decode(out.sequences[0, inputs["input_ids"].shape[1] :], skip_special_
 print(out.tokens_per_forward)
 ```"""
 
-_STOCK = """An SDAR model that is loaded already decodes with this repository as it is, on its own weights:
+_STOCK = """An SDAR model that is loaded already decodes with this repository on the Hub as it is, on its own weights:
 
 ```python
 repository = "{name}"

@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 import torch
 
 from modeling_mrp import MRPForCausalLM
-from modeling_mrp.model.layouts import config_file, is_hub_id, weight_files
-from modeling_mrp.model.pushing import CONFIGS
+from modeling_mrp.model.layouts import is_hub_id, stored_json, weight_files
 
 from ..loading import load_tokenizer
 from ..show import draw_modes
 from ..show_options import ShowOptions
 from .cardtext import PICTURE
 from .folder import Folder, json_of
+from .hub import CONFIGS
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ def _obstacle(folder: Folder, bases: list[_Source]) -> str | None:
         here: dict[str, Any] = {"revision": bases[-1].revision, "local_files_only": True}
         try:
             size += sum(path.stat().st_size for path in weight_files(name, **here))
-            config, revision = json_of(config_file(name, **here) or Path()), _REVISION
+            config, revision = stored_json(name, **here)[1], _REVISION
         except (OSError, ValueError):
             return f"{name} was not in the cache of the machine that pushed it"
     if folder.kind == "full" and "tokenizer_config.json" not in folder.files:

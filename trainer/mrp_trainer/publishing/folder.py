@@ -7,11 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from modeling_mrp.model.layouts import HEAD, StoredTensor, json_object, shards_of, stored_tensors
-from modeling_mrp.model.pushing import CONFIGS, KINDS, WEIGHTS, kind_of
+from modeling_mrp.model.configuration import MRPConfig
+from modeling_mrp.model.head import shapes_of_head
+from modeling_mrp.model.layouts import StoredTensor, check_fit, json_object, shards_of, stored_tensors
 from modeling_mrp.model.saving import AUTO_MAP, code_files
+from modeling_mrp.modeling import MRPForCausalLM
 
+from ..loading import load_tokenizer
 from .cardtext import PICTURE
+from .hub import CONFIGS, KINDS, WEIGHTS, kind_of
 
 log = logging.getLogger(__name__)
 
@@ -53,8 +57,8 @@ def read_folder(path: Path | str) -> Folder:
 
     Raises:
         ValueError: if it is not a folder, holds no checkpoint of this package or more than one kind, a pickle, a link that
-            leaves it (but to the blobs of the Hub's cache), weights that are cut short or do not belong to its kind, or lacks a
-            file that it needs. The remedy is named.
+            leaves it (but to the blobs of the Hub's cache), weights that are cut short or do not fit its config, a tokenizer
+            that does not load or fit, or lacks a file that it needs. The remedy is named.
     """
     path = Path(path)
     if not path.is_dir():
@@ -79,6 +83,7 @@ def read_folder(path: Path | str) -> Folder:
     code = {} if kind == "adapter" else _code(path, names)
     json_of(path / "generation_config.json")
     _check_weights(path, kind, chosen)
+    _check_tokenizer(path, kind, chosen)
     base = json_of(path / CONFIGS[kind]).get("base_model_name_or_path")
     files = {name: path / name for name in sorted(chosen)}
     return Folder(path, kind, base, files, code, sorted(names - chosen - code.keys()))
@@ -144,13 +149,33 @@ def _check_weights(path: Path, kind: str, names: set[str]) -> None:
     if stale := sorted(name for name in names - shards if WEIGHTS.fullmatch(name) and name != index.name):
         raise ValueError(f"{path} holds {', '.join(stale)}, which the model does not use: remove what an earlier save left")
     tensors = tensors_in(path)
-    if kind == "head" and (other := sorted(name for name in tensors if not name.startswith(HEAD))):
+    if kind == "adapter":
+        return
+    config = MRPConfig.from_pretrained(path)
+    if kind == "head":
+        check_fit(tensors, shapes_of_head(config))
+    elif getattr(config, "quantization_config", None) is None:  # or it has the tensors that its quantizer makes
+        MRPForCausalLM.check_tensors(config, tensors)
+
+
+def _check_tokenizer(path: Path, kind: str, names: set[str]) -> None:
+    """Load the tokenizer once, if there is one.
+
+    Raises:
+        ValueError: if it cannot be loaded, takes its code from a repository, or has more tokens than the model.
+    """
+    if not {"tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json"} & names:
+        return
+    if (named := json_of(path / "tokenizer_config.json").get("auto_map")) is not None:
         raise ValueError(
-            f"{path}/config.json says that this is a head, and its weights hold {len(other)} other tensors, such as "
-            f"{other[0]}: save it again with head_only=True"
+            f"{path}/tokenizer_config.json takes code from {named!r}, and only the code of this package is published: remove "
+            "auto_map, and see that the tokenizer loads without it"
         )
-    if kind == "full" and not any(name.startswith("model.") for name in tensors):
-        raise ValueError(f"{path} holds no backbone, and config.json names none: save the whole model, or with head_only=True")
+    tokenizer = load_tokenizer(str(path), local_files_only=True)
+    if kind != "adapter" and len(tokenizer) > (size := MRPConfig.from_pretrained(path).vocab_size):
+        raise ValueError(
+            f"the tokenizer in {path} has {len(tokenizer)} tokens, and the model {size}: publish the model's own tokenizer"
+        )
 
 
 def json_of(path: Path) -> dict[str, Any]:

@@ -1,63 +1,25 @@
-"""Publishing a checkpoint: one commit with everything in it, or none; and what a broken connection left is not sent again.
-
-`publish` pushes a folder; a loaded model's own `push_to_hub` is the short form of it.
-"""
+"""Publishing a checkpoint: one commit with everything in it, or none; and what a broken connection left is not sent again."""
 
 import json
 import logging
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
-
-from modeling_mrp.model.pushing import (
-    KINDS,
-    PATIENCE,
-    Operation,
-    Remote,
-    answered_within,
-    check_base,
-    check_target,
-    full_name,
-    landed,
-    look,
-)
+from huggingface_hub.utils import validate_repo_id
 
 from .card import About, check_card, is_own_card, read_results, renamed, render_card
 from .cardtext import PICTURE
 from .drawing import with_picture
 from .folder import Folder, read_folder
+from .hub import KINDS, PATIENCE, Remote, answered_within, check_base, look
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Retries:
-    """How long a push is patient with a Hub that does not answer, or answers 408, 429 or 5xx.
-
-    With a Hub that accepts and says nothing, a step ends after `longest_silence` and one attempt more. huggingface_hub itself
-    asks for uploads up to six times in one, so that this is 17 minutes at most.
-
-    Attributes:
-        times: Attempts after the first, of each step.
-        first_wait: Seconds before the second attempt; each further wait is twice as long.
-        longest_wait: Seconds at most. A Hub that asks (Retry-After) for more is not asked again.
-        timeout: Seconds that it may be silent within a request.
-        longest_silence: Seconds of attempts that ended so, behind which a step is not tried again.
-    """
-
-    times: int = 4
-    first_wait: float = 1.0
-    longest_wait: float = 60.0
-    timeout: float = PATIENCE
-    longest_silence: float = 600.0
 
 
 @dataclass(frozen=True)
@@ -116,7 +78,6 @@ def publish(
     about: Path | str | None = None,
     tags: Sequence[str] = (),
     picture: bool = True,
-    retries: Retries | None = None,
 ) -> Publication:
     """Pushes a saved checkpoint in one commit; the folder is only read.
 
@@ -141,7 +102,6 @@ def publish(
         about: A file that tells of the checkpoint, for the rendered card (`About`).
         tags: More tags for it.
         picture: Draws a decode for the card where the folder holds none, with the model itself (see `drawing`).
-        retries: How patient to be.
 
     Returns:
         What was sent, with the commit.
@@ -151,16 +111,18 @@ def publish(
         PermissionError: if the token may not write there.
         ConnectionError: if the Hub could not be reached, or was changed meanwhile. The folder and the branch are as they were.
     """
-    check_target(repo_id, revision, create_pr)
+    if revision is not None and create_pr:
+        raise ValueError(f"revision={revision!r} and create_pr=True: push to a branch, or open a pull request")
+    validate_repo_id(repo_id)
     found = read_folder(folder)
     check_base(found.base)
     with nullcontext(found) if dry_run or card is not None else with_picture(found, picture) as found:
         card_of = partial(_card, found, card=card, new_card=new_card, results=read_results(results), about=about, tags=tags)
         text, is_rendered = card_of(repo_id)
-        push = _Push(HfApi(token=token), repo_id, revision or "main", create_pr, retries or Retries())
+        push = _Push(HfApi(token=token), repo_id, revision or "main", create_pr)
         if "/" not in repo_id and not dry_run:
             with push.explained():
-                push.repo_id = repo_id = push.patiently(partial(full_name, push.api, repo_id))
+                push.repo_id = repo_id = f"{push.api.whoami()['name']}/{repo_id}"
             text, is_rendered = card_of(repo_id)
         additions = {name: CommitOperationAdd(name, path) for name, path in found.files.items() if name != "README.md"}
         additions |= {name: CommitOperationAdd(name, code.encode()) for name, code in found.code.items()}
@@ -223,18 +185,17 @@ def _renamed(text: str, repo_id: str, folder: Folder) -> str | None:
 
 
 class _Push:
-    """The steps of one push, each repeated as long as the Hub merely does not answer."""
+    """The steps of one push. Retrying uploads is huggingface_hub's; what fails all the same is explained."""
 
-    def __init__(self, api: HfApi, repo_id: str, branch: str, create_pr: bool, retries: Retries) -> None:
-        self.api, self.repo_id, self.branch, self.create_pr, self.retries = api, repo_id, branch, create_pr, retries
-        self.begun = time.monotonic()
+    def __init__(self, api: HfApi, repo_id: str, branch: str, create_pr: bool) -> None:
+        self.api, self.repo_id, self.branch, self.create_pr = api, repo_id, branch, create_pr
 
     def prepare(self, folder: Folder, private: bool) -> Remote:
-        """Looks at the repository, creates it if it is not there, and refuses one of another kind."""
-        remote = self.patiently(partial(look, self.api, self.repo_id, self.branch, folder.kind))
+        """Look at the repository, create it if it is not there, and refuse one of another kind."""
+        remote = look(self.api, self.repo_id, self.branch, folder.kind)
         if remote is None:
-            self.patiently(partial(self.api.create_repo, self.repo_id, private=private, exist_ok=True))
-            remote = self.patiently(partial(look, self.api, self.repo_id, self.branch, folder.kind))
+            self.api.create_repo(self.repo_id, private=private, exist_ok=True)
+            remote = look(self.api, self.repo_id, self.branch, folder.kind)
         if remote is None:
             raise ConnectionError(f"{self.repo_id} was created and cannot be found: push again")
         return remote
@@ -242,76 +203,32 @@ class _Push:
     def send(
         self, remote: Remote, additions: list[CommitOperationAdd], deleted: list[str], title: str, text: str | None
     ) -> CommitInfo:
-        """Uploads what is large, then makes the commit."""
+        """Upload what is large, then make the commit on top of the one that was looked at."""
         known = self.branch if remote.branch else "main"
-        upload = partial(self.api.preupload_lfs_files, self.repo_id, additions, revision=known, free_memory=False)
-        self.patiently(partial(upload, create_pr=self.create_pr))
-        operations: list[Operation] = [*additions, *map(CommitOperationDelete, deleted)]
+        self.api.preupload_lfs_files(self.repo_id, additions, revision=known, create_pr=self.create_pr)
+        operations = [*additions, *map(CommitOperationDelete, deleted)]
         commit = partial(self.api.create_commit, self.repo_id, operations, commit_message=title, commit_description=text)
         if self.create_pr:
-            return self.patiently(partial(commit, create_pr=True, parent_commit=remote.sha), again_if_lost=False)
-        with self._branch(remote):
-            return self.patiently(
-                partial(commit, revision=self.branch, parent_commit=remote.sha),
-                done_already=partial(landed, self.api, self.repo_id, self.branch, remote.sha, operations),
-            )
-
-    @contextmanager
-    def _branch(self, remote: Remote) -> Iterator[None]:
-        """The branch, made if it is not there, and removed again if nothing comes to stand on it."""
+            return commit(create_pr=True, parent_commit=remote.sha)
         if not remote.branch:
-            make = partial(self.api.create_branch, self.repo_id, branch=self.branch, revision=remote.sha, exist_ok=True)
-            self.patiently(make)
+            self.api.create_branch(self.repo_id, branch=self.branch, revision=remote.sha, exist_ok=True)
         try:
-            yield
+            return commit(revision=self.branch, parent_commit=remote.sha)
         except BaseException:
             if not remote.branch:
-                try:
-                    with answered_within(self.retries.timeout):
-                        self.api.delete_branch(self.repo_id, branch=self.branch)
-                except Exception as error:
-                    log.warning("the empty branch %s of %s could not be removed: %s", self.branch, self.repo_id, error)
+                with suppress(Exception):  # the first error is the one to tell
+                    self.api.delete_branch(self.repo_id, branch=self.branch)
             raise
-
-    def patiently(
-        self, step: Callable[[], T], done_already: Callable[[], T | None] | None = None, again_if_lost: bool = True
-    ) -> T:
-        """Runs a step that may fail in passing, and repeats it.
-
-        Args:
-            step: What to do.
-            done_already: Tells, after an answer was lost or cannot be read, whether the step was done all the same, and gives
-                its result.
-            again_if_lost: Whether to repeat a step whose answer was lost: it may have been done.
-        """
-        wait, silent = self.retries.first_wait, 0.0
-        for left in range(self.retries.times, -1, -1):
-            begun = time.monotonic()
-            try:
-                with answered_within(self.retries.timeout):
-                    return step()
-            except Exception as error:
-                status, asked = _status(error), _retry_after(error)
-                lost = status is None and is_connection(error)
-                if done_already and status in (None, 412) and (result := self.patiently(done_already)) is not None:
-                    return result
-                silent += time.monotonic() - begun if _is_of(error, "TimeoutException") else 0.0
-                passing = (lost and again_if_lost) or status in (408, 429) or (status or 0) >= 500
-                if not passing or not left or (asked or 0) > self.retries.longest_wait or silent > self.retries.longest_silence:
-                    raise
-                pause = asked if asked is not None else min(wait, self.retries.longest_wait)
-                log.warning("%s: %s; again in %g s", self.repo_id, first_line(error), pause)
-                time.sleep(pause)
-                wait *= 2
-        raise AssertionError("the last attempt returns or raises")
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Says of a failure what it means for the repository and the folder, and what to do."""
+        """Say of a failure what it means for the repository and the folder, and what to do."""
         try:
-            yield
+            with answered_within(PATIENCE):
+                yield
         except Exception as error:
-            status, asked = _status(error), _retry_after(error)
+            answered = _answered(error)
+            status = None if answered is None else answered.response.status_code
             if status in (401, 403):
                 raise PermissionError(
                     f"the token may not write to {self.repo_id} ({first_line(error)}): log in with `hf auth login`, or pass "
@@ -324,12 +241,11 @@ class _Push:
                 ) from error
             if status is None and not is_connection(error):
                 raise
-            remedy = f"wait {asked:g} s, then push again" if asked else "push again when the connection stands"
-            if self.create_pr:
-                remedy += f", after a look at the pull requests of {self.repo_id}: the last one may be this push's"
+            look_first = f", after a look at the pull requests of {self.repo_id}: the last one may be this push's"
             raise ConnectionError(
-                f"the push to {self.repo_id} was given up ({first_line(error)}) after {time.monotonic() - self.begun:.0f} s. "
-                f"Its files and your folder are as they were; {remedy}: what was uploaded already is not sent again"
+                f"the push to {self.repo_id} was given up ({first_line(error)}). Its files and your folder are as they were, "
+                f"or it was done and only the answer was lost; push again{look_first if self.create_pr else ''}: what was "
+                "uploaded already is not sent again"
             ) from error
 
 
@@ -340,17 +256,9 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
         cause = cause.__cause__
 
 
-def _status(error: BaseException) -> int | None:
-    return next((cause.response.status_code for cause in _causes(error) if isinstance(cause, HfHubHTTPError)), None)
-
-
-def _retry_after(error: BaseException) -> float | None:
-    """The seconds that the Hub asks to wait; dates are not read."""
-    for cause in _causes(error):
-        if isinstance(cause, HfHubHTTPError):
-            value = cause.response.headers.get("Retry-After", "")
-            return float(value) if value.isdigit() else None
-    return None
+def _answered(error: BaseException) -> HfHubHTTPError | None:
+    """Find the Hub's answer behind an error: huggingface_hub wraps those of uploads."""
+    return next((cause for cause in _causes(error) if isinstance(cause, HfHubHTTPError)), None)
 
 
 def is_connection(error: BaseException) -> bool:
@@ -358,19 +266,16 @@ def is_connection(error: BaseException) -> bool:
     if isinstance(error, OfflineModeIsEnabled):  # it stays so, and says what to do
         return False
     broken = ConnectionError | TimeoutError | json.JSONDecodeError
-    return _is_of(error, "TransportError") or any(isinstance(cause, broken) for cause in _causes(error))
-
-
-def _is_of(error: BaseException, name: str) -> bool:
-    """Whether an error comes from one of the HTTP library's: huggingface_hub has httpx or httpx2, so classes go by names."""
-    return any(base.__name__ == name for cause in _causes(error) for base in type(cause).__mro__)
+    kinds = [kind for cause in _causes(error) for kind in type(cause).__mro__]
+    # huggingface_hub has httpx or httpx2, so that its class goes by its name
+    return any(kind.__name__ == "TransportError" or issubclass(kind, broken) for kind in kinds)
 
 
 def first_line(error: BaseException) -> str:
     """Name an error by the first line of what lies behind it: the Hub's answer if there was one."""
     *_, last = _causes(error)
-    told = next((cause for cause in _causes(error) if isinstance(cause, HfHubHTTPError)), last)
+    told = _answered(error) or last
     return f"{type(told).__name__}: {str(told).strip()}".splitlines()[0]
 
 
-__all__ = ["Publication", "Retries", "first_line", "is_connection", "publish"]
+__all__ = ["Publication", "first_line", "is_connection", "publish"]
