@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 from helpers import LIVELY, MASK, PROMPTS, VOCAB, close, every_mode, generate
-from test_generate_output import first_block
 
 from modeling_mrp import MRPForCausalLM
 
@@ -72,7 +71,8 @@ def test_scores_and_logits_by_hand(random_model: MRPForCausalLM) -> None:
     """Of the token that the first step reveals, from `forward` at the prompt's state."""
     out = generate(random_model, PROMPTS[:1], max_new_tokens=3, do_sample=True, temperature=0.5, top_k=2, seed=1, **BOTH)
     first = int(out.reveal_step[0].argmin())
-    logits = first_block(random_model, PROMPTS[0])[first]
+    logits = random_model(torch.tensor([PROMPTS[0] + [MASK] * 3])).logits[0, len(PROMPTS[0]) + first]
+    logits[MASK] = -torch.inf
     close(out.logits[first][0], logits)
     close(out.scores[first][0], (logits / 0.5).masked_fill(logits < logits.topk(2).values[1], -torch.inf))
 
