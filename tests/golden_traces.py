@@ -85,7 +85,7 @@ def of_others() -> Iterator[tuple[str, dict[str, Any]]]:
     tiny = MRPForCausalLM.from_pretrained(TINY).double().eval()
     tiny.generation_config.num_draft_states = 4
     prompts = [[(31 * i + 7 * j) % 900 + 20 for j in range(20 + i)] for i in range(3)]
-    for mode in ("static", "dynamic", "self_spec", "mrp_spec", "mrp_spec K=8, 3 passes", "mrp_remask reread"):
+    for mode in ("static", "mrp_spec", "mrp_remask reread"):
         yield f"embedded checkpoint, {mode}", trace(tiny, prompts, max_new_tokens=40, **MODES[mode], **SAMPLINGS["greedy"])[0]
 
 

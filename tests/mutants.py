@@ -1,8 +1,8 @@
 """Small faults put into the engine, one at a time, to see whether the tests find them: `make mutants`.
 
 The list is `tests/mutants.json`: of each its file, a text that stands there once, what stands in its place, the test that
-found it, and where nothing can find it the reason. Each is made in a copy of the package, on which a fast selection of tests
-runs in a process of its own, up to the first failure. What survives without a reason is printed at last.
+found it, and the reason where nothing can: such a one is left out. Each is made in a copy of the package, on which a fast
+selection of tests runs in a process of its own, up to the first failure. What survives is printed at last.
 """
 
 import json
@@ -17,8 +17,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 RECORD = ROOT / "tests" / "mutants.json"
-# The quickest to find something first.
-SELECTION = ("rules", "bans", "remask", "cache", "fuzz", "continuation", "active_rows", "sampling", "scores", "generate_output")
+# Of the tests of a room the quickest to find something first, then the other rooms'.
+SELECTION = {
+    "rules": ("rules", "bans", "fuzz"),
+    "generate": ("remask", "active_rows", "fuzz"),
+    "networks": ("cache", "continuation", "sampling", "fuzz"),
+}
 # What is imported before, so that no child has to.
 WARM = ("pytest", "tokenizers", "transformers.trainer", "transformers.models.qwen3.modeling_qwen3")
 SECONDS = 600  # after which a mutant counts as found: it does not come to an end
@@ -32,15 +36,23 @@ def changed(mutant: Mutant) -> str | None:
     return text.replace(mutant["old"], mutant["new"]) if text.count(mutant["old"]) == 1 else None
 
 
-def outcome(file: str, text: str, folder: Path) -> str:
+def selected(mutant: Mutant) -> list[str]:
+    """The tests to run, in order: the one that found it before, those of its room, the others."""
+    room = mutant["file"].split("/")[0]
+    names = [name for one in (room, *SELECTION) for name in SELECTION[one]]
+    files = [f"tests/test_{name}.py" for name in dict.fromkeys(names)]
+    return [mutant["found_by"], *files] if mutant["found_by"].startswith("tests/") else files
+
+
+def outcome(mutant: Mutant, text: str, folder: Path) -> str:
     """Run the tests on a copy with another text of a file, in a process of its own; the test that failed, "" where none did."""
     package, report = folder / "modeling_mrp", folder / "report"
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(ROOT / "modeling_mrp", package, ignore=shutil.ignore_patterns("__pycache__"))
-    (package / file).write_text(text, encoding="utf-8")
+    (package / mutant["file"]).write_text(text, encoding="utf-8")
     if not (child := os.fork()):
         signal.alarm(SECONDS)
-        run_tests(folder, report)
+        run_tests(selected(mutant), folder, report)
         os._exit(0)
     _, status = os.waitpid(child, 0)
     if os.WIFSIGNALED(status):
@@ -48,8 +60,8 @@ def outcome(file: str, text: str, folder: Path) -> str:
     return report.read_text(encoding="utf-8") if report.exists() else "an error before the first test"
 
 
-def run_tests(folder: Path, report: Path) -> None:
-    """Run the selection on the package in a folder, and write down which test failed first."""
+def run_tests(files: Sequence[str], folder: Path, report: Path) -> None:
+    """Run tests on the package in a folder, and write down which failed first."""
     import pytest
 
     class Note:
@@ -70,14 +82,16 @@ def run_tests(folder: Path, report: Path) -> None:
     os.dup2(null, 2)
     os.chdir(ROOT)
     sys.path[:0] = [str(folder)]
-    note, files = Note(), [f"tests/test_{name}.py" for name in SELECTION]
-    options = ["-x", "-q", "-p", "no:cacheprovider", "-o", f"pythonpath={folder} . trainer serving"]
-    pytest.main([*options, "-k", "not exact_distribution", *files], plugins=[note])
+    note, options = Note(), ["-x", "-q", "-p", "no:cacheprovider", "-o", f"pythonpath={folder} . trainer serving"]
+    for file in files:  # one at a time, so that what finds it at once need not wait for the others to be read
+        if not note.failed:
+            pytest.main([*options, "-k", "not exact_distribution", file], plugins=[note])
     report.write_text(note.failed, encoding="utf-8")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Try all, or those whose file or text an argument names; `unfound` names those of which no test is known."""
+    """Try all, or those whose file or text an argument names; `harmless` names those that nothing can find."""
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # triton reads it where it is imported
     for name in WARM:
         import_module(name)
     mutants: list[Mutant] = json.loads(RECORD.read_text(encoding="utf-8"))
@@ -87,23 +101,23 @@ def main(arguments: Sequence[str]) -> int:
     chosen = [
         one
         for one in mutants
-        if not arguments
-        or any(word in one["file"] + one["old"] or (word == "unfound" and not one["found_by"]) for word in arguments)
+        if ("harmless" in one) == ("harmless" in arguments)
+        and (not arguments or any(word in f"{one['file']}{one['old']} harmless" for word in arguments))
     ]
     survivors = []
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch) / "copy"
-        if not arguments and (failed := outcome("__init__.py", (ROOT / "modeling_mrp" / "__init__.py").read_text(), folder)):
+        folder, first = Path(scratch) / "copy", {**mutants[0], "found_by": ""}
+        text = (ROOT / "modeling_mrp" / first["file"]).read_text(encoding="utf-8")
+        if not arguments and (failed := outcome(first, text, folder)):
             raise SystemExit(f"the tests fail as it is: {failed}")
         for place, mutant in enumerate(chosen, 1):
-            mutant["found_by"] = outcome(mutant["file"], str(changed(mutant)), folder)
+            mutant["found_by"] = outcome(mutant, str(changed(mutant)), folder)
             RECORD.write_text(json.dumps(mutants, indent=1) + "\n", encoding="utf-8")
-            what = mutant["found_by"] or ("harmless: " + mutant["harmless"] if "harmless" in mutant else "SURVIVES")
             line = f"{mutant['file']}: {mutant['old']!r} -> {mutant['new']!r}"
-            print(f"{place}/{len(chosen)} {line}: {what}", flush=True)
-            if what == "SURVIVES":
+            print(f"{place}/{len(chosen)} {line}: {mutant['found_by'] or 'SURVIVES'}", flush=True)
+            if not mutant["found_by"]:
                 survivors.append(line)
-    print(f"{len(chosen)} mutants, {len(survivors)} of them survive without a reason", *survivors, sep="\n")
+    print(f"{len(chosen)} mutants, {len(survivors)} of them survive", *survivors, sep="\n")
     return int(bool(survivors))
 
 

@@ -54,14 +54,24 @@ def test_what_is_prefilled_by_hand(random_model: MRPForCausalLM) -> None:
 
 
 @pytest.mark.usefixtures("_block_by_block")
-@pytest.mark.parametrize("changed", [0, 3, 4, 15, 19, 22])
-def test_what_differs_is_prefilled_again(random_model: MRPForCausalLM, changed: int) -> None:
-    """As above, with one token changed: its block and all behind are computed, through the first state's in block 20."""
+@pytest.mark.parametrize(
+    ("length", "more", "changed", "prefills"),
+    [
+        *((20, 3, changed, 6 - min(changed // 4, 4)) for changed in (0, 3, 4, 15, 19, 22)),
+        *((20, 0, None, 2), (18, 0, None, 1), (15, 0, None, 1), (3, 0, None, 1)),
+    ],
+)
+def test_what_differs_is_prefilled_again(
+    random_model: MRPForCausalLM, length: int, more: int, changed: int | None, prefills: int
+) -> None:
+    """As above, with one token changed: its block and all behind are computed, through the first state's; or of a text that is
+    shorter than what the cache holds."""
     first = decode(random_model, [[*range(1, 9)]], max_new_tokens=12)
-    said = [[*first.sequences[0].tolist(), 7, 8, 9]]
-    said[0][changed] = 55
-    out = decode(random_model, said, past_key_values=first.past_key_values, max_new_tokens=5)
-    assert out.stats.forwards["prefill"] == 6 - min(changed // 4, 4)
+    said = [*first.sequences[0, :length].tolist(), 7, 8, 9][: length + more]
+    if changed is not None:
+        said[changed] = 55
+    out = decode(random_model, [said], past_key_values=first.past_key_values, max_new_tokens=5)
+    assert out.stats.forwards["prefill"] == prefills
 
 
 @pytest.mark.usefixtures("_block_by_block")
@@ -75,16 +85,6 @@ def test_rows_that_reuse_more_wait_for_the_others(random_model: MRPForCausalLM) 
     out = decode(random_model, said, past_key_values=first.past_key_values, max_new_tokens=5)
     assert out.stats.forwards["prefill"] == 5
     assert out.stats.row_forwards.tolist() == [2 + 4, 5 + 4]
-
-
-@pytest.mark.usefixtures("_block_by_block")
-@pytest.mark.parametrize(("length", "prefills"), [(20, 2), (18, 1), (15, 1), (3, 1)])
-def test_an_answer_is_made_again(random_model: MRPForCausalLM, length: int, prefills: int) -> None:
-    """A cache that holds more than the prompt: of 20 tokens it has 16, and the first state is the only block to score."""
-    first = decode(random_model, [[*range(1, 9)]], max_new_tokens=12)
-    said = [first.sequences[0, :length].tolist()]
-    out = decode(random_model, said, past_key_values=first.past_key_values, max_new_tokens=6)
-    assert out.stats.forwards["prefill"] == prefills
 
 
 @pytest.mark.usefixtures("_block_by_block")
@@ -130,9 +130,6 @@ def test_several_answers_to_one_conversation(random_model: MRPForCausalLM) -> No
         assert_same(out, expected)
         assert out.past_key_values.rows == 6
         assert first.past_key_values.rows == 2
-    said = [[*row, 7] for row in [said[i // 3] + answer for i, answer in enumerate(answers(out, said))]]
-    last = decode(random_model, said, past_key_values=out.past_key_values, max_new_tokens=4)
-    assert_same(last, decode(random_model, said, max_new_tokens=4))
 
 
 @pytest.mark.usefixtures("_block_by_block")
@@ -171,6 +168,12 @@ def handmade() -> BlockCache:
     return BlockCache(1, 2, 8, [torch.device("cpu")] * 2, 16, 8, torch.float64)
 
 
+def on_meta(model: MRPForCausalLM) -> BlockCache:
+    cache = model.block_cache(1, 8, 8, with_head=False)
+    cache.layer_devices = (torch.device("meta"),) * 2
+    return cache
+
+
 @pytest.mark.parametrize(
     ("cache", "value", "remedy"),
     [
@@ -180,8 +183,9 @@ def handmade() -> BlockCache:
         (lambda model: handmade(), r"come from another model", r"this one's generate"),
         (lambda model: decode(model, [[1], [2]]).past_key_values, r"hold 2 rows, and input_ids have 1", r"the same order"),
         (lambda model: model.float().block_cache(1, 8, 8, False), r"are torch.float32 on cpu, .* now torch.float64", r"unset"),
+        (on_meta, r"are torch.float64 on meta, and the model is now torch.float64 on cpu", r"unset"),
     ],
-    ids=["another kind", "a tuple", "another model", "no model", "other rows", "another dtype"],
+    ids=["another kind", "a tuple", "another model", "no model", "other rows", "another dtype", "another device"],
 )
 def test_errors(cache: Any, value: str, remedy: str) -> None:
     model = make_model()
@@ -191,21 +195,6 @@ def test_errors(cache: Any, value: str, remedy: str) -> None:
         model.generate(torch.tensor([[1, 2, 3]]), past_key_values=given, max_new_tokens=3)
     assert re.search(remedy, str(caught.value))
     assert re.search("leave them unset", str(caught.value))
-
-
-def test_on_another_device() -> None:
-    model = make_model()
-    cache = model.block_cache(1, 8, 8, with_head=False)
-    cache.layer_devices = (torch.device("meta"),) * 2
-    with pytest.raises(ValueError, match=r"are torch.float64 on meta, and the model is now torch.float64 on cpu"):
-        model.generate(torch.tensor([[1, 2, 3]]), past_key_values=cache, max_new_tokens=3)
-
-
-def test_several_copies_of_other_rows(random_model: MRPForCausalLM) -> None:
-    """Of the prompts, before the copies are made."""
-    cache = decode(random_model, PROMPTS, max_new_tokens=2).past_key_values
-    with pytest.raises(ValueError, match="hold 3 rows, and input_ids have 1"):
-        decode(random_model, PROMPTS[:1], past_key_values=cache, num_return_sequences=3, seed=0, **LIVELY)
 
 
 def trained(model: MRPForCausalLM) -> None:

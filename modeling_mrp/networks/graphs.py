@@ -180,7 +180,8 @@ def cache_for(
         ValueError: if `graphs` is True and it is impossible.
     """
     past = None if past is not None and with_head and not past.head_layers else past
-    why = "graphs is False" if graphs is False else obstacle(model)
+    unasked = graphs is None and model.lm_head.weight.device.type not in RECORDERS
+    why = "graphs is False" if graphs is False or unasked else obstacle(model)
     if graphs and why is not None:
         raise ValueError(f"graphs is True, but {why}, or leave graphs unset")
     kept = None if why is not None else _kept_for(model, rows, capacity, scratch, with_head or bool(past and past.head_layers))

@@ -71,6 +71,7 @@ class Networks:
         self._swaps: list[tuple[int, int]] = []
         self._scored: Tensor | None = None  # hidden states of the last `score`, and its first slot
         self._begin = 0
+        self._plans: dict[Any, Any] = {}
         cache.active = cache.rows
 
     @property
@@ -372,7 +373,7 @@ class Networks:
         ids, starts, parents, held = table.split([states * self.block, states, states, rows])
         ids, parent = ids.view(rows, -1), parents.view(rows, width) if has_parents else None
         positions = (starts[:, None] + self._offsets).view(rows, -1)
-        mask = RoundMask(held, parent, width, self.block, self.dispatch, plain)
+        mask = RoundMask(held, parent, width, self.block, self.dispatch, plain, self._plans)
         network = self.model.backbone if hidden is None else partial(self._residual, hidden)
         if not self.round_masks:
             return network(ids, positions, mask.dense(begin), self.cache).to(self.device)
