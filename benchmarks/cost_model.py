@@ -1,10 +1,10 @@
 """When speculation pays: speed over `static` at the published shapes, from measured counts and the roofline of a device.
 
 ``python -m benchmarks.cost_model`` takes tokens per forward, states per forward and head passes per round from results of
-`benchmarks.sweep` (or by hand) and prints, for each shape, batch size and K, what a round of
-`static`, `self_spec` and `mrp_spec` takes and the mode to use; then where each stops paying and from which shape on the head
-pays. The counts are those of the checkpoint measured, a toy's here, and the bandwidth is ideal: predictions hold for a model
-whose drafts are right as often, on a device that never waits.
+`benchmarks.sweep` and prints, for each shape, batch size and K, what a round of `static`, `self_spec` and `mrp_spec` takes and
+the mode to use; then where each stops paying. The counts are those of the checkpoint measured, a toy's here, and the bandwidth
+is ideal: predictions hold for a model whose drafts are right as often, on a device that never waits. What waiting adds is in
+`benchmarks.rounds`.
 """
 
 import argparse
@@ -55,21 +55,6 @@ class Counts:
     draft_picks: float = 0.0
 
 
-@dataclass(frozen=True)
-class Setting:
-    """What else a prediction depends on.
-
-    Attributes:
-        prefix: Committed tokens of a row.
-        draft_vocabulary: Tokens that drafting picks from; None for all.
-        logit_passes: See `vocabulary_step`.
-    """
-
-    prefix: int = 512
-    draft_vocabulary: int | None = None
-    logit_passes: int = 0
-
-
 def head_share(model: MRPForCausalLM) -> float:
     """Divide the parameters that a head pass and its picks read by those that a backbone forward and its picks read."""
 
@@ -92,57 +77,41 @@ def static_counts(block_size: int) -> Counts:
     return Counts(1.0, 1 + 1 / block_size)
 
 
-def round_work(shape: Shape, counts: Counts, batch: int, setting: Setting) -> dict[str, tuple[float, list[Work]]]:
-    """The kernel groups of a round by part, and how often each part is done: `backbone`, `vocabulary`, `head`,
-    `draft_vocabulary`."""
+def round_work(shape: Shape, counts: Counts, batch: int, prefix: int) -> dict[str, tuple[float, list[Work]]]:
+    """The kernel groups of a round behind `prefix` tokens, by part, and how often each part is done: `backbone`, `vocabulary`,
+    `head`, `draft_vocabulary`."""
     masks = batch * masks_per_state(shape.block_size)
-    picks = vocabulary_step(shape, masks * counts.states_per_forward, None, setting.logit_passes)
-    drafts = vocabulary_step(shape, masks * counts.states_per_head_pass, setting.draft_vocabulary, setting.logit_passes)
     return {
-        "backbone": (1, backbone_forward(shape, batch, counts.states_per_forward, setting.prefix)),
-        "vocabulary": (1, [picks]),
-        "head": (counts.head_passes, head_forward(shape, batch, counts.states_per_head_pass, setting.prefix)),
-        "draft_vocabulary": (counts.draft_picks, [drafts]),
+        "backbone": (1, backbone_forward(shape, batch, counts.states_per_forward, prefix)),
+        "vocabulary": (1, [vocabulary_step(shape, masks * counts.states_per_forward)]),
+        "head": (counts.head_passes, head_forward(shape, batch, counts.states_per_head_pass, prefix)),
+        "draft_vocabulary": (counts.draft_picks, [vocabulary_step(shape, masks * counts.states_per_head_pass)]),
     }
 
 
-def round_seconds(shape: Shape, device: Device, counts: Counts, batch: int, setting: Setting) -> dict[str, float]:
+def round_seconds(shape: Shape, device: Device, counts: Counts, batch: int, prefix: int) -> dict[str, float]:
     """Seconds of a round by part: see `round_work`."""
-    layers = {"backbone": shape.num_hidden_layers, "head": shape.head_layers}
     return {
-        part: times * (sum(map(device.seconds, works)) + layers.get(part, 0) * device.layer_overhead)
-        for part, (times, works) in round_work(shape, counts, batch, setting).items()
+        part: times * sum(map(device.seconds, works))
+        for part, (times, works) in round_work(shape, counts, batch, prefix).items()
     }
 
 
-def tokens_per_second(shape: Shape, device: Device, counts: Counts, batch: int, setting: Setting) -> float:
+def tokens_per_second(shape: Shape, device: Device, counts: Counts, batch: int, prefix: int) -> float:
     """Of all rows together."""
-    return batch * counts.tokens_per_forward / sum(round_seconds(shape, device, counts, batch, setting).values())
+    return batch * counts.tokens_per_forward / sum(round_seconds(shape, device, counts, batch, prefix).values())
 
 
-def speedup(shape: Shape, device: Device, counts: Counts, static: Counts, batch: int, setting: Setting) -> float:
+def speedup(shape: Shape, device: Device, counts: Counts, static: Counts, batch: int, prefix: int) -> float:
     """Speed of a mode over that of `static`."""
-    mode, base = (tokens_per_second(shape, device, each, batch, setting) for each in (counts, static))
+    mode, base = (tokens_per_second(shape, device, each, batch, prefix) for each in (counts, static))
     return mode / base
 
 
-def stops_paying_at(shape: Shape, device: Device, counts: Counts, static: Counts, setting: Setting) -> int | None:
+def stops_paying_at(shape: Shape, device: Device, counts: Counts, static: Counts, prefix: int) -> int | None:
     """The smallest batch at which a mode is slower than `static`; None if there is none up to 1024."""
     batches = range(1, LARGEST_BATCH + 1)
-    return next((batch for batch in batches if speedup(shape, device, counts, static, batch, setting) < 1), None)
-
-
-def passes_that_pay(shape: Shape, device: Device, head: Counts, without: Counts, batch: int, setting: Setting) -> float:
-    """Head passes a round, each with its vocabulary step, up to which `mrp_spec` is at least as fast as `self_spec`.
-
-    Negative where it would be slower with drafts that cost nothing.
-    """
-    free = replace(head, head_passes=0.0, draft_picks=0.0)
-    one = replace(head, head_passes=1.0, draft_picks=1.0)
-    base = sum(round_seconds(shape, device, free, batch, setting).values())
-    each = sum(round_seconds(shape, device, one, batch, setting).values()) - base
-    allowed = head.tokens_per_forward / tokens_per_second(shape, device, without, batch, setting) * batch
-    return (allowed - base) / each
+    return next((batch for batch in batches if speedup(shape, device, counts, static, batch, prefix) < 1), None)
 
 
 def counts_of(line: dict[str, Any], mode: str, states: int) -> Counts:
@@ -176,43 +145,25 @@ def measured_counts(lines: list[dict[str, Any]], family: str, mode: str, states:
     return counts_of(max(fitting, key=lambda line: line["batch_size"]), mode, states) if fitting else None
 
 
-def _given(counts: Counts, mode: str, options: argparse.Namespace) -> Counts:
-    """The counts with what the command line says instead; a head pass given there brings its vocabulary step."""
-    given = {"states_per_forward": options.states_per_forward}
-    if mode == "mrp_spec":
-        given |= {"head_passes": options.head_passes, "states_per_head_pass": options.states_per_head_pass}
-        given |= {"draft_picks": options.head_passes}
-    else:
-        given |= {"draft_picks": options.self_spec_picks}
-    return replace(counts, **{name: value for name, value in given.items() if value is not None})
-
-
-def modes_at(
-    lines: list[dict[str, Any]], family: str, states: int, batch: int, static: Counts, options: argparse.Namespace
-) -> dict[str, Counts]:
+def modes_at(lines: list[dict[str, Any]], family: str, states: int, batch: int, static: Counts) -> dict[str, Counts]:
     """Counts of the modes that are known of a family at a K and batch size; at K = 1 they draft nothing and are `static`."""
-    by_hand = {(name, int(k)): float(tokens) for name, k, tokens in options.tokens}
     known = {"static": static}
     for mode in SPECULATING:
-        if states == 1:
-            known[mode] = static
-        elif (tokens := by_hand.get((mode, states))) is not None:
-            line = {"tokens_per_forward": tokens, "head_per_token": (states - 1) / tokens}
-            known[mode] = _given(counts_of(line, mode, states), mode, options)
-        elif (counts := measured_counts(lines, family, mode, states, batch)) is not None:
-            known[mode] = _given(counts, mode, options)
+        counts = static if states == 1 else measured_counts(lines, family, mode, states, batch)
+        if counts is not None:
+            known[mode] = counts
     return known
 
 
 def predict(
-    shape: Shape, device: Device, family: str, known: dict[str, Counts], batch: int, states: int, setting: Setting
+    shape: Shape, device: Device, family: str, known: dict[str, Counts], batch: int, states: int, prefix: int
 ) -> Iterator[dict[str, Any]]:
     """A line of kind `point` for each mode and, where both speculating ones are known and draft, one of kind `choice`."""
     place = {"device": device.name, "shape": shape.name, "family": family, "batch": batch, "states": states}
     speed = {}
     for mode, counts in known.items():
-        speed[mode] = speedup(shape, device, counts, known["static"], batch, setting)
-        parts = round_seconds(shape, device, counts, batch, setting)
+        speed[mode] = speedup(shape, device, counts, known["static"], batch, prefix)
+        parts = round_seconds(shape, device, counts, batch, prefix)
         yield {
             "kind": "point",
             **place,
@@ -223,21 +174,12 @@ def predict(
             "speedup": round(speed[mode], 3),
         }
     if states > 1 and set(SPECULATING) <= set(known):
-        yield {
-            "kind": "choice",
-            **place,
-            "decoding": max(speed, key=lambda mode: speed[mode]),
-            "speedup": round(max(speed.values()), 3),
-            "head_over_self_spec": round(speed["mrp_spec"] / speed["self_spec"], 3),
-            "head_passes": round(known["mrp_spec"].head_passes, 3),
-            "head_passes_that_pay": round(
-                passes_that_pay(shape, device, known["mrp_spec"], known["self_spec"], batch, setting), 2
-            ),
-        }
+        best = max(speed, key=lambda mode: speed[mode])
+        yield {"kind": "choice", **place, "decoding": best, "speedup": round(speed[best], 3)}
 
 
 def limits(
-    shape: Shape, device: Device, family: str, known: dict[str, Counts], states: int, setting: Setting
+    shape: Shape, device: Device, family: str, known: dict[str, Counts], states: int, prefix: int
 ) -> Iterator[dict[str, Any]]:
     """A line of kind `limit` for each speculating mode that is known: the batch at which it stops paying, and why."""
     for mode in SPECULATING:
@@ -250,82 +192,34 @@ def limits(
                 "family": family,
                 "states": states,
                 "mode": mode,
-                "stops_paying_at_batch": stops_paying_at(shape, device, counts, known["static"], setting),
+                "stops_paying_at_batch": stops_paying_at(shape, device, counts, known["static"], prefix),
                 "compute_bound_at_batch": math.ceil(device.ridge / (counts.states_per_forward * shape.block_size)),
             }
 
 
-def head_pays_from(choices: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Lines of kind `head`: the smallest shape from which on `mrp_spec` is faster than `self_spec`, or None.
-
-    Takes the choices of one device, smaller shapes first.
-    """
-    names = ("device", "family", "batch", "states")
-    places = list(dict.fromkeys(tuple(line[name] for name in names) for line in choices))
-    for place in places:
-        there = [line for line in choices if tuple(line[name] for name in names) == place]
-        paying = list(itertools.takewhile(lambda line: line["head_over_self_spec"] > 1, reversed(there)))
-        smallest = paying[-1]["shape"] if paying else None
-        yield {"kind": "head", **dict(zip(names, place, strict=True)), "pays_from_shape": smallest}
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.cost_model", description=__doc__.splitlines()[0])
+def main(arguments: list[str] | None = None) -> None:
+    """Command line: JSON lines of kinds `point`, `choice` and `limit`."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.cost_model", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--counts", default=str(RESULTS / "tiny_sweep.jsonl"), help="results of `benchmarks.sweep`")
     parser.add_argument("--family", nargs="+", default=list(FAMILIES), help="whose lines of them to take")
-    parser.add_argument(
-        "--tokens",
-        nargs=3,
-        action="append",
-        default=[],
-        metavar=("MODE", "K", "TOKENS"),
-        help="tokens per forward given by hand; a head pass and a vocabulary step for each draft unless given too",
-    )
-    parser.add_argument("--states-per-forward", type=float)
-    parser.add_argument("--head-passes", type=float, help="of mrp_spec, in a round")
-    parser.add_argument("--states-per-head-pass", type=float)
-    parser.add_argument("--self-spec-picks", type=float, help="vocabulary steps that drafting takes in a round of self_spec")
-    parser.add_argument("--draft-vocab", type=int, help="tokens that drafting picks from; all by default")
-    parser.add_argument("--logit-passes", type=int, default=0, help="reads and writes of float32 logits; 0: fused")
-    parser.add_argument("--device", nargs="+", default=["H200"], choices=[*DEVICES, "CPU"])
-    parser.add_argument("--cpu-bandwidth", type=float, default=20e9, help="bytes a second of the CPU row")
-    parser.add_argument("--cpu-peak", type=float, default=100e9, help="FLOPs a second of the CPU row")
-    parser.add_argument("--achievable", type=float, help="share of the peak that matrix products reach; 0.6 by default")
-    parser.add_argument("--layer-overhead-us", type=float, default=0.0, help="launches per decoder layer, in microseconds")
+    parser.add_argument("--device", nargs="+", default=["H200"], choices=[*DEVICES])
     parser.add_argument("--shape", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 2, 3, 4, 6, 8])
     parser.add_argument("--states", nargs="+", type=int, default=[1, 2, 4, 8])
     parser.add_argument("--prefix", type=int, default=512, help="committed tokens of a row")
-    return parser
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Command line: JSON lines of kinds `point`, `choice` and `limit`."""
-    parser = _parser()
     options = parser.parse_args(arguments)
-    if unknown := [mode for mode, *_ in options.tokens if mode not in SPECULATING]:
-        parser.error(f"--tokens names {unknown[0]}: choose one of {', '.join(SPECULATING)}")
     counted = list(with_headers(map(json.loads, Path(options.counts).read_text().splitlines())))
     lines = [line for _, line in counted]
     weights = {part: counted[-1][0].get(part) for part in ("backbone", "head")} if counted else {}
     emit({**header("cost_model", options), **weights})
-    devices = {**DEVICES, "CPU": Device("CPU", options.cpu_bandwidth, options.cpu_peak, 1.0)}
-    setting = Setting(options.prefix, options.draft_vocab, options.logit_passes)
-    for name in options.device:
-        device = replace(devices[name], layer_overhead=options.layer_overhead_us * 1e-6)
-        if options.achievable is not None:
-            device = replace(device, achievable=options.achievable)
-        choices: list[dict[str, Any]] = []
-        for size, family in itertools.product((size for size in SHAPES if size in options.shape), options.family):
-            for line in _of_family(lines, Shape.read(HUB_CONFIGS / f"sdar-{size}-mrp"), device, family, setting, options):
-                choices += [line] if line["kind"] == "choice" else []
-                emit(line)
-        for line in head_pays_from(choices):
+    for name, size, family in itertools.product(options.device, options.shape, options.family):
+        shape = Shape.read(HUB_CONFIGS / f"sdar-{size}-mrp")
+        for line in _of_family(lines, shape, DEVICES[name], family, options):
             emit(line)
 
 
 def _of_family(
-    lines: list[dict[str, Any]], shape: Shape, device: Device, family: str, setting: Setting, options: argparse.Namespace
+    lines: list[dict[str, Any]], shape: Shape, device: Device, family: str, options: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
     """Every prediction of one shape on one device, with the counts of one family."""
     static = static_counts(shape.block_size)
@@ -333,11 +227,11 @@ def _of_family(
         static = replace(static, tokens_per_forward=measured.tokens_per_forward)
     for states in options.states:
         for batch in options.batch:
-            known = modes_at(lines, family, states, batch, static, options)
-            yield from predict(shape, device, family, known, batch, states, setting)
+            known = modes_at(lines, family, states, batch, static)
+            yield from predict(shape, device, family, known, batch, states, options.prefix)
         if states > 1:
-            known = modes_at(lines, family, states, max(options.batch), static, options)
-            yield from limits(shape, device, family, known, states, setting)
+            known = modes_at(lines, family, states, max(options.batch), static)
+            yield from limits(shape, device, family, known, states, options.prefix)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from modeling_mrp.modeling import MRPForCausalLM
 
 from .agreement import agreement, without_cache
 from .common import now
-from .cost_model import Counts, Setting, round_seconds
+from .cost_model import Counts, round_seconds
 from .engine import backbone_hidden, fallbacks, head_residual
 from .roofline import Device, Shape
 
@@ -66,7 +66,7 @@ class Round:
         them, each with picks at the half of the positions that are masked on average."""
         drafts = float(self.states > 1)
         counts = Counts(1.0, self.states, drafts, max(1, self.states - 1), drafts)
-        return sum(round_seconds(shape, device, counts, self.batch, Setting(self.prefix)).values())
+        return sum(round_seconds(shape, device, counts, self.batch, self.prefix).values())
 
 
 def decode(model: MRPForCausalLM, inputs: dict[str, Tensor], tokens: int, **options: Any) -> tuple[float, MRPGenerateOutput]:

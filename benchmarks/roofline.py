@@ -104,14 +104,12 @@ class Device:
         bandwidth: Bytes a second from its memory.
         peak: Dense bf16 FLOPs a second.
         achievable: The share of `peak` that large matrix products reach.
-        layer_overhead: Seconds of launches per decoder layer that bytes and FLOPs do not cover.
     """
 
     name: str
     bandwidth: float
     peak: float
     achievable: float = 0.6
-    layer_overhead: float = 0.0
 
     @property
     def ridge(self) -> float:
@@ -151,15 +149,6 @@ def head_forward(shape: Shape, batch: int, states: float, prefix: int) -> list[W
     return [ends, projection, *decoder_layers(shape, shape.head_layers, batch, states, prefix)]
 
 
-def vocabulary_step(shape: Shape, positions: float, tokens: int | None = None, logit_passes: int = 0) -> Work:
-    """Picks at so many positions.
-
-    Args:
-        shape: The model's.
-        positions: Those that need a pick: masked ones.
-        tokens: Size of the vocabulary to pick from; the model's by default.
-        logit_passes: How often the float32 logits are written to or read from memory; 0 for a fused kernel.
-    """
-    size = shape.vocab_size if tokens is None else tokens
-    logits = positions * size * LOGIT_BYTES * logit_passes
-    return Work((size + positions) * shape.hidden_size * BYTES + logits, 2 * positions * size * shape.hidden_size)
+def vocabulary_step(shape: Shape, positions: float) -> Work:
+    """Picks at so many positions, masked ones, from logits that never leave the chip."""
+    return Work((shape.vocab_size + positions) * shape.hidden_size * BYTES, 2 * positions * shape.vocabulary)

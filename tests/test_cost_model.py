@@ -1,7 +1,6 @@
 """Bytes, FLOPs and times of a round, against numbers derived by hand and the parameter count of the model itself."""
 
 import json
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 from conftest import ROOT, make_model
 
 from benchmarks import cost_model
-from benchmarks.cost_model import Counts, Setting, head_share
+from benchmarks.cost_model import Counts, head_share
 from benchmarks.roofline import Device, Shape, Work, backbone_forward, decoder_layers, head_forward, vocabulary_step
 from modeling_mrp import MRPConfig, MRPForCausalLM
 
@@ -51,7 +50,6 @@ def test_forwards_by_hand() -> None:
     assert ends == Work(2 * (3 * 2 * 4 + 3 * 4), 0)
     assert projection == Work(2 * 32, 2 * 32 * 2)
     assert vocabulary_step(SMALL, 5) == Work(2 * (40 + 20), 2 * 5 * 40)
-    assert vocabulary_step(SMALL, 5, tokens=3, logit_passes=2) == Work(2 * (12 + 20) + 4 * 15 * 2, 2 * 5 * 12)
 
 
 def test_weights_dominate_a_small_batch_of_the_4b_shape() -> None:
@@ -70,47 +68,31 @@ def test_a_device_takes_the_longer_of_bytes_and_flops() -> None:
 
 
 def test_a_round_is_the_sum_of_its_parts() -> None:
-    """Two passes of the head cost twice one, a draft vocabulary of half the size about half, and overhead counts layers."""
+    """Two passes of the head cost twice one."""
     counts = Counts(2.0, 4.0, head_passes=2.0, draft_picks=2.0)
-    setting = Setting(prefix=6)
-    parts = cost_model.round_seconds(SMALL, UNIT, counts, 3, setting)
+    parts = cost_model.round_seconds(SMALL, UNIT, counts, 3, 6)
     assert parts["backbone"] == sum(map(UNIT.seconds, backbone_forward(SMALL, 3, 4.0, 6)))
     assert parts["head"] == 2 * sum(map(UNIT.seconds, head_forward(SMALL, 3, 1.0, 6)))
     assert parts["vocabulary"] == UNIT.seconds(vocabulary_step(SMALL, 3 * 4 * 1))
     assert parts["draft_vocabulary"] == 2 * UNIT.seconds(vocabulary_step(SMALL, 3 * 1))
-    slower = Device("unit", 1.0, 2.0, 0.5, layer_overhead=7.0)
-    with_overhead = cost_model.round_seconds(SMALL, slower, counts, 3, setting)
-    assert with_overhead["backbone"] == parts["backbone"] + 7
-    assert with_overhead["head"] == parts["head"] + 14
 
 
 def test_where_speculation_pays() -> None:
     """Twice the tokens for the same weights pay while weights are what costs; where FLOPs do, twice the states cost twice."""
     shape = Shape.read(ROOT / "hub_configs" / "sdar-8b-mrp")
-    device, setting = cost_model.DEVICES["H200"], Setting(prefix=0)
+    device, prefix = cost_model.DEVICES["H200"], 0
     static = cost_model.static_counts(16)
     assert static.states_per_forward == 17 / 16
     assert static.states_per_forward * cost_model.masks_per_state(16) == sum(range(17)) / 16
     double = Counts(2.0, 4.0)
-    assert cost_model.speedup(shape, device, static, static, 8, setting) == 1
-    assert cost_model.speedup(shape, device, double, static, 1, setting) == pytest.approx(2, abs=0.02)
-    assert cost_model.speedup(shape, device, double, static, 512, setting) == pytest.approx(2 * (17 / 16) / 4, abs=0.01)
-    limit = cost_model.stops_paying_at(shape, device, double, static, setting)
+    assert cost_model.speedup(shape, device, static, static, 8, prefix) == 1
+    assert cost_model.speedup(shape, device, double, static, 1, prefix) == pytest.approx(2, abs=0.02)
+    assert cost_model.speedup(shape, device, double, static, 512, prefix) == pytest.approx(2 * (17 / 16) / 4, abs=0.01)
+    limit = cost_model.stops_paying_at(shape, device, double, static, prefix)
     assert limit is not None
-    assert cost_model.speedup(shape, device, double, static, limit, setting) < 1
-    assert cost_model.speedup(shape, device, double, static, limit - 1, setting) >= 1
-    assert cost_model.stops_paying_at(shape, device, Counts(5.0, 4.0), static, setting) is None
-
-
-def test_head_passes_that_pay() -> None:
-    """At the number of passes found both modes are equally fast."""
-    shape = Shape.read(ROOT / "hub_configs" / "sdar-4b-mrp")
-    device, setting = cost_model.DEVICES["H200"], Setting()
-    head, without = Counts(2.7, 4.0, 3.0, 1.0, 3.0), Counts(2.1, 4.0)
-    passes = cost_model.passes_that_pay(shape, device, head, without, 1, setting)
-    even = Counts(2.7, 4.0, passes, 1.0, passes)
-    speeds = [cost_model.tokens_per_second(shape, device, counts, 1, setting) for counts in (even, without)]
-    assert speeds[0] == pytest.approx(speeds[1])
+    assert cost_model.speedup(shape, device, double, static, limit, prefix) < 1
+    assert cost_model.speedup(shape, device, double, static, limit - 1, prefix) >= 1
+    assert cost_model.stops_paying_at(shape, device, Counts(5.0, 4.0), static, prefix) is None
 
 
 def test_counts_are_taken_from_results() -> None:
@@ -133,28 +115,25 @@ def test_counts_are_taken_from_results() -> None:
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    results = tmp_path / "none.jsonl"
-    results.write_text("")
-    asked = (
-        f"--counts {results} --device H200 CPU --shape 4b 1.7b --family math source --batch 1 64 --states 1 4 --head-passes 1 "
-        "--self-spec-picks 0"
-    )
-    cost_model.main([*asked.split(), *["--tokens", "self_spec", "4", "2.1", "--tokens", "mrp_spec", "4", "2.7"]])
+    results, known = tmp_path / "sweep.jsonl", {"batch_size": 1, "states": 4, "head_per_token": 0.4}
+    speeds = [("self_spec", 2.1), ("mrp_spec", 2.7)]
+    lines = [
+        {**known, "family": family, "mode": mode, "tokens_per_forward": speed}
+        for family in ("math", "source")
+        for mode, speed in speeds
+    ]
+    results.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    asked = f"--counts {results} --device H200 RTX4090 --shape 4b 1.7b --family math source --batch 1 64 --states 1 4"
+    cost_model.main(asked.split())
     first, *lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert first["benchmark"] == "cost_model"
-    assert [sum(line["kind"] == kind for line in lines) for kind in ("point", "choice", "limit", "head")] == [96, 16, 16, 8]
-    assert {(line["family"], line["kind"]) for line in lines} == set(
-        product(("math", "source"), ("point", "choice", "limit", "head"))
-    )
+    assert [sum(line["kind"] == kind for line in lines) for kind in ("point", "choice", "limit")] == [96, 16, 16]
     at = {(line["device"], line["shape"], line["batch"]): line for line in lines if line["kind"] == "choice"}
     assert at["H200", "4B", 1]["decoding"] == "mrp_spec"
     assert at["H200", "4B", 64]["decoding"] == "static"
-    assert at["H200", "4B", 1]["head_passes"] == 1
     drafting = {line["mode"]: line["draft_vocabulary_ms"] for line in lines if line["kind"] == "point" and line["states"] == 4}
-    assert drafting["self_spec"] == 0 < drafting["mrp_spec"]
     assert all(line["speedup"] == 1 for line in lines if line["kind"] == "point" and line["states"] == 1)
-    with pytest.raises(SystemExit):
-        cost_model.main(["--tokens", "dynamic", "4", "2.1"])
+    assert drafting["mrp_spec"] > 0
 
 
 def test_head_share_counts_the_draft_vocabulary() -> None:
