@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Iterator
@@ -121,17 +122,23 @@ class Trials:
 
     def push_killed(self, draw: random.Random, folder: Path) -> str:
         repo, at = f"org/killed-{draw.randrange(1 << 30)}", draw.randrange(self.requests)
-        how = draw.choice(("unasked", "unanswered"))
-        fault = self.hub.fail(".*", skip=at, **({"silent": True} if how == "unasked" else {"cut_response_at": 0}))
+        done, is_dead = draw.random() < 0.5, threading.Event()
+
+        def held(body: bytes) -> bytes:
+            is_dead.wait(60)
+            return body
+
+        fault = self.hub.fail(".*", skip=at, **({"change": held} if done else {"silent": True}))
         with self.pushing(repo, folder / "home") as process:
             while fault.times and process.poll() is None:
                 time.sleep(0.01)
+        is_dead.set()
         self.hub.faults.clear()
-        line = self.hub.requests[-1]
-        return f"killed at request {at} of {self.requests}, {how}, {self.pushed_again(repo, folder / 'home')} ({line.method})"
+        what = f"killed at request {at} of {self.requests}, {'done' if done else 'not done'}"
+        return f"{what}, {self.pushed_again(repo, folder / 'home')}"
 
     def push_starved(self, draw: random.Random, folder: Path) -> str:
-        repo, size = f"org/starved-{draw.randrange(1 << 30)}", draw.randrange(4, 400)
+        repo, size = f"org/starved-{draw.randrange(1 << 30)}", draw.randrange(4, 40)
         with disk(folder / "disk", size) as small:
             with self.pushing(repo, small / "home", TMPDIR=str(small)) as process:
                 _, told = process.communicate()

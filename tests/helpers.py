@@ -13,6 +13,7 @@ from mrp_trainer.samples import Sample
 from torch import Tensor
 from transformers import StoppingCriteria
 
+from benchmarks.random_cases import batch_of
 from modeling_mrp import MRPForCausalLM
 from modeling_mrp.generate.option_table import DECODINGS
 from modeling_mrp.model.diffusion import PackedBatch
@@ -24,6 +25,7 @@ PROMPTS = [[1, 2, 3, 4, 5], [9, 8, 7], [21, 22, 23, 24, 25, 26, 27, 28, 29, 30]]
 # Random weights repeat themselves when greedy; sampled texts vary, and the thresholds let every mode do what it is for.
 LIVELY: dict[str, Any] = {"do_sample": True, "top_k": 0, "confidence_threshold": 0.04, "entropy_threshold": 5.0}
 
+left_padded = batch_of
 every_mode = pytest.mark.parametrize("mode", DECODINGS)
 
 
@@ -51,15 +53,6 @@ def chi_square_p(counts: Tensor, probabilities: Tensor) -> float:
     counts, expected = (torch.cat([t[:together].sum()[None], t[together:]]) for t in (counts, expected))
     statistic = ((counts - expected) ** 2 / expected).sum()
     return torch.special.gammaincc(torch.tensor((len(counts) - 1) / 2, dtype=torch.float64), statistic / 2).item()
-
-
-def left_padded(prompts: Sequence[list[int]]) -> dict[str, Tensor]:
-    """Ids and attention mask of prompts that end in the same column."""
-    width = max(map(len, prompts))
-    return {
-        "input_ids": torch.tensor([[0] * (width - len(p)) + p for p in prompts]),
-        "attention_mask": torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts]),
-    }
 
 
 def generate(model: MRPForCausalLM, prompts: Sequence[list[int]], **options: Any) -> Any:

@@ -82,9 +82,10 @@ def run_tests(files: Sequence[str], folder: Path, report: Path) -> None:
     os.dup2(null, 2)
     os.chdir(ROOT)
     sys.path[:0] = [str(folder)]
-    note = Note()
-    options = ["-x", "-q", "-p", "no:cacheprovider", "-o", f"pythonpath={folder} . trainer serving"]
-    pytest.main([*options, "-k", "not exact_distribution", *files], plugins=[note])
+    note, options = Note(), ["-x", "-q", "-p", "no:cacheprovider", "-o", f"pythonpath={folder} . trainer serving"]
+    for file in files:  # one at a time, so that what finds it at once need not wait for the others to be read
+        if not note.failed:
+            pytest.main([*options, "-k", "not exact_distribution", file], plugins=[note])
     report.write_text(note.failed, encoding="utf-8")
 
 

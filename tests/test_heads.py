@@ -142,7 +142,7 @@ def test_a_head_on_a_backbone_that_is_spread_over_devices(folders: dict[str, Pat
     assert torch.equal(spread(PROMPT).logits, full(PROMPT).logits)
     assert torch.equal(spread.residual(*arguments), full.residual(*arguments))
     assert spread.hf_device_map["mrp_head"] == spread.mrp_head._hf_hook.execution_device
-    with pytest.raises(ValueError, match=r"its last layers are offloaded: load them into memory"):
+    with pytest.raises(ValueError, match=r"its last layers are offloaded or quantized: load them into memory"):
         spread.new_head(1, "backbone")
     spread.save_pretrained(tmp_path / "head", head_only=True)
     assert same_tensors(MRPForCausalLM.from_pretrained(tmp_path / "head"), full)
@@ -320,13 +320,13 @@ def test_heads_that_do_not_fit(folders: dict[str, Path], tmp_path: Path) -> None
     before = model.mrp_head
     with pytest.raises(ValueError, match=r"head of another model does not belong to this backbone: its block_size is 8, .* 4"):
         model.attach_head(make_model(block_size=8).detach_head())
-    with pytest.raises(ValueError, match=r"head is 3: pass an MRPHead"):
+    with pytest.raises(ValueError, match=r"head is of <class 'int'>: pass an MRPHead of .*own code, or the folder"):
         model.attach_head(3)
     with pytest.raises(ValueError, match=r"revison: attach_head takes .*revision.*spelling"):
         model.attach_head(folders["full"], revison="main")
     with pytest.raises(ValueError, match=r"backbone is 3: pass the folder"):
         MRPForCausalLM.from_backbone(3)
-    with pytest.raises(ValueError, match="head is Linear"):
+    with pytest.raises(ValueError, match=r"head is of .*Linear"):
         model.attach_head(torch.nn.Linear(2, 2))
     with pytest.raises(ValueError, match=r"has no MRP head"):
         model.attach_head(folders["backbone"])
@@ -456,14 +456,6 @@ def test_a_head_that_cannot_be_saved_alone(folders: dict[str, Path], tmp_path: P
     make_model().save_pretrained(tmp_path / "x", head_only=True, base_model_name_or_path="org/x", base_model_revision="v1")
     config = json.loads((tmp_path / "x" / "config.json").read_text())
     assert (config["base_model_name_or_path"], config["base_model_revision"]) == ("org/x", "v1")
-
-
-def test_a_full_checkpoint_names_no_backbone(tmp_path: Path) -> None:
-    """Also if it was made from the config of a head repository."""
-    model = make_model(base_model_name_or_path="org/x", base_model_revision="v1")
-    model.save_pretrained(tmp_path)
-    assert "base_model" not in (tmp_path / "config.json").read_text()
-    assert same_tensors(MRPForCausalLM.from_pretrained(tmp_path), model)
 
 
 @pytest.mark.parametrize("head_only", [False, True])

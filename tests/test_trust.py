@@ -79,14 +79,11 @@ def test_damaged_weights_are_refused_and_nothing_is_read_instead(
     assert not (tmp_path / "mark").exists()
 
 
-@pytest.mark.parametrize("damage", ["cut in its numbers", "a pickle"])
-def test_a_damaged_adapter_leaves_the_model_as_it_was(
-    saved: Path, copy: Callable[[str], Path], damage: str, tmp_path: Path
-) -> None:
+def test_a_damaged_adapter_leaves_the_model_as_it_was(saved: Path, copy: Callable[[str], Path], tmp_path: Path) -> None:
     folder = copy("adapter")
     (folder / "adapter_model.bin").write_bytes(pickle.dumps(Trap(tmp_path / "mark")))
     weights = folder / "adapter_model.safetensors"
-    weights.write_bytes(DAMAGE[damage](weights.read_bytes()))
+    weights.write_bytes(weights.read_bytes()[:-1])
     model = MRPForCausalLM.from_pretrained(saved / "full").eval()
     before, names = model(IDS).logits, set(model.state_dict())
     with pytest.raises(ValueError, match=r"adapter_model\.safetensors is not a whole safetensors file"):

@@ -285,7 +285,7 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
 
         pushed: Any = PushToHubMixin()
         pushed.save_pretrained = save
-        kwargs.setdefault("commit_message", "Upload an MRP head" if head_only else "Upload a full model")
+        kwargs.setdefault("commit_message", "Upload an MRP head" if head_only else "Upload model")
         more = [tags] if isinstance(tags, str) else tags or []
         return pushed.push_to_hub(repo_id, private=private, tags=[*TAGS, *more], **kwargs)
 

@@ -354,7 +354,7 @@ class Networks:
         numbers.extend(starts)
         numbers.extend(parents)
         numbers.extend(held)
-        table = torch.frombuffer(numbers, dtype=torch.long).to(self.device, non_blocking=True)
+        table = torch.frombuffer(numbers, dtype=torch.long)
         has_parents = width > 1 if self.cache.fixed else max(parents) >= 0  # a recording for each width is enough
         plain = width == 1 and min(held) == self._begin and self.recorded is None
         forward = partial(self._packed, rows, width, self._begin, has_parents, plain)
@@ -362,6 +362,7 @@ class Networks:
         if self.recorded is not None:
             key = (rows, width, self._begin, has_parents, self.dispatch, self.round_masks)
             return self.recorded(key, forward, *inputs).view(rows * width, self.block, -1)
+        inputs[0] = table.to(self.device, non_blocking=True)
         return forward(*inputs).view(rows * width, self.block, -1)
 
     def _packed(

@@ -73,9 +73,12 @@ def by_odds(columns: Columns, odds: Sequence[float]) -> list[int]:
 
 def alone_chances(few: Sequence[int], columns: Sequence[int], odds: Sequence[float]) -> dict[int, float]:
     """The chance of each of a few columns to be the surest of all `columns`, by estimates of the odds."""
-    most = min(max([odds[column] for column in columns]), MOST_ODDS)
-    total = sum([math.exp(ORDER_SHARPNESS * min(odds[column] - most, 0.0)) for column in columns])
-    return {column: math.exp(ORDER_SHARPNESS * min(odds[column] - most, 0.0)) / total for column in few}
+    known = [odds[column] for column in columns]
+    if (most := max(known)) > MOST_ODDS:
+        return alone_chances(few, columns, [min(one, MOST_ODDS) for one in odds])
+    exp = math.exp
+    total = sum([exp(ORDER_SHARPNESS * (one - most)) for one in known])
+    return {column: exp(ORDER_SHARPNESS * (odds[column] - most)) / total for column in few}
 
 
 def bounded(odds: float, most: float) -> float:
