@@ -130,8 +130,7 @@ class MRPGenerationMixin(GenerationMixin):
                 any work; for what a criterion or processor returns wrongly; for a position without a finite score.
         """
         if custom_generate is not None:
-            kwargs |= {} if infill_ids is None else {"infill_ids": infill_ids}
-            kwargs |= {} if past_key_values is None else {"past_key_values": past_key_values}
+            kwargs |= _set({"infill_ids": infill_ids, "past_key_values": past_key_values})
             return super().generate(inputs, generation_config, custom_generate=custom_generate, streamer=streamer, **kwargs)
         check_adapter(self)
         config, others = self._resolved(generation_config, kwargs)
