@@ -8,7 +8,7 @@ COUNT ?= 64
 CHECKED := rules bans remask cache fuzz losses golden_traces imports bundle
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: demo picture check mutants test test-space test-extras test-serving lint walkthrough docs clean
+.PHONY: demo picture check mutants faults test test-space test-extras peers test-serving lint walkthrough docs clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m mrp_trainer.demo --count $(COUNT)
@@ -28,12 +28,34 @@ test: $(VENV)/.dev
 mutants: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants.py $(ONLY)
 
+# Runs and pushes that are killed or have no disk, at random places, and then run again: as if nothing had been, 20 of 20.
+faults: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/python tests/faults.py --times 20
+
 # What needs the other extras: quantized weights, the server, notebooks, TRL's trainers, a tracker; and kernels compiled for four
 # GPUs.
 EXTRAS := quantized serve docs notebooks other_trainers trackers compiled
 
 test-extras: $(VENV)/.extras
 	$(PYTEST) -rs $(EXTRAS:%=tests/test_%.py)
+	$(MAKE) peers
+
+# transformers' and PEFT's own tests, which their source distributions carry, on our model. What is expected to fail, and why, is
+# in tests/peers/expected.py; what else fails is printed. Masks with holes, which the model refuses, are made whole.
+PEERS := build/peers
+
+peers: $(VENV)/.extras $(PEERS)/.unpacked
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -o addopts=-q --tb=line tests/peers
+
+$(PEERS)/.unpacked: constraints.txt
+	rm -rf $(PEERS)
+	mkdir -p $(PEERS)/transformers $(PEERS)/peft
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --no-binary :all: --dest $(PEERS) \
+		$$(grep -E '^(transformers|peft)==' constraints.txt)
+	tar xzf $(PEERS)/transformers-*.tar.gz --strip-components=1 -C $(PEERS)/transformers
+	tar xzf $(PEERS)/peft-*.tar.gz --strip-components=1 -C $(PEERS)/peft
+	sed -i 's/\[1, 0, 1\]/[1, 1, 1]/' $(PEERS)/peft/tests/*.py
+	touch $@
 
 # The Space in headless Chromium; says why where there is none.
 test-space: $(VENV)/.extras

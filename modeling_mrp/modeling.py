@@ -196,11 +196,10 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
                     "labels need input_ids with a 2-D attention_mask and no past_key_values: the pass packs its own mask. A "
                     "prompt, prefix or P-tuning adapter passes others: train an adapter of the weights instead, such as LoRA"
                 )
-            given: dict[str, Any] = {"position_ids": position_ids, "inputs_embeds": inputs_embeds, **kwargs}
-            unused = [name for name, value in given.items() if value is not None and value is not False]
-            unused += ["use_cache"] if use_cache else []
-            unused += ["logits_to_keep"] if isinstance(logits_to_keep, Tensor) or logits_to_keep else []
-            if unused:
+            keeps = isinstance(logits_to_keep, Tensor) or logits_to_keep or None
+            given = {"position_ids": position_ids, "inputs_embeds": inputs_embeds, **kwargs}
+            given |= {"use_cache": use_cache, "logits_to_keep": keeps}
+            if unused := [name for name, value in given.items() if value is not None and value is not False]:
                 raise ValueError(
                     f"{', '.join(unused)}: no effect with labels, whose pass packs [x_t | x_0] with positions of its own and "
                     "returns the loss and all logits. Leave out either"
@@ -303,15 +302,18 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
         num_items_in_batch: int | Tensor | None,
     ) -> CausalLMOutputWithPast:
         batch, length = input_ids.shape
-        for name, given in (("labels", labels), ("attention_mask", attention_mask)):
-            if given is not None and given.shape != input_ids.shape:
-                raise ValueError(f"{name} has shape {list(given.shape)}: it must be that of input_ids, {[batch, length]}")
+        shapes = {"labels": labels, "attention_mask": attention_mask, "noise_mask": noise_mask, "noise_level": noise_level}
+        for name, given in shapes.items():
+            shape = [batch] if name == "noise_level" else [batch, length]
+            if given is not None and list(given.shape) != shape:
+                raise ValueError(f"{name} has shape {list(given.shape)}: with these input_ids it must be {shape}")
+        if noise_level is not None and not bool(((noise_level > 0) & (noise_level <= 1)).all()):
+            raise ValueError(f"noise_level is {noise_level.tolist()}: levels are above 0 and at most 1")
         valid = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
         if ((valid[:, 1:] & ~valid[:, :-1]).sum(-1) + valid[:, 0] > 1).any():
             raise ValueError(
                 "attention_mask has holes: with labels a row's tokens must be contiguous, with padding on one side or both"
             )
-        _check_noise(noise_level, noise_mask, batch, length)
         response = labels != IGNORE_INDEX
         clean = torch.where(response, labels, input_ids)
         where = input_ids.device
@@ -346,19 +348,6 @@ def _fixed_noise(ids: Tensor, valid: Tensor) -> Tensor:
         places = F.pad(kept, (1, 0), value=True)
         drawn[row, places] = torch.rand(int(places.sum()), generator=torch.Generator().manual_seed(seed))
     return drawn.to(ids.device)
-
-
-def _check_noise(level: Tensor | None, mask: Tensor | None, batch: int, length: int) -> None:
-    if level is not None:
-        if not isinstance(level, Tensor) or level.shape != (batch,):
-            found = f"of shape {list(level.shape)}" if isinstance(level, Tensor) else f"a {type(level).__name__}"
-            raise ValueError(f"noise_level is {found}: pass a tensor of shape [{batch}], one level for each sequence")
-        inside = (level > 0) & (level <= 1)
-        if not bool(inside.all()):
-            raise ValueError(f"noise_level holds {level[~inside][0].item():g}: levels are above 0 and at most 1")
-    if mask is not None and (not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != (batch, length)):
-        found = f"{mask.dtype} of shape {list(mask.shape)}" if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
-        raise ValueError(f"noise_mask is {found}: pass a bool tensor of shape [{batch}, {length}], True where to mask")
 
 
 __all__ = ["MRPForCausalLM", "MRPHead", "MRPPreTrainedModel"]

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_map
 
 from modeling_mrp.networks import graphs
+from modeling_mrp.networks.cache import BlockCache
 
 try:
     from triton.runtime.interpreter import GridExecutor
@@ -89,12 +90,14 @@ class Tape(TorchDispatchMode):
             self.seen.append(value)
         return self.places[id(value)]
 
-    def closed(self) -> Callable[[], None]:
-        """What repeats it all."""
-        operations, count = self.operations, len(self.seen)
-        self.places, self.seen = {}, []
+    def closed(self, output: Tensor) -> Callable[[], Tensor]:
+        """What repeats it all; once first, it gives what was made while it was written down."""
+        operations, count, result = self.operations, len(self.seen), self.places[id(output)]
+        self.places, self.seen, first = {}, [], [output]
 
-        def repeat() -> None:
+        def repeat() -> Tensor:
+            if first:
+                return first.pop()
             made: list[Any] = [None] * count
 
             def now(value: Any) -> Any:
@@ -103,37 +106,39 @@ class Tape(TorchDispatchMode):
                 return [now(part) for part in value] if isinstance(value, list | tuple) else value
 
             for func, args, kwargs, places in operations:
-                result = func(*now(args), **{name: now(value) for name, value in kwargs.items()})
-                for place, out in zip(places, result if isinstance(result, list | tuple) else [result], strict=True):
+                outs = func(*now(args), **{name: now(value) for name, value in kwargs.items()})
+                for place, out in zip(places, outs if isinstance(outs, list | tuple) else [outs], strict=True):
                     if place is not None:
                         made[place] = out
+            found: Tensor = made[result]
+            return found
 
         return repeat
 
 
 class TapeRecorder:
-    """A `Recorder`. All tapes of a test go to `tapes`."""
+    """Stands for `CudaRecorder`. All tapes of a test go to `tapes`."""
 
     tapes: list[Tape] = []
     replays = 0
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.failed = device, False
+        self.device = device
 
-    def first(self, step: Callable[[], None]) -> None:
-        step()
+    def first(self, step: Callable[[], Tensor]) -> Tensor:
+        return step()
 
-    def record(self, step: Callable[[], None]) -> tuple[Callable[[], None], int]:
+    def record(self, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
         with Tape() as tape, launches_on(tape), quiet():
-            step()
+            output = step()
         TapeRecorder.tapes.append(tape)
-        repeat = tape.closed()
+        repeat = tape.closed(output)
 
-        def replay() -> None:
+        def replay() -> Tensor:
             TapeRecorder.replays += 1
-            repeat()
+            return repeat()
 
-        return replay, 1000 * len(tape.operations)
+        return replay
 
 
 @contextmanager
@@ -187,14 +192,19 @@ def quiet() -> Iterator[None]:
 
 
 def strangers(model: nn.Module) -> list[Tensor]:
-    """What recordings read or write that may be gone when they are replayed: neither weights, nor the cache, nor registers."""
+    """What recordings read or write that may be gone when they are replayed: neither weights, nor the cache, nor inputs."""
     kept = graphs._KEPT[model]
     fixed = [*model.parameters(), *model.buffers(), *kept.cache._buffers.values()]
-    fixed += [t for known in kept.graphs.kept.values() for t in (*known.inputs, known.output) if t is not None]
+    fixed += [tensor for inputs in kept.inputs.values() for tensor in inputs]
     places = {tensor.untyped_storage().data_ptr() for tensor in fixed}
     found = [tensor for tape in TapeRecorder.tapes for tensor in tape.outside.values()]
     # A number that is written into a tensor becomes a tensor of its own.
     return [t for t in found if t.untyped_storage().data_ptr() not in places and t.numel() and t.dim()]
+
+
+def graphs_of_nothing() -> graphs.Graphs:
+    """Recordings of functions that use no cache, on the CPU."""
+    return graphs.Graphs(BlockCache(1, 1, 2, [torch.device("cpu")], 4, 4, torch.float32), ())
 
 
 @pytest.fixture

@@ -78,6 +78,7 @@ def test_the_embedded_card_is_valid_and_complete() -> None:
         assert measured[spec["family"], "tokens per backbone forward, mrp_spec of sequential K=4"] == spec["tokens_per_forward"]
     assert len(measured) == 2 * 2 * 8
     assert f"\n{tables.heldout()}\n" in text
+    assert f"modeling-mrp {__version__}." in text
 
 
 def test_the_embedded_cards_code_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,10 +88,6 @@ def test_the_embedded_cards_code_runs(monkeypatch: pytest.MonkeyPatch, capsys: p
     exec(code, names)
     assert "#### 5" in capsys.readouterr().out
     assert float(names["out"].tokens_per_forward[0]) >= 1
-
-
-def test_the_card_names_the_packages_version() -> None:
-    assert f"modeling-mrp {__version__}." in (TINY / "README.md").read_text()
 
 
 def test_a_card_without_a_word_from_a_person_claims_nothing(folder: Path) -> None:
@@ -263,19 +260,12 @@ INDEX = {"name": "m", "results": [{"task": {"type": "t"}, "dataset": {"type": "d
     ("wrong", "message"),
     [
         ({"license": "my-own"}, "license is 'my-own': use an identifier of the Hub's list"),
-        ({"license": None}, "license is None"),
-        ({"license": "other"}, "license 'other' needs a license_name"),
         ({"license": "other", "license_name": "My License"}, "license 'other' needs a license_name"),
         ({"pipeline_tag": "chat"}, "pipeline_tag is 'chat': these models are for 'text-generation'"),
         ({"library_name": "mrp"}, "library_name is 'mrp'"),
         ({"tags": "mrp, sdar"}, "tags are 'mrp, sdar': use a list"),
-        ({"tags": [1]}, r"tags are \[1\]"),
-        ({"language": "English"}, "language is 'English': use a code of two or three letters"),
-        ({"base_model": "/home/me/model"}, "base_model is '/home/me/model': it must be the id of a model on the Hub"),
         ({"base_model": ["org/a", "../b"]}, "base_model is '../b'"),
         ({"base_model": "org/a", "base_model_relation": "head"}, "base_model_relation is 'head': use one of adapter, merge"),
-        ({"base_model_relation": "adapter"}, "base_model_relation comes without a base_model"),
-        ({"model-index": [INDEX]}, "model-index is none: use a list"),
         (
             {"model-index": [json.loads(json.dumps(INDEX).replace("{}", '{"type": "a", "value": "high"}'))]},
             "model-index has the value 'high' for None: use a number",
@@ -289,20 +279,15 @@ def test_metadata_that_the_hub_would_refuse(wrong: dict[str, Any], message: str)
         check_card(f"---\n{yaml.dump(data)}---\n\n# Mine\n")
 
 
-def test_every_broken_rule_is_listed() -> None:
-    with pytest.raises(ValueError, match=r"(?s)license is 'x'.*tags are 3"):
-        check_card(CARD.replace("mit", "x\ntags: 3"))
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        (CARD.replace("mit", "x\ntags: 3"), r"(?s)license is 'x'.*tags are 3"),
         ("# Mine\n", "the card has no metadata"),
         ("---\na: [\n---\n", "metadata cannot be read"),
-        ("---\n- a\n---\n", "metadata cannot be read: .*should be a dict"),
     ],
 )
-def test_a_card_without_metadata(text: str, message: str) -> None:
+def test_every_broken_rule_is_listed(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_card(text)
 
@@ -311,8 +296,6 @@ def test_a_card_without_metadata(text: str, message: str) -> None:
     ("text", "message"),
     [
         ("nonsense", "line 1 is no measurement with family, decoding"),
-        ('{"family": "math", "decoding": "static"}', "line 1 is no measurement"),
-        ("[1]", "line 1 is no measurement"),
         (json.dumps(LINES[0]) + "\n{}", "line 2 is no measurement"),
     ],
 )
@@ -320,11 +303,6 @@ def test_results_that_are_none(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "results.jsonl").write_text(text)
     with pytest.raises(ValueError, match=rf"results\.jsonl, {message}"):
         read_results([tmp_path / "results.jsonl"])
-
-
-def test_a_benchmarks_first_line_is_passed_over(tmp_path: Path) -> None:
-    (tmp_path / "results.jsonl").write_text('{"benchmark": "x"}\n' + json.dumps(LINES[0]))
-    assert read_results([tmp_path / "results.jsonl"]) == LINES[:1]
 
 
 def test_who_wrote_a_card(folder: Path) -> None:
@@ -348,8 +326,9 @@ def test_the_command_writes_a_file(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_file_of_prompts_is_named_by_its_stem(tmp_path: Path) -> None:
+    """And a benchmark's first line is passed over."""
     line = {name: value for name, value in LINES[0].items() if name != "family"} | {"file": "data/my_questions.jsonl"}
-    (tmp_path / "results.jsonl").write_text(json.dumps(line))
+    (tmp_path / "results.jsonl").write_text('{"benchmark": "x"}\n' + json.dumps(line))
     (found,) = read_results([tmp_path / "results.jsonl"])
     assert found["family"] == "my_questions"
     assert "| my_questions % |" in results_table([found])

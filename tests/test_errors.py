@@ -194,12 +194,11 @@ BAD_ARGUMENTS: dict[str, list[tuple[Any, str]]] = {
     "remasking": [(0.5, "^remasking: not used")],
     "assistant_model": [(torch.nn.Module(), "assistant_model is not supported.*decoding='mrp_spec'")],
     "negative_prompt_ids": [(PROMPT, "negative_prompt_ids is not supported")],
-    "negative_prompt_attention_mask": [(PROMPT, "negative_prompt_attention_mask is not supported")],
+    "negative_prompt_attention_mask": [(PROMPT, "negative_prompt_attention_mask: not used or not supported.*leave it unset")],
     "prefix_allowed_tokens_fn": [(lambda row, ids: [9], "prefix_allowed_tokens_fn is not supported.*unset")],
     "position_ids": [(torch.arange(7, 12)[None], "position_ids is not supported: positions are counted from the first token")],
     "inputs_embeds": [(EMBEDS, "inputs_embeds is not supported: pass .* as input_ids")],
-    "labels": [(PROMPT, "labels is not supported")],
-    "noise_level": [(torch.ones(1), "noise_level is not supported")],
+    "labels": [(PROMPT, "labels: not used or not supported")],
     "past_key_values": [(DynamicCache(), "are a DynamicCache.*leave them unset")],
     "attention_mask": [
         ([[1] * 5], "attention_mask is list.*tensor of 0 and 1"),
@@ -227,10 +226,7 @@ BAD_ARGUMENTS: dict[str, list[tuple[Any, str]]] = {
     ],
     "pad_token_id": [(64, "pad_token_id holds 64, outside"), (-1, "pad_token_id holds -1, outside")],
     "bad_words_ids": [([[3], [4, 64]], "bad_words_ids or sequence_bias hold the id 64, outside.*tokenizer")],
-    "sequence_bias": [
-        ({(3, 99): 1.0}, "bad_words_ids or sequence_bias hold the id 99, outside"),
-        ([[[3, 9], 1.0]], r"sequence_bias holds \[3, 9\], of several tokens.*'sequential'"),
-    ],
+    "sequence_bias": [({(3, 99): 1.0}, "bad_words_ids or sequence_bias hold the id 99, outside")],
     "kernels": [(True, "kernels is True, but .* no kernels for torch.float64.*load the model in bfloat16")],
     "stop_strings": [
         ("x", "stop_strings='x' need the tokenizer: pass tokenizer="),
@@ -255,6 +251,23 @@ def test_arguments_that_go_with_others(model: MRPForCausalLM) -> None:
     copies = {"num_return_sequences": 2, "do_sample": True, "streamer": one[0]}
     rejected(lambda: model.generate(PROMPT, **copies), "the batch has 2", "stream one prompt at a time")
     rejected(lambda: model.generate(PROMPT, stop_strings="a", tokenizer="gpt2"), "and tokenizer is 'gpt2'", "pass tokenizer=")
+
+
+LEFT_TO_RIGHT: list[dict[str, Any]] = [{"decoding": "sequential"}, {"decoding": "mrp_spec", "target": "sequential"}]
+OTHER_ORDERS: list[dict[str, Any]] = [
+    {"decoding": "sequential", "denoising_steps": 2},
+    {"decoding": "self_spec", "target": "dynamic"},
+    *({"decoding": mode} for mode in DECODINGS if mode != "sequential"),
+]
+
+
+def test_a_bias_on_several_tokens_needs_all_before_its_last(model: MRPForCausalLM) -> None:
+    bias = {"sequence_bias": [[[3], 2.0], [[3, 9], 1.0]], "max_new_tokens": 4}
+    for order in LEFT_TO_RIGHT:
+        accepts(lambda order=order: model.generate(PROMPT, **bias, **order))
+    for order in OTHER_ORDERS:
+        rejected(lambda order=order: model.generate(PROMPT, **bias, **order), r"\[3, 9\], of several tokens", "'sequential'")
+        accepts(lambda order=order: model.generate(PROMPT, bad_words_ids=[[3, 9]], max_new_tokens=4, **order))
 
 
 # Prompts

@@ -16,108 +16,74 @@ from modeling_mrp import MRPConfig, MRPForCausalLM
 
 __all__ = ["headless", "model"]  # fixtures
 
+SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "mask_token_id": 60}
+CONFIGS: dict[str, tuple[list[Any], str]] = {
+    "block_size": ([0, -4, 2.5, "x"], "at least 1|an int"),
+    "mask_token_id": ([64, 1000, -1, None], "the id of the tokenizer's mask token"),
+    "num_nextn_predict_layers": ([-1, 1.5], "0: no head"),
+    "num_mrp_heads": ([2], "at most 1: one head serves every draft depth"),
+    "layer_types": ([["sliding_attention", "full_attention"]], "needs 'full_attention' in each of the 2 layers"),
+}
 
-def config(**overrides: Any) -> MRPConfig:
-    return MRPConfig(**{"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "mask_token_id": 60, **overrides})
 
-
-@pytest.mark.parametrize(
-    ("name", "value", "remedy"),
-    [
-        ("block_size", 0, r"at least 1"),
-        ("block_size", -4, r"at least 1"),
-        ("block_size", 2.5, r"at least 1|an int"),
-        ("block_size", "x", r"at least 1|an int"),
-        ("mask_token_id", 64, r"set it to the id of the tokenizer's mask token"),
-        ("mask_token_id", 1000, r"set it to the id of the tokenizer's mask token"),
-        ("mask_token_id", -1, r"set it to the id of the tokenizer's mask token"),
-        ("mask_token_id", None, r"set it to the id"),
-        ("num_nextn_predict_layers", -1, r"0 for no head"),
-        ("num_nextn_predict_layers", 1.5, r"0 for no head"),
-        ("num_mrp_heads", 0, r"it must be 1"),
-        ("num_mrp_heads", 2, r"it must be 1"),
-        ("layer_types", ["sliding_attention", "full_attention"], r"needs 'full_attention' in every layer"),
-    ],
-)
-def test_configuration(name: str, value: Any, remedy: str) -> None:
-    rejected(lambda: config(**{name: value}), rf"{name} is {re.escape(repr(value))}", remedy)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_configuration(name: str) -> None:
+    for value in CONFIGS[name][0]:
+        said = f"{name} is {re.escape(repr(value))}"
+        rejected(lambda value=value: MRPConfig(**{**SMALL, name: value}), said, CONFIGS[name][1])
 
 
 def test_layers_that_qwen_would_make_sliding() -> None:
     """Without layer_types, Qwen3 derives them: here a window from layer 1 on."""
     rejected(
-        lambda: config(use_sliding_window=True, sliding_window=4, max_window_layers=1),
+        lambda: MRPConfig(**SMALL, use_sliding_window=True, sliding_window=4, max_window_layers=1),
         r"layer_types is \['full_attention', 'sliding_attention'\]",
-        r"needs 'full_attention' in every layer",
+        "needs 'full_attention' in each of the 2 layers",
     )
 
 
-# Forwards
+# Forwards: arguments, and what is said of them.
+LABELS = {"input_ids": PROMPT, "labels": PROMPT}
+ALONE = r"labels need input_ids with a 2-D attention_mask and no past_key_values"
+FORWARDS: list[tuple[dict[str, Any], str]] = [
+    ({}, "neither input_ids nor inputs_embeds: pass one of them"),
+    *(
+        ({"input_ids": PROMPT, "attention_mask": torch.ones(shape)}, rf"has shape \[{shape[0]}, {shape[1]}\].*pass \[1, 5\]")
+        for shape in ((1, 4), (1, 7), (2, 5))
+    ),
+    ({"labels": PROMPT, "inputs_embeds": EMBEDS}, ALONE),
+    ({**LABELS, "attention_mask": torch.ones(1, 1, 5, 5)}, ALONE),
+    ({**LABELS, "attention_mask": torch.tensor([[1, 0, 1, 1, 1]])}, "has holes.*contiguous, .* one side"),
+    ({**LABELS, "attention_mask": torch.tensor([[0, 1, 0, 1, 1]])}, "has holes"),
+    ({**LABELS, "attention_mask": torch.ones(1, 4)}, r"attention_mask.*\[1, 5\]"),
+    *(
+        ({**LABELS, name: value}, f"^{name}: no effect with labels.*Leave out either")
+        for name, value in {
+            "position_ids": torch.arange(5)[None],
+            "inputs_embeds": EMBEDS,
+            "logits_to_keep": torch.tensor([0]),
+            "use_cache": True,
+            "output_hidden_states": True,
+            "output_attentions": True,
+            "cache_position": torch.arange(5),
+        }.items()
+    ),
+    ({**LABELS, "logits_to_keep": 1}, "^logits_to_keep: no effect with labels"),
+    ({"input_ids": PROMPT, "noise_level": torch.ones(1)}, "^noise_level: no effect without labels.*Pass labels too"),
+    ({"input_ids": PROMPT, "noise_mask": PROMPT > 0}, "^noise_mask: no effect without labels"),
+    ({"input_ids": PROMPT, "attention_masks": 5}, "no argument attention_masks: check the spelling"),
+    ({**LABELS, "junk": 5}, "no argument junk"),
+    ({**LABELS, "noise_level": torch.tensor([0.0])}, r"noise_level is \[0.0\]: levels are above 0 and at most 1"),
+    ({**LABELS, "noise_level": torch.tensor([1.01])}, r"noise_level is \[1.0\d*\]: levels"),
+    ({**LABELS, "noise_level": torch.tensor([float("nan")])}, r"noise_level is \[nan\]: levels"),
+    ({**LABELS, "noise_level": torch.ones(2)}, r"noise_level has shape \[2\]: .* must be \[1\]"),
+    ({**LABELS, "noise_mask": torch.ones(1, 4).bool()}, r"noise_mask has shape \[1, 4\]: .* must be \[1, 5\]"),
+]
 
 
-def test_forward_without_inputs(model: MRPForCausalLM) -> None:
-    rejected(lambda: model(), r"neither input_ids nor inputs_embeds", r"pass one of them")
-
-
-@pytest.mark.parametrize("shape", [(1, 4), (1, 7), (2, 5)])
-def test_forward_with_a_mask_of_wrong_shape(model: MRPForCausalLM, shape: tuple[int, int]) -> None:
-    rejected(
-        lambda: model(PROMPT, attention_mask=torch.ones(shape)),
-        rf"attention_mask has shape \[{shape[0]}, {shape[1]}\]",
-        r"pass \[1, 5\]",
-    )
-
-
-@pytest.mark.parametrize("given", ["cache", "embeds", "4-D mask"])
-def test_labels_with_what_does_not_go_with_them(model: MRPForCausalLM, given: str) -> None:
-    inputs: dict[str, Any] = {
-        "cache": {"input_ids": PROMPT, "past_key_values": model.block_cache(1, 8, 8, with_head=False)},
-        "embeds": {"inputs_embeds": EMBEDS},
-        "4-D mask": {"input_ids": PROMPT, "attention_mask": torch.ones(1, 1, 5, 5)},
-    }[given]
-    rejected(
-        lambda: model(labels=PROMPT, **inputs), r"labels need", r"input_ids with a 2-D attention_mask and no past_key_values"
-    )
-
-
-@pytest.mark.parametrize("mask", [[1, 0, 1, 1, 1], [0, 1, 0, 1, 1]], ids=str)
-def test_labels_with_holes_between_tokens(model: MRPForCausalLM, mask: list[int]) -> None:
-    rejected(
-        lambda: model(PROMPT, labels=PROMPT, attention_mask=torch.tensor([mask])), r"has holes", r"contiguous, .* one side"
-    )
-
-
-def test_labels_with_a_mask_of_wrong_length(model: MRPForCausalLM) -> None:
-    rejected(lambda: model(PROMPT, labels=PROMPT, attention_mask=torch.ones(1, 4)), r"attention_mask", r"\[1, 5\]")
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("position_ids", torch.arange(5)[None]),
-        ("inputs_embeds", EMBEDS),
-        ("logits_to_keep", 1),
-        ("logits_to_keep", torch.tensor([0])),
-        ("use_cache", True),
-        ("output_hidden_states", True),
-        ("output_attentions", True),
-        ("cache_position", torch.arange(5)),
-    ],
-    ids=str,
-)
-def test_arguments_without_effect_beside_labels(model: MRPForCausalLM, name: str, value: Any) -> None:
-    rejected(lambda: model(PROMPT, labels=PROMPT, **{name: value}), rf"^{name}: no effect with labels", "Leave out either")
-
-
-@pytest.mark.parametrize(("name", "value"), [("noise_level", torch.ones(1)), ("noise_mask", PROMPT > 0)])
-def test_noise_without_labels(model: MRPForCausalLM, name: str, value: Tensor) -> None:
-    rejected(lambda: model(PROMPT, **{name: value}), rf"^{name}: no effect without labels", "Pass labels too")
-
-
-@pytest.mark.parametrize("labels", [None, PROMPT], ids=["logits", "loss"])
-@pytest.mark.parametrize("name", ["junk", "attention_masks"])
-def test_arguments_that_are_unknown(model: MRPForCausalLM, labels: Tensor | None, name: str) -> None:
-    rejected(lambda: model(PROMPT, labels=labels, **{name: 5}), rf"no argument {name}", "check the spelling")
+@pytest.mark.parametrize(("given", "said"), FORWARDS)
+def test_forwards(model: MRPForCausalLM, given: dict[str, Any], said: str) -> None:
+    rejected(lambda: model(**given), said, "")
 
 
 @pytest.mark.parametrize(
@@ -137,72 +103,18 @@ def test_what_callers_pass_whatever_the_model(model: MRPForCausalLM, options: di
             model(PROMPT, **call, **options)
 
 
-@pytest.mark.parametrize(
-    ("level", "value"),
-    [
-        ([0.0], "holds 0:"),
-        ([-2.0], "holds -2:"),
-        ([1.01], "holds 1.01:"),
-        ([float("nan")], "holds nan:"),
-        ([0.5, 0.5], r"is of shape \[2\]: pass a tensor of shape \[1\]"),
-        ([[0.5]], r"is of shape \[1, 1\]"),
-        (0.5, r"is of shape \[\]"),
-    ],
-    ids=str,
-)
-def test_noise_levels(model: MRPForCausalLM, level: Any, value: str) -> None:
-    rejected(lambda: model(PROMPT, labels=PROMPT, noise_level=torch.tensor(level)), f"noise_level {value}", "level")
-
-
-def test_noise_that_is_no_tensor(model: MRPForCausalLM) -> None:
-    rejected(lambda: model(PROMPT, labels=PROMPT, noise_level=0.5), "noise_level is a float", r"shape \[1\]")
-    rejected(lambda: model(PROMPT, labels=PROMPT, noise_mask=[True]), "noise_mask is a list", r"shape \[1, 5\]")
-
-
-def test_one_level_for_three_rows(model: MRPForCausalLM) -> None:
-    ids = PROMPT.expand(3, 5)
-    rejected(lambda: model(ids, labels=ids, noise_level=torch.ones(1)), r"of shape \[1\]", r"\[3\], one level for each")
-
-
-@pytest.mark.parametrize(
-    "mask", [torch.ones(1, 4).bool(), torch.ones(5).bool(), torch.ones(1, 5)], ids=["short", "flat", "float"]
-)
-def test_noise_masks(model: MRPForCausalLM, mask: Tensor) -> None:
-    rejected(
-        lambda: model(PROMPT, labels=PROMPT, noise_mask=mask),
-        rf"noise_mask is {mask.dtype} of shape {re.escape(str(list(mask.shape)))}",
-        r"bool tensor of shape \[1, 5\]",
-    )
-
-
-def test_the_cache_of_a_generate(model: MRPForCausalLM) -> None:
+def test_caches(model: MRPForCausalLM, headless: MRPForCausalLM) -> None:
     cache = model.block_cache(1, 8, 8, with_head=False)
     rejected(lambda: model(PROMPT, past_key_values=cache), "are a BlockCache, which only generate", "DynamicCache")
-
-
-@pytest.mark.parametrize(
-    ("sizes", "value", "remedy"),
-    [
-        ((0, 8, 8), "batch_size is 0", "an int of 1 or more"),
-        ((1 << 63, 8, 8), "batch_size is 9223372036854775808", r"below 2\*\*31"),
-        ((1, -5, 7), "capacity is -5", "an int of 1 or more"),
-        ((1, 8, 0), "scratch is 0", "an int of 1 or more"),
-        ((1, 8.0, 8), "capacity is 8.0", "an int of 1 or more"),
-        ((True, 8, 8), "batch_size is True", "an int of 1 or more"),
-        ((1, 10, 8), "capacity is 10", "a multiple of the block size, 4"),
-    ],
-)
-def test_a_cache_of_no_size(model: MRPForCausalLM, sizes: tuple[Any, Any, Any], value: str, remedy: str) -> None:
-    rejected(lambda: model.block_cache(*sizes, with_head=True), value, remedy)
+    rejected(lambda: model(**LABELS, past_key_values=cache), ALONE, "")
+    rejected(lambda: model.block_cache(1, 10, 8, with_head=True), "capacity is 10", "a multiple of the block size, 4")
+    rejected(lambda: headless.block_cache(1, 8, 8, with_head=True), "no MRP head", "pass with_head=False")
 
 
 def test_residual_without_a_head(headless: MRPForCausalLM) -> None:
     positions, mask = torch.arange(5)[None], torch.ones(1, 1, 5, 5, dtype=torch.bool)
-    rejected(
-        lambda: headless.residual(PROMPT, EMBEDS, positions, mask),
-        r"num_nextn_predict_layers is 0",
-        r"load one .* or train a head",
-    )
+    call = (PROMPT, EMBEDS, positions, mask)
+    rejected(lambda: headless.residual(*call), "num_nextn_predict_layers is 0", "load one .* or train a head")
 
 
 # Checkpoints
@@ -248,8 +160,3 @@ def test_a_checkpoint_that_does_not_fit(
         lambda: MRPForCausalLM.from_pretrained(tmp_path), value, r"Check num_nextn_predict_layers .*config\.json"
     )
     assert len(re.findall(r"\.weight", message)) == 1, "names the tensors that are wrong and no others"
-
-
-def test_a_cache_for_a_head_that_is_not_there() -> None:
-    with pytest.raises(ValueError, match="no MRP head: pass with_head=False"):
-        make_model(num_nextn_predict_layers=0).block_cache(1, 8, 8, with_head=True)

@@ -1,33 +1,12 @@
 """What `generate` reports beside the text: reveal steps, counts of forwards and drafts, and log-probabilities."""
 
-from typing import Any
-
 import pytest
 import torch
-from conftest import make_model
-from helpers import BLOCK, LIVELY, LOSSLESS, MASK, PROMPTS, every_mode, generate
+from helpers import LIVELY, MASK, PROMPTS, every_mode, generate
 from torch import Tensor
 
 from modeling_mrp import MRPForCausalLM
 from modeling_mrp.generate.option_table import DECODINGS
-
-SCHEDULES = {
-    1: [16] + [0] * 15,
-    3: [6, 5, 5] + [0] * 13,
-    5: [4, 3, 3, 3, 3] + [0] * 11,
-    7: [3, 3, 2, 2, 2, 2, 2] + [0] * 9,
-    16: [1] * 16,
-    None: [1] * 16,
-}
-
-
-@pytest.mark.parametrize("mode", [*LOSSLESS, "sequential"])
-@pytest.mark.parametrize("steps", [3, 5, 16])
-def test_the_schedule_is_followed(mode: str, steps: int) -> None:
-    """A whole block of 16: its k-th step reveals the k-th number of the schedule."""
-    model = make_model(block_size=16)
-    out = generate(model, [list(range(1, 17))], decoding=mode, denoising_steps=steps, max_new_tokens=16)
-    assert out.reveal_step[0].bincount().tolist() == SCHEDULES[steps][:steps]
 
 
 def test_counts_of_static_by_hand(random_model: MRPForCausalLM) -> None:
@@ -67,52 +46,6 @@ def test_every_state_is_accepted_once(random_model: MRPForCausalLM, mode: str, d
     assert bool((stats.drafted > 0).all()) == drafting
     assert (stats.forwards["verify"] > 0) == drafting
     assert (stats.forwards["head"] > 0) == (drafting and mode == "mrp_spec")
-
-
-def first_block(model: MRPForCausalLM, prompt: list[int]) -> Tensor:
-    """[masks, vocab] logits of the masked rest of the prompt's last block, from `forward`; the mask id at -inf."""
-    masks = BLOCK - len(prompt) % BLOCK
-    with torch.no_grad():
-        logits = model(torch.tensor([prompt + [MASK] * masks])).logits[0, len(prompt) :]
-    logits[:, MASK] = -torch.inf
-    return logits
-
-
-@pytest.mark.parametrize(
-    ("options", "temperature"),
-    [
-        ({"do_sample": True, "temperature": 0.5, "top_k": 0}, 0.5),
-        ({"do_sample": True, "temperature": 2.0, "top_k": 0}, 2.0),
-        ({"do_sample": True, "temperature": 1.0, "top_k": 0}, 1.0),
-        ({"do_sample": False, "temperature": 0.5}, 1.0),
-        ({"do_sample": True, "top_k": 3}, 1.0),
-        ({"do_sample": True, "top_k": 0, "top_p": 0.5}, 1.0),
-        ({"do_sample": True, "top_k": 0, "top_h": 0.3}, 1.0),
-        ({"do_sample": True, "top_k": 0, "min_p": 0.5}, 1.0),
-        ({"do_sample": True, "top_k": 0, "typical_p": 0.5}, 1.0),
-        ({"do_sample": True, "top_k": 0, "epsilon_cutoff": 0.05}, 1.0),
-        ({"do_sample": True, "top_k": 0, "eta_cutoff": 0.5}, 1.0),
-    ],
-    ids=str,
-)
-def test_log_probabilities_see_the_temperature_but_no_truncation(
-    random_model: MRPForCausalLM, options: dict[str, Any], temperature: float
-) -> None:
-    expected = (first_block(random_model, PROMPTS[0]) / temperature).log_softmax(-1)
-    out = generate(random_model, [PROMPTS[0]] * 8, max_new_tokens=3, seed=0, **options)
-    for tokens, steps, logprobs in zip(out.sequences[:, len(PROMPTS[0]) :], out.reveal_step, out.token_logprobs, strict=True):
-        first = int((steps == 0).nonzero())
-        token = int(tokens[first])
-        assert float(logprobs[first]) == pytest.approx(float(expected[first, token]), abs=1e-6)
-        if options.get("top_k"):
-            assert token in expected[first].topk(options["top_k"]).indices.tolist()
-
-
-def test_a_temperature_without_sampling_changes_nothing(random_model: MRPForCausalLM) -> None:
-    plain = generate(random_model, PROMPTS, max_new_tokens=9)
-    warm = generate(random_model, PROMPTS, max_new_tokens=9, temperature=0.5)
-    assert warm.sequences.equal(plain.sequences)
-    assert warm.token_logprobs.equal(plain.token_logprobs)
 
 
 class Watcher:

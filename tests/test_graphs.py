@@ -12,21 +12,14 @@ from typing import Any
 import pytest
 import torch
 from helpers import LIVELY, generate
-from tape import TapeRecorder, strangers, tapes
+from tape import TapeRecorder, graphs_of_nothing, strangers, tapes
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from benchmarks.random_cases import dampened, make_model
 from modeling_mrp import MRPForCausalLM
 from modeling_mrp.networks import graphs as graphs_file
 from modeling_mrp.networks.attention import under_round_masks
-from modeling_mrp.networks.graphs import (
-    Graphs,
-    RecordingFailedError,
-    fingerprint,
-    obstacle,
-    recording_report,
-    release_graphs,
-    shapes_of,
-)
+from modeling_mrp.networks.graphs import fingerprint, obstacle, recording_report, release_graphs
 
 __all__ = ["tapes"]  # a fixture
 
@@ -114,7 +107,7 @@ def test_results_are_the_callers() -> None:
 
 
 @pytest.mark.usefixtures("tapes")
-def test_weights_that_move_or_switch_are_recorded_anew() -> None:
+def test_weights_that_move_or_switch_are_recorded_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     model = dampened(make_model(5), 0.3)
     options: dict[str, Any] = {**SPEC, "seed": 4}
     recorded_and_not(model, RAGGED, **options)
@@ -126,6 +119,9 @@ def test_weights_that_move_or_switch_are_recorded_anew() -> None:
     model.lm_head._active_adapter = ["b"]  # as an adapter is switched
     assert known != fingerprint(model)
     del model.lm_head._active_adapter
+    with monkeypatch.context() as patch:  # another attention of the same name
+        patch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", lambda *_, **__: None)
+        assert known != fingerprint(model)
     with under_round_masks(model, model.block_cache(1, 8, 8, with_head=False)):
         assert known == fingerprint(model), "another thread may be inside of that"
     model.model.layers[0].register_forward_hook(lambda *_: None)
@@ -222,11 +218,8 @@ def test_what_stands_in_the_way() -> None:
 
 
 class Fails(TapeRecorder):
-    def record(self, step: Callable[[], None]) -> tuple[Callable[[], None], int]:
-        try:
-            raise RuntimeError("operation not permitted")
-        except RuntimeError as error:
-            raise RecordingFailedError from error
+    def record(self, step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        raise RuntimeError("operation not permitted")
 
 
 @pytest.mark.usefixtures("tapes")
@@ -245,8 +238,8 @@ def test_a_failing_recorder_is_reported_once(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_call_runs_once_and_returns_a_copy(tapes: type[TapeRecorder]) -> None:
-    """Three runs of a key are one as it is, one recorded and one replayed; another shape is another key."""
-    total, graphs = torch.zeros(1), Graphs(TapeRecorder(torch.device("cpu")))
+    """Five runs of a key are one as it is, one recorded and three replayed; another shape or dtype is another key."""
+    total, graphs = torch.zeros(1), graphs_of_nothing()
 
     def step(x: torch.Tensor) -> torch.Tensor:
         total.add_(1)
@@ -254,12 +247,27 @@ def test_a_call_runs_once_and_returns_a_copy(tapes: type[TapeRecorder]) -> None:
 
     results = [graphs.call("twice", step, torch.full((2,), float(n))) for n in range(5)]
     assert [result.tolist() for result in results] == [[2.0 * n] * 2 for n in range(5)]
-    assert (total.item(), tapes.replays, graphs.replays, len(tapes.tapes)) == (5, 3, 3, 1)
+    assert (total.item(), graphs.replays, len(tapes.tapes)) == (5, 4, 1)
     assert graphs.call("twice", step, torch.ones(3)).tolist() == [2.0] * 3
+    assert graphs.call("twice", step, torch.ones(2, dtype=torch.long)).tolist() == [2] * 2
     assert graphs.call("other", step, torch.ones(2)).tolist() == [2.0] * 2
-    assert (tapes.replays, total.item()) == (3, 7)
-    x = torch.zeros(2, 3)
-    assert len({shapes_of([t]) for t in (x, x + 1, x.long(), x.T, x[:1])}) == 4
+    assert (graphs.replays, total.item()) == (4, 8)
+
+
+def test_another_thread_begins_with_an_ordinary_run(tapes: type[TapeRecorder]) -> None:
+    """Its libraries have no handles yet, which a recording must not make; a replay needs none."""
+    graphs, x = graphs_of_nothing(), torch.ones(1)
+
+    def elsewhere(key: str) -> int:
+        thread = threading.Thread(target=graphs.call, args=(key, torch.neg, x))
+        thread.start()
+        thread.join()
+        return len(tapes.tapes)
+
+    graphs.call("a", torch.neg, x)
+    assert [elsewhere("a"), elsewhere("a")] == [0, 0]
+    graphs.call("a", torch.neg, x)
+    assert [elsewhere("a"), graphs.replays] == [1, 2]
 
 
 def test_a_tape_refuses_what_waits() -> None:
@@ -275,7 +283,7 @@ def test_a_tape_refuses_what_waits() -> None:
     ]
     for way in ways:
         with pytest.raises(RuntimeError, match="recorded"):
-            TapeRecorder(torch.device("cpu")).record(lambda way=way: way() and None)  # type: ignore[misc]
+            TapeRecorder(torch.device("cpu")).record(lambda way=way: way())  # type: ignore[misc]
 
 
 # ------------------------------------------------------------------------------------------------ a GPU

@@ -10,7 +10,7 @@ import torch
 from conftest import make_model
 from helpers import PROMPTS, left_padded, random_ids, text
 from mrp_trainer.trainer import bare_model
-from peft import PrefixTuningConfig, PromptEncoderConfig, PromptTuningConfig, get_peft_model
+from peft import LoraConfig, PrefixTuningConfig, PromptEncoderConfig, PromptTuningConfig, get_peft_model
 from refusals import PROMPT, rejected
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerFast, StoppingCriteria, pipeline
@@ -77,6 +77,21 @@ def test_adapters_of_the_prompt_are_refused(kind: str) -> None:
     rejected(lambda: bare_model(adapted), f"type {kind} would not be trained", "an adapter of the weights, such as LoRA")
     with adapted.disable_adapter():
         assert adapted.generate(input_ids=PROMPT, max_new_tokens=6)[0, 5:].tolist() == plain
+
+
+def test_an_adapter_that_waits_for_an_invocation_is_refused() -> None:
+    """An aLoRA acts behind tokens of the text; beside another adapter, or switched off, it is none of `generate`'s business."""
+    plain = text(make_model(), PROMPTS[0], max_new_tokens=6)
+    alora = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], alora_invocation_tokens=[4, 5])
+    adapted: Any = get_peft_model(make_model().float(), alora)
+    refused = r"type aLoRA \(alora_invocation_tokens\) has no effect on generate"
+    rejected(lambda: adapted.generate(input_ids=PROMPT, max_new_tokens=6), refused, "such as LoRA")
+    rejected(lambda: adapted.model.generate(PROMPT, max_new_tokens=6), refused, "such as LoRA")
+    with adapted.disable_adapter():
+        assert adapted.generate(input_ids=PROMPT, max_new_tokens=6)[0, 5:].tolist() == plain
+    adapted.add_adapter("lora", LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]))
+    adapted.set_adapter("lora")
+    assert adapted.generate(input_ids=PROMPT, max_new_tokens=6)[0, 5:].tolist() == plain
 
 
 # Attention and devices

@@ -12,6 +12,7 @@ from conftest import make_model
 from helpers import ALPHA, BLOCK, MASK, chi_square_p, collate, sample
 from mrp_trainer.losses import BLANK
 from mrp_trainer.objectives import HeadObjective, block_diffusion
+from mrp_trainer.packing import noisy_copies, noisy_length
 from mrp_trainer.reveals import Reveals
 from mrp_trainer.samples import Sample
 from torch import Tensor, nn
@@ -227,13 +228,13 @@ def test_the_weights_of_the_parts() -> None:
 def test_head_losses_and_their_temperature(name: Any) -> None:
     """Recomputed from the estimate at the drawn states, for temperatures 1 and 2: T^2 loss(s / T, t / T)."""
     model, batch = confident_model(3), collate([sample(i, 24, 4) for i in range(4)])
-    noisy = batch.noisy()
+    noisy = noisy_copies(batch)
     for temperature in (1.0, 2.0):
         reveals = Recorded("random", 0.0, BLOCK)
         total, _ = HeadObjective(reveals, name, temperature, reread_weight=0.0)(model, batch)
         ((ids, masked),) = reveals.states
         with torch.no_grad():
-            length, mask = batch.noisy_length, batch.attention_mask(BLOCK)
+            length, mask = noisy_length(batch), batch.attention_mask(BLOCK)
             first = model.backbone(batch.input_ids, batch.position_ids, mask)
             after = torch.cat([ids, batch.input_ids[:, length:]], 1)
             second = model.backbone(after, batch.position_ids, mask)

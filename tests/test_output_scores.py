@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 from helpers import LIVELY, MASK, PROMPTS, VOCAB, close, every_mode, generate
-from test_generate_output import first_block
 
 from modeling_mrp import MRPForCausalLM
 
@@ -72,12 +71,17 @@ def test_scores_and_logits_by_hand(random_model: MRPForCausalLM) -> None:
     """Of the token that the first step reveals, from `forward` at the prompt's state."""
     out = generate(random_model, PROMPTS[:1], max_new_tokens=3, do_sample=True, temperature=0.5, top_k=2, seed=1, **BOTH)
     first = int(out.reveal_step[0].argmin())
-    logits = first_block(random_model, PROMPTS[0])[first]
+    logits = random_model(torch.tensor([PROMPTS[0] + [MASK] * 3])).logits[0, len(PROMPTS[0]) + first]
+    logits[MASK] = -torch.inf
     close(out.logits[first][0], logits)
     close(out.scores[first][0], (logits / 0.5).masked_fill(logits < logits.topk(2).values[1], -torch.inf))
 
 
-def test_one_of_them(random_model: MRPForCausalLM) -> None:
+def test_one_of_them_and_none_to_be_drawn(random_model: MRPForCausalLM) -> None:
     out = generate(random_model, PROMPTS, max_new_tokens=3, output_logits=True)
     assert out.scores is None
     assert len(out.logits) == 3
+    given = torch.tensor([[5, 6, 7]])
+    out = generate(random_model, [[1, 2, 3]], infill_ids=given, **BOTH)
+    assert torch.stack(out.scores, 1).argmax(-1).equal(given)
+    assert torch.stack(out.logits, 1).isfinite().sum() == 3

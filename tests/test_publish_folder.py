@@ -86,7 +86,7 @@ BROKEN: list[tuple[Callable[[Path], Any], str]] = [
     (text("config.json", '{"model_type": "llama"}'), "holds a model of type 'llama': give a folder that save_pretrained"),
     (text("config.json", DEEP), "holds a config.json that cannot be read"),
     (fields(auto_map=None), "has no auto_map"),
-    (fields(hidden_size=-1), "hidden_size is -1: it must be at least 1"),
+    (fields(hidden_size=-1), "hidden_size is -1: it must be an int of at least 1"),
     (fields(head_dim=16), r"wrong shape: model.layers.0.self_attn.k_norm.weight is \[8\], needs \[16\]"),
     (fields(base_model_name_or_path="org/backbone"), "(?s)does not fit its config.*unexpected: lm_head.weight"),
     (weights(lambda t: t.update(renamed=t.pop("model.norm.weight"))), "(?s)missing: model.norm.weight.*unexpected: renamed"),

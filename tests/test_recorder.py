@@ -1,4 +1,4 @@
-"""What records CUDA graphs, on a stand-in for `torch.cuda`: threads, and errors of captures."""
+"""The recorder of CUDA graphs, on a stand-in for `torch.cuda`: threads, and errors of captures."""
 
 import threading
 import time
@@ -8,28 +8,20 @@ from typing import Any
 
 import pytest
 import torch
-from tape import TapeRecorder, tapes
+from tape import graphs_of_nothing
 
-from modeling_mrp.networks.graphs import CudaRecorder, Graphs
-
-__all__ = ["tapes"]  # a fixture
+from modeling_mrp.networks import graphs as graphs_file
+from modeling_mrp.networks.graphs import CudaRecorder
 
 
 class CudaStandIn:
     """What `CudaRecorder` asks of `torch.cuda`. A capture whose step failed fails to end, too."""
 
-    Stream = CUDAGraph = staticmethod(lambda *_: StandIn())
+    Stream = CUDAGraph = current_stream = staticmethod(lambda *_: StandIn())
+    graph_pool_handle = staticmethod(lambda: 1)
 
     def __init__(self) -> None:
         self.capturing = self.most = 0
-
-    @staticmethod
-    def graph_pool_handle() -> int:
-        return 1
-
-    @staticmethod
-    def current_stream(device: Any) -> "StandIn":
-        return StandIn()
 
     @contextmanager
     def stream(self, stream: Any) -> Iterator[None]:
@@ -61,18 +53,18 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> CudaStandIn:
     there = CudaStandIn()
     for name in ("Stream", "CUDAGraph", "graph_pool_handle", "current_stream", "stream", "graph"):
         monkeypatch.setattr(torch.cuda, name, getattr(there, name))
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 30, 2 << 30))
+    monkeypatch.setitem(graphs_file.RECORDERS, "cpu", CudaRecorder)
     return there
 
 
 def test_the_error_that_came_first_is_named(stand_in: CudaStandIn) -> None:
     """Not that of ending the recording, nor what the caller was handling before."""
 
-    def step() -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
         raise ValueError("operation not permitted when stream is capturing")
 
-    graphs = Graphs(CudaRecorder(torch.device("cpu")))
-    graphs.run("a", lambda: None)
+    graphs, x = graphs_of_nothing(), torch.ones(1)
+    graphs.call("a", torch.neg, x)
     try:
         raise KeyError("of the caller")
     except KeyError:
@@ -80,36 +72,17 @@ def test_the_error_that_came_first_is_named(stand_in: CudaStandIn) -> None:
             pytest.warns(UserWarning, match=r"CUDA graph \(operation not permitted when stream is capturing\)"),
             pytest.raises(ValueError, match="not permitted"),
         ):
-            graphs.run("a", step)  # which fails as it is, too
+            graphs.call("a", step, x)  # which fails as it is, too
     assert stand_in.capturing == 0
-    assert graphs.recorder.failed
+    assert graphs.failed
+    assert graphs.call("a", torch.neg, x).tolist() == [-1]
 
 
 def test_one_thread_records_at_a_time(stand_in: CudaStandIn) -> None:
     recorders = [CudaRecorder(torch.device("cpu")) for _ in range(3)]
-    threads = [threading.Thread(target=recorder.record, args=(lambda: None,)) for recorder in recorders]
+    threads = [threading.Thread(target=recorder.record, args=(lambda: torch.ones(1),)) for recorder in recorders]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert [len(recorder.graphs) for recorder in recorders] == [0, 0, 0], "held by nobody, so gone"
     assert stand_in.most == 1
-
-
-def test_another_thread_begins_with_an_ordinary_run(tapes: type[TapeRecorder]) -> None:
-    """Its libraries have no handles yet, which a recording must not make; a replay needs none."""
-    total, graphs = torch.zeros(1), Graphs(TapeRecorder(torch.device("cpu")))
-
-    def step() -> None:
-        total.add_(1)
-
-    def elsewhere(key: str) -> int:
-        thread = threading.Thread(target=graphs.run, args=(key, step))
-        thread.start()
-        thread.join()
-        return len(tapes.tapes)
-
-    graphs.run("a", step)
-    assert [elsewhere("a"), elsewhere("a")] == [0, 0]
-    graphs.run("a", step)
-    assert [elsewhere("a"), tapes.replays, total.item()] == [1, 1, 5]

@@ -15,6 +15,7 @@ from mrp_trainer.tasks import make_problem
 from transformers import PreTrainedTokenizerFast
 
 from modeling_mrp import MRPForCausalLM
+from modeling_mrp.kernels.dispatch import Dispatch, triton
 
 EOS = (2, 0)
 
@@ -211,3 +212,37 @@ def test_metrics_count_all_requests(model: Any, prompts: list[list[int]]) -> Non
     assert counters["sglang:mrp_forwards"].total == forwards(requests)
     assert counters["sglang:mrp_tokens"].total == sum(len(req.output_ids) for req in requests)
     assert 0 < counters["sglang:mrp_accepted"].total <= counters["sglang:mrp_drafted"].total
+
+
+KERNEL_CASES: list[dict[str, Any]] = [
+    {"decoding": "dynamic"},
+    {"decoding": "mrp_spec", "target": "dynamic", "num_draft_states": 4},
+    {"decoding": "mrp_spec", "target": "entropy_bound", "num_draft_states": 2},
+    {"decoding": "mrp_remask", "remask_rule": "threshold"},
+]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy's, of infinities, where a kernel is interpreted
+@pytest.mark.skipif(triton is None or torch.cuda.is_available(), reason="needs triton's interpreter")
+@pytest.mark.parametrize("options", KERNEL_CASES, ids=lambda options: "-".join(map(str, options.values())))
+@torch.inference_mode()
+def test_requests_end_with_kernels_as_without(
+    options: dict[str, Any], prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float32, interpreted: the same texts at the same cost, and the kernel took part in every pick."""
+    model, names, run = MRPForCausalLM.from_pretrained(TINY, dtype=torch.float32), [], Dispatch.run
+
+    def noted(dispatch: Dispatch, name: str, *others: Any, **more: Any) -> Any:
+        names.append((name, dispatch.forced))
+        return run(dispatch, name, *others, **more)
+
+    monkeypatch.setattr(Dispatch, "run", noted)
+    asked = {**options, "confidence_threshold": 0.7}
+    off, _ = served(model, prompts[:1], {**asked, "kernels": False})
+    picks = len(names)
+    on, _ = served(model, prompts[:1], {**asked, "kernels": True})
+    assert [req.text() for req in on] == [req.text() for req in off]
+    assert all(req.finished and len(req.text()) > 1 for req in on)
+    assert forwards(on) == forwards(off)
+    assert names == [("pick", False)] * picks + [("pick", True)] * picks
+    assert picks

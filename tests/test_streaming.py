@@ -8,7 +8,7 @@ import torch
 from conftest import make_model
 from helpers import LIVELY, MASK, PROMPTS, StopAfter, every_mode, inside_a_block, left_padded, text, texts
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast, StoppingCriteriaList, TextIteratorStreamer, TextStreamer
+from transformers import PreTrainedTokenizerFast, StoppingCriteriaList, TextIteratorStreamer
 from transformers.generation.streamers import BaseStreamer
 
 from modeling_mrp import MRPForCausalLM
@@ -55,15 +55,6 @@ def test_a_stream_ends_with_the_text(random_model: MRPForCausalLM, mode: str) ->
         streamer = Blocks()
         random_model.generate(torch.tensor([PROMPTS[0]]), streamer=streamer, **cut, **options)
         assert [token for _, block in streamer.events[1:] for token in block] == tokens
-
-
-def test_a_text_streamer_prints_the_text(
-    random_model: MRPForCausalLM, id_tokenizer: PreTrainedTokenizerFast, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = {"max_new_tokens": 9, "seed": 0, **LIVELY}
-    tokens = text(random_model, PROMPTS[0], **options)
-    random_model.generate(torch.tensor([PROMPTS[0]]), streamer=TextStreamer(id_tokenizer, skip_prompt=True), **options)
-    assert capsys.readouterr().out == id_tokenizer.decode(tokens) + "\n"
 
 
 @pytest.mark.parametrize("mode", ["static", "sequential", "mrp_direct", "mrp_spec", "mrp_remask"])
@@ -116,14 +107,6 @@ def test_each_row_has_a_stream_of_its_own(random_model: MRPForCausalLM, mode: st
     random_model.generate(**left_padded(PROMPTS), streamer=together, seed=3, **options)
     assert [streamer.events for streamer in together] == [streamer.events for streamer in alone]
     assert len({len(streamer.events) for streamer in together}) > 1, "rows should end at different times"
-
-
-def test_copies_of_a_prompt_are_rows(random_model: MRPForCausalLM) -> None:
-    streamers = [Blocks(), Blocks()]
-    options = {"max_new_tokens": 6, "num_return_sequences": 2, "seed": [4, 9], **LIVELY}
-    ids = random_model.generate(torch.tensor([[1, 2, 3, 4]]), streamer=streamers, **options)
-    for streamer, row in zip(streamers, ids.tolist(), strict=True):
-        assert streamer.events == [("put", [row[:4]]), ("put", row[4:8]), ("put", row[8:]), ("end", [])]
 
 
 def test_a_row_that_ends_early_ends_its_stream(random_model: MRPForCausalLM) -> None:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from conftest import make_model
 from helpers import BLOCK, MASK, close, collate, random_ids, sample
 from mrp_trainer.objectives import HeadObjective
+from mrp_trainer.packing import sparse_mask
 from mrp_trainer.reveals import Reveals
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_mask, flex_attention
@@ -318,7 +319,7 @@ def test_flex_attention_sees_what_the_dense_mask_shows() -> None:
         dense = batch.attention_mask(BLOCK)[:, :, :queries]
         assert torch.equal(create_mask(rule, 1, 1, queries, length, device="cpu"), dense)
         expected = F.scaled_dot_product_attention(query[:, :, :queries], key, value, attn_mask=dense)
-        close(flex_attention(query[:, :, :queries], key, value, block_mask=rule.sparse(queries)), expected, 1e-6)
+        close(flex_attention(query[:, :, :queries], key, value, block_mask=sparse_mask(rule, queries)), expected, 1e-6)
 
 
 @pytest.mark.gpu

@@ -79,14 +79,11 @@ def test_damaged_weights_are_refused_and_nothing_is_read_instead(
     assert not (tmp_path / "mark").exists()
 
 
-@pytest.mark.parametrize("damage", ["cut in its numbers", "a pickle"])
-def test_a_damaged_adapter_leaves_the_model_as_it_was(
-    saved: Path, copy: Callable[[str], Path], damage: str, tmp_path: Path
-) -> None:
+def test_a_damaged_adapter_leaves_the_model_as_it_was(saved: Path, copy: Callable[[str], Path], tmp_path: Path) -> None:
     folder = copy("adapter")
     (folder / "adapter_model.bin").write_bytes(pickle.dumps(Trap(tmp_path / "mark")))
     weights = folder / "adapter_model.safetensors"
-    weights.write_bytes(DAMAGE[damage](weights.read_bytes()))
+    weights.write_bytes(weights.read_bytes()[:-1])
     model = MRPForCausalLM.from_pretrained(saved / "full").eval()
     before, names = model(IDS).logits, set(model.state_dict())
     with pytest.raises(ValueError, match=r"adapter_model\.safetensors is not a whole safetensors file"):
@@ -98,19 +95,22 @@ def test_a_damaged_adapter_leaves_the_model_as_it_was(
 
 LIES: list[tuple[dict[str, Any], str]] = [
     ({"hidden_size": 16}, "wrong shape: model.embed_tokens.weight is [64, 32], needs [64, 16]"),
-    ({"hidden_size": 10**12}, "hidden_size is 1000000000000: it must be at least 1 and at most 2147483647"),
+    ({"hidden_size": 10**12}, "hidden_size is 1000000000000: it must be an int of at least 1 and at most 2147483647"),
     ({"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}, "k_norm.weight is [8], needs [16]"),
     ({"num_hidden_layers": 1, "layer_types": None}, "unexpected: model.layers.1.mlp.up_proj.weight"),
     ({"num_hidden_layers": 3, "layer_types": None}, "missing: model.layers.2.mlp.up_proj.weight"),
     ({"num_hidden_layers": 3}, "'full_attention' in each of the 3 layers"),
-    ({"num_hidden_layers": 10**9, "layer_types": None}, "num_hidden_layers is 1000000000: it must be at least 1 and at most"),
-    ({"num_labels": 10**9}, "num_labels is 1000000000: it must be at least 0 and at most 32767"),
-    ({"block_size": 513}, "block_size is 513: it must be at least 1 and at most 512, max_position_embeddings"),
+    (
+        {"num_hidden_layers": 10**9, "layer_types": None},
+        "num_hidden_layers is 1000000000: it must be an int of at least 1 and at most",
+    ),
+    ({"num_labels": 10**9}, "num_labels is 1000000000: it must be an int of at least 0 and at most 32767"),
+    ({"block_size": 513}, "block_size is 513: it must be an int of at least 1 and at most 512, max_position_embeddings"),
     ({"num_nextn_predict_layers": 0}, "unexpected: mrp_head.eh_proj.weight"),
     ({"num_nextn_predict_layers": 3}, "missing: mrp_head.layers.2.mlp.up_proj.weight"),
     ({"draft_vocab_size": 32}, "missing: mrp_head.draft_token_ids"),
     *(
-        ({name: -4}, f"{name} is -4: it must be at least ")
+        ({name: -4}, f"{name} is -4: it must be an int of at least ")
         for name in ("hidden_size", "head_dim", "num_key_value_heads", "mask_token_id", "pad_token_id", "draft_vocab_size")
     ),
     *(

@@ -9,7 +9,6 @@ import math
 import numpy as np
 import os
 import re
-import sys
 import tempfile
 import threading
 import torch
@@ -22,7 +21,7 @@ from array import array
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from huggingface_hub import CommitInfo
 from importlib import import_module
 from inspect import getdoc
@@ -32,7 +31,7 @@ from safetensors import safe_open, SafetensorError
 from safetensors.torch import save_file
 from time import perf_counter
 from torch import nn, Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface, initialization as init, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 from transformers.configuration_utils import PreTrainedConfig
@@ -605,6 +604,7 @@ class RoundMask:
         block_size: Tokens per state.
         dispatch: Whether the kernel runs.
         sees_all: Whether every query sees every key: there is one state, and all rows are equally long.
+        plans: How layers run under masks of the same decode (`fused`).
     """
 
     committed: Tensor
@@ -613,6 +613,7 @@ class RoundMask:
     block_size: int
     dispatch: Dispatch = AUTOMATIC
     sees_all: bool = False
+    plans: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
     _kept: dict[Any, Tensor] = field(default_factory=dict, repr=False, compare=False)  # what all layers of a forward share
 
     def to(self, *args: Any, **kwargs: Any) -> "RoundMask":
@@ -620,16 +621,20 @@ class RoundMask:
         parent = None if self.parent is None else self.parent.to(*args, **kwargs)
         return replace(self, committed=self.committed.to(*args, **kwargs), parent=parent)
 
+    def sees(self) -> Tensor:
+        """Tell which states see which, [rows, width, width] bool: themselves and their parents."""
+        slots = torch.arange(self.width, device=self.committed.device)
+        own = slots[:, None] == slots
+        return own.expand(len(self.committed), -1, -1) if self.parent is None else own | (self.parent[..., None] == slots)
+
     def dense(self, used: int) -> Tensor:
         """[rows, 1, width * block_size, used + width * block_size] bool over the first `used` slots and what is scored."""
-        rows, device = len(self.committed), self.committed.device
-        sees = torch.eye(self.width, dtype=torch.bool, device=device).repeat(rows, 1, 1)
-        if self.parent is not None:
-            parent = self.parent[..., None]
-            sees |= (parent == torch.arange(self.width, device=device)) & (parent >= 0)
-        scratch = sees.repeat_interleave(self.block_size, 1).repeat_interleave(self.block_size, 2)
-        prefix = torch.arange(used, device=device) < self.committed[:, None]
-        return torch.cat([prefix[:, None].expand(-1, scratch.shape[1], -1), scratch], -1)[:, None]
+        rows, queries = len(self.committed), self.width * self.block_size
+        out = torch.empty(rows, 1, queries, used + queries, dtype=torch.bool, device=self.committed.device)
+        out[..., :used] = (torch.arange(used, device=out.device) < self.committed[:, None])[:, None, None]
+        sees = self.sees()[:, :, None, :, None]
+        out[:, 0, :, used:].unflatten(1, (self.width, -1)).unflatten(3, (self.width, -1)).copy_(sees)
+        return out
 
     def bias(self, used: int, dtype: torch.dtype) -> Tensor | None:
         """What to add to the scores of `dense`: 0 or -inf; None where all is seen."""
@@ -637,8 +642,8 @@ class RoundMask:
             return None
         name = used, dtype, self.committed.device
         if name not in self._kept:
-            seen = self.dense(used)
-            self._kept[name] = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
+            hidden = self.dense(used).logical_not_()
+            self._kept[name] = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
         return self._kept[name]
 
     def arrived(self, count: int) -> Tensor:
@@ -846,13 +851,13 @@ def fused(
 ) -> Callable[[Tensor, tuple[Tensor, Tensor]], Tensor] | None:
     """Find what stands in a round for calling layers and the norm behind them; None: they are to be called.
 
-    They are called outside of rounds, where kernels are off or cannot be used, where something of them was compiled (then torch
-    fuses), and where a module does more than its class does, hooks for instance.
+    They are called outside of rounds, where something of them was compiled (then torch fuses), and where a module does more
+    than its class does, hooks for instance. What was found counts for as long as the mask's `plans` do: for a decode.
 
     Args:
         owner: The module of the layers and of the norm, `norm`.
         layers: Decoder layers.
-        mask: In a round a `RoundMask`, whose dispatch decides.
+        mask: In a round a `RoundMask`, whose dispatch decides between kernels and their twins.
         cache: In a round the `BlockCache` that gets keys and values, at its target.
         kind: What the owner has to be if it is not called either; None: this is asked for by its own forward.
 
@@ -863,18 +868,27 @@ def fused(
     Raises:
         ValueError: if kernels are forced and cannot be used here.
     """
-    if not isinstance(mask, RoundMask) or not isinstance(cache, BlockCache) or mask.dispatch.forced is False:
+    if not isinstance(mask, RoundMask) or not isinstance(cache, BlockCache) or owner._compiled_call_impl is not None:
         return None
-    if owner._compiled_call_impl is not None:
-        return None
+    if owner not in mask.plans:
+        mask.plans[owner] = _plan(owner, layers, mask.dispatch, kind)
+    plan = mask.plans[owner]
+    return None if plan is None else partial(_walk, plan, owner.norm, mask, cache)
+
+
+def _plan(owner: Any, layers: Sequence[Any], dispatch: Dispatch, kind: type[nn.Module] | None) -> list[Any] | None:
+    """List layers, each with its packed weights (`packed`); None: they are to be called."""
     obstacle = None
     for module, expected in _parts(owner, layers, kind):
         if module._compiled_call_impl is not None:
             return None
         if (obstacle := more_than(module, expected)) is not None:
             break
-    walk = partial(_walk, layers, owner.norm, mask, cache)
-    return mask.dispatch.run("fused_layers", lambda: walk, lambda: None, next(owner.parameters()), obstacle=obstacle)
+    if dispatch.forced is not False:
+        usable = dispatch.run("fused_layers", lambda: True, lambda: False, next(owner.parameters()), obstacle=obstacle)
+    else:
+        usable = obstacle is None
+    return [(layer, packed(_of_attention(layer)), packed(_of_mlp(layer))) for layer in layers] if usable else None
 
 
 def _parts(owner: Any, layers: Sequence[Any], kind: type[nn.Module] | None) -> Iterator[tuple[Any, type[nn.Module]]]:
@@ -891,17 +905,18 @@ def _parts(owner: Any, layers: Sequence[Any], kind: type[nn.Module] | None) -> I
 
 
 def _walk(
-    layers: Sequence[Any], norm: Any, mask: RoundMask, cache: BlockCache, hidden: Tensor, rotary: tuple[Tensor, Tensor]
+    plan: Sequence[Any], norm: Any, mask: RoundMask, cache: BlockCache, hidden: Tensor, rotary: tuple[Tensor, Tensor]
 ) -> Tensor:
     """The function that `fused` gives."""
     dispatch, added = mask.dispatch, None
-    for layer in layers:
+    for layer, attention_weight, mlp_weight in plan:
         attention, mlp = layer.self_attn, layer.mlp
         hidden, normed = sum_and_norm(hidden, added, layer.input_layernorm, dispatch)
-        query = rotated(attention, products(normed, _of_attention(layer)), rotary, cache, dispatch)
+        projected = products(normed, _of_attention(layer), attention_weight)
+        query = rotated(attention, projected, rotary, cache, dispatch)
         seen = attend(query, *cache.read(attention.layer_idx), mask, attention.scaling)
         hidden, normed = sum_and_norm(hidden, attention.o_proj(seen.flatten(2)), layer.post_attention_layernorm, dispatch)
-        gate, up = products(normed, _of_mlp(layer)).chunk(2, -1)
+        gate, up = products(normed, _of_mlp(layer), mlp_weight).chunk(2, -1)
         added = mlp.down_proj(mlp.act_fn(gate) * up)
     return sum_and_norm(hidden, added, norm, dispatch)[1]
 
@@ -962,9 +977,9 @@ def _plain(linear: Any) -> bool:
     )
 
 
-def products(hidden: Tensor, linears: Sequence[Any]) -> Tensor:
-    """Compute the results of linear layers with the same input, side by side: [..., out_features of all]."""
-    weight = packed(linears)
+def products(hidden: Tensor, linears: Sequence[Any], weight: Tensor | None) -> Tensor:
+    """Compute the results of linear layers with the same input, side by side, [..., out_features of all], by their `packed`
+    weight if they have one."""
     return torch.cat([linear(hidden) for linear in linears], -1) if weight is None else F.linear(hidden, weight)
 
 
@@ -1265,234 +1280,100 @@ def _as_operation() -> Callable[..., Tensor]:
 
 # ---------------------------------------------------------------------------------------------------- networks.graphs
 
-"""CUDA graphs: forwards that run again and again on fixed buffers are recorded once and then replayed with one launch.
+"""CUDA graphs: a network that runs again and again on the same cache is recorded once, and then replayed with one launch.
 
-What is recorded is a *step*: code that takes nothing and gives nothing, but reads buffers that stay where they are (weights,
-the KV cache, its inputs) and writes such buffers. So no tensor of a graph's own memory is seen outside of it, and all graphs of
-a recorded cache share that memory: what one leaves there, the next may overwrite. Recordings are dear, so they outlive the call
-of `generate` that made them, together with the cache that they write to: one for a model, until its weights lie elsewhere,
-`release_graphs` is called, or a call needs another size.
+There is a recording for each network by rows, states and length bucket: all that a forward depends on beside what its inputs
+and the cache hold. Inputs are copied to where the recording reads them, its output from where it leaves it. Recordings are
+dear, so they outlive the call of `generate` that made them, together with the cache that they write to: one for a model, until
+its weights lie elsewhere, `release_graphs` is called, or a call needs another size.
 
-A key names everything but the buffers' contents that a step depends on. Its first run is an ordinary one, on the side
-stream that will record: it does the work, and warms up what a recording must not meet for the first time (libraries,
-compilers). The second run records and replays; a key that is met once costs no recording. Libraries keep a handle for each
-thread, so a thread that ran none of the steps so far begins with an ordinary run too, unless there is something to replay.
+The first run of a kind is an ordinary one, on the side stream that will record: it does the work, and warms up what a recording
+must not meet for the first time (libraries, compilers). The second run is recorded; what is met once costs no recording.
 """
 
 
 
 
-# Bytes that a recording of a round keeps at least, however little of it shows in the device's free memory.
-_LEAST_KEPT = 1 << 20
-
 # PyTorch allows one capture at a time in a process, and begins it with a wait that is illegal while another one goes on.
 _RECORDING = threading.Lock()
-
-
-class RecordingFailedError(Exception):
-    """A step could not be recorded; nothing of it has been done."""
-
-
-class Recorder(Protocol):
-    """The protocol of what runs and records steps on one device.
-
-    Attributes:
-        failed: Whether a step could not be recorded; none is tried any more.
-    """
-
-    failed: bool
-
-    def first(self, step: Callable[[], None]) -> None:
-        """Run a step so that it can be recorded later."""
-        ...
-
-    def record(self, step: Callable[[], None]) -> tuple[Callable[[], None], int]:
-        """Record a step while it runs once more; return what repeats it, and the bytes that this keeps.
-
-        Raises:
-            RecordingFailedError: if it cannot be recorded. Its cause is the error that came first.
-        """
-        ...
+# Tokens of the smallest cache that is kept. Others have twice as many, four times, ..., so that growing prompts find the same.
+LEAST_CAPACITY = 1024
 
 
 class CudaRecorder:
-    """A `Recorder` of CUDA graphs, all in one pool of memory.
-
-    Args:
-        device: Where everything lies.
-    """
+    """CUDA graphs of one device, all in one pool of memory: what one leaves there, the next may overwrite."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.failed = device, False
-        self.stream = torch.cuda.Stream(device)
-        self.graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
+        self.device, self.stream, self.pool = device, torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
 
-    def first(self, step: Callable[[], None]) -> None:
-        """See `Recorder.first`."""
+    def first(self, step: Callable[[], Tensor]) -> Tensor:
+        """Run a step so that it can be recorded later."""
         main = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(main)
         with torch.cuda.stream(self.stream):
-            step()
+            output = step()
         main.wait_stream(self.stream)
+        return output
 
-    def record(self, step: Callable[[], None]) -> tuple[Callable[[], None], int]:
-        """See `Recorder.record`. Other threads that record wait; what they replay goes on."""
-        with _RECORDING:
-            free, _ = torch.cuda.mem_get_info(self.device)
-            graph = self._recorded(step)
-            graph.replay()
-            left, _ = torch.cuda.mem_get_info(self.device)
-        return graph.replay, max(free - left, _LEAST_KEPT)
+    def record(self, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """Record a step without running it; return what runs it and gives its output, in memory of the graph.
 
-    def _recorded(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        if not self.graphs:  # a pool cannot be used again when the last graph in it is gone
-            self.pool = torch.cuda.graph_pool_handle()
-        graph, handled = torch.cuda.CUDAGraph(), sys.exception()
+        Other threads that record wait; what they replay goes on. What keeps a step from being recorded is raised.
+        """
+        graph, first = torch.cuda.CUDAGraph(), None
         try:
             # The outer context leads back to the caller's stream also where the inner one fails to end its recording.
             with (
+                _RECORDING,
                 torch.cuda.stream(self.stream),
                 torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"),
             ):
-                step()
-        except Exception as error:
-            raise RecordingFailedError from first_of(error, handled)
-        self.graphs.add(graph)
-        return graph
+                try:
+                    output = step()
+                except Exception as error:
+                    first = error
+                    raise
+        except Exception as error:  # which may be that of ending the capture, and hide the first
+            raise first or error from None
+
+        def replay() -> Tensor:
+            graph.replay()
+            return output
+
+        return replay
 
 
 # What records on which kind of device.
-RECORDERS: dict[str, Callable[[torch.device], Recorder]] = {"cuda": CudaRecorder}
-
-
-def first_of(error: BaseException, handled: BaseException | None = None) -> BaseException:
-    """Find what an error began with: where ending a failed capture fails too, that hides the error of the step.
-
-    Args:
-        error: The last one.
-        handled: What was being handled before, which did not lead to it.
-    """
-    while (before := error.__cause__ or (None if error.__suppress_context__ else error.__context__)) not in (None, handled):
-        error = before
-    return error
-
-
-def fixed_copy(tensor: Tensor) -> Tensor:
-    """Make a buffer with the same numbers that can be written to in and outside of inference mode."""
-    with torch.inference_mode(False), torch.no_grad():
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
-
-
-@dataclass
-class _Kept:
-    """The state of a key: how to repeat it, None before it is recorded; the buffers that came with it; its size."""
-
-    replay: Callable[[], None] | None = None
-    inputs: Sequence[Tensor] = ()
-    output: Tensor | None = None
-    nbytes: int = 0
+RECORDERS: dict[str, Callable[[torch.device], Any]] = {"cuda": CudaRecorder}
 
 
 class Graphs:
-    """Steps by key, recorded when they are met again.
+    """The recorded forwards of one model on one cache.
 
     Args:
-        recorder: What records.
-
-    Attributes:
-        replays: Steps that were replayed.
-    """
-
-    def __init__(self, recorder: Recorder) -> None:
-        self.recorder, self.replays = recorder, 0
-        self.kept: dict[Hashable, _Kept] = {}
-        self.thread = threading.local()  # whether the current one ran a step as it is
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all recordings."""
-        return sum(kept.nbytes for kept in self.kept.values())
-
-    def run(self, key: Hashable, step: Callable[[], None]) -> None:
-        """Have a step's effect, once.
-
-        Where recording fails there is one warning, and steps run as they are from then on.
-        """
-        if self.recorder.failed:
-            return step()
-        known = self.kept.get(key)
-        if known is not None and known.replay is not None:
-            known.replay()
-            self.replays += 1
-        elif known is None or not hasattr(self.thread, "warm"):
-            self.recorder.first(step)
-            self.thread.warm = True
-            self.kept.setdefault(key, _Kept())
-        else:
-            try:
-                known.replay, known.nbytes = self.recorder.record(step)
-            except RecordingFailedError as error:
-                self.recorder.failed = True
-                self.kept.clear()
-                warnings.warn(
-                    f"a round of decoding could not be recorded as a CUDA graph ({error.__cause__}): decoding goes on without "
-                    "graphs. What a failed recording leaves behind may disturb other work of this process: restart it, and "
-                    "pass graphs=False to generate to do without from the start",
-                    stacklevel=2,
-                )
-                return step()
-
-    def call(self, key: Hashable, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        """Call `function(*inputs)`, which depends on nothing else but what the key and fixed buffers tell. The result is the
-        caller's: a copy of what the next call with this key overwrites."""
-        if self.recorder.failed:
-            return function(*inputs)
-        key = key, shapes_of(inputs)
-        known = self.kept.get(key) or _Kept(None, [fixed_copy(tensor) for tensor in inputs])
-        for register, tensor in zip(known.inputs, inputs, strict=True):
-            register.copy_(tensor)
-
-        def step() -> None:
-            result = function(*known.inputs)
-            if known.output is None:
-                known.output = fixed_copy(result)
-            else:
-                known.output.copy_(result)
-
-        self.run(key, step)
-        if key in self.kept:
-            self.kept[key].inputs, self.kept[key].output = known.inputs, known.output
-        assert known.output is not None
-        return known.output.clone()
-
-
-def shapes_of(tensors: Sequence[Tensor]) -> Hashable:
-    """List what a recording depends on in tensors that it reads: shapes, dtypes and devices."""
-    return tuple((tuple(tensor.shape), tensor.dtype, tensor.device) for tensor in tensors)
-
-
-class RecordedCache:
-    """The KV cache of a model that stays where it is, and the forwards that were recorded on it.
-
-    Args:
-        cache: Whose buffers these are.
-        recorder: What records.
+        cache: The KV cache, which stays where it is.
         weights: The model's `fingerprint`.
 
     Attributes:
-        graphs: What was recorded.
-        busy: A call is using it.
+        recorded: What replays a forward, by key.
+        replays: Forwards that were replayed.
+        failed: Whether one could not be recorded; none is tried any more.
+        busy: A call is using them.
     """
 
-    def __init__(self, cache: BlockCache, recorder: Recorder, weights: Hashable) -> None:
-        self.cache, self.weights, self.graphs, self.busy = cache.alias(), weights, Graphs(recorder), False
+    def __init__(self, cache: BlockCache, weights: Hashable) -> None:
+        self.cache, self.weights, self.device = cache.alias(), weights, cache.layer_devices[0]
+        self.recorder = RECORDERS[self.device.type](self.device)
+        self.inputs: dict[Hashable, list[Tensor]] = {}  # of what was met before
+        self.recorded: dict[Hashable, Callable[[], Tensor]] = {}
+        self.replays, self.failed, self.busy = 0, False, False
+        self._thread = threading.local()  # libraries keep a handle for each: one that ran nothing yet must not record
         self._lent: weakref.ref[BlockCache] | None = None
 
     def lend(self, past: BlockCache | None) -> BlockCache:
         """Lend the cache, with what `past` holds. Whoever holds what was lent before keeps it, in memory of its own."""
-        if past is not None and past.shares(self.cache):
-            cache = past
-        else:
+        cache = past
+        if cache is None or not cache.shares(self.cache):
             holder = None if self._lent is None else self._lent()
             if holder is not None and holder.shares(self.cache):
                 holder.detach()
@@ -1503,11 +1384,39 @@ class RecordedCache:
         self._lent = weakref.ref(cache)
         return cache
 
+    def call(self, key: Hashable, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        """Compute `function(*inputs)`, which depends on nothing else but what the key and the cache tell; inputs may lie on the
+        host. The result is the caller's."""
+        key = key, tuple((tensor.shape, tensor.dtype) for tensor in inputs)
+        fixed, replay = self.inputs.get(key), self.recorded.get(key)
+        if fixed is None or self.failed or (replay is None and not hasattr(self._thread, "warm")):
+            given = [tensor.to(self.device, non_blocking=True) for tensor in inputs]
+            if self.failed:
+                return function(*given)
+            with torch.inference_mode(False), torch.no_grad():  # to be written to in and outside of it
+                self.inputs[key] = fixed or [torch.empty_like(tensor) for tensor in given]
+            self._thread.warm = True
+            return self.recorder.first(lambda: function(*given))
+        for register, tensor in zip(fixed, inputs, strict=True):
+            register.copy_(tensor, non_blocking=True)
+        if replay is None:
+            try:
+                replay = self.recorded[key] = self.recorder.record(lambda: function(*fixed))
+            except Exception as error:
+                self.failed = True
+                self.recorded.clear()
+                warnings.warn(
+                    f"a round of decoding could not be recorded as a CUDA graph ({error}): decoding goes on without graphs. "
+                    "That may disturb other work of this process: restart it, and pass graphs=False to generate",
+                    stacklevel=2,
+                )
+                return function(*fixed)
+        self.replays += 1
+        return replay().clone()
 
-_KEPT: "weakref.WeakKeyDictionary[nn.Module, RecordedCache]" = weakref.WeakKeyDictionary()
+
+_KEPT: "weakref.WeakKeyDictionary[nn.Module, Graphs]" = weakref.WeakKeyDictionary()
 _LOCK = threading.Lock()
-# Tokens of the smallest cache that is kept. Others have twice as many, four times, ..., so that growing prompts find the same.
-LEAST_CAPACITY = 1024
 
 
 def release_graphs(model: nn.Module) -> None:
@@ -1517,17 +1426,12 @@ def release_graphs(model: nn.Module) -> None:
 
 
 def recording_report(model: nn.Module) -> dict[str, int]:
-    """Count what is kept for a model: `recordings`, their `replays` so far, `bytes`, and whether recording `failed`."""
-    with _LOCK:
-        kept = _KEPT.get(model)
+    """Count what is kept for a model: `recordings`, their `replays` so far, the cache's `bytes`, whether recording `failed`."""
+    kept = _KEPT.get(model)
     if kept is None:
         return dict.fromkeys(("recordings", "replays", "bytes", "failed"), 0)
-    return {
-        "recordings": sum(known.replay is not None for known in kept.graphs.kept.values()),
-        "replays": kept.graphs.replays,
-        "bytes": kept.cache.nbytes + kept.graphs.nbytes,
-        "failed": int(kept.graphs.recorder.failed),
-    }
+    counts = {"recordings": len(kept.recorded), "replays": kept.replays}
+    return {**counts, "bytes": kept.cache.nbytes, "failed": int(kept.failed)}
 
 
 @contextmanager
@@ -1556,63 +1460,49 @@ def cache_for(
         yield cache.with_room(rows, capacity, scratch), None
         return
     try:
-        yield kept.lend(past), kept.graphs
+        yield kept.lend(past), kept
     finally:
         kept.busy = False
 
 
-def _kept_for(model: Any, rows: int, capacity: int, scratch: int, with_head: bool) -> RecordedCache | None:
-    """What is kept for a model, with room for a call, and now busy; None where another thread's call is using it."""
+def _kept_for(model: Any, rows: int, capacity: int, scratch: int, with_head: bool) -> Graphs | None:
+    """Find or make what is kept for a model, with room for a call, and now busy; None where another call is using it."""
     weights = fingerprint(model)
     with _LOCK:
         kept = _KEPT.get(model)
         if kept is not None and kept.busy:
             return None
-        cache = None if kept is None else kept.cache
         if (
             kept is None
-            or cache is None
-            or kept.weights != weights
-            or cache.rows != rows
-            or cache.scratch < scratch
-            or cache.capacity < capacity
-            or (with_head and not cache.head_layers)
+            or (kept.weights, kept.cache.rows) != (weights, rows)
+            or kept.cache.scratch < scratch
+            or kept.cache.capacity < capacity
+            or (with_head and not kept.cache.head_layers)
         ):
-            _KEPT.pop(model, None)
-            roomy = max(LEAST_CAPACITY, 1 << (capacity - 1).bit_length()) // model.config.block_size * model.config.block_size
-            device = model.lm_head.weight.device
+            kept = None
+            _KEPT.pop(model, None)  # its memory goes before another is asked for
+            block = model.config.block_size
+            roomy = max(LEAST_CAPACITY, 1 << (capacity - 1).bit_length()) // block * block
             with torch.inference_mode(False), torch.no_grad():
                 cache = model.block_cache(rows, max(roomy, capacity), scratch, with_head, fixed=True)
-            kept = _KEPT[model] = RecordedCache(cache, RECORDERS[device.type](device), weights)
+            kept = _KEPT[model] = Graphs(cache, weights)
         kept.busy = True
     return kept
-
-
-_PLAIN = frozenset({bool, int, float, str, type(None)})
 
 
 def fingerprint(model: nn.Module) -> Hashable:
     """Collect where a model's weights lie, how its modules are set and hooked, and which attention it uses."""
     tensors = (*model.parameters(), *model.buffers())
     places = tuple((tensor.data_ptr(), tensor.dtype, tensor.shape) for tensor in tensors if not tensor.is_meta)
-    settings = tuple(
-        (type(module), len(module._forward_hooks), len(module._forward_pre_hooks), _settings(module))
-        for module in model.modules()
-    )
+    settings: list[Hashable] = []
+    for module in model.modules():
+        settings.append((type(module), len(module._forward_hooks), len(module._forward_pre_hooks)))
+        for name, value in vars(module).items():  # adapters are switched by plain attributes, and by lists and dicts of such
+            if isinstance(value, bool | int | float | str | list | tuple | None) or (type(value) is dict and name[0] != "_"):
+                settings.append((name, repr(value)))
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    return places, settings, REPLACED if attention == ROUND_ATTENTION else attention  # which another thread may be inside of
-
-
-def _settings(module: nn.Module) -> Hashable:
-    """Collect plain attributes, and lists of such: adapters are switched by them."""
-    found: list[tuple[str, Any]] = []
-    for name, value in vars(module).items():
-        kind = type(value)
-        if kind in _PLAIN:
-            found.append((name, value))
-        elif kind is list or kind is tuple or (kind is dict and name[0] != "_"):
-            found.append((name, repr(value)))
-    return tuple(found)
+    attention = REPLACED if attention == ROUND_ATTENTION else attention  # which another thread may be inside of
+    return places, tuple(settings), attention, ALL_ATTENTION_FUNCTIONS.get(attention)
 
 
 def obstacle(model: Any) -> str | None:
@@ -1622,9 +1512,8 @@ def obstacle(model: Any) -> str | None:
     if others:
         return f"weights are of the kind {', '.join(sorted(others))}, and where those lie is not known: load plain tensors"
     devices = {tensor.device for tensor in tensors}
-    names = ", ".join(sorted(map(str, devices)))
     if len(devices) > 1:
-        return f"the model lies on several devices ({names}): load it on one"
+        return f"the model lies on several devices ({', '.join(sorted(map(str, devices)))}): load it on one"
     (device,) = devices
     if device.type not in RECORDERS:
         return f"the model is on {device}: move it to a CUDA device"
@@ -1635,82 +1524,6 @@ def obstacle(model: Any) -> str | None:
     return None
 
 
-# ---------------------------------------------------------------------------------------------------- kernels.noise
-
-"""The noise of sampled picks: a counter-based generator, a pure function of (seed, position, masks left, token id)."""
-
-
-
-_UINT32 = 0xFFFFFFFF
-
-
-def mix32(x: Tensor) -> Tensor:
-    """Hash every number of an int64 tensor, each from 0 to 2**32 - 1, to 32 bits by two multiply-xorshift rounds."""
-    x = x ^ (x >> 16)
-    x = (x * 0x7FEB352D) & _UINT32
-    x = x ^ (x >> 15)
-    x = (x * 0x846CA68B) & _UINT32
-    return x ^ (x >> 16)
-
-
-def noise_keys(seed: Tensor, position: Tensor, masks_left: Tensor) -> Tensor:
-    """Make the keys [n] of the noise at a state's position; all arguments are [n] long."""
-    key = mix32(seed & _UINT32)
-    key = mix32(key ^ ((seed >> 32) & _UINT32))
-    key = mix32(key ^ (position & _UINT32))
-    return mix32(key ^ (masks_left & _UINT32) ^ 0x9E3779B9)
-
-
-def noise_bits(keys: Tensor, tokens: Tensor) -> Tensor:
-    """Draw 32 random bits for each of keys [n] and token ids [m]: [n, m] int64."""
-    return mix32(mix32(tokens * 0x9E3779B1 & _UINT32) ^ keys[:, None])
-
-
-def gumbel_noise(keys: Tensor, tokens: int | Tensor, dtype: torch.dtype) -> Tensor:
-    """Draw standard Gumbel noise for token ids at each key.
-
-    Args:
-        keys: [n] long, from `noise_keys`.
-        tokens: [m] long, or how many of the first ids.
-        dtype: float32 or float64; both see the same 32 random bits.
-
-    Returns:
-        [n, m].
-    """
-    bits = noise_bits(keys, torch.arange(tokens, device=keys.device) if isinstance(tokens, int) else tokens)
-    # -log(u) for u = (bits + 1/2) / 2^32, from whichever end of the unit interval keeps the precision.
-    lower = bits < 1 << 31
-    nearest = (torch.where(lower, bits, _UINT32 - bits).to(dtype) + 0.5) * 2.0**-32
-    return -torch.where(lower, -nearest.log(), -torch.log1p(-nearest)).log()
-
-
-if triton is not None:
-
-    @triton.jit
-    def _mix32(x):  # type: ignore[no-untyped-def]
-        x = x ^ (x >> 16)
-        x = x * 0x7FEB352D
-        x = x ^ (x >> 15)
-        x = x * 0x846CA68B
-        return x ^ (x >> 16)
-
-    @triton.jit
-    def token_noise_bits(key, tokens):  # type: ignore[no-untyped-def]
-        """Draw the bits of `noise_bits` at one key (int64) for token ids [n]: [n] uint32."""
-        return _mix32(_mix32(tokens.to(tl.uint32) * 0x9E3779B1) ^ key.to(tl.uint32))
-
-    @triton.jit
-    def gumbel_of_bits(bits):  # type: ignore[no-untyped-def]
-        """Turn uint32 bits into `gumbel_noise`, log1p(-x) being log(1 - x) * x / (1 - (1 - x)), which is as precise."""
-        lower = (bits >> 31) == 0
-        nearest = (tl.where(lower, bits, ~bits).to(tl.float32) + 0.5) * 2.0**-32
-        rest = 1.0 - nearest
-        log = tl.log(tl.where(lower, nearest, rest))
-        gap = 1.0 - rest  # `nearest` as it was rounded on the way; 0 where nothing was left of it
-        upper = tl.where(gap == 0.0, nearest, -log * (nearest / tl.where(gap == 0.0, 1.0, gap)))
-        return -tl.log(tl.where(lower, -log, upper))
-
-
 # ---------------------------------------------------------------------------------------------------- model.diffusion
 
 """Block diffusion: masks of attention, and the training pass that holds noisy and clean tokens together.
@@ -1718,7 +1531,6 @@ if triton is not None:
 Positions are absolute and count from 0 at a sequence's first real token; the block of a position is
 ``position // block_size``. Masks here are boolean, True where a query may look at a key.
 """
-
 
 
 
@@ -1777,14 +1589,6 @@ class PackedRule:
         row, column = (torch.arange(n, device=self.view.device) for n in (rows, length))
         return self(row[:, None, None], None, column[None, :, None], column[None, None, :])[:, None]
 
-    def sparse(self, queries: int) -> BlockMask:
-        """Make flex attention's mask of the first `queries` columns: who sees whom by tile, the same for all heads.
-
-        To find the tiles a [queries, length] bool is made once a batch row and dropped; attention itself holds none.
-        """
-        rows, length = self.view.shape
-        return create_block_mask(self, rows, None, queries, length, device=self.view.device)
-
 
 @dataclass
 class PackedBatch:
@@ -1822,31 +1626,6 @@ class PackedBatch:
     def supervised(self) -> Tensor:
         """[batch, length] bool: masked positions that carry loss."""
         return self.weight > 0
-
-    @property
-    def noisy_length(self) -> int:
-        """Columns of the noisy copies: the clean sequence begins behind them."""
-        return int((self.view == CLEAN_VIEW).any(0).int().argmax())
-
-    def noisy(self) -> "PackedBatch":
-        """Select the columns of the noisy copies."""
-        length = self.noisy_length
-        columns = {name: value[:, :length] for name, value in vars(self).items() if value is not None and value.dim()}
-        return replace(self, **columns)
-
-    def uniform(self, purpose: int, of: Tensor) -> Tensor:
-        """Draw numbers in (0, 1), [batch, length] float64, that depend on sample, noisy copy and value of `of` alone.
-
-        Args:
-            purpose: Different draws have different numbers.
-            of: [batch, length] long: positions, or their blocks for one draw a block.
-
-        Raises:
-            ValueError: if the batch carries no `noise_key`.
-        """
-        if self.noise_key is None:
-            raise ValueError("this batch has no noise_key to draw from: DiffusionCollator gives one")
-        return (noise_keys(self.noise_key, of, mix32(self.view + 1) ^ purpose).double() + 0.5) * 2.0**-32
 
 
 def pack_noisy(
@@ -2110,8 +1889,10 @@ class Row:
         self.counts = Counts(1, False)
         self.written: list[Frontier] | None = None
 
-    def anew(self, text: list[int]) -> "Row":
-        """A row of the same call, prompt and limits with another text."""
+    def before(self, start: int) -> "Row":
+        """The row as it was when the block at `start` was opened: nothing from there on was revealed."""
+        steps = [-1] * self.prompt + self.step
+        text = [self.mask_id if at >= start and step >= 0 else self.text[at] for at, step in enumerate(steps)]
         ends = (self.prompt, self.given_end, self.limit, self.open_end, self.no_eos_before)
         return Row(self.place, text, self.block_size, self.mask_id, self.eos, *ends, self.seed, self.bans)
 
@@ -2231,12 +2012,14 @@ def by_odds(columns: Columns, odds: Sequence[float]) -> list[int]:
     return sorted(columns, key=odds.__getitem__, reverse=True)
 
 
-def alone_chances(columns: Sequence[int], odds: Sequence[float]) -> dict[int, float]:
-    """The chance of each column to be the surest one, by estimates of the odds."""
-    most = min(max([odds[column] for column in columns]), MOST_ODDS)
-    weights = [math.exp(ORDER_SHARPNESS * (odds[column] - most)) if odds[column] < most else 1.0 for column in columns]
-    total = sum(weights)
-    return {column: weight / total for column, weight in zip(columns, weights, strict=True)}
+def alone_chances(few: Sequence[int], columns: Sequence[int], odds: Sequence[float]) -> dict[int, float]:
+    """The chance of each of a few columns to be the surest of all `columns`, by estimates of the odds."""
+    known = [odds[column] for column in columns]
+    if (most := max(known)) > MOST_ODDS:
+        return alone_chances(few, columns, [min(one, MOST_ODDS) for one in odds])
+    exp = math.exp
+    total = sum([exp(ORDER_SHARPNESS * (one - most)) for one in known])
+    return {column: exp(ORDER_SHARPNESS * (odds[column] - most)) / total for column in few}
 
 
 def bounded(odds: float, most: float) -> float:
@@ -2292,8 +2075,8 @@ class Static:
         if len(ordered) <= sure:  # where a step reveals more than is left, all of it goes
             return [(state.free, 1.0)]
         first, rest = ordered[:sure], ordered[sure:]
-        chances = alone_chances(rest, odds)
-        return [(tuple(sorted([*first, last])) if first else (last,), chances[last]) for last in rest[:count]]
+        chances = alone_chances(rest[:count], rest, odds)
+        return [(tuple(sorted([*first, last])) if first else (last,), chance) for last, chance in chances.items()]
 
 
 @dataclass(frozen=True)
@@ -2364,9 +2147,10 @@ class Dynamic:
                 other = [one for one in over if one != column] if column in over else [*over, column]
                 guesses.append((tuple(sorted(other)), chance * math.exp(-doubt)))
             return guesses
-        alone = alone_chances(state.free, odds)
+        del doubts[count // 2 :]
+        alone = alone_chances([best, *(column for _, column in doubts)], state.free, odds)
         guesses = [((best,), chance * alone[best])]
-        for doubt, column in doubts[: count // 2]:
+        for doubt, column in doubts:
             guesses.append(((best, column) if best < column else (column, best), chance * math.exp(-doubt)))
             guesses.append(((column,), chance * alone[column]))
         return guesses[:count]
@@ -2411,7 +2195,7 @@ class EntropyBound:
             if not total < self.bound:
                 break
             room += 1
-        alone = alone_chances(state.free, odds) if room <= 1 else {}
+        alone = alone_chances(ordered[:count], ordered, odds) if room <= 1 else {}
         guesses: Guesses = []
         for turn in range(count):
             several, more = (turn + 1) // 2, turn % 2 == 1
@@ -2570,6 +2354,82 @@ def picked(row: Row, state: State, said: Scores) -> tuple[Sequence[int], Sequenc
     for column, one, odd in zip(free, ids[at, best].tolist(), odds[at, best].tolist(), strict=True):
         token[column], sure[column] = one, odd
     return token, sure
+
+
+# ---------------------------------------------------------------------------------------------------- kernels.noise
+
+"""The noise of sampled picks: a counter-based generator, a pure function of (seed, position, masks left, token id)."""
+
+
+
+_UINT32 = 0xFFFFFFFF
+
+
+def mix32(x: Tensor) -> Tensor:
+    """Hash every number of an int64 tensor, each from 0 to 2**32 - 1, to 32 bits by two multiply-xorshift rounds."""
+    x = x ^ (x >> 16)
+    x = (x * 0x7FEB352D) & _UINT32
+    x = x ^ (x >> 15)
+    x = (x * 0x846CA68B) & _UINT32
+    return x ^ (x >> 16)
+
+
+def noise_keys(seed: Tensor, position: Tensor, masks_left: Tensor) -> Tensor:
+    """Make the keys [n] of the noise at a state's position; all arguments are [n] long."""
+    key = mix32(seed & _UINT32)
+    key = mix32(key ^ ((seed >> 32) & _UINT32))
+    key = mix32(key ^ (position & _UINT32))
+    return mix32(key ^ (masks_left & _UINT32) ^ 0x9E3779B9)
+
+
+def noise_bits(keys: Tensor, tokens: Tensor) -> Tensor:
+    """Draw 32 random bits for each of keys [n] and token ids [m]: [n, m] int64."""
+    return mix32(mix32(tokens * 0x9E3779B1 & _UINT32) ^ keys[:, None])
+
+
+def gumbel_noise(keys: Tensor, tokens: int | Tensor, dtype: torch.dtype) -> Tensor:
+    """Draw standard Gumbel noise for token ids at each key.
+
+    Args:
+        keys: [n] long, from `noise_keys`.
+        tokens: [m] long, or how many of the first ids.
+        dtype: float32 or float64; both see the same 32 random bits.
+
+    Returns:
+        [n, m].
+    """
+    bits = noise_bits(keys, torch.arange(tokens, device=keys.device) if isinstance(tokens, int) else tokens)
+    # -log(u) for u = (bits + 1/2) / 2^32, from whichever end of the unit interval keeps the precision.
+    lower = bits < 1 << 31
+    nearest = (torch.where(lower, bits, _UINT32 - bits).to(dtype) + 0.5) * 2.0**-32
+    return -torch.where(lower, -nearest.log(), -torch.log1p(-nearest)).log()
+
+
+if triton is not None:
+
+    @triton.jit
+    def _mix32(x):  # type: ignore[no-untyped-def]
+        x = x ^ (x >> 16)
+        x = x * 0x7FEB352D
+        x = x ^ (x >> 15)
+        x = x * 0x846CA68B
+        return x ^ (x >> 16)
+
+    @triton.jit
+    def token_noise_bits(key, tokens):  # type: ignore[no-untyped-def]
+        """Draw the bits of `noise_bits` at one key (int64) for token ids [n]: [n] uint32."""
+        return _mix32(_mix32(tokens.to(tl.uint32) * 0x9E3779B1) ^ key.to(tl.uint32))
+
+    @triton.jit
+    def gumbel_of_bits(bits):  # type: ignore[no-untyped-def]
+        """Turn uint32 bits into `gumbel_noise`, log1p(-x) being log(1 - x) * x / (1 - (1 - x)), which is as precise."""
+        lower = (bits >> 31) == 0
+        nearest = (tl.where(lower, bits, ~bits).to(tl.float32) + 0.5) * 2.0**-32
+        rest = 1.0 - nearest
+        log = tl.log(tl.where(lower, nearest, rest))
+        gap = 1.0 - rest  # `nearest` as it was rounded on the way; 0 where nothing was left of it
+        upper = tl.where(gap == 0.0, nearest, -log * (nearest / tl.where(gap == 0.0, 1.0, gap)))
+        return -tl.log(tl.where(lower, -log, upper))
 
 
 # ---------------------------------------------------------------------------------------------------- networks.unembedding
@@ -3287,6 +3147,7 @@ class Networks:
         self._swaps: list[tuple[int, int]] = []
         self._scored: Tensor | None = None  # hidden states of the last `score`, and its first slot
         self._begin = 0
+        self._plans: dict[Any, Any] = {}
         cache.active = cache.rows
 
     @property
@@ -3569,7 +3430,7 @@ class Networks:
         numbers.extend(starts)
         numbers.extend(parents)
         numbers.extend(held)
-        table = torch.frombuffer(numbers, dtype=torch.long).to(self.device, non_blocking=True)
+        table = torch.frombuffer(numbers, dtype=torch.long)
         has_parents = width > 1 if self.cache.fixed else max(parents) >= 0  # a recording for each width is enough
         plain = width == 1 and min(held) == self._begin and self.recorded is None
         forward = partial(self._packed, rows, width, self._begin, has_parents, plain)
@@ -3577,6 +3438,7 @@ class Networks:
         if self.recorded is not None:
             key = (rows, width, self._begin, has_parents, self.dispatch, self.round_masks)
             return self.recorded(key, forward, *inputs).view(rows * width, self.block, -1)
+        inputs[0] = table.to(self.device, non_blocking=True)
         return forward(*inputs).view(rows * width, self.block, -1)
 
     def _packed(
@@ -3587,7 +3449,7 @@ class Networks:
         ids, starts, parents, held = table.split([states * self.block, states, states, rows])
         ids, parent = ids.view(rows, -1), parents.view(rows, width) if has_parents else None
         positions = (starts[:, None] + self._offsets).view(rows, -1)
-        mask = RoundMask(held, parent, width, self.block, self.dispatch, plain)
+        mask = RoundMask(held, parent, width, self.block, self.dispatch, plain, self._plans)
         network = self.model.backbone if hidden is None else partial(self._residual, hidden)
         if not self.round_masks:
             return network(ids, positions, mask.dense(begin), self.cache).to(self.device)
@@ -4227,8 +4089,8 @@ class Reveal:
 
     def frontier(self, before: Frontier) -> Frontier:
         """Make the frontier of what is left."""
-        scores = Scores(self.token, self.odds, hidden=before.scores.hidden)
-        return Frontier(before.state, scores, self.where, before.memo, self.shown(self.where), self.drawn)
+        said = Scores(self.token, self.odds, hidden=before.scores.hidden)
+        return Frontier(before.state, said, self.where, before.memo, self.shown(self.where), self.drawn)
 
     def shown(self, where: Sequence[int]) -> State:
         """The state with the reveal at some columns, for the head to read."""
@@ -5131,15 +4993,16 @@ class Progress:
 
     Args:
         rows: All of the call.
-        scores, logits: Whether the output is to have these: then the hidden states that tokens were drawn from are kept.
+        config: Whether the output is to have scores or logits: then the hidden states that tokens were drawn from are kept.
     """
 
-    def __init__(self, rows: Sequence[Row], scores: bool = False, logits: bool = False) -> None:
-        self.rows, self.scores, self.logits = rows, scores, logits
+    def __init__(self, rows: Sequence[Row], config: MRPGenerationConfig) -> None:
+        self.rows = rows
+        self.wanted = {"logits": config.output_logits, "scores": config.output_scores}
         self.rounds: list[list[tuple[int, ...]]] = []
         self.revocations: list[tuple[int, int, int]] = []
         self.drawn: dict[tuple[int, int], tuple[State, Tensor]] = {}  # by row and position
-        for row in rows if scores or logits else ():
+        for row in rows if any(self.wanted.values()) else ():
             row.written = []
 
     def note(self, rows: Sequence[Row]) -> None:
@@ -5169,28 +5032,22 @@ class Progress:
             picker: What drew the tokens.
             tokens: [rows, generated] long, the output without the prompt.
         """
-        if not (self.scores or self.logits):
+        if not any(self.wanted.values()):
             return {}
         states, places, hidden = [], [], []
-        for row in self.rows:
-            begin = row.prompt
-            behind = [row.mask_id if step >= 0 else token for step, token in zip(row.step, row.text[begin:], strict=True)]
-            opened: dict[int, Row] = {}  # by block the row as it was when nothing of the block was revealed
-            for at in range(begin, begin + tokens.shape[1]):
-                if at < (row.stop or 0) and (row.place, at) in self.drawn:
-                    state, at_state = self.drawn[row.place, at]
-                    if state.start not in opened:
-                        text = row.text[: state.start] + [*row.text[:begin], *behind][state.start :]
-                        opened[state.start] = row.anew(text)
-                    states.append((opened[state.start], state))
-                    places.append((at - begin, row.place))
-                    hidden.append(at_state)
+        before = cache(lambda place, start: self.rows[place].before(start))
+        for (place, at), (state, at_state) in self.drawn.items():
+            row = self.rows[place]
+            if at < (row.stop or 0):
+                states.append((before(place, state.start), state))
+                places.append((at - row.prompt, place))
+                hidden.append(at_state)
         found = {}
-        said = torch.stack(hidden) if hidden else picker.lm_head_weight[:0]  # all may have been given
-        given = picker.distributions(said, Spots(states, tokens.device))
+        wide = torch.stack(hidden) if hidden else picker.lm_head_weight[:0]  # all may be given
+        given = picker.distributions(wide, Spots(states, tokens.device))
         index = torch.tensor(places, dtype=torch.long, device=tokens.device).view(-1, 2).unbind(1)
-        for name, wanted, part in zip(("logits", "scores"), (self.logits, self.scores), given, strict=True):
-            if wanted:
+        for name, part in zip(self.wanted, given, strict=True):
+            if self.wanted[name]:
                 certain = part.new_full((*tokens.T.shape, part.shape[1]), -torch.inf).scatter_(2, tokens.T[..., None], 0.0)
                 found[name] = certain.index_put_(index, part).unbind()
         return found
@@ -5324,12 +5181,10 @@ _ARGUMENTS = ("input_ids", "attention_mask", "logits_processor", "stopping_crite
 # Other arguments of transformers' `generate`, and why they are not taken.
 _REFUSED = {
     "assistant_model": "the model's own MRP head drafts: use decoding='mrp_spec'",
-    "assistant_tokenizer": "the model's own MRP head drafts: use decoding='mrp_spec'",
-    **dict.fromkeys(("negative_prompt_ids", "negative_prompt_attention_mask"), "guidance needs a second forward of each state"),
+    "negative_prompt_ids": "guidance needs a second forward of each state",
     "prefix_allowed_tokens_fn": "it is asked by rows of a batch of prefixes, where positions of all rows are scored together",
     "inputs_embeds": "pass a [rows, length] tensor of ids as input_ids",
     "position_ids": "positions are counted from the first token of each row",
-    **dict.fromkeys(("labels", "noise_level", "noise_mask"), "they are for the model's forward"),
 }
 
 
@@ -5395,6 +5250,9 @@ class MRPGenerationMixin(GenerationMixin):
         config, others = self._resolved(generation_config, kwargs)
         prompt: Any = inputs if inputs is not None else others.get("input_ids")
         check_prompt(prompt, others.get("attention_mask"), self.config.mask_token_id, self.config.vocab_size)
+        if config.pad_token_id is None and not config.eos_ids():  # transformers would take the first eos, and find none
+            config.pad_token_id = pad_id(config)
+            others.setdefault("attention_mask", torch.ones_like(prompt))
         copies = config.num_return_sequences or 1
         streamers = None if streamer is None else listed_streamers(streamer, len(prompt) * copies)
         if past_key_values is not None:
@@ -5554,9 +5412,7 @@ def _decode(
     rows = laid_out(prompts, infill_ids, new, config, input_ids.shape[1], block, model.config.mask_token_id, picker.bans)
     for row in rows:
         row.counts = Counts(mode.width, mode.drafting is not None)
-    progress = (
-        Progress(rows, bool(config.output_scores), bool(config.output_logits)) if config.return_dict_in_generate else None
-    )
+    progress = Progress(rows, config) if config.return_dict_in_generate else None
     criteria = [c for c in stopping_criteria if not isinstance(c, MaxLengthCriteria | EosTokenCriteria)]
     stopping = Stopping(criteria, input_ids, pad_id(config), model.config.mask_token_id) if criteria else None
     capacity, room = max(len(row.text) for row in rows), mode.width * block
@@ -5565,8 +5421,10 @@ def _decode(
         pack(model)
     with cache_for(model, config.graphs, past, len(rows), capacity, room, mode.uses_head) as (cache, graphs):
         reused = _reused(cache, rows, model, mode)
-        draws = mode.drafting is not None and picker.sample
-        picker = replace(picker, entropy=mode.rule.needs_entropy, likeliest=draws)
+        if progress is not None:  # the cache is handed out
+            parts = ("model", "mrp_head") if cache.head_layers else ("model",)
+            cache.weights = {name: WeightsSeen(getattr(model, name)) for name in parts}
+        picker = replace(picker, entropy=mode.rule.needs_entropy, likeliest=mode.drafting is not None and picker.sample)
         networks = Networks(
             *(model, cache, mode.uses_head, picker, _drafter(model, picker, mode), picker.dispatch),
             *(takes_round_masks(model, picker.dispatch), device, None if graphs is None else graphs.call),
@@ -5596,8 +5454,6 @@ def _reused(cache: BlockCache, rows: Sequence[Row], model: Any, mode: Mode) -> l
     """Find how many tokens of each row have keys and values already, and let go of what the call will overwrite."""
     texts = [row.text for row in rows]
     reused = cache.reusable(texts, [row.state.start for row in rows], model.config.block_size, mode.uses_head)
-    parts = ("model", "mrp_head") if cache.head_layers else ("model",)
-    cache.weights = {name: WeightsSeen(getattr(model, name)) for name in parts}
     for row, same, of_head in zip(rows, reused, cache.head_held, strict=True):
         row.head_held = min(same, of_head) if mode.uses_head else 0
     # From here on the slots behind are overwritten, also by a call that does not come to its end.
@@ -5666,7 +5522,7 @@ def _drafter(model: Any, picker: Picker, mode: Mode) -> Picker:
 def _unscored(error: UnscoredError, row: Row, picker: Picker, model: Any) -> str:
     """Say where a text has a token without a log-probability, and why no token has a finite score there."""
     weights = model.named_parameters() if isinstance(model, nn.Module) else ()
-    if (broken := next((name for name, weight in weights if not _is_finite(weight)), None)) is not None:
+    if broken := next((name for name, weight in weights if not _is_finite(weight)), None):
         why = f"the weights {broken} are NaN or infinite. Load or train them again"
     elif picker.processors:
         names = ", ".join(dict.fromkeys(type(processor).__name__ for processor in picker.processors))
@@ -5678,8 +5534,10 @@ def _unscored(error: UnscoredError, row: Row, picker: Picker, model: Any) -> str
     else:
         why = f"the weights are finite, so {picker.lm_head_weight.dtype} overflows, here or divided by temperature="
         why += f"{picker.temperature}. Load the model in a wider dtype"
-    behind = error.position - row.prompt
-    return f"row {row.place} has no token with a finite score at position {error.position}, {behind} behind its prompt: {why}"
+    return (
+        f"row {row.place} has no token with a finite score at position {error.position}, {error.position - row.prompt} behind "
+        f"its prompt: {why}"
+    )
 
 
 def _is_finite(weight: Tensor) -> bool:
@@ -5727,8 +5585,7 @@ def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationCo
     check_unembedding(model.lm_head)
     dispatch = Dispatch(config.kernels)
     dispatch.check(model.lm_head.weight)
-    if dispatch.forced is None and not kernels_usable(model.device, model.dtype):
-        dispatch = PYTORCH
+    usable = dispatch.forced is not None or kernels_usable(model.device, model.dtype)
     return Picker(
         model.lm_head.weight,
         model.config.mask_token_id,
@@ -5738,7 +5595,7 @@ def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationCo
         Bans(tuple(words), ngram) if words or ngram else None,
         after or None,
         tuple(config.eos_ids()),
-        dispatch=dispatch,
+        dispatch=dispatch if usable else PYTORCH,
     )
 
 
@@ -5931,12 +5788,12 @@ def backbone_location(name: str, source: str) -> str:
         raise ValueError(
             f"the config of {source} names the backbone {name!r}, which is not followed: a config from the Hub names a "
             "repository ('org/name'), that of a local folder may also name an existing folder by its absolute path. "
-            "Pass backbone=... to load another"
+            "Give another its head by from_backbone(backbone, head=...)"
         )
     if os.path.exists(name):
         raise ValueError(
             f"the config of {source} names the repository {name!r}, but a local path of that name exists and would be read "
-            "instead: work in another folder, or pass backbone=... to say which is meant"
+            "instead: work in another folder, or say which is meant by from_backbone(backbone, head=...)"
         )
     return name
 
@@ -6086,14 +5943,10 @@ def start_head(head: MRPHead, backbone_layers: nn.ModuleList, how: str) -> None:
                 "use fewer head_layers"
             )
         sources = list(backbone_layers)[-depth:]
-        weights = [parameter for source in sources for parameter in source.parameters()]
-        if any(weight.is_meta for weight in weights):
+        if any(type(weight) is not nn.Parameter or weight.is_meta for source in sources for weight in source.parameters()):
             raise ValueError(
-                "head_init is 'backbone', but its last layers are offloaded: load them into memory, or use 'identity'"
-            )
-        if kinds := {type(weight).__name__ for weight in weights} - {"Parameter"}:
-            raise ValueError(
-                f"head_init is 'backbone', but its last layers are quantized ({', '.join(sorted(kinds))}): use 'identity'"
+                "head_init is 'backbone', but its last layers are offloaded or quantized: load them into memory as they are, "
+                "or use 'identity'"
             )
         hidden = head.eh_proj.out_features
         head.eh_proj.weight.zero_()
@@ -6195,7 +6048,10 @@ class HeadMixin:
         if isinstance(head, str | os.PathLike):
             head = self._read_head(os.fspath(head), hub_options(hub))
         elif not isinstance(head, MRPHead):
-            raise ValueError(f"head is {head!r}: pass an MRPHead, or the folder or id of a checkpoint that has one")
+            raise ValueError(
+                f"head is of {type(head)}: pass an MRPHead of {MRPHead.__module__}, this model's own code, or the folder or "
+                "id of a checkpoint that has one"
+            )
         else:
             layers: Any = head.layers
             check_same_backbone(layers[0].self_attn.config, self.config, "another model")
@@ -6506,6 +6362,7 @@ class StockMixin:
 
 log = logging.getLogger(__name__)
 
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 QWEN3_VOCABULARY = 151936  # the one in which MRPConfig's default mask id is free
 _OF_THE_HUB = ("repo_id", "commit_message", "commit_description", "private", "token", "create_pr", "revision", "tags")
 
@@ -6529,9 +6386,7 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
     backbone_source: BackboneSource | None = None
 
     @classmethod
-    def from_pretrained(
-        cls, pretrained_model_name_or_path: Any, *args: Any, config: Any = None, backbone: Any = None, **kwargs: Any
-    ) -> Any:
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, config: Any = None, **kwargs: Any) -> Any:
         """Load as transformers does, from a folder or a repository on the Hub of any of four kinds.
 
         These are a full checkpoint of this package; one in the published SDAR layout (no head); one in the published layout
@@ -6543,15 +6398,13 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
             pretrained_model_name_or_path: A folder, or a repository's id.
             args: As in transformers.
             config: As in transformers.
-            backbone: For a head repository: a folder, an id, or a loaded model that is given the head, instead of the backbone
-                that the config names. (`AutoModel` copies its keyword arguments: give a loaded model to this class, not to it.)
             kwargs: As in transformers: `dtype`, `device_map`, `revision`, `token`, ... With a head repository, `revision` and
                 `subfolder` are the head's.
 
         Raises:
             ValueError: if the checkpoint lacks a tensor, has one too many, or one of another shape (all are listed), has no
                 safetensors, or is of another kind of model; if the backbone of a head repository may not be followed or does
-                not suit the head; if `backbone` is given for a checkpoint that has its own.
+                not suit the head.
         """
         if kwargs.get("gguf_file") is not None or kwargs.get("use_safetensors") is False:
             raise ValueError("only safetensors are read: leave out gguf_file and use_safetensors=False")
@@ -6560,12 +6413,7 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
         source = os.fspath(pretrained_model_name_or_path)
         config, kwargs = cls._pinned(source, config, kwargs)
         if getattr(config, "base_model_name_or_path", None) is not None:
-            return cls._from_head_repository(source, config, backbone, kwargs)
-        if backbone is not None:
-            raise ValueError(
-                f"{source} has a backbone of its own, and backbone=... is for head repositories: to put its head on another "
-                f"backbone use from_backbone(backbone, head={source!r})"
-            )
+            return cls._from_head_repository(source, config, kwargs)
         return cls._load(source, *args, config=config, **kwargs)
 
     @classmethod
@@ -6600,18 +6448,15 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
                 checkpoint of another vocabulary without `mask_token_id`.
         """
         if isinstance(backbone, str | os.PathLike):
-            model, _ = cls._open_backbone(os.fspath(backbone), _as_block_diffusion(os.fspath(backbone), kwargs))
+            model = cls._open_backbone(os.fspath(backbone), kwargs)
         elif hasattr(backbone, "attach_head"):
             model = backbone
         else:
             raise ValueError(f"backbone is {backbone!r}: pass the folder or id of a checkpoint, or a loaded MRP model")
         if head is None:
             model.attach_head(model.new_head(head_layers, head_init))
-            return model
-        hub = hub_options({**kwargs, "revision": head_revision, "subfolder": None})
-        model.attach_head(head, **hub)
-        if isinstance(head, str | os.PathLike) and "generation_config" not in kwargs:
-            model._take_generation_config(os.fspath(head), hub)
+        else:
+            model._take_head(head, hub_options({**kwargs, "revision": head_revision, "subfolder": None}), kwargs)
         return model
 
     @classmethod
@@ -6636,14 +6481,13 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
         """
         if peft_model_id is not None:
             hub = hub_options({**(kwargs.get("adapter_kwargs") or {}), **kwargs})
-            try:
-                weights = Path(cached_file(peft_model_id, "adapter_model.safetensors", **hub))
-            except OSError as error:
+            weights = cached_file(peft_model_id, ADAPTER_WEIGHTS, _raise_exceptions_for_missing_entries=False, **hub)
+            if weights is None:
                 raise ValueError(
-                    f"no adapter_model.safetensors in {peft_model_id}: only safetensors are read, never pickled weights. Save "
-                    f"the adapter with safetensors ({error})"
-                ) from error
-            stored_tensors([weights])  # a damaged file would be found only when the model has been changed for it
+                    f"no {ADAPTER_WEIGHTS} in {peft_model_id}: only safetensors are read, never pickled weights. Save the "
+                    "adapter with safetensors"
+                )
+            stored_tensors([Path(weights)])  # a damaged file would be found only when the model has been changed for it
         return super().load_adapter(peft_model_id, *args, **kwargs)
 
     def save_pretrained(
@@ -6761,7 +6605,7 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
 
         pushed: Any = PushToHubMixin()
         pushed.save_pretrained = save
-        kwargs.setdefault("commit_message", "Upload an MRP head" if head_only else "Upload a full model")
+        kwargs.setdefault("commit_message", "Upload an MRP head" if head_only else "Upload model")
         more = [tags] if isinstance(tags, str) else tags or []
         return pushed.push_to_hub(repo_id, private=private, tags=[*TAGS, *more], **kwargs)
 
@@ -6823,44 +6667,42 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
             cls.check_tensors(config, stored_tensors(weight_files(source, **hub)))
 
     @classmethod
-    def _from_head_repository(cls, source: str, config: Any, backbone: Any, kwargs: dict[str, Any]) -> Any:
-        hub, with_info, info = hub_options(kwargs), kwargs.get("output_loading_info", False), None
-        if backbone is None or isinstance(backbone, str | os.PathLike):
-            ours = {name: value for name, value in kwargs.items() if name not in ("revision", "subfolder")}
-            adapter, name = ours.pop("adapter_kwargs", None) or {}, ours.pop("adapter_name", None)
-            if config._attn_implementation is not None:  # AutoModel has put it there
-                ours.setdefault("attn_implementation", config._attn_implementation)
-            if backbone is None:
-                where = backbone_location(config.base_model_name_or_path, source)
-                if config.base_model_revision is not None and not os.path.isdir(where):
-                    ours["revision"] = config.base_model_revision
-            else:
-                where = os.fspath(backbone)
-            try:
-                model, info = cls._open_backbone(where, ours)
-            except OSError as error:
-                raise OSError(f"the backbone {where!r} of the head {source} could not be loaded: {error}") from error
-        else:
-            adapter, name, model = {}, None, backbone
-        model.attach_head(source, **hub)
-        if "generation_config" not in kwargs:
-            model._take_generation_config(source, hub)
+    def _from_head_repository(cls, source: str, config: Any, kwargs: dict[str, Any]) -> Any:
+        """Load the backbone that a head repository names, and give it the head."""
+        where = backbone_location(config.base_model_name_or_path, source)
+        ours = {name: value for name, value in kwargs.items() if name not in ("revision", "subfolder")}
+        adapter, name = ours.pop("adapter_kwargs", None) or {}, ours.pop("adapter_name", None)
+        if config._attn_implementation is not None:  # AutoModel has put it there
+            ours.setdefault("attn_implementation", config._attn_implementation)
+        if config.base_model_revision is not None and not os.path.isdir(where):
+            ours["revision"] = config.base_model_revision
+        try:
+            loaded = cls._open_backbone(where, ours)
+        except OSError as error:
+            raise OSError(f"the backbone {where!r} of the head {source} could not be loaded: {error}") from error
+        model = loaded[0] if isinstance(loaded, tuple) else loaded  # with `output_loading_info`
+        model._take_head(source, hub_options(kwargs), kwargs)
         model.name_or_path = model.config.name_or_path = source
         if (adapter_path := adapter.pop("_adapter_model_path", None)) is not None:
             model.load_adapter(adapter_path, adapter_name=name, adapter_kwargs=adapter)
-        return (model, info) if with_info else model
+        return loaded
 
     @classmethod
-    def _open_backbone(cls, source: str, kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Load a model to put a head on; also return transformers' account of its loading."""
+    def _open_backbone(cls, source: str, kwargs: dict[str, Any]) -> Any:
+        """Load a model to put a head on; an autoregressive Qwen3 checkpoint gets a config of ours."""
         _, found = stored_json(source, **hub_options(kwargs))
         if (other := found.get("base_model_name_or_path")) is not None:
             raise ValueError(f"{source} is a head repository and has no backbone; its own is {other!r}: use that")
-        return cls.from_pretrained(source, **{**kwargs, "output_loading_info": True})
+        if found.get("model_type") == "qwen3" and kwargs.get("config") is None:
+            kwargs = _as_block_diffusion(source, found, kwargs)
+        return cls.from_pretrained(source, **kwargs)
 
-    def _take_generation_config(self, source: str, hub: dict[str, Any]) -> None:
-        """Take over the options that a head comes with, if it has any."""
-        if _check_generation_config(source, self.generation_config_class, hub):
+    def _take_head(self, head: Any, hub: dict[str, Any], kwargs: dict[str, Any]) -> None:
+        """Attach a head; take over the options that its repository comes with, unless others were given."""
+        self.attach_head(head, **hub)
+        if isinstance(head, MRPHead) or "generation_config" in kwargs:
+            return
+        if _check_generation_config(source := os.fspath(head), self.generation_config_class, hub):
             self.generation_config = self.generation_config_class.from_pretrained(source, **hub)
 
 
@@ -6881,11 +6723,8 @@ def _check_generation_config(source: str, kind: type, hub: dict[str, Any]) -> bo
     return True
 
 
-def _as_block_diffusion(source: str, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Give the arguments a config, if the checkpoint is an autoregressive Qwen3 one; leave those for any other as they are."""
-    _, found = stored_json(source, **hub_options(kwargs))
-    if found.get("model_type") != "qwen3" or kwargs.get("config") is not None:
-        return kwargs
+def _as_block_diffusion(source: str, found: dict[str, Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Add a config of ours, made from that of an autoregressive Qwen3 checkpoint, to the arguments."""
     kwargs = dict(kwargs)
     given: dict[str, Any] = {name: kwargs.pop(name) for name in ("block_size", "mask_token_id") if name in kwargs}
     if "mask_token_id" not in given and found.get("vocab_size") != QWEN3_VOCABULARY:
@@ -7084,11 +6923,10 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
                     "labels need input_ids with a 2-D attention_mask and no past_key_values: the pass packs its own mask. A "
                     "prompt, prefix or P-tuning adapter passes others: train an adapter of the weights instead, such as LoRA"
                 )
-            given: dict[str, Any] = {"position_ids": position_ids, "inputs_embeds": inputs_embeds, **kwargs}
-            unused = [name for name, value in given.items() if value is not None and value is not False]
-            unused += ["use_cache"] if use_cache else []
-            unused += ["logits_to_keep"] if isinstance(logits_to_keep, Tensor) or logits_to_keep else []
-            if unused:
+            keeps = isinstance(logits_to_keep, Tensor) or logits_to_keep or None
+            given = {"position_ids": position_ids, "inputs_embeds": inputs_embeds, **kwargs}
+            given |= {"use_cache": use_cache, "logits_to_keep": keeps}
+            if unused := [name for name, value in given.items() if value is not None and value is not False]:
                 raise ValueError(
                     f"{', '.join(unused)}: no effect with labels, whose pass packs [x_t | x_0] with positions of its own and "
                     "returns the loss and all logits. Leave out either"
@@ -7191,15 +7029,18 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
         num_items_in_batch: int | Tensor | None,
     ) -> CausalLMOutputWithPast:
         batch, length = input_ids.shape
-        for name, given in (("labels", labels), ("attention_mask", attention_mask)):
-            if given is not None and given.shape != input_ids.shape:
-                raise ValueError(f"{name} has shape {list(given.shape)}: it must be that of input_ids, {[batch, length]}")
+        shapes = {"labels": labels, "attention_mask": attention_mask, "noise_mask": noise_mask, "noise_level": noise_level}
+        for name, given in shapes.items():
+            shape = [batch] if name == "noise_level" else [batch, length]
+            if given is not None and list(given.shape) != shape:
+                raise ValueError(f"{name} has shape {list(given.shape)}: with these input_ids it must be {shape}")
+        if noise_level is not None and not bool(((noise_level > 0) & (noise_level <= 1)).all()):
+            raise ValueError(f"noise_level is {noise_level.tolist()}: levels are above 0 and at most 1")
         valid = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
         if ((valid[:, 1:] & ~valid[:, :-1]).sum(-1) + valid[:, 0] > 1).any():
             raise ValueError(
                 "attention_mask has holes: with labels a row's tokens must be contiguous, with padding on one side or both"
             )
-        _check_noise(noise_level, noise_mask, batch, length)
         response = labels != IGNORE_INDEX
         clean = torch.where(response, labels, input_ids)
         where = input_ids.device
@@ -7234,16 +7075,3 @@ def _fixed_noise(ids: Tensor, valid: Tensor) -> Tensor:
         places = F.pad(kept, (1, 0), value=True)
         drawn[row, places] = torch.rand(int(places.sum()), generator=torch.Generator().manual_seed(seed))
     return drawn.to(ids.device)
-
-
-def _check_noise(level: Tensor | None, mask: Tensor | None, batch: int, length: int) -> None:
-    if level is not None:
-        if not isinstance(level, Tensor) or level.shape != (batch,):
-            found = f"of shape {list(level.shape)}" if isinstance(level, Tensor) else f"a {type(level).__name__}"
-            raise ValueError(f"noise_level is {found}: pass a tensor of shape [{batch}], one level for each sequence")
-        inside = (level > 0) & (level <= 1)
-        if not bool(inside.all()):
-            raise ValueError(f"noise_level holds {level[~inside][0].item():g}: levels are above 0 and at most 1")
-    if mask is not None and (not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != (batch, length)):
-        found = f"{mask.dtype} of shape {list(mask.shape)}" if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
-        raise ValueError(f"noise_mask is {found}: pass a bool tensor of shape [{batch}, {length}], True where to mask")

@@ -68,12 +68,10 @@ _ARGUMENTS = ("input_ids", "attention_mask", "logits_processor", "stopping_crite
 # Other arguments of transformers' `generate`, and why they are not taken.
 _REFUSED = {
     "assistant_model": "the model's own MRP head drafts: use decoding='mrp_spec'",
-    "assistant_tokenizer": "the model's own MRP head drafts: use decoding='mrp_spec'",
-    **dict.fromkeys(("negative_prompt_ids", "negative_prompt_attention_mask"), "guidance needs a second forward of each state"),
+    "negative_prompt_ids": "guidance needs a second forward of each state",
     "prefix_allowed_tokens_fn": "it is asked by rows of a batch of prefixes, where positions of all rows are scored together",
     "inputs_embeds": "pass a [rows, length] tensor of ids as input_ids",
     "position_ids": "positions are counted from the first token of each row",
-    **dict.fromkeys(("labels", "noise_level", "noise_mask"), "they are for the model's forward"),
 }
 
 
@@ -139,6 +137,9 @@ class MRPGenerationMixin(GenerationMixin):
         config, others = self._resolved(generation_config, kwargs)
         prompt: Any = inputs if inputs is not None else others.get("input_ids")
         check_prompt(prompt, others.get("attention_mask"), self.config.mask_token_id, self.config.vocab_size)
+        if config.pad_token_id is None and not config.eos_ids():  # transformers would take the first eos, and find none
+            config.pad_token_id = pad_id(config)
+            others.setdefault("attention_mask", torch.ones_like(prompt))
         copies = config.num_return_sequences or 1
         streamers = None if streamer is None else listed_streamers(streamer, len(prompt) * copies)
         if past_key_values is not None:
@@ -298,9 +299,7 @@ def _decode(
     rows = laid_out(prompts, infill_ids, new, config, input_ids.shape[1], block, model.config.mask_token_id, picker.bans)
     for row in rows:
         row.counts = Counts(mode.width, mode.drafting is not None)
-    progress = (
-        Progress(rows, bool(config.output_scores), bool(config.output_logits)) if config.return_dict_in_generate else None
-    )
+    progress = Progress(rows, config) if config.return_dict_in_generate else None
     criteria = [c for c in stopping_criteria if not isinstance(c, MaxLengthCriteria | EosTokenCriteria)]
     stopping = Stopping(criteria, input_ids, pad_id(config), model.config.mask_token_id) if criteria else None
     capacity, room = max(len(row.text) for row in rows), mode.width * block
@@ -309,8 +308,10 @@ def _decode(
         pack(model)
     with cache_for(model, config.graphs, past, len(rows), capacity, room, mode.uses_head) as (cache, graphs):
         reused = _reused(cache, rows, model, mode)
-        draws = mode.drafting is not None and picker.sample
-        picker = replace(picker, entropy=mode.rule.needs_entropy, likeliest=draws)
+        if progress is not None:  # the cache is handed out
+            parts = ("model", "mrp_head") if cache.head_layers else ("model",)
+            cache.weights = {name: WeightsSeen(getattr(model, name)) for name in parts}
+        picker = replace(picker, entropy=mode.rule.needs_entropy, likeliest=mode.drafting is not None and picker.sample)
         networks = Networks(
             *(model, cache, mode.uses_head, picker, _drafter(model, picker, mode), picker.dispatch),
             *(takes_round_masks(model, picker.dispatch), device, None if graphs is None else graphs.call),
@@ -340,8 +341,6 @@ def _reused(cache: BlockCache, rows: Sequence[Row], model: Any, mode: Mode) -> l
     """Find how many tokens of each row have keys and values already, and let go of what the call will overwrite."""
     texts = [row.text for row in rows]
     reused = cache.reusable(texts, [row.state.start for row in rows], model.config.block_size, mode.uses_head)
-    parts = ("model", "mrp_head") if cache.head_layers else ("model",)
-    cache.weights = {name: WeightsSeen(getattr(model, name)) for name in parts}
     for row, same, of_head in zip(rows, reused, cache.head_held, strict=True):
         row.head_held = min(same, of_head) if mode.uses_head else 0
     # From here on the slots behind are overwritten, also by a call that does not come to its end.
@@ -410,7 +409,7 @@ def _drafter(model: Any, picker: Picker, mode: Mode) -> Picker:
 def _unscored(error: UnscoredError, row: Row, picker: Picker, model: Any) -> str:
     """Say where a text has a token without a log-probability, and why no token has a finite score there."""
     weights = model.named_parameters() if isinstance(model, nn.Module) else ()
-    if (broken := next((name for name, weight in weights if not _is_finite(weight)), None)) is not None:
+    if broken := next((name for name, weight in weights if not _is_finite(weight)), None):
         why = f"the weights {broken} are NaN or infinite. Load or train them again"
     elif picker.processors:
         names = ", ".join(dict.fromkeys(type(processor).__name__ for processor in picker.processors))
@@ -422,8 +421,10 @@ def _unscored(error: UnscoredError, row: Row, picker: Picker, model: Any) -> str
     else:
         why = f"the weights are finite, so {picker.lm_head_weight.dtype} overflows, here or divided by temperature="
         why += f"{picker.temperature}. Load the model in a wider dtype"
-    behind = error.position - row.prompt
-    return f"row {row.place} has no token with a finite score at position {error.position}, {behind} behind its prompt: {why}"
+    return (
+        f"row {row.place} has no token with a finite score at position {error.position}, {error.position - row.prompt} behind "
+        f"its prompt: {why}"
+    )
 
 
 def _is_finite(weight: Tensor) -> bool:
@@ -471,8 +472,7 @@ def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationCo
     check_unembedding(model.lm_head)
     dispatch = Dispatch(config.kernels)
     dispatch.check(model.lm_head.weight)
-    if dispatch.forced is None and not kernels_usable(model.device, model.dtype):
-        dispatch = PYTORCH
+    usable = dispatch.forced is not None or kernels_usable(model.device, model.dtype)
     return Picker(
         model.lm_head.weight,
         model.config.mask_token_id,
@@ -482,7 +482,7 @@ def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationCo
         Bans(tuple(words), ngram) if words or ngram else None,
         after or None,
         tuple(config.eos_ids()),
-        dispatch=dispatch,
+        dispatch=dispatch if usable else PYTORCH,
     )
 
 

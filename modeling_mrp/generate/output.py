@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -97,15 +98,16 @@ class Progress:
 
     Args:
         rows: All of the call.
-        scores, logits: Whether the output is to have these: then the hidden states that tokens were drawn from are kept.
+        config: Whether the output is to have scores or logits: then the hidden states that tokens were drawn from are kept.
     """
 
-    def __init__(self, rows: Sequence[Row], scores: bool = False, logits: bool = False) -> None:
-        self.rows, self.scores, self.logits = rows, scores, logits
+    def __init__(self, rows: Sequence[Row], config: MRPGenerationConfig) -> None:
+        self.rows = rows
+        self.wanted = {"logits": config.output_logits, "scores": config.output_scores}
         self.rounds: list[list[tuple[int, ...]]] = []
         self.revocations: list[tuple[int, int, int]] = []
         self.drawn: dict[tuple[int, int], tuple[State, Tensor]] = {}  # by row and position
-        for row in rows if scores or logits else ():
+        for row in rows if any(self.wanted.values()) else ():
             row.written = []
 
     def note(self, rows: Sequence[Row]) -> None:
@@ -135,28 +137,22 @@ class Progress:
             picker: What drew the tokens.
             tokens: [rows, generated] long, the output without the prompt.
         """
-        if not (self.scores or self.logits):
+        if not any(self.wanted.values()):
             return {}
         states, places, hidden = [], [], []
-        for row in self.rows:
-            begin = row.prompt
-            behind = [row.mask_id if step >= 0 else token for step, token in zip(row.step, row.text[begin:], strict=True)]
-            opened: dict[int, Row] = {}  # by block the row as it was when nothing of the block was revealed
-            for at in range(begin, begin + tokens.shape[1]):
-                if at < (row.stop or 0) and (row.place, at) in self.drawn:
-                    state, at_state = self.drawn[row.place, at]
-                    if state.start not in opened:
-                        text = row.text[: state.start] + [*row.text[:begin], *behind][state.start :]
-                        opened[state.start] = row.anew(text)
-                    states.append((opened[state.start], state))
-                    places.append((at - begin, row.place))
-                    hidden.append(at_state)
+        before = cache(lambda place, start: self.rows[place].before(start))
+        for (place, at), (state, at_state) in self.drawn.items():
+            row = self.rows[place]
+            if at < (row.stop or 0):
+                states.append((before(place, state.start), state))
+                places.append((at - row.prompt, place))
+                hidden.append(at_state)
         found = {}
-        said = torch.stack(hidden) if hidden else picker.lm_head_weight[:0]  # all may have been given
-        given = picker.distributions(said, Spots(states, tokens.device))
+        wide = torch.stack(hidden) if hidden else picker.lm_head_weight[:0]  # all may be given
+        given = picker.distributions(wide, Spots(states, tokens.device))
         index = torch.tensor(places, dtype=torch.long, device=tokens.device).view(-1, 2).unbind(1)
-        for name, wanted, part in zip(("logits", "scores"), (self.logits, self.scores), given, strict=True):
-            if wanted:
+        for name, part in zip(self.wanted, given, strict=True):
+            if self.wanted[name]:
                 certain = part.new_full((*tokens.T.shape, part.shape[1]), -torch.inf).scatter_(2, tokens.T[..., None], 0.0)
                 found[name] = certain.index_put_(index, part).unbind()
         return found

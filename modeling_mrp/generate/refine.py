@@ -41,8 +41,8 @@ class Reveal:
 
     def frontier(self, before: Frontier) -> Frontier:
         """Make the frontier of what is left."""
-        scores = Scores(self.token, self.odds, hidden=before.scores.hidden)
-        return Frontier(before.state, scores, self.where, before.memo, self.shown(self.where), self.drawn)
+        said = Scores(self.token, self.odds, hidden=before.scores.hidden)
+        return Frontier(before.state, said, self.where, before.memo, self.shown(self.where), self.drawn)
 
     def shown(self, where: Sequence[int]) -> State:
         """The state with the reveal at some columns, for the head to read."""

@@ -36,13 +36,13 @@ def fused(
 ) -> Callable[[Tensor, tuple[Tensor, Tensor]], Tensor] | None:
     """Find what stands in a round for calling layers and the norm behind them; None: they are to be called.
 
-    They are called outside of rounds, where kernels are off or cannot be used, where something of them was compiled (then torch
-    fuses), and where a module does more than its class does, hooks for instance.
+    They are called outside of rounds, where something of them was compiled (then torch fuses), and where a module does more
+    than its class does, hooks for instance. What was found counts for as long as the mask's `plans` do: for a decode.
 
     Args:
         owner: The module of the layers and of the norm, `norm`.
         layers: Decoder layers.
-        mask: In a round a `RoundMask`, whose dispatch decides.
+        mask: In a round a `RoundMask`, whose dispatch decides between kernels and their twins.
         cache: In a round the `BlockCache` that gets keys and values, at its target.
         kind: What the owner has to be if it is not called either; None: this is asked for by its own forward.
 
@@ -53,18 +53,27 @@ def fused(
     Raises:
         ValueError: if kernels are forced and cannot be used here.
     """
-    if not isinstance(mask, RoundMask) or not isinstance(cache, BlockCache) or mask.dispatch.forced is False:
+    if not isinstance(mask, RoundMask) or not isinstance(cache, BlockCache) or owner._compiled_call_impl is not None:
         return None
-    if owner._compiled_call_impl is not None:
-        return None
+    if owner not in mask.plans:
+        mask.plans[owner] = _plan(owner, layers, mask.dispatch, kind)
+    plan = mask.plans[owner]
+    return None if plan is None else partial(_walk, plan, owner.norm, mask, cache)
+
+
+def _plan(owner: Any, layers: Sequence[Any], dispatch: Dispatch, kind: type[nn.Module] | None) -> list[Any] | None:
+    """List layers, each with its packed weights (`packed`); None: they are to be called."""
     obstacle = None
     for module, expected in _parts(owner, layers, kind):
         if module._compiled_call_impl is not None:
             return None
         if (obstacle := more_than(module, expected)) is not None:
             break
-    walk = partial(_walk, layers, owner.norm, mask, cache)
-    return mask.dispatch.run("fused_layers", lambda: walk, lambda: None, next(owner.parameters()), obstacle=obstacle)
+    if dispatch.forced is not False:
+        usable = dispatch.run("fused_layers", lambda: True, lambda: False, next(owner.parameters()), obstacle=obstacle)
+    else:
+        usable = obstacle is None
+    return [(layer, packed(_of_attention(layer)), packed(_of_mlp(layer))) for layer in layers] if usable else None
 
 
 def _parts(owner: Any, layers: Sequence[Any], kind: type[nn.Module] | None) -> Iterator[tuple[Any, type[nn.Module]]]:
@@ -81,17 +90,18 @@ def _parts(owner: Any, layers: Sequence[Any], kind: type[nn.Module] | None) -> I
 
 
 def _walk(
-    layers: Sequence[Any], norm: Any, mask: RoundMask, cache: BlockCache, hidden: Tensor, rotary: tuple[Tensor, Tensor]
+    plan: Sequence[Any], norm: Any, mask: RoundMask, cache: BlockCache, hidden: Tensor, rotary: tuple[Tensor, Tensor]
 ) -> Tensor:
     """The function that `fused` gives."""
     dispatch, added = mask.dispatch, None
-    for layer in layers:
+    for layer, attention_weight, mlp_weight in plan:
         attention, mlp = layer.self_attn, layer.mlp
         hidden, normed = sum_and_norm(hidden, added, layer.input_layernorm, dispatch)
-        query = rotated(attention, products(normed, _of_attention(layer)), rotary, cache, dispatch)
+        projected = products(normed, _of_attention(layer), attention_weight)
+        query = rotated(attention, projected, rotary, cache, dispatch)
         seen = attend(query, *cache.read(attention.layer_idx), mask, attention.scaling)
         hidden, normed = sum_and_norm(hidden, attention.o_proj(seen.flatten(2)), layer.post_attention_layernorm, dispatch)
-        gate, up = products(normed, _of_mlp(layer)).chunk(2, -1)
+        gate, up = products(normed, _of_mlp(layer), mlp_weight).chunk(2, -1)
         added = mlp.down_proj(mlp.act_fn(gate) * up)
     return sum_and_norm(hidden, added, norm, dispatch)[1]
 
@@ -152,9 +162,9 @@ def _plain(linear: Any) -> bool:
     )
 
 
-def products(hidden: Tensor, linears: Sequence[Any]) -> Tensor:
-    """Compute the results of linear layers with the same input, side by side: [..., out_features of all]."""
-    weight = packed(linears)
+def products(hidden: Tensor, linears: Sequence[Any], weight: Tensor | None) -> Tensor:
+    """Compute the results of linear layers with the same input, side by side, [..., out_features of all], by their `packed`
+    weight if they have one."""
     return torch.cat([linear(hidden) for linear in linears], -1) if weight is None else F.linear(hidden, weight)
 
 

@@ -32,6 +32,7 @@ class RoundMask:
         block_size: Tokens per state.
         dispatch: Whether the kernel runs.
         sees_all: Whether every query sees every key: there is one state, and all rows are equally long.
+        plans: How layers run under masks of the same decode (`fused`).
     """
 
     committed: Tensor
@@ -40,6 +41,7 @@ class RoundMask:
     block_size: int
     dispatch: Dispatch = AUTOMATIC
     sees_all: bool = False
+    plans: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
     _kept: dict[Any, Tensor] = field(default_factory=dict, repr=False, compare=False)  # what all layers of a forward share
 
     def to(self, *args: Any, **kwargs: Any) -> "RoundMask":
@@ -47,16 +49,20 @@ class RoundMask:
         parent = None if self.parent is None else self.parent.to(*args, **kwargs)
         return replace(self, committed=self.committed.to(*args, **kwargs), parent=parent)
 
+    def sees(self) -> Tensor:
+        """Tell which states see which, [rows, width, width] bool: themselves and their parents."""
+        slots = torch.arange(self.width, device=self.committed.device)
+        own = slots[:, None] == slots
+        return own.expand(len(self.committed), -1, -1) if self.parent is None else own | (self.parent[..., None] == slots)
+
     def dense(self, used: int) -> Tensor:
         """[rows, 1, width * block_size, used + width * block_size] bool over the first `used` slots and what is scored."""
-        rows, device = len(self.committed), self.committed.device
-        sees = torch.eye(self.width, dtype=torch.bool, device=device).repeat(rows, 1, 1)
-        if self.parent is not None:
-            parent = self.parent[..., None]
-            sees |= (parent == torch.arange(self.width, device=device)) & (parent >= 0)
-        scratch = sees.repeat_interleave(self.block_size, 1).repeat_interleave(self.block_size, 2)
-        prefix = torch.arange(used, device=device) < self.committed[:, None]
-        return torch.cat([prefix[:, None].expand(-1, scratch.shape[1], -1), scratch], -1)[:, None]
+        rows, queries = len(self.committed), self.width * self.block_size
+        out = torch.empty(rows, 1, queries, used + queries, dtype=torch.bool, device=self.committed.device)
+        out[..., :used] = (torch.arange(used, device=out.device) < self.committed[:, None])[:, None, None]
+        sees = self.sees()[:, :, None, :, None]
+        out[:, 0, :, used:].unflatten(1, (self.width, -1)).unflatten(3, (self.width, -1)).copy_(sees)
+        return out
 
     def bias(self, used: int, dtype: torch.dtype) -> Tensor | None:
         """What to add to the scores of `dense`: 0 or -inf; None where all is seen."""
@@ -64,8 +70,8 @@ class RoundMask:
             return None
         name = used, dtype, self.committed.device
         if name not in self._kept:
-            seen = self.dense(used)
-            self._kept[name] = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
+            hidden = self.dense(used).logical_not_()
+            self._kept[name] = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
         return self._kept[name]
 
     def arrived(self, count: int) -> Tensor:

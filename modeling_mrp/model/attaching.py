@@ -57,7 +57,10 @@ class HeadMixin:
         if isinstance(head, str | os.PathLike):
             head = self._read_head(os.fspath(head), hub_options(hub))
         elif not isinstance(head, MRPHead):
-            raise ValueError(f"head is {head!r}: pass an MRPHead, or the folder or id of a checkpoint that has one")
+            raise ValueError(
+                f"head is of {type(head)}: pass an MRPHead of {MRPHead.__module__}, this model's own code, or the folder or "
+                "id of a checkpoint that has one"
+            )
         else:
             layers: Any = head.layers
             check_same_backbone(layers[0].self_attn.config, self.config, "another model")

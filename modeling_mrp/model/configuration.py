@@ -93,8 +93,9 @@ class MRPConfig(Qwen3Config):
                 raise ValueError(f"dtype is {dtype!r}: use one of {', '.join(_DTYPES)}, or leave it out")
         for name, least, most, why in self._bounds():
             value = vars(self).get(name, kwargs.get(name))
-            if value is not None and not least <= value <= most:
-                raise ValueError(f"{name} is {value}: it must be at least {least} and at most {most}{why}")
+            unset = value is None and name in ("num_key_value_heads", "num_labels", "pad_token_id")
+            if not unset and not (isinstance(value, int) and least <= value <= most):
+                raise ValueError(f"{name} is {value!r}: it must be an int of at least {least} and at most {most}{why}")
         super().__post_init__(**kwargs)
         if self.layer_types != ["full_attention"] * self.num_hidden_layers:
             raise ValueError(
@@ -114,7 +115,7 @@ class MRPConfig(Qwen3Config):
             raise ValueError(f"head_predicts is {self.head_predicts!r}: choose 'residual' or 'hidden'")
 
     def _bounds(self) -> Iterator[tuple[str, int, int, str]]:
-        """Iterate over fields with their least and greatest value, and why; transformers checks their types."""
+        """Iterate over fields with their least and greatest value, and why."""
         yield from ((name, 1, _LARGEST, "") for name in ("vocab_size", "hidden_size", "intermediate_size", "head_dim"))
         yield from ((name, 1, _LARGEST, "") for name in ("num_attention_heads", "num_key_value_heads"))
         yield "max_position_embeddings", 1, _LARGEST, ""

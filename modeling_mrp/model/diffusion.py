@@ -4,13 +4,10 @@ Positions are absolute and count from 0 at a sequence's first real token; the bl
 ``position // block_size``. Masks here are boolean, True where a query may look at a key.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
-
-from ..kernels.noise import mix32, noise_keys
 
 IGNORE_INDEX = -100
 CLEAN_VIEW = 0  # views above 0 are noisy copies
@@ -67,14 +64,6 @@ class PackedRule:
         row, column = (torch.arange(n, device=self.view.device) for n in (rows, length))
         return self(row[:, None, None], None, column[None, :, None], column[None, None, :])[:, None]
 
-    def sparse(self, queries: int) -> BlockMask:
-        """Make flex attention's mask of the first `queries` columns: who sees whom by tile, the same for all heads.
-
-        To find the tiles a [queries, length] bool is made once a batch row and dropped; attention itself holds none.
-        """
-        rows, length = self.view.shape
-        return create_block_mask(self, rows, None, queries, length, device=self.view.device)
-
 
 @dataclass
 class PackedBatch:
@@ -112,31 +101,6 @@ class PackedBatch:
     def supervised(self) -> Tensor:
         """[batch, length] bool: masked positions that carry loss."""
         return self.weight > 0
-
-    @property
-    def noisy_length(self) -> int:
-        """Columns of the noisy copies: the clean sequence begins behind them."""
-        return int((self.view == CLEAN_VIEW).any(0).int().argmax())
-
-    def noisy(self) -> "PackedBatch":
-        """Select the columns of the noisy copies."""
-        length = self.noisy_length
-        columns = {name: value[:, :length] for name, value in vars(self).items() if value is not None and value.dim()}
-        return replace(self, **columns)
-
-    def uniform(self, purpose: int, of: Tensor) -> Tensor:
-        """Draw numbers in (0, 1), [batch, length] float64, that depend on sample, noisy copy and value of `of` alone.
-
-        Args:
-            purpose: Different draws have different numbers.
-            of: [batch, length] long: positions, or their blocks for one draw a block.
-
-        Raises:
-            ValueError: if the batch carries no `noise_key`.
-        """
-        if self.noise_key is None:
-            raise ValueError("this batch has no noise_key to draw from: DiffusionCollator gives one")
-        return (noise_keys(self.noise_key, of, mix32(self.view + 1) ^ purpose).double() + 0.5) * 2.0**-32
 
 
 def pack_noisy(

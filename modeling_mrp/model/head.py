@@ -149,14 +149,10 @@ def start_head(head: MRPHead, backbone_layers: nn.ModuleList, how: str) -> None:
                 "use fewer head_layers"
             )
         sources = list(backbone_layers)[-depth:]
-        weights = [parameter for source in sources for parameter in source.parameters()]
-        if any(weight.is_meta for weight in weights):
+        if any(type(weight) is not nn.Parameter or weight.is_meta for source in sources for weight in source.parameters()):
             raise ValueError(
-                "head_init is 'backbone', but its last layers are offloaded: load them into memory, or use 'identity'"
-            )
-        if kinds := {type(weight).__name__ for weight in weights} - {"Parameter"}:
-            raise ValueError(
-                f"head_init is 'backbone', but its last layers are quantized ({', '.join(sorted(kinds))}): use 'identity'"
+                "head_init is 'backbone', but its last layers are offloaded or quantized: load them into memory as they are, "
+                "or use 'identity'"
             )
         hidden = head.eh_proj.out_features
         head.eh_proj.weight.zero_()

@@ -194,12 +194,12 @@ def backbone_location(name: str, source: str) -> str:
         raise ValueError(
             f"the config of {source} names the backbone {name!r}, which is not followed: a config from the Hub names a "
             "repository ('org/name'), that of a local folder may also name an existing folder by its absolute path. "
-            "Pass backbone=... to load another"
+            "Give another its head by from_backbone(backbone, head=...)"
         )
     if os.path.exists(name):
         raise ValueError(
             f"the config of {source} names the repository {name!r}, but a local path of that name exists and would be read "
-            "instead: work in another folder, or pass backbone=... to say which is meant"
+            "instead: work in another folder, or say which is meant by from_backbone(backbone, head=...)"
         )
     return name
 

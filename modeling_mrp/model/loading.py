@@ -42,6 +42,7 @@ from .stock import StockMixin
 
 log = logging.getLogger(__name__)
 
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 QWEN3_VOCABULARY = 151936  # the one in which MRPConfig's default mask id is free
 _OF_THE_HUB = ("repo_id", "commit_message", "commit_description", "private", "token", "create_pr", "revision", "tags")
 
@@ -65,9 +66,7 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
     backbone_source: BackboneSource | None = None
 
     @classmethod
-    def from_pretrained(
-        cls, pretrained_model_name_or_path: Any, *args: Any, config: Any = None, backbone: Any = None, **kwargs: Any
-    ) -> Any:
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, config: Any = None, **kwargs: Any) -> Any:
         """Load as transformers does, from a folder or a repository on the Hub of any of four kinds.
 
         These are a full checkpoint of this package; one in the published SDAR layout (no head); one in the published layout
@@ -79,15 +78,13 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
             pretrained_model_name_or_path: A folder, or a repository's id.
             args: As in transformers.
             config: As in transformers.
-            backbone: For a head repository: a folder, an id, or a loaded model that is given the head, instead of the backbone
-                that the config names. (`AutoModel` copies its keyword arguments: give a loaded model to this class, not to it.)
             kwargs: As in transformers: `dtype`, `device_map`, `revision`, `token`, ... With a head repository, `revision` and
                 `subfolder` are the head's.
 
         Raises:
             ValueError: if the checkpoint lacks a tensor, has one too many, or one of another shape (all are listed), has no
                 safetensors, or is of another kind of model; if the backbone of a head repository may not be followed or does
-                not suit the head; if `backbone` is given for a checkpoint that has its own.
+                not suit the head.
         """
         if kwargs.get("gguf_file") is not None or kwargs.get("use_safetensors") is False:
             raise ValueError("only safetensors are read: leave out gguf_file and use_safetensors=False")
@@ -96,12 +93,7 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
         source = os.fspath(pretrained_model_name_or_path)
         config, kwargs = cls._pinned(source, config, kwargs)
         if getattr(config, "base_model_name_or_path", None) is not None:
-            return cls._from_head_repository(source, config, backbone, kwargs)
-        if backbone is not None:
-            raise ValueError(
-                f"{source} has a backbone of its own, and backbone=... is for head repositories: to put its head on another "
-                f"backbone use from_backbone(backbone, head={source!r})"
-            )
+            return cls._from_head_repository(source, config, kwargs)
         return cls._load(source, *args, config=config, **kwargs)
 
     @classmethod
@@ -136,18 +128,15 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
                 checkpoint of another vocabulary without `mask_token_id`.
         """
         if isinstance(backbone, str | os.PathLike):
-            model, _ = cls._open_backbone(os.fspath(backbone), _as_block_diffusion(os.fspath(backbone), kwargs))
+            model = cls._open_backbone(os.fspath(backbone), kwargs)
         elif hasattr(backbone, "attach_head"):
             model = backbone
         else:
             raise ValueError(f"backbone is {backbone!r}: pass the folder or id of a checkpoint, or a loaded MRP model")
         if head is None:
             model.attach_head(model.new_head(head_layers, head_init))
-            return model
-        hub = hub_options({**kwargs, "revision": head_revision, "subfolder": None})
-        model.attach_head(head, **hub)
-        if isinstance(head, str | os.PathLike) and "generation_config" not in kwargs:
-            model._take_generation_config(os.fspath(head), hub)
+        else:
+            model._take_head(head, hub_options({**kwargs, "revision": head_revision, "subfolder": None}), kwargs)
         return model
 
     @classmethod
@@ -172,14 +161,13 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
         """
         if peft_model_id is not None:
             hub = hub_options({**(kwargs.get("adapter_kwargs") or {}), **kwargs})
-            try:
-                weights = Path(cached_file(peft_model_id, "adapter_model.safetensors", **hub))
-            except OSError as error:
+            weights = cached_file(peft_model_id, ADAPTER_WEIGHTS, _raise_exceptions_for_missing_entries=False, **hub)
+            if weights is None:
                 raise ValueError(
-                    f"no adapter_model.safetensors in {peft_model_id}: only safetensors are read, never pickled weights. Save "
-                    f"the adapter with safetensors ({error})"
-                ) from error
-            stored_tensors([weights])  # a damaged file would be found only when the model has been changed for it
+                    f"no {ADAPTER_WEIGHTS} in {peft_model_id}: only safetensors are read, never pickled weights. Save the "
+                    "adapter with safetensors"
+                )
+            stored_tensors([Path(weights)])  # a damaged file would be found only when the model has been changed for it
         return super().load_adapter(peft_model_id, *args, **kwargs)
 
     def save_pretrained(
@@ -297,7 +285,7 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
 
         pushed: Any = PushToHubMixin()
         pushed.save_pretrained = save
-        kwargs.setdefault("commit_message", "Upload an MRP head" if head_only else "Upload a full model")
+        kwargs.setdefault("commit_message", "Upload an MRP head" if head_only else "Upload model")
         more = [tags] if isinstance(tags, str) else tags or []
         return pushed.push_to_hub(repo_id, private=private, tags=[*TAGS, *more], **kwargs)
 
@@ -359,44 +347,42 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
             cls.check_tensors(config, stored_tensors(weight_files(source, **hub)))
 
     @classmethod
-    def _from_head_repository(cls, source: str, config: Any, backbone: Any, kwargs: dict[str, Any]) -> Any:
-        hub, with_info, info = hub_options(kwargs), kwargs.get("output_loading_info", False), None
-        if backbone is None or isinstance(backbone, str | os.PathLike):
-            ours = {name: value for name, value in kwargs.items() if name not in ("revision", "subfolder")}
-            adapter, name = ours.pop("adapter_kwargs", None) or {}, ours.pop("adapter_name", None)
-            if config._attn_implementation is not None:  # AutoModel has put it there
-                ours.setdefault("attn_implementation", config._attn_implementation)
-            if backbone is None:
-                where = backbone_location(config.base_model_name_or_path, source)
-                if config.base_model_revision is not None and not os.path.isdir(where):
-                    ours["revision"] = config.base_model_revision
-            else:
-                where = os.fspath(backbone)
-            try:
-                model, info = cls._open_backbone(where, ours)
-            except OSError as error:
-                raise OSError(f"the backbone {where!r} of the head {source} could not be loaded: {error}") from error
-        else:
-            adapter, name, model = {}, None, backbone
-        model.attach_head(source, **hub)
-        if "generation_config" not in kwargs:
-            model._take_generation_config(source, hub)
+    def _from_head_repository(cls, source: str, config: Any, kwargs: dict[str, Any]) -> Any:
+        """Load the backbone that a head repository names, and give it the head."""
+        where = backbone_location(config.base_model_name_or_path, source)
+        ours = {name: value for name, value in kwargs.items() if name not in ("revision", "subfolder")}
+        adapter, name = ours.pop("adapter_kwargs", None) or {}, ours.pop("adapter_name", None)
+        if config._attn_implementation is not None:  # AutoModel has put it there
+            ours.setdefault("attn_implementation", config._attn_implementation)
+        if config.base_model_revision is not None and not os.path.isdir(where):
+            ours["revision"] = config.base_model_revision
+        try:
+            loaded = cls._open_backbone(where, ours)
+        except OSError as error:
+            raise OSError(f"the backbone {where!r} of the head {source} could not be loaded: {error}") from error
+        model = loaded[0] if isinstance(loaded, tuple) else loaded  # with `output_loading_info`
+        model._take_head(source, hub_options(kwargs), kwargs)
         model.name_or_path = model.config.name_or_path = source
         if (adapter_path := adapter.pop("_adapter_model_path", None)) is not None:
             model.load_adapter(adapter_path, adapter_name=name, adapter_kwargs=adapter)
-        return (model, info) if with_info else model
+        return loaded
 
     @classmethod
-    def _open_backbone(cls, source: str, kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Load a model to put a head on; also return transformers' account of its loading."""
+    def _open_backbone(cls, source: str, kwargs: dict[str, Any]) -> Any:
+        """Load a model to put a head on; an autoregressive Qwen3 checkpoint gets a config of ours."""
         _, found = stored_json(source, **hub_options(kwargs))
         if (other := found.get("base_model_name_or_path")) is not None:
             raise ValueError(f"{source} is a head repository and has no backbone; its own is {other!r}: use that")
-        return cls.from_pretrained(source, **{**kwargs, "output_loading_info": True})
+        if found.get("model_type") == "qwen3" and kwargs.get("config") is None:
+            kwargs = _as_block_diffusion(source, found, kwargs)
+        return cls.from_pretrained(source, **kwargs)
 
-    def _take_generation_config(self, source: str, hub: dict[str, Any]) -> None:
-        """Take over the options that a head comes with, if it has any."""
-        if _check_generation_config(source, self.generation_config_class, hub):
+    def _take_head(self, head: Any, hub: dict[str, Any], kwargs: dict[str, Any]) -> None:
+        """Attach a head; take over the options that its repository comes with, unless others were given."""
+        self.attach_head(head, **hub)
+        if isinstance(head, MRPHead) or "generation_config" in kwargs:
+            return
+        if _check_generation_config(source := os.fspath(head), self.generation_config_class, hub):
             self.generation_config = self.generation_config_class.from_pretrained(source, **hub)
 
 
@@ -417,11 +403,8 @@ def _check_generation_config(source: str, kind: type, hub: dict[str, Any]) -> bo
     return True
 
 
-def _as_block_diffusion(source: str, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Give the arguments a config, if the checkpoint is an autoregressive Qwen3 one; leave those for any other as they are."""
-    _, found = stored_json(source, **hub_options(kwargs))
-    if found.get("model_type") != "qwen3" or kwargs.get("config") is not None:
-        return kwargs
+def _as_block_diffusion(source: str, found: dict[str, Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Add a config of ours, made from that of an autoregressive Qwen3 checkpoint, to the arguments."""
     kwargs = dict(kwargs)
     given: dict[str, Any] = {name: kwargs.pop(name) for name in ("block_size", "mask_token_id") if name in kwargs}
     if "mask_token_id" not in given and found.get("vocab_size") != QWEN3_VOCABULARY:

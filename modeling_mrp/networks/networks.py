@@ -71,6 +71,7 @@ class Networks:
         self._swaps: list[tuple[int, int]] = []
         self._scored: Tensor | None = None  # hidden states of the last `score`, and its first slot
         self._begin = 0
+        self._plans: dict[Any, Any] = {}
         cache.active = cache.rows
 
     @property
@@ -353,7 +354,7 @@ class Networks:
         numbers.extend(starts)
         numbers.extend(parents)
         numbers.extend(held)
-        table = torch.frombuffer(numbers, dtype=torch.long).to(self.device, non_blocking=True)
+        table = torch.frombuffer(numbers, dtype=torch.long)
         has_parents = width > 1 if self.cache.fixed else max(parents) >= 0  # a recording for each width is enough
         plain = width == 1 and min(held) == self._begin and self.recorded is None
         forward = partial(self._packed, rows, width, self._begin, has_parents, plain)
@@ -361,6 +362,7 @@ class Networks:
         if self.recorded is not None:
             key = (rows, width, self._begin, has_parents, self.dispatch, self.round_masks)
             return self.recorded(key, forward, *inputs).view(rows * width, self.block, -1)
+        inputs[0] = table.to(self.device, non_blocking=True)
         return forward(*inputs).view(rows * width, self.block, -1)
 
     def _packed(
@@ -371,7 +373,7 @@ class Networks:
         ids, starts, parents, held = table.split([states * self.block, states, states, rows])
         ids, parent = ids.view(rows, -1), parents.view(rows, width) if has_parents else None
         positions = (starts[:, None] + self._offsets).view(rows, -1)
-        mask = RoundMask(held, parent, width, self.block, self.dispatch, plain)
+        mask = RoundMask(held, parent, width, self.block, self.dispatch, plain, self._plans)
         network = self.model.backbone if hidden is None else partial(self._residual, hidden)
         if not self.round_masks:
             return network(ids, positions, mask.dense(begin), self.cache).to(self.device)

@@ -71,12 +71,14 @@ def by_odds(columns: Columns, odds: Sequence[float]) -> list[int]:
     return sorted(columns, key=odds.__getitem__, reverse=True)
 
 
-def alone_chances(columns: Sequence[int], odds: Sequence[float]) -> dict[int, float]:
-    """The chance of each column to be the surest one, by estimates of the odds."""
-    most = min(max([odds[column] for column in columns]), MOST_ODDS)
-    weights = [math.exp(ORDER_SHARPNESS * (odds[column] - most)) if odds[column] < most else 1.0 for column in columns]
-    total = sum(weights)
-    return {column: weight / total for column, weight in zip(columns, weights, strict=True)}
+def alone_chances(few: Sequence[int], columns: Sequence[int], odds: Sequence[float]) -> dict[int, float]:
+    """The chance of each of a few columns to be the surest of all `columns`, by estimates of the odds."""
+    known = [odds[column] for column in columns]
+    if (most := max(known)) > MOST_ODDS:
+        return alone_chances(few, columns, [min(one, MOST_ODDS) for one in odds])
+    exp = math.exp
+    total = sum([exp(ORDER_SHARPNESS * (one - most)) for one in known])
+    return {column: exp(ORDER_SHARPNESS * (odds[column] - most)) / total for column in few}
 
 
 def bounded(odds: float, most: float) -> float:
@@ -132,8 +134,8 @@ class Static:
         if len(ordered) <= sure:  # where a step reveals more than is left, all of it goes
             return [(state.free, 1.0)]
         first, rest = ordered[:sure], ordered[sure:]
-        chances = alone_chances(rest, odds)
-        return [(tuple(sorted([*first, last])) if first else (last,), chances[last]) for last in rest[:count]]
+        chances = alone_chances(rest[:count], rest, odds)
+        return [(tuple(sorted([*first, last])) if first else (last,), chance) for last, chance in chances.items()]
 
 
 @dataclass(frozen=True)
@@ -204,9 +206,10 @@ class Dynamic:
                 other = [one for one in over if one != column] if column in over else [*over, column]
                 guesses.append((tuple(sorted(other)), chance * math.exp(-doubt)))
             return guesses
-        alone = alone_chances(state.free, odds)
+        del doubts[count // 2 :]
+        alone = alone_chances([best, *(column for _, column in doubts)], state.free, odds)
         guesses = [((best,), chance * alone[best])]
-        for doubt, column in doubts[: count // 2]:
+        for doubt, column in doubts:
             guesses.append(((best, column) if best < column else (column, best), chance * math.exp(-doubt)))
             guesses.append(((column,), chance * alone[column]))
         return guesses[:count]
@@ -251,7 +254,7 @@ class EntropyBound:
             if not total < self.bound:
                 break
             room += 1
-        alone = alone_chances(state.free, odds) if room <= 1 else {}
+        alone = alone_chances(ordered[:count], ordered, odds) if room <= 1 else {}
         guesses: Guesses = []
         for turn in range(count):
             several, more = (turn + 1) // 2, turn % 2 == 1

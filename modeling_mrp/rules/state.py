@@ -194,8 +194,10 @@ class Row:
         self.counts = Counts(1, False)
         self.written: list[Frontier] | None = None
 
-    def anew(self, text: list[int]) -> "Row":
-        """A row of the same call, prompt and limits with another text."""
+    def before(self, start: int) -> "Row":
+        """The row as it was when the block at `start` was opened: nothing from there on was revealed."""
+        steps = [-1] * self.prompt + self.step
+        text = [self.mask_id if at >= start and step >= 0 else self.text[at] for at, step in enumerate(steps)]
         ends = (self.prompt, self.given_end, self.limit, self.open_end, self.no_eos_before)
         return Row(self.place, text, self.block_size, self.mask_id, self.eos, *ends, self.seed, self.bans)
 

@@ -7,7 +7,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from modeling_mrp.kernels.pick import pick_rows_ref
+from modeling_mrp.kernels.pick import pick_rows
 from modeling_mrp.networks.picker import Picker, Picks
 from modeling_mrp.networks.unembedding import Unembedding
 
@@ -49,10 +49,13 @@ class EnginePicker(Picker):
 
     def _pick(self, logits: Tensor, keys: Tensor | None) -> Picks:
         shown = logits.index_fill(1, torch.tensor([self.mask_token_id], device=logits.device), -torch.inf)
-        token, odds = pick_rows_ref(self.unembedding, logits, shown, None, None)
+        token, odds = pick_rows(self.unembedding, shown, shown, None, None, self.dispatch)
         probability = logits.softmax(-1)
         if self.rounded:
             odds = probability.gather(1, token[:, None])[:, 0].double().logit()
+        else:  # the mask id joins the others
+            own = logits.gather(1, token[:, None])[:, 0]
+            odds = own - torch.logaddexp(own - odds, logits[:, self.mask_token_id])
         return Picks(token, odds, torch.special.entr(probability).sum(-1) if self.entropy else None)
 
 

@@ -1,7 +1,6 @@
 """Parts 7, 8, 9 and 12: commands, what is pushed, and pictures."""
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -142,6 +141,9 @@ def speculators() -> None:
 def card() -> None:
     MRPForCausalLM.from_pretrained(CHECKPOINT).push_to_hub("org/whole", tokenizer=tokenizer())
     MRPForCausalLM.from_pretrained("org/whole").push_to_hub("org/head", head_only=True, tokenizer=tokenizer())
+    assert {"block-diffusion", "speculative-decoding"} <= set(ModelCard.load("org/head").data.tags)
+    done = mrp("push", "org/head", "org/head")
+    assert done.returncode == 0, done.stderr[-300:]
     data = ModelCard.load("org/head").data
     assert data.base_model in ("org/whole", ["org/whole"])
     assert {"block-diffusion", "speculative-decoding"} <= set(data.tags)
@@ -154,11 +156,10 @@ def shown() -> None:
     assert Path("shown.svg").read_text().startswith("<svg")
 
 
-@habit(12, "a model that pushed itself says by which command its card gets a picture, and that command draws it")
+@habit(12, "a model that pushed itself gets a card with a picture by `mrp push`")
 def picture() -> None:
     new_model().push_to_hub("org/drawn", tokenizer=tokenizer())
-    (command,) = re.findall(r"^mrp (push .*)$", ModelCard.load("org/drawn").text, re.MULTILINE)
-    done = mrp(*command.split())
+    done = mrp("push", "org/drawn", "org/drawn")
     assert done.returncode == 0, done.stderr[-300:]
     assert "](decode.svg)" in ModelCard.load("org/drawn").text
     assert HfApi().file_exists("org/drawn", "decode.svg")

@@ -22,7 +22,7 @@ from .losses import (
     project,
     weighted_cross_entropy,
 )
-from .packing import CleanCache
+from .packing import CleanCache, noisy_copies, noisy_length, sparse_mask
 from .reveals import Reveals, block_numbers
 from .train_options import HeadLoss
 
@@ -36,9 +36,9 @@ def packed_masks(model: MRPForCausalLM, batch: PackedBatch) -> tuple[Any, Any]:
     """Masks for all columns, and for the noisy ones as queries over all: `BlockMask`s if the model runs flex attention."""
     rule = batch.rule(model.config.block_size)
     if model.config._attn_implementation in ("flex_attention", TRAINING_FLEX):
-        return rule.sparse(batch.input_ids.shape[1]), rule.sparse(batch.noisy_length)
+        return sparse_mask(rule, batch.input_ids.shape[1]), sparse_mask(rule, noisy_length(batch))
     whole = rule.dense()
-    return whole, whole[:, :, : batch.noisy_length]
+    return whole, whole[:, :, : noisy_length(batch)]
 
 
 def block_diffusion(model: MRPForCausalLM, batch: PackedBatch) -> tuple[Tensor, Measured]:
@@ -160,12 +160,12 @@ class _Passes:
     h_a: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        self._length = self.batch.noisy_length
+        self._length = noisy_length(self.batch)
         self._mask, self._noisy_mask = packed_masks(self.model, self.batch)
         self._of_backbone, self._of_head = CleanCache(self._length), CleanCache(self._length)
         with torch.no_grad():
             whole = self.model.backbone(self.batch.input_ids, self.batch.position_ids, self._mask, self._of_backbone)
-        self.noisy = self.batch.noisy()
+        self.noisy = noisy_copies(self.batch)
         self.h_a, self._clean_hidden = whole[:, : self._length], whole[:, self._length :]
 
     @torch.no_grad()

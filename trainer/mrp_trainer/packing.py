@@ -1,7 +1,51 @@
-"""Keys and values that several passes over one packed batch share."""
+"""Noisy copies of a packed batch and their random numbers; keys and values that several passes over one batch share."""
+
+from dataclasses import replace
 
 from torch import Tensor, cat
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers.cache_utils import Cache
+
+from modeling_mrp.kernels.noise import mix32, noise_keys
+from modeling_mrp.model.diffusion import CLEAN_VIEW, PackedBatch, PackedRule
+
+
+def noisy_length(batch: PackedBatch) -> int:
+    """Count the columns of the noisy copies: the clean sequence begins behind them."""
+    return int((batch.view == CLEAN_VIEW).any(0).int().argmax())
+
+
+def noisy_copies(batch: PackedBatch) -> PackedBatch:
+    """Select the columns of the noisy copies."""
+    length = noisy_length(batch)
+    return replace(
+        batch, **{name: value[:, :length] for name, value in vars(batch).items() if value is not None and value.dim()}
+    )
+
+
+def sparse_mask(rule: PackedRule, queries: int) -> BlockMask:
+    """Make flex attention's mask of the first `queries` columns: who sees whom by tile, the same for all heads.
+
+    To find the tiles a [queries, length] bool is made once a batch row and dropped; attention itself holds none.
+    """
+    rows, length = rule.view.shape
+    return create_block_mask(rule, rows, None, queries, length, device=rule.view.device)
+
+
+def uniform(batch: PackedBatch, purpose: int, of: Tensor) -> Tensor:
+    """Draw numbers in (0, 1), [batch, length] float64, that depend on sample, noisy copy and value of `of` alone.
+
+    Args:
+        batch: The batch.
+        purpose: Different draws have different numbers.
+        of: [batch, length] long: positions, or their blocks for one draw a block.
+
+    Raises:
+        ValueError: if the batch carries no `noise_key`.
+    """
+    if batch.noise_key is None:
+        raise ValueError("this batch has no noise_key to draw from: DiffusionCollator gives one")
+    return (noise_keys(batch.noise_key, of, mix32(batch.view + 1) ^ purpose).double() + 0.5) * 2.0**-32
 
 
 class CleanCache(Cache):

@@ -10,6 +10,7 @@ from modeling_mrp.model.diffusion import PackedBatch
 from modeling_mrp.networks.picker import Picker
 
 from .losses import BLANK
+from .packing import uniform
 from .train_options import RevealRule
 
 REVEAL_RULES: tuple[str, ...] = get_args(RevealRule)
@@ -65,16 +66,16 @@ class Reveals:
             picks = sampler(hidden[open_])
             token, score = picks.token, picks.odds
             block = batch.position_ids // self.block_size
-            lot = batch.uniform(1, block)[open_]
+            lot = uniform(batch, 1, block)[open_]
             leftmost = lot > 1 - self.leftmost_share
             order = torch.where(leftmost, -batch.position_ids[open_].to(score.dtype), score)
-            threshold = _EAGER_FROM + (_EAGER_TO - _EAGER_FROM) * batch.uniform(2, block)[open_]
+            threshold = _EAGER_FROM + (_EAGER_TO - _EAGER_FROM) * uniform(batch, 2, block)[open_]
             chosen = (_rank(order, group, groups) < 1) | ((lot < self.eager_share) & (score > threshold.logit()))
         else:
-            token, score = batch.target_ids[open_], batch.uniform(16 + step, batch.position_ids)[open_]
+            token, score = batch.target_ids[open_], uniform(batch, 16 + step, batch.position_ids)[open_]
             count = torch.ones_like(group)
             if self.rule == "random_count":
-                share = batch.uniform(32 + step, batch.position_ids // self.block_size)[open_]
+                share = uniform(batch, 32 + step, batch.position_ids // self.block_size)[open_]
                 left = torch.zeros(groups, device=group.device, dtype=torch.long).index_add(0, group, count)[group]
                 count = 1 + (share * left).long()
             chosen = _rank(score, group, groups) < count
@@ -87,7 +88,7 @@ class Reveals:
     def one_per_block(self, batch: PackedBatch, where: Tensor) -> Tensor:
         """[batch, length] bool: one of the marked positions of each block, at random."""
         marked = where.nonzero(as_tuple=True)
-        lot = batch.uniform(3, batch.position_ids)[marked]
+        lot = uniform(batch, 3, batch.position_ids)[marked]
         first = _rank(lot, block_numbers(batch, self.block_size)[marked], where.numel()) < 1
         return torch.zeros_like(where).index_put_(marked, first)
 
