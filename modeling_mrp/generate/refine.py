@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 from ..networks.networks import Hidden, Networks
 from ..rules.reveal import Columns, surest
@@ -57,13 +57,7 @@ class Reveal:
 
 
 class Refinement(Protocol):
-    """A change of reveals before they count: a frozen dataclass of its numbers.
-
-    Attributes:
-        remasks: It may take reveals back.
-    """
-
-    remasks: ClassVar[bool]
+    """A change of reveals before they count: a frozen dataclass of its numbers."""
 
     def __call__(self, networks: Networks, rows: Sequence[Row], reveals: list[Reveal]) -> None:
         """Change the reveals of some of the batch's rows in place."""
@@ -98,7 +92,6 @@ class Direct:
     """`mrp_direct`: after each backbone step the head reveals one more column at a time, unverified (MRP, section 5)."""
 
     head_reveals: int
-    remasks: ClassVar[bool] = False
 
     def __call__(self, networks: Networks, rows: Sequence[Row], reveals: list[Reveal]) -> None:
         """See `Refinement`."""
@@ -125,7 +118,6 @@ class ThresholdRemask:
     """
 
     threshold: float
-    remasks: ClassVar[bool] = True
 
     def __call__(self, networks: Networks, rows: Sequence[Row], reveals: list[Reveal]) -> None:
         """See `Refinement`."""
@@ -145,7 +137,6 @@ class ResidualRemask:
     """
 
     delta: float
-    remasks: ClassVar[bool] = True
 
     def __call__(self, networks: Networks, rows: Sequence[Row], reveals: list[Reveal]) -> None:
         """See `Refinement`."""
@@ -171,7 +162,6 @@ class RereadRemask:
 
     threshold: float
     alone: float
-    remasks: ClassVar[bool] = True
 
     def __call__(self, networks: Networks, rows: Sequence[Row], reveals: list[Reveal]) -> None:
         """See `Refinement`."""

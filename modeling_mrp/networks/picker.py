@@ -89,10 +89,8 @@ class Spots:
         """List the ids before each position: the row's text, with what its state has revealed, and masks elsewhere."""
         found = []
         for place, (row, state) in enumerate(self.states):
-            known = row.text[: state.start]
-            if self.parents and (parent := self.parents[place]) is not None:
-                known[parent.start :] = parent.ids
-            found += [[*known, *state.ids[:column]] for column in state.free]
+            ids = known(row, state, self.parents[place] if self.parents else None)
+            found += [ids[: state.start + column] for column in state.free]
         return found
 
 
