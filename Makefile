@@ -34,7 +34,7 @@ faults: $(VENV)/.dev
 
 # What needs the other extras: quantized weights, the server, notebooks, TRL's trainers, a tracker; and kernels compiled for four
 # GPUs.
-EXTRAS := quantized serve docs notebooks other_trainers trackers compiled
+EXTRAS := quantized serve serve_attacks docs notebooks other_trainers trackers compiled
 
 test-extras: $(VENV)/.extras
 	$(PYTEST) -rs $(EXTRAS:%=tests/test_%.py)

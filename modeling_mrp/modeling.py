@@ -276,14 +276,16 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
         return self._attention_bias(mask), position_ids
 
     def _attention_bias(self, mask: Any) -> Any:
-        """SDPA takes a boolean mask as it is, flex attention a `BlockMask`, the attention of rounds a `RoundMask`; eager and
-        flex attention add others to the scores."""
+        """Give a mask the form that the chosen attention takes.
+
+        SDPA and attentions that others registered get a boolean mask as it is, flex attention a `BlockMask`, that of rounds a
+        `RoundMask`; eager and flex attention add other masks to the scores.
+        """
         chosen = self.config._attn_implementation
         if isinstance(mask, BlockMask | RoundMask) or chosen not in ("eager", "flex_attention"):
             return mask
-        if (
-            chosen == "flex_attention" and mask.device.type == "cpu"
-        ):  # what it is compiled to writes outside of its memory there
+        if chosen == "flex_attention" and mask.device.type == "cpu":
+            # What it is compiled to writes outside of its memory there.
             raise ValueError(
                 "attn_implementation is 'flex_attention', which takes no dense mask on a CPU: call "
                 "model.set_attn_implementation('sdpa')"

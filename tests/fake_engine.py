@@ -231,8 +231,9 @@ class FakeScheduler:
         blocks, grown, _ = self.rounds(self.engine, made, batch, lambda count: None, self.sees_new)
         for req, tokens, size, start in zip(batch, blocks, grown, begins, strict=True):
             self.fresh[req] = not size
-            if size and start + size > len(req.origin_input_ids):
-                req.output_ids += tokens[max(0, len(req.origin_input_ids) - start) :]
+            known = len(req.origin_input_ids) + len(req.output_ids)  # of a request that was taken back, its answer so far too
+            if size and start + size > known:
+                req.output_ids += tokens[max(0, known - start) :]
                 if len(req.text()) < len(req.output_ids) or len(req.output_ids) >= req.max_new_tokens:
                     req.finished = True
                     self.release(req)

@@ -19,11 +19,14 @@ def shape(**changed: Any) -> dict[str, Any]:
     ("changed", "message"),
     [
         ({"draft_vocab_size": -1}, "draft_vocab_size is -1"),
-        ({"draft_vocab_size": 64}, "draft_vocab_size is 64.*below its size, 64"),
+        ({"draft_vocab_size": 64}, "draft_vocab_size is 64: it must be an int of at least 0 and at most 63"),
         ({"draft_vocab_size": 1000}, "draft_vocab_size is 1000"),
         ({"draft_vocab_size": 2.5}, "draft_vocab_size is 2.5"),
         ({"draft_vocab_size": "8"}, "draft_vocab_size is '8'"),
-        ({"draft_vocab_size": 8, "num_nextn_predict_layers": 0}, "draft_vocab_size is 8, but there is no head"),
+        (
+            {"draft_vocab_size": 8, "num_nextn_predict_layers": 0},
+            "draft_vocab_size is 8: it must be an int of at least 0 and at most 0",
+        ),
     ],
     ids=str,
 )

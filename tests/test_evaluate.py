@@ -203,7 +203,7 @@ def without_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_refusals_come_before_the_weights(without_weights: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for model, told in (
         (without_weights, "only safetensors are read"),
-        (without_weights / "none", "is neither a folder nor the id"),
+        (without_weights / "none", "is no folder here, and as a repository it could not be read"),
     ):
         with pytest.raises(SystemExit):
             evaluate.main(["--model", str(model), "--count", "1"])

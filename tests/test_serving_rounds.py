@@ -128,6 +128,7 @@ def test_unverified_modes_give_the_text_of_generate(model: Any, prompts: list[li
         assert FakeRequest([], stop=EOS, output_ids=text).text() == req.text()
 
 
+@torch.inference_mode()
 def test_with_kernels_a_request_ends_as_without(prompts: list[list[int]]) -> None:
     """In float32, which they are for; interpreted."""
     model, options = MRPForCausalLM.from_pretrained(TINY), {"target": "dynamic", "num_draft_states": 4}

@@ -461,10 +461,12 @@ class BlockCache(Cache):
 
     def written(self, layer: int) -> tuple[Tensor, Tensor]:
         """Select the target, where keys and values of the next forward go: [rows, heads, new, head_dim]."""
+        self._written = self._written or self._views(self.begin)
         return self._written[layer]
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
         """Select the keys and values that attention reads, [rows, heads, seen, head_dim], once the target is written."""
+        self._read = self._read or self._views(0)
         return self._read[layer]
 
     def move(self, layers: range, moves: Sequence[tuple[int, int, int]], length: int) -> None:
@@ -1451,7 +1453,8 @@ def cache_for(
         ValueError: if `graphs` is True and it is impossible.
     """
     past = None if past is not None and with_head and not past.head_layers else past
-    why = "graphs is False" if graphs is False else obstacle(model)
+    unasked = graphs is None and model.lm_head.weight.device.type not in RECORDERS
+    why = "graphs is False" if graphs is False or unasked else obstacle(model)
     if graphs and why is not None:
         raise ValueError(f"graphs is True, but {why}, or leave graphs unset")
     kept = None if why is not None else _kept_for(model, rows, capacity, scratch, with_head or bool(past and past.head_layers))
@@ -1837,7 +1840,8 @@ class Row:
         state: The next state, which the backbone revealed; the first one is that of the block with the first mask.
         source: What was said at the last accepted state, from which drafts start; None behind a clean block.
         memo: The rule's memo at `state`.
-        memory: What the last round scored in vain, by `State.key`.
+        memory: What the last round with drafts scored of states with masks, by `State.key`: those that the path passed by
+            may be met later. Next blocks, scored behind a clean state, are not kept.
         held, head_held: Tokens whose keys and values the backbone's layers hold, and the head's.
         logprob, step: By position behind the prompt, the log-confidence of a token and the denoising step that revealed it; 0
             and -1 where nothing was revealed.
@@ -1989,11 +1993,15 @@ class RevealRule(Protocol):
         ...
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
-        """Choose the columns that are revealed, one at least, of `state.free`, which is not empty; and the memo behind it."""
+        """Choose the columns that are revealed, one at least, of `state.free`, which is not empty; and the memo behind it.
+
+        What a ban or the head takes back later is in that memo all the same. Drafting calls it too, of a remembered state with
+        the memo of an earlier one, and drops the result's: None, or any memo that it gave, may come with any state.
+        """
         ...
 
     def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
-        """Guess up to `count` sets of columns, the likeliest mostly first, by estimates of the log-odds [block]."""
+        """Guess up to `count` sets of columns, the likeliest mostly first, by estimates of the log-odds [block]; no memo."""
         ...
 
 
@@ -3093,8 +3101,8 @@ class BlockDiffusionModel(Protocol):
 """The one owner of a model's forwards and of their keys and values: `prefill`, `score`, `head`, `commit`.
 
 States lie side by side in one forward: each sees the committed text of its row, itself, and its parent if it has one. Ids go in
-by one copy, and what was picked comes out by one: the host decides the rest. The keys and values of what was scored lie behind
-the texts until the next forward; `commit` copies those of accepted clean states to the texts.
+by one copy, and what was picked comes out by one (likeliest tokens by two more): the host decides the rest. The keys and values
+of what was scored lie behind the texts until the next forward; `commit` copies those of accepted clean states to the texts.
 """
 
 
@@ -3114,8 +3122,8 @@ class Networks:
         model: Whose forwards these are.
         cache: Keys and values of backbone and head.
         with_head: Whether the head takes part.
-        picker: Picks tokens from the backbone's hidden states,
-        drafter: and from the head's estimates.
+        picker: Picks tokens from the backbone's hidden states.
+        drafter: Picks tokens from the head's estimates of these.
         dispatch: Kernels or PyTorch.
         round_masks: Whether attention takes a `RoundMask`, not a dense mask.
         device: Where the rows are.
@@ -3145,8 +3153,8 @@ class Networks:
         self.head_layers = range(len(self.backbone_layers), len(self.backbone_layers) + config.num_nextn_predict_layers)
         self.forwards = {"prefill": 0, "denoise": 0, "head": 0}
         self._swaps: list[tuple[int, int]] = []
-        self._scored: Tensor | None = None  # hidden states of the last `score`, and its first slot
-        self._begin = 0
+        self._scored: Tensor | None = None  # hidden states of the last `score`
+        self._begin = 0  # first slot of the last forward of a round, which is `score` when `commit` is called
         self._plans: dict[Any, Any] = {}
         cache.active = cache.rows
 
@@ -3330,7 +3338,7 @@ class Networks:
         hidden: Sequence[Hidden],
         parents: Sequence[State | None] = (),
     ) -> list[Scores]:
-        """Pick at the free columns of states, given the hidden states of each; one transfer to the host.
+        """Pick at the free columns of states, given the hidden states of each; one transfer to the host, with likeliest three.
 
         `parents` are the clean states that some look at, for processors to see.
         """
@@ -3528,14 +3536,15 @@ class UnscoredError(ValueError):
 def accept(
     row: Row, rule: RevealRule, nodes: Sequence[Node], scores: Sequence[Scores], drafts: bool
 ) -> tuple[Frontier | None, list[int]]:
-    """Accept the longest verified path of a row: write what it reveals, and remember what was scored in vain.
+    """Accept the longest verified path of a row: write what it reveals but the last, and remember what was scored.
 
     Args:
         row: It; it is left at the frontier, or behind a clean block whose successor was not scored.
         rule: What a step reveals.
         nodes: The states of the round, the row's own first.
         scores: What the backbone said at each.
-        drafts: Whether the last round's states are remembered, and drafts counted.
+        drafts: Whether this round drafted: then paths go on through remembered states, its own replace these, and drafts are
+            counted.
 
     Returns:
         The frontier, whose reveal is not written yet (None behind a clean block), and the nodes of accepted clean states.
@@ -4478,6 +4487,7 @@ class Decoder:
                 build_draft(row, rule, size, branches, known) if row.stop is None else []
                 for row, known in zip(rows, estimates, strict=True)
             ]
+            # Later passes leave out the row's own state: what it is read from stays the same.
             self.read(rows, [nodes[min(turn, 1) :] for nodes in grown], estimates)
         return [
             build_draft(row, rule, amount.states, branches, known) if row.stop is None else []
@@ -4513,7 +4523,7 @@ class Decoder:
         return frontiers
 
     def rule_of(self, row: Row) -> RevealRule:
-        """Choose the rule by which a row's states are accepted."""
+        """Choose the rule by which a row's states are accepted: the mode's; other decoders may have one for each row."""
         return self.mode.rule
 
     def write(self, rows: Sequence[Row], frontiers: Sequence[Frontier | None]) -> None:
@@ -4550,8 +4560,8 @@ class Decoder:
 
 """The options of `generate` beyond those of transformers, each declared once, as a field of `DecodingOptions`.
 
-From them come the fields of `MRPGenerationConfig`, `help`, defaults and checks, the flags of command lines and the README's
-table. Nothing here imports torch, so that the help of a command line comes at once.
+From them come the fields of `MRPGenerationConfig`, `help`, defaults and checks, the flags of command lines, and the
+table of docs/decoding.md. Nothing here imports torch, so that the help of a command line comes at once.
 """
 
 
@@ -5212,10 +5222,10 @@ class MRPGenerationMixin(GenerationMixin):
 
         Logits processors see the scores of masked positions, [positions, vocab], with the ids before each [positions, length]:
         the row's text, with what is revealed of its block, and `mask_token_id` where nothing is known yet. Under the target
-        `sequential`, one token a step, that is all the text to the left. `bad_words_ids` and `no_repeat_ngram_size` are kept in
-        every order. Stopping criteria see the batch as it came, padding included,
-        with as many tokens behind as the row in question has: [rows, prompt + n], `mask_token_id` where a slower row has no
-        token yet; and no scores.
+        `sequential`, one token a step, that is all the text to the left; in other orders they do not see what is known to the
+        right. `bad_words_ids` and `no_repeat_ngram_size` are kept in every order. Stopping criteria see the batch as it came,
+        padding included, with as many tokens behind as the row in question has: [rows, prompt + n], `mask_token_id` where a
+        slower row has no token yet; and no scores.
 
         Args:
             inputs: [rows, length] long, the prompts (or `input_ids`).
@@ -5243,8 +5253,7 @@ class MRPGenerationMixin(GenerationMixin):
                 any work; for what a criterion or processor returns wrongly; for a position without a finite score.
         """
         if custom_generate is not None:
-            kwargs |= {} if infill_ids is None else {"infill_ids": infill_ids}
-            kwargs |= {} if past_key_values is None else {"past_key_values": past_key_values}
+            kwargs |= _set({"infill_ids": infill_ids, "past_key_values": past_key_values})
             return super().generate(inputs, generation_config, custom_generate=custom_generate, streamer=streamer, **kwargs)
         check_adapter(self)
         config, others = self._resolved(generation_config, kwargs)
@@ -5911,7 +5920,7 @@ class MRPHead(nn.Module):
 
 @torch.no_grad()
 def start_head(head: MRPHead, backbone_layers: nn.ModuleList, how: str) -> None:
-    """Sets a new head's weights.
+    """Set a new head's weights.
 
     Args:
         head: With the usual random weights in its layers.
@@ -5956,7 +5965,7 @@ def start_head(head: MRPHead, backbone_layers: nn.ModuleList, how: str) -> None:
 
 
 def check_same_backbone(head: MRPConfig, backbone: MRPConfig, whose: str) -> None:
-    """Compares the settings that a head and its backbone share.
+    """Compare the settings that a head and its backbone share.
 
     Raises:
         ValueError: if they differ; lists them all with both values.
@@ -5974,13 +5983,13 @@ def check_same_backbone(head: MRPConfig, backbone: MRPConfig, whose: str) -> Non
 
 
 def shapes_of_head(config: MRPConfig) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors of a head with this config, as they lie in a checkpoint."""
+    """List names and shapes of the tensors of a head with this config, as they lie in a checkpoint."""
     with torch.device("meta"):
         return {HEAD + name: tuple(value.shape) for name, value in MRPHead(config).state_dict().items()}
 
 
 def check_draft_tokens(head: MRPHead, config: MRPConfig, source: str) -> None:
-    """Checks the draft vocabulary that came with a head from `source`.
+    """Check the draft vocabulary that came with a head from `source`.
 
     Raises:
         ValueError: if it holds an id twice, the mask id, or one outside the vocabulary.
@@ -7003,14 +7012,16 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
         return self._attention_bias(mask), position_ids
 
     def _attention_bias(self, mask: Any) -> Any:
-        """SDPA takes a boolean mask as it is, flex attention a `BlockMask`, the attention of rounds a `RoundMask`; eager and
-        flex attention add others to the scores."""
+        """Give a mask the form that the chosen attention takes.
+
+        SDPA and attentions that others registered get a boolean mask as it is, flex attention a `BlockMask`, that of rounds a
+        `RoundMask`; eager and flex attention add other masks to the scores.
+        """
         chosen = self.config._attn_implementation
         if isinstance(mask, BlockMask | RoundMask) or chosen not in ("eager", "flex_attention"):
             return mask
-        if (
-            chosen == "flex_attention" and mask.device.type == "cpu"
-        ):  # what it is compiled to writes outside of its memory there
+        if chosen == "flex_attention" and mask.device.type == "cpu":
+            # What it is compiled to writes outside of its memory there.
             raise ValueError(
                 "attn_implementation is 'flex_attention', which takes no dense mask on a CPU: call "
                 "model.set_attn_implementation('sdpa')"

@@ -99,10 +99,10 @@ class MRPGenerationMixin(GenerationMixin):
 
         Logits processors see the scores of masked positions, [positions, vocab], with the ids before each [positions, length]:
         the row's text, with what is revealed of its block, and `mask_token_id` where nothing is known yet. Under the target
-        `sequential`, one token a step, that is all the text to the left. `bad_words_ids` and `no_repeat_ngram_size` are kept in
-        every order. Stopping criteria see the batch as it came, padding included,
-        with as many tokens behind as the row in question has: [rows, prompt + n], `mask_token_id` where a slower row has no
-        token yet; and no scores.
+        `sequential`, one token a step, that is all the text to the left; in other orders they do not see what is known to the
+        right. `bad_words_ids` and `no_repeat_ngram_size` are kept in every order. Stopping criteria see the batch as it came,
+        padding included, with as many tokens behind as the row in question has: [rows, prompt + n], `mask_token_id` where a
+        slower row has no token yet; and no scores.
 
         Args:
             inputs: [rows, length] long, the prompts (or `input_ids`).
@@ -130,8 +130,7 @@ class MRPGenerationMixin(GenerationMixin):
                 any work; for what a criterion or processor returns wrongly; for a position without a finite score.
         """
         if custom_generate is not None:
-            kwargs |= {} if infill_ids is None else {"infill_ids": infill_ids}
-            kwargs |= {} if past_key_values is None else {"past_key_values": past_key_values}
+            kwargs |= _set({"infill_ids": infill_ids, "past_key_values": past_key_values})
             return super().generate(inputs, generation_config, custom_generate=custom_generate, streamer=streamer, **kwargs)
         check_adapter(self)
         config, others = self._resolved(generation_config, kwargs)

@@ -162,6 +162,7 @@ class Decoder:
                 build_draft(row, rule, size, branches, known) if row.stop is None else []
                 for row, known in zip(rows, estimates, strict=True)
             ]
+            # Later passes leave out the row's own state: what it is read from stays the same.
             self.read(rows, [nodes[min(turn, 1) :] for nodes in grown], estimates)
         return [
             build_draft(row, rule, amount.states, branches, known) if row.stop is None else []
@@ -197,7 +198,7 @@ class Decoder:
         return frontiers
 
     def rule_of(self, row: Row) -> RevealRule:
-        """Choose the rule by which a row's states are accepted."""
+        """Choose the rule by which a row's states are accepted: the mode's; other decoders may have one for each row."""
         return self.mode.rule
 
     def write(self, rows: Sequence[Row], frontiers: Sequence[Frontier | None]) -> None:

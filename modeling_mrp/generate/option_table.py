@@ -1,7 +1,7 @@
 """The options of `generate` beyond those of transformers, each declared once, as a field of `DecodingOptions`.
 
-From them come the fields of `MRPGenerationConfig`, `help`, defaults and checks, the flags of command lines and the README's
-table. Nothing here imports torch, so that the help of a command line comes at once.
+From them come the fields of `MRPGenerationConfig`, `help`, defaults and checks, the flags of command lines, and the
+table of docs/decoding.md. Nothing here imports torch, so that the help of a command line comes at once.
 """
 
 import difflib

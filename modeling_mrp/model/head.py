@@ -117,7 +117,7 @@ class MRPHead(nn.Module):
 
 @torch.no_grad()
 def start_head(head: MRPHead, backbone_layers: nn.ModuleList, how: str) -> None:
-    """Sets a new head's weights.
+    """Set a new head's weights.
 
     Args:
         head: With the usual random weights in its layers.
@@ -162,7 +162,7 @@ def start_head(head: MRPHead, backbone_layers: nn.ModuleList, how: str) -> None:
 
 
 def check_same_backbone(head: MRPConfig, backbone: MRPConfig, whose: str) -> None:
-    """Compares the settings that a head and its backbone share.
+    """Compare the settings that a head and its backbone share.
 
     Raises:
         ValueError: if they differ; lists them all with both values.
@@ -180,13 +180,13 @@ def check_same_backbone(head: MRPConfig, backbone: MRPConfig, whose: str) -> Non
 
 
 def shapes_of_head(config: MRPConfig) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors of a head with this config, as they lie in a checkpoint."""
+    """List names and shapes of the tensors of a head with this config, as they lie in a checkpoint."""
     with torch.device("meta"):
         return {HEAD + name: tuple(value.shape) for name, value in MRPHead(config).state_dict().items()}
 
 
 def check_draft_tokens(head: MRPHead, config: MRPConfig, source: str) -> None:
-    """Checks the draft vocabulary that came with a head from `source`.
+    """Check the draft vocabulary that came with a head from `source`.
 
     Raises:
         ValueError: if it holds an id twice, the mask id, or one outside the vocabulary.

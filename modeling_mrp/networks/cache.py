@@ -191,10 +191,12 @@ class BlockCache(Cache):
 
     def written(self, layer: int) -> tuple[Tensor, Tensor]:
         """Select the target, where keys and values of the next forward go: [rows, heads, new, head_dim]."""
+        self._written = self._written or self._views(self.begin)
         return self._written[layer]
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
         """Select the keys and values that attention reads, [rows, heads, seen, head_dim], once the target is written."""
+        self._read = self._read or self._views(0)
         return self._read[layer]
 
     def move(self, layers: range, moves: Sequence[tuple[int, int, int]], length: int) -> None:

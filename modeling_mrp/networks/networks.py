@@ -1,8 +1,8 @@
 """The one owner of a model's forwards and of their keys and values: `prefill`, `score`, `head`, `commit`.
 
 States lie side by side in one forward: each sees the committed text of its row, itself, and its parent if it has one. Ids go in
-by one copy, and what was picked comes out by one: the host decides the rest. The keys and values of what was scored lie behind
-the texts until the next forward; `commit` copies those of accepted clean states to the texts.
+by one copy, and what was picked comes out by one (likeliest tokens by two more): the host decides the rest. The keys and values
+of what was scored lie behind the texts until the next forward; `commit` copies those of accepted clean states to the texts.
 """
 
 from array import array
@@ -38,8 +38,8 @@ class Networks:
         model: Whose forwards these are.
         cache: Keys and values of backbone and head.
         with_head: Whether the head takes part.
-        picker: Picks tokens from the backbone's hidden states,
-        drafter: and from the head's estimates.
+        picker: Picks tokens from the backbone's hidden states.
+        drafter: Picks tokens from the head's estimates of these.
         dispatch: Kernels or PyTorch.
         round_masks: Whether attention takes a `RoundMask`, not a dense mask.
         device: Where the rows are.
@@ -69,8 +69,8 @@ class Networks:
         self.head_layers = range(len(self.backbone_layers), len(self.backbone_layers) + config.num_nextn_predict_layers)
         self.forwards = {"prefill": 0, "denoise": 0, "head": 0}
         self._swaps: list[tuple[int, int]] = []
-        self._scored: Tensor | None = None  # hidden states of the last `score`, and its first slot
-        self._begin = 0
+        self._scored: Tensor | None = None  # hidden states of the last `score`
+        self._begin = 0  # first slot of the last forward of a round, which is `score` when `commit` is called
         self._plans: dict[Any, Any] = {}
         cache.active = cache.rows
 
@@ -254,7 +254,7 @@ class Networks:
         hidden: Sequence[Hidden],
         parents: Sequence[State | None] = (),
     ) -> list[Scores]:
-        """Pick at the free columns of states, given the hidden states of each; one transfer to the host.
+        """Pick at the free columns of states, given the hidden states of each; one transfer to the host, with likeliest three.
 
         `parents` are the clean states that some look at, for processors to see.
         """

@@ -23,14 +23,15 @@ class UnscoredError(ValueError):
 def accept(
     row: Row, rule: RevealRule, nodes: Sequence[Node], scores: Sequence[Scores], drafts: bool
 ) -> tuple[Frontier | None, list[int]]:
-    """Accept the longest verified path of a row: write what it reveals, and remember what was scored in vain.
+    """Accept the longest verified path of a row: write what it reveals but the last, and remember what was scored.
 
     Args:
         row: It; it is left at the frontier, or behind a clean block whose successor was not scored.
         rule: What a step reveals.
         nodes: The states of the round, the row's own first.
         scores: What the backbone said at each.
-        drafts: Whether the last round's states are remembered, and drafts counted.
+        drafts: Whether this round drafted: then paths go on through remembered states, its own replace these, and drafts are
+            counted.
 
     Returns:
         The frontier, whose reveal is not written yet (None behind a clean block), and the nodes of accepted clean states.

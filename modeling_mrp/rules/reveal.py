@@ -48,11 +48,15 @@ class RevealRule(Protocol):
         ...
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
-        """Choose the columns that are revealed, one at least, of `state.free`, which is not empty; and the memo behind it."""
+        """Choose the columns that are revealed, one at least, of `state.free`, which is not empty; and the memo behind it.
+
+        What a ban or the head takes back later is in that memo all the same. Drafting calls it too, of a remembered state with
+        the memo of an earlier one, and drops the result's: None, or any memo that it gave, may come with any state.
+        """
         ...
 
     def likely(self, state: State, odds: Sequence[float], count: int) -> Guesses:
-        """Guess up to `count` sets of columns, the likeliest mostly first, by estimates of the log-odds [block]."""
+        """Guess up to `count` sets of columns, the likeliest mostly first, by estimates of the log-odds [block]; no memo."""
         ...
 
 

@@ -142,7 +142,8 @@ class Row:
         state: The next state, which the backbone revealed; the first one is that of the block with the first mask.
         source: What was said at the last accepted state, from which drafts start; None behind a clean block.
         memo: The rule's memo at `state`.
-        memory: What the last round scored in vain, by `State.key`.
+        memory: What the last round with drafts scored of states with masks, by `State.key`: those that the path passed by
+            may be met later. Next blocks, scored behind a clean state, are not kept.
         held, head_held: Tokens whose keys and values the backbone's layers hold, and the head's.
         logprob, step: By position behind the prompt, the log-confidence of a token and the denoising step that revealed it; 0
             and -1 where nothing was revealed.

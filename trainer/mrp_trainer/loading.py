@@ -51,6 +51,7 @@ def load_config(source: str) -> MRPConfig:
         ValueError, OSError: as from `load_model`.
     """
     base, _ = _base_and_adapter(source)
+    stored_json(base)  # transformers' own error does not say what it looked for
     return MRPConfig.from_pretrained(base)
 
 
