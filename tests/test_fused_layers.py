@@ -87,11 +87,6 @@ def test_a_sum_of_strided_and_large_numbers() -> None:
         assert ours.isfinite().all()
 
 
-def test_nothing_to_sum() -> None:
-    total, normed = sum_and_norm(numbers(1, 2, 0, 8), numbers(1, 2, 0, 8), norm_of(8, torch.float32), FORCED)
-    assert total.shape == normed.shape == (2, 0, 8)
-
-
 # ------------------------------------------------------------------------------------------------ queries, keys and values
 
 
@@ -504,11 +499,3 @@ def test_a_kernel_that_fails_leaves_its_place_to_pytorch(monkeypatch: pytest.Mon
         with pytest.warns(RuntimeWarning, match=rf"'{name}' failed on cpu.*no such instruction"):
             got = walked(model.model, *a_round(model)[:2], mask, cache)
         close(got, wanted, atol=1e-5)
-
-
-def test_mixed_dtypes_are_left_to_pytorch() -> None:
-    """Or refused, where kernels are forced."""
-    hidden, norm = numbers(1, 2, 8), norm_of(8, torch.float16)
-    with pytest.raises(ValueError, match="dtypes float16, float32 meet: load the model in one"):
-        sum_and_norm(hidden, None, norm, FORCED)
-    assert torch.equal(sum_and_norm(hidden, None, norm, Dispatch())[1], norm(hidden))

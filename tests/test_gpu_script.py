@@ -20,7 +20,7 @@ from benchmarks.engine import fallbacks
 from benchmarks.gpu_cases import Case
 from benchmarks.gpu_rounds import PlainRound, Round, check_texts
 from benchmarks.roofline import Device, Shape, Work
-from benchmarks.timing import copies_for, timed
+from benchmarks.timing import copies_for
 from modeling_mrp.generate.output import MRPGenerateOutput
 from modeling_mrp.kernels import dispatch
 
@@ -94,13 +94,6 @@ def test_a_lost_device_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert last["left_out"] == [{"part": "b"}]
 
 
-@pytest.mark.parametrize(("option", "value"), [("--seconds", "0"), ("--rows", "-1")])
-def test_wrong_options_are_refused(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        gpu.main([option, value])
-    assert f"{value!r} is not a number from 1 on" in capsys.readouterr().err
-
-
 def test_what_fell_back_is_counted(tapes: type[TapeRecorder], monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds are recorded and replayed; a kernel that was given up shows, and fails the check of equal texts."""
     monkeypatch.setattr(dispatch, "_failed", set())
@@ -115,20 +108,6 @@ def test_what_fell_back_is_counted(tapes: type[TapeRecorder], monkeypatch: pytes
     assert (line["ok"], line["fell_back"], line["failed_kernels"]) == (False, True, ["pick on cpu"])
     model.release_graphs()
     assert fallbacks(model)["recordings"] == fallbacks(model)["replays"] == 0
-
-
-def test_a_time_is_that_of_one_call_and_copies_take_turns() -> None:
-    """Calls of 20 and of 40 ms are 30 ms a call, and not 60; under load somewhat more."""
-    order: list[int] = []
-
-    def call(number: int) -> None:
-        order.append(number)
-        time.sleep(0.02 * (1 + number))
-
-    line = timed([lambda: call(0), lambda: call(1)], CPU)
-    assert 30_000 <= line["us_25"] <= line["us"] <= line["us_75"]
-    assert line["us"] < 58_000
-    assert order == [0, 1] * (len(order) // 2)
 
 
 def test_copies_of_inputs_outgrow_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:

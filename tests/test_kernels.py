@@ -180,30 +180,6 @@ try:
 except ValueError as error:
     print(error)
 """
-NO_GPU = """
-import warnings
-import torch
-from modeling_mrp.kernels import dispatch
-from modeling_mrp.kernels.dispatch import Dispatch, tl, triton
-
-@triton.jit
-def two(x):
-    tl.store(x, 2.0)
-
-x = torch.ones(16)
-assert Dispatch().run("two", lambda: two[(1,)](x), lambda: "twin", x) == "twin"
-obstacle, dispatch._obstacle = dispatch._obstacle, lambda *_, **__: None
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    for _ in range(3):
-        assert Dispatch().run("two", lambda: two[(1,)](x), lambda: "twin", x) == "twin"
-assert len(caught) == 1 and "'two' failed on cpu" in str(caught[0].message), caught
-dispatch._obstacle = obstacle
-try:
-    Dispatch(True).run("two", lambda: two[(1,)](x), lambda: "twin", x)
-except ValueError as error:
-    print(error)
-"""
 
 
 def in_a_process(tmp_path: Path, script: str, **environment: str) -> str:
@@ -224,14 +200,6 @@ def test_without_triton(tmp_path: Path) -> None:
     assert "triton cannot be imported: install it (pip install triton), or use kernels=None" in in_a_process(
         tmp_path, WITHOUT_TRITON
     )
-
-
-def test_not_interpreting_and_without_a_gpu(tmp_path: Path) -> None:
-    """Triton finds nothing to compile for: that is a failure like any other, and forcing says what would help."""
-    if triton is None or torch.cuda.is_available():
-        pytest.skip("needs triton, and no GPU")
-    said = in_a_process(tmp_path, NO_GPU)
-    assert "not on an NVIDIA GPU: move the model to one, or set TRITON_INTERPRET=1 before Python starts" in said
 
 
 if triton is not None:

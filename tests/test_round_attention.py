@@ -2,8 +2,6 @@
 
 import random
 import threading
-from collections import Counter
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,6 @@ import torch
 from conftest import make_model
 from helpers import PROMPTS, close, texts
 from torch import Tensor
-from torch._dynamo.backends.common import aot_autograd
 
 import modeling_mrp.kernels.round_attention as attending
 from benchmarks.round_attention import Round
@@ -171,30 +168,6 @@ def test_mask_by_hand() -> None:
 # ------------------------------------------------------------------ from the decoder to the kernel
 
 
-def decoded(model: MRPForCausalLM, decoding: str, kernels: bool | None) -> tuple[list[list[int]], set[str]]:
-    """Texts of ragged prompts, and what the backbone was given as masks."""
-    seen: set[str] = set()
-    backbone = MRPForCausalLM.backbone
-
-    def noted(self: MRPForCausalLM, ids: Tensor, positions: Tensor, mask: Any, *more: Any, **options: Any) -> Tensor:
-        seen.add(type(mask).__name__)
-        return backbone(self, ids, positions, mask, *more, **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MRPForCausalLM, "backbone", noted)
-        return texts(model, PROMPTS, decoding=decoding, max_new_tokens=6, kernels=kernels), seen
-
-
-@interpreted
-@pytest.mark.parametrize("decoding", ["static", "mrp_spec"])
-def test_a_decode_gives_the_same_tokens(decoding: str) -> None:
-    model = make_model().float()
-    expected, seen = decoded(model, decoding, None)
-    assert seen == {"Tensor", "RoundMask"}  # prefill keeps its tensors
-    assert decoded(model, decoding, True) == (expected, {"Tensor", "RoundMask"})
-    assert model.config._attn_implementation == "sdpa"
-
-
 @interpreted
 def test_a_compiled_backbone_keeps_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """`model.model.compile()` fuses what lies between the kernels, and leaves them in."""
@@ -213,34 +186,6 @@ def test_a_compiled_backbone_keeps_the_kernel(monkeypatch: pytest.MonkeyPatch) -
     torch.compiler.reset()
     assert len(ran) >= 2 * 4, "two layers, a round a token behind the first"
     assert not any(ran)
-
-
-@interpreted
-@pytest.mark.parametrize("decoding", ["static", "mrp_spec"])
-def test_a_compiled_model_is_one_graph_for_each_width(decoding: str) -> None:
-    """Whatever its depth, the prompts' lengths and the committed slots; the cache is in none of the graphs, which could only
-    hold copies of it. Prefill, whose length is another in each call, is not compiled."""
-    model, graphs = make_model(num_hidden_layers=10).float(), []
-
-    def counted(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    options: dict[str, Any] = {"decoding": decoding, "max_new_tokens": 6, "num_draft_states": 2}
-    prompts = [list(range(1, 1 + length)) for length in (3, 9, 19)]
-    expected = [texts(model, [prompt], kernels=False, **options) for prompt in prompts]
-    torch.compiler.reset()
-    backend = partial(aot_autograd, fw_compiler=counted)()
-    model.model.compile(dynamic=False, backend=backend)
-    model.mrp_head.compile(dynamic=False, backend=backend)
-    found = [texts(model, [prompt], kernels=True, **options) for prompt in prompts]
-    torch.compiler.reset()
-    assert found == expected
-    called = [[str(node.target) for node in graph.graph.nodes if node.op == "call_function"] for graph in graphs]
-    assert not [target for targets in called for target in targets if "scatter" in target or "copy_." in target]
-    layers = Counter(sum("attend" in target for target in targets) for targets in called)
-    assert layers.keys() == ({10} if decoding == "static" else {2, 10})  # the backbone's, the head's: each all in one
-    assert max(layers.values()) <= 2
 
 
 def a_round(model: MRPForCausalLM, forced: bool | None) -> tuple[Any, ...]:

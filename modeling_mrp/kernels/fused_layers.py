@@ -5,8 +5,8 @@ takes longer to start than to run, also inside a CUDA graph. Here it is four mat
 launches more: a sum and its norm (twice); queries and keys under norm and rotation, with keys and values put into the cache;
 and the MLP's gate. Casts are those of transformers' modules: what these round to the model's dtype is rounded here.
 
-Products with the same input are one product where `pack` has put their weights into one storage; else each `nn.Linear`, or what
-stands there, is called: LoRA, quantised weights.
+Products with the same input are one where `pack` has put their weights together; else each `nn.Linear`, or what stands there
+(LoRA, quantised weights), is called.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -40,8 +40,7 @@ def fused(
     than its class does, hooks for instance. What was found counts for as long as the mask's `plans` do: for a decode.
 
     Args:
-        owner: The module of the layers and of the norm, `norm`.
-        layers: Decoder layers.
+        owner, layers: The module of the norm, `norm`, and its decoder layers.
         mask: In a round a `RoundMask`, whose dispatch decides between kernels and their twins.
         cache: In a round the `BlockCache` that gets keys and values, at its target.
         kind: What the owner has to be if it is not called either; None: this is asked for by its own forward.
@@ -69,10 +68,9 @@ def _plan(owner: Any, layers: Sequence[Any], dispatch: Dispatch, kind: type[nn.M
             return None
         if (obstacle := more_than(module, expected)) is not None:
             break
+    usable = obstacle is None
     if dispatch.forced is not False:
         usable = dispatch.run("fused_layers", lambda: True, lambda: False, next(owner.parameters()), obstacle=obstacle)
-    else:
-        usable = obstacle is None
     return [(layer, packed(_of_attention(layer)), packed(_of_mlp(layer))) for layer in layers] if usable else None
 
 
@@ -97,8 +95,7 @@ def _walk(
     for layer, attention_weight, mlp_weight in plan:
         attention, mlp = layer.self_attn, layer.mlp
         hidden, normed = sum_and_norm(hidden, added, layer.input_layernorm, dispatch)
-        projected = products(normed, _of_attention(layer), attention_weight)
-        query = rotated(attention, projected, rotary, cache, dispatch)
+        query = rotated(attention, products(normed, _of_attention(layer), attention_weight), rotary, cache, dispatch)
         seen = attend(query, *cache.read(attention.layer_idx), mask, attention.scaling)
         hidden, normed = sum_and_norm(hidden, attention.o_proj(seen.flatten(2)), layer.post_attention_layernorm, dispatch)
         gate, up = products(normed, _of_mlp(layer), mlp_weight).chunk(2, -1)
@@ -163,8 +160,7 @@ def _plain(linear: Any) -> bool:
 
 
 def products(hidden: Tensor, linears: Sequence[Any], weight: Tensor | None) -> Tensor:
-    """Compute the results of linear layers with the same input, side by side, [..., out_features of all], by their `packed`
-    weight if they have one."""
+    """Compute the results of linear layers side by side, [..., out_features of all], by their `packed` weight if any."""
     return torch.cat([linear(hidden) for linear in linears], -1) if weight is None else F.linear(hidden, weight)
 
 
@@ -179,9 +175,6 @@ def sum_and_norm(hidden: Tensor, added: Tensor | None, norm: Any, dispatch: Disp
 
     Returns:
         Both, each [..., hidden_size].
-
-    Raises:
-        ValueError, RuntimeError: as `Dispatch.run` does.
     """
     return dispatch.run(
         "sum_and_norm",
@@ -217,8 +210,7 @@ def rotated(attention: Any, projected: Tensor, rotary: tuple[Tensor, Tensor], ca
         attention: A `Qwen3Attention`, for its norms, its layer and the size of its heads.
         projected: [rows, tokens, (heads + 2 * kv_heads) * head_dim]: queries, keys and values of each token.
         rotary: cos and sin, [rows, tokens, head_dim] each.
-        cache: Where keys and values go.
-        dispatch: Kernel or PyTorch.
+        cache, dispatch: Where keys and values go; kernel or PyTorch.
 
     Returns:
         [rows, heads, tokens, head_dim], the queries.

@@ -107,15 +107,13 @@ def round_attention(
     """Attention of a round in one launch of a Triton kernel.
 
     A program takes a tile of a row's queries, all query heads of one KV head among them, and one of `splits` shares of what
-    that row sees; the last one to arrive merges the shares, in their order. Neither the launch nor the shapes depend on
-    `committed` or `parent`, so that a round can be captured in a CUDA graph.
+    that row sees; the last one to arrive merges the shares, in their order. No shape depends on `committed` or `parent`.
 
     Args:
         query: [rows, heads, queries, head_dim], queries = width * block_size.
         key, value: [rows, kv_heads, used + queries, head_dim], laid out alike, each head's numbers side by side: `used`
             committed slots, then what is scored; what lies in a slot that a row does not see is never read.
-        mask: Who sees whom.
-        scale: Multiplies the scores.
+        mask, scale: Who sees whom; what multiplies the scores.
         splits: Shares of the prefix; by default as many as fill the device.
 
     Returns:
