@@ -18,11 +18,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 RECORD = ROOT / "tests" / "mutants.json"
-# Of the tests of a room the quickest to find something first, then the other rooms'.
+# The tests, the quickest to find something first: a few seeds of the fuzz, those of a room, the other rooms', the whole fuzz.
+FIRST = [f"tests/test_fuzz.py::test_random_decodes[{seed}]" for seed in range(8)]
 SELECTION = {
-    "rules": ("rules", "bans", "fuzz"),
-    "generate": ("remask", "active_rows", "fuzz"),
-    "networks": ("cache", "continuation", "sampling", "fuzz"),
+    "rules": ("rules", "bans"),
+    "generate": ("remask", "infilling", "active_rows"),
+    "networks": ("cache", "sampling", "continuation"),
 }
 # What is imported before, so that no child has to.
 WARM = ("pytest", "tokenizers", "transformers.trainer", "transformers.models.qwen3.modeling_qwen3")
@@ -37,12 +38,13 @@ def changed(mutant: Mutant) -> str | None:
     return text.replace(mutant["old"], mutant["new"]) if text.count(mutant["old"]) == 1 else None
 
 
-def selected(mutant: Mutant) -> list[str]:
-    """The tests to run, in order: the one that found it before, those of its room, the others."""
+def selected(mutant: Mutant) -> list[list[str]]:
+    """The tests to run, in order, as so many calls of pytest; the one that found it before comes first."""
     room = mutant["file"].split("/")[0]
-    names = [name for one in (room, *SELECTION) for name in SELECTION[one]]
-    files = [f"tests/test_{name}.py" for name in dict.fromkeys(names)]
-    return [mutant["found_by"], *files] if mutant["found_by"].startswith("tests/") else files
+    files = [[f"tests/test_{name}.py"] for one in dict.fromkeys((room, *SELECTION)) for name in SELECTION[one]]
+    files.insert(2 if room == "rules" else 0, FIRST)
+    found = [[mutant["found_by"]]] if mutant["found_by"].startswith("tests/") else []
+    return [*found, *files, ["tests/test_fuzz.py"]]
 
 
 def outcome(mutant: Mutant, text: str, folder: Path) -> str:
@@ -61,7 +63,7 @@ def outcome(mutant: Mutant, text: str, folder: Path) -> str:
     return report.read_text(encoding="utf-8") if report.exists() else "an error before the first test"
 
 
-def run_tests(files: Sequence[str], folder: Path, report: Path) -> None:
+def run_tests(calls: Sequence[list[str]], folder: Path, report: Path) -> None:
     """Run tests on the package in a folder, and write down which failed first."""
     import pytest
 
@@ -84,9 +86,9 @@ def run_tests(files: Sequence[str], folder: Path, report: Path) -> None:
     os.chdir(ROOT)
     sys.path[:0] = [str(folder)]
     note, options = Note(), ["-x", "-q", "-p", "no:cacheprovider", "-o", f"pythonpath={folder} . trainer serving"]
-    for file in files:  # one at a time, so that what finds it at once need not wait for the others to be read
+    for tests in calls:  # what finds it at once need not wait for the others to be read
         if not note.failed:
-            pytest.main([*options, "-k", "not exact_distribution", file], plugins=[note])
+            pytest.main([*options, "-k", "not exact_distribution", *tests], plugins=[note])
     report.write_text(note.failed, encoding="utf-8")
 
 
