@@ -681,15 +681,13 @@ def round_attention(
     """Attention of a round in one launch of a Triton kernel.
 
     A program takes a tile of a row's queries, all query heads of one KV head among them, and one of `splits` shares of what
-    that row sees; the last one to arrive merges the shares, in their order. Neither the launch nor the shapes depend on
-    `committed` or `parent`, so that a round can be captured in a CUDA graph.
+    that row sees; the last one to arrive merges the shares, in their order. No shape depends on `committed` or `parent`.
 
     Args:
         query: [rows, heads, queries, head_dim], queries = width * block_size.
         key, value: [rows, kv_heads, used + queries, head_dim], laid out alike, each head's numbers side by side: `used`
             committed slots, then what is scored; what lies in a slot that a row does not see is never read.
-        mask: Who sees whom.
-        scale: Multiplies the scores.
+        mask, scale: Who sees whom; what multiplies the scores.
         splits: Shares of the prefix; by default as many as fill the device.
 
     Returns:
@@ -838,8 +836,8 @@ takes longer to start than to run, also inside a CUDA graph. Here it is four mat
 launches more: a sum and its norm (twice); queries and keys under norm and rotation, with keys and values put into the cache;
 and the MLP's gate. Casts are those of transformers' modules: what these round to the model's dtype is rounded here.
 
-Products with the same input are one product where `pack` has put their weights into one storage; else each `nn.Linear`, or what
-stands there, is called: LoRA, quantised weights.
+Products with the same input are one where `pack` has put their weights together; else each `nn.Linear`, or what stands there
+(LoRA, quantised weights), is called.
 """
 
 
@@ -857,8 +855,7 @@ def fused(
     than its class does, hooks for instance. What was found counts for as long as the mask's `plans` do: for a decode.
 
     Args:
-        owner: The module of the layers and of the norm, `norm`.
-        layers: Decoder layers.
+        owner, layers: The module of the norm, `norm`, and its decoder layers.
         mask: In a round a `RoundMask`, whose dispatch decides between kernels and their twins.
         cache: In a round the `BlockCache` that gets keys and values, at its target.
         kind: What the owner has to be if it is not called either; None: this is asked for by its own forward.
@@ -886,10 +883,9 @@ def _plan(owner: Any, layers: Sequence[Any], dispatch: Dispatch, kind: type[nn.M
             return None
         if (obstacle := more_than(module, expected)) is not None:
             break
+    usable = obstacle is None
     if dispatch.forced is not False:
         usable = dispatch.run("fused_layers", lambda: True, lambda: False, next(owner.parameters()), obstacle=obstacle)
-    else:
-        usable = obstacle is None
     return [(layer, packed(_of_attention(layer)), packed(_of_mlp(layer))) for layer in layers] if usable else None
 
 
@@ -914,8 +910,7 @@ def _walk(
     for layer, attention_weight, mlp_weight in plan:
         attention, mlp = layer.self_attn, layer.mlp
         hidden, normed = sum_and_norm(hidden, added, layer.input_layernorm, dispatch)
-        projected = products(normed, _of_attention(layer), attention_weight)
-        query = rotated(attention, projected, rotary, cache, dispatch)
+        query = rotated(attention, products(normed, _of_attention(layer), attention_weight), rotary, cache, dispatch)
         seen = attend(query, *cache.read(attention.layer_idx), mask, attention.scaling)
         hidden, normed = sum_and_norm(hidden, attention.o_proj(seen.flatten(2)), layer.post_attention_layernorm, dispatch)
         gate, up = products(normed, _of_mlp(layer), mlp_weight).chunk(2, -1)
@@ -980,8 +975,7 @@ def _plain(linear: Any) -> bool:
 
 
 def products(hidden: Tensor, linears: Sequence[Any], weight: Tensor | None) -> Tensor:
-    """Compute the results of linear layers with the same input, side by side, [..., out_features of all], by their `packed`
-    weight if they have one."""
+    """Compute the results of linear layers side by side, [..., out_features of all], by their `packed` weight if any."""
     return torch.cat([linear(hidden) for linear in linears], -1) if weight is None else F.linear(hidden, weight)
 
 
@@ -996,9 +990,6 @@ def sum_and_norm(hidden: Tensor, added: Tensor | None, norm: Any, dispatch: Disp
 
     Returns:
         Both, each [..., hidden_size].
-
-    Raises:
-        ValueError, RuntimeError: as `Dispatch.run` does.
     """
     return dispatch.run(
         "sum_and_norm",
@@ -1034,8 +1025,7 @@ def rotated(attention: Any, projected: Tensor, rotary: tuple[Tensor, Tensor], ca
         attention: A `Qwen3Attention`, for its norms, its layer and the size of its heads.
         projected: [rows, tokens, (heads + 2 * kv_heads) * head_dim]: queries, keys and values of each token.
         rotary: cos and sin, [rows, tokens, head_dim] each.
-        cache: Where keys and values go.
-        dispatch: Kernel or PyTorch.
+        cache, dispatch: Where keys and values go; kernel or PyTorch.
 
     Returns:
         [rows, heads, tokens, head_dim], the queries.
@@ -2822,10 +2812,8 @@ class Spots:
         """List the ids before each position: the row's text, with what its state has revealed, and masks elsewhere."""
         found = []
         for place, (row, state) in enumerate(self.states):
-            known = row.text[: state.start]
-            if self.parents and (parent := self.parents[place]) is not None:
-                known[parent.start :] = parent.ids
-            found += [[*known, *state.ids[:column]] for column in state.free]
+            ids = known(row, state, self.parents[place] if self.parents else None)
+            found += [ids[: state.start + column] for column in state.free]
         return found
 
 
@@ -4114,13 +4102,7 @@ class Reveal:
 
 
 class Refinement(Protocol):
-    """A change of reveals before they count: a frozen dataclass of its numbers.
-
-    Attributes:
-        remasks: It may take reveals back.
-    """
-
-    remasks: ClassVar[bool]
+    """A change of reveals before they count: a frozen dataclass of its numbers."""
 
     def __call__(self, networks: Networks, rows: Sequence[Row], reveals: list[Reveal]) -> None:
         """Change the reveals of some of the batch's rows in place."""
@@ -4155,7 +4137,6 @@ class Direct:
     """`mrp_direct`: after each backbone step the head reveals one more column at a time, unverified (MRP, section 5)."""
 
     head_reveals: int
-    remasks: ClassVar[bool] = False
 
     def __call__(self, networks: Networks, rows: Sequence[Row], reveals: list[Reveal]) -> None:
         """See `Refinement`."""
@@ -4182,7 +4163,6 @@ class ThresholdRemask:
     """
 
     threshold: float
-    remasks: ClassVar[bool] = True
 
     def __call__(self, networks: Networks, rows: Sequence[Row], reveals: list[Reveal]) -> None:
         """See `Refinement`."""
@@ -4202,7 +4182,6 @@ class ResidualRemask:
     """
 
     delta: float
-    remasks: ClassVar[bool] = True
 
     def __call__(self, networks: Networks, rows: Sequence[Row], reveals: list[Reveal]) -> None:
         """See `Refinement`."""
@@ -4228,7 +4207,6 @@ class RereadRemask:
 
     threshold: float
     alone: float
-    remasks: ClassVar[bool] = True
 
     def __call__(self, networks: Networks, rows: Sequence[Row], reveals: list[Reveal]) -> None:
         """See `Refinement`."""
