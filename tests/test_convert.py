@@ -8,17 +8,23 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_model
-from mrp_trainer.convert import convert, copy_renamed, main
+from mrp_trainer import cli
+from mrp_trainer.convert import convert, copy_renamed
 from published import backbone_config, backbone_shapes, heavyball_tensors, published_config, random_tensors, write
 from safetensors import safe_open
 from stock import stock_of
 from test_heads import in_hub_cache
 from transformers import AutoModel, GenerationConfig
+from typer.testing import CliRunner
 
 from modeling_mrp import MRPForCausalLM
 from modeling_mrp.model.saving import code_files
 
 PROMPT = torch.tensor([[5, 17, 80, 3, 44, 9]])
+
+
+def command(source: Path | str, target: Path) -> Any:
+    return CliRunner().invoke(cli.app, ["convert", str(source), str(target)])
 
 
 def raw_bytes(folder: Path) -> dict[str, tuple[str, list[int], bytes]]:
@@ -180,24 +186,20 @@ def test_nothing_is_overwritten_and_nothing_half_written(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("source", "message"), [("./nowhere", "check the path"), ("org/misspelt", "could not be read"), (".", "has no config")]
 )
-def test_a_source_that_is_none(
-    source: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_source_that_is_none(source: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit, match="1"):
-        main([source, str(tmp_path / "new")])
-    said = capsys.readouterr().err
-    assert source in said
-    assert message in said
+    done = command(source, tmp_path / "new")
+    assert done.exit_code == 1
+    assert source in done.stderr
+    assert message in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(tmp_path: Path) -> None:
     write(tmp_path / "theirs", published_config(), heavyball_tensors())
     (tmp_path / "new").mkdir()  # an empty folder will do
-    main([str(tmp_path / "theirs"), str(tmp_path / "new")])
-    assert "in the layout mrp" in capsys.readouterr().out
+    assert "in the layout mrp" in command(tmp_path / "theirs", tmp_path / "new").stdout
     assert MRPForCausalLM.from_pretrained(tmp_path / "new").config.has_head
-    with pytest.raises(SystemExit, match="1"):
-        main([str(tmp_path / "theirs"), str(tmp_path / "new")])
-    assert "is not empty: name a new folder" in capsys.readouterr().err
+    done = command(tmp_path / "theirs", tmp_path / "new")
+    assert done.exit_code == 1
+    assert "is not empty: name a new folder" in done.stderr

@@ -2,11 +2,12 @@
 
 import itertools
 import random
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from conftest import make_model
+from conftest import embedded, make_model
 from helpers import every_mode, text, texts
 from reference import reference_decode
 from transformers import NoBadWordsLogitsProcessor, NoRepeatNGramLogitsProcessor
@@ -126,3 +127,29 @@ def test_no_sequence_comes_twice(mode: str, size: int) -> None:
         whole = prompt + tokens
         found = [tuple(whole[i : i + size]) for i in range(len(whole) - size + 1)]
         assert len(set(found)) == len(found)
+
+
+@pytest.mark.parametrize("target", ["static", "dynamic", "sequential", "entropy_bound"])
+def test_no_pair_of_the_readme_that_is_forbidden_is_written(target: str, tiny_tokenizer: Any) -> None:
+    """Each pair of the prompt and of its text in turn, and sequences that would come twice; drafted as undrafted."""
+    model = embedded().double()
+    chat = [{"role": "user", "content": "Sum the numbers of a list that are even, each plus 5."}]
+    prompt = tiny_tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
+
+    def written(**options: Any) -> list[int]:
+        ids = model.generate(torch.tensor([prompt]), max_new_tokens=24, confidence_threshold=0.6, **options)
+        return ids[0, len(prompt) :].tolist()
+
+    pairs = dict.fromkeys([*pairwise(prompt), *pairwise([prompt[-1], *written(decoding=target)])])
+    for pair in pairs:
+        banned = {"bad_words_ids": [list(pair)]}
+        tokens = written(decoding=target, **banned)
+        assert pair not in pairwise([prompt[-1], *tokens])
+        assert written(decoding="mrp_spec", target=target, **banned) == tokens
+    for size in (2, 3):
+        tokens = written(decoding=target, no_repeat_ngram_size=size)
+        whole = [*prompt, *tokens]
+        grams = [tuple(whole[at : at + size]) for at in range(len(whole) - size + 1)]
+        before = len(prompt) - size + 1
+        assert all(gram not in grams[: before + at] for at, gram in enumerate(grams[before:]))
+        assert written(decoding="mrp_spec", target=target, no_repeat_ngram_size=size) == tokens

@@ -86,6 +86,8 @@ def test_what_a_criterion_is_shown(random_model: MRPForCausalLM, mode: str, side
             if len(known) == length <= len(tokens):
                 assert length <= at[row] + 1, "every length is shown before the next"
                 at[row] = max(at[row], length)
+    last = watch.seen[-1][2][width:]
+    assert last == (free[2] + [55] * 9)[: len(last)]
     assert at == [len(tokens) for tokens in free]
     assert len(watch.seen) <= sum(at)
 

@@ -1,11 +1,10 @@
 """Writes a checkpoint in another layout: ours, the published backbone's (`sdar`) or the published head's (`heavyball`).
 
-``python -m mrp_trainer.convert heavyball/sdar-4b-mrp-3lyr converted --layout mrp``. The layouts differ in the names of the
+`mrp convert heavyball/sdar-4b-mrp-3lyr converted` calls it. The layouts differ in the names of the
 head's tensors and in the fields of the config, so that only the header of each safetensors file is written anew: the numbers
 are copied as bytes, a piece at a time, whatever their type.
 """
 
-import argparse
 import json
 import os
 import shutil
@@ -180,24 +179,3 @@ def copy_renamed(source: Path, target: Path, rename: Callable[[str], str]) -> No
         renamed += b" " * (-len(renamed) % 8)  # so that the numbers stay aligned
         writer.write(len(renamed).to_bytes(8, "little") + renamed)
         shutil.copyfileobj(reader, writer, _PIECE)
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Command line of the converter."""
-    parser = argparse.ArgumentParser(
-        prog="python -m mrp_trainer.convert", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("source", help="a folder, or a repository's id on the Hub")
-    parser.add_argument("target", type=Path, help="a folder that does not exist or is empty")
-    parser.add_argument("--layout", choices=LAYOUTS, default="mrp")
-    options = parser.parse_args(arguments)
-    try:
-        target = convert(options.source, options.target, options.layout)
-    except (ValueError, OSError) as error:
-        parser.exit(1, f"{error}\n")
-    size = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
-    print(f"wrote {target} in the layout {options.layout}: {size:,} bytes")
-
-
-if __name__ == "__main__":
-    main()

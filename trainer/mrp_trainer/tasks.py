@@ -10,15 +10,13 @@ The answers hold free choices whose pieces must agree (the order of operands, na
 recur, loop or comprehension): a decoder that reveals several positions at once without looking has to get them wrong.
 
 A problem belongs to the split that the hash of its prompt selects, so no prompt can occur in two splits; the splits
-also draw from disjoint seeds. ``python -m mrp_trainer.tasks --help`` writes problems as JSON lines.
+also draw from disjoint seeds. `mrp tasks` writes them as JSON lines.
 """
 
-import argparse
 import hashlib
 import json
 import random
 import re
-import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -381,19 +379,3 @@ def training_lines(family: Family, split: Split, count: int, seed: int = 0) -> I
             yield json.dumps({"prompt": problem.prompt, "completion": problem.answer})
         else:
             yield json.dumps({"messages": [*problem.messages(), {"role": "assistant", "content": problem.answer}]})
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Command line: writes problems as JSON lines to standard output."""
-    parser = argparse.ArgumentParser(prog="python -m mrp_trainer.tasks", description=main.__doc__)
-    parser.add_argument("--family", choices=FAMILIES, required=True)
-    parser.add_argument("--split", choices=SPLITS, required=True)
-    parser.add_argument("--count", type=int, default=10)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args(arguments)
-    for line in problem_lines(options.family, options.split, options.count, options.seed):
-        sys.stdout.write(line + "\n")
-
-
-if __name__ == "__main__":
-    main()
