@@ -25,7 +25,7 @@ from functools import cache, cached_property, partial
 from huggingface_hub import CommitInfo
 from importlib import import_module
 from inspect import getdoc
-from math import inf
+from math import inf, sqrt
 from pathlib import Path
 from safetensors import safe_open, SafetensorError
 from safetensors.torch import save_file
@@ -3693,161 +3693,201 @@ class Fixed:
         """Learn nothing."""
 
 
-class Times:
-    """Times of rounds of one kind, by the states that they score, all rows together."""
+@dataclass(frozen=True)
+class Shape:
+    """What the time of a round depends on: rows of the batch, states of each that are scored, and whether the head reads."""
 
-    # Other work of the machine makes rounds slower, never faster: a shorter time counts for more than a longer one.
-    FASTER, SLOWER, OUTLIER = 0.3, 0.15, 1.5
-    KNOWN = 3  # uses make a time known: what is met first may be recorded or compiled meanwhile
+    rows: int
+    states: int
+    head: bool
+
+    @property
+    def scored(self) -> int:
+        """States of all rows together."""
+        return self.rows * self.states
+
+
+class Times:
+    """Seconds of rounds by the states that they score, without the head and with it; and what first uses of a shape cost."""
+
+    FIRST = 3  # uses make a time known: in those before a shape may be recorded or compiled
+    RATE, OUTLIER = 0.1, 1.5
 
     def __init__(self) -> None:
-        self.seconds: dict[int, float] = {}
-        self.first: dict[int, list[float]] = {}
+        self.seconds: tuple[dict[int, float], dict[int, float]] = {}, {}
+        self.first: dict[Shape, list[float]] = {}
+        self.recording, self.head = 0.0, 1.0  # what first uses took beyond a round, and a round with the head over one without
 
-    def learn(self, states: int, seconds: float) -> float | None:
-        """Learn what a round of so many states took; once that is known return what first uses cost beyond it, else None."""
-        first = self.first.setdefault(states, [])
-        if len(first) < self.KNOWN:
+    def learn(self, shape: Shape, seconds: float) -> None:
+        """Learn what a round took."""
+        known, scored, first = self.seconds[shape.head], shape.scored, self.first.setdefault(shape, [])
+        if len(first) < self.FIRST:
             first.append(seconds)
-            if len(first) < self.KNOWN:
-                return None
-            self.seconds[states] = min(first)
-            return sum(first) - len(first) * min(first)
-        before = self.seconds[states]
-        rate = self.FASTER if seconds < before else self.SLOWER
-        self.seconds[states] = before + rate * (min(seconds, self.OUTLIER * before) - before)
-        return None
+            if len(first) == self.FIRST:
+                known.setdefault(scored, min(first))
+                self.recording = self.recording if shape.head else sum(first) - len(first) * min(first)
+        else:
+            known[scored] += self.RATE * (min(seconds, self.OUTLIER * known[scored]) - known[scored])
+        if shape.head and scored in known:
+            self.head = known[scored] / (self.estimate(scored, False) or known[scored])
 
-    def known(self, states: int) -> bool:
-        """Tell if a time was measured often enough."""
-        return states in self.seconds
+    def known(self, shape: Shape) -> bool:
+        """Tell if a time is known, and the shape was used, or no other of so many rows: one has to be recorded."""
+        if shape.scored not in self.seconds[shape.head]:
+            return False
+        return shape in self.first or all(one.rows != shape.rows for one in self.first)
 
-    def estimate(self, states: int) -> float | None:
-        """Estimate the seconds of a round of so many states, rather too few than too many; None: nothing is known."""
-        if states in self.seconds or not self.seconds:
-            return self.seconds.get(states)
-        below = max((one for one in self.seconds if one < states), default=None)
-        above = min((one for one in self.seconds if one > states), default=None)
-        if below is None:
-            return self.seconds[above] * states / above  # type: ignore[index, operator]
-        if above is None:
-            before = max((one for one in self.seconds if one < below), default=below)
-            slope = (self.seconds[below] - self.seconds[before]) / max(1, below - before)
-            return self.seconds[below] + 0.7 * max(0.0, slope) * (states - below)
-        share = 0.5 * (states - below) / (above - below)  # flat at first, then a slope
-        return self.seconds[below] + share * (self.seconds[above] - self.seconds[below])
+    def estimate(self, scored: int, head: bool) -> float:
+        """Estimate the seconds of a round, rather too few than too many: flat, or on the line through the two below."""
+        known = self.seconds[head]
+        if scored in known:
+            return known[scored]
+        if head:
+            return self.estimate(scored, False) * self.head
+        below = sorted(one for one in known if one < scored)[-2:]
+        if not below:
+            least = min(known, default=0)
+            return known[least] * scored / least if least else 0.0
+        before, last = below[0], below[-1]
+        slope = (known[last] - known[before]) / max(1, last - before)
+        return known[last] + max(0.0, slope) * (scored - last)
+
+    def price(self, shape: Shape, worth: float) -> float:
+        """Estimate what it may cost at worst to make a time known, given what a round is worth."""
+        uses = [len(self.first.get(Shape(shape.rows, shape.states, head), ())) for head in (False, True)]
+        unrecorded = (sum(uses) < self.FIRST - 1) + (shape.head and uses[True] < self.FIRST - 1)
+        seconds, flat = self.estimate(shape.scored, shape.head), self.seconds[False]
+        if shape.scored not in self.seconds[shape.head]:
+            seconds = max([seconds, *(flat[one] * shape.scored / one for one in [max(flat, default=0)] if one)])
+        return unrecorded * self.recording + max(1, self.FIRST - uses[shape.head]) * max(0.0, seconds - worth)
+
+
+@dataclass
+class Gains:
+    """What rounds of one amount came to for the rows that could draft: sums that fade.
+
+    Attributes:
+        rows: Such rows.
+        steps: Denoising steps of them.
+        stuck: Of them, those that cannot draft next.
+    """
+
+    rows: float = 0.0
+    steps: float = 0.0
+    stuck: float = 0.0
+
+    def scale(self, by: float) -> None:
+        """Fade."""
+        self.rows, self.steps, self.stuck = self.rows * by, self.steps * by, self.stuck * by
+
+
+PLAIN = Amount()
 
 
 class Auto:
     """Chooses the amount with which rows come furthest for its time.
 
-    A row comes as far as the denoising steps that a round takes it. What a round costs is a function of the states that it
-    scores and of whether the head takes part; how far it leads, of the chance that a draft of each depth is accepted, learnt
-    for stale drafts and for the head's. An amount of which too little is known is tried where its best case beats what is
-    known, and again after ever longer waits. What trying loses is measured, and limited to a share of all time.
+    A row cannot draft where its block is whole, or was before the last round; a round in which no row can drafts nothing,
+    whatever is chosen. So an amount is judged by what it comes to with the rounds behind it that it makes such.
+
+    An amount of which too little is known is tried where its best case beats what is best so far. More states come to more
+    steps, but to ever fewer each, and cost no less time than they would on the line through the last two: so the best case of
+    a width follows from the smaller ones. Trying is paid from a balance: a share of what the target alone would have taken,
+    and all that drafts have won over it. A first call is thus at most about that share slower than its target.
 
     Args:
         states, passes: The most of both.
     """
 
-    SHARE, CREDIT = 0.05, 1.0  # of all time may be lost by trying, and so many rounds that draft nothing
-    ENOUGH = 10  # rows that had a draft of some depth make its chance known
-    WINDOW = 400  # so many count, the newest most
-    HOPES = (0.85, 0.95)  # the chance that is supposed of a first draft, of stale logits and of the head
-    WAIT = 100  # rounds after which an amount is tried again that is at most `MARGIN` slower, and twice as many each time
-    MARGIN = 1.4
+    SHARE = 0.045  # of the target's time may be lost by trying
+    ENOUGH = 0.98  # of the best time is hope enough to try an amount
+    HOPE, SURE = 0.9, 4.0  # the chance of a draft of which nothing is known; steps are supposed 1 for so many more rows
+    WINDOW, FADE = 2000.0, 1 / 8000  # rows that count, the newest most; and what a round takes off what was not used
+    ROUND = 1.5  # rows that those of one round count as, at most: they are alike
 
     def __init__(self, states: int, passes: int) -> None:
         kinds = [0, passes] if passes else [0]
-        drafts = [Amount(width, min(kind, width - 1)) for kind in kinds for width in WIDTHS if 1 < width <= states]
-        self.amounts = [Amount(), Amount(narrow=True), *drafts]
-        self.times = Times(), Times()  # without passes of the head, and with them
-        self.offered, self.accepted = ([[0.0] * (states + 1) for _ in kinds] for _ in range(2))
-        self.spent = self.lost = self.first_cost = 0.0
-        self.rounds = self.trying = self.scored = 0
-        self.best, self.each = Amount(), 0.0  # what is best by what is known, and the seconds that it takes for a step
-        self.waits: dict[Amount, tuple[int, int]] = {}  # until which round an amount rests, and how long
-        self.last = Amount()
+        self.ladders = [[Amount(one, min(kind, one - 1)) for one in WIDTHS if 1 < one <= states] for kind in kinds]
+        self.gains = {amount: Gains() for amount in (PLAIN, *(one for ladder in self.ladders for one in ladder))}
+        self.times, self.balance, self.plain = Times(), 0.0, 0.0  # `plain`: seconds of a step of the target alone
+        self.amount, self.shape = PLAIN, Shape(1, 1, False)
+        self.spent: dict[int, float] = {}  # seconds by rows of the batch
+        self.tried: tuple[Amount, Shape] | None = None
+        self.drafts: list[bool] = []
 
     def choose(self, rows: Sequence[Row]) -> Amount:
         """See `Budget`."""
-        size, going = len(rows), sum(row.stop is None for row in rows)
-        clean = sum(not row.state.masks for row in rows if row.stop is None)
-        known, hopes = dict[Amount, float](), dict[Amount, float]()
-        for amount in self.amounts if clean < going else self.amounts[:1]:
-            if amount.narrow > clean:
-                continue
-            each, is_known = self.prospect(amount, size, going, clean)
-            (known if is_known else hopes)[amount] = each
-        self.best = min(known, key=known.__getitem__, default=Amount())
-        self.each = known.get(self.best, 0.0)
-        started = self.times[self.last.passes > 0].known(self.states(self.last, size, clean))
-        if self.trying > 0 and self.last in (known | hopes) and (not started or self.lost <= self.left()):
-            self.trying -= 1
-        else:
-            self.trying, self.last = 0, self.best
-            if known:
-                self.last = self.tried({**known, **hopes}, hopes, going, size, clean)
-        self.scored = self.states(self.last, size, clean)
-        return self.last
+        going = [row for row in rows if row.stop is None]
+        clean = sum(not row.state.masks for row in going)
+        self.drafts = [row.stop is None and can_draft(row) for row in rows]
+        one, two = (self.times.estimate(states * len(rows), False) for states in (1, 2))
+        narrow = 0 < clean < len(going) and one * len(going) < two * (len(going) - clean)
+        self.amount, self.plain = PLAIN, 0.0
+        if any(self.drafts) and one:
+            stuck = self.gains[PLAIN].stuck / max(1.0, self.gains[PLAIN].rows)
+            self.plain = (one + stuck * two) / (1 + stuck) / len(going)
+            self.amount = self.best(len(rows), len(going), two)
+        states = self.amount.states if self.amount.states > 1 else 1 + (clean > 0 and not narrow)
+        self.shape = Shape(len(rows), states, self.amount.passes > 0)
+        return Amount(narrow=narrow) if self.amount == PLAIN else self.amount
 
-    def tried(self, prospects: dict[Amount, float], hopes: dict[Amount, float], going: int, size: int, clean: int) -> Amount:
-        """Choose what is tried: the best hope, or what has rested for long; else what is best."""
-        due = [one for one in prospects if one != self.best and self.waits.get(one, (self.WAIT, 0))[0] <= self.rounds]
-        better = [one for one in hopes if hopes[one] < self.each] or [
-            one for one in due if prospects[one] < self.MARGIN * self.each
-        ]
-        chosen = min(better, key=prospects.__getitem__, default=self.best)
-        if chosen == self.best:
-            return chosen
-        new = not self.times[chosen.passes > 0].known(self.states(chosen, size, clean))
-        if self.lost + self.first_cost * new > self.left():
-            return self.best
-        self.lost += self.first_cost * new
-        wait = self.waits.get(chosen, (0, self.WAIT))[1]
-        self.waits[chosen] = self.rounds + wait, 2 * wait
-        self.trying = max(Times.KNOWN, -(-self.ENOUGH // going)) - 1
-        return chosen
-
-    def left(self) -> float:
-        """Compute the seconds that trying may lose in all so far."""
-        return self.SHARE * self.spent + self.CREDIT * min(self.times[0].seconds.values(), default=0.0)
-
-    def prospect(self, amount: Amount, size: int, going: int, clean: int) -> tuple[float, bool]:
-        """Estimate the seconds for a step of a row, rather too few where too little is known; and tell whether enough is."""
-        kind, states = int(amount.passes > 0), self.states(amount, size, clean)
-        seconds = self.times[kind].estimate(states) or self.times[0].estimate(states) or float("inf")
-        if states > 2 * max((*self.times[0].seconds, *self.times[1].seconds), default=states):
-            seconds = float("inf")  # step by step: a wide round may take long
-        known, reached, steps, chance = self.times[kind].known(states), 1.0, 1.0, self.HOPES[kind]
-        for depth in range(1, amount.states):
-            offered = self.offered[kind][depth]
-            known &= offered >= self.ENOUGH
-            chance = (self.accepted[kind][depth] + 2 * chance) / (offered + 2)
-            reached *= chance
-            steps += reached
-        return seconds / (steps * (going - clean * amount.narrow)), known
-
-    def states(self, amount: Amount, size: int, clean: int) -> int:
-        """Count the states that a round scores."""
-        return size * (amount.states if amount.states > 1 else 1 + (clean > 0 and not amount.narrow))
+    def best(self, size: int, going: int, two: float) -> Amount:
+        """Choose what takes least time for a step, or what may and is tried; `two`: seconds of a round of two states."""
+        if self.tried and self.tried[1].rows == size and len(self.times.first.get(self.tried[1], ())) < Times.FIRST:
+            return self.tried[0]
+        sure, hopes = {PLAIN: self.plain}, {PLAIN: self.plain}
+        shapes = {amount: Shape(size, amount.states, amount.passes > 0) for amount in self.gains}
+        most = 2 * max((*self.times.seconds[False], *self.times.seconds[True]))  # step by step: a wide round may take long
+        for ladder in self.ladders:
+            below, steps, slope = 1, 1.0, self.HOPE
+            stuck = self.gains[PLAIN].stuck / max(1.0, self.gains[PLAIN].rows)
+            for amount in ladder:
+                gains, shape = self.gains[amount], shapes[amount]
+                hope = steps + slope * (amount.states - below)
+                if gains.rows:
+                    stuck = (gains.stuck + stuck) / (gains.rows + 1)
+                    mean = (gains.steps + hope) / (gains.rows + 1)
+                    hope = min(hope, mean + sqrt(mean * (mean - 1) / (gains.rows + 1)))
+                    slope = max(0.0, (hope - steps) / (amount.states - below))
+                    below, steps = amount.states, hope
+                seconds = self.times.estimate(shape.scored, shape.head)
+                seconds = (seconds + stuck * (two if going == 1 else seconds)) / going
+                if self.times.known(shape) and gains.rows:
+                    sure[amount] = seconds / (stuck + (gains.steps + self.SURE) / (gains.rows + self.SURE))
+                if self.times.known(shape) or shape.scored <= most:
+                    hopes[amount] = seconds / (stuck + hope)
+        best, dream = (min(of, key=of.__getitem__) for of in (sure, hopes))
+        if hopes[dream] >= self.ENOUGH * sure[best]:
+            return best
+        reserve = 0.0 if self.tried and self.tried[0] == dream else self.times.recording
+        price = self.times.price(shapes[dream], self.plain * going) + reserve
+        if price > min(self.balance, (1 - hopes[dream] / sure[best]) * self.spent.get(size, 0.0)):
+            return best
+        self.tried = dream, shapes[dream]
+        return dream
 
     def learn(self, amount: Amount, rows: Sequence[Row], steps: Sequence[int], seconds: float) -> None:
         """See `Budget`."""
-        kind, came = int(amount.passes > 0), [one for one in steps if one]
-        if (cost := self.times[kind].learn(self.scored, seconds)) is not None:
-            self.first_cost = cost
-        for depth in range(1, amount.states):
-            offered = sum(one >= depth for one in came)
-            fading = max(0.0, 1 - offered / self.WINDOW)
-            self.offered[kind][depth] = fading * self.offered[kind][depth] + offered
-            self.accepted[kind][depth] = fading * self.accepted[kind][depth] + sum(one > depth for one in came)
-        self.spent += seconds
-        if amount != self.best and self.each:  # what first uses take beyond that was charged before
-            first = self.times[kind].first[self.scored]
-            seconds = seconds if self.times[kind].known(self.scored) else min(first)
-            self.lost = max(0.0, self.lost + seconds - self.each * sum(came))
-        self.rounds += 1
+        if (amount.states, amount.passes) != (self.amount.states, self.amount.passes):
+            return  # there was no room for what was chosen
+        self.times.learn(self.shape, seconds)
+        self.spent[len(rows)] = self.spent.get(len(rows), 0.0) + seconds
+        came = [(step, not can_draft(row)) for step, row, one in zip(steps, rows, self.drafts, strict=True) if one]
+        if came:
+            for each in self.gains.values():
+                each.scale(1 - self.FADE)
+            gains, weight = self.gains[self.amount], min(1.0, self.ROUND / len(came))
+            gains.scale(max(0.0, 1 - weight * len(came) / self.WINDOW))
+            gains.rows += weight * len(came)
+            gains.steps += weight * sum(step for step, _ in came)
+            gains.stuck += weight * sum(stuck for _, stuck in came)
+        target = self.plain * sum(steps) if self.amount != PLAIN else seconds
+        self.balance += (1 + self.SHARE) * target - seconds
+
+
+def can_draft(row: Row) -> bool:
+    """Tell if anything says what may follow a row's state."""
+    return row.state.masks > 0 and row.source is not None
 
 
 _BUDGETS: "weakref.WeakKeyDictionary[nn.Module, dict[Hashable, Auto]]" = weakref.WeakKeyDictionary()
