@@ -14,8 +14,11 @@ EXPECTED: dict[str, list[str]] = {
     ],
     "aLoRA is refused by name: it starts behind an invocation in a text that grows from the left": [
         f"test_{test}[[]LoraConfig-config_kwargs{number}-*"
-        for test in ("generate", "generate_pos_args", "generate_half_prec")
+        for test in ("generate", "generate_pos_args", "generate_half_prec", "disable_adapter", "mixed_adapter_batches")
         for number in (17, 18)
+    ],
+    "rows that have ended leave their batch, and peft's adapter_names, one for each row, do not": [
+        "test_mixed_adapter_batches*"
     ],
     "beams are refused: a row follows one hypothesis": ["test_generate_with_mixed_adapter_batches*"],
     "a shadow calls the backbone without the model around it, which would see a causal mask": [
