@@ -908,14 +908,25 @@ def _walk(
     """The function that `fused` gives."""
     dispatch, added = mask.dispatch, None
     for layer, attention_weight, mlp_weight in plan:
-        attention, mlp = layer.self_attn, layer.mlp
         hidden, normed = sum_and_norm(hidden, added, layer.input_layernorm, dispatch)
-        query = rotated(attention, products(normed, _of_attention(layer), attention_weight), rotary, cache, dispatch)
-        seen = attend(query, *cache.read(attention.layer_idx), mask, attention.scaling)
-        hidden, normed = sum_and_norm(hidden, attention.o_proj(seen.flatten(2)), layer.post_attention_layernorm, dispatch)
-        gate, up = products(normed, _of_mlp(layer), mlp_weight).chunk(2, -1)
-        added = mlp.down_proj(mlp.act_fn(gate) * up)
+        added = _attended(layer, normed, attention_weight, rotary, mask, cache)
+        hidden, normed = sum_and_norm(hidden, added, layer.post_attention_layernorm, dispatch)
+        added = _gated(layer, normed, mlp_weight)
     return sum_and_norm(hidden, added, norm, dispatch)[1]
+
+
+def _attended(
+    layer: Any, normed: Tensor, weight: Tensor | None, rotary: tuple[Tensor, Tensor], mask: RoundMask, cache: BlockCache
+) -> Tensor:
+    attention = layer.self_attn
+    query = rotated(attention, products(normed, _of_attention(layer), weight), rotary, cache, mask.dispatch)
+    return attention.o_proj(attend(query, *cache.read(attention.layer_idx), mask, attention.scaling).flatten(2))
+
+
+def _gated(layer: Any, normed: Tensor, weight: Tensor | None) -> Tensor:
+    both = products(normed, _of_mlp(layer), weight)
+    gate, up = both.chunk(2, -1) if isinstance(both, Tensor) else both
+    return layer.mlp.down_proj(layer.mlp.act_fn(gate) * up)
 
 
 def _of_attention(layer: Any) -> list[Any]:
@@ -974,9 +985,9 @@ def _plain(linear: Any) -> bool:
     )
 
 
-def products(hidden: Tensor, linears: Sequence[Any], weight: Tensor | None) -> Tensor:
-    """Compute the results of linear layers side by side, [..., out_features of all], by their `packed` weight if any."""
-    return torch.cat([linear(hidden) for linear in linears], -1) if weight is None else F.linear(hidden, weight)
+def products(hidden: Tensor, linears: Sequence[Any], weight: Tensor | None) -> Tensor | list[Tensor]:
+    """Compute the results of linear layers, [..., out_features] each; by their `packed` weight, if any, side by side in one."""
+    return [linear(hidden) for linear in linears] if weight is None else F.linear(hidden, weight)
 
 
 def sum_and_norm(hidden: Tensor, added: Tensor | None, norm: Any, dispatch: Dispatch) -> tuple[Tensor, Tensor]:
@@ -1018,12 +1029,18 @@ def _sum_and_norm_kernel(hidden: Tensor, added: Tensor | None, norm: Any) -> tup
     return total, normed
 
 
-def rotated(attention: Any, projected: Tensor, rotary: tuple[Tensor, Tensor], cache: BlockCache, dispatch: Dispatch) -> Tensor:
+def rotated(
+    attention: Any,
+    projected: Tensor | list[Tensor],
+    rotary: tuple[Tensor, Tensor],
+    cache: BlockCache,
+    dispatch: Dispatch,
+) -> Tensor:
     """Queries and keys under their norms and rotated; keys and values go to the cache's target.
 
     Args:
         attention: A `Qwen3Attention`, for its norms, its layer and the size of its heads.
-        projected: [rows, tokens, (heads + 2 * kv_heads) * head_dim]: queries, keys and values of each token.
+        projected: [rows, tokens, (heads + 2 * kv_heads) * head_dim]: queries, keys and values of each token; or these three.
         rotary: cos and sin, [rows, tokens, head_dim] each.
         cache, dispatch: Where keys and values go; kernel or PyTorch.
 
@@ -1031,18 +1048,21 @@ def rotated(attention: Any, projected: Tensor, rotary: tuple[Tensor, Tensor], ca
         [rows, heads, tokens, head_dim], the queries.
     """
     keys, values = cache.written(attention.layer_idx)
+    parts = [projected] if isinstance(projected, Tensor) else projected
     return dispatch.run(
         "rotated",
-        lambda: _rotated_kernel(attention, projected, rotary, keys, values),
+        lambda: _rotated_kernel(attention, torch.cat(parts, -1) if len(parts) > 1 else parts[0], rotary, keys, values),
         lambda: rotated_ref(attention, projected, rotary, cache),
-        *(projected, *rotary, attention.q_norm.weight, attention.k_norm.weight, keys, values),
+        *(*parts, *rotary, attention.q_norm.weight, attention.k_norm.weight, keys, values),
     )
 
 
-def rotated_ref(attention: Any, projected: Tensor, rotary: tuple[Tensor, Tensor], cache: BlockCache) -> Tensor:
+def rotated_ref(attention: Any, projected: Tensor | list[Tensor], rotary: tuple[Tensor, Tensor], cache: BlockCache) -> Tensor:
     """`rotated` in PyTorch."""
-    every, kv_heads = projected.unflatten(-1, (-1, attention.head_dim)), cache.num_key_value_heads
-    query, key, value = every.split([every.shape[2] - 2 * kv_heads, kv_heads, kv_heads], 2)
+    if isinstance(projected, Tensor):
+        size = cache.num_key_value_heads * attention.head_dim
+        projected = list(projected.split([projected.shape[-1] - 2 * size, size, size], -1))
+    query, key, value = (part.unflatten(-1, (-1, attention.head_dim)) for part in projected)
     query, key = attention.q_norm(query).transpose(1, 2), attention.k_norm(key).transpose(1, 2)
     query, key = apply_rotary_pos_emb(query, key, *rotary)
     cache.store(key, value.transpose(1, 2), attention.layer_idx)
