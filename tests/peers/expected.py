@@ -21,10 +21,10 @@ EXPECTED: dict[str, list[str]] = {
         "test_mixed_adapter_batches*"
     ],
     "beams are refused: a row follows one hypothesis": ["test_generate_with_mixed_adapter_batches*"],
-    "a shadow calls the backbone without the model around it, which would see a causal mask": [
+    "a shadow calls the backbone without the model around it, which would see a causal mask, and does nothing to generate": [
         f"test_{test}[[]*ShadowConfig*"
         for test in (
-            *("inference_safetensors", "passing_input_embeds_works", "training_decoders", "unload_adapter"),
+            *("disable_adapter", "inference_safetensors", "passing_input_embeds_works", "training_decoders", "unload_adapter"),
             *("training_decoders_layer_indexing", "training_decoders_gradient_checkpointing"),
         )
     ],
