@@ -128,15 +128,6 @@ def test_unverified_modes_give_the_text_of_generate(model: Any, prompts: list[li
         assert FakeRequest([], stop=EOS, output_ids=text).text() == req.text()
 
 
-@torch.inference_mode()
-def test_with_kernels_a_request_ends_as_without(prompts: list[list[int]]) -> None:
-    """In float32, which they are for; interpreted."""
-    model, options = MRPForCausalLM.from_pretrained(TINY), {"target": "dynamic", "num_draft_states": 4}
-    on, off = (served(model, prompts, {**options, "kernels": kernels})[0] for kernels in (True, False))
-    assert [req.text() for req in on] == [req.text() for req in off]
-    assert all(req.finished for req in on)
-
-
 def test_the_head_sees_the_prefix(model: Any, prompts: list[list[int]]) -> None:
     """As many tokens a forward as `generate` makes, but for prompts, of which the engine takes a block a forward."""
     options = {"target": "dynamic", "confidence_threshold": 0.9, "num_draft_states": 4}
