@@ -24,7 +24,7 @@ inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_
 texts = []
 for auto in (AutoModel, AutoModelForCausalLM):
     model = auto.from_pretrained(where, trust_remote_code=True)
-    out = model.generate(**inputs, decoding="mrp_spec", max_new_tokens=48, return_dict_in_generate=True)
+    out = model.generate(**inputs, decoding="mrp_spec", num_draft_states=4, max_new_tokens=48, return_dict_in_generate=True)
     texts.append(tokenizer.decode(out.sequences[0, inputs["input_ids"].shape[1]:], skip_special_tokens=True))
 assert type(config).__name__ == "MRPConfig" and config.has_head
 assert texts[0] == texts[1] and "####" in texts[0], texts

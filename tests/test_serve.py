@@ -17,8 +17,6 @@ from mrp_trainer.serve_options import ServeOptions
 from openai_server import ASKED, ENDLESS, ENVIRONMENT, FEW, MODEL, PROMPT, Server
 from test_cli import mrp
 
-for name in ("starlette", "uvicorn"):
-    pytest.importorskip(name, reason="the server stands on them")
 openai: Any = pytest.importorskip("openai", reason="the tests' client")
 pytest_plugins = ["openai_server"]
 
