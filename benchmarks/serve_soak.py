@@ -17,9 +17,8 @@ import re
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -212,8 +211,6 @@ class Served:
         if not said.startswith("serving "):
             raise RuntimeError(f"the server did not start:\n{log.read_text()[-4000:]}")
         self.port = int(said.rstrip().removesuffix("/v1").rpartition(":")[2])
-        # It logs each request there, and would wait for a reader once the pipe is full.
-        threading.Thread(target=deque, args=(self.process.stdout, 0), daemon=True).start()
 
     def resident_mb(self) -> int:
         """Read its memory."""

@@ -142,6 +142,12 @@ def test_what_is_counted(server: Server) -> None:
     assert 0 < after['mrp_drafts_accepted_total{depth="1"}'] <= after['mrp_drafts_offered_total{depth="1"}']
 
 
+def test_who_reads_one_line_of_it_and_no_more_is_served(server: Server) -> None:
+    """A full pipe makes its writer wait: what is logged of each request goes to stderr."""
+    for _ in range(1500):  # of some 60 bytes in 64 KB
+        server.metrics()
+
+
 def test_a_server_that_is_told_to_end_tells_its_clients(tmp_path: Path) -> None:
     """A stream at work and six requests that wait; a key is asked for, too."""
     with started(tmp_path, "--api-key", "secret") as one:

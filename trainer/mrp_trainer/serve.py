@@ -350,11 +350,18 @@ def serve(options: ServeOptions) -> None:
         first = tokenizer("Hello", return_tensors="pt").to(model.device)
         model.generate(**first, tokenizer=tokenizer, max_new_tokens=1)  # what the device lacks shows now, not in answers
         app = application(options.model, model, tokenizer, loopback=_is_loopback_address(host), api_key=options.api_key)
-        config = uvicorn.Config(app, log_level="info", timeout_graceful_shutdown=_SECONDS_TO_END)
+        config = uvicorn.Config(app, log_config=_logging(), log_level="info", timeout_graceful_shutdown=_SECONDS_TO_END)
         listener.listen()  # who has read the line below is answered
         print(f"serving {options.model} at http://{f'[{host}]' if ':' in host else host}:{port}/v1", flush=True)
         with suppress(KeyboardInterrupt):
             _Server(config).run(sockets=[listener])
+
+
+def _logging() -> dict[str, Any]:
+    """Log requests to stderr, too: a pipe of stdout of which nobody reads more than the first line never fills."""
+    said = copy.deepcopy(uvicorn.config.LOGGING_CONFIG)
+    said["handlers"]["access"]["stream"] = "ext://sys.stderr"
+    return said
 
 
 def _listener(host: str, port: int) -> socket.socket:
