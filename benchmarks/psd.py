@@ -16,7 +16,7 @@ So K states a forward are depths 0 to K - 1. Blocks end as in this package: thei
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -41,8 +41,8 @@ class Consistent:
         behind: By state, the draft behind it: those of the last two rounds.
     """
 
-    needs_entropy: ClassVar[bool] = False
-    left_to_right: ClassVar[bool] = False
+    needs_entropy = False
+    left_to_right = False
 
     def __init__(self, policy: RevealRule) -> None:
         self.policy = policy

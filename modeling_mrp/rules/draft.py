@@ -9,7 +9,8 @@ that the head has read. A head pass costs nearly the same for many states as for
 is built a little, the head reads all of it in one pass, and it is built anew, further.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -36,9 +37,78 @@ class Node:
         self.source: Final = source
 
 
-# A state that may be drafted: the one before it, the columns and tokens [block] that make it (none: it is that one), and what
-# told of it.
-Follower = tuple[State, Sequence[int], Sequence[int], Scores | None]
+# A state that may be drafted: the one before it, the columns and tokens [block] that make it (no columns: it is that one), what
+# told of it, and its parent.
+Follower = tuple[State, Sequence[int], Sequence[int], Scores | None, int]
+
+
+class Search:
+    """A best-first search for the states that a row's path is likeliest to come to.
+
+    Attributes:
+        followers: States that may be drafted.
+        chances: Of each, how likely the path comes to it: orders that meet in one state add up; -inf once it is drafted.
+        met: Their places by `State.key`.
+    """
+
+    __slots__ = ("chances", "followers", "met", "row", "rule")
+
+    def __init__(self, row: Row, rule: RevealRule) -> None:
+        self.row, self.rule = row, rule
+        self.followers: list[Follower] = [(row.state, (), (), row.source, -1)]
+        self.chances, self.met = [1.0], {row.state.key: 0}
+
+    def take(self) -> tuple[Node | None, float]:
+        """Draft the likeliest state, and give its chance; None if there is none."""
+        chance = max(self.chances)
+        if chance <= 0:
+            return None, 0.0
+        at = self.chances.index(chance)
+        self.chances[at] = -math.inf
+        before, where, token, source, parent = self.followers[at]
+        return Node(self.row.after(before, where, token) if where else before, parent, source), chance
+
+    def open_block(self, state: State, place: int, chance: float) -> None:
+        """Let the next block's first state follow a clean one, which is the round's node at `place`."""
+        behind = self.row.opened(state.start + self.row.block_size)
+        if behind.masks:  # one block at a time: a given one has to wait
+            self.followers.append((behind, (), (), None, place))
+            self.chances.append(chance)
+
+    def follow(self, state: State, said: Scores, branches: int, chance: float) -> None:
+        """Let the states follow to which a reveal may lead; not those at which the text is whole.
+
+        One that the last round scored stands for the state that its path leads to.
+        """
+        row, rule, met, chances = self.row, self.rule, self.met, self.chances
+        token, odds = (said.token, said.odds) if said.likeliest is None else picked(row, state, said)
+        (start, ids), memory, eos = state.key, row.memory, row.eos
+        goes_on = state.end == row.block_size < row.open_end - start  # but for an eos
+        for where, likely in rule.likely(state, odds, branches):
+            if not likely > 0:
+                continue
+            revealed = list(ids)
+            ends = not goes_on
+            for column in where:
+                revealed[column] = one = token[column]
+                ends |= one in eos
+            key = (start, tuple(revealed))
+            before, source = state, said
+            if ends or key in memory:
+                before = row.after(state, where, token)
+                while (known := memory.get(before.key)) is not None:
+                    source = known[1]
+                    before = row.after(before, rule.reveal(before, source, row.memo)[0], source.token)
+                if row.ends(before):
+                    continue
+                key, where = before.key, ()
+            at = met.get(key)
+            if at is None:
+                met[key] = len(chances)
+                chances.append(likely * chance)
+                self.followers.append((before, where, token, source, -1))
+            else:
+                chances[at] += likely * chance
 
 
 def growth(width: int, passes: int) -> list[int]:
@@ -67,66 +137,19 @@ def build_draft(row: Row, rule: RevealRule, size: int, branches: int, estimates:
         branches: Followers of a state that are considered.
         estimates: By state, what the head thinks that the backbone will say there.
     """
-    node, chance = Node(row.state, -1, row.source), 1.0
-    nodes, taken = [node], {row.state.key}
-    chances: dict[Key | int, float] = {}  # by key; the next block's by the place of the clean state before it
-    waiting: dict[Key | int, Follower] = {}
-    while len(nodes) < size:
-        state, place = node.state, len(nodes) - 1
-        if not state.masks:
-            if node.parent < 0:
-                behind = row.opened(state.start + row.block_size)
-                if behind.masks:  # one block at a time: a given one has to wait
-                    chances[place], waiting[place] = chance, (behind, (), (), None)
-        elif (said := estimates.get(state.key, node.source)) is not None and node.parent < 0:
-            for key, likely, follower in followers(row, rule, state, said, branches):
-                if key in chances:  # orders that meet in one state add up there
-                    chances[key] += likely * chance
-                elif key not in taken:
-                    chances[key], waiting[key] = likely * chance, follower
-        best, chance = None, 0.0
-        for name, likely in chances.items():
-            if likely > chance:
-                best, chance = name, likely
-        if best is None:
-            break
-        del chances[best]
-        before, where, token, source = waiting.pop(best)
-        if isinstance(best, int):
-            node = Node(before, best, source)
-        else:
-            node = Node(row.after(before, where, token) if where else before, -1, source)
-            taken.add(best)
+    search, nodes = Search(row, rule), list[Node]()
+    while True:
+        node, chance = search.take()
+        if node is None:
+            return nodes
         nodes.append(node)
-    return nodes
-
-
-def followers(row: Row, rule: RevealRule, state: State, said: Scores, branches: int) -> Iterator[tuple[Key, float, Follower]]:
-    """Find the states that may follow one, each with its key and chance; not those at which the text is whole.
-
-    A follower that the last round scored stands for the state that its path leads to.
-    """
-    token, odds = (said.token, said.odds) if said.likeliest is None else picked(row, state, said)
-    (start, ids), memory, eos = state.key, row.memory, row.eos
-    goes_on = state.end == row.block_size < row.open_end - start  # but for an eos
-    for where, chance in rule.likely(state, odds, branches):
-        if chance <= 0:
-            continue
-        revealed = list(ids)
-        ends = not goes_on
-        for column in where:
-            revealed[column] = one = token[column]
-            ends |= one in eos
-        key = (start, tuple(revealed))
-        if key not in memory and not ends:
-            yield key, chance, (state, where, token, said)
-            continue
-        made, source = row.after(state, where, token), said
-        while (known := memory.get(made.key)) is not None:
-            source = known[1]
-            made = row.after(made, rule.reveal(made, source, row.memo)[0], source.token)
-        if not row.ends(made):
-            yield made.key, chance, (made, (), (), source)
+        if len(nodes) == size:
+            return nodes
+        if node.parent < 0:
+            if not node.state.masks:
+                search.open_block(node.state, len(nodes) - 1, chance)
+            elif (said := estimates.get(node.state.key, node.source)) is not None:
+                search.follow(node.state, said, branches, chance)
 
 
 def picked(row: Row, state: State, said: Scores) -> tuple[Sequence[int], Sequence[float]]:

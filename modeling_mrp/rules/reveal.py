@@ -11,7 +11,7 @@ text is.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 from .state import Scores, State
 
@@ -40,7 +40,10 @@ class RevealRule(Protocol):
         left_to_right: Whether it reveals the leftmost masks, one a step: then all before a reveal is known.
     """
 
-    needs_entropy: ClassVar[bool]
+    @property
+    def needs_entropy(self) -> bool:
+        """See the attribute."""
+        ...
 
     @property
     def left_to_right(self) -> bool:
@@ -76,12 +79,12 @@ def by_odds(columns: Columns, odds: Sequence[float]) -> list[int]:
 
 
 def alone_chances(few: Sequence[int], columns: Sequence[int], odds: Sequence[float]) -> dict[int, float]:
-    """The chance of each of a few columns to be the surest of all `columns`, by estimates of the odds."""
-    known = [odds[column] for column in columns]
-    if (most := max(known)) > MOST_ODDS:
+    """The chance of each of a few columns, the surest first, to be the surest of all `columns`, by estimates of the odds."""
+    most = odds[few[0]]
+    if most > MOST_ODDS:
         return alone_chances(few, columns, [min(one, MOST_ODDS) for one in odds])
     exp = math.exp
-    total = sum([exp(ORDER_SHARPNESS * (one - most)) for one in known])
+    total = sum([exp(ORDER_SHARPNESS * (odds[column] - most)) for column in columns])
     return {column: exp(ORDER_SHARPNESS * (odds[column] - most)) / total for column in few}
 
 
@@ -122,8 +125,8 @@ class Static:
     """
 
     schedule: Columns
-    needs_entropy: ClassVar[bool] = False
-    left_to_right: ClassVar[bool] = False
+    needs_entropy = False
+    left_to_right = False
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
         """See `RevealRule`."""
@@ -151,7 +154,7 @@ class Sequential:
     """
 
     schedule: Columns
-    needs_entropy: ClassVar[bool] = False
+    needs_entropy = False
 
     @property
     def left_to_right(self) -> bool:
@@ -177,8 +180,8 @@ class Dynamic:
     """
 
     threshold: float
-    needs_entropy: ClassVar[bool] = False
-    left_to_right: ClassVar[bool] = False
+    needs_entropy = False
+    left_to_right = False
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
         """See `RevealRule`."""
@@ -196,7 +199,7 @@ class Dynamic:
         over, doubts, chance = [best], [], 1.0
         for column in state.free:
             if column != best:
-                doubt = THRESHOLD_SHARPNESS * (bounded(odds[column], MOST_ODDS) - threshold)
+                doubt = THRESHOLD_SHARPNESS * (odds[column] - threshold)
                 if doubt > 0:
                     over.append(column)
                 else:
@@ -228,8 +231,8 @@ class EntropyBound:
     """
 
     bound: float
-    needs_entropy: ClassVar[bool] = True
-    left_to_right: ClassVar[bool] = False
+    needs_entropy = True
+    left_to_right = False
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
         """See `RevealRule`."""
