@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from mrp_trainer.demo import TARGETS
-from mrp_trainer.results import ResultsFile
+from mrp_trainer.evaluate.results import ResultsFile
 
 from modeling_mrp.model.configuration import MRPConfig
 from modeling_mrp.modeling import MRPForCausalLM

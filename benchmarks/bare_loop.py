@@ -10,8 +10,8 @@ import time
 from collections.abc import Sequence
 
 import torch
-from mrp_trainer.data import encode
-from mrp_trainer.tasks import problems
+from mrp_trainer.data.problems import encode
+from mrp_trainer.data.tasks import problems
 from transformers import DynamicCache
 
 from modeling_mrp.modeling import MRPForCausalLM

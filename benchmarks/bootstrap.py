@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from mrp_trainer.decoded import Decoded
-from mrp_trainer.intervals import RESAMPLES, Interval, percentiles, resampled_sums
+from mrp_trainer.evaluate.decoded import Decoded
+from mrp_trainer.evaluate.intervals import RESAMPLES, Interval, percentiles, resampled_sums
 
 
 @dataclass(frozen=True)

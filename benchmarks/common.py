@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mrp_trainer.provenance import digests
-from mrp_trainer.provenance import header as header
-from mrp_trainer.results import measuring_command, other_weights, with_headers
+from mrp_trainer.evaluate.provenance import digests
+from mrp_trainer.evaluate.provenance import header as header
+from mrp_trainer.evaluate.results import measuring_command, other_weights, with_headers
 from transformers import PreTrainedTokenizerFast
 
 from modeling_mrp.generate.generation import laid_out

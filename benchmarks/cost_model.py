@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mrp_trainer.results import with_headers
-from mrp_trainer.tasks import FAMILIES
+from mrp_trainer.data.tasks import FAMILIES
+from mrp_trainer.evaluate.results import with_headers
 from torch import nn
 
 from modeling_mrp.modeling import MRPForCausalLM

@@ -20,11 +20,11 @@ from functools import cache
 from typing import Any
 
 import torch
-from mrp_trainer.data import encode
-from mrp_trainer.decoded import NEW_TOKENS
-from mrp_trainer.intervals import wilson
-from mrp_trainer.results import ResultsFile, mode_name
-from mrp_trainer.tasks import FAMILIES, SPLITS, Family, Problem, problems
+from mrp_trainer.data.problems import encode
+from mrp_trainer.data.tasks import FAMILIES, SPLITS, Family, Problem, problems
+from mrp_trainer.evaluate.decoded import NEW_TOKENS
+from mrp_trainer.evaluate.intervals import wilson
+from mrp_trainer.evaluate.results import ResultsFile, mode_name
 from transformers import PreTrainedTokenizerFast
 
 from modeling_mrp.generate.option_table import REMASK_RULES

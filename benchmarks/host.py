@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from mrp_trainer.data import encode
-from mrp_trainer.tasks import problems
+from mrp_trainer.data.problems import encode
+from mrp_trainer.data.tasks import problems
 
 from modeling_mrp.generate.budget import Amount, Fixed
 from modeling_mrp.generate.loop import Decoder, Drafting, Mode

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from mrp_trainer.data import encode
-from mrp_trainer.decoded import NEW_TOKENS
-from mrp_trainer.tasks import Problem, judge
+from mrp_trainer.data.problems import encode
+from mrp_trainer.data.tasks import Problem, judge
+from mrp_trainer.evaluate.decoded import NEW_TOKENS
 from transformers import PreTrainedTokenizerBase
 
 from modeling_mrp.modeling import MRPForCausalLM

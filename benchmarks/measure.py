@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mrp_trainer.evaluate import decode_problems
-from mrp_trainer.tasks import Problem
+from mrp_trainer.data.tasks import Problem
+from mrp_trainer.evaluate.decoded import decode_problems
 from transformers import PreTrainedTokenizerBase
 
 from modeling_mrp.modeling import MRPForCausalLM

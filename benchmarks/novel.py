@@ -9,11 +9,11 @@ import argparse
 import re
 from typing import Any
 
-from mrp_trainer.data import TaskDataset
-from mrp_trainer.decoded import Decoded, decode_problems
-from mrp_trainer.intervals import ratio_of_sums, wilson
-from mrp_trainer.tasks import Problem, Split, problems
-from mrp_trainer.train_tiny import BLOCK_SIZE, FAMILIES, TinyOptions
+from mrp_trainer.data.problems import TaskDataset
+from mrp_trainer.data.tasks import Problem, Split, problems
+from mrp_trainer.evaluate.decoded import Decoded, decode_problems
+from mrp_trainer.evaluate.intervals import ratio_of_sums, wilson
+from mrp_trainer.train.tiny import BLOCK_SIZE, FAMILIES, TinyOptions
 from transformers import PreTrainedTokenizerBase
 
 from .common import TINY, emit, header, load

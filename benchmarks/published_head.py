@@ -1,7 +1,7 @@
 """What of the gain over the released reference is the loop, and what the head.
 
 ``torchrun --nproc-per-node 2 -m benchmarks.published_head --work runs/published`` trains a head on the embedded backbone by
-the published recipe (`mrp_trainer/recipes`): problems' own answers masked at random, one true token of each block revealed,
+the published recipe (`train/recipes`): problems' own answers masked at random, one true token of each block revealed,
 nothing but the divergence of one step, random matrices to begin with. Steps, batches and the optimizer are those of the
 embedded head. Then it decodes held-out problems with both heads in both loops, greedily in float64: the released
 reference (`benchmarks.released`), row by row, and `mrp_spec` of `static`. Every text is that of `static`;
@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
-from mrp_trainer.data import TaskDataset
-from mrp_trainer.provenance import digests
-from mrp_trainer.results import ResultsFile
-from mrp_trainer.settings import RECIPES, read_yaml
-from mrp_trainer.tasks import Problem, problems
-from mrp_trainer.train_tiny import BLOCK_SIZE, FAMILIES, TinyOptions, train_head
+from mrp_trainer.data.problems import TaskDataset
+from mrp_trainer.data.tasks import Problem, problems
+from mrp_trainer.evaluate.provenance import digests
+from mrp_trainer.evaluate.results import ResultsFile
+from mrp_trainer.train.settings import RECIPES, read_yaml
+from mrp_trainer.train.tiny import BLOCK_SIZE, FAMILIES, TinyOptions, train_head
 from transformers import PreTrainedTokenizerFast
 
 from modeling_mrp.modeling import MRPForCausalLM

@@ -27,8 +27,8 @@ from typing import Any
 
 import torch
 from mrp_trainer import TINY
+from mrp_trainer.data.tasks import problems
 from mrp_trainer.loading import load_model, load_tokenizer
-from mrp_trainer.tasks import problems
 
 from .common import header
 

@@ -13,9 +13,9 @@ from statistics import median
 from typing import Any
 
 import torch
-from mrp_trainer.data import encode
-from mrp_trainer.decoded import NEW_TOKENS
-from mrp_trainer.tasks import FAMILIES, problems
+from mrp_trainer.data.problems import encode
+from mrp_trainer.data.tasks import FAMILIES, problems
+from mrp_trainer.evaluate.decoded import NEW_TOKENS
 from transformers import PreTrainedTokenizerFast
 
 from modeling_mrp import MRPConfig, MRPForCausalLM

@@ -15,9 +15,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from mrp_trainer.publishing.card import markdown_table as _markdown
-from mrp_trainer.publishing.card import results_table
-from mrp_trainer.tasks import FAMILIES
+from mrp_trainer.data.tasks import FAMILIES
+from mrp_trainer.publish.card import markdown_table as _markdown
+from mrp_trainer.publish.card import results_table
 
 from .common import RESULTS, read_lines
 from .frontier import JUDGED, STATES, on_frontier, setting_name

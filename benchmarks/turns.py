@@ -13,8 +13,8 @@ import time
 from typing import Any
 
 import torch
-from mrp_trainer.data import encode
-from mrp_trainer.tasks import problems
+from mrp_trainer.data.problems import encode
+from mrp_trainer.data.tasks import problems
 from transformers import AutoModel, PreTrainedTokenizerFast
 
 from .common import emit, header

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from mrp_trainer.data import encode
-from mrp_trainer.evaluate import NEW_TOKENS, pad_left
-from mrp_trainer.tasks import problems
+from mrp_trainer.data.problems import encode
+from mrp_trainer.data.tasks import problems
+from mrp_trainer.evaluate.decoded import NEW_TOKENS, pad_left
 
 from modeling_mrp.generate.output import MRPGenerateOutput
 from modeling_mrp.model.configuration import MRPConfig

@@ -18,7 +18,7 @@ if not torch.cuda.is_available():  # kernels that a test forces are interpreted;
 from fresh import Fresh
 from helpers import naive_norm
 from hub_server import HubServer
-from mrp_trainer.tasks import make_problem
+from mrp_trainer.data.tasks import make_problem
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace

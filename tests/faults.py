@@ -27,7 +27,7 @@ from pathlib import Path
 
 from conftest import ROOT, make_model
 from hub_server import HubServer
-from mrp_trainer.checkpoints import last_whole_checkpoint
+from mrp_trainer.train.checkpoints import last_whole_checkpoint
 from test_resume import OPTIONS, assert_equal, run_of, take_up
 from training_runs import Result, Run, result, start
 

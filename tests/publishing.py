@@ -70,7 +70,7 @@ def push(client: HubClient) -> Callable[..., Done]:
     def run(folder: Path, repo_id: str, **options: Any) -> Done:
         return client.run(
             f"""
-            from mrp_trainer.publishing import publish, push
+            from mrp_trainer.publish import publish, push
             push.PATIENCE = {options.pop("patience", 60.0)}
             print(publish({str(folder)!r}, {repo_id!r}, **{options!r}))
             """

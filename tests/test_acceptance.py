@@ -7,8 +7,14 @@ import pytest
 import torch
 from conftest import make_model
 from helpers import PROMPTS, generate
-from mrp_trainer.acceptance import acceptance_by_depth, judged_revocations, mean_accepted_length, measure_acceptance, unwrapped
-from mrp_trainer.decoded import Decoded
+from mrp_trainer.evaluate.acceptance import (
+    acceptance_by_depth,
+    judged_revocations,
+    mean_accepted_length,
+    measure_acceptance,
+    unwrapped,
+)
+from mrp_trainer.evaluate.decoded import Decoded
 from peft import LoraConfig, get_peft_model
 from transformers import PreTrainedTokenizerFast
 

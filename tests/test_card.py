@@ -13,9 +13,9 @@ import yaml
 from conftest import ROOT, TINY, make_model
 from hub_cards import validate_card
 from huggingface_hub import ModelCard
-from mrp_trainer.publish import main
-from mrp_trainer.publishing.card import About, check_card, is_own_card, read_results, renamed, render_card, results_table
-from mrp_trainer.settings import read_settings
+from mrp_trainer.publish.card import About, check_card, is_own_card, read_results, renamed, render_card, results_table
+from mrp_trainer.publish.command import main
+from mrp_trainer.train.settings import read_settings
 from safetensors.torch import save_file
 
 from benchmarks import tables

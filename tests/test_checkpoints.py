@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from mrp_trainer.arguments import MRPTrainingArguments
-from mrp_trainer.checkpoints import last_whole_checkpoint
-from mrp_trainer.trainer import MRPTrainer
+from mrp_trainer.train.arguments import MRPTrainingArguments
+from mrp_trainer.train.checkpoints import last_whole_checkpoint
+from mrp_trainer.train.trainer import MRPTrainer
 from safetensors.torch import load_file, save_file
 from training_runs import OPTIONS, Rows, small_model
 

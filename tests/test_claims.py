@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT
-from mrp_trainer.tasks import FAMILIES
+from mrp_trainer.data.tasks import FAMILIES
 
 from benchmarks import tables
 from benchmarks.cost_model import head_share

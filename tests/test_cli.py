@@ -12,16 +12,18 @@ import pytest
 import torch
 import typer
 from conftest import ROOT, TINY
-from mrp_trainer import cli, cli_train, evaluate
-from mrp_trainer.arguments import MRPTrainingArguments
-from mrp_trainer.convert import LAYOUTS
-from mrp_trainer.evaluate_options import EvaluateOptions
-from mrp_trainer.objectives import HEAD_LOSSES
-from mrp_trainer.questions import JUDGES
-from mrp_trainer.reveals import REVEAL_RULES
-from mrp_trainer.settings import known_names, read_settings
-from mrp_trainer.tasks import problem_from_json
-from mrp_trainer.train_options import RunOptions, TrainCommand
+from mrp_trainer import cli
+from mrp_trainer.cli import train as cli_train
+from mrp_trainer.data.tasks import problem_from_json
+from mrp_trainer.evaluate import command as evaluate
+from mrp_trainer.evaluate.options import EvaluateOptions
+from mrp_trainer.evaluate.questions import JUDGES
+from mrp_trainer.publish.convert import LAYOUTS
+from mrp_trainer.train.arguments import MRPTrainingArguments
+from mrp_trainer.train.objectives import HEAD_LOSSES
+from mrp_trainer.train.options import RunOptions, TrainCommand
+from mrp_trainer.train.reveals import REVEAL_RULES
+from mrp_trainer.train.settings import known_names, read_settings
 from test_trainer import small_model
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from typer.testing import CliRunner

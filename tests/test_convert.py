@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import make_model
 from mrp_trainer import cli
-from mrp_trainer.convert import convert, copy_renamed
+from mrp_trainer.publish.convert import convert, copy_renamed
 from published import backbone_config, backbone_shapes, heavyball_tensors, published_config, random_tensors, write
 from safetensors import safe_open
 from stock import stock_of

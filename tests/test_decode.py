@@ -13,17 +13,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from mrp_trainer.chat import RecordEncoder
-from mrp_trainer.data import TaskDataset
-from mrp_trainer.decode import DecodeOptions, decode
-from mrp_trainer.decoded import NEW_TOKENS
-from mrp_trainer.records import RecordError
-from mrp_trainer.rows import open_rows
-from mrp_trainer.runs import dry_run, open_run
-from mrp_trainer.settings import read_settings
-from mrp_trainer.sources import JsonLines
-from mrp_trainer.tasks import training_lines
-from mrp_trainer.trajectories import TrajectoryDataset, digest, record_trajectories
+from mrp_trainer.data.chat import RecordEncoder
+from mrp_trainer.data.decode import DecodeOptions, decode
+from mrp_trainer.data.problems import TaskDataset
+from mrp_trainer.data.records import RecordError
+from mrp_trainer.data.rows import open_rows
+from mrp_trainer.data.sources import JsonLines
+from mrp_trainer.data.tasks import training_lines
+from mrp_trainer.data.trajectories import TrajectoryDataset, digest, record_trajectories
+from mrp_trainer.evaluate.decoded import NEW_TOKENS
+from mrp_trainer.train.runs import dry_run, open_run
+from mrp_trainer.train.settings import read_settings
 from peft import LoraConfig, get_peft_model
 from test_cli import mrp
 from test_records import REPLY, USER, problems_of, with_template, write

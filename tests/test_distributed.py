@@ -11,9 +11,9 @@ import pytest
 import torch
 import transformers
 from helpers import close
-from mrp_trainer.arguments import MRPTrainingArguments
-from mrp_trainer.runs import _check_sharding
-from mrp_trainer.trainer import MRPTrainer
+from mrp_trainer.train.arguments import MRPTrainingArguments
+from mrp_trainer.train.runs import _check_sharding
+from mrp_trainer.train.trainer import MRPTrainer
 from packaging import version
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file

@@ -15,7 +15,7 @@ import pytest
 import torch
 import yaml
 from conftest import ROOT, TINY
-from mrp_trainer.convert import Layout, convert
+from mrp_trainer.publish.convert import Layout, convert
 from openai_server import MODEL, started
 from test_cli import command
 from transformers import AutoTokenizer

@@ -13,11 +13,11 @@ from helpers import hashes
 from hub_client import Done, HubClient
 from hub_server import HubServer
 from mrp_trainer.loading import load_model, load_tokenizer
-from mrp_trainer.publishing import drawing
-from mrp_trainer.publishing.cardtext import NOT_SHOWN, SHOWN
-from mrp_trainer.publishing.folder import read_folder
-from mrp_trainer.show import draw_modes
-from mrp_trainer.show_options import ShowOptions
+from mrp_trainer.picture.modes import draw_modes
+from mrp_trainer.picture.options import ShowOptions
+from mrp_trainer.publish import drawing
+from mrp_trainer.publish.cardtext import NOT_SHOWN, SHOWN
+from mrp_trainer.publish.folder import read_folder
 from peft import LoraConfig, get_peft_model
 from publishing import client, folders, hub, push, repo, server
 
@@ -126,7 +126,7 @@ def test_what_is_large_is_not_loaded_without_a_gpu(
     for kind in ("full", "head"):
         done = client.run(
             f"""
-            from mrp_trainer.publishing import drawing, publish
+            from mrp_trainer.publish import drawing, publish
             usual, drawing.LARGEST_DRAWN = drawing.LARGEST_DRAWN, {small if kind == "head" else 1 << 20}
             try:
                 publish({str(tiny[kind])!r}, {repo + kind!r})

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from conftest import ROOT, TINY
 from mrp_trainer import early
-from mrp_trainer.arguments import MRPTrainingArguments
-from mrp_trainer.settings import early_names, known_names, read_settings
-from mrp_trainer.train_options import RunOptions
+from mrp_trainer.train.arguments import MRPTrainingArguments
+from mrp_trainer.train.options import RunOptions
+from mrp_trainer.train.settings import early_names, known_names, read_settings
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 T, LICENSE, NOT_FOUND = str(TINY), str(ROOT / "LICENSE"), "is no folder here, and as a repository it could not be read"

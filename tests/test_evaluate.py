@@ -7,15 +7,16 @@ from typing import Any
 
 import pytest
 from conftest import TINY
-from mrp_trainer import demo, evaluate
-from mrp_trainer.decoded import NEW_TOKENS
-from mrp_trainer.evaluate import Decoded, decode_problems
+from mrp_trainer import demo
+from mrp_trainer.data.tasks import judge, problems
+from mrp_trainer.evaluate import command as evaluate
+from mrp_trainer.evaluate.command import Decoded, decode_problems
+from mrp_trainer.evaluate.decoded import NEW_TOKENS
+from mrp_trainer.evaluate.provenance import digests
+from mrp_trainer.evaluate.results import with_headers
 from mrp_trainer.loading import load_model
-from mrp_trainer.provenance import digests
-from mrp_trainer.results import with_headers
-from mrp_trainer.show import show_model
-from mrp_trainer.show_options import ShowOptions
-from mrp_trainer.tasks import judge, problems
+from mrp_trainer.picture.modes import show_model
+from mrp_trainer.picture.options import ShowOptions
 
 from modeling_mrp import MRPForCausalLM
 

@@ -6,8 +6,8 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from mrp_trainer.results import ResultsFile
-from mrp_trainer.tasks import problems
+from mrp_trainer.data.tasks import problems
+from mrp_trainer.evaluate.results import ResultsFile
 
 from benchmarks import frontier, plots, tables
 from benchmarks.bootstrap import Cost

@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import make_model
 from helpers import PROMPTS, left_padded, random_ids, text
-from mrp_trainer.trainer import bare_model
+from mrp_trainer.train.trainer import bare_model
 from peft import LoraConfig, PrefixTuningConfig, PromptEncoderConfig, PromptTuningConfig, get_peft_model
 from refusals import PROMPT, rejected
 from torch import Tensor

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import TINY
-from mrp_trainer.tasks import Family, problems
+from mrp_trainer.data.tasks import Family, problems
 
 from benchmarks.common import load
 from benchmarks.frontier import JUDGED, Decoder, setting_name, settings

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_model
-from mrp_trainer.convert import convert
+from mrp_trainer.publish.convert import convert
 from published import backbone_config, backbone_shapes, heavyball_tensors, published_config, random_tensors, write
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM

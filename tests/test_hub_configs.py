@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import ROOT, TINY
-from mrp_trainer.publishing.folder import read_folder
+from mrp_trainer.publish.folder import read_folder
 from transformers import GenerationConfig
 
 from modeling_mrp import MRPConfig, MRPForCausalLM, MRPGenerationConfig

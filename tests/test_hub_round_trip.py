@@ -55,7 +55,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 from modeling_mrp import MRPConfig, MRPForCausalLM
-from mrp_trainer.convert import convert
+from mrp_trainer.publish.convert import convert
 torch.manual_seed(0)
 config = MRPConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, head_dim=8, block_size=4, mask_token_id=60, num_nextn_predict_layers=1,

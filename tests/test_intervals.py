@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from mrp_trainer.intervals import ratio_of_sums, wilson
+from mrp_trainer.evaluate.intervals import ratio_of_sums, wilson
 
 Z = 1.959963984540054
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 from conftest import TINY
 from helpers import left_padded
-from mrp_trainer.evaluate import decode_prompts, family_set
-from mrp_trainer.questions import JUDGES
-from mrp_trainer.tasks import problems
+from mrp_trainer.data.tasks import problems
+from mrp_trainer.evaluate.command import decode_prompts, family_set
+from mrp_trainer.evaluate.questions import JUDGES
 
 from modeling_mrp import MRPForCausalLM
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 from conftest import TINY, make_model
 from helpers import close
-from mrp_trainer import draft_vocabulary, evaluate
-from mrp_trainer.convert import convert
+from mrp_trainer import draft_vocabulary
+from mrp_trainer.evaluate import command as evaluate
 from mrp_trainer.loading import load_config, load_model, load_tokenizer
+from mrp_trainer.publish.convert import convert
 from peft import LoraConfig, get_peft_model
 from test_heads import in_hub_cache
 

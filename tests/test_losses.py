@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 from helpers import close
-from mrp_trainer import losses
-from mrp_trainer.losses import BLANK, order_kl, over_vocabulary, project, weighted_cross_entropy
+from mrp_trainer.train import losses
+from mrp_trainer.train.losses import BLANK, order_kl, over_vocabulary, project, weighted_cross_entropy
 from torch import Tensor
 
 

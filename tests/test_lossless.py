@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 from helpers import texts
-from mrp_trainer.data import encode
-from mrp_trainer.tasks import FAMILIES, problems
+from mrp_trainer.data.problems import encode
+from mrp_trainer.data.tasks import FAMILIES, problems
 
 from modeling_mrp import MRPForCausalLM
 from modeling_mrp.generate.option_table import TARGETS

@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, make_model
-from mrp_trainer import memory
-from mrp_trainer.collator import DiffusionCollator
-from mrp_trainer.losses import _LOGITS_AT_ONCE as CHUNK
-from mrp_trainer.memory import Load, MemoryEstimate, estimate
-from mrp_trainer.objectives import HeadObjective, block_diffusion
-from mrp_trainer.reveals import Reveals
-from mrp_trainer.runs import dry_run
-from mrp_trainer.samples import make_sample
-from mrp_trainer.settings import read_settings, recipe_names
+from mrp_trainer.data.collator import DiffusionCollator
+from mrp_trainer.data.samples import make_sample
+from mrp_trainer.train import memory
+from mrp_trainer.train.losses import _LOGITS_AT_ONCE as CHUNK
+from mrp_trainer.train.memory import Load, MemoryEstimate, estimate
+from mrp_trainer.train.objectives import HeadObjective, block_diffusion
+from mrp_trainer.train.reveals import Reveals
+from mrp_trainer.train.runs import dry_run
+from mrp_trainer.train.settings import read_settings, recipe_names
 
 from modeling_mrp.model.diffusion import PackedBatch
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from mrp_trainer.tasks import FAMILIES, Problem, problems
+from mrp_trainer.data.tasks import FAMILIES, Problem, problems
 
 from benchmarks.novel import JUDGED, asked_for, parts
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import make_model
-from mrp_trainer.optimizer import MuonAdamW
+from mrp_trainer.train.optimizer import MuonAdamW
 from torch import nn
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 from conftest import ROOT, make_model
-from mrp_trainer.evaluate_options import EvaluateOptions
+from mrp_trainer.evaluate.options import EvaluateOptions
 from transformers import GenerationConfig
 
 from modeling_mrp import MRPForCausalLM

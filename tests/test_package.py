@@ -13,9 +13,9 @@ import mrp_trainer
 import pytest
 from conftest import ROOT, TINY
 from hub_server import HubServer
-from mrp_trainer.arguments import MRPTrainingArguments
 from mrp_trainer.embedded import located
-from mrp_trainer.trainer import MRPTrainer
+from mrp_trainer.train.arguments import MRPTrainingArguments
+from mrp_trainer.train.trainer import MRPTrainer
 
 import modeling_mrp
 
@@ -97,7 +97,7 @@ def test_commands_find_it_from_any_folder_and_ask_nobody(installed: Path, hub: H
     assert hub.asked("") == []
     *_, shape, where = done.stdout.splitlines()
     assert shape == "torch.Size([1, 10])"
-    assert where == str([f"{installed}/mrp_trainer/cli.py", f"{installed}/{EMBEDDED.replace('.', '/')}"])
+    assert where == str([f"{installed}/mrp_trainer/cli/__init__.py", f"{installed}/{EMBEDDED.replace('.', '/')}"])
     assert {path.name for path in empty.iterdir()} == {"decode.svg", "published"}
 
 

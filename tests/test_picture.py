@@ -13,12 +13,12 @@ from conftest import ROOT, TINY
 from mrp_trainer import cli
 from mrp_trainer.picture import Decode, draw, read_decode, show
 from mrp_trainer.picture.facts import Forward, Token, token_texts
+from mrp_trainer.picture.options import ShowOptions
 from mrp_trainer.picture.style import colour
 from mrp_trainer.picture.text import columns, cut, visible
-from mrp_trainer.publishing import publish
-from mrp_trainer.publishing.card import renamed, render_card
-from mrp_trainer.publishing.cardtext import NOT_SHOWN, PICTURE, SHOWN
-from mrp_trainer.show_options import ShowOptions
+from mrp_trainer.publish import publish
+from mrp_trainer.publish.card import renamed, render_card
+from mrp_trainer.publish.cardtext import NOT_SHOWN, PICTURE, SHOWN
 from test_card import folder
 from typer.testing import CliRunner
 

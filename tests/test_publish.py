@@ -13,10 +13,10 @@ from helpers import hashes
 from hub_client import Done, HubClient
 from hub_server import HubServer
 from huggingface_hub import ModelCard
-from mrp_trainer.publish import main
-from mrp_trainer.publishing import publish
-from mrp_trainer.publishing.card import is_own_card
-from mrp_trainer.publishing.folder import read_folder
+from mrp_trainer.publish import publish
+from mrp_trainer.publish.card import is_own_card
+from mrp_trainer.publish.command import main
+from mrp_trainer.publish.folder import read_folder
 from publishing import client, folders, hub, push, repo, server, titles
 
 from modeling_mrp import MRPForCausalLM
@@ -256,7 +256,7 @@ def test_the_command_names_another_base(
     config.write_text(json.dumps(fields))
     before = hashes(folder)
     arguments = ["push", str(folder), repo, "--base-model", "org/b", "--base-revision", "v1"]
-    assert client.run(f"from mrp_trainer.publish import main; main({arguments!r})").error is None
+    assert client.run(f"from mrp_trainer.publish.command import main; main({arguments!r})").error is None
     assert hashes(folder) == before
     files = hub.files(repo)
     revision = {"head": "base_model_revision", "adapter": "revision"}[kind]
@@ -269,7 +269,7 @@ def test_the_command_names_another_base(
     assert "model: org/b\nunroll: 2\n```" in files["README.md"].decode(), "the recipe of the run, which itself stays here"
     assert "run.yaml" not in files
     (folder / "README.md").write_text(WRITTEN)
-    assert client.run(f"from mrp_trainer.publish import main; main({arguments!r})").error is None
+    assert client.run(f"from mrp_trainer.publish.command import main; main({arguments!r})").error is None
     assert hub.files(repo)["README.md"].decode() == WRITTEN
 
 
@@ -316,7 +316,7 @@ def test_a_wrong_argument_is_refused(folders: dict[str, Path], repo_id: str, opt
 
 def test_a_name_without_an_owner_is_the_users(hub: HubServer, client: HubClient, folders: dict[str, Path]) -> None:
     """Which a dry run cannot know."""
-    done = client.run(f"from mrp_trainer.publish import main; main(['push', {str(folders['head'])!r}, 'my-head'])")
+    done = client.run(f"from mrp_trainer.publish.command import main; main(['push', {str(folders['head'])!r}, 'my-head'])")
     assert done.error is None
     assert done.printed.startswith("an MRP head to alice/my-head (branch main; private if it is new)\n")
     assert titles(hub, "alice/my-head") == ["Upload an MRP head", "initial commit"]
@@ -343,7 +343,7 @@ def test_a_dry_run_makes_no_connection(hub: HubServer, push: Callable[..., Done]
 def test_the_command_pushes_and_copies(hub: HubServer, client: HubClient, folders: dict[str, Path], repo: str) -> None:
     done = client.run(
         f"""
-        from mrp_trainer.publish import main
+        from mrp_trainer.publish.command import main
         main(["push", {str(folders["full"])!r}, {repo!r}, "--public", "--message", "From the shell"])
         main(["push", {repo!r}, "alice/copy", "--branch", "b"])
         main(["push", {repo!r}, "alice/head", "--head-only"])

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from conftest import make_model
 from helpers import hashes
-from mrp_trainer.publishing import publish
-from mrp_trainer.publishing.hub import kind_of
+from mrp_trainer.publish import publish
+from mrp_trainer.publish.hub import kind_of
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from conftest import TINY
-from mrp_trainer.arguments import MRPTrainingArguments
-from mrp_trainer.decoded import NEW_TOKENS
-from mrp_trainer.train_tiny import TinyOptions
+from mrp_trainer.evaluate.decoded import NEW_TOKENS
+from mrp_trainer.train.arguments import MRPTrainingArguments
+from mrp_trainer.train.tiny import TinyOptions
 from test_figures import write
 
 from benchmarks import published_head, tables

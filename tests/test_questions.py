@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mrp_trainer.questions import JUDGES, last_number, prompt_ids, read_questions
+from mrp_trainer.evaluate.questions import JUDGES, last_number, prompt_ids, read_questions
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.normalizers import Replace

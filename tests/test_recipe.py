@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import TINY
-from mrp_trainer import train_tiny
+from mrp_trainer.train import tiny as train_tiny
 from training_runs import start
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

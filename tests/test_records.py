@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mrp_trainer.chat import RecordEncoder
-from mrp_trainer.records import Chat, FieldError, RecordError, RecordParser, Text
-from mrp_trainer.rows import ChatStream
-from mrp_trainer.sources import JsonLines, Places, Rows, Stream, checked, open_source
+from mrp_trainer.data.chat import RecordEncoder
+from mrp_trainer.data.records import Chat, FieldError, RecordError, RecordParser, Text
+from mrp_trainer.data.rows import ChatStream
+from mrp_trainer.data.sources import JsonLines, Places, Rows, Stream, checked, open_source
 
 USER, REPLY = {"role": "user", "content": "1 + 2"}, {"role": "assistant", "content": "3"}
 GOOD = {"messages": [USER, REPLY]}

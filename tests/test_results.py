@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from mrp_trainer.provenance import digests, header
-from mrp_trainer.results import ResultsFile
+from mrp_trainer.evaluate.provenance import digests, header
+from mrp_trainer.evaluate.results import ResultsFile
 from torch import nn
 
 

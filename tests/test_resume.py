@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from mrp_trainer.checkpoints import last_whole_checkpoint, make_room, seal
-from mrp_trainer.run_folder import telling_what_is_full
+from mrp_trainer.train.checkpoints import last_whole_checkpoint, make_room, seal
+from mrp_trainer.train.run_folder import telling_what_is_full
 from safetensors.torch import load_file, save_file
 from training_runs import Result, Run, result, start
 

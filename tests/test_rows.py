@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 from accelerate.data_loader import IterableDatasetShard
-from mrp_trainer.chat import RecordEncoder
-from mrp_trainer.records import RecordError
-from mrp_trainer.rows import ChatDataset, ChatStream, PackedDataset, open_rows, pack
-from mrp_trainer.samples import Sample
-from mrp_trainer.sources import JsonLines, Rows, Stream
+from mrp_trainer.data.chat import RecordEncoder
+from mrp_trainer.data.records import RecordError
+from mrp_trainer.data.rows import ChatDataset, ChatStream, PackedDataset, open_rows, pack
+from mrp_trainer.data.samples import Sample
+from mrp_trainer.data.sources import JsonLines, Rows, Stream
 from torch.utils.data import DataLoader
 
 MASK = 2  # of the word tokenizer
@@ -297,7 +297,7 @@ def test_a_stream_has_one_worker(path: str, encoder: RecordEncoder, monkeypatch:
     with_one = flat(flat(DataLoader(stream, batch_size=2, collate_fn=list, num_workers=1)))
     assert all(map(same, with_one, flat(stream)))
     # In place of a second worker, as torch takes 10 seconds to end workers that failed.
-    monkeypatch.setattr("mrp_trainer.rows.get_worker_info", lambda: SimpleNamespace(num_workers=2))
+    monkeypatch.setattr("mrp_trainer.data.rows.get_worker_info", lambda: SimpleNamespace(num_workers=2))
     with pytest.raises(
         ValueError, match="dataloader_num_workers is 2: each worker would yield the whole stream, set it to 0 or 1"
     ):

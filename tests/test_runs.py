@@ -14,10 +14,10 @@ import yaml
 from conftest import TINY
 from helpers import close
 from mrp_trainer.cli import app
-from mrp_trainer.run_folder import hold
-from mrp_trainer.runs import dry_run, open_run, run_tokenizer
-from mrp_trainer.settings import Settings, read_settings
-from mrp_trainer.tasks import training_lines
+from mrp_trainer.data.tasks import training_lines
+from mrp_trainer.train.run_folder import hold
+from mrp_trainer.train.runs import dry_run, open_run, run_tokenizer
+from mrp_trainer.train.settings import Settings, read_settings
 from peft import AutoPeftModelForCausalLM, PeftModel
 from test_trainer import small_model
 from training_runs import start

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from helpers import python_function
-from mrp_trainer import sandbox
-from mrp_trainer.sandbox import run_functions
+from mrp_trainer.data import sandbox
+from mrp_trainer.data.sandbox import run_functions
 
 
 def body(*lines: str) -> str:

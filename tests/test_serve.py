@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import ROOT, TINY
-from mrp_trainer.serve_options import ServeOptions
+from mrp_trainer.serve.options import ServeOptions
 from openai_server import ASKED, ENDLESS, ENVIRONMENT, FEW, MODEL, PROMPT, Server
 from test_cli import mrp
 
@@ -336,5 +336,5 @@ def test_options_are_those_of_generate() -> None:
 
 def test_the_libraries_are_named_where_they_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "starlette.applications", None)
-    monkeypatch.delitem(sys.modules, "mrp_trainer.serve", raising=False)
+    monkeypatch.delitem(sys.modules, "mrp_trainer.serve.server", raising=False)
     assert "pip install '.[serve]'" in mrp("serve", str(TINY), fails=True)

@@ -11,7 +11,7 @@ from fake_engine import FakeEngine, FakeRequest, FakeScheduler, low_confidence
 from mrp_serving.options import settings_of
 from mrp_serving.rounds import Rounds
 from mrp_serving.usage import RAW, Usage, shown_usage
-from mrp_trainer.tasks import make_problem
+from mrp_trainer.data.tasks import make_problem
 from transformers import PreTrainedTokenizerFast
 
 from modeling_mrp import MRPForCausalLM

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 from helpers import python_function
-from mrp_trainer import cli, tasks
-from mrp_trainer.sandbox import run_functions
-from mrp_trainer.tasks import (
+from mrp_trainer import cli
+from mrp_trainer.data import tasks
+from mrp_trainer.data.sandbox import run_functions
+from mrp_trainer.data.tasks import (
     FAMILIES,
     SPLITS,
     Problem,
@@ -232,7 +233,8 @@ def test_a_problem_is_a_function_of_its_arguments(family: Any, split: Any) -> No
 
 def test_a_problem_does_not_depend_on_the_process() -> None:
     program = (
-        "from mrp_trainer.tasks import make_problem; print([make_problem(f, 'tune', 5) for f in ('math', 'code', 'source')])"
+        "from mrp_trainer.data.tasks import make_problem\n"
+        "print([make_problem(f, 'tune', 5) for f in ('math', 'code', 'source')])"
     )
     expected = str([make_problem(family, "tune", 5) for family in FAMILIES])
     environment = {**os.environ, "PYTHONHASHSEED": "123", "PYTHONIOENCODING": "utf-8"}

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 from conftest import TINY
-from mrp_trainer.arguments import MRPTrainingArguments
 from mrp_trainer.cli import app
-from mrp_trainer.tasks import training_lines
-from mrp_trainer.trainer import MRPTrainer
+from mrp_trainer.data.tasks import training_lines
+from mrp_trainer.train.arguments import MRPTrainingArguments
+from mrp_trainer.train.trainer import MRPTrainer
 from typer.testing import CliRunner
 
 from modeling_mrp import MRPForCausalLM

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from conftest import TINY
 from mrp_trainer.cli import app
-from mrp_trainer.publishing.folder import read_folder
+from mrp_trainer.publish.folder import read_folder
 from test_training_from_python import CHATS, new_trainer
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner

@@ -8,11 +8,11 @@ from unittest import mock
 
 import pytest
 import torch
-from mrp_trainer.acceptance import measure_acceptance
-from mrp_trainer.arguments import MRPTrainingArguments
-from mrp_trainer.data import TaskDataset
-from mrp_trainer.losses import BLANK
-from mrp_trainer.trainer import MRPTrainer
+from mrp_trainer.data.problems import TaskDataset
+from mrp_trainer.evaluate.acceptance import measure_acceptance
+from mrp_trainer.train.arguments import MRPTrainingArguments
+from mrp_trainer.train.losses import BLANK
+from mrp_trainer.train.trainer import MRPTrainer
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast, TrainingArguments, set_seed
 

@@ -10,18 +10,18 @@ from threading import Barrier
 from types import SimpleNamespace
 from typing import Any
 
-import mrp_trainer.data as data
+import mrp_trainer.data.problems as data
 import numpy as np
 import pytest
 import torch
 from helpers import ALPHA, BLOCK, MASK, PAD, chi_square_p, collate, sample
-from mrp_trainer.collator import DiffusionCollator
-from mrp_trainer.data import TaskDataset, encode
-from mrp_trainer.losses import BLANK
-from mrp_trainer.sampler import LengthBucketSampler
-from mrp_trainer.samples import Sample
-from mrp_trainer.tasks import Problem
-from mrp_trainer.trajectories import TrajectoryDataset, record_trajectories
+from mrp_trainer.data.collator import DiffusionCollator
+from mrp_trainer.data.problems import TaskDataset, encode
+from mrp_trainer.data.sampler import LengthBucketSampler
+from mrp_trainer.data.samples import Sample
+from mrp_trainer.data.tasks import Problem
+from mrp_trainer.data.trajectories import TrajectoryDataset, record_trajectories
+from mrp_trainer.train.losses import BLANK
 from transformers import PreTrainedTokenizerFast
 
 from modeling_mrp import MRPForCausalLM

@@ -11,13 +11,13 @@ import torch
 from conftest import ROOT, TINY
 from hub_client import HubClient
 from hub_server import HubServer, run_python
-from mrp_trainer.arguments import MRPTrainingArguments
-from mrp_trainer.inputs import encoder_of
-from mrp_trainer.records import RecordError
-from mrp_trainer.rows import open_rows
-from mrp_trainer.samples import samples_of
-from mrp_trainer.settings import read_settings
-from mrp_trainer.trainer import MRPTrainer
+from mrp_trainer.data.records import RecordError
+from mrp_trainer.data.rows import open_rows
+from mrp_trainer.data.samples import samples_of
+from mrp_trainer.train.arguments import MRPTrainingArguments
+from mrp_trainer.train.inputs import encoder_of
+from mrp_trainer.train.settings import read_settings
+from mrp_trainer.train.trainer import MRPTrainer
 from transformers import EarlyStoppingCallback, PreTrainedTokenizerFast, TrainerCallback, TrainingArguments
 
 from modeling_mrp import MRPForCausalLM

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from conftest import make_model
 from helpers import BLOCK, MASK, close, collate, random_ids, sample
-from mrp_trainer.objectives import HeadObjective
-from mrp_trainer.packing import sparse_mask
-from mrp_trainer.reveals import Reveals
+from mrp_trainer.train.objectives import HeadObjective
+from mrp_trainer.train.packing import sparse_mask
+from mrp_trainer.train.reveals import Reveals
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_mask, flex_attention
 from transformers import Trainer, TrainingArguments

@@ -15,7 +15,7 @@ import pytest
 import torch
 from conftest import ROOT, make_model
 from hub_server import HubServer, run_python
-from mrp_trainer.publishing.folder import read_folder
+from mrp_trainer.publish.folder import read_folder
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 

@@ -20,12 +20,12 @@ from unittest import mock
 import numpy as np
 import torch
 from helpers import naive_norm
-from mrp_trainer import train_tiny
-from mrp_trainer.arguments import MRPTrainingArguments
-from mrp_trainer.runs import LORA_TARGETS, open_run
-from mrp_trainer.samples import Sample
-from mrp_trainer.settings import Settings
-from mrp_trainer.trainer import MRPTrainer
+from mrp_trainer.data.samples import Sample
+from mrp_trainer.train import tiny as train_tiny
+from mrp_trainer.train.arguments import MRPTrainingArguments
+from mrp_trainer.train.runs import LORA_TARGETS, open_run
+from mrp_trainer.train.settings import Settings
+from mrp_trainer.train.trainer import MRPTrainer
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -41,7 +41,7 @@ _PRELOADED = [
     "transformers.trainer",
     "accelerate.utils.fsdp_utils",
     "torch.distributed.checkpoint.state_dict",
-    "mrp_trainer.trainer",
+    "mrp_trainer.train.trainer",
 ]
 OPTIONS: dict[str, Any] = {
     "objective": "block_diffusion",

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mrp_trainer.tasks import Problem
+from mrp_trainer.data.tasks import Problem
 
 from benchmarks.server import CPU_ENVIRONMENT
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 from asking import BLOCK, BUDGETS, CONCURRENCY, COUNTS, ENVIRONMENT, STATES, Asked, Generated, target_of
-from mrp_trainer.data import encode
-from mrp_trainer.decoded import decode_prompts
-from mrp_trainer.tasks import problems
+from mrp_trainer.data.problems import encode
+from mrp_trainer.data.tasks import problems
+from mrp_trainer.evaluate.decoded import decode_prompts
 
 from benchmarks.common import TINY
 from benchmarks.server import Measured, Server, backbone_for_stock

@@ -7,10 +7,10 @@ from modeling_mrp import __version__
 from .embedded import TINY
 
 if TYPE_CHECKING:
-    from .arguments import MRPTrainingArguments
-    from .trainer import MRPTrainer
+    from .train.arguments import MRPTrainingArguments
+    from .train.trainer import MRPTrainer
 
-_HOMES = {"MRPTrainer": "trainer", "MRPTrainingArguments": "arguments"}
+_HOMES = {"MRPTrainer": "train.trainer", "MRPTrainingArguments": "train.arguments"}
 
 
 def __getattr__(name: str) -> Any:

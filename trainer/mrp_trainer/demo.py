@@ -18,10 +18,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from .data.tasks import Family, Problem, problems
 from .embedded import EMBEDDED
-from .evaluate import Decoded, decode_problems
+from .evaluate.command import Decoded, decode_problems
 from .loading import load_model, load_tokenizer
-from .tasks import Family, Problem, problems
 
 JUDGED: tuple[Family, ...] = ("math", "code")
 TARGETS: dict[str, dict[str, Any]] = {

@@ -14,13 +14,13 @@ from transformers.utils import find_adapter_config_file
 from modeling_mrp.generate.option_table import OPTIONS
 from modeling_mrp.model.layouts import stored_json
 
-from .decode_options import DecodeOptions
+from .data.decode_options import DecodeOptions
+from .data.sources import check_paths
 from .embedded import located
-from .evaluate_options import EvaluateOptions, check_names, generate_options
-from .questions import read_questions
-from .results import ResultsFile
-from .settings import Settings
-from .sources import check_paths
+from .evaluate.options import EvaluateOptions, check_names, generate_options
+from .evaluate.questions import read_questions
+from .evaluate.results import ResultsFile
+from .train.settings import Settings
 
 RESULTS = "give result files, the lines that mrp evaluate writes"
 ABOUT = "give a Markdown file that tells of the checkpoint, or leave it out"

@@ -1,0 +1,303 @@
+"""Records as token ids: chats through the tokenizer's template, and which of their tokens are learned."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import chain
+from typing import Any
+
+import numpy as np
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from .records import Backbone, Chat, FieldError, RecordParser, Text, Trajectory
+from .samples import Sample, decoded_sample, make_sample
+
+Piece = tuple[str, bool]  # a text, and whether it is learned
+
+_CHARACTERS = 8  # of a token: more than text has, so that a record cut to so many rarely has to be cut again
+_OF_TURN = 32  # of a message at least, with what the template writes of its own
+_MARGIN = 64  # tokens behind the last one that is kept, which a cut may have changed
+_TEMPLATES = 2**20, 256  # characters that a chat template may write of its own, of a chat and of each message
+
+
+@dataclass(frozen=True)
+class RecordEncoder:
+    """Makes samples of records.
+
+    Of a chat every assistant turn is learned, with the token that ends it, and nothing else. Turns are found by rendering
+    the conversation up to each of them, so that any chat template serves whose later turns leave the earlier text alone;
+    one that has `{% generation %}` marks may change it.
+
+    Args:
+        tokenizer: Encodes, and holds the chat template.
+        block_size: Samples are whole blocks.
+        max_length: Longer samples are cut to it, or to fewer whole blocks.
+        mask_token_id: The model's mask, which clean text must not hold.
+        end_token_ids: What ends a turn; the first one is put behind a text that does not end itself. The tokenizer's eos
+            token if there are none; give a model's `generation_config.eos_token_id`.
+        template_options: Passed to the chat template, such as `enable_thinking`.
+        vocab_size: Ids that decoded texts may have; the tokenizer's if None.
+        digest: Of the backbone that decoded texts are for (`trajectories.digest`); None if it is not known.
+        with_decoded: Whether decoded texts may be among the records; not where `inverse_level` weighs random masks.
+
+    Raises:
+        ValueError: The tokenizer lacks a pad or an end token, or no block fits.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    block_size: int
+    max_length: int
+    mask_token_id: int
+    end_token_ids: Sequence[int] = ()
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+    vocab_size: int | None = None
+    digest: str | None = None
+    with_decoded: bool = True
+
+    def __post_init__(self) -> None:
+        if self.max_length < self.block_size:
+            raise ValueError(f"max_length is {self.max_length}: at least one block of {self.block_size} tokens must fit")
+        if self.tokenizer.pad_token_id is None:
+            raise ValueError("the tokenizer has no pad token: set tokenizer.pad_token")
+        if not self.end_token_ids:
+            if self.tokenizer.eos_token_id is None:
+                raise ValueError("the tokenizer has no eos token: set tokenizer.eos_token or give end_token_ids")
+            object.__setattr__(self, "end_token_ids", (self.tokenizer.eos_token_id,))
+
+    @property
+    def capacity(self) -> int:
+        """The longest a sample can be: `max_length` in whole blocks."""
+        return self.max_length // self.block_size * self.block_size
+
+    @cached_property
+    def parser(self) -> RecordParser:
+        """Turns lines and rows into records."""
+        vocab_size = len(self.tokenizer) if self.vocab_size is None else self.vocab_size
+        backbone = Backbone(vocab_size, self.block_size, self.mask_token_id, self.digest)
+        return RecordParser(self._text_of(self.mask_token_id), self._end_tokens, backbone)
+
+    def check(self, raw: bytes | Mapping[str, Any]) -> None:
+        """All of a record that can be checked without encoding it.
+
+        Raises:
+            FieldError: It is malformed, or the chat template cannot render it so that its turns are found.
+            ValueError: It is a chat and the tokenizer has no chat template.
+        """
+        record = self.parser.parse(raw)
+        if not isinstance(record, Trajectory):
+            self._pieces(_cut(record, _CHARACTERS * self.capacity))
+        elif not self.with_decoded:
+            raise FieldError(
+                "reveal_step",
+                "a decoded text has no random masks for inverse_level to weigh: switch that off, or leave decoded texts out",
+            )
+
+    def prompt(self, raw: bytes | Mapping[str, Any], longest: int | None = None) -> list[int]:
+        """The ids that a decoder is given: of a chat before a last turn of the assistant, or of a `prompt`.
+
+        Raises:
+            FieldError: The record is malformed, asks nothing, holds the mask token, or is so long that it cannot have `longest`
+                tokens; or the chat template refuses it.
+            ValueError: It is a chat and the tokenizer has no chat template.
+        """
+        record = self.parser.parse_prompt(raw)
+        if isinstance(record, Chat):
+            self._need_template()
+            begin, text = [], self._render(record, len(record.messages), add_generation_prompt=True)
+        else:
+            begin, text = self._begin_ids, record.prompt
+        if longest is not None and len(text) > _CHARACTERS * _CHARACTERS * longest + _TEMPLATES[0]:
+            raise FieldError(None, f"its prompt has {len(text):,} characters, and {longest} tokens are room for it: shorten it")
+        ids = [*begin, *self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]
+        if len(ids) == len(begin):
+            raise FieldError("prompt", "it has no token: write a longer one")
+        self._check_no_mask(ids)
+        return ids
+
+    def sample(self, raw: bytes | Mapping[str, Any], index: int) -> Sample | None:
+        """The sample of a record; None if nothing that is learned lies within `max_length`.
+
+        A text that was cut has no end, and its sample no `length`. Of a long one not much more is tokenised than is kept.
+
+        Raises:
+            FieldError: As `check`; or it holds the mask token.
+            ValueError: As `check`.
+        """
+        record = self.parser.parse(raw)
+        if isinstance(record, Trajectory):
+            start, steps, pad = record.response_start, record.reveal_step, self.tokenizer.pad_token_id
+            return decoded_sample(index, record.ids, start, steps, self.block_size, self.end_token_ids, pad, self.capacity)
+        room = _CHARACTERS * self.capacity
+        ids, learned = self._encode(cut := _cut(record, room))
+        while len(ids) < self.capacity + _MARGIN and cut != record:
+            room *= 4
+            ids, learned = self._encode(cut := _cut(record, room))
+        self._check_no_mask(ids)
+        if len(ids) <= self.capacity:
+            return make_sample(index, ids, learned, self.block_size, self.tokenizer.pad_token_id)
+        within = np.asarray(learned[: self.capacity])
+        if not within.any():
+            return None
+        blocks = int(within.nonzero()[0][-1]) // self.block_size + 1
+        end = blocks * self.block_size
+        return Sample(index, np.asarray(ids[:end], dtype=np.int64), within[:end])
+
+    @cached_property
+    def _end_tokens(self) -> list[str]:
+        return [text for text in map(self._text_of, self.end_token_ids) if text]
+
+    @cached_property
+    def _begin_ids(self) -> list[int]:
+        """What the tokenizer puts before a plain text, as it will before a prompt."""
+        begin = self.tokenizer.bos_token_id
+        return [begin] if begin is not None and self.tokenizer("a")["input_ids"][0] == begin else []
+
+    def _text_of(self, token_id: int) -> str | None:
+        """The text of a token that is itself wherever it stands, as special ones are; None for others."""
+        token = self.tokenizer.added_tokens_decoder.get(token_id)
+        return None if token is None else token.content
+
+    def _check_no_mask(self, ids: Sequence[int]) -> None:
+        if self.mask_token_id in ids:
+            raise FieldError(None, f"its text holds the mask token, id {self.mask_token_id}: remove it")
+
+    def _encode(self, record: Chat | Text) -> tuple[list[int], list[bool]]:
+        pieces = self._pieces(record)
+        if pieces is None:
+            assert isinstance(record, Chat)
+            return self._encode_marked(record)
+        encoded = self.tokenizer([text for text, _ in pieces], add_special_tokens=False, verbose=False)["input_ids"]
+        begin = [] if isinstance(record, Chat) else self._begin_ids
+        ids = [*begin, *chain.from_iterable(encoded)]
+        learned = [False] * len(begin)
+        for part, (_, wanted) in zip(encoded, pieces, strict=True):
+            learned += [wanted] * len(part)
+        return self._ended(ids, learned)
+
+    def _ended(self, ids: list[int], learned: list[bool]) -> tuple[list[int], list[bool]]:
+        return (ids, learned) if ids and ids[-1] in self.end_token_ids else ([*ids, self.end_token_ids[0]], [*learned, True])
+
+    def _need_template(self) -> None:
+        if self.tokenizer.chat_template is None:
+            raise ValueError(
+                "a record is a chat and the tokenizer has no chat template: set tokenizer.chat_template, or give 'prompt' and"
+                " 'completion' as strings"
+            )
+
+    def _pieces(self, record: Chat | Text) -> list[Piece] | None:
+        """A record's text in pieces that are encoded one by one, as a decoder is given the prompt alone; None if only the
+        template's own marks tell which are learned."""
+        if not isinstance(record, Chat):
+            return [(record.prompt, False), (record.completion, True)]
+        self._need_template()
+        whole = self._render(record, len(record.messages))
+        written = len(whole) - 2 * sum(len(str(message.get("content", ""))) for message in record.messages)
+        if written > _TEMPLATES[0] + _TEMPLATES[1] * len(record.messages):
+            raise FieldError(
+                record.field_name,
+                f"the chat template makes {len(whole):,} characters of it, {written:,} more than twice its messages' own: "
+                "shorten its tools and tool calls",
+            )
+        if (mask := self.parser.mask_token) and mask in whole:
+            raise FieldError(
+                record.field_name,
+                f"the chat template renders it with the mask token {mask}, which clean text must not hold: remove it from what "
+                "the template writes",
+            )
+        pieces: list[Piece] = []
+        done = 0
+        for turn, message in enumerate(record.messages):
+            if message["role"] != "assistant" or turn < record.learned_from:
+                continue
+            span = self._span(record, turn, whole, done)
+            if span is None:
+                if self._is_marked:
+                    return None
+                raise FieldError(
+                    f"{record.field_name}",
+                    f"the chat template renders what precedes message {turn + 1} otherwise once later messages follow, so that"
+                    " its turns cannot be told apart: mark the assistant's in the template with {% generation %}, or give"
+                    " each turn as a record of its own that ends with it",
+                )
+            pieces += [(whole[done : span[0]], False), (whole[span[0] : span[1]], True)]
+            done = span[1]
+        return pieces
+
+    def _span(self, record: Chat, turn: int, whole: str, done: int) -> tuple[int, int] | None:
+        """Where an assistant turn begins and ends (behind its end token) in the whole text; None if that cannot be told."""
+        before = self._render(record, turn, add_generation_prompt=True)
+        if len(before) < done or not whole.startswith(before):
+            return None
+        after = whole if turn == len(record.messages) - 1 else self._render(record, turn + 1)
+        if not after.startswith(before):
+            return None
+        # No turn holds an end token, so the next one ends this turn, even where later messages change how it is rendered
+        # (some templates drop an earlier turn's reasoning).
+        if any(token in after[len(before) :] for token in self._end_tokens):
+            ends = [whole.find(token, len(before)) + len(token) for token in self._end_tokens if token in whole[len(before) :]]
+            return (len(before), min(ends)) if ends else None
+        if not whole.startswith(after):
+            return None
+        between = [len(token) for token in self._end_tokens if whole.startswith(token, len(after))]  # not behind the last turn
+        return len(before), len(after) + max(between, default=0)
+
+    def _render(self, record: Chat, count: int, add_generation_prompt: bool = False) -> str:
+        try:
+            return self.tokenizer.apply_chat_template(
+                record.messages[:count],
+                tools=record.tools,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                **self.template_options,
+            )
+        except (TemplateError, TypeError) as error:
+            raise FieldError(record.field_name, f"the chat template refuses it: {error}") from error
+
+    @cached_property
+    def _is_marked(self) -> bool:
+        return re.search(r"\{%-?\s*generation\s*-?%\}", str(self.tokenizer.chat_template)) is not None
+
+    def _encode_marked(self, record: Chat) -> tuple[list[int], list[bool]]:
+        """Ids of a chat, learned where the template says that the assistant speaks, and the end token behind."""
+        encoded = self.tokenizer.apply_chat_template(
+            record.messages, tools=record.tools, return_dict=True, return_assistant_tokens_mask=True, **self.template_options
+        )
+        ids, marks = encoded["input_ids"], np.asarray([0, *encoded["assistant_masks"], 0])
+        begins, ends = np.diff(marks).clip(0).nonzero()[0], np.diff(marks).clip(None, 0).nonzero()[0]
+        turns = [i for i, message in enumerate(record.messages) if message["role"] == "assistant"]
+        if len(begins) != len(turns):
+            raise FieldError(
+                record.field_name,
+                f"the chat template marks {len(begins)} assistant turns of {len(turns)}: put {{% generation %}} around each",
+            )
+        learned = [False] * len(ids)
+        for begin, end, turn in zip(begins, ends, turns, strict=True):
+            end += end < len(ids) and ids[end - 1] not in self.end_token_ids and ids[end] in self.end_token_ids
+            learned[begin:end] = [turn >= record.learned_from] * (end - begin)
+        return self._ended(ids[:end], learned[:end])
+
+
+def _cut(record: Chat | Text, room: int) -> Chat | Text:
+    """A record with about `room` characters of its beginning; the record itself if it has no more.
+
+    Of a chat every further message up to the next reply, and the last two, keep one character: templates render turns by what
+    follows them.
+    """
+    if isinstance(record, Text):
+        prompt = record.prompt[:room]
+        return Text(prompt, record.completion[: max(1, room - len(prompt))])
+    messages: list[dict[str, Any]] = []
+    for message in record.messages:
+        messages.append(_shortened(message, max(1, room)))
+        room -= max(_OF_TURN, len(message.get("content", "")))
+        if room <= 0 and message["role"] == "assistant":
+            break
+    if len(messages) < len(record.messages):
+        messages += [_shortened(message, 1) for message in record.messages[-2:]]
+    return replace(record, messages=messages, learned_from=min(record.learned_from, len(messages) - 1))
+
+
+def _shortened(message: dict[str, Any], room: int) -> dict[str, Any]:
+    return message if len(message.get("content", "")) <= room else {**message, "content": message["content"][:room]}

@@ -1,0 +1,142 @@
+"""Noise and packing: from samples to the batch of one training pass [x_t | x_0]."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from modeling_mrp.model.diffusion import CLEAN_VIEW, NO_VIEW, PackedBatch
+
+from ..train.losses import BLANK
+from .samples import Sample, samples_of
+
+
+@dataclass(frozen=True)
+class DiffusionCollator:
+    """Noises samples and packs them as [x_t^1 | ... | x_t^n | x_0]; a row is one sample or several, which never see each other.
+
+    Only the blocks that hold response tokens are repeated as noisy copies. Each block of each sample draws its own
+    level t ~ U(0, 1] (or each sample one for all its blocks, as published); with two copies the second masks exactly what the
+    first reveals (at level 1 - t), so that every response token is learned once a pass. What lies behind the end of the text is
+    always masked and learned as blank, as decoding leaves it; what stands in the same block behind a turn that is not the
+    last one is masked, too, and not learned.
+
+    Of a sample with `reveal_step` each copy shows every block as some step of its decoding left it (without what was
+    revealed behind the end): the steps that reveal a number of tokens, uniform from 0 to all but one, or fewer; two copies
+    lie half the range apart.
+
+    Args:
+        block_size: Tokens per block.
+        mask_token_id: The mask's id.
+        pad_token_id: Fills rows up to the longest.
+        copies: Noisy copies per sample, 1 or 2.
+        inverse_level: Weight each masked token 1 / t as published (halved with two copies), instead of 1.
+        noise_per: Whether a `block` or a `sample` draws its level.
+        seed: With a sample's index, decides its noise.
+
+    Raises:
+        ValueError: on a number of copies or a `noise_per` that it does not know, or samples with `reveal_step` where
+            `inverse_level` is set.
+
+    A batch is the fields of a `PackedBatch`, all columns in whole blocks.
+    """
+
+    block_size: int
+    mask_token_id: int
+    pad_token_id: int
+    copies: int = 2
+    inverse_level: bool = False
+    noise_per: Literal["block", "sample"] = "block"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.copies not in (1, 2):
+            raise ValueError(f"copies is {self.copies}: 1, or 2 that complement each other")
+        if self.noise_per not in ("block", "sample"):
+            raise ValueError(f"noise_per is {self.noise_per!r}: choose 'block' or 'sample'")
+
+    def __call__(self, rows: Sequence[Sample | Sequence[Sample]]) -> dict[str, Any]:  # noqa: D102 - the class says it
+        packed = [[self._noisy_and_clean(sample) for sample in samples_of(row)] for row in rows]
+        noisy = [[part for parts, _ in row for part in parts] for row in packed]
+        clean = [[part for _, part in row] for row in packed]
+        # One block at least, of padding if there is nothing to learn: layers take no tensors without columns.
+        width = max(self.block_size, *(sum(len(part["input_ids"]) for part in row) for row in noisy))
+        length = width + max(sum(len(part["input_ids"]) for part in row) for row in clean)
+        columns = {name: np.full((len(rows), length), value, dtype) for name, (value, dtype) in self._empty().items()}
+        for index in range(len(rows)):
+            for begin, parts in ((0, noisy[index]), (width, clean[index])):
+                at = begin
+                for number, part in enumerate(parts):
+                    end = at + len(part["input_ids"])
+                    for name, values in part.items():
+                        columns[name][index, at:end] = values
+                    columns["sample"][index, at:end] = number if begin else number // self.copies
+                    at = end
+        response_tokens = sum(int(sample.response.sum()) for row in rows for sample in samples_of(row))
+        tensors = {name: torch.from_numpy(values) for name, values in columns.items()}
+        return vars(PackedBatch(**tensors, response_tokens=torch.tensor(response_tokens)))
+
+    def _empty(self) -> dict[str, tuple[float, Any]]:
+        """What fills a row behind its samples."""
+        ids = (self.pad_token_id, np.int64)
+        zero = (0, np.int64)
+        view = (NO_VIEW, np.int64)
+        weight = (0.0, np.float32)
+        return {
+            "input_ids": ids,
+            "target_ids": ids,
+            "position_ids": zero,
+            "view": view,
+            "sample": zero,
+            "weight": weight,
+            "noise_key": zero,
+        }
+
+    def _noisy_and_clean(self, sample: Sample) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """The columns of the noisy copies, and those of the clean text."""
+        blocks = sample.response_blocks(self.block_size)
+        where = (blocks[:, None] * self.block_size + np.arange(self.block_size)).ravel()
+        learned = sample.response[where].reshape(-1, self.block_size)
+        answered = (~learned & np.logical_or.accumulate(learned, 1)).ravel()
+        behind = (where >= (len(sample.ids) if sample.length is None else sample.length)) | answered
+        random = np.random.Generator(np.random.Philox(key=[self.seed + (1 << 32), sample.index]))
+        level = 1 - random.random(len(blocks) if self.noise_per == "block" else 1)
+        level = np.broadcast_to(level[:, None], (len(blocks), self.block_size)).ravel()
+        hidden = random.random(len(where)) < level
+        key = int(random.integers(1 << 32))
+        copies = []
+        for copy in range(self.copies):
+            chosen = (hidden if copy == 0 else ~hidden) & sample.response[where]
+            if sample.reveal_step is not None:
+                if self.inverse_level:
+                    raise ValueError("inverse_level weighs random masks: samples with reveal_step have none, leave it off")
+                chosen = self._left_by_decoding(sample, where, (level + copy / self.copies) % 1) | (chosen & behind)
+            share = level if copy == 0 else 1 - level
+            copies.append(
+                {
+                    "input_ids": np.where(chosen | behind, self.mask_token_id, sample.ids[where]),
+                    "target_ids": np.where(behind, BLANK, sample.ids[where]),
+                    "position_ids": where,
+                    "view": copy + 1,
+                    "weight": np.where(chosen, 1 / (self.copies * share) if self.inverse_level else 1.0, 0.0),
+                    "noise_key": key,
+                }
+            )
+        positions = np.arange(len(sample.ids))
+        clean = {"input_ids": sample.ids, "target_ids": sample.ids, "position_ids": positions, "view": CLEAN_VIEW}
+        return copies, {**clean, "noise_key": key}
+
+    def _left_by_decoding(self, sample: Sample, where: np.ndarray, share: np.ndarray) -> np.ndarray:
+        """[tokens] bool: tokens still masked before the step that reveals more than a `share` of each block's response."""
+        assert sample.reveal_step is not None
+        masked = np.zeros(len(where), dtype=bool)
+        end = len(sample.ids) if sample.length is None else sample.length
+        for begin in range(0, len(where), self.block_size):
+            at = np.arange(begin, begin + self.block_size)
+            at = at[sample.response[where[at]] & (where[at] < end)]
+            steps = sample.reveal_step[where[at]]
+            if len(at):
+                masked[at[steps >= np.sort(steps)[int(share[begin] * len(at))]]] = True
+        return masked

@@ -1,0 +1,1 @@
+"""Accuracy and cost of decoding, with intervals."""

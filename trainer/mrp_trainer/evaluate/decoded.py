@@ -1,0 +1,210 @@
+"""Decoding lists of prompts with one set of `generate` options, and what it cost, prompt by prompt."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from ..data.problems import encode
+from ..data.tasks import Family, Problem, judge
+
+NEW_TOKENS: dict[Family, int] = {"math": 64, "code": 80, "source": 64}
+Judge = Callable[[list[str]], list[bool | None]]
+
+
+@dataclass
+class Decoded:
+    """What one mode made of a list of problems.
+
+    Attributes:
+        texts: The decoded answers.
+        ids: The generated ids, padding removed.
+        right: Whether the judge accepts each; None where there is no right answer.
+        tokens_per_forward: Generated tokens over backbone forwards, each row counting its own, all rows together.
+        head_forwards_per_token: The same for the head's forwards.
+        seconds: Wall clock of decoding.
+        forwards: Forwards of the batches by role, and drafts, accepted drafts and revoked reveals.
+        row_forwards: Backbone forwards in which each problem took part.
+        row_head_forwards: The same for the head.
+        rounds: Those of its forwards that were rounds (all but the prompt's).
+        accepted: Accepted drafts of each problem.
+        offered_at_depth: [problems, depths] rounds in which k - 1 drafts were accepted and there was a k-th behind them.
+        accepted_at_depth: [problems, depths] of these, rounds in which a k-th was accepted.
+        revocations: (column, token) of each reveal that was taken back, by problem.
+        prompt_lengths: Tokens of each prompt.
+        max_new_tokens: The limit.
+    """
+
+    texts: list[str]
+    ids: list[list[int]]
+    right: list[bool | None]
+    tokens_per_forward: float
+    head_forwards_per_token: float
+    seconds: float
+    forwards: dict[str, int]
+    row_forwards: list[int]
+    row_head_forwards: list[int]
+    rounds: list[int]
+    accepted: list[int]
+    offered_at_depth: np.ndarray
+    accepted_at_depth: np.ndarray
+    revocations: list[list[tuple[int, int]]]
+    prompt_lengths: list[int]
+    max_new_tokens: int
+
+    @property
+    def tokens(self) -> list[int]:
+        """Generated tokens of each problem."""
+        return [len(ids) for ids in self.ids]
+
+    @property
+    def judged(self) -> list[bool]:
+        """The judgements there are."""
+        return [right for right in self.right if right is not None]
+
+    @property
+    def accuracy(self) -> float | None:
+        """Share of problems solved, in percent of those with a right answer; None if there are none."""
+        return 100 * sum(self.judged) / len(self.judged) if self.judged else None
+
+    def identical(self, other: "Decoded") -> float:
+        """Share of outputs with the same tokens, in percent."""
+        return 100 * self.equal(other) / len(self.ids)
+
+    def equal(self, other: "Decoded") -> int:
+        """How many outputs have the same tokens."""
+        return sum(a == b for a, b in zip(self.ids, other.ids, strict=True))
+
+
+def pad_left(rows: Sequence[Sequence[int]], pad_token_id: int) -> dict[str, Tensor]:
+    """`input_ids` and `attention_mask` of prompts of different length."""
+    width = max(map(len, rows))
+    return {
+        "input_ids": torch.tensor([[pad_token_id] * (width - len(row)) + list(row) for row in rows]),
+        "attention_mask": torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows]),
+    }
+
+
+def decode_problems(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    asked: Sequence[Problem],
+    batch_size: int = 32,
+    on_batch: Callable[[int], None] | None = None,
+    **options: Any,
+) -> Decoded:
+    """Decodes problems of one family with one set of `generate` options and judges the answers.
+
+    Args:
+        model: An `MRPForCausalLM`.
+        tokenizer: Its tokenizer.
+        asked: Problems of one family.
+        batch_size: Prompts per `generate`.
+        on_batch: Called with the number of problems after each batch.
+        options: For `generate`.
+    """
+    prompts = [encode(problem, tokenizer)[0] for problem in asked]
+    limit = NEW_TOKENS[asked[0].family]
+    return decode_prompts(model, tokenizer, prompts, partial(judge, asked), limit, batch_size, on_batch, **options)
+
+
+def decode_prompts(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Sequence[int]],
+    judge_texts: Judge | None,
+    max_new_tokens: int,
+    batch_size: int = 32,
+    on_batch: Callable[[int], None] | None = None,
+    **options: Any,
+) -> Decoded:
+    """Decode prompts, given as ids; the other arguments are those of `decode_problems`.
+
+    Args:
+        prompts: Their ids.
+        judge_texts: Says which of all texts are right, None where there is no right answer; without it, none is judged.
+        max_new_tokens: Per prompt.
+
+    Raises:
+        ValueError: without a prompt, and for options that `generate` refuses.
+    """
+    if not prompts:
+        raise ValueError("no prompt to decode: give at least one")
+    outs: list[tuple[Any, int]] = []
+    started = time.perf_counter()
+    for begin in range(0, len(prompts), batch_size):
+        inputs = pad_left(prompts[begin : begin + batch_size], padding_id(tokenizer))
+        with torch.no_grad():
+            out = model.generate(
+                **{name: value.to(model.device) for name, value in inputs.items()},
+                max_new_tokens=max_new_tokens,
+                return_dict_in_generate=True,
+                **options,
+            )
+        out.past_key_values = None
+        outs.append((out, inputs["input_ids"].shape[1]))
+        if on_batch is not None:
+            on_batch(len(inputs["input_ids"]))
+    seconds = time.perf_counter() - started
+    ids = [row for out, width in outs for row in _texts(out, width)]
+    ends = _ends(model, tokenizer)
+    texts = [tokenizer.decode([i for i in row if i not in ends]) for row in ids]
+    stats = [out.stats for out, _ in outs]
+    by_row = {
+        name: [value for part in stats for value in getattr(part, name).tolist()]
+        for name in ("row_forwards", "row_head_forwards", "accepted", "drafted", "revoked")
+    }
+    tokens = sum(map(len, ids))
+    return Decoded(
+        texts=texts,
+        ids=ids,
+        right=judge_texts(texts) if judge_texts else [None] * len(texts),
+        tokens_per_forward=tokens / sum(by_row["row_forwards"]),
+        head_forwards_per_token=sum(by_row["row_head_forwards"]) / tokens,
+        seconds=seconds,
+        forwards={
+            **{role: sum(part.forwards[role] for part in stats) for role in stats[0].forwards},
+            **{name: sum(by_row[name]) for name in ("drafted", "accepted", "revoked")},
+        },
+        row_forwards=by_row["row_forwards"],
+        row_head_forwards=by_row["row_head_forwards"],
+        rounds=[value for part in stats for value in part.accepted_lengths.sum(1).tolist()],
+        accepted=by_row["accepted"],
+        offered_at_depth=np.concatenate([part.offered_at_depth.cpu().numpy() for part in stats]),
+        accepted_at_depth=np.concatenate([part.accepted_at_depth.cpu().numpy() for part in stats]),
+        revocations=[events for out, width in outs for events in _revocations(out)],
+        prompt_lengths=list(map(len, prompts)),
+        max_new_tokens=max_new_tokens,
+    )
+
+
+def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """What rows are padded with; it is masked, so that any id serves."""
+    return next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
+
+
+def _ends(model: Any, tokenizer: PreTrainedTokenizerBase) -> set[int | None]:
+    """Ids that are no part of an answer."""
+    eos = model.generation_config.eos_token_id
+    return {tokenizer.eos_token_id, tokenizer.pad_token_id, *([eos] if isinstance(eos, int) else eos or [])}
+
+
+def _texts(out: Any, width: int) -> list[list[int]]:
+    lengths = (out.reveal_step >= 0).sum(1).tolist()
+    return [row[:length] for row, length in zip(out.sequences[:, width:].tolist(), lengths, strict=True)]
+
+
+def _revocations(out: Any) -> list[list[tuple[int, int]]]:
+    events: list[list[tuple[int, int]]] = [[] for _ in range(len(out.sequences))]
+    for row, column, token in out.stats.revocations.tolist():
+        events[row].append((column, token))
+    return events
+
+
+__all__ = ["NEW_TOKENS", "Decoded", "Judge", "decode_problems", "decode_prompts", "pad_left", "padding_id"]

@@ -1,0 +1,134 @@
+"""What `mrp evaluate` and ``python -m mrp_trainer.evaluate`` are asked to do: every option, once.
+
+Nothing here imports torch, so that help comes at once.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any, Literal
+
+from modeling_mrp.generate.option_table import DECODINGS, DRAFTING, OPTIONS, TARGETS, closest_name
+
+from ..assignments import assigned
+from ..data.tasks import Family, Split
+from ..embedded import EMBEDDED
+from ..flags import flag, too_small
+
+FILE_NEW_TOKENS = 256
+_OPTIONS = {option.name: option for option in OPTIONS}
+# Options of `generate` that have a flag for several values, others that have a flag, and those that the measurement rests on.
+_SWEPT = {"confidence_threshold": "tau", "num_draft_states": "states", "draft_branches": "branches"}
+_BY_FLAG = {**_SWEPT, "decoding": "decoding", "target": "target", "max_new_tokens": "max-new-tokens"}
+_FIXED = dict.fromkeys(("return_dict_in_generate", "num_return_sequences", "max_length"), "the measurement")
+
+
+Judge = Literal["exact", "last_number", "contains"]
+Dtype = Literal["auto", "float64", "float32", "bfloat16", "float16"]
+Decoding: Any = Literal[DECODINGS]
+Target: Any = Literal[TARGETS]
+_WHAT, _HOW, _MODEL, _OUTPUT = "What is asked", "How it is decoded", "Model", "Output"
+
+
+def _of(name: str) -> dict[str, Any]:
+    """Take the help and the default of an option's flag, which may have several values, from its declaration."""
+    option = _OPTIONS[name]
+    return {"help": f"{option.help} ({name} of {', '.join(option.modes)}).", "default": [option.default], "panel": _HOW}
+
+
+@dataclass(kw_only=True)
+class EvaluateOptions:
+    """What is measured, and how; each field is a flag of both commands.
+
+    Raises:
+        ValueError: for a number below 1, and an assignment that is no NAME=VALUE.
+    """
+
+    model: str = flag("Checkpoint: folder or Hub id.", EMBEDDED, panel=_MODEL, metavar="PATH")
+    tokenizer: str | None = flag(
+        "Another tokenizer: folder or Hub id.", None, panel=_MODEL, metavar="PATH", shown="the model's"
+    )
+    dtype: str | None = flag("Type of the weights.", None, panel=_MODEL, kind=Dtype, shown="the checkpoint's")
+    device: str | None = flag("Device, such as cuda:0.", None, panel=_MODEL, shown="first GPU, or cpu")
+    prompts: list[str] = flag("JSON lines: prompt or messages, and answer.", [], panel=_WHAT, metavar="FILE")
+    judge: str = flag("How answers to --prompts are compared.", "exact", panel=_WHAT, kind=Judge)
+    chat: bool = flag("Chat template around each prompt of --prompts.", False, panel=_WHAT)
+    family: list[str] = flag("Synthetic problems.", [], panel=_WHAT, kind=list[Family], shown="math, code")
+    split: str = flag("Split of the synthetic problems.", "heldout", panel=_WHAT, kind=Split)
+    count: int = flag("Problems of a family.", 500, panel=_WHAT, min=1)
+    limit: int | None = flag("Only so many of each set.", None, panel=_WHAT, min=1)
+    decoding: list[str] = flag("Modes of decoding.", [_OPTIONS["decoding"].default], panel=_HOW, kind=list[Decoding])
+    target: list[str] = flag("Modes whose text is drafted.", [], panel=_HOW, kind=list[Target], shown="the checkpoint's")
+    tau: list[float] = flag(**_of("confidence_threshold"))
+    states: list[int | str] = flag(
+        **_of("num_draft_states") | {"default": []}, kind=list[str], metavar="K", shown="the checkpoint's, or 4 for auto"
+    )
+    branches: list[int] = flag(**_of("draft_branches"))
+    set: list[str] = flag("Any other option of generate.", [], panel=_HOW, metavar="NAME=VALUE")
+    max_new_tokens: int | None = flag("Tokens per answer.", None, panel=_HOW, min=1, shown="the family's, or 256")
+    batch_size: int = flag("Prompts per call of generate.", 32, panel=_HOW, min=1)
+    json: bool = flag("JSON lines, not a table.", False, panel=_OUTPUT)
+    output: str | None = flag("Append JSON lines here; what is there is skipped.", None, panel=_OUTPUT, metavar="FILE")
+    show: int = flag("Answers to print.", 0, panel=_OUTPUT, min=0)
+
+    def __post_init__(self) -> None:
+        for name, value, least in too_small(self):
+            raise ValueError(f"--{name.replace('_', '-')} is {value}: at least {least}{' problem' if name == 'count' else ''}")
+        self.states = [int(one) if str(one).removeprefix("-").isdecimal() else one for one in self.states]
+        self.extra()
+
+    @property
+    def families(self) -> list[str]:
+        """The families of synthetic problems that are asked."""
+        return self.family or ([] if self.prompts else ["math", "code"])
+
+    def extra(self) -> dict[str, Any]:
+        """What `set` assigns, the values as YAML writes them.
+
+        Raises:
+            ValueError: for an assignment without a name or value, a name that is given twice, or one that has another flag.
+        """
+        return assigned(self.set, _BY_FLAG, _FIXED)
+
+    def of_checkpoint(self, own: Mapping[str, Any], states: int = 4) -> "EvaluateOptions":
+        """The same with the target and the number of states of a checkpoint where none is asked for.
+
+        Args:
+            own: The fields of its generation config.
+            states: In place of `auto`, with which every run has other counts.
+        """
+        width = own.get("num_draft_states")
+        width = width if isinstance(width, int) else states
+        target = own.get("target") or _OPTIONS["target"].default
+        return replace(self, target=self.target or [target], states=self.states or [width])
+
+    def settings(self) -> list[dict[str, Any]]:
+        """The options of `generate`, one mapping a setting; those of `set` are together under that name."""
+        if not (self.target and self.states):
+            return self.of_checkpoint({}).settings()
+        extra = self.extra()
+        settings: list[dict[str, Any]] = []
+        for decoding in self.decoding:
+            for target in self.target if decoding in DRAFTING else [None]:
+                mode = {"decoding": decoding} | ({} if target is None else {"target": target})
+                values = {name: getattr(self, flag) for name, flag in _SWEPT.items() if _OPTIONS[name].counts(decoding, target)}
+                settings += [{**mode, **dict(zip(values, one, strict=True))} for one in product(*values.values())]
+        return [{**one, "set": extra} for one in settings] if extra else settings
+
+
+def generate_options(setting: Mapping[str, Any]) -> dict[str, Any]:
+    """A setting as keyword arguments of `generate`."""
+    return {**{name: value for name, value in setting.items() if name != "set"}, **setting.get("set", {})}
+
+
+def check_names(setting: Mapping[str, Any]) -> None:
+    """Raise `ValueError` for an option in `set` that `generate` does not know."""
+    from transformers import GenerationConfig
+
+    known = {name for name in vars(GenerationConfig()) if not name.startswith("_")} | _OPTIONS.keys()
+    for name in setting.get("set", {}):
+        if name not in known:
+            raise ValueError(f"--set {name}: generate has no such option{closest_name(name, known)}")
+
+
+__all__ = ["FILE_NEW_TOKENS", "EvaluateOptions", "check_names", "generate_options"]

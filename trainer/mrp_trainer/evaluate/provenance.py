@@ -1,0 +1,77 @@
+"""What a measurement was made with: the header of a file of results, and digests of weights."""
+
+import hashlib
+import platform
+import subprocess
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+ROOT = Path(__file__).parents[3]
+_DIGITS = 12
+
+
+def digests(model: nn.Module) -> dict[str, str | None]:
+    """Return the digests of a model's two parts, `backbone` and `head`, in hexadecimal; None for a head that it has not.
+
+    They are of the tensors' names, shapes and values, in the names' order. Floating values are taken as float32, so that the
+    same weights have the same digest also where they compute in float64.
+    """
+    parts = {"backbone": hashlib.sha256(), "head": hashlib.sha256()}
+    tensors = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
+    for name, tensor in sorted(tensors.items()):
+        values = tensor.detach().to("cpu", torch.float32 if tensor.is_floating_point() else tensor.dtype).contiguous()
+        part = parts["head" if name.startswith("mrp_head.") else "backbone"]
+        part.update(f"{name} {tuple(tensor.shape)}\n".encode())
+        part.update(values.numpy().tobytes())
+    has_head = any(name.startswith("mrp_head.") for name in tensors)
+    return {
+        "backbone": parts["backbone"].hexdigest()[:_DIGITS],
+        "head": parts["head"].hexdigest()[:_DIGITS] if has_head else None,
+    }
+
+
+def commit() -> str | None:
+    """Return the checkout's commit, "with changes" behind it where code or weights differ from it; None outside of one."""
+    if not (ROOT / ".git").exists():
+        return None
+    git = ["git", "-C", str(ROOT)]
+    try:
+        name = subprocess.run([*git, "rev-parse", "--short", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", ".", ":!benchmarks/results", ":!*.md"], check=False)
+    return f"{name} with changes" if changed.returncode else name
+
+
+def header(benchmark: str, options: object, model: nn.Module | None = None) -> dict[str, Any]:
+    """Return the first line of a command's output, which alone has a field `benchmark`: the command, versions, date, options.
+
+    Args:
+        benchmark: The command: a module of `benchmarks`, or a name with dots.
+        options: Of the command line, as attributes.
+        model: Whose weights are measured; None where no checkpoint is.
+    """
+    asked = {
+        name: str(value).replace(f"{ROOT}/", "") if isinstance(value, str | Path) else value
+        for name, value in vars(options).items()
+    }
+    return {
+        "benchmark": benchmark,
+        "commit": commit(),
+        **(digests(model) if model is not None else {"backbone": None, "head": None}),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
+        "threads": torch.get_num_threads(),
+        "date": datetime.now(UTC).date().isoformat(),
+        "options": asked,
+    }
+
+
+__all__ = ["commit", "digests", "header"]

@@ -1,0 +1,124 @@
+"""Files of results, one JSON line a measurement: written line by line, resumed behind the last complete line, and read again.
+
+A line with a field `benchmark` is a header (`provenance`): it says what the lines behind it, up to the next one,
+were measured with, the weights among it.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+Line = dict[str, Any]
+
+
+def mode_name(line: Mapping[str, Any]) -> str:
+    """A result line's decoding with the settings that vary: "mrp_spec of dynamic K=4 tau=0.9", "static temperature=0.7"."""
+    name = str(line["decoding"])
+    name += f" of {line['target']}" if "target" in line else ""
+    name += f" K={line['num_draft_states']}" if "num_draft_states" in line else ""
+    name += f" tau={line['confidence_threshold']}" if "confidence_threshold" in line else ""
+    return name + "".join(f" {option}={value}" for option, value in line.get("set", {}).items())
+
+
+def with_headers(lines: Iterable[Line]) -> Iterator[tuple[Line, Line]]:
+    """Pair each measurement with the nearest header before it, which is empty where there is none."""
+    header: Line = {}
+    for line in lines:
+        if "benchmark" in line:
+            header = line
+        else:
+            yield header, line
+
+
+def other_weights(header: Mapping[str, Any], line: Mapping[str, Any], weights: Mapping[str, Any]) -> str | None:
+    """Return the part, `backbone` or `head`, whose weights a line was not measured with; None where it holds for the weights.
+
+    A line that counts no head pass (`head_per_token`) is not about the head. A header whose `backbone` is None measured no
+    checkpoint, and one whose `head` is None had none or several of its own.
+
+    Args:
+        header: Of the line; one that does not say what it measured measured other weights.
+        line: A measurement.
+        weights: `backbone` and `head`, as `mrp_trainer.evaluate.provenance.digests` gives them.
+    """
+    if "backbone" not in header:
+        return "backbone"
+    if header["backbone"] not in (None, weights["backbone"]):
+        return "backbone"
+    counts_head = line.get("head_per_token", 1) > 0
+    return "head" if counts_head and header["head"] not in (None, weights["head"]) else None
+
+
+def measuring_command(header: Mapping[str, Any], path: Path) -> str:
+    """The command that a header names, with its options, writing to a path."""
+    name = header["benchmark"]
+    parts = [f"python -m {name if '.' in name else f'benchmarks.{name}'}"]
+    for name, value in header["options"].items():
+        values = [str(one) for one in value] if isinstance(value, list) else [] if value is True else [str(value)]
+        if value is not None and value is not False and value != [] and name != "output":
+            parts.append(" ".join([f"--{name.replace('_', '-')}", *values]))
+    return " ".join([*parts, "--output" if "output" in header["options"] else ">", str(path)])
+
+
+class ResultsFile:
+    """The lines that earlier runs of a command left, and those that this one adds.
+
+    A line that was cut short (the process was killed, the disk was full) is removed when the file is opened again.
+
+    Args:
+        path: Where; made with its folders if it is not there.
+        key: A field that every line has, headers excepted.
+
+    Raises:
+        ValueError: if the file holds something else, naming the line; it is left as it is.
+    """
+
+    def __init__(self, path: str | Path, key: str) -> None:
+        self.path = Path(path)
+        self.lines: list[Line] = []
+        self.header: Line | None = None
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        held = self.path.read_bytes() if self.path.exists() else b""
+        whole, newline, cut = held.rpartition(b"\n")
+        for number, line in enumerate(whole.split(b"\n") if whole else [], 1):
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError):
+                record = None
+            if not isinstance(record, dict) or not {key, "benchmark"} & record.keys():
+                raise ValueError(f"{path}, line {number}: no result of this command: write into another file, or remove it")
+            self.lines.append(record)
+        if cut and not cut.startswith(b"{"):
+            raise ValueError(f"{path}, line {len(self.lines) + 1}: no result of this command: write into another file")
+        if cut:
+            os.truncate(self.path, len(whole) + len(newline))
+
+    def begin(self, header: Line) -> None:
+        """Say what is measured with from here on: `find` finds lines of these weights, and the first `add` writes it down."""
+        self.header = header
+
+    def find(self, **fields: Any) -> Line | None:
+        """The last line with all these fields, as JSON has them, that holds for the header's weights; None if there is none."""
+        wanted = json.loads(json.dumps(fields))
+        known = [
+            line
+            for header, line in with_headers(self.lines)
+            if self.header is None or other_weights(header, line, self.header) is None
+        ]
+        return next((line for line in reversed(known) if all(line.get(name) == value for name, value in wanted.items())), None)
+
+    def add(self, *lines: Line) -> None:
+        """Writes lines at once and waits until they are on the disk."""
+        newest = next((line for line in reversed(self.lines) if "benchmark" in line), None)
+        if self.header is not None and json.loads(json.dumps(self.header)) != newest:
+            lines = (self.header, *lines)
+        with self.path.open("ab") as file:
+            file.write(b"".join(json.dumps(line).encode() + b"\n" for line in lines))
+            file.flush()
+            os.fsync(file.fileno())
+        self.lines += lines
+
+
+__all__ = ["ResultsFile", "measuring_command", "mode_name", "other_weights", "with_headers"]

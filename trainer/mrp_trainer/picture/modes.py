@@ -1,0 +1,45 @@
+"""A picture of a decode, side by side in several modes: the command `mrp show`."""
+
+from typing import Any, cast
+
+import torch
+
+from ..data.records import check_utf8
+from ..evaluate.options import generate_options
+from ..evaluate.results import mode_name
+from ..loading import load_model, load_tokenizer
+from . import Picture, Theme, show
+from .options import ShowOptions
+
+
+def show_model(options: ShowOptions) -> Picture:
+    """Decode a prompt in every mode that is asked for, draw that, and write it to `options.output`.
+
+    Raises:
+        ValueError: if checkpoint, tokenizer, prompt or an option of `generate` does not fit; nothing is written then.
+        OSError: if there is no such checkpoint, or the file cannot be written.
+    """
+    check_utf8(options.prompt)
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    model = load_model(options.model, options.dtype)
+    return draw_modes(model.to(device), load_tokenizer(options.tokenizer or options.model), options)
+
+
+def draw_modes(model: Any, tokenizer: Any, options: ShowOptions) -> Picture:
+    """Do what `show_model` does with a loaded model."""
+    if options.plain or tokenizer.chat_template is None:
+        inputs = tokenizer(options.prompt, return_tensors="pt")
+    else:
+        chat = [{"role": "user", "content": options.prompt}]
+        inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    given = {name: inputs[name].to(model.device) for name in ("input_ids", "attention_mask")}
+    fixed = {"max_new_tokens": options.max_new_tokens, "return_dict_in_generate": True}
+    settings = options.settings(model.generation_config.to_dict(), model.mrp_head is not None)
+    outputs = {mode_name(one): model.generate(**given, **generate_options(one), **fixed) for one in settings}
+    theme = cast(Theme, options.theme)
+    picture = show(outputs, tokenizer, prompt=options.prompt, animated=options.animated, theme=theme)
+    picture.save(options.output)
+    return picture
+
+
+__all__ = ["draw_modes", "show_model"]

@@ -1,0 +1,63 @@
+"""What `mrp show` is asked to draw: every option, once. Nothing here imports torch, so that help comes at once."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from ..embedded import EMBEDDED
+from ..evaluate.options import Decoding, Dtype, EvaluateOptions, Target
+from ..flags import flag, too_small
+
+_WHAT, _HOW, _MODEL, _OUTPUT = "What is asked", "How it is decoded", "Model", "Picture"
+
+
+@dataclass(kw_only=True)
+class ShowOptions:
+    """What is decoded and drawn; each field is a flag.
+
+    Raises:
+        ValueError: for a number below 1, a file name that is no picture's, an assignment that is no NAME=VALUE.
+    """
+
+    model: str = flag("Checkpoint: folder or Hub id.", EMBEDDED, panel=_MODEL, metavar="PATH")
+    tokenizer: str | None = flag(
+        "Another tokenizer: folder or Hub id.", None, panel=_MODEL, metavar="PATH", shown="the model's"
+    )
+    dtype: str | None = flag("Type of the weights.", None, panel=_MODEL, kind=Dtype, shown="the checkpoint's")
+    device: str | None = flag("Device, such as cuda:0.", None, panel=_MODEL, shown="first GPU, or cpu")
+    prompt: str = flag("Prompt.", "Sum the numbers of a list that are even, each plus 5.", panel=_WHAT)
+    plain: bool = flag("No chat template around the prompt.", False, panel=_WHAT)
+    max_new_tokens: int = flag("Tokens of the text.", 64, panel=_WHAT, min=1)
+    decoding: list[str] = flag("Modes, side by side.", [], panel=_HOW, kind=list[Decoding], shown="the target, and its drafts")
+    target: list[str] = flag("Modes whose text is drafted.", [], panel=_HOW, kind=list[Target], shown="the checkpoint's")
+    tau: list[float] = flag("Confidence thresholds (dynamic, mrp_remask).", [0.9], panel=_HOW)
+    states: list[int] = flag("States per round (self_spec, mrp_spec).", [], panel=_HOW, shown="the checkpoint's, or 8 for auto")
+    set: list[str] = flag("Any other option of generate.", [], panel=_HOW, metavar="NAME=VALUE")
+    animated: bool = flag("The text comes forward by forward.", False, panel=_OUTPUT)
+    theme: str = flag("Colours; auto is the viewer's.", "auto", panel=_OUTPUT, kind=Literal["auto", "light", "dark"])
+    output: str = flag("File: .svg, or .html, where tokens tell more.", "decode.svg", panel=_OUTPUT, metavar="FILE")
+
+    def __post_init__(self) -> None:
+        for name, value, least in too_small(self):
+            raise ValueError(f"--{name.replace('_', '-')} is {value}: at least {least}")
+        if Path(self.output).suffix not in (".svg", ".html"):
+            raise ValueError(
+                f"--output is {self.output}: a picture is an SVG or a page, give a name that ends in .svg or .html"
+            )
+        self.settings()
+
+    def settings(self, own: Mapping[str, Any] | None = None, has_head: bool = True) -> list[dict[str, Any]]:
+        """The options of `generate`, one mapping a picture's part, as `EvaluateOptions.settings` has them.
+
+        Args:
+            own: The fields of the checkpoint's generation config: its target and states are drafted if none are asked for.
+            has_head: Whether the checkpoint has a head to draft with.
+        """
+        given = {name: getattr(self, name) for name in ("target", "tau", "states", "set")}
+        options = EvaluateOptions(**given).of_checkpoint(own or {}, states=8)
+        decoding = self.decoding or [*options.target, "mrp_spec" if has_head else "self_spec"]
+        return replace(options, decoding=decoding).settings()
+
+
+__all__ = ["ShowOptions"]

@@ -1,0 +1,5 @@
+"""`python -m mrp_trainer.publish`."""
+
+from .command import main
+
+main()

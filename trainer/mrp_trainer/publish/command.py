@@ -1,0 +1,223 @@
+"""Publishes checkpoints, and renders their cards.
+
+``python -m mrp_trainer.publish push FOLDER org/name`` pushes a full model, a head or an adapter in one commit, private unless
+told; ``--dry-run`` only lists what would be sent. ``python -m mrp_trainer.publish card FOLDER --results FILE...`` prints the
+card.
+"""
+
+import argparse
+import json
+import logging
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+from modeling_mrp import MRPForCausalLM
+from modeling_mrp.model.layouts import is_hub_id
+
+from ..train.settings import RUN_FILE
+from .card import About, is_own_card, read_results, render_card
+from .cardtext import PICTURE
+from .folder import Folder, read_folder
+from .hub import CONFIGS, KINDS
+from .send import Publication, first_line, is_connection, publish
+
+_DOWNLOADED = ["*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model", "README.md", PICTURE]  # code is written anew
+
+
+def _folder_of(folder_or_id: str, dry_run: bool) -> Path:
+    """A checkpoint's folder, downloaded if it is the id of a repository; a dry run takes it from the cache.
+
+    Raises:
+        ValueError: if it is neither, or a dry run would have to download it.
+        OSError: if the repository cannot be read.
+    """
+    if Path(folder_or_id).is_dir():
+        return Path(folder_or_id)
+    try:
+        return Path(snapshot_download(folder_or_id, allow_patterns=_DOWNLOADED, local_files_only=dry_run))
+    except HFValidationError as error:
+        raise ValueError(f"{folder_or_id!r} is neither a folder nor the id of a repository ('org/name')") from error
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
+        why = "a dry run downloads nothing" if dry_run else str(error)
+        raise ValueError(f"{folder_or_id} is no folder, and as a repository it is not in the cache: {why}") from error
+    except Exception as error:
+        if not is_connection(error):
+            raise
+        raise ConnectionError(
+            f"the download of {folder_or_id} was given up ({first_line(error)}): push again when the connection stands"
+        ) from error
+
+
+@contextmanager
+def _as_kind(folder: Path, kind: str | None, base: str | None, revision: str | None) -> Iterator[Path]:
+    """A folder of the asked kind: itself, or a temporary one: of a full model the head alone, or with another base.
+
+    Raises:
+        ValueError: if it is of another kind, or the head's backbone has no name.
+    """
+    checkpoint = read_folder(folder)
+    found = checkpoint.kind
+    if kind in (None, found):
+        if base is None:
+            yield folder
+        elif found == "full":
+            raise ValueError(f"the backbone is to be {base}, but {folder} holds {KINDS[found]}, which has its own")
+        else:
+            with TemporaryDirectory() as copied:
+                _copy_with_base(checkpoint, Path(copied), base, revision)
+                yield Path(copied)
+    elif kind == "head" and found == "full":
+        if base is None:
+            raise ValueError(f"{folder} does not say where its backbone is on the Hub: give --base-model org/name")
+        with TemporaryDirectory() as head:
+            MRPForCausalLM.from_pretrained(folder, dtype="auto").save_pretrained(
+                head, head_only=True, base_model_name_or_path=base, base_model_revision=revision
+            )
+            _copy_recipe(folder, Path(head))
+            if (folder / PICTURE).is_file():
+                shutil.copyfile(folder / PICTURE, Path(head) / PICTURE)
+            yield Path(head)
+    else:
+        raise ValueError(f"{folder} holds {KINDS[found]}, not {KINDS[str(kind)]}: leave out the option, or give another folder")
+
+
+def _copy_with_base(checkpoint: Folder, target: Path, base: str, revision: str | None) -> None:
+    """Copies the files of a head or an adapter beside a config that names another base. A rendered card is left out: it tells
+    of the old one."""
+    config_name = CONFIGS[checkpoint.kind]
+    for name, file in checkpoint.files.items():
+        if name == config_name or (name == "README.md" and not is_own_card(file.read_text(encoding="utf-8"))):
+            continue
+        shutil.copyfile(file, target / name)
+    fields = json.loads(checkpoint.files[config_name].read_text(encoding="utf-8"))
+    named: dict[str, Any] = {
+        "base_model_name_or_path": base,
+        "revision" if checkpoint.kind == "adapter" else "base_model_revision": revision,
+    }
+    if isinstance(told := fields.get("speculators_config"), dict):
+        named["speculators_config"] = {**told, "verifier": {**told.get("verifier", {}), "name_or_path": base}}
+    (target / config_name).write_text(json.dumps(fields | named, indent=2), encoding="utf-8")
+    _copy_recipe(checkpoint.path, target)
+
+
+def _copy_recipe(source: Path, target: Path) -> None:
+    """Have the card of a copy tell how it was trained."""
+    if (source / RUN_FILE).is_file():
+        shutil.copyfile(source / RUN_FILE, target / RUN_FILE)
+
+
+def push(
+    folder_or_id: str,
+    repo_id: str,
+    kind: str | None = None,
+    base_model: str | None = None,
+    base_revision: str | None = None,
+    dry_run: bool = False,
+    **options: Any,
+) -> Publication:
+    """Publishes a checkpoint's folder, or a repository under another name.
+
+    Args:
+        folder_or_id: The folder, or the id of a repository.
+        repo_id: Where to, "org/name", or "name" for a repository of the user's own.
+        kind: "head" to publish the head of a full model alone; "adapter" or "full" to make sure of what it is.
+        base_model: For the head of a full model, or a head or an adapter that names another: the repository of its base. By
+            default, if the full model came from one, that one.
+        base_revision: The backbone's commit, branch or tag.
+        dry_run: Only says what would be sent, without any connection.
+        options: As `mrp_trainer.publish.publish` takes them.
+    """
+    folder = _folder_of(folder_or_id, dry_run)
+    if kind == "head" and base_model is None and not Path(folder_or_id).is_dir() and read_folder(folder).kind == "full":
+        base_model, base_revision = folder_or_id, folder.name  # a snapshot's folder is called by its commit
+    with _as_kind(folder, kind, base_model, base_revision) as chosen:
+        return publish(chosen, repo_id, dry_run=dry_run, **options)
+
+
+def card(folder: str, name: str | None, results: list[str], about: str | None) -> str:
+    """The card of a checkpoint's folder, as a push would render it.
+
+    Args:
+        folder: The checkpoint.
+        name: What the examples load; by default the folder, written so that it is no Hub id.
+        results: Files of measurements.
+        about: A file that tells of the checkpoint.
+    """
+    told = None if about is None else About.load(about)
+    name = name or (f"./{folder}" if is_hub_id(folder) else folder)
+    return str(render_card(folder, read_folder(folder).kind, name, read_results(results), told))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m mrp_trainer.publish", description="Publishes checkpoints on the Hub.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    pushing = commands.add_parser("push", help="push a full model, a head or an adapter in one commit")
+    pushing.add_argument("folder", metavar="FOLDER_OR_ID", help="what save_pretrained wrote, or a repository to copy")
+    pushing.add_argument("repo_id", metavar="REPO", help="org/name, or a name among your own")
+    kind = pushing.add_mutually_exclusive_group()
+    kind.add_argument("--head-only", dest="kind", action="store_const", const="head", help="push the head alone")
+    kind.add_argument("--adapter", dest="kind", action="store_const", const="adapter", help="push a peft adapter")
+    pushing.add_argument("--base-model", metavar="ID", help="the backbone of a head, or the base of an adapter, on the Hub")
+    pushing.add_argument("--base-revision", metavar="REVISION", help="the backbone's commit, branch or tag")
+    pushing.add_argument("--public", action="store_true", help="create the repository public instead of private")
+    target = pushing.add_mutually_exclusive_group()
+    target.add_argument("--branch", help="push to this branch, created if it is not there")
+    target.add_argument("--pull-request", action="store_true", help="open a pull request instead of changing main")
+    pushing.add_argument("--dry-run", action="store_true", help="only list files and sizes; no connection is made")
+    pushing.add_argument("--message", help="the commit's title")
+    pushing.add_argument("--card", type=Path, help="publish this card instead of the folder's or a rendered one")
+    pushing.add_argument("--new-card", action="store_true", help="render the card even where a person wrote one")
+    printing = commands.add_parser("card", help="print the card of a folder")
+    printing.add_argument("folder", metavar="FOLDER")
+    printing.add_argument("--name", help="the repository that the examples load; the folder by default")
+    printing.add_argument("--output", type=Path, help="write it to this file instead of printing it")
+    for each in (pushing, printing):
+        each.add_argument("--results", nargs="+", default=[], metavar="FILE", help="measurements, lines of trainer.evaluate")
+        each.add_argument("--about", metavar="FILE", help="a Markdown file that tells of the checkpoint")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Command line: `push` or `card`. What is not fit to be published, or fails, ends with one line that says why."""
+    options = _parser().parse_args(arguments)
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    try:
+        told = _carried_out(options)
+    except (ValueError, OSError) as error:
+        sys.exit(f"{options.command}: {error}")
+    sys.stdout.write(told)
+
+
+def _carried_out(options: argparse.Namespace) -> str:
+    """Does what the command line asks; gives what is to be printed."""
+    if options.command == "card":
+        text = card(options.folder, options.name, options.results, options.about)
+        if options.output is None:
+            return text
+        options.output.write_text(text, encoding="utf-8")
+        return ""
+    done = push(
+        options.folder,
+        options.repo_id,
+        options.kind,
+        options.base_model,
+        options.base_revision,
+        options.dry_run,
+        private=not options.public,
+        revision=options.branch,
+        create_pr=options.pull_request,
+        commit_message=options.message,
+        card=options.card,
+        new_card=options.new_card,
+        results=options.results,
+        about=options.about,
+    )
+    return f"{done}\n"

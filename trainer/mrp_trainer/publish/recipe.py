@@ -1,0 +1,57 @@
+"""How a checkpoint was trained, for its card: from the settings that its run left in the folder."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from modeling_mrp.model.layouts import is_hub_id
+
+from ..train.settings import RUN_FILE, changes_weights, read_yaml
+
+_COMMANDS = {"mrp": "head", "block_diffusion": "backbone"}
+
+
+def recipe_of(folder: Path, base: str | None = None) -> str | None:
+    """The run of a folder, as a card tells of it; None without one.
+
+    What does not change weights is left out, and with it all that belongs to a machine or an account; of paths stay the names.
+
+    Args:
+        folder: What was trained.
+        base: The model's name on the Hub, if it was trained as a local folder.
+
+    Raises:
+        ValueError: if its settings cannot be read.
+    """
+    if not (folder / RUN_FILE).is_file():
+        return None
+    run = read_yaml(folder / RUN_FILE)
+    told = {name: _without_folders(value) for name, value in run.items() if changes_weights(name) and value not in (None, [])}
+    if base is not None and _is_local(run.get("model")):
+        told["model"] = base
+    command = _COMMANDS.get(str(told.pop("objective", None)), "head")
+    settings = yaml.safe_dump(told, sort_keys=False)
+    return f"Trained by `mrp train {command}` with these settings, which `--config` takes as a file:\n\n```yaml\n{settings}```"
+
+
+def model_of(folder: Path) -> str | None:
+    """The model on the Hub that a folder's run began with; None if there was no run, or a local folder."""
+    found = read_yaml(folder / RUN_FILE).get("model") if (folder / RUN_FILE).is_file() else None
+    return None if _is_local(found) else str(found)
+
+
+def _without_folders(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_without_folders(one) for one in value]
+    if isinstance(value, dict):
+        return {name: _without_folders(one) for name, one in value.items()}
+    return Path(value).name if isinstance(value, str) and "/" in value and _is_local(value) else value
+
+
+def _is_local(name: Any) -> bool:
+    return not isinstance(name, str) or not is_hub_id(name) or os.path.exists(name)
+
+
+__all__ = ["model_of", "recipe_of"]

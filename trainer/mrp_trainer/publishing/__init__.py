@@ -1,5 +1,0 @@
-"""Publishing: which folders are fit for it, their cards, and one commit with everything in it, or none."""
-
-from .push import Publication, publish
-
-__all__ = ["Publication", "publish"]

@@ -1,0 +1,1 @@
+"""One model behind the API of OpenAI."""

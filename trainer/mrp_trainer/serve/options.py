@@ -1,0 +1,56 @@
+"""What `mrp serve` is asked to do: every option, once. Nothing here imports torch, so that help comes at once."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..assignments import assigned
+from ..embedded import EMBEDDED
+from ..evaluate.options import Decoding, Dtype, Target
+from ..flags import flag
+
+_HOW, _MODEL, _WHERE = "How it is decoded, unless a request says otherwise", "Model", "Where it listens"
+# What the answers of the server rest on.
+_FIXED = dict.fromkeys(("return_dict_in_generate", "num_return_sequences", "max_length"), "the server")
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """What is served, and where; each field is a flag.
+
+    Raises:
+        ValueError: for a port that is none, and an assignment that is no NAME=VALUE.
+    """
+
+    model: str = flag(
+        "Checkpoint: folder or Hub id; clients ask for it by this name.", EMBEDDED, metavar="MODEL", positional=True
+    )
+    tokenizer: str | None = flag("Another tokenizer.", None, panel=_MODEL, metavar="PATH", shown="the model's")
+    dtype: str | None = flag("Type of the weights.", None, panel=_MODEL, kind=Dtype, shown="the checkpoint's")
+    device: str | None = flag("Device, such as cuda:0.", None, panel=_MODEL, shown="first GPU, or cpu")
+    decoding: str | None = flag("Mode of decoding.", None, panel=_HOW, kind=Decoding, shown="the checkpoint's")
+    target: str | None = flag("Mode whose text is drafted.", None, panel=_HOW, kind=Target, shown="the checkpoint's")
+    set: list[str] = flag("Any other option of generate.", [], panel=_HOW, metavar="NAME=VALUE")
+    host: str = flag("Address; 0.0.0.0 lets other machines in, unasked.", "127.0.0.1", panel=_WHERE)
+    port: int = flag("Port; 0 for any that is free.", 8000, panel=_WHERE, min=0, max=65535)
+    api_key: str | None = flag("What clients must send as their API key.", None, panel=_WHERE, metavar="KEY", shown="none")
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"port is {self.port}: it must be from 0 (any free one) to 65535")
+        self.extra()
+
+    def extra(self) -> dict[str, Any]:
+        """Read what `set` assigns, the values as YAML writes them.
+
+        Raises:
+            ValueError: as from `assigned`.
+        """
+        return assigned(self.set, {"decoding": "decoding", "target": "target"}, _FIXED)
+
+    def setting(self) -> dict[str, Any]:
+        """Collect the options of `generate` that were given; those of `set` are together under that name."""
+        modes = {name: value for name in ("decoding", "target") if (value := getattr(self, name)) is not None}
+        return {**modes, "set": self.extra()}
+
+
+__all__ = ["ServeOptions"]

@@ -1,0 +1,207 @@
+"""The options of training, checked where they enter."""
+
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import TrainingArguments
+
+from .objectives import HEAD_LOSSES, HeadObjective
+from .options import KEPT_CHECKPOINTS, LEARNING_RATES, MIN_RATE, SCHEDULER, TrainerFlags
+from .reveals import REVEAL_RULES, Reveals
+
+OBJECTIVES = ("block_diffusion", "mrp")
+ATTENTIONS = ("auto", "flex_attention", "sdpa", "eager")
+NO_CHECKPOINTING = "gradient_checkpointing drops the keys that the head's passes share: leave it off for objective 'mrp'"
+# Options of `TrainingArguments` that would do nothing: their defaults, and why.
+_LEFT_OUT: dict[str, tuple[Any, str]] = {
+    "torch_compile": (False, "the objectives run in place of the forward that it compiles"),
+    "torch_compile_backend": (None, "the objectives run in place of the forward that it compiles"),
+    "torch_compile_mode": (None, "the objectives run in place of the forward that it compiles"),
+    "train_sampling_strategy": ("random", "rows of like length meet in one batch anyway, in an order that the seed decides"),
+    "label_smoothing_factor": (0.0, "no objective has labels to smooth"),
+    "dataloader_drop_last": (False, "epochs are rounded up to whole steps"),
+}
+NO_MUON = "muon_learning_rate is set, but Muon needs whole matrices, which FSDP and DeepSpeed shard: leave it unset"
+
+
+def passes_of(rows_per_step: int, rows_at_once: int, processes: int) -> int:
+    """How many passes of `rows_at_once` on each process make a step.
+
+    Raises:
+        ValueError: if a whole number of them does not.
+    """
+    passes, left = divmod(rows_per_step, rows_at_once * processes)
+    if left or passes < 1:
+        raise ValueError(
+            f"rows_per_step is {rows_per_step}: {processes} processes with per_device_train_batch_size {rows_at_once} take "
+            f"{rows_at_once * processes} rows at once, so make it a multiple of that"
+        )
+    return passes
+
+
+@dataclass
+class MRPTrainingArguments(TrainingArguments):
+    """`TrainingArguments` plus what block diffusion and the head need; the defaults are those of `mrp train`.
+
+    Attributes:
+        objective: `block_diffusion` trains the backbone, `mrp` trains the head on a frozen backbone. It has to be given.
+        learning_rate: AdamW's; by default 1e-3 for a head and 1e-4 for a backbone.
+        max_length: Tokens of a row of records; longer samples are cut.
+        packed: Whether rows of records hold several samples.
+        noisy_copies: Noisy copies of a sample in one pass, 1 (published) or 2 that complement each other.
+        inverse_level: Weigh each masked token by 1 / t (published).
+        noise_per: Whether a `block` or a `sample` (published) draws its noise level t.
+        head_loss: `kl` (published), `reverse_kl`, `cross_entropy` with the true tokens, or `mse` of the logits.
+        loss_temperature: Divides the logits of teacher and student.
+        unroll: K, the head steps unrolled in training; their losses are averaged (MRP, section 4). The leave-one-out loss of
+            the first step counts as a part of that step's.
+        reveal_rule: `on_policy` reveals as decoding does, `random` one true token of each block (published), `random_count`
+            a random number of them.
+        eager_share: The share of blocks in which `on_policy` reveals all that is above a random threshold, as `dynamic` does.
+        leftmost_share: The share of blocks in which `on_policy` reveals from left to right, as `sequential` does.
+        order_weight: Weight of the divergence of which position comes next.
+        reread_weight: Weight of the leave-one-out loss.
+        packed_attention: How the packed pass attends while training: `flex_attention`, `sdpa` or `eager`; `auto` is flex
+            attention on CUDA, which never holds a mask of [length, length], and what the model has elsewhere. Decoding is not
+            touched.
+        muon_learning_rate: Trains layer matrices with Muon at this rate, and all else with AdamW at `learning_rate`; None
+            leaves everything to `optim`.
+        eval_prompts: How many prompts of the evaluation dataset every evaluation decodes with `mrp_spec`, to report accepted
+            drafts and tokens per forward, and beside it those with the backbone's stale drafts; 0 for none.
+        eval_new_tokens: How many tokens each of them may get.
+        rows_per_step: Rows of a step over all processes and passes: sets `gradient_accumulation_steps` to as many passes of
+            `per_device_train_batch_size` rows on each process as make them, so that a recipe's step is the same on any number
+            of devices.
+
+    Raises:
+        ValueError: on values out of range or that do not go together.
+    """
+
+    objective: str | None = field(default=None, metadata={"choices": OBJECTIVES})
+    num_train_epochs: float = TrainerFlags.num_train_epochs
+    per_device_train_batch_size: int = TrainerFlags.per_device_train_batch_size
+    learning_rate: float = None  # type: ignore[assignment]  # the objective decides
+    lr_scheduler_type: str = SCHEDULER
+    lr_scheduler_kwargs: dict[str, Any] | str | None = None
+    logging_steps: float = TrainerFlags.logging_steps
+    eval_steps: float | None = TrainerFlags.eval_steps
+    save_steps: float = TrainerFlags.save_steps
+    save_total_limit: int | None = KEPT_CHECKPOINTS
+    max_length: int = TrainerFlags.max_length
+    packed: bool = TrainerFlags.packed
+    noisy_copies: int = TrainerFlags.noisy_copies
+    inverse_level: bool = False
+    noise_per: str = field(default="block", metadata={"choices": ("block", "sample")})
+    head_loss: str = field(default=TrainerFlags.head_loss, metadata={"choices": HEAD_LOSSES})
+    loss_temperature: float = 1.0
+    unroll: int = TrainerFlags.unroll
+    reveal_rule: str = field(default=TrainerFlags.reveal_rule, metadata={"choices": REVEAL_RULES})
+    eager_share: float = 0.5
+    leftmost_share: float = 0.0
+    order_weight: float = 0.0
+    reread_weight: float = 1.0
+    packed_attention: str = field(default="auto", metadata={"choices": ATTENTIONS})
+    muon_learning_rate: float | None = TrainerFlags.muon_learning_rate
+    eval_prompts: int = TrainerFlags.eval_prompts
+    eval_new_tokens: int = 64
+    rows_per_step: int | None = None
+    remove_unused_columns: bool = False
+
+    def __post_init__(self) -> None:
+        self._check()
+        if self.learning_rate is None:
+            self.learning_rate = LEARNING_RATES[str(self.objective)]
+        if self.lr_scheduler_type == type(self).lr_scheduler_type and self.lr_scheduler_kwargs is None:
+            self.lr_scheduler_kwargs = dict(MIN_RATE)
+        processes = int(os.environ.get("WORLD_SIZE", "1"))  # DeepSpeed's config needs the passes before there are any
+        if self.rows_per_step is not None:
+            passes = passes_of(self.rows_per_step, self.per_device_train_batch_size, processes)
+            given = vars(self)["gradient_accumulation_steps"]
+            if given not in (1, passes):
+                raise ValueError(
+                    f"gradient_accumulation_steps is {given}, and rows_per_step {self.rows_per_step} makes it {passes}: set "
+                    "rows_per_step to null, or leave gradient_accumulation_steps out"
+                )
+            self.gradient_accumulation_steps = passes
+        super().__post_init__()
+        if self.rows_per_step is not None and self.world_size != processes:
+            raise ValueError(
+                f"rows_per_step is {self.rows_per_step}, and how many processes share it cannot be told: WORLD_SIZE says "
+                f"{processes}, and there are {self.world_size}. Start them with accelerate launch or torchrun"
+            )
+        if self.n_gpu > 1:
+            raise ValueError(
+                f"one process sees {self.n_gpu} GPUs, and needs one for itself: start one on each, with accelerate launch "
+                f"--multi_gpu --num_processes {self.n_gpu} -m mrp_trainer.cli train ..., or show it one with "
+                "CUDA_VISIBLE_DEVICES=0"
+            )
+        if self.eval_prompts and self.deepspeed_plugin is not None and self.deepspeed_plugin.zero_stage == 3:
+            raise ValueError(
+                f"eval_prompts is {self.eval_prompts}, but decoding needs whole weights, which ZeRO-3 divides: use 0"
+            )
+        if self.accelerator_config.dispatch_batches is None:  # a stream's items are samples, which no process can scatter
+            self.accelerator_config.dispatch_batches = False
+
+    def _check(self) -> None:
+        if self.objective is None:
+            raise ValueError(
+                "objective is not given: 'mrp' trains the head on a frozen backbone, 'block_diffusion' trains the backbone"
+            )
+        for name, (needed, reason) in _LEFT_OUT.items():
+            if getattr(self, name) != needed:
+                raise ValueError(f"{name} is {getattr(self, name)!r}, which does nothing here: {reason}. Leave it out")
+        if (strategy := getattr(self.hub_strategy, "value", self.hub_strategy)) not in ("every_save", "end"):
+            raise ValueError(
+                f"hub_strategy is {strategy!r}, and what a run goes on from is pickled, which is never pushed: choose "
+                "'every_save' or 'end'"
+            )
+        for name, choices in (
+            ("objective", OBJECTIVES),
+            ("noise_per", ("block", "sample")),
+            ("head_loss", HEAD_LOSSES),
+            ("reveal_rule", REVEAL_RULES),
+            ("packed_attention", ATTENTIONS),
+        ):
+            value = getattr(self, name)
+            if value not in choices:
+                raise ValueError(f"{name} is {value!r}: choose {', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}")
+        at_least: dict[str, Any] = {
+            "max_length": 1,
+            "unroll": 1,
+            "order_weight": 0,
+            "reread_weight": 0,
+            "eval_prompts": 0,
+            "eval_new_tokens": 1,
+        }
+        for name, least in at_least.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} is {getattr(self, name)}: it must be {least} or more")
+        if self.noisy_copies not in (1, 2):
+            raise ValueError(f"noisy_copies is {self.noisy_copies}: 1, or 2 that complement each other")
+        for name in ("eager_share", "leftmost_share"):
+            if not 0 <= (share := getattr(self, name)) <= 1:
+                raise ValueError(f"{name} is {share}: it must be between 0 and 1")
+        if self.eager_share + self.leftmost_share > 1:
+            raise ValueError(
+                f"eager_share is {self.eager_share} and leftmost_share {self.leftmost_share}: together they must be 1 or less"
+            )
+        if not self.loss_temperature > 0:
+            raise ValueError(f"loss_temperature is {self.loss_temperature}: it must be above 0")
+        if self.muon_learning_rate is not None and (self.fsdp or self.deepspeed):
+            raise ValueError(NO_MUON)
+        # transformers 5.23 has renamed it
+        checkpointing = self.gradient_checkpointing or getattr(self, "activation_checkpointing", None)
+        if checkpointing and self.objective == "mrp":
+            raise ValueError(NO_CHECKPOINTING)
+
+    def head_objective(self, block_size: int) -> HeadObjective:
+        """The head's loss that these options describe."""
+        return HeadObjective(
+            Reveals(self.reveal_rule, self.eager_share, block_size, self.leftmost_share),  # type: ignore[arg-type]  # checked above
+            self.head_loss,  # type: ignore[arg-type]
+            self.loss_temperature,
+            self.unroll,
+            self.order_weight,
+            self.reread_weight,
+        )

@@ -1,0 +1,153 @@
+"""What `MRPTrainer` is given, made ready: the model, and datasets of records or of rows."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from modeling_mrp.modeling import MRPForCausalLM
+
+from ..data.chat import RecordEncoder
+from ..data.held_out import rows_of
+from ..data.rows import rows_from
+from ..data.samples import samples_of
+from ..data.sources import source_of
+from ..data.trajectories import digest
+from .arguments import MRPTrainingArguments
+
+_HALF = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+def bare_model(model: Any) -> MRPForCausalLM:
+    """The model inside a peft model.
+
+    Raises:
+        ValueError: if its adapter puts vectors before the inputs, which the packed pass has no place for.
+    """
+    config: Any = getattr(model, "active_peft_config", None)
+    if getattr(config, "is_prompt_learning", False):
+        raise ValueError(
+            f"an adapter of type {config.peft_type.value} would not be trained, as the packed pass takes ids alone: use an "
+            "adapter of the weights, such as LoRA"
+        )
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def make_ready(model: Any, args: MRPTrainingArguments) -> None:
+    """Freeze what the objective does not train, and have what trains in float32: in bfloat16 most updates would be rounded
+    away. A model that gets a head decodes with it, unless its generation config says otherwise.
+
+    Raises:
+        ValueError: if the objective is `mrp` and there is no head, or what is frozen has 16 bits and the passes have not.
+    """
+    bare = bare_model(model)
+    if args.objective == "mrp" and bare.mrp_head is None:
+        raise ValueError(
+            "objective 'mrp' needs a model with a head: set num_nextn_predict_layers in its config, load the backbone with "
+            "MRPForCausalLM.from_backbone(name), or give it one with model.attach_head(model.new_head(3))"
+        )
+    if args.eval_prompts and bare.mrp_head is None:
+        raise ValueError(f"eval_prompts is {args.eval_prompts}, but there is no head to decode them with: use 0")
+    passes = _HALF.get(bare.dtype)
+    if args.objective == "mrp" and bare is model and passes is not None and not getattr(args, passes):
+        raise ValueError(f"the model is {bare.dtype}: give {passes}=True, or load it with dtype=torch.float32")
+    if args.objective == "mrp" and bare is model:
+        model.requires_grad_(False)
+        bare.get_submodule("mrp_head").requires_grad_(True)
+        if getattr(bare.generation_config, "decoding", None) is None:
+            bare.generation_config.decoding = "mrp_spec"  # what the head is for
+    elif bare is model and bare.mrp_head is not None:
+        bare.get_submodule("mrp_head").requires_grad_(False)  # DDP waits for gradients of all that trains
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.dtype in _HALF:
+            parameter.data = parameter.data.float()
+
+
+def trains_what_is_not_used(model: nn.Module, objective: str | None) -> bool:
+    """Whether something trains that gets no gradient, as an adapter of the backbone beside one of the head may: only then has
+    DDP to look for it in every step."""
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return any(("mrp_head." in name) != (objective == "mrp") for name in trained)
+
+
+def ends_of(model: MRPForCausalLM) -> list[int]:
+    """The ids that end a text."""
+    ends = model.generation_config.eos_token_id
+    return [] if ends is None else ends if isinstance(ends, list) else [ends]
+
+
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase, model: MRPForCausalLM) -> None:
+    """Refuse, with a `ValueError`, a tokenizer that is another model's: its size, its mask and its eos tell."""
+    config, ends = model.config, ends_of(model)
+    mask, eos, size = tokenizer.mask_token_id, tokenizer.eos_token_id, len(tokenizer)
+    wrong = []
+    if size > config.vocab_size:
+        wrong.append(f"it has {size} tokens, and the model's vocabulary {config.vocab_size}")
+    if mask is None and config.mask_token_id < size and config.mask_token_id not in tokenizer.added_tokens_decoder:
+        token = tokenizer.convert_ids_to_tokens(config.mask_token_id)
+        wrong.append(f"the model's mask, id {config.mask_token_id}, is its token {token!r}")
+    elif mask not in (None, config.mask_token_id):
+        wrong.append(f"its mask has the id {mask}, and the model's {config.mask_token_id}")
+    if ends and eos is not None and eos not in ends:
+        wrong.append(f"its eos has the id {eos}, and what ends the model's texts {', '.join(map(str, ends))}")
+    if wrong:
+        raise ValueError(
+            f"the tokenizer does not fit the model: {'; '.join(wrong)}. Give the tokenizer that belongs to the model"
+        )
+
+
+def encoder_of(model: Any, tokenizer: PreTrainedTokenizerBase, max_length: int, with_decoded: bool = True) -> RecordEncoder:
+    """What makes samples and prompts of records for a model."""
+    bare = bare_model(model)
+    return RecordEncoder(
+        tokenizer,
+        bare.config.block_size,
+        max_length,
+        bare.config.mask_token_id,
+        ends_of(bare),
+        vocab_size=bare.config.vocab_size,
+        digest=digest(bare),
+        with_decoded=with_decoded,
+    )
+
+
+def as_rows(dataset: Any, name: str, model: Any, args: MRPTrainingArguments, tokenizer: Any, held_out: bool = False) -> Any:
+    """The rows of samples of a dataset: records are checked and encoded as `mrp train` does it; all else is rows already.
+
+    Args:
+        dataset: See `source_of`; None stays None. Held out, also a mapping of several by their names.
+        name: What errors call it.
+        model: The model that trains.
+        args: Its options.
+        tokenizer: Encodes records.
+        held_out: Whether it is evaluated on: in its own order, and once.
+
+    Raises:
+        RecordError: Records are malformed, or there is none.
+        ValueError: There are records and no tokenizer; a mapping is to be trained on; or no record is short enough.
+    """
+    if dataset is None:
+        return None
+    if isinstance(dataset, Mapping):
+        if not held_out:
+            raise ValueError(
+                f"{name} has the splits {', '.join(dataset)}: give one of them, {name}[{next(iter(dataset), '')!r}]"
+            )
+        each = dataset.items()
+        return {split: as_rows(part, f"{name}[{split!r}]", model, args, tokenizer, True) for split, part in each}
+    source = source_of(dataset, name)
+    if source is None:
+        return dataset
+    if tokenizer is None:
+        raise ValueError(f"{name} holds records: give processing_class, the tokenizer that encodes them, too")
+    encoder = encoder_of(model, tokenizer, args.max_length, not args.inverse_level)
+    return rows_from(source, encoder, args.packed, args.seed, shuffle=not held_out, repeat=not held_out)
+
+
+def check_prompts(held_out: Any, eval_prompts: int) -> None:
+    """Refuse, with a `ValueError`, to decode prompts of a held-out dataset (or of each of several) that has none."""
+    for rows in held_out.values() if isinstance(held_out, Mapping) else [held_out]:
+        if not any(sample.response.argmax() for row in rows_of(rows) for sample in samples_of(row)):
+            raise ValueError(f"eval_prompts is {eval_prompts}, but no record to evaluate on has a prompt: use 0")

@@ -1,0 +1,182 @@
+"""The two objectives as functions of a model and a packed batch: sums over tokens, which the Trainer normalises."""
+
+from dataclasses import dataclass, field
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from modeling_mrp.model.diffusion import PackedBatch
+from modeling_mrp.modeling import MRPForCausalLM
+from modeling_mrp.networks.picker import Picker
+
+from .attention import TRAINING_FLEX
+from .losses import (
+    BLANK,
+    DIVERGENCES,
+    cross_entropy,
+    favourite_odds,
+    forward_kl,
+    order_kl,
+    over_vocabulary,
+    project,
+    weighted_cross_entropy,
+)
+from .options import HeadLoss
+from .packing import CleanCache, noisy_copies, noisy_length, sparse_mask
+from .reveals import Reveals, block_numbers
+
+HEAD_LOSSES: tuple[str, ...] = get_args(HeadLoss)
+
+# By name, a sum and how many it is of.
+Measured = dict[str, tuple[Tensor, Tensor]]
+
+
+def packed_masks(model: MRPForCausalLM, batch: PackedBatch) -> tuple[Any, Any]:
+    """Masks for all columns, and for the noisy ones as queries over all: `BlockMask`s if the model runs flex attention."""
+    rule = batch.rule(model.config.block_size)
+    if model.config._attn_implementation in ("flex_attention", TRAINING_FLEX):
+        return sparse_mask(rule, batch.input_ids.shape[1]), sparse_mask(rule, noisy_length(batch))
+    whole = rule.dense()
+    return whole, whole[:, :, : noisy_length(batch)]
+
+
+def block_diffusion(model: MRPForCausalLM, batch: PackedBatch) -> tuple[Tensor, Measured]:
+    """The backbone's loss, summed over the masked positions (SDAR, equation 3)."""
+    hidden = model.backbone(batch.input_ids, batch.position_ids, packed_masks(model, batch)[0])
+    chosen = batch.supervised
+    one = torch.ones((), device=hidden.device)
+    loss = weighted_cross_entropy(hidden[chosen], model.lm_head.weight, batch.target_ids[chosen], batch.weight[chosen], one)
+    return loss, {}
+
+
+@dataclass(frozen=True)
+class HeadObjective:
+    """The head's loss: how far A + C is from the backbone's own B, after each of K reveals (MRP, section 4).
+
+    Attributes:
+        reveals: Which states.
+        loss: `kl` (published), `reverse_kl`, `mse` of the logits, or the `cross_entropy` of the true tokens, which needs no
+            teacher but has one measured all the same.
+        temperature: Divides the logits of both; the loss is multiplied by its square, so that gradients keep their size.
+        unroll: K; the losses are averaged.
+        order_weight: Weight of `order_kl`.
+        reread_weight: Weight of the leave-one-out loss: what the head should say at a token that it was shown is what the
+            backbone would, had this one token been left masked. Each block teaches one, behind the first reveal.
+    """
+
+    reveals: Reveals
+    loss: HeadLoss = "kl"
+    temperature: float = 1.0
+    unroll: int = 1
+    order_weight: float = 0.0
+    reread_weight: float = 1.0
+
+    def __call__(self, model: MRPForCausalLM, batch: PackedBatch) -> tuple[Tensor, Measured]:
+        """Pass 1 gives h_A, a reveal and pass 2 give h_B; K times, from the accumulated estimate."""
+        passes = _Passes(model, batch)
+        noisy, sampler = passes.noisy, Picker(model.lm_head.weight, model.config.mask_token_id)
+        ids, masked, estimate = noisy.input_ids, noisy.supervised, passes.h_a
+        losses: list[Tensor] = []
+        measured: Measured = {}
+        for step in range(self.unroll):
+            before = masked
+            ids, masked = self.reveals(noisy, ids, masked, estimate.detach(), sampler, step)
+            estimate = estimate + passes.head(ids, estimate)
+            loss, notes = self._divergence(
+                passes, masked, passes.backbone(ids), estimate, self.order_weight, measured=step == 0
+            )
+            losses.append(loss)
+            measured.update(notes)
+            if step == 0 and self.reread_weight:
+                left_out = self.reveals.one_per_block(noisy, before & ~masked)
+                again = ids.masked_fill(left_out, model.config.mask_token_id)
+                loss, notes = self._divergence(passes, left_out, passes.backbone(again), estimate)
+                losses.append(self.reread_weight * loss)
+                measured.update({f"reread_{name}": note for name, note in notes.items()})
+        return torch.stack(losses).sum() / self.unroll, measured
+
+    def _divergence(
+        self,
+        passes: "_Passes",
+        where: Tensor,
+        teacher: Tensor,
+        estimate: Tensor,
+        order_weight: float = 0.0,
+        measured: bool = True,
+    ) -> tuple[Tensor, Measured]:
+        """The loss at some positions [batch, length] bool; if it is to be `measured`, with KL(B||A), KL(B||A+C), how often A+C
+        names B's token, and the order's divergence."""
+        weight, config = passes.model.lm_head.weight, passes.model.config
+
+        def token_loss(student: Tensor, teacher: Tensor, stale: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+            with torch.no_grad():
+                wanted = project(teacher, weight)
+            values, notes = [self._of_logits(student, wanted, targets)], []
+            if order_weight:
+                odds, of_teacher = favourite_odds(student, wanted, config.mask_token_id)
+                values.append(odds)
+                notes.append(of_teacher)
+            if measured:
+                with torch.no_grad():
+                    plain = self.loss == "kl" and self.temperature == 1.0
+                    notes.append(values[0].detach() if plain else forward_kl(student, wanted))
+                    notes.append(forward_kl(project(stale, weight), wanted))
+                    notes.append((student.argmax(-1) == wanted.argmax(-1)).to(student.dtype))
+            return torch.stack(values, 1), torch.stack(notes, 1) if notes else student.new_zeros(len(student), 0)
+
+        batch = passes.noisy
+        values, notes = over_vocabulary(
+            token_loss, estimate[where], weight, teacher[where], passes.h_a[where], batch.target_ids[where]
+        )
+        loss, found = (values[:, 0] * batch.weight[where]).sum(), {}
+        if order_weight:
+            shown = batch.target_ids[where] != BLANK
+            blocks = block_numbers(batch, config.block_size)[where][shown]
+            order = order_kl(values[shown, 1], notes[shown, 0], blocks, where.numel())
+            loss = loss + order_weight * order
+            # Blocks are counted on the device: each marks its own number.
+            found["kl_order"] = order, torch.zeros(where.numel(), device=where.device).index_fill(0, blocks, 1.0).sum()
+        if not measured:
+            return loss, {}
+        sums, count = notes[:, -3:].sum(0), where.sum()
+        return loss, found | {name: (sums[i], count) for i, name in enumerate(("kl_head", "kl_stale", "agreement"))}
+
+    def _of_logits(self, student: Tensor, teacher: Tensor, targets: Tensor) -> Tensor:
+        t = self.temperature
+        if self.loss == "cross_entropy":
+            return cross_entropy(student / t, targets) * t**2
+        return DIVERGENCES[self.loss](student / t, teacher / t) * t**2
+
+
+@dataclass
+class _Passes:
+    """Passes over one batch. The clean half is only looked at: all passes but each network's first hold the noisy copies
+    alone."""
+
+    model: MRPForCausalLM
+    batch: PackedBatch
+    noisy: PackedBatch = field(init=False)
+    h_a: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._length = noisy_length(self.batch)
+        self._mask, self._noisy_mask = packed_masks(self.model, self.batch)
+        self._of_backbone, self._of_head = CleanCache(self._length), CleanCache(self._length)
+        with torch.no_grad():
+            whole = self.model.backbone(self.batch.input_ids, self.batch.position_ids, self._mask, self._of_backbone)
+        self.noisy = noisy_copies(self.batch)
+        self.h_a, self._clean_hidden = whole[:, : self._length], whole[:, self._length :]
+
+    @torch.no_grad()
+    def backbone(self, ids: Tensor) -> Tensor:
+        """[batch, noisy length, hidden_size] h_B at other contents of the noisy copies."""
+        return self.model.backbone(ids, self.noisy.position_ids, self._noisy_mask, self._of_backbone)
+
+    def head(self, ids: Tensor, hidden: Tensor) -> Tensor:
+        """[batch, noisy length, hidden_size] h_C, with gradients."""
+        if self._of_head.filled:
+            return self.model.residual(ids, hidden, self.noisy.position_ids, self._noisy_mask, self._of_head)
+        ids = torch.cat([ids, self.batch.input_ids[:, self._length :]], 1)
+        hidden = torch.cat([hidden, self._clean_hidden], 1)
+        return self.model.residual(ids, hidden, self.batch.position_ids, self._mask, self._of_head)[:, : self._length]

@@ -1,0 +1,108 @@
+"""What `mrp train` is asked to do: every option that has a flag, with its type, range, default and help, once.
+
+Nothing here imports torch, so that help comes at once.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ..embedded import located
+from ..flags import flag
+
+HeadLoss = Literal["kl", "reverse_kl", "cross_entropy", "mse"]
+RevealRule = Literal["on_policy", "random", "random_count"]
+HeadInit = Literal["identity", "backbone", "published"]
+
+# By objective.
+LEARNING_RATES = {"mrp": 1e-3, "block_diffusion": 1e-4}
+SCHEDULER = "cosine_with_min_lr"
+# Of that schedule.
+MIN_RATE = {"min_lr_rate": 0.1}
+KEPT_CHECKPOINTS = 2
+
+_RUN, _MODEL, _DATA, _HEAD = "Run", "Model", "Data", "Head"
+_LOSS, _OPTIMIZER, _WATCH, _ADAPTER = "Objective", "Optimizer", "Watching and saving", "Adapter (LoRA)"
+
+
+@dataclass
+class RunOptions:
+    """What a run needs beside `MRPTrainingArguments`; the flags' help says what each is.
+
+    For an adapter of a head, `model` is the head's checkpoint, which `head` alone names as well. `early_stopping_patience` also
+    has the weights of the lowest held-out loss saved. `block_size` and `mask_token_id` are for an
+    autoregressive Qwen3 checkpoint that becomes a block-diffusion model. `head_revision` is the commit, branch or tag of
+    `head`.
+    """
+
+    model: str = flag("Checkpoint: folder or Hub id.", panel=_MODEL, metavar="PATH")
+    revision: str | None = flag("Commit, branch or tag of the model.", None, panel=_MODEL)
+    tokenizer: str | None = flag("Another tokenizer.", None, panel=_MODEL, metavar="PATH", shown="the model's")
+    block_size: int | None = flag(
+        "Tokens per block, of a Qwen3 checkpoint.", None, panel=_MODEL, shown="16", only="block_diffusion"
+    )
+    mask_token_id: int | None = flag(
+        "Mask id, of a Qwen3 checkpoint of another vocabulary.", None, panel=_MODEL, only="block_diffusion"
+    )
+    data: list[str] = flag("JSON lines, a datasets folder or Hub id, or - .", [], panel=_DATA, metavar="FILE")
+    split: str = flag("Split of a folder or id of --data.", "train", panel=_DATA)
+    eval_data: list[str] = flag("Data to evaluate on.", [], panel=_DATA, metavar="FILE")
+    eval_split: str = flag("Split of a folder or id of --eval-data.", "test", panel=_DATA)
+    streaming: bool = flag("Read data as they come.", False, panel=_DATA, name="--streaming/--not-streaming")
+    head: str | None = flag("Head to go on from.", None, panel=_HEAD, metavar="PATH", shown="a new one", only="mrp")
+    head_revision: str | None = field(default=None, metadata={"only": "mrp"})
+    head_layers: int = flag("Layers of a new head.", 3, panel=_HEAD, only="mrp")
+    head_init: str = flag(
+        "A new head's start: A + C = A, the last layers, or random.", "identity", panel=_HEAD, kind=HeadInit, only="mrp"
+    )
+    save: str = flag(
+        "Save the head alone, or with the backbone.", "head", panel=_HEAD, kind=Literal["head", "full"], only="mrp"
+    )
+    early_stopping_patience: int = flag("Evaluations without a lower loss before the end, 0: no end.", 0, panel=_WATCH)
+    lora_rank: int = flag("Train only an adapter of this rank, of --model or --head.", 0, panel=_ADAPTER)
+    lora_alpha: int | None = flag("Scale of the adapter.", None, panel=_ADAPTER, shown="2 x rank")
+
+    def __post_init__(self) -> None:
+        self.model = located(self.model)
+        self.head, self.tokenizer = (one if one is None else located(one) for one in (self.head, self.tokenizer))
+
+
+@dataclass
+class TrainerFlags:
+    """Fields of `MRPTrainingArguments` that have a flag, with their defaults."""
+
+    output_dir: str | None = flag("Folder for checkpoints and the result.", None, panel=_RUN, metavar="FOLDER")
+    seed: int = flag("Seed of noise, order and new weights.", 42, panel=_RUN)
+    max_length: int = flag("Tokens of a row.", 2048, panel=_DATA)
+    packed: bool = flag("Several samples a row.", True, panel=_DATA, name="--packed/--not-packed")
+    unroll: int = flag("Head steps trained in a chain.", 1, panel=_LOSS, only="mrp")
+    reveal_rule: str = flag("What is revealed before the head is asked.", "on_policy", panel=_LOSS, kind=RevealRule, only="mrp")
+    head_loss: str = flag(
+        "Divergence between the head's logits and the backbone's next ones.", "kl", panel=_LOSS, kind=HeadLoss, only="mrp"
+    )
+    noisy_copies: int = flag("Noisy copies of a sample.", 2, panel=_LOSS, min=1, max=2)
+    num_train_epochs: float = flag("Passes over the data.", 1.0, panel=_OPTIMIZER, name="--epochs")
+    max_steps: int = flag("Steps of training.", -1, panel=_OPTIMIZER, name="--steps", shown="by epochs")
+    per_device_train_batch_size: int = flag("Rows per device and pass.", 4, panel=_OPTIMIZER, name="--batch-size")
+    gradient_accumulation_steps: int = flag("Forward and backward passes per step.", 1, panel=_OPTIMIZER, name="--accumulate")
+    learning_rate: float | None = flag("Learning rate of AdamW.", None, panel=_OPTIMIZER, shown="1e-3 head, 1e-4 backbone")
+    muon_learning_rate: float | None = flag("Trains layer matrices with Muon.", None, panel=_OPTIMIZER, shown="no Muon")
+    bf16: bool = flag("bfloat16 for passes and frozen weights.", False, panel=_OPTIMIZER, name="--bf16/--no-bf16")
+    eval_steps: float = flag("Steps between evaluations.", 500, panel=_WATCH)
+    eval_prompts: int = flag("Held-out prompts decoded at each evaluation.", 0, panel=_WATCH, only="mrp")
+    save_steps: float = flag("Steps between checkpoints.", 500, panel=_WATCH)
+    logging_steps: float = flag("Steps between log lines.", 10, panel=_WATCH)
+    report_to: list[str] = flag("Trackers: tensorboard, trackio, ...", [], panel=_WATCH, shown="none")
+
+
+@dataclass
+class TrainCommand:
+    """What `mrp train` does with the settings of a run."""
+
+    config: str | None = flag("YAML file, or a recipe's name: sdar-4b-mrp, ...", None, panel=_RUN, metavar="FILE")
+    set: list[str] = flag("Any other field of MRPTrainingArguments.", [], panel=_RUN, metavar="NAME=VALUE")
+    restart: bool = flag("Begin again, instead of going on from the last checkpoint.", False, panel=_RUN)
+    dry_run: bool = flag("Only print parameters, memory and steps; nothing is loaded.", False, panel=_RUN)
+    processes: int = flag("Devices that --dry-run reckons with.", 1, panel=_RUN, min=1)
+
+
+__all__ = ["HeadInit", "HeadLoss", "RevealRule", "RunOptions", "TrainCommand", "TrainerFlags"]

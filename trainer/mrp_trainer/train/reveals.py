@@ -1,0 +1,102 @@
+"""Which masked positions of a noisy copy are revealed next, and with what: the states a head is trained on."""
+
+from dataclasses import dataclass
+from typing import get_args
+
+import torch
+from torch import Tensor
+
+from modeling_mrp.model.diffusion import PackedBatch
+from modeling_mrp.networks.picker import Picker
+
+from .losses import BLANK
+from .options import RevealRule
+from .packing import uniform
+
+REVEAL_RULES: tuple[str, ...] = get_args(RevealRule)
+# Thresholds of eager reveals are drawn from here.
+_EAGER_FROM, _EAGER_TO = 0.2, 0.95
+
+
+def block_numbers(batch: PackedBatch, block_size: int) -> Tensor:
+    """[batch, length] a number below batch * length for every block of every copy: a batch's columns come in whole blocks."""
+    rows, length = batch.input_ids.shape
+    return torch.arange(rows * length, device=batch.input_ids.device).view(rows, length) // block_size
+
+
+@dataclass(frozen=True)
+class Reveals:
+    """How a block goes on from a state; nothing behind the end of a text is ever revealed.
+
+    Attributes:
+        rule: `on_policy`: what decoding reveals, the most confident position with the model's own token. `random`: one
+            position with its true token (as published). `random_count`: one or more, as many as drawn from 1 to all.
+        eager_share: Under `on_policy`, the share of blocks in which everything above a threshold is revealed, as `dynamic`
+            does: what drafts for it meet, and `mrp_remask` and `mrp_direct`.
+        block_size: Tokens per block.
+        leftmost_share: Under `on_policy`, the share of blocks that go from left to right, as `sequential` does.
+    """
+
+    rule: RevealRule
+    eager_share: float
+    block_size: int
+    leftmost_share: float = 0.0
+
+    @torch.no_grad()
+    def __call__(
+        self, batch: PackedBatch, ids: Tensor, masked: Tensor, hidden: Tensor, sampler: Picker, step: int
+    ) -> tuple[Tensor, Tensor]:
+        """The next state.
+
+        Args:
+            batch: The noisy copies.
+            ids: [batch, length] long, the state.
+            masked: [batch, length] bool, what may be revealed.
+            hidden: [batch, length, hidden_size], what the model makes of the state.
+            sampler: Gives the model's own token and its confidence.
+            step: Each step draws anew what is drawn, but not how a block goes on.
+
+        Returns:
+            ids and masked of the state after the reveal.
+        """
+        open_ = (masked & (batch.target_ids != BLANK)).nonzero(as_tuple=True)
+        group = block_numbers(batch, self.block_size)[open_]
+        groups = ids.numel()
+        if self.rule == "on_policy":
+            picks = sampler(hidden[open_])
+            token, score = picks.token, picks.odds
+            block = batch.position_ids // self.block_size
+            lot = uniform(batch, 1, block)[open_]
+            leftmost = lot > 1 - self.leftmost_share
+            order = torch.where(leftmost, -batch.position_ids[open_].to(score.dtype), score)
+            threshold = _EAGER_FROM + (_EAGER_TO - _EAGER_FROM) * uniform(batch, 2, block)[open_]
+            chosen = (_rank(order, group, groups) < 1) | ((lot < self.eager_share) & (score > threshold.logit()))
+        else:
+            token, score = batch.target_ids[open_], uniform(batch, 16 + step, batch.position_ids)[open_]
+            count = torch.ones_like(group)
+            if self.rule == "random_count":
+                share = uniform(batch, 32 + step, batch.position_ids // self.block_size)[open_]
+                left = torch.zeros(groups, device=group.device, dtype=torch.long).index_add(0, group, count)[group]
+                count = 1 + (share * left).long()
+            chosen = _rank(score, group, groups) < count
+        row, column = open_[0][chosen], open_[1][chosen]
+        ids, masked = ids.clone(), masked.clone()
+        ids[row, column] = token[chosen]
+        masked[row, column] = False
+        return ids, masked
+
+    def one_per_block(self, batch: PackedBatch, where: Tensor) -> Tensor:
+        """[batch, length] bool: one of the marked positions of each block, at random."""
+        marked = where.nonzero(as_tuple=True)
+        lot = uniform(batch, 3, batch.position_ids)[marked]
+        first = _rank(lot, block_numbers(batch, self.block_size)[marked], where.numel()) < 1
+        return torch.zeros_like(where).index_put_(marked, first)
+
+
+def _rank(score: Tensor, group: Tensor, groups: int) -> Tensor:
+    """[n] how many of the same group come before: those of a higher score, and of equals those further left."""
+    order = score.argsort(descending=True, stable=True)
+    order = order[group[order].argsort(stable=True)]
+    size = torch.zeros(groups, dtype=torch.long, device=group.device).index_add(0, group, torch.ones_like(group))
+    place = torch.arange(len(group), device=group.device) - (size.cumsum(0) - size)[group[order]]
+    return torch.empty_like(place).index_put_((order,), place)

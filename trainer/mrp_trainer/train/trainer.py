@@ -1,0 +1,541 @@
+"""An HF Trainer for the two objectives: the backbone's block diffusion and the head's residual prediction."""
+
+import itertools
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.data_loader import IterableDatasetShard
+from accelerate.utils import broadcast_object_list
+from huggingface_hub import CommitInfo
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.data import Sampler
+from transformers import PreTrainedTokenizerBase, Trainer, set_seed
+from transformers.trainer_utils import HubStrategy, rotate_checkpoints
+
+from modeling_mrp.model.diffusion import PackedBatch
+from modeling_mrp.model.layouts import is_hub_id
+
+from ..data.collator import DiffusionCollator
+from ..data.held_out import filled_up, rows_of
+from ..data.sampler import LengthBucketSampler
+from ..data.samples import samples_of
+from ..evaluate.acceptance import measure_acceptance
+from ..publish import publish
+from .arguments import NO_CHECKPOINTING, NO_MUON, MRPTrainingArguments
+from .attention import TRAINING_FLEX, attending
+from .callbacks import LogAtSaves, SetEpoch
+from .checkpoints import (
+    check_whole,
+    last_whole_checkpoint,
+    make_room,
+    saving_head_alone,
+    seal,
+    step_of,
+    under_own_class,
+)
+from .inputs import as_rows, bare_model, check_prompts, check_tokenizer, make_ready, trains_what_is_not_used
+from .measures import Measures
+from .objectives import Measured, block_diffusion
+from .optimizer import MuonAdamW
+from .run_folder import telling_what_is_full
+
+log = logging.getLogger(__name__)
+
+# In nats: what rounding makes of two equal distributions. A token left out right behind the reveal that showed it leaves none.
+_NO_GAP = 1e-6
+
+
+class MRPTrainer(Trainer):
+    """Trains an `MRPForCausalLM`, bare or in a peft model, on records as `mrp train` reads them, or on rows of samples.
+
+    The loss is a sum over tokens divided by the response tokens of the whole step, over all processes and accumulation steps,
+    so that it does not matter how a step is divided. All noise is a function of (seed, sample, visit). Training ends with a
+    `FloatingPointError` at the first loss, gradient norm or weight that is not finite, before anything is saved.
+
+    Args:
+        model: The model; under objective `mrp` all but its head is frozen, under `block_diffusion` its head, unless it is a
+            peft model, which says itself what trains. What trains becomes float32. None with `model_init`.
+        args: The options.
+        train_dataset: Records: a `datasets.Dataset` or `datasets.IterableDataset`, a list or a path (see `source_of`); or rows
+            of samples, by number (see `Samples`) or as a stream.
+        eval_dataset: The same, held out; or several by their names.
+        data_collator: By default the `DiffusionCollator` that the options describe.
+        processing_class: The tokenizer, which encodes records and is saved with the model.
+        kwargs: As `Trainer` takes them.
+
+    Raises:
+        RecordError: if records are malformed, which is found at once but in what only comes in order, or a path is missing.
+        ValueError: if `args` are those of another trainer; the objective is `mrp` and the model has no head, or 16 bits and the
+            passes have not; there are records and no tokenizer, or it is another model's; `eval_prompts` are asked for without
+            a head, held-out prompts and the tokenizer; or FSDP or DeepSpeed shards the model and Muon is asked for, or
+            activation checkpointing for objective `mrp`.
+    """
+
+    args: MRPTrainingArguments
+    optimizer: torch.optim.Optimizer | None
+
+    def __init__(
+        self,
+        model: Any = None,
+        args: MRPTrainingArguments | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        data_collator: Any = None,
+        processing_class: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        if not isinstance(args, MRPTrainingArguments):
+            raise ValueError(f"args is {type(args).__name__}: pass MRPTrainingArguments(output_dir, objective='mrp', ...)")
+        for name in ("compute_metrics", "compute_loss_func", "preprocess_logits_for_metrics"):
+            if kwargs.get(name) is not None:
+                raise ValueError(
+                    f"{name} is {kwargs[name]!r}, which would never be called, as no logits are kept: leave it out. "
+                    "Evaluations measure what is listed at MRPTrainer.log, and with eval_prompts how far drafts carry"
+                )
+        self.args, self._made = args, list[Any]()
+        given = model
+        if model is None and kwargs.get("model_init") is not None:
+            model = self._make_ahead(kwargs["model_init"])
+        elif model is None:
+            raise ValueError("model is None: pass a model, or model_init, which makes one")
+        else:
+            make_ready(model, args)
+        bare = bare_model(model)
+        if isinstance(processing_class, PreTrainedTokenizerBase):
+            check_tokenizer(processing_class, bare)
+        if args.eval_prompts and (eval_dataset is None or processing_class is None):
+            raise ValueError(f"eval_prompts is {args.eval_prompts}: give eval_dataset and processing_class, the tokenizer, too")
+        train_dataset = as_rows(train_dataset, "train_dataset", model, args, processing_class)
+        eval_dataset = as_rows(eval_dataset, "eval_dataset", model, args, processing_class, held_out=True)
+        if args.eval_prompts:
+            check_prompts(eval_dataset, args.eval_prompts)
+        if args.ddp_find_unused_parameters is None:
+            args.ddp_find_unused_parameters = trains_what_is_not_used(model, args.objective)
+        if data_collator is None:
+            data_collator = DiffusionCollator(
+                bare.config.block_size,
+                bare.config.mask_token_id,
+                bare.config.pad_token_id or 0,
+                args.noisy_copies,
+                args.inverse_level,
+                args.noise_per,  # type: ignore[arg-type]  # the arguments have checked it
+                args.seed,
+            )
+        super().__init__(
+            model=given,
+            args=args,
+            data_collator=data_collator,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            **kwargs,
+        )
+        if args.muon_learning_rate is not None and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
+            raise ValueError(NO_MUON)
+        if args.objective == "mrp" and self.is_fsdp_enabled and self.accelerator.state.fsdp_plugin.activation_checkpointing:
+            raise ValueError(NO_CHECKPOINTING)
+        self.add_callback(LogAtSaves())
+        self.model_accepts_loss_kwargs = True  # the loss is divided by num_items_in_batch, not by the accumulation steps
+        self._head_objective = args.head_objective(bare.config.block_size)
+        self._trained, self._evaluated = Measures(), Measures()
+        self._decoding_attention: str | None = None
+        self._steps_done, self._step_loss = 0, torch.zeros(())
+        self._since = time.perf_counter()
+
+    def call_model_init(self, trial: Any = None) -> Any:
+        """As `Trainer.call_model_init`, with the model made ready; one that was made ahead is given first."""
+        if self._made:
+            return self._made.pop()
+        model = super().call_model_init(trial)
+        make_ready(model, self.args)
+        return model
+
+    def _make_ahead(self, model_init: Callable[..., Any], trial: Any = None) -> Any:
+        """Makes the model that the Trainer asks for next."""
+        set_seed(self.args.seed)
+        self.model_init = model_init
+        self._made.append(self.call_model_init(trial))
+        return self._made[0]
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
+        """As `Trainer.train`; `resume_from_checkpoint=True` takes up the newest whole checkpoint, if any, and sets damaged ones
+        aside. One of the last step is loaded, and no further step made.
+
+        Raises:
+            ValueError: if the checkpoint that is named is damaged.
+            FloatingPointError: if a loss, a gradient norm or a weight is not finite.
+        """
+        if resume_from_checkpoint is True:
+            newest = last_whole_checkpoint(Path(self.args.output_dir)) if self.is_world_process_zero() else None
+            (newest,) = broadcast_object_list([newest])
+            resume_from_checkpoint = None if newest is None else str(newest)
+        elif isinstance(resume_from_checkpoint, str):
+            check_whole(Path(resume_from_checkpoint))
+        self._steps_done = (step_of(Path(resume_from_checkpoint)) or 0) if isinstance(resume_from_checkpoint, str) else 0
+        self._since, self._step_loss = time.perf_counter(), torch.zeros(())
+        if self.model_init is not None:
+            self.model = self._make_ahead(self.model_init, kwargs.get("trial"))
+        bare, attention = bare_model(self.model), self.args.packed_attention
+        if attention == "auto":
+            attention = "flex_attention" if self.args.device.type == "cuda" else bare.config._attn_implementation
+        if attention == "flex_attention":
+            attention = TRAINING_FLEX
+        if self.args.objective == "block_diffusion":
+            bare.backbone_source = None  # it is no longer the one that was loaded
+        with attending(bare, attention) as self._decoding_attention:
+            output = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+        self._check_trained_weights()
+        return output
+
+    def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
+        """As `Trainer.set_initial_training_values`, with no epoch left where the checkpoint that is taken up has all steps:
+        the Trainer looks whether it is done only behind a step."""
+        epochs, steps_per_epoch, *rest, max_steps = super().set_initial_training_values(args, dataloader)
+        if self._steps_done >= max_steps:
+            epochs = self._steps_done // steps_per_epoch
+        return epochs, steps_per_epoch, *rest, max_steps
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """Muon and AdamW in one, if a rate for Muon is given."""
+        if self.optimizer is None and self.args.muon_learning_rate is not None:
+            self.optimizer = MuonAdamW(
+                self.model,
+                self.args.learning_rate,
+                self.args.muon_learning_rate,
+                self.args.weight_decay,
+                (self.args.adam_beta1, self.args.adam_beta2),
+                self.args.adam_epsilon,
+            )
+        return super().create_optimizer() if self.optimizer is None else self.optimizer
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
+        step = self.args.train_batch_size * self.args.world_size * self.args.gradient_accumulation_steps
+        sampler = LengthBucketSampler(train_dataset if train_dataset is not None else self.train_dataset, step)
+        self.remove_callback(SetEpoch)  # of an earlier call of train
+        self.add_callback(SetEpoch(sampler))
+        return sampler
+
+    def _get_dataloader(self, dataset: Any, description: str, batch_size: int, *args: Any, **kwargs: Any) -> Any:
+        """As `Trainer._get_dataloader`; records become rows, and no row is evaluated twice."""
+        if description != "Training":
+            dataset = as_rows(dataset, "eval_dataset", self.model, self.args, self.processing_class, held_out=True)
+        if self.args.world_size > 1 and description != "Training":
+            dataset = filled_up(dataset, batch_size * self.args.world_size)
+        return super()._get_dataloader(dataset, description, batch_size, *args, **kwargs)
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[dict[str, Any]], num_batches: int, device: torch.device
+    ) -> tuple[list[dict[str, Any]], Tensor | int | None]:
+        """The batches of a step, and how many response tokens all processes have in theirs."""
+        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        counts = [batch["response_tokens"] for batch in batches]
+        total = torch.stack(counts).sum().to(device) if counts else torch.zeros((), dtype=torch.long, device=device)
+        return batches, self.accelerator.reduce(total, reduction="sum")
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """As `Trainer.training_step`; the loss is checked with the gradient norm, by all processes at once."""
+        loss = super().training_step(*args, **kwargs)
+        self._step_loss = self._step_loss + loss.detach()
+        return loss
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        """As `Trainer._get_grad_norm`.
+
+        Raises:
+            FloatingPointError: if the step's loss is not finite, which `Trainer` would log as 0, or the norm is not. With
+                float16, a scaler passes over steps whose gradients overflow.
+        """
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        loss, self._step_loss = self.accelerator.reduce(self._step_loss, reduction="sum"), torch.zeros(())
+        step = self.state.global_step + 1
+        self._check_finite(f"the loss of step {step}", loss)
+        if norm is not None and not self.args.fp16:
+            self._check_finite(f"the gradient norm of step {step}", norm)
+        return norm
+
+    def _check_finite(self, name: str, value: Any) -> None:
+        """Raise `FloatingPointError` for a number that is not finite, and name the weight or the rate that is to blame."""
+        if math.isfinite(value):
+            return
+        broken = next((name for name, weight in self.model.named_parameters() if not _is_finite(weight)), None)
+        trained = self.state.global_step > self._steps_done
+        if broken is None or (trained and self.model.get_parameter(broken).requires_grad):
+            reason = f"learning_rate is {self.args.learning_rate:g}: lower it, or look at the data"
+        else:
+            reason = "it was loaded like that: load another checkpoint"
+        found = "All weights are finite" if broken is None else f"The weight {broken} is not finite"
+        raise FloatingPointError(f"{name} is {float(value)}, and nothing is saved. {found}; {reason}")
+
+    def _check_trained_weights(self) -> None:
+        """Raise `FloatingPointError`, in all processes, if something that trains is not finite."""
+        whole = all(_is_finite(weight) for weight in self.model.parameters() if weight.requires_grad)
+        parts = torch.tensor(0.0 if whole else math.nan, device=self.args.device)
+        self._check_finite(f"a weight behind step {self.state.global_step}", self.accelerator.reduce(parts, reduction="sum"))
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """The objective's loss of one packed batch, over `num_items_in_batch` response tokens (by default the batch's own).
+
+        Gradients are averaged over processes, hence the factor when the count is that of all of them.
+        """
+        batch = PackedBatch(**inputs)
+        objective = block_diffusion if self.args.objective == "block_diffusion" else self._head_objective
+        items = batch.response_tokens
+        processes = 1
+        if num_items_in_batch is not None:
+            items, processes = torch.as_tensor(num_items_in_batch, device=items.device), self.accelerator.num_processes
+        loss, measured = self._inside(model, objective, batch, processes / items.clamp(min=1))
+        if model.training:
+            self._trained.add({**measured, "response_tokens": (batch.response_tokens, torch.ones(()))})
+        else:
+            self._evaluated.add({**measured, "loss": (loss * items, items)})
+        return (loss, {}) if return_outputs else loss
+
+    def _inside(
+        self,
+        model: nn.Module,
+        objective: Callable[[Any, PackedBatch], tuple[Tensor, Measured]],
+        batch: PackedBatch,
+        scale: Tensor,
+    ) -> tuple[Tensor, Measured]:
+        """Runs the objective in place of the bare model's forward, inside those of its wrappers; the loss is multiplied by
+        `scale`.
+
+        The wrappers of DDP, FSDP and peft synchronise gradients, gather shards and choose adapters in their own forward. What
+        they make of its arguments is ignored: peft names them, and FSDP rounds them to bfloat16, as it does the outputs. So the
+        batch goes around them, and of what comes back only the graph is used.
+        """
+        bare = bare_model(self.accelerator.unwrap_model(model))
+        own = vars(bare).get("forward")
+        computed: list[tuple[Tensor, Measured]] = []
+
+        def forward(*args: Any, **kwargs: Any) -> Tensor:
+            if isinstance(bare.lm_head, FSDPModule) and not bare.lm_head.weight.requires_grad:
+                bare.lm_head.unshard()  # its weight is read, and its forward, which would do that, not called
+            with self.accelerator.autocast():
+                total, measured = objective(bare, batch)
+            computed.append((total * scale, measured))
+            return computed[0][0]
+
+        bare.forward = forward
+        try:
+            returned = model(batch.input_ids)
+        finally:
+            if own is None:
+                del bare.forward
+            else:
+                bare.forward = own
+        loss, measured = computed[0]
+        return loss.detach() + (returned - returned.detach()), measured
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Tensor, None, None]:
+        """The loss of a held-out batch."""
+        with torch.no_grad():
+            return self.compute_loss(model, self._prepare_inputs(inputs)).detach(), None, None
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As `Trainer.save_model`, which would silently save nothing where FSDP's state dict is sharded."""
+        if _internal_call or not self.is_fsdp_enabled:
+            super().save_model(output_dir, _internal_call)
+        else:
+            self._save(output_dir or self.args.output_dir, self.accelerator.get_state_dict(self.model))
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
+        """As `Trainer._save`, with the code of the model's own class."""
+        with under_own_class(bare_model(self.model)):
+            super()._save(output_dir, state_dict)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """As `Trainer._save_checkpoint`, in a place where nothing was left lying, and sealed before older ones are removed."""
+        self._check_trained_weights()
+        folder, limit = Path(self._get_output_dir(trial)), self.args.save_total_limit
+        if self.args.should_save:
+            make_room(folder, self.state.global_step)
+        self.accelerator.wait_for_everyone()
+        self.args.save_total_limit = None  # none is removed yet
+        try:
+            with telling_what_is_full(folder), self._head_alone(self.args.push_to_hub):
+                super()._save_checkpoint(model, trial)
+                if self.args.should_save:
+                    seal(folder / f"checkpoint-{self.state.global_step}")
+        finally:
+            self.args.save_total_limit = limit
+        if self.args.should_save:
+            rotate_checkpoints(str(folder), limit, self.state.best_model_checkpoint, use_mtime=True)
+
+    def _head_alone(self, pushed: bool) -> AbstractContextManager[None]:
+        """Inside, a frozen backbone is named, not saved, where it has a name (if it is to be pushed, one on the Hub) and the
+        model is not sharded."""
+        bare, sharded = bare_model(self.model), self.is_fsdp_enabled or self.is_deepspeed_enabled
+        source = bare.backbone_source if self.args.objective == "mrp" and bare is self.model and not sharded else None
+        named = source is not None and (not pushed or is_hub_id(source.name))
+        return saving_head_alone(bare) if named else nullcontext()
+
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+        """As `Trainer.init_hf_repo`; a new repository is private, unless told."""
+        super().init_hf_repo(token, self.args.hub_private_repo is not False if private is None else private)
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        tags: str | Sequence[str] = (),
+        **kwargs: Any,
+    ) -> CommitInfo | None:
+        """Save to the output folder and publish that as `mrp push` does: one commit, no pickles, with a card.
+
+        It is the head alone where the backbone has a name on the Hub. The push is done when this returns.
+
+        Args:
+            commit_message: The commit's title.
+            blocking: Has to be true.
+            token: By default `hub_token`, or the saved one.
+            revision: The branch; by default `hub_revision`, or `main`.
+            private: Whether a new repository is private; by default it is, unless `hub_private_repo` is false.
+            tags: More tags for the card.
+            kwargs: None: what is told of a checkpoint is given to `mrp push`.
+
+        Returns:
+            The commit; None on other processes than the first.
+
+        Raises:
+            ValueError: for an argument that does nothing here, and as `mrp_trainer.publish.publish`.
+            PermissionError: if the token may not write there.
+            ConnectionError: if the Hub could not be reached, or was changed meanwhile.
+        """
+        if not blocking or kwargs:
+            unused = ["blocking=False"] if not blocking else sorted(kwargs)
+            raise ValueError(
+                f"{', '.join(unused)} does nothing here: leave it out, and tell of the model with mrp push --about"
+            )
+        if self.hub_model_id is None:
+            self.init_hf_repo(token, private)
+        with self._head_alone(pushed=True):
+            self.save_model(_internal_call=True)
+        if not self.is_world_process_zero():
+            return None
+        published = publish(
+            str(self.args.output_dir),
+            str(self.hub_model_id),
+            revision=revision or self.args.hub_revision,
+            commit_message=commit_message,
+            token=token or self.args.hub_token,
+            tags=[tags] if isinstance(tags, str) else tags,
+        )
+        return published.commit
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Publish a checkpoint's model; training goes on where the Hub cannot be reached."""
+        if not self.is_world_process_zero() or self.args.hub_strategy == HubStrategy.END:
+            return
+        try:
+            publish(
+                checkpoint_folder,
+                str(self.hub_model_id),
+                revision=self.args.hub_revision,
+                commit_message=f"Training in progress, step {self.state.global_step}",
+                token=self.args.hub_token,
+                picture=False,
+            )
+        except OSError as error:
+            log.warning("step %d is not pushed, and training goes on: %s", self.state.global_step, error)
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """As `Trainer._issue_warnings_after_load`, of a checkpoint that need not hold what is frozen.
+
+        Raises:
+            ValueError: if it lacks something that trains.
+        """
+        frozen = {name for name, parameter in self.model.named_parameters() if not parameter.requires_grad}
+        missing = [name for name in load_result.missing_keys if name not in frozen]
+        if missing:
+            raise ValueError(f"the checkpoint lacks {missing[0]} and {len(missing) - 1} more: resume from another one")
+        super()._issue_warnings_after_load(load_result._replace(missing_keys=[]))
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """As `Trainer._save_rng_state`, for all processes: what comes next vouches for all their files."""
+        super()._save_rng_state(output_dir)
+        self.accelerator.wait_for_everyone()
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Adds to a line of training what was measured since the last: KL(B||A), KL(B||A+C) in nats, the share of the gap
+        closed, how often A+C names the same token as B, and response tokens per second."""
+        if "loss" in logs:
+            measured, now = self._trained.take(self.accelerator), time.perf_counter()
+            tokens, _ = measured.pop("response_tokens", (0.0, 0.0))
+            logs = {**logs, **_summary(measured), "tokens_per_second": tokens / (now - self._since)}
+            self._since = now
+        super().log(logs, *args, **kwargs)
+
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        """As `Trainer.evaluation_loop`, with what was measured on the way, and how far drafts carry when prompts are
+        decoded. The loss is over all response tokens, not a mean of the batches'."""
+        output = super().evaluation_loop(dataloader, *args, **kwargs)
+        measured = self._evaluated.take(self.accelerator)
+        summary = _summary(measured)
+        self._check_finite("the held-out loss", summary.get("loss", 0.0))
+        if self.args.eval_prompts:
+            inner = bare_model(self.model)  # what is frozen may be bfloat16 beside float32 weights that train: hence autocast
+            with gathered(self.model), attending(inner, self._decoding_attention), self.accelerator.autocast():
+                asked = (
+                    self.model,
+                    self.processing_class,
+                    self._held_out_prompts(dataloader.dataset),
+                    self.args.eval_new_tokens,
+                )
+                summary |= measure_acceptance(*asked)
+                stale = measure_acceptance(*asked, decoding="self_spec")
+                summary["stale_tokens_per_forward"] = stale["tokens_per_forward"]
+        prefix = kwargs.get("metric_key_prefix", "eval")
+        output.metrics.update({f"{prefix}_{name}": value for name, value in summary.items()})
+        return output
+
+    def _held_out_prompts(self, dataset: Any) -> list[list[int]]:
+        """What stands before the first response in the first samples."""
+        if isinstance(dataset, IterableDatasetShard):
+            dataset = dataset.dataset
+        samples = itertools.chain.from_iterable(map(samples_of, rows_of(dataset)))
+        begun = (sample.ids[: int(sample.response.argmax())].tolist() for sample in samples)
+        return list(itertools.islice((prompt for prompt in begun if prompt), self.args.eval_prompts))
+
+
+@contextmanager
+def gathered(model: nn.Module) -> Iterator[None]:
+    """Has the whole weights of a model that FSDP2 has sharded, for calls that do not begin at its forward."""
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in sharded:
+        module.unshard()
+    try:
+        yield
+    finally:
+        for module in sharded:
+            module.reshard()
+
+
+def _is_finite(weight: Any) -> bool:
+    """Whether what this process holds of a weight is finite."""
+    return bool(getattr(weight, "to_local", lambda: weight)().isfinite().all())
+
+
+def _summary(measured: dict[str, tuple[float, float]]) -> dict[str, float]:
+    """Means, and the share of each gap between KL(B||A) and 0 that KL(B||A+C) has closed, where there is one."""
+    means = {name: total / count for name, (total, count) in measured.items() if count}
+    closed = {}
+    for name, value in means.items():
+        stale = means.get(name.replace("head", "stale"), 0.0)
+        if name.endswith("kl_head") and stale > _NO_GAP:
+            closed[name.replace("kl_head", "gap_closed")] = 1 - value / stale
+    return {**means, **closed}
