@@ -1,13 +1,18 @@
 """Parts 7, 8, 9 and 12: commands, what is pushed, and pictures."""
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
-from habits import CHATS, CHECKPOINT, habit, mrp, new_model, refused, tokenizer
+from habits import CHATS, CHECKPOINT, QUESTION, asked, habit, mrp, new_model, refused, tokenizer
 from huggingface_hub import HfApi, ModelCard
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 from modeling_mrp import MRPForCausalLM
 
@@ -76,6 +81,72 @@ def resumed() -> None:
     assert "--head run" in said, said[-300:]
 
 
+def _checkpoint(folder: str) -> Path:
+    """A copy of the checkpoint, to be spoilt."""
+    return Path(shutil.copytree(CHECKPOINT, folder))
+
+
+@habit(7, "a run that meets a NaN ends, names the weight, and saves nothing")
+def not_finite() -> str:
+    weights = _checkpoint("of-nan") / "model.safetensors"
+    tensors = load_file(weights)
+    tensors["model.layers.1.mlp.up_proj.weight"][0, 0] = float("nan")
+    save_file(tensors, weights, {"format": "pt"})
+    message = _failed(*_head_run("nan-run"), "--model", "of-nan", "--set", "save_steps=1")
+    assert "model.layers.1.mlp.up_proj.weight" in message
+    assert not list(Path("nan-run").rglob("*.safetensors"))
+    return message
+
+
+@habit(7, "a tokenizer that is another model's")
+def other_tokenizer() -> str:
+    other = AutoTokenizer.from_pretrained(CHECKPOINT, trust_remote_code=False)
+    other.mask_token = "<|im_start|>"
+    other.save_pretrained("other-tokenizer")
+    message = _failed(*_head_run("misfit"), "--tokenizer", "other-tokenizer")
+    assert "mask" in message
+    return message
+
+
+@habit(7, "samples that --max-length cuts are counted; where it leaves nothing to learn, that is refused")
+def cut_samples() -> str:
+    long = {"prompt": "def double(x):\n", "completion": "    x = x + 1\n" * 40}
+    Path("long.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in (long, *CHATS)))
+    command = f"train head --model {CHECKPOINT} --data long.jsonl --output-dir cut --steps 2 --max-length 64"
+    done = mrp(*command.split())
+    assert done.returncode == 0, done.stderr[-300:]
+    assert "1 of 9 records are cut to max_length 64" in " ".join((done.stdout + done.stderr).split())
+    Path("long.jsonl").write_text(f"{json.dumps(long)}\n")
+    return _failed(*command.split(), "--restart")
+
+
+@habit(7, "a run ends early where the held-out loss falls no more, and says the next command")
+def early() -> None:
+    more = "--early-stopping-patience 1 --set eval_steps=1 --set save_steps=1 --set learning_rate=1e-30 --steps 9"
+    done = mrp(*_head_run("early"), "--eval-data", _data(), *more.split())
+    assert done.returncode == 0, done.stderr[-300:]
+    assert json.loads(Path("early/checkpoint-2/trainer_state.json").read_text())["global_step"] == 2
+    assert not Path("early/checkpoint-3").exists()
+    command = done.stdout.splitlines()[-1]
+    assert command == "next: mrp show --model early"
+    again = mrp(*command.split()[2:])
+    assert again.returncode == 0, again.stderr[-300:]
+
+
+@habit(7, "the checkpoint of the wheel is found in an empty folder, and shadows no folder")
+def from_the_wheel() -> None:
+    here = Path.cwd()
+    Path("nothing").mkdir()
+    try:
+        os.chdir("nothing")
+        for line in ("show --max-new-tokens 16", "evaluate --model sdar-tiny-mrp --family math --count 1 --max-new-tokens 16"):
+            done = mrp(*line.split())
+            assert done.returncode == 0, done.stderr[-300:]
+        assert Path("decode.svg").is_file()
+    finally:
+        os.chdir(here)
+
+
 @habit(7, "mrp evaluate prints a table; JSON lines with --json")
 def table() -> None:
     command = f"evaluate --model {CHECKPOINT} --family math --count 2 --decoding static --decoding mrp_spec --max-new-tokens 16"
@@ -128,6 +199,54 @@ def merged_backbone() -> str:
     return refused(lambda: merged.save_pretrained("merged-head", head_only=True), "base_model_name_or_path")
 
 
+@habit(8, "push_to_hub('name', tags=[...])")
+def tags() -> None:
+    new_model().push_to_hub("tagged", tokenizer=tokenizer(), tags=["mine"])
+    assert "mine" in ModelCard.load("alice/tagged").data.tags
+
+
+def _foreign(folder: Path) -> None:
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "auto_map": {"AutoTokenizer": ["org/other--t.T", None]}}))
+
+
+def _misfit(folder: Path) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "hidden_size": -1}))
+
+
+def _renamed(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors["renamed"] = tensors.pop("model.norm.weight")
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+SPOILT: dict[str, tuple[Any, str]] = {
+    "takes code from elsewhere": (_foreign, "org/other"),
+    "has an empty tokenizer": (lambda folder: (folder / "tokenizer.json").write_text(""), "tokenizer"),
+    "has a config that fits nothing": (_misfit, "hidden_size is -1"),
+    "has a weight by another name": (_renamed, "model.norm.weight"),
+}
+
+
+def _not_pushed(what: str) -> Any:
+    spoil, said = SPOILT[what]
+
+    def push() -> str:
+        name = f"spoilt-{list(SPOILT).index(what)}"
+        spoil(_checkpoint(name))
+        message = _failed("push", name, f"org/{name}")
+        assert said in message
+        assert not HfApi().repo_exists(f"org/{name}")
+        return message
+
+    return push
+
+
+for _what in SPOILT:
+    habit(8, f"mrp push of a folder that {_what}")(_not_pushed(_what))
+
+
 @habit(9, "a head's config says what vLLM's speculators expect")
 def speculators() -> None:
     new_model().save_pretrained("head", head_only=True)
@@ -147,6 +266,18 @@ def card() -> None:
     data = ModelCard.load("org/head").data
     assert data.base_model in ("org/whole", ["org/whole"])
     assert {"block-diffusion", "speculative-decoding"} <= set(data.tags)
+
+
+@habit(9, "a LoRA from mrp train, by AutoPeftModelForCausalLM")
+def auto_peft() -> None:
+    from peft import AutoPeftModelForCausalLM
+
+    command = f"train head --head {CHECKPOINT} --lora-rank 2 --data {_data()} --output-dir lora --steps 2 --max-length 64"
+    done = mrp(*command.split())
+    assert done.returncode == 0, done.stderr[-300:]
+    model = AutoPeftModelForCausalLM.from_pretrained("lora", trust_remote_code=True).eval()
+    options: dict[str, Any] = {**asked(QUESTION), "decoding": "mrp_spec", "target": "static", "max_new_tokens": 16}
+    assert torch.equal(model.generate(**options), new_model().generate(**{**options, "decoding": "static"}))
 
 
 @habit(12, "mrp show draws a decode")

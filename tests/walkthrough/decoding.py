@@ -1,6 +1,7 @@
 """Parts 1, 3, 5 and 11: `generate` as it is called everywhere."""
 
 import pickle
+import pydoc
 import sys
 import threading
 from pathlib import Path
@@ -47,6 +48,42 @@ def pipeline_at_temperature_0() -> None:
     chat = [{"role": "user", "content": QUESTION}]
     cold, plain = (pipe(chat, max_new_tokens=16, do_sample=False, **more) for more in ({"temperature": 0.0}, {}))
     assert cold == plain
+
+
+@habit(1, "AutoTokenizer runs no code, and asks for none where trust_remote_code is False")
+def untrusted_tokenizer() -> None:
+    code = f"""
+import builtins, sys
+from transformers import AutoTokenizer
+builtins.input = lambda question: sys.exit("asked")
+print(AutoTokenizer.from_pretrained({CHECKPOINT!r}, trust_remote_code=False)("def f(x):")["input_ids"])
+print([name for name in sys.modules if name.endswith("configuration_mrp")])
+"""
+    done = in_a_process(code)
+    assert done.returncode == 0, done.stderr[-300:]
+    assert done.stdout == f"{tokenizer()('def f(x):')['input_ids']}\n[]\n"
+
+
+@habit(1, "help(model.generate) tells the options")
+def told() -> None:
+    shown = pydoc.render_doc(model().generate, renderer=pydoc.plaintext)
+    assert "num_draft_states" in shown
+    assert "confidence_threshold: tau" in shown
+
+
+@habit(1, "a wrong decoding in generation_config is refused where it would be saved")
+def wrong_config() -> str:
+    spoilt = new_model()
+    spoilt.generation_config.decoding = "fast"
+    return refused(lambda: spoilt.save_pretrained("wrong-config"), "decoding is 'fast'", "choose one of")
+
+
+@habit(1, "compute_transition_scores of a drafted text")
+def transition_scores() -> None:
+    options: dict[str, Any] = {**asked(QUESTION), "max_new_tokens": 16, "return_dict_in_generate": True, "output_scores": True}
+    out = model().generate(**options, decoding="mrp_spec", target="sequential")
+    scores = model().compute_transition_scores(out.sequences, out.scores, normalize_logits=True)
+    assert torch.allclose(scores, out.token_logprobs[:, : scores.shape[1]], atol=1e-4)
 
 
 def _prompt_adapter(config: Any) -> str:
@@ -116,6 +153,18 @@ def on_disk() -> str | None:
 @habit(3, "a layer that is kept in memory beside the device that computes, for which a CPU stands in")
 def in_memory() -> str | None:
     return _offloaded("cpu", torch.device("cpu"))  # which accelerate does not take for "cpu"
+
+
+@habit(5, "a cache of an adapter that was switched off")
+def cache_of_an_adapter() -> str:
+    from peft import LoraConfig, get_peft_model
+
+    adapted: Any = get_peft_model(new_model(), LoraConfig(target_modules=r"model\.layers.*up_proj", init_lora_weights=False))
+    options: dict[str, Any] = {"max_new_tokens": 8, "return_dict_in_generate": True}
+    out = adapted.generate(**asked(QUESTION), **options)
+    with adapted.disable_adapter():
+        call = {"input_ids": out.sequences, "past_key_values": out.past_key_values, "max_new_tokens": 4}
+        return refused(lambda: adapted.generate(**call), "leave them unset")
 
 
 @habit(5, "generate_batch, transformers' continuous batching")

@@ -5,6 +5,8 @@ import re
 import socket
 import subprocess
 import sys
+import urllib.error
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -16,10 +18,10 @@ CHAT: Any = [{"role": "user", "content": QUESTION}]
 
 
 @cache
-def _address() -> str:
+def _address(*flags: str) -> str:
     """Start a server and wait until it says where it is."""
-    command = [str(Path(sys.executable).with_name("mrp")), "serve", CHECKPOINT, "--port", "0"]
-    log = Path("server.log")
+    command = [str(Path(sys.executable).with_name("mrp")), "serve", CHECKPOINT, "--port", "0", *flags]
+    log = Path(f"server{len(flags)}.log")
     server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log.open("w"), text=True)
     atexit.register(server.kill)
     assert server.stdout is not None
@@ -30,10 +32,16 @@ def _address() -> str:
 
 
 @cache
-def _client() -> Any:
+def _client(*flags: str, key: str = "none") -> Any:
     from openai import OpenAI
 
-    return OpenAI(base_url=_address(), api_key="none", max_retries=0, timeout=120)
+    return OpenAI(base_url=_address(*flags), api_key=key, max_retries=0, timeout=120)
+
+
+def _metrics() -> dict[str, float]:
+    with urllib.request.urlopen(_address().removesuffix("/v1") + "/metrics", timeout=60) as answer:
+        lines = [line.rsplit(" ", 1) for line in answer.read().decode().splitlines() if not line.startswith("#")]
+    return {name: float(value) for name, value in lines}
 
 
 def _expected(question: str) -> str:
@@ -82,6 +90,50 @@ def concurrent() -> None:
         assert list(pool.map(_streamed, questions)) == [_expected(question) for question in questions]
 
 
+@habit(10, "sixteen chats at once, decoded together; /metrics counts them")
+def together() -> None:
+    questions = [f"Add {number} to each number of a list." for number in range(16)]
+    before = _metrics()
+    with ThreadPoolExecutor(16) as pool:
+        assert list(pool.map(lambda one: _ask(one).choices[0].message.content, questions)) == [
+            _expected(one) for one in questions
+        ]
+    counted = {name: value - before.get(name, 0) for name, value in _metrics().items()}
+    assert counted['mrp_requests_total{status="200"}'] >= 16
+    assert counted["mrp_batches_total"] < 16
+    assert 0 < counted["mrp_forwards_total"] < counted["mrp_tokens_total"]
+
+
+@habit(10, "n, logprobs and a list of prompts")
+def several() -> None:
+    assert len({one.message.content for one in _ask(QUESTION, n=2).choices}) == 1
+    assert all(one.logprob <= 0 for one in _ask(QUESTION, logprobs=True).choices[0].logprobs.content)
+    assert len(_client().completions.create(model=CHECKPOINT, prompt=["a", "b", "c"], max_tokens=2).choices) == 3
+
+
+@habit(10, "--api-key")
+def key() -> str:
+    from openai import AuthenticationError
+
+    assert _client("--api-key", "secret", key="secret").models.list().data
+    try:
+        _client("--api-key", "secret").models.list()
+    except AuthenticationError as error:
+        return error.message
+    raise AssertionError("answered without the key")
+
+
+@habit(10, "a name that is not loopback's, and a body that is too large")
+def limits() -> None:
+    for headers, body, status in (({"Host": "evil.example"}, b"{}", 403), ({}, b"x" * (5 << 20), 413)):
+        request = urllib.request.Request(f"{_address()}/chat/completions", body, headers)
+        try:
+            answered = urllib.request.urlopen(request, timeout=60).status
+        except urllib.error.HTTPError as error:
+            answered = error.code
+        assert answered == status
+
+
 @habit(10, "a completion, and `stop`")
 def completion_and_stop() -> None:
     text = (
@@ -114,6 +166,10 @@ def bad_requests() -> str:
         {"model": CHECKPOINT, "messages": CHAT, "max_tokens": -1},
         {"model": CHECKPOINT, "messages": CHAT, "temperature": -3},
         {"model": CHECKPOINT, "messages": CHAT, "max_tokens": 1_000_000},
+        {"model": CHECKPOINT, "messages": CHAT, "n": 17},
+        {"model": CHECKPOINT, "messages": CHAT, "stop": ["a", "b", "c", "d", "e"]},
+        {"model": CHECKPOINT, "messages": CHAT, "tools": [{"type": "function", "function": {"name": "f"}}]},
+        {"model": CHECKPOINT, "messages": CHAT, "extra_body": {"generation_config": '{"num_draft_states": 256}'}},
     ]
     reason = ""
     for request in requests:

@@ -50,12 +50,14 @@ def grpo() -> str:
     return _of_trl("GRPO", {"num_generations": 2, "max_completion_length": 4}, records, reward_funcs=reward)
 
 
+TOKENS = [{"input_ids": torch.arange(5, 25), "labels": torch.arange(5, 25)}] * 4
+
+
 @habit(2, "transformers' Trainer on labels")
 def stock_trainer() -> None:
-    ids = torch.arange(5, 25)
     model = new_model()
     before = model.lm_head.weight.clone()
-    Trainer(model, TrainingArguments("stock", **QUIET), train_dataset=[{"input_ids": ids, "labels": ids}] * 4).train()
+    Trainer(model, TrainingArguments("stock", **QUIET), train_dataset=TOKENS).train()
     assert not torch.equal(model.lm_head.weight, before)
     assert model.lm_head.weight.isfinite().all()
 
@@ -97,10 +99,12 @@ RECORDS = {
     "messages": CHATS,
     "prompt and completion": [{"prompt": "def double(x):\n", "completion": "    return 2 * x\n"}] * 4,
     "text": [{"text": "Everything in this line is learned."}] * 4,
+    "ShareGPT": [{"conversations": [{"from": "human", "value": "What is 1 + 4?"}, {"from": "gpt", "value": "5"}]}] * 4,
+    "Alpaca": [{"instruction": "Add the numbers.", "input": "1, 4", "output": "5"}] * 4,
 }
 
 
-@habit(6, "MRPTrainer takes lists of messages, of prompts with completions, and of texts")
+@habit(6, "MRPTrainer takes lists of messages, of prompts with completions, of texts, and ShareGPT's and Alpaca's fields")
 def lists() -> None:
     for name, records in RECORDS.items():
         assert _trainer(f"list of {name}", records).train().training_loss > 0
@@ -142,6 +146,15 @@ def best_and_resumed() -> None:
     further = _trainer("best", CHATS, CHATS, **{**asked, "max_steps": 3})
     further.train(resume_from_checkpoint=True)
     assert [line["step"] for line in further.state.log_history if "loss" in line] == [1, 2, 3]
+
+
+@habit(6, "evaluate() gives one loss, however often it is asked")
+def evaluated_again() -> None:
+    for trainer in (
+        _trainer("again", CHATS, CHATS),
+        Trainer(new_model(), TrainingArguments("stock-again", **QUIET), eval_dataset=TOKENS),
+    ):
+        assert len({trainer.evaluate()["eval_loss"] for _ in range(3)}) == 1
 
 
 @habit(6, "report_to='tensorboard', of the Trainer and of mrp train")
