@@ -1,4 +1,4 @@
-"""What `generate` gives: texts, streamed while they are decoded, and what they cost."""
+"""The output of `generate`, and what watches its rounds: streamers, stopping criteria, and the progress of each row."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.generation import StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import ModelOutput
 
@@ -14,7 +15,6 @@ from ..networks.cache import BlockCache
 from ..networks.picker import Picker, Spots
 from ..rules.state import Row, State
 from .loop import Decoder
-from .options import MRPGenerationConfig
 
 
 @dataclass
@@ -88,29 +88,23 @@ class MRPGenerateOutput(ModelOutput):
     past_key_values: BlockCache | None = None
 
 
-def pad_id(config: MRPGenerationConfig) -> int:
-    """Choose the id that stands behind the end of a text."""
-    return config.pad_token_id if config.pad_token_id is not None else next(iter(config.eos_ids()), 0)
-
-
 class Progress:
     """What each row of a call had come to behind the prefill and behind each round.
 
     Args:
         rows: All of the call.
-        config: Whether the output is to have scores or logits: then the hidden states that tokens were drawn from are kept.
+        logits, scores: Whether the output is to have these: then the hidden states that tokens were drawn from are kept.
     """
 
-    def __init__(self, rows: Sequence[Row], config: MRPGenerationConfig) -> None:
-        self.rows = rows
-        self.wanted = {"logits": config.output_logits, "scores": config.output_scores}
+    def __init__(self, rows: Sequence[Row], logits: bool, scores: bool) -> None:
+        self.rows, self.wanted = rows, {"logits": logits, "scores": scores}
         self.rounds: list[list[tuple[int, ...]]] = []
         self.revocations: list[tuple[int, int, int]] = []
         self.drawn: dict[tuple[int, int], tuple[State, Tensor]] = {}  # by row and position
-        for row in rows if any(self.wanted.values()) else ():
+        for row in rows if logits or scores else ():
             row.written = []
 
-    def note(self, rows: Sequence[Row]) -> None:
+    def __call__(self, rows: Sequence[Row]) -> None:
         """Note a round, in which `rows` took part."""
         for row in rows:
             columns, tokens = row.remasked
@@ -123,12 +117,8 @@ class Progress:
                     self.drawn[row.place, state.start + column] = alone, hidden[place, column].clone()
             if row.written:
                 row.written.clear()
-        self.rounds.append(
-            [
-                (row.counts.forwards, row.steps, row.counts.drafted, row.counts.accepted, row.state.start - row.prompt)
-                for row in self.rows
-            ]
-        )
+        counts = [(row.counts, row) for row in self.rows]
+        self.rounds.append([(c.forwards, r.steps, c.drafted, c.accepted, r.state.start - r.prompt) for c, r in counts])
 
     def distributions(self, picker: Picker, tokens: Tensor) -> dict[str, tuple[Tensor, ...]]:
         """Compute the scores and logits that were asked for, those of each new token [rows, vocab].
@@ -139,85 +129,21 @@ class Progress:
         """
         if not any(self.wanted.values()):
             return {}
-        states, places, hidden = [], [], []
         before = cache(lambda place, start: self.rows[place].before(start))
-        for (place, at), (state, at_state) in self.drawn.items():
-            row = self.rows[place]
-            if at < (row.stop or 0):
-                states.append((before(place, state.start), state))
-                places.append((at - row.prompt, place))
-                hidden.append(at_state)
+        drawn = [
+            ((at - self.rows[place].prompt, place), (before(place, state.start), state), hidden)
+            for (place, at), (state, hidden) in self.drawn.items()
+            if at < (self.rows[place].stop or 0)
+        ]
+        wide = torch.stack([hidden for _, _, hidden in drawn]) if drawn else picker.lm_head_weight[:0]  # all may be given
+        given = picker.distributions(wide, Spots([state for _, state, _ in drawn], tokens.device))
+        index = torch.tensor([where for where, _, _ in drawn], dtype=torch.long, device=tokens.device).view(-1, 2).unbind(1)
         found = {}
-        wide = torch.stack(hidden) if hidden else picker.lm_head_weight[:0]  # all may be given
-        given = picker.distributions(wide, Spots(states, tokens.device))
-        index = torch.tensor(places, dtype=torch.long, device=tokens.device).view(-1, 2).unbind(1)
         for name, part in zip(self.wanted, given, strict=True):
             if self.wanted[name]:
                 certain = part.new_full((*tokens.T.shape, part.shape[1]), -torch.inf).scatter_(2, tokens.T[..., None], 0.0)
                 found[name] = certain.index_put_(index, part).unbind()
         return found
-
-    def tables(self) -> dict[str, Tensor]:
-        """[1 + rounds, rows] long by name."""
-        names = ("row_forwards", "steps", "drafted", "accepted", "column")
-        return dict(zip(names, torch.tensor(self.rounds).unbind(2), strict=True))
-
-
-def output_of(
-    input_ids: Tensor, rows: Sequence[Row], decoder: Decoder, progress: Progress | None, cache: BlockCache, pad: int
-) -> Tensor | MRPGenerateOutput:
-    """Make what `generate` returns of rows that have come to their ends.
-
-    Args:
-        input_ids: [rows, prompt] long, as given.
-        rows: All of the call.
-        decoder: Whose forwards are counted.
-        progress: What was noted of each round; None: texts alone are wanted.
-        cache: The keys and values.
-        pad: The id behind the end of a text.
-    """
-    texts = [row.text[row.prompt : row.stop] for row in rows]
-    width = max(map(len, texts))
-
-    def table(parts: list[list[Any]], fill: Any, dtype: torch.dtype) -> Tensor:
-        made = torch.tensor([part + [fill] * (width - len(part)) for part in parts], dtype=dtype)
-        return made.to(input_ids.device)
-
-    sequences = torch.cat([input_ids, table(texts, pad, torch.long)], 1)
-    if progress is None:
-        return sequences
-    lengths = [len(text) for text in texts]
-    reveal_step = table([row.step[:length] for row, length in zip(rows, lengths, strict=True)], -1, torch.long)
-    logprobs = [row.logprob[:length] for row, length in zip(rows, lengths, strict=True)]
-    networks, counts = decoder.networks, [row.counts for row in rows]
-
-    def counted(name: str) -> Tensor:
-        return torch.tensor([getattr(count, name) for count in counts], device=input_ids.device)
-
-    forwards = {"verify": decoder.verified, **networks.forwards}
-    forwards["denoise"] -= decoder.verified
-    return MRPGenerateOutput(
-        sequences=sequences,
-        tokens_per_forward=(reveal_step >= 0).sum(1) / counted("forwards"),
-        reveal_step=reveal_step,
-        token_logprobs=table(logprobs, 0.0, torch.float32),
-        **progress.distributions(networks.picker, sequences[:, input_ids.shape[1] :]),
-        stats=MRPGenerateStats(
-            forwards={name: forwards[name] for name in ("prefill", "denoise", "verify", "head")},
-            row_forwards=counted("forwards"),
-            row_head_forwards=counted("head_forwards"),
-            slot_forwards=len(rows) * networks.forwards["prefill"] + decoder.slots,
-            drafted=counted("drafted"),
-            accepted=counted("accepted"),
-            revoked=counted("revoked"),
-            accepted_lengths=counted("lengths"),
-            offered_at_depth=counted("offered_at_depth"),
-            accepted_at_depth=counted("accepted_at_depth"),
-            revocations=torch.tensor(progress.revocations, dtype=torch.long).view(-1, 3).to(input_ids.device),
-            rounds={name: part.to(input_ids.device) for name, part in progress.tables().items()},
-        ),
-        past_key_values=cache,
-    )
 
 
 class Streams:
@@ -234,7 +160,7 @@ class Streams:
         for streamer, prompt in zip(streamers, prompts, strict=True):
             streamer.put(prompt[None].cpu())
 
-    def on_round(self, rows: Sequence[Row]) -> None:
+    def __call__(self, rows: Sequence[Row]) -> None:
         """Put what a round has finished, and end the streams of rows that have ended."""
         for row in rows:
             if (streamer := self.open.get(row.place)) is None:
@@ -249,6 +175,74 @@ class Streams:
             elif (put_draft := getattr(streamer, "put_draft", None)) is not None:
                 start = row.state.start
                 put_draft(torch.tensor([row.text[max(start, self.sent[row.place]) : min(start + row.block_size, row.limit)]]))
+
+
+class Stopping:
+    """The stopping criteria of one `generate` call, asked at every token of a row once it is final (no mask before it).
+
+    A criterion sees what it would see in transformers' loop: [rows, prompt + n] ids, the prompts as they were given, padding
+    included, and n tokens of every row behind them. Criteria that count columns or rows keep their meaning so. Here rows are
+    not equally far: one with fewer final tokens shows the mask id in their place, one that has ended shows padding behind its
+    end. The answer counts for rows whose n-th token is newly final.
+
+    Args:
+        criteria: Those to ask.
+        rows: All of the call.
+        input_ids: [rows, prompt] long, as given.
+        pad_id: What stands behind the end of a text.
+    """
+
+    def __init__(self, criteria: Sequence[StoppingCriteria], rows: Sequence[Row], input_ids: Tensor, pad_id: int) -> None:
+        self.criteria, self.rows, self.prompt, self.pad_id = criteria, rows, input_ids, pad_id
+        self.asked = [0] * len(rows)  # how many tokens of each row have been shown
+
+    def __call__(self, rows: Sequence[Row]) -> None:
+        """Ask about all newly final tokens of the call's rows; where a criterion ends a text, its row has a `stop`."""
+        known = [final_tokens(row) for row in self.rows]
+        lengths = [(asked, len(tokens)) for asked, tokens in zip(self.asked, known, strict=True) if asked < len(tokens)]
+        for column in range(min((asked for asked, _ in lengths), default=0), max((length for _, length in lengths), default=0)):
+            asking = [at for at, tokens in enumerate(known) if self.asked[at] <= column < len(tokens)]
+            if not asking:
+                continue
+            behind = [row.mask_id if row.stop is None else self.pad_id for row in self.rows]
+            shown = [(one + [other] * (column + 1))[: column + 1] for one, other in zip(known, behind, strict=True)]
+            stops = self._answers(torch.cat([self.prompt, self.prompt.new_tensor(shown)], 1))
+            for at in asking:
+                self.asked[at] = column + 1
+                if stops[at]:
+                    self.rows[at].stop = self.rows[at].prompt + column + 1
+                    del known[at][column + 1 :]
+
+    def _answers(self, ids: Tensor) -> list[bool]:
+        """Ask of each row if some criterion ends it; one that gives a single answer gives it for all rows."""
+        stops = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+        for criterion in self.criteria:
+            try:
+                answer = criterion(ids, None)
+            except (AttributeError, TypeError) as error:
+                if "None" not in str(error):
+                    raise
+                raise ValueError(
+                    f"the stopping criterion {type(criterion).__name__} failed ({error}), and the scores that it is given are "
+                    "None here: let it decide by input_ids"
+                ) from error
+            try:
+                given = torch.as_tensor(answer, device=ids.device)
+            except (RuntimeError, TypeError, ValueError):
+                given = ids
+            if given.dtype != torch.bool or given.numel() not in (1, len(ids)):
+                raise ValueError(
+                    f"the stopping criterion {type(criterion).__name__} returned {answer!r}: it must return a bool, or a "
+                    f"tensor of one bool for each of the {len(ids)} rows"
+                )
+            stops |= given.flatten()
+        return stops.tolist()
+
+
+def final_tokens(row: Row) -> list[int]:
+    """The generated tokens of a row before its first mask, or its end."""
+    end = row.limit if row.stop is None else row.stop
+    return row.text[row.prompt : next((at for at in range(row.prompt, end) if row.text[at] == row.mask_id), end)]
 
 
 def listed_streamers(streamer: Any, rows: int) -> list[BaseStreamer]:
@@ -270,4 +264,57 @@ def listed_streamers(streamer: Any, rows: int) -> list[BaseStreamer]:
     return streamers
 
 
-__all__ = ["MRPGenerateOutput", "MRPGenerateStats", "Progress", "Streams", "listed_streamers", "output_of", "pad_id"]
+def output_of(
+    input_ids: Tensor, rows: Sequence[Row], decoder: Decoder, progress: Progress | None, cache: BlockCache, pad: int
+) -> Tensor | MRPGenerateOutput:
+    """Make what `generate` returns of rows that have come to their ends.
+
+    Args:
+        input_ids: [rows, prompt] long, as given.
+        rows: All of the call.
+        decoder: Whose forwards are counted.
+        progress: What was noted of each round; None: texts alone are wanted.
+        cache: The keys and values.
+        pad: The id behind the end of a text.
+    """
+    device, texts = input_ids.device, [row.text[row.prompt : row.stop] for row in rows]
+    width = max(map(len, texts))
+
+    def table(parts: list[list[Any]], fill: Any) -> Tensor:
+        padded = [(part[: len(text)] + [fill] * width)[:width] for part, text in zip(parts, texts, strict=True)]
+        return torch.tensor(padded, dtype=torch.float32 if isinstance(fill, float) else torch.long, device=device)
+
+    tokens = table(texts, pad)
+    sequences = torch.cat([input_ids, tokens], 1)
+    if progress is None:
+        return sequences
+    reveal_step, networks = table([row.step for row in rows], -1), decoder.networks
+
+    def counted(*names: str) -> dict[str, Tensor]:
+        return {name: torch.tensor([getattr(row.counts, name) for row in rows], device=device) for name in names}
+
+    counts = counted("drafted", "accepted", "revoked", "offered_at_depth", "accepted_at_depth")
+    others = counted("forwards", "head_forwards", "lengths")
+    forwards = {"verify": decoder.verified, **networks.forwards, "denoise": networks.forwards["denoise"] - decoder.verified}
+    rounds = torch.tensor(progress.rounds, device=device).unbind(2)
+    return MRPGenerateOutput(
+        sequences=sequences,
+        tokens_per_forward=(reveal_step >= 0).sum(1) / others["forwards"],
+        reveal_step=reveal_step,
+        token_logprobs=table([row.logprob for row in rows], 0.0),
+        **progress.distributions(networks.picker, tokens),
+        stats=MRPGenerateStats(
+            forwards={name: forwards[name] for name in ("prefill", "denoise", "verify", "head")},
+            row_forwards=others["forwards"],
+            row_head_forwards=others["head_forwards"],
+            slot_forwards=len(rows) * forwards["prefill"] + decoder.slots,
+            accepted_lengths=others["lengths"],
+            revocations=torch.tensor(progress.revocations, dtype=torch.long, device=device).view(-1, 3),
+            rounds=dict(zip(("row_forwards", "steps", "drafted", "accepted", "column"), rounds, strict=True)),
+            **counts,
+        ),
+        past_key_values=cache,
+    )
+
+
+__all__ = ["MRPGenerateOutput", "MRPGenerateStats", "Progress", "Stopping", "Streams", "listed_streamers", "output_of"]
