@@ -54,7 +54,7 @@ from .options import (
 from .output import MRPGenerateOutput, Progress, Stopping, Streams, listed_streamers, output_of
 
 # Recorded batches shrink to so many rows, whose rounds take the time of reading the weights: fewer would be no faster.
-LEAST_RECORDED = 4
+_LEAST_RECORDED = 4
 
 
 class MRPGenerationMixin(GenerationMixin):
@@ -207,10 +207,16 @@ def _decode(
     **others: Any,
 ) -> Tensor | MRPGenerateOutput:
     """Decode prompts for which `GenerationMixin.generate` has prepared everything."""
-    config, block, device = generation_config, model.config.block_size, model.lm_head.weight.device
+    config, block, device, mask_id = (
+        generation_config,
+        model.config.block_size,
+        model.lm_head.weight.device,
+        model.config.mask_token_id,
+    )
     input_ids, mode, new = input_ids.to(device), config.mode(block), config.max_length - input_ids.shape[1]
-    picker, attention_mask = _picker(model, logits_processor, config, mode), others.get("attention_mask")
-    real = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.to(device).bool()
+    picker, real = _picker(model, logits_processor, config, mode), torch.ones_like(input_ids, dtype=torch.bool)
+    if (attention_mask := others.get("attention_mask")) is not None:
+        real = attention_mask.to(device).bool()
     check_rows(real, new, model.config.max_position_embeddings)
     if infill_ids is not None and infill_ids.shape[1] > new:
         raise ValueError(
@@ -221,34 +227,37 @@ def _decode(
     if mixed is not None and (mode.drafting is not None or len(input_ids) > 1):
         logger.warning_once(mixed)
     prompts = [ids[keep] for ids, keep in zip(input_ids, real, strict=True)]
-    rows = laid_out(prompts, infill_ids, new, config, input_ids.shape[1], block, model.config.mask_token_id, picker.bans)
+    least = max(0, (config.min_length or 0) - input_ids.shape[1])
+    rows = laid_out(prompts, infill_ids, new, config, least, block, mask_id, picker.bans)
     for row in rows:
         row.counts = Counts(mode.width, mode.drafting is not None)
-    watches: list[Any] = []
-    if criteria := [one for one in stopping_criteria if not isinstance(one, MaxLengthCriteria | EosTokenCriteria)]:
-        watches.append(Stopping(criteria, rows, input_ids, config.pad_id()))
-    progress = None
-    if config.return_dict_in_generate:
-        watches.append(progress := Progress(rows, bool(config.output_logits), bool(config.output_scores)))
-    capacity, room = max(len(row.text) for row in rows), mode.width * block
+    progress = (
+        Progress(rows, bool(config.output_logits), bool(config.output_scores)) if config.return_dict_in_generate else None
+    )
+    criteria = [one for one in stopping_criteria if not isinstance(one, MaxLengthCriteria | EosTokenCriteria)]
     # Whatever `kernels` is: weights that move make caches of earlier calls useless.
     if picker.dispatch.forced or kernels_usable(model.device, model.dtype):
         pack(model)
-    with cache_for(model, config.graphs, past, len(rows), capacity, room, mode.uses_head) as (cache, graphs):
+    size = (len(rows), max(len(row.text) for row in rows), mode.width * block)
+    with cache_for(model, config.graphs, past, *size, mode.uses_head) as (cache, graphs):
         reused = _reused(cache, rows, model, mode)
         if progress is not None:  # the cache is handed out
             parts = ("model", "mrp_head") if cache.head_layers else ("model",)
             cache.weights = {name: WeightsSeen(getattr(model, name)) for name in parts}
-        picker = replace(picker, entropy=mode.rule.needs_entropy, likeliest=mode.drafting is not None and picker.sample)
         networks = Networks(
             *(model, cache, mode.uses_head, picker, _drafter(model, picker, mode), picker.dispatch),
             *(takes_round_masks(model, picker.dispatch), device, None if graphs is None else graphs.call),
         )
-        if streamers is not None:
-            watches.append(Streams(streamers, prompts))
+        watches = [
+            *([Stopping(criteria, rows, input_ids, config.pad_id())] if criteria else []),
+            *([] if progress is None else [progress]),
+            *([] if streamers is None else [Streams(streamers, prompts)]),
+        ]
         drafting = mode.drafting
         budget = budget_of(model, mode, drafting.states, drafting.passes, drafting.paced) if drafting else Fixed(Amount())
-        decoder = Decoder(mode, networks, budget, watches, fewest_rows(model, graphs is not None, len(rows)))
+        # What is compiled is so for one size, what is recorded not for every one.
+        fewest = len(rows) if compiled(model) else 1 if graphs is None else _LEAST_RECORDED
+        decoder = Decoder(mode, networks, budget, watches, fewest)
         try:
             decoder.decode(rows, reused)
         except UnscoredError as error:
@@ -277,7 +286,7 @@ def laid_out(
     infill_ids: Tensor | None,
     new: int,
     config: MRPGenerationConfig,
-    prompt_columns: int,
+    least: int,
     block_size: int,
     mask_id: int,
     bans: Bans | None,
@@ -288,14 +297,11 @@ def laid_out(
         prompts: One 1-D long tensor of ids per row.
         infill_ids: [rows, n] long, what continues each prompt, or None.
         new: Tokens behind the prompt, at most.
-        config: Eos, minimum length and seeds.
-        prompt_columns: Of the batch, padding included.
-        block_size: Tokens in a block.
-        mask_id: What stands where a token is to be generated.
-        bans: Sequences that must not appear.
+        config: Eos and seeds.
+        least: Tokens behind the prompt before which no eos stands.
+        block_size, mask_id, bans: As of `Row`.
     """
     rows, eos = [], frozenset(config.eos_ids())
-    least = max(0, (config.min_length or 0) - prompt_columns)
     given = [[] for _ in prompts] if infill_ids is None else infill_ids.tolist()
     for place, (prompt, infill, seed) in enumerate(zip(prompts, given, config.seeds(len(prompts)), strict=True)):
         text = prompt.tolist() + infill
@@ -312,13 +318,6 @@ def laid_out(
 def compiled(model: Any) -> bool:
     """Tell if backbone or head run as `nn.Module.compile` made them."""
     return any(module is not None and module._compiled_call_impl is not None for module in (model.model, model.mrp_head))
-
-
-def fewest_rows(model: Any, recorded: bool, rows: int) -> int:
-    """Choose to how many rows a batch may shrink: what is compiled is so for one size, what is recorded not for every one."""
-    if compiled(model):
-        return rows
-    return LEAST_RECORDED if recorded else 1
 
 
 def _drafter(model: Any, picker: Picker, mode: Mode) -> Picker:
@@ -396,15 +395,12 @@ def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationCo
     dispatch = Dispatch(config.kernels)
     dispatch.check(model.lm_head.weight)
     usable = dispatch.forced is not None or kernels_usable(model.device, model.dtype)
+    sample = bool(config.do_sample)
     return Picker(
-        model.lm_head.weight,
-        model.config.mask_token_id,
-        temperature,
-        bool(config.do_sample),
-        before or None,
-        Bans(tuple(words), ngram) if words or ngram else None,
-        after or None,
-        tuple(config.eos_ids()),
+        *(model.lm_head.weight, model.config.mask_token_id, temperature, sample, before or None),
+        *(Bans(tuple(words), ngram) if words or ngram else None, after or None, tuple(config.eos_ids())),
+        entropy=mode.rule.needs_entropy,
+        likeliest=sample and mode.drafting is not None,
         dispatch=dispatch if usable else PYTORCH,
     )
 
@@ -482,4 +478,4 @@ def _placed(dtype: torch.dtype, devices: tuple[torch.device, ...]) -> str:
     return f"{dtype} on {', '.join(map(str, dict.fromkeys(devices)))}"
 
 
-__all__ = ["MRPGenerationConfig", "MRPGenerationMixin", "fewest_rows"]
+__all__ = ["MRPGenerationConfig", "MRPGenerationMixin"]

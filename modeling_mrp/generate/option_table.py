@@ -175,11 +175,7 @@ CHECKED = _of_transformers(
         "max_time": (_REAL, lambda v, _: v >= 0, "it must be a number of seconds, 0 or more"),
         "repetition_penalty": (_REAL, lambda v, _: 0 < v < inf, "it must be a positive number (1: off)"),
         "num_return_sequences": (int, lambda v, _: 1 <= v <= _MOST_COPIES, f"it must be an int from 1 to {_MOST_COPIES}"),
-        "eos_token_id": (
-            object,
-            lambda v, _: all(map(_is_id, ids_of(v))),
-            "it must be an id, an int, or a list of them or None",
-        ),
+        "eos_token_id": (object, lambda v, _: all(map(_is_id, ids_of(v))), "it must be an id, an int, a list of them or None"),
         "pad_token_id": (object, lambda v, _: _is_id(v), "it must be an id, an int, or None"),
         "suppress_tokens": (list | tuple, lambda v, _: all(map(_is_id, v)), "it must be a list of ids"),
     }
@@ -193,40 +189,40 @@ OF_SAMPLING = _of_transformers(
         "epsilon_cutoff eta_cutoff": (_REAL, lambda v, _: 0 <= v < 1, "it must be a probability, 0 (off) or more and below 1"),
     }
 )
-_BEAMS = "a beam compares prefixes that grow from the left; several texts of a prompt are num_return_sequences with do_sample"
-_PACKED = "rounds hold drafted states side by side, of which no text needs them; the forward of the model returns them"
-_CONSTRAINED = "transformers forces words by beams, which compare prefixes that grow from the left"
+_GUIDANCE = "guidance needs a second forward of each state, under another prompt"
 _BOUGHT = "drafts are states of a block, not tokens on the right: decoding='self_spec' or 'mrp_spec' makes them"
-_ENCODER = "there is no encoder, and its prompt would be the padded batch"
+_PACKED = "rounds hold drafted states side by side, of which no text needs them; the forward of the model returns them"
+_FORCED = "transformers forces words by beams, which compare prefixes that grow from the left; given tokens are infill_ids"
+_ENCODER = "there is no encoder; repetition_penalty and no_repeat_ngram_size see the prompt, too"
 # Options and arguments of transformers that have no meaning here: what switches them off beside None, and why that is.
 UNSUPPORTED: dict[str, tuple[Any, str]] = {
-    "num_beams": (1, _BEAMS),
-    "num_beam_groups": (1, _BEAMS),
-    "penalty_alpha": (0, "contrastive search runs a forward for each candidate of one next token, and here a step has many"),
-    "guidance_scale": (1, "guidance needs a second forward of each state, under another prompt"),
-    "dola_layers": (None, "tokens are picked from the last layer, and no state keeps the earlier ones"),
-    "token_healing": (False, "a prompt's last token is kept: cut it off the prompt"),
-    "constraints": (None, _CONSTRAINED),
-    "force_words_ids": (None, f"{_CONSTRAINED}; given tokens are infill_ids"),
-    "use_mtp": (False, _BOUGHT),
-    "prompt_lookup_num_tokens": (None, _BOUGHT),
-    "assistant_early_exit": (None, _BOUGHT),
-    "output_attentions": (False, _PACKED),
-    "output_hidden_states": (False, _PACKED),
-    "cache_implementation": (None, "keys and values lie in a BlockCache, where a round's states do"),
-    "prefill_chunk_size": (None, "prompts are read in chunks of whole blocks as it is"),
-    "watermarking_config": (None, "a watermark is seeded by the token on the left, which may come later"),
-    "exponential_decay_length_penalty": (None, "it grows with columns of the padded batch, which a processor does not see"),
-    "begin_suppress_tokens": (None, "it acts at one column of the padded batch; suppress_tokens acts everywhere"),
-    "forced_bos_token_id": (None, "it acts where the text has one token, a decoder's start: put it into the prompt"),
-    "forced_eos_token_id": (None, "it acts at the last column of the padded batch; a text that ends there needs no eos"),
-    "encoder_repetition_penalty": (1, f"{_ENCODER}; repetition_penalty sees the prompt, too"),
-    "encoder_no_repeat_ngram_size": (0, f"{_ENCODER}; no_repeat_ngram_size sees the prompt, too"),
-    "assistant_model": (None, "the model's own MRP head drafts: use decoding='mrp_spec'"),
-    "negative_prompt_ids": (None, "guidance needs a second forward of each state"),
-    "prefix_allowed_tokens_fn": (None, "it is asked by rows of prefixes, where positions of all rows are scored together"),
-    "inputs_embeds": (None, "pass a [rows, length] tensor of ids as input_ids"),
-    "position_ids": (None, "positions are counted from the first token of each row"),
+    one: (off, why)
+    for several, off, why in (
+        ("num_beams num_beam_groups", 1, "beams compare prefixes that grow from the left; use num_return_sequences, do_sample"),
+        ("penalty_alpha", 0, "contrastive search runs a forward for each candidate of one token, and a step here has many"),
+        ("guidance_scale", 1, _GUIDANCE),
+        ("negative_prompt_ids", None, _GUIDANCE),
+        ("dola_layers", None, "tokens are picked from the last layer, and no state keeps the earlier ones"),
+        ("token_healing", False, "a prompt's last token is kept: cut it off the prompt"),
+        ("constraints force_words_ids", None, _FORCED),
+        ("use_mtp", False, _BOUGHT),
+        ("prompt_lookup_num_tokens assistant_early_exit", None, _BOUGHT),
+        ("assistant_model", None, "the model's own MRP head drafts: use decoding='mrp_spec'"),
+        ("output_attentions output_hidden_states", False, _PACKED),
+        ("cache_implementation", None, "keys and values lie in a BlockCache, where a round's states do"),
+        ("prefill_chunk_size", None, "prompts are read in chunks of whole blocks as it is"),
+        ("watermarking_config", None, "a watermark is seeded by the token on the left, which may come later"),
+        ("exponential_decay_length_penalty", None, "it grows with columns of the padded batch, which a processor does not see"),
+        ("begin_suppress_tokens", None, "it acts at one column of the padded batch; suppress_tokens acts everywhere"),
+        ("forced_bos_token_id", None, "it acts where the text has one token, a decoder's start: put it into the prompt"),
+        ("forced_eos_token_id", None, "it acts at the last column of the padded batch; a text that ends there needs no eos"),
+        ("encoder_repetition_penalty", 1, _ENCODER),
+        ("encoder_no_repeat_ngram_size", 0, _ENCODER),
+        ("prefix_allowed_tokens_fn", None, "it is asked by rows of prefixes; here positions of all rows are scored together"),
+        ("inputs_embeds", None, "pass a [rows, length] tensor of ids as input_ids"),
+        ("position_ids", None, "positions are counted from the first token of each row"),
+    )
+    for one in several.split()
 }
 
 

@@ -127,11 +127,6 @@ _FIELDS = (*vars(GenerationConfig()), *get_type_hints(DecodingOptions))
 OPTION_NAMES = frozenset(name for name in _FIELDS if not name.startswith("_"))
 
 
-def did_you_mean(name: str) -> str:
-    """Suggest the option whose name is most like this one, with a space before; "" if none is."""
-    return closest_name(name, OPTION_NAMES)
-
-
 def set_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Select the fields that are set, without those that are transformers' own affair."""
     return {name: value for name, value in fields.items() if value is not None and not str(name).startswith("_")}
@@ -167,7 +162,8 @@ def resolved(model: Any, given: Any, kwargs: dict[str, Any]) -> tuple[MRPGenerat
     if unused := _listed(others.keys() - _ARGUMENTS):
         raise ValueError(f"{unused}: not used or not supported by generate here. Check the spelling, or leave it unset")
     for name in ("logits_processor", "stopping_criteria"):
-        check_functions(name, others.get(name, []))
+        if not isinstance(functions := others.get(name, []), list) or not all(map(callable, functions)):
+            raise ValueError(f"{name} is {functions!r}: pass a list of functions, or of transformers' own")
     tokenizer, strings = others.pop("tokenizer", None), config.stop_strings
     if strings is not None:  # transformers would lose the tokenizer on the way to a custom loop
         check_stop_strings(strings, tokenizer)
@@ -182,13 +178,7 @@ def _unknown(fields: Iterable[Any]) -> set[str]:
 
 
 def _listed(names: Iterable[str]) -> str:
-    return ", ".join(f"{name}{did_you_mean(name)}" for name in sorted(names))
-
-
-def check_functions(name: str, functions: Any) -> None:
-    """Raise `ValueError` unless processors or criteria are a list of functions."""
-    if not isinstance(functions, list) or not all(map(callable, functions)):
-        raise ValueError(f"{name} is {functions!r}: pass a list of functions, or of transformers' own")
+    return ", ".join(f"{name}{closest_name(name, OPTION_NAMES)}" for name in sorted(names))
 
 
 def check_stop_strings(strings: Any, tokenizer: Any) -> None:
@@ -279,7 +269,6 @@ __all__ = [
     "check_rows",
     "check_special_ids",
     "check_stop_strings",
-    "did_you_mean",
     "resolved",
     "set_fields",
     "shows_options",

@@ -23,7 +23,6 @@ from modeling_mrp.generate.options import (
     check_rows,
     check_special_ids,
     check_stop_strings,
-    did_you_mean,
 )
 
 from .records import check_utf8
@@ -343,7 +342,7 @@ def _from_json(text: str) -> dict[str, Any]:
         raise ValueError(f"generation_config is {text!r}: it must be the JSON of an object")
     given = {name: value for name, value in found.items() if value is not None and name != "transformers_version"}
     for name in sorted(given.keys() - _SETTABLE):
-        hint = "" if name in OPTION_NAMES else did_you_mean(name)
+        hint = "" if name in OPTION_NAMES else closest_name(name, OPTION_NAMES)
         raise ValueError(f"generation_config has {name}, which no request can set{hint}: leave it out")
     return given
 
