@@ -18,14 +18,7 @@ from transformers.generation import (
     StoppingCriteriaList,
     TemperatureLogitsWarper,
 )
-from transformers.generation.logits_process import (
-    MinLengthLogitsProcessor,
-    MinNewTokensLengthLogitsProcessor,
-    NoBadWordsLogitsProcessor,
-    NoRepeatNGramLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-)
+from transformers.generation import logits_process as kinds
 from transformers.generation.streamers import BaseStreamer
 
 from ..kernels.dispatch import PYTORCH, Dispatch, kernels_usable
@@ -51,7 +44,7 @@ from .options import (
     set_fields,
     shows_options,
 )
-from .output import MRPGenerateOutput, Progress, Stopping, Streams, listed_streamers, output_of
+from .output import MRPGenerateOutput, Progress, Stopping, Streams, output_of
 
 # Recorded batches shrink to so many rows, whose rounds take the time of reading the weights: fewer would be no faster.
 _LEAST_RECORDED = 4
@@ -122,7 +115,7 @@ class MRPGenerationMixin(GenerationMixin):
             config.pad_token_id = config.pad_id()
             others.setdefault("attention_mask", torch.ones_like(prompt))
         copies = config.num_return_sequences or 1
-        streamers = None if streamer is None else listed_streamers(streamer, len(prompt) * copies)
+        streams = None if streamer is None else Streams(streamer, len(prompt) * copies)
         if past_key_values is not None:
             check_past(past_key_values, self, len(prompt))
         if infill_ids is not None:
@@ -131,7 +124,7 @@ class MRPGenerationMixin(GenerationMixin):
             if config.max_new_tokens is None and config.max_length is None:
                 config.max_new_tokens = infill_ids.shape[1]
 
-        decode = partial(_decode, streamers, infill_ids, past_key_values)
+        decode = partial(_decode, streams, infill_ids, past_key_values)
         with _either_padding_side(), fetched(self.lm_head):
             return super().generate(inputs, generation_config=config, custom_generate=decode, **others)
 
@@ -196,7 +189,7 @@ def _either_padding_side() -> Iterator[None]:
 
 
 def _decode(
-    streamers: list[BaseStreamer] | None,
+    streams: Streams | None,
     infill_ids: Tensor | None,
     past: BlockCache | None,
     model: Any,
@@ -248,11 +241,13 @@ def _decode(
             *(model, cache, mode.uses_head, picker, _drafter(model, picker, mode), picker.dispatch),
             *(takes_round_masks(model, picker.dispatch), device, None if graphs is None else graphs.call),
         )
-        watches = [
+        watches: list[Any] = [
             *([Stopping(criteria, rows, input_ids, config.pad_id())] if criteria else []),
             *([] if progress is None else [progress]),
-            *([] if streamers is None else [Streams(streamers, prompts)]),
+            *([] if streams is None else [streams]),
         ]
+        if streams is not None:
+            streams.begin(prompts)
         drafting = mode.drafting
         budget = budget_of(model, mode, drafting.states, drafting.passes, drafting.paced) if drafting else Fixed(Amount())
         # What is compiled is so for one size, what is recorded not for every one.
@@ -368,23 +363,23 @@ def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationCo
     words: list[tuple[int, ...]] = []
     before, after = LogitsProcessorList(), LogitsProcessorList()
     for processor in processors:
-        biased = processor.sequence_bias if isinstance(processor, SequenceBiasLogitsProcessor) else {}
+        biased = processor.sequence_bias if isinstance(processor, kinds.SequenceBiasLogitsProcessor) else {}
         if outside := [one for ids in biased for one in ids if not 0 <= one < model.config.vocab_size]:
             raise ValueError(
                 f"bad_words_ids or sequence_bias hold the id {outside[0]}, outside the vocabulary of "
                 f"{model.config.vocab_size}: use this model's tokenizer"
             )
-        if isinstance(processor, NoBadWordsLogitsProcessor):
+        if isinstance(processor, kinds.NoBadWordsLogitsProcessor):
             words += biased
-        elif isinstance(processor, NoRepeatNGramLogitsProcessor):
+        elif isinstance(processor, kinds.NoRepeatNGramLogitsProcessor):
             ngram = processor.ngram_size
         elif isinstance(processor, TemperatureLogitsWarper):
             temperature = float(processor.temperature)
         elif isinstance(processor, tuple(TRUNCATIONS)):
             after.append(processor)
-        elif isinstance(processor, RepetitionPenaltyLogitsProcessor) and torch.is_tensor(processor.prompt_ignore_length):
-            before.append(RepetitionPenaltyLogitsProcessor(processor.penalty))
-        elif not isinstance(processor, MinLengthLogitsProcessor | MinNewTokensLengthLogitsProcessor):
+        elif isinstance(processor, kinds.RepetitionPenaltyLogitsProcessor) and torch.is_tensor(processor.prompt_ignore_length):
+            before.append(kinds.RepetitionPenaltyLogitsProcessor(processor.penalty))
+        elif not isinstance(processor, kinds.MinLengthLogitsProcessor | kinds.MinNewTokensLengthLogitsProcessor):
             if not mode.rule.left_to_right and (several := [list(ids) for ids in biased if len(ids) > 1]):
                 raise ValueError(
                     f"sequence_bias holds {several[0]}, of several tokens: all before its last one have to be known, so it "

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers.generation import StoppingCriteria
-from transformers.generation.streamers import BaseStreamer
 from transformers.utils import ModelOutput
 
 from ..networks.cache import BlockCache
@@ -19,30 +18,26 @@ from .loop import Decoder
 
 @dataclass
 class MRPGenerateStats(ModelOutput):
-    """Costs of a `generate` call.
+    """Costs of a `generate` call; tensors are long.
 
     Attributes:
         forwards: Forwards of the whole batch by role: of the backbone `prefill` (prompts), `verify` (rounds that scored drafts)
             and `denoise` (rounds without), and those of the `head`.
-        row_forwards: [rows] long, backbone forwards in which each row took part.
-        row_head_forwards: [rows] long, the same for the head.
-        slot_forwards: Rows of all backbone forwards added up: those that had ended while the batch went on count until they
-            leave it, which they do by halves.
-        drafted: [rows] long, drafted states that were submitted.
-        accepted: [rows] long, drafted states that were right.
-        revoked: [rows] long, reveals that `mrp_remask` took back.
-        accepted_lengths: [rows, n] long, how many rounds accepted 0, 1, 2, ... states (the first is never a draft; those that
-            were scored in vain a round earlier count).
-        offered_at_depth: [rows, n] long, by depth k = 1, 2, ...: rounds in which the backbone came by k - 1 drafts and there
-            was a draft that could follow the last of them. No columns in modes without drafts.
-        accepted_at_depth: [rows, n] long: of these, rounds in which it came by a k-th. Their ratio is the chance that draft k
-            is accepted given that k - 1 were; the sum over k is `accepted`.
-        revocations: [n, 3] long: row, column of the generated text (as in `reveal_step`) and token of each reveal that
-            `mrp_remask` took back, in order. A column may lie behind the end of the text.
-        rounds: [1 + rounds, rows] long by name: what each row had come to behind the prefill and behind each round.
-            `row_forwards`, `drafted` and `accepted` as above; `steps`, so many denoising steps, which tell with `reveal_step`
-            what each forward revealed; and `column`, where the row's block begins in the generated text (below 0 within the
-            prompt).
+        row_forwards, row_head_forwards: [rows], forwards of the backbone, and of the head, in which each row took part.
+        slot_forwards: Rows of all backbone forwards added up, with those that had ended until they left the batch.
+        drafted, accepted: [rows], drafted states that were submitted, and that were right.
+        revoked: [rows], reveals that `mrp_remask` took back.
+        accepted_lengths: [rows, n], how many rounds accepted 0, 1, 2, ... states (the first is never a draft; those that were
+            scored in vain a round earlier count).
+        offered_at_depth: [rows, n], by depth k = 1, 2, ...: rounds in which the backbone came by k - 1 drafts and there was a
+            draft that could follow the last of them. No columns in modes without drafts.
+        accepted_at_depth: [rows, n]: of these, rounds in which it came by a k-th. Their ratio is the chance that draft k is
+            accepted given that k - 1 were; the sum over k is `accepted`.
+        revocations: [n, 3]: row, column of the generated text (as in `reveal_step`) and token of each reveal that `mrp_remask`
+            took back, in order. A column may lie behind the end of the text.
+        rounds: [1 + rounds, rows] by name: what each row had come to behind the prefill and behind each round. `row_forwards`,
+            `drafted`, `accepted`; `steps` of denoising, which tell with `reveal_step` what each forward revealed; and `column`,
+            where the row's block begins in the generated text (below 0 within the prompt).
     """
 
     forwards: dict[str, int] | None = None
@@ -150,14 +145,30 @@ class Streams:
     """The feeding of streamers: the prompt, finished blocks in order, and drafts to a streamer that has `put_draft`.
 
     Args:
-        streamers: One for each row.
-        prompts: Of each row a 1-D long tensor of ids, without padding: what its streamer is put first, as [1, length].
+        streamer: One, or a list of one for each row.
+        rows: Of the call, so many.
+
+    Raises:
+        ValueError: for what is no streamer, another number of them, or one that is to take two rows.
     """
 
-    def __init__(self, streamers: Sequence[BaseStreamer], prompts: list[Tensor]) -> None:
-        self.open = dict(enumerate(streamers))
+    def __init__(self, streamer: Any, rows: int) -> None:
+        streamers = list(streamer) if isinstance(streamer, list | tuple) else [streamer]
+        for one in streamers:
+            if not all(callable(getattr(one, name, None)) for name in ("put", "end")):
+                raise ValueError(f"streamer is {one!r}: it must have put and end, as a transformers.TextStreamer has")
+        different = len(set(map(id, streamers)))
+        if not len(streamers) == different == rows:
+            raise ValueError(
+                f"a streamer takes one row, the batch has {rows}, and streamer holds {different}: pass a list of {rows} "
+                "different ones, or stream one prompt at a time"
+            )
+        self.open, self.sent = dict(enumerate(streamers)), [0] * rows
+
+    def begin(self, prompts: Sequence[Tensor]) -> None:
+        """Put each row's prompt, 1-D long without padding, as [1, length]."""
         self.sent = [len(prompt) for prompt in prompts]
-        for streamer, prompt in zip(streamers, prompts, strict=True):
+        for streamer, prompt in zip(self.open.values(), prompts, strict=True):
             streamer.put(prompt[None].cpu())
 
     def __call__(self, rows: Sequence[Row]) -> None:
@@ -165,15 +176,14 @@ class Streams:
         for row in rows:
             if (streamer := self.open.get(row.place)) is None:
                 continue
-            sent = self.sent[row.place]
-            upto = row.stop if row.stop is not None else row.state.start
-            if upto > sent:
-                streamer.put(torch.tensor(row.text[sent:upto]))
+            start = row.state.start
+            upto = start if row.stop is None else row.stop
+            if upto > self.sent[row.place]:
+                streamer.put(torch.tensor(row.text[self.sent[row.place] : upto]))
                 self.sent[row.place] = upto
             if row.stop is not None:
                 self.open.pop(row.place).end()
             elif (put_draft := getattr(streamer, "put_draft", None)) is not None:
-                start = row.state.start
                 put_draft(torch.tensor([row.text[max(start, self.sent[row.place]) : min(start + row.block_size, row.limit)]]))
 
 
@@ -245,25 +255,6 @@ def final_tokens(row: Row) -> list[int]:
     return row.text[row.prompt : next((at for at in range(row.prompt, end) if row.text[at] == row.mask_id), end)]
 
 
-def listed_streamers(streamer: Any, rows: int) -> list[BaseStreamer]:
-    """List the streamers of a call, one for each row.
-
-    Raises:
-        ValueError: for what is no streamer, another number of them, or one that is to take two rows.
-    """
-    streamers = list(streamer) if isinstance(streamer, list | tuple) else [streamer]
-    for one in streamers:
-        if not all(callable(getattr(one, name, None)) for name in ("put", "end")):
-            raise ValueError(f"streamer is {one!r}: it must have put and end, as a transformers.TextStreamer has")
-    different = len(set(map(id, streamers)))
-    if not len(streamers) == different == rows:
-        raise ValueError(
-            f"a streamer takes one row, the batch has {rows}, and streamer holds {different}: pass a list of {rows} different "
-            "ones, or stream one prompt at a time"
-        )
-    return streamers
-
-
 def output_of(
     input_ids: Tensor, rows: Sequence[Row], decoder: Decoder, progress: Progress | None, cache: BlockCache, pad: int
 ) -> Tensor | MRPGenerateOutput:
@@ -317,4 +308,4 @@ def output_of(
     )
 
 
-__all__ = ["MRPGenerateOutput", "MRPGenerateStats", "Progress", "Stopping", "Streams", "listed_streamers", "output_of"]
+__all__ = ["MRPGenerateOutput", "MRPGenerateStats", "Progress", "Stopping", "Streams", "output_of"]

@@ -1,8 +1,7 @@
 """Refinements: what the head changes about a reveal before it counts, for rows that draft nothing."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from ..networks.networks import Hidden, Networks
 from ..rules.reveal import Columns, surest
@@ -50,12 +49,8 @@ class Reveal:
         return Frontier(before.state, said, self.where, before.memo, self.shown(self.where), self.drawn)
 
 
-class Refinement(Protocol):
-    """A change of reveals before they count: a frozen dataclass of its numbers."""
-
-    def __call__(self, networks: Networks, rows: Sequence[Row], reveals: list[Reveal]) -> None:
-        """Change the reveals of some of the batch's rows in place."""
-        ...
+# A change of reveals of some of the batch's rows, in place, before they count; a frozen dataclass of its numbers.
+Refinement = Callable[[Networks, Sequence[Row], list[Reveal]], None]
 
 
 def refined(
