@@ -269,6 +269,6 @@ def recorded_paths(
     """Decode prompts with a target, and record the paths that it took."""
     networks, rows = greedy_decode(model, Mode(rule), prompts, new_tokens, eos, 2)
     watched = Watched(networks, rule)
-    decoder = Decoder(Mode(rule), networks, Fixed(Amount()), on_round=watched.note, least_rows=len(prompts))
+    decoder = Decoder(Mode(rule), networks, Fixed(Amount()), watches=[watched.note], least_rows=len(prompts))
     decoder.decode(rows, [0] * len(rows))
     return watched.paths()

@@ -1,6 +1,7 @@
 """Whatever `generate` cannot follow is refused before the backbone runs, by an error that names the value and the remedy."""
 
 import re
+import reprlib
 from collections.abc import Callable
 from typing import Any
 
@@ -15,8 +16,7 @@ from transformers.generation import WatermarkingConfig
 from transformers.generation.streamers import BaseStreamer
 
 from modeling_mrp import MRPForCausalLM, MRPGenerationConfig
-from modeling_mrp.generate.option_table import DECODINGS, OPTIONS
-from modeling_mrp.generate.options import CHECKED, OF_SAMPLING, UNSUPPORTED
+from modeling_mrp.generate.option_table import CHECKED, DECODINGS, OF_SAMPLING, OPTIONS, UNSUPPORTED
 
 __all__ = ["headless", "model"]  # fixtures
 
@@ -157,7 +157,7 @@ def test_options_that_have_no_meaning_here(model: MRPForCausalLM) -> None:
     values = {"cache_implementation": "static", "watermarking_config": WatermarkingConfig()}
     for name, (off, why) in UNSUPPORTED.items():
         value = values.get(name, 3)
-        said = f"^{name}={re.escape(repr(value))} is not supported: {re.escape(why)}"
+        said = f"^{name}={re.escape(reprlib.repr(value))} is not supported: {re.escape(why)}"
         rejected(lambda: model.generate(PROMPT, max_new_tokens=4, **{name: value}), said, f"Leave {name} unset")  # noqa: B023
         accepts(lambda: model.generate(PROMPT, max_new_tokens=4, **{name: off}))  # noqa: B023
     for use_cache in (True, False):  # a Trainer leaves it so in the config of what it saves; the loop keeps its own cache
@@ -192,12 +192,14 @@ BAD_ARGUMENTS: dict[str, list[tuple[Any, str]]] = {
         (0.5, r"confidence_treshold \(did you mean confidence_threshold\?\): not used.*Check the spelling")
     ],
     "remasking": [(0.5, "^remasking: not used")],
-    "assistant_model": [(torch.nn.Module(), "assistant_model is not supported.*decoding='mrp_spec'")],
-    "negative_prompt_ids": [(PROMPT, "negative_prompt_ids is not supported")],
+    "assistant_model": [(torch.nn.Module(), "assistant_model=.* is not supported.*decoding='mrp_spec'")],
+    "negative_prompt_ids": [(PROMPT, "negative_prompt_ids=.* is not supported")],
     "negative_prompt_attention_mask": [(PROMPT, "negative_prompt_attention_mask: not used or not supported.*leave it unset")],
-    "prefix_allowed_tokens_fn": [(lambda row, ids: [9], "prefix_allowed_tokens_fn is not supported.*unset")],
-    "position_ids": [(torch.arange(7, 12)[None], "position_ids is not supported: positions are counted from the first token")],
-    "inputs_embeds": [(EMBEDS, "inputs_embeds is not supported: pass .* as input_ids")],
+    "prefix_allowed_tokens_fn": [(lambda row, ids: [9], "prefix_allowed_tokens_fn=.* is not supported.*unset")],
+    "position_ids": [
+        (torch.arange(7, 12)[None], "position_ids=.* is not supported: positions are counted from the first token")
+    ],
+    "inputs_embeds": [(EMBEDS, "inputs_embeds=.* is not supported: pass .* as input_ids")],
     "labels": [(PROMPT, "labels: not used or not supported")],
     "past_key_values": [(DynamicCache(), "are a DynamicCache.*leave them unset")],
     "attention_mask": [
@@ -274,10 +276,10 @@ def test_a_bias_on_several_tokens_needs_all_before_its_last(model: MRPForCausalL
 
 
 PROMPTS: list[tuple[Any, str]] = [
-    (None, r"needs input_ids: pass a \[rows, length\] tensor"),
-    *((torch.ones(s, dtype=torch.long), "at least one row with at least one token") for s in ((0, 3), (2, 0), (1, 2, 3))),
-    (PROMPT[0], r"shape \[5\], without a dimension of rows: pass input_ids\[None\]"),
-    (PROMPT.float(), r"input_ids are torch.float32: pass a \[rows, length\] tensor of ids, torch\.long$"),
+    (None, r"input_ids are a NoneType: pass a \[rows, n\] tensor"),
+    *((torch.ones(s, dtype=torch.long), "with a token or more in each") for s in ((0, 3), (2, 0), (1, 2, 3))),
+    (PROMPT[0], r"shape \[5\].* For one row pass input_ids\[None\]"),
+    (PROMPT.float(), r"input_ids are torch.float32: pass a \[rows, n\] tensor of ids, torch\.long$"),
     (PROMPT.tolist(), "input_ids are a list"),
     (PROMPT.numpy(), "input_ids are a ndarray"),
     (BatchEncoding({"input_ids": PROMPT}), r"input_ids are a BatchEncoding.*pass \*\*inputs"),

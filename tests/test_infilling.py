@@ -166,7 +166,7 @@ def test_length(random_model: MRPForCausalLM, options: dict[str, Any], length: i
         (torch.tensor([[7, -100]]), {}, r"infill_ids hold the id -100, outside", r"tokenizer"),
         (torch.tensor([7, 8]), {}, r"shape \[2\] for 1 prompts", r"pass \[1, n\]"),
         (torch.tensor([[7], [8]]), {}, r"shape \[2, 1\] for 1 prompts", r"pass \[1, n\]"),
-        (torch.zeros(1, 0, dtype=torch.long), {}, r"shape \[1, 0\]", r"n of 1 or more"),
+        (torch.zeros(1, 0, dtype=torch.long), {}, r"shape \[1, 0\]", "a token or more"),
         (torch.tensor([[7.0]]), {}, r"infill_ids are torch.float32", r"torch\.long"),
         ([[7]], {}, r"infill_ids are a list", r"\[rows, n\] tensor"),
         (torch.full((1, 6), MASK), {"max_new_tokens": 5}, r"hold 6 tokens a row, and .* leaves room for 5", r"raise it"),

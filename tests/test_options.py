@@ -135,7 +135,7 @@ def test_an_option_counts_in_its_modes_only(name: str) -> None:
 
     assert tuple(mode for mode in DECODINGS if changes(decoding=mode)) == NAMED[name].modes
     for mode, target in product(DRAFTING, TARGETS):
-        assert changes(decoding=mode, target=target) == NAMED[name].counts(mode, target)
+        assert changes(decoding=mode, target=target) == NAMED[name].acts(mode, target)
 
 
 def test_the_evaluations_flags_begin_with_the_defaults() -> None:

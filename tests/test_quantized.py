@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import BitsAndBytesConfig, QuantoConfig, TorchAoConfig
 
 from modeling_mrp import MRPForCausalLM
-from modeling_mrp.generate.checks import mixed_tokens
+from modeling_mrp.generate.generation import mixed_tokens
 from modeling_mrp.networks.unembedding import Unembedding
 
 QUESTIONS = (

@@ -52,7 +52,7 @@ def refine(rule: Refinement, head: TableHead, confidence: list[list[float]]) -> 
         where = tuple(column for column in range(4) if odds[column] > NO)
         hidden: Any = SimpleNamespace()
         reveals.append(
-            Reveal.of(row, row.place, Frontier(row.state, Scores([7] * 4, odds, hidden=hidden), where, None, row.state))
+            Reveal(row, row.place, Frontier(row.state, Scores([7] * 4, odds, hidden=hidden), where, None, row.state))
         )
     rule(networks, rows, reveals)
     return [list(reveal.where) for reveal in reveals]

@@ -1,7 +1,7 @@
 """`generate` for MRP models: arguments in, text and counts out."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -16,19 +16,10 @@ from transformers.generation import (
     LogitsProcessorList,
     MaxLengthCriteria,
     StoppingCriteriaList,
-    StopStringCriteria,
     TemperatureLogitsWarper,
 )
-from transformers.generation.logits_process import (
-    MinLengthLogitsProcessor,
-    MinNewTokensLengthLogitsProcessor,
-    NoBadWordsLogitsProcessor,
-    NoRepeatNGramLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-)
+from transformers.generation import logits_process as kinds
 from transformers.generation.streamers import BaseStreamer
-from transformers.utils import logging as transformers_logging
 
 from ..kernels.dispatch import PYTORCH, Dispatch, kernels_usable
 from ..kernels.fused_layers import pack
@@ -42,37 +33,21 @@ from ..rules.accept import UnscoredError
 from ..rules.bans import Bans
 from ..rules.state import Counts, Row
 from .budget import Amount, Fixed, budget_of
-from .checks import (
-    check_adapter,
-    check_functions,
+from .loop import Decoder, Mode
+from .options import (
+    MRPGenerationConfig,
     check_infill,
-    check_past,
     check_prompt,
     check_rows,
-    check_special_ids,
-    check_stop_strings,
-    check_unembedding,
-    mixed_tokens,
+    logger,
+    resolved,
+    set_fields,
+    shows_options,
 )
-from .loop import Decoder, Mode
-from .options import OPTION_NAMES, MRPGenerationConfig, check_values, did_you_mean, shows_options
-from .output import MRPGenerateOutput, Progress, Streams, listed_streamers, output_of, pad_id
-from .stopping import Stopping
-
-logger = transformers_logging.get_logger(__name__)
+from .output import MRPGenerateOutput, Progress, Stopping, Streams, output_of
 
 # Recorded batches shrink to so many rows, whose rounds take the time of reading the weights: fewer would be no faster.
-LEAST_RECORDED = 4
-# What else `generate` may be given, beside the fields of the generation config.
-_ARGUMENTS = ("input_ids", "attention_mask", "logits_processor", "stopping_criteria", "tokenizer", "synced_gpus")
-# Other arguments of transformers' `generate`, and why they are not taken.
-_REFUSED = {
-    "assistant_model": "the model's own MRP head drafts: use decoding='mrp_spec'",
-    "negative_prompt_ids": "guidance needs a second forward of each state",
-    "prefix_allowed_tokens_fn": "it is asked by rows of a batch of prefixes, where positions of all rows are scored together",
-    "inputs_embeds": "pass a [rows, length] tensor of ids as input_ids",
-    "position_ids": "positions are counted from the first token of each row",
-}
+_LEAST_RECORDED = 4
 
 
 class MRPGenerationMixin(GenerationMixin):
@@ -130,17 +105,17 @@ class MRPGenerationMixin(GenerationMixin):
                 any work; for what a criterion or processor returns wrongly; for a position without a finite score.
         """
         if custom_generate is not None:
-            kwargs |= _set({"infill_ids": infill_ids, "past_key_values": past_key_values})
+            kwargs |= set_fields({"infill_ids": infill_ids, "past_key_values": past_key_values})
             return super().generate(inputs, generation_config, custom_generate=custom_generate, streamer=streamer, **kwargs)
         check_adapter(self)
-        config, others = self._resolved(generation_config, kwargs)
+        config, others = resolved(self, generation_config, kwargs)
         prompt: Any = inputs if inputs is not None else others.get("input_ids")
         check_prompt(prompt, others.get("attention_mask"), self.config.mask_token_id, self.config.vocab_size)
         if config.pad_token_id is None and not config.eos_ids():  # transformers would take the first eos, and find none
-            config.pad_token_id = pad_id(config)
+            config.pad_token_id = config.pad_id()
             others.setdefault("attention_mask", torch.ones_like(prompt))
         copies = config.num_return_sequences or 1
-        streamers = None if streamer is None else listed_streamers(streamer, len(prompt) * copies)
+        streams = None if streamer is None else Streams(streamer, len(prompt) * copies)
         if past_key_values is not None:
             check_past(past_key_values, self, len(prompt))
         if infill_ids is not None:
@@ -149,7 +124,7 @@ class MRPGenerationMixin(GenerationMixin):
             if config.max_new_tokens is None and config.max_length is None:
                 config.max_new_tokens = infill_ids.shape[1]
 
-        decode = partial(_decode, streamers, infill_ids, past_key_values)
+        decode = partial(_decode, streams, infill_ids, past_key_values)
         with _either_padding_side(), fetched(self.lm_head):
             return super().generate(inputs, generation_config=config, custom_generate=decode, **others)
 
@@ -164,53 +139,11 @@ class MRPGenerationMixin(GenerationMixin):
         MRPGenerationConfig(**self.generation_config.to_dict()).check(self.config.block_size, True)
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse transformers' continuous batching, and with it `generate_batch`, which feed a causal cache a token at a time.
-
-        Raises:
-            ValueError: always.
-        """
+        """Raise `ValueError`: this, and with it `generate_batch`, feeds a causal cache a token at a time."""
         raise ValueError(
             "generate_batch and continuous batching are not supported, as they make one token a step: pass all prompts to "
             "generate as one padded batch, in which no row waits for another"
         )
-
-    def _resolved(self, given: Any, kwargs: dict[str, Any]) -> tuple[MRPGenerationConfig, dict[str, Any]]:
-        """Resolve and check the options of one call; also return the other keyword arguments."""
-        if isinstance(given, GenerationConfig):
-            given = vars(given)
-        elif given is not None and not isinstance(given, dict):
-            raise ValueError(f"generation_config is {given!r}: pass a GenerationConfig, or a dict of its fields")
-        if unknown := _unknown(given or {}):
-            raise ValueError(f"generation_config has unknown fields: {unknown}. Check their spelling, or leave them unset")
-        own = vars(self.generation_config)
-        if unknown := _unknown(own):
-            logger.warning_once(
-                f"fields of the model's generation_config that generate does not know have no effect: {unknown}"
-            )
-        config, asked = MRPGenerationConfig(), _set(given or {}) | _set(kwargs)
-        if "eos_token_id" in kwargs and kwargs["eos_token_id"] is None:
-            asked["eos_token_id"] = []  # None as an argument means no eos; left as None, the model's own would come back
-        check_values(asked, self.config.block_size, bool(asked.get("do_sample", self.generation_config.do_sample)))
-        for name in _set(own).keys() & OPTION_NAMES:
-            setattr(config, name, own[name])
-        config.update(**{name: value for name, value in asked.items() if name in OPTION_NAMES})
-        config.check(self.config.block_size, self.config.has_head)
-        others = {name: value for name, value in asked.items() if name not in OPTION_NAMES}
-        for name in sorted(others.keys() & _REFUSED.keys()):
-            raise ValueError(f"{name} is not supported: {_REFUSED[name]}. Leave {name} unset")
-        if unused := sorted(others.keys() - set(_ARGUMENTS)):
-            raise ValueError(
-                f"{_listed(unused)}: not used or not supported by generate here. Check the spelling, or leave it unset"
-            )
-        for name in ("logits_processor", "stopping_criteria"):
-            check_functions(name, others.get(name, []))
-        tokenizer, strings = others.pop("tokenizer", None), config.stop_strings
-        if strings is not None:  # transformers would lose the tokenizer on the way to a custom loop
-            check_stop_strings(strings, tokenizer)
-            criteria = [*others.get("stopping_criteria", []), StopStringCriteria(tokenizer, strings)]
-            others["stopping_criteria"], config.stop_strings = StoppingCriteriaList(criteria), None
-        check_special_ids(config.eos_ids(), pad_id(config), self.config.mask_token_id, self.config.vocab_size)
-        return config, others
 
     def block_cache(
         self, batch_size: int, capacity: int, scratch: int, with_head: bool, fixed: bool | None = None
@@ -240,20 +173,6 @@ class MRPGenerationMixin(GenerationMixin):
         release_graphs(self)
 
 
-def _set(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Select the fields that are set, without those that are transformers' own affair."""
-    return {name: value for name, value in fields.items() if value is not None and not str(name).startswith("_")}
-
-
-def _unknown(fields: Mapping[str, Any]) -> str:
-    """List the fields of a config that are no options, in words; "" if there are none."""
-    return _listed(sorted(str(name) for name in fields if not str(name).startswith("_") and name not in OPTION_NAMES))
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(f"{name}{did_you_mean(name)}" for name in names)
-
-
 @contextmanager
 def _either_padding_side() -> Iterator[None]:
     """Hold back transformers' advice to pad on the left: positions are absolute here, so either side gives the same text."""
@@ -270,7 +189,7 @@ def _either_padding_side() -> Iterator[None]:
 
 
 def _decode(
-    streamers: list[BaseStreamer] | None,
+    streams: Streams | None,
     infill_ids: Tensor | None,
     past: BlockCache | None,
     model: Any,
@@ -281,10 +200,16 @@ def _decode(
     **others: Any,
 ) -> Tensor | MRPGenerateOutput:
     """Decode prompts for which `GenerationMixin.generate` has prepared everything."""
-    config, block, device = generation_config, model.config.block_size, model.lm_head.weight.device
+    config, block, device, mask_id = (
+        generation_config,
+        model.config.block_size,
+        model.lm_head.weight.device,
+        model.config.mask_token_id,
+    )
     input_ids, mode, new = input_ids.to(device), config.mode(block), config.max_length - input_ids.shape[1]
-    picker, attention_mask = _picker(model, logits_processor, config, mode), others.get("attention_mask")
-    real = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.to(device).bool()
+    picker, real = _picker(model, logits_processor, config, mode), torch.ones_like(input_ids, dtype=torch.bool)
+    if (attention_mask := others.get("attention_mask")) is not None:
+        real = attention_mask.to(device).bool()
     check_rows(real, new, model.config.max_position_embeddings)
     if infill_ids is not None and infill_ids.shape[1] > new:
         raise ValueError(
@@ -295,36 +220,39 @@ def _decode(
     if mixed is not None and (mode.drafting is not None or len(input_ids) > 1):
         logger.warning_once(mixed)
     prompts = [ids[keep] for ids, keep in zip(input_ids, real, strict=True)]
-    rows = laid_out(prompts, infill_ids, new, config, input_ids.shape[1], block, model.config.mask_token_id, picker.bans)
+    least = max(0, (config.min_length or 0) - input_ids.shape[1])
+    rows = laid_out(prompts, infill_ids, new, config, least, block, mask_id, picker.bans)
     for row in rows:
         row.counts = Counts(mode.width, mode.drafting is not None)
-    progress = Progress(rows, config) if config.return_dict_in_generate else None
-    criteria = [c for c in stopping_criteria if not isinstance(c, MaxLengthCriteria | EosTokenCriteria)]
-    stopping = Stopping(criteria, input_ids, pad_id(config), model.config.mask_token_id) if criteria else None
-    capacity, room = max(len(row.text) for row in rows), mode.width * block
+    progress = (
+        Progress(rows, bool(config.output_logits), bool(config.output_scores)) if config.return_dict_in_generate else None
+    )
+    criteria = [one for one in stopping_criteria if not isinstance(one, MaxLengthCriteria | EosTokenCriteria)]
     # Whatever `kernels` is: weights that move make caches of earlier calls useless.
     if picker.dispatch.forced or kernels_usable(model.device, model.dtype):
         pack(model)
-    with cache_for(model, config.graphs, past, len(rows), capacity, room, mode.uses_head) as (cache, graphs):
+    size = (len(rows), max(len(row.text) for row in rows), mode.width * block)
+    with cache_for(model, config.graphs, past, *size, mode.uses_head) as (cache, graphs):
         reused = _reused(cache, rows, model, mode)
         if progress is not None:  # the cache is handed out
             parts = ("model", "mrp_head") if cache.head_layers else ("model",)
             cache.weights = {name: WeightsSeen(getattr(model, name)) for name in parts}
-        picker = replace(picker, entropy=mode.rule.needs_entropy, likeliest=mode.drafting is not None and picker.sample)
         networks = Networks(
             *(model, cache, mode.uses_head, picker, _drafter(model, picker, mode), picker.dispatch),
             *(takes_round_masks(model, picker.dispatch), device, None if graphs is None else graphs.call),
         )
-        watching = [] if progress is None else [progress.note]
-        watching += [] if streamers is None else [Streams(streamers, prompts).on_round]
-
-        def on_round(active: Sequence[Row]) -> None:
-            for watch in watching:
-                watch(active)
-
+        watches: list[Any] = [
+            *([Stopping(criteria, rows, input_ids, config.pad_id())] if criteria else []),
+            *([] if progress is None else [progress]),
+            *([] if streams is None else [streams]),
+        ]
+        if streams is not None:
+            streams.begin(prompts)
         drafting = mode.drafting
         budget = budget_of(model, mode, drafting.states, drafting.passes, drafting.paced) if drafting else Fixed(Amount())
-        decoder = Decoder(mode, networks, budget, stopping, on_round, fewest_rows(model, graphs is not None, len(rows)))
+        # What is compiled is so for one size, what is recorded not for every one.
+        fewest = len(rows) if compiled(model) else 1 if graphs is None else _LEAST_RECORDED
+        decoder = Decoder(mode, networks, budget, watches, fewest)
         try:
             decoder.decode(rows, reused)
         except UnscoredError as error:
@@ -333,7 +261,7 @@ def _decode(
         held = [row.held for row in rows]
         with_head = ([row.head_held for row in rows], held) if mode.uses_head else (cache.head_held, cache.hidden_held)
         cache.hold([row.text for row in rows], held, *with_head)
-    return output_of(input_ids, rows, decoder, progress, cache, pad_id(config))
+    return output_of(input_ids, rows, decoder, progress, cache, config.pad_id())
 
 
 def _reused(cache: BlockCache, rows: Sequence[Row], model: Any, mode: Mode) -> list[int]:
@@ -353,7 +281,7 @@ def laid_out(
     infill_ids: Tensor | None,
     new: int,
     config: MRPGenerationConfig,
-    prompt_columns: int,
+    least: int,
     block_size: int,
     mask_id: int,
     bans: Bans | None,
@@ -364,14 +292,11 @@ def laid_out(
         prompts: One 1-D long tensor of ids per row.
         infill_ids: [rows, n] long, what continues each prompt, or None.
         new: Tokens behind the prompt, at most.
-        config: Eos, minimum length and seeds.
-        prompt_columns: Of the batch, padding included.
-        block_size: Tokens in a block.
-        mask_id: What stands where a token is to be generated.
-        bans: Sequences that must not appear.
+        config: Eos and seeds.
+        least: Tokens behind the prompt before which no eos stands.
+        block_size, mask_id, bans: As of `Row`.
     """
     rows, eos = [], frozenset(config.eos_ids())
-    least = max(0, (config.min_length or 0) - prompt_columns)
     given = [[] for _ in prompts] if infill_ids is None else infill_ids.tolist()
     for place, (prompt, infill, seed) in enumerate(zip(prompts, given, config.seeds(len(prompts)), strict=True)):
         text = prompt.tolist() + infill
@@ -388,13 +313,6 @@ def laid_out(
 def compiled(model: Any) -> bool:
     """Tell if backbone or head run as `nn.Module.compile` made them."""
     return any(module is not None and module._compiled_call_impl is not None for module in (model.model, model.mrp_head))
-
-
-def fewest_rows(model: Any, recorded: bool, rows: int) -> int:
-    """Choose to how many rows a batch may shrink: what is compiled is so for one size, what is recorded not for every one."""
-    if compiled(model):
-        return rows
-    return LEAST_RECORDED if recorded else 1
 
 
 def _drafter(model: Any, picker: Picker, mode: Mode) -> Picker:
@@ -445,23 +363,23 @@ def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationCo
     words: list[tuple[int, ...]] = []
     before, after = LogitsProcessorList(), LogitsProcessorList()
     for processor in processors:
-        biased = processor.sequence_bias if isinstance(processor, SequenceBiasLogitsProcessor) else {}
+        biased = processor.sequence_bias if isinstance(processor, kinds.SequenceBiasLogitsProcessor) else {}
         if outside := [one for ids in biased for one in ids if not 0 <= one < model.config.vocab_size]:
             raise ValueError(
                 f"bad_words_ids or sequence_bias hold the id {outside[0]}, outside the vocabulary of "
                 f"{model.config.vocab_size}: use this model's tokenizer"
             )
-        if isinstance(processor, NoBadWordsLogitsProcessor):
+        if isinstance(processor, kinds.NoBadWordsLogitsProcessor):
             words += biased
-        elif isinstance(processor, NoRepeatNGramLogitsProcessor):
+        elif isinstance(processor, kinds.NoRepeatNGramLogitsProcessor):
             ngram = processor.ngram_size
         elif isinstance(processor, TemperatureLogitsWarper):
             temperature = float(processor.temperature)
         elif isinstance(processor, tuple(TRUNCATIONS)):
             after.append(processor)
-        elif isinstance(processor, RepetitionPenaltyLogitsProcessor) and torch.is_tensor(processor.prompt_ignore_length):
-            before.append(RepetitionPenaltyLogitsProcessor(processor.penalty))
-        elif not isinstance(processor, MinLengthLogitsProcessor | MinNewTokensLengthLogitsProcessor):
+        elif isinstance(processor, kinds.RepetitionPenaltyLogitsProcessor) and torch.is_tensor(processor.prompt_ignore_length):
+            before.append(kinds.RepetitionPenaltyLogitsProcessor(processor.penalty))
+        elif not isinstance(processor, kinds.MinLengthLogitsProcessor | kinds.MinNewTokensLengthLogitsProcessor):
             if not mode.rule.left_to_right and (several := [list(ids) for ids in biased if len(ids) > 1]):
                 raise ValueError(
                     f"sequence_bias holds {several[0]}, of several tokens: all before its last one have to be known, so it "
@@ -472,17 +390,87 @@ def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationCo
     dispatch = Dispatch(config.kernels)
     dispatch.check(model.lm_head.weight)
     usable = dispatch.forced is not None or kernels_usable(model.device, model.dtype)
+    sample = bool(config.do_sample)
     return Picker(
-        model.lm_head.weight,
-        model.config.mask_token_id,
-        temperature,
-        bool(config.do_sample),
-        before or None,
-        Bans(tuple(words), ngram) if words or ngram else None,
-        after or None,
-        tuple(config.eos_ids()),
+        *(model.lm_head.weight, model.config.mask_token_id, temperature, sample, before or None),
+        *(Bans(tuple(words), ngram) if words or ngram else None, after or None, tuple(config.eos_ids())),
+        entropy=mode.rule.needs_entropy,
+        likeliest=sample and mode.drafting is not None,
         dispatch=dispatch if usable else PYTORCH,
     )
 
 
-__all__ = ["MRPGenerationConfig", "MRPGenerationMixin", "fewest_rows"]
+def check_adapter(model: Any) -> None:
+    """Raise `ValueError` if an adapter is active that needs a prompt read token by token, or vectors before it."""
+    wrapper: Any = getattr(model.prepare_inputs_for_generation, "__self__", None)  # a peft model puts its own there
+    config: Any = getattr(wrapper, "active_peft_config", None)
+    kind, why = None, "an adapter of the prompt, and generate decodes from ids alone"
+    if getattr(config, "is_prompt_learning", False):
+        kind = config.peft_type.value
+    adapters = getattr(model, "peft_config", None) or {}
+    invoked = {name for name, one in adapters.items() if getattr(one, "alora_invocation_tokens", None)}
+    layers = [module for module in model.modules() if hasattr(module, "lora_A")] if invoked else []
+    if any(not layer.disable_adapters and invoked & set(layer.active_adapters) for layer in layers):
+        kind, why = "aLoRA (alora_invocation_tokens)", "it starts behind the last invocation of a text that grows from the left"
+    if kind is not None:
+        raise ValueError(
+            f"an adapter of type {kind} has no effect on generate: {why}. Train an adapter of the weights instead, such as "
+            "LoRA, or decode without it under model.disable_adapter()"
+        )
+
+
+def check_past(past: Any, model: Any, rows: int) -> None:
+    """Raise `ValueError` unless one may go on from a cache, for so many prompts."""
+    depth, why = 0 if model.mrp_head is None else len(model.mrp_head.layers), None
+    owned = isinstance(past, BlockCache) and past.owner is not None and past.owner() is model
+    if not isinstance(past, BlockCache):
+        why = f"are a {type(past).__name__}, not those that generate(..., return_dict_in_generate=True) gave"
+    elif not owned:
+        why = "come from another model, or out of a pickle, not from this one's generate"
+    elif past.rows != rows:
+        why = f"hold {past.rows} rows, and input_ids have {rows}, not the same conversations in the same order"
+    elif past.head_layers not in (0, depth):
+        why = f"hold those of a head of {past.head_layers} layers, and the model's has {depth}"
+    elif (past.dtype, past.layer_devices) != (now := (model.dtype, devices_of_layers(model, past.head_layers > 0))):
+        why = f"are {_placed(past.dtype, past.layer_devices)}, and the model is now {_placed(*now)}"
+    elif changed := [name for name, seen in past.weights.items() if not seen.same(getattr(model, name))]:
+        why = f"are older than the weights of {changed[0]}, which have changed"
+    if why is not None:
+        raise ValueError(f"past_key_values {why}: leave them unset")
+
+
+def check_unembedding(lm_head: Any) -> None:
+    """Raise `ValueError` for an `lm_head` that bitsandbytes has packed: rows of its weight are read."""
+    if not lm_head.weight.is_floating_point():
+        raise ValueError(
+            f"lm_head is a {type(lm_head).__name__} with weights in {lm_head.weight.dtype}, which generate cannot read: keep "
+            "it as it was, with 'lm_head' in llm_int8_skip_modules where that is given"
+        )
+
+
+def mixed_tokens(quantization: Any) -> str | None:
+    """Say how a quantization lets the tokens of a forward change each other's results, and the remedy; None: it does not.
+
+    Args:
+        quantization: The `quantization_config` of a model's config, or None.
+    """
+    scales = getattr(scheme := getattr(quantization, "quant_type", None), "granularity", None)  # of torchao
+    of_activations = scales[0] if isinstance(scales, list | tuple) else scales
+    if getattr(quantization, "load_in_8bit", False) and quantization.llm_int8_threshold > 0:
+        how = "LLM.int8 takes columns with an activation above llm_int8_threshold out of int8 for all tokens of a forward"
+        remedy = "BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)"
+    elif "DynamicActivation" in type(scheme).__name__ and type(of_activations).__name__ == "PerTensor":
+        how, remedy = "torchao's PerTensor scales the activations of all tokens of a forward alike", "granularity=PerRow()"
+    else:
+        return None
+    return (
+        f"{how}: drafted text may differ from its target's, and the text of a row from what it is in another batch. Load with "
+        f"{remedy} for the same text"
+    )
+
+
+def _placed(dtype: torch.dtype, devices: tuple[torch.device, ...]) -> str:
+    return f"{dtype} on {', '.join(map(str, dict.fromkeys(devices)))}"
+
+
+__all__ = ["MRPGenerationConfig", "MRPGenerationMixin"]

@@ -23,8 +23,7 @@ from ..rules.draft import Node, build_draft, growth, undrafted
 from ..rules.reveal import RevealRule
 from ..rules.state import Frontier, Key, Row, Scores
 from .budget import Amount, Budget
-from .refine import Refinement, Reveal
-from .stopping import Stopping
+from .refine import Refinement, refined
 
 
 @dataclass(frozen=True)
@@ -34,8 +33,7 @@ class Drafting:
     Attributes:
         states: K, the states a row may submit per round.
         branches: Followers of a state that are considered; 1 drafts a chain.
-        passes: Head passes per round; with `states - 1` of them each drafted state is re-read before the next; 0: drafts come
-            from the backbone's own stale logits.
+        passes: Head passes per round, below `states`; 0: drafts come from the backbone's own stale logits.
         paced: `states` and `passes` are the most of both: each round has as much as measured time says pays (`Budget`).
     """
 
@@ -77,8 +75,8 @@ class Decoder:
         mode: What is revealed, refined and drafted.
         networks: What the device computes.
         budget: Chooses how much each round drafts.
-        stopping: Asks the stopping criteria; or None.
-        on_round: Called behind the prefill and every round with the batch's rows and those that take part; or None.
+        watches: Called in turn behind the prefill and every round with the batch's rows; one that asks stopping criteria may
+            end rows.
         least_rows: Rows that have ended leave the batch by halves, but not below so many.
 
     Attributes:
@@ -91,12 +89,10 @@ class Decoder:
         mode: Mode,
         networks: Networks,
         budget: Budget,
-        stopping: Stopping | None = None,
-        on_round: Callable[[Sequence[Row]], None] | None = None,
+        watches: Sequence[Callable[[Sequence[Row]], None]] = (),
         least_rows: int = 1,
     ) -> None:
-        self.mode, self.networks, self.budget, self.stopping = mode, networks, budget, stopping
-        self.on_round, self.least_rows = on_round, least_rows
+        self.mode, self.networks, self.budget, self.watches, self.least_rows = mode, networks, budget, watches, least_rows
         self.verified = self.slots = 0
 
     def decode(self, rows: list[Row], reused: Sequence[int]) -> None:
@@ -110,25 +106,24 @@ class Decoder:
             UnscoredError: for a position at which no token has a finite score.
         """
         with self.networks.attending():
-            self._decode(rows, reused)
+            scores = self.networks.prefill(rows, reused)
+            self.write(rows, [first_frontier(row, self.mode.rule, said) for row, said in zip(rows, scores, strict=True)])
+            self.watch(rows)
+            batch = rows
+            while active := sum(row.stop is None for row in batch):
+                if (size := self.smaller(len(batch), active)) < len(batch):
+                    batch = self.networks.narrow(batch, size)
+                begun = perf_counter()
+                amount = self.budget.choose(batch)
+                steps = self.round(batch, amount)
+                self.budget.learn(amount, batch, steps, perf_counter() - begun)
+                self.watch(batch)
+            self.networks.widen(max(row.held for row in rows))
 
-    def _decode(self, rows: list[Row], reused: Sequence[int]) -> None:
-        whole = rows
-        scores = self.networks.prefill(rows, reused)
-        self.write(rows, [first_frontier(row, self.mode.rule, said) for row, said in zip(rows, scores, strict=True)])
-        if self.on_round is not None:
-            self.on_round(rows)
-        while any(row.stop is None for row in rows):
-            active = sum(row.stop is None for row in rows)
-            if (size := self.smaller(len(rows), active)) < len(rows):
-                rows = self.networks.narrow(rows, size)
-            begun = perf_counter()
-            amount = self.budget.choose(rows)
-            came_to = self.round(rows, amount)
-            self.budget.learn(amount, rows, came_to, perf_counter() - begun)
-            if self.on_round is not None:
-                self.on_round(rows)
-        self.networks.widen(max(row.held for row in whole))
+    def watch(self, rows: Sequence[Row]) -> None:
+        """Show the rows to all who watch."""
+        for watch in self.watches:
+            watch(rows)
 
     def smaller(self, size: int, active: int) -> int:
         """Halve the size of the batch as long as `active` rows have room in it."""
@@ -152,37 +147,33 @@ class Decoder:
 
     def draft(self, rows: Sequence[Row], amount: Amount) -> list[list[Node]]:
         """Choose the states of the round: none for rows that have ended."""
-        drafting = self.mode.drafting
+        drafting, rule = self.mode.drafting, self.mode.rule
         if drafting is None or amount.states == 1:
             return [undrafted(row, amount.narrow) if row.stop is None else [] for row in rows]
-        branches, rule = drafting.branches, self.mode.rule
         estimates: list[dict[Key, Scores]] = [{} for _ in rows]
-        for turn, size in enumerate(growth(amount.states, amount.passes) if amount.passes else []):
-            grown = [
-                build_draft(row, rule, size, branches, known) if row.stop is None else []
-                for row, known in zip(rows, estimates, strict=True)
-            ]
-            # Later passes leave out the row's own state: what it is read from stays the same.
-            self.read(rows, [nodes[min(turn, 1) :] for nodes in grown], estimates)
-        return [
-            build_draft(row, rule, amount.states, branches, known) if row.stop is None else []
-            for row, known in zip(rows, estimates, strict=True)
-        ]
 
-    def read(self, rows: Sequence[Row], grown: Sequence[Sequence[Node]], estimates: Sequence[dict[Key, Scores]]) -> None:
+        def grown(size: int) -> list[list[Node]]:
+            known = zip(rows, estimates, strict=True)
+            return [build_draft(row, rule, size, drafting.branches, one) if row.stop is None else [] for row, one in known]
+
+        for turn, size in enumerate(growth(amount.states, amount.passes) if amount.passes else []):
+            # Later passes leave out the row's own state: what it is read from stays the same.
+            self.read(rows, [nodes[min(turn, 1) :] for nodes in grown(size)], estimates)
+        return grown(amount.states)
+
+    def read(self, rows: Sequence[Row], drafts: Sequence[Sequence[Node]], estimates: Sequence[dict[Key, Scores]]) -> None:
         """Let the head read drafted states in one pass: an estimate for each, from what its source has."""
         asked = [
             [(node.state, node.source.hidden) for node in nodes if node.state.masks and node.source and node.source.hidden]
-            for nodes in grown
+            for nodes in drafts
         ]
-        if not any(asked):
-            return
-        made = self.networks.head(rows, asked)
-        states = [(row, state) for row, part in zip(rows, asked, strict=True) for state, _ in part]
-        picked = iter(self.networks.picked(self.networks.drafter, states, [one for part in made for one in part]))
-        for part, known in zip(asked, estimates, strict=True):
-            for state, _ in part:
-                known[state.key] = next(picked)
+        if any(asked):
+            made = self.networks.head(rows, asked)
+            states = [(row, state) for row, part in zip(rows, asked, strict=True) for state, _ in part]
+            scores = self.networks.picked(self.networks.drafter, states, [one for part in made for one in part])
+            keys = [(known, state.key) for part, known in zip(asked, estimates, strict=True) for state, _ in part]
+            for (known, key), said in zip(keys, scores, strict=True):
+                known[key] = said
 
     def accept(
         self, rows: Sequence[Row], drafts: Sequence[Sequence[Node]], scores: Sequence[Sequence[Scores]], drafted: bool
@@ -202,33 +193,14 @@ class Decoder:
         return self.mode.rule
 
     def write(self, rows: Sequence[Row], frontiers: Sequence[Frontier | None]) -> None:
-        """Refine the last reveals and write them; then ask which texts have come to their end."""
+        """Refine the last reveals and write them; note which texts are whole."""
         if self.mode.refine is not None:
-            frontiers = self.refined(self.mode.refine, rows, frontiers)
+            frontiers = refined(self.mode.refine, self.networks, rows, frontiers)
         for row, frontier in zip(rows, frontiers, strict=True):
             if frontier is not None:
                 write(row, frontier)
             if row.stop is None:
                 row.settle()
-        if self.stopping is not None:
-            self.stopping.ask(rows)
-
-    def refined(self, refine: Refinement, rows: Sequence[Row], frontiers: Sequence[Frontier | None]) -> list[Frontier | None]:
-        """Let the head change the last reveals."""
-        made = list(frontiers)
-        reveals = [Reveal.of(row, at, one) for at, (row, one) in enumerate(zip(rows, frontiers, strict=True)) if one]
-        if reveals:
-            refine(self.networks, rows, reveals)
-        for row in rows:
-            row.remasked = ((), [])
-        for reveal in reveals:
-            before = frontiers[reveal.at]
-            assert before is not None
-            made[reveal.at] = reveal.frontier(before)
-            back = tuple([column for column in before.where if column not in reveal.where])
-            reveal.row.remasked = back, before.scores.token
-            reveal.row.counts.revoked += len(back)
-        return made
 
 
 __all__ = ["Decoder", "Drafting", "Mode"]

@@ -1,4 +1,4 @@
-"""The options of `generate` beyond those of transformers, each declared once, as a field of `DecodingOptions`.
+"""The options of `generate`, each declared once: its own, as fields of `DecodingOptions`, and transformers' that it checks.
 
 From them come the fields of `MRPGenerationConfig`, `help`, defaults and checks, the flags of command lines, and the
 table of docs/decoding.md. Nothing here imports torch, so that the help of a command line comes at once.
@@ -6,9 +6,11 @@ table of docs/decoding.md. Nothing here imports torch, so that the help of a com
 
 import difflib
 import re
-from collections.abc import Callable, Iterable
+import reprlib
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from inspect import getdoc
+from math import inf
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 Target = Literal["static", "dynamic", "sequential", "entropy_bound"]
@@ -31,7 +33,7 @@ class Option:
         holds: The range: True of the values allowed, given one of that type and the model's block size.
         remedy: The end of the error for others; `{block_size}` stands for the model's.
         help: Its meaning, a line of Markdown.
-        modes: The values of `decoding` in which it has an effect; it has one, too, in modes that draft for these as `target`.
+        modes: The values of `decoding` in which it acts; it acts, too, in modes that draft for these as `target`.
     """
 
     name: str
@@ -42,7 +44,7 @@ class Option:
     help: str = ""
     modes: tuple[str, ...] = DECODINGS
 
-    def counts(self, decoding: str, target: str | None = None) -> bool:
+    def acts(self, decoding: str, target: str | None = None) -> bool:
         """Tell if it has an effect in a mode, which drafts for `target` if it drafts."""
         return decoding in self.modes or (decoding in DRAFTING and target in self.modes)
 
@@ -66,16 +68,18 @@ class Option:
 # Type, range and remedy.
 _Values = tuple[Any, Callable[[Any, int], bool], str]
 COUNT: _Values = (int, lambda v, _: v >= 1, "it must be an int of 1 or more")
+FROM_ZERO: _Values = (int, lambda v, _: v >= 0, "it must be an int of 0 or more")
 _MOST_STATES = 256  # of a block of 4, the shortest published, the kernels hold no more
+_MOST_COPIES = 65_535  # a CUDA grid has no more in the dimension along which attention takes rows
 _STATES: _Values = (
     int | str,
     lambda v, _: v == "auto" if isinstance(v, str) else 1 <= v <= _MOST_STATES,
     f"it must be 'auto' or an int from 1 to {_MOST_STATES}",
 )
 _STEPS: _Values = (int, lambda v, size: 1 <= v <= size, "it must be an int from 1 to {block_size}")
-PROBABILITY: _Values = (int | float, lambda v, _: 0 <= v <= 1, "it must be a probability, a float from 0 to 1")
 _NATS: _Values = (int | float, lambda v, _: v >= 0, "it must be a number of nats, a float of 0 or more")
 _LOGITS: _Values = (int | float, lambda v, _: v > 0, "it must be a positive number of logits, a float")
+_PROBABILITY: _Values = (int | float, lambda v, _: 0 <= v <= 1, "it must be a probability, a float from 0 to 1")
 _KERNELS: _Values = (bool, lambda *_: True, "use None (where they can be used), True (or an error) or False (PyTorch only)")
 _GRAPHS: _Values = (bool, lambda *_: True, "use True, False, or None for CUDA graphs where they are possible")
 _SEED: _Values = (
@@ -116,7 +120,7 @@ class DecodingOptions:
     decoding: Annotated[Decoding | None, "static", _one_of(DECODINGS)] = None
     target: Annotated[Target | None, "static", _one_of(TARGETS), DRAFTING] = None
     denoising_steps: Annotated[int | None, None, _STEPS, ("static", "sequential", "mrp_direct")] = None
-    confidence_threshold: Annotated[float | None, 0.9, PROBABILITY, ("dynamic", "mrp_remask")] = None
+    confidence_threshold: Annotated[float | None, 0.9, _PROBABILITY, ("dynamic", "mrp_remask")] = None
     entropy_threshold: Annotated[float | None, 0.35, _NATS, ("entropy_bound",)] = None
     mrp_steps: Annotated[int | None, 1, _STEPS, ("mrp_direct",)] = None
     num_draft_states: Annotated[int | Literal["auto"] | None, "auto", _STATES, DRAFTING] = None
@@ -144,6 +148,101 @@ def _declared() -> tuple[Option, ...]:
 OPTIONS = _declared()
 
 
+def ids_of(value: Any) -> list[Any]:
+    """List the ids that an option gives: one, several, a tensor of them, or None."""
+    if hasattr(value, "flatten"):
+        return list(value.flatten().tolist())
+    return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _is_id(value: Any) -> bool:
+    return hasattr(value, "__index__") and not isinstance(value, bool)
+
+
+def _of_transformers(values: Mapping[str, _Values]) -> tuple[Option, ...]:
+    return tuple(Option(name, None, *allowed) for names, allowed in values.items() for name in names.split())
+
+
+_REAL, _GREEDY = int | float, "it must be a positive number (greedy decoding is do_sample=False)"
+# Options of transformers that it checks later, or not, or by failing on them; the others only sampling follows: clients ask
+# for greedy decoding by do_sample=False together with temperature=0.
+CHECKED = _of_transformers(
+    {
+        "do_sample return_dict_in_generate output_scores output_logits": (bool, lambda *_: True, "use True or False"),
+        "remove_invalid_values": (bool, lambda *_: True, "use True or False"),
+        "max_new_tokens max_length": COUNT,
+        "min_new_tokens min_length no_repeat_ngram_size": FROM_ZERO,
+        "max_time": (_REAL, lambda v, _: v >= 0, "it must be a number of seconds, 0 or more"),
+        "repetition_penalty": (_REAL, lambda v, _: 0 < v < inf, "it must be a positive number (1: off)"),
+        "num_return_sequences": (int, lambda v, _: 1 <= v <= _MOST_COPIES, f"it must be an int from 1 to {_MOST_COPIES}"),
+        "eos_token_id": (object, lambda v, _: all(map(_is_id, ids_of(v))), "it must be an id, an int, a list of them or None"),
+        "pad_token_id": (object, lambda v, _: _is_id(v), "it must be an id, an int, or None"),
+        "suppress_tokens": (list | tuple, lambda v, _: all(map(_is_id, v)), "it must be a list of ids"),
+    }
+)
+OF_SAMPLING = _of_transformers(
+    {
+        "temperature": (_REAL, lambda v, _: 0 < v < inf, _GREEDY),
+        "top_k": FROM_ZERO,
+        "top_p min_p": _PROBABILITY,
+        "typical_p top_h": (_REAL, lambda v, _: 0 < v <= 1, "it must be above 0 and 1 (off) at most"),
+        "epsilon_cutoff eta_cutoff": (_REAL, lambda v, _: 0 <= v < 1, "it must be a probability, 0 (off) or more and below 1"),
+    }
+)
+_GUIDANCE = "guidance needs a second forward of each state, under another prompt"
+_BOUGHT = "drafts are states of a block, not tokens on the right: decoding='self_spec' or 'mrp_spec' makes them"
+_PACKED = "rounds hold drafted states side by side, of which no text needs them; the forward of the model returns them"
+_FORCED = "transformers forces words by beams, which compare prefixes that grow from the left; given tokens are infill_ids"
+_ENCODER = "there is no encoder; repetition_penalty and no_repeat_ngram_size see the prompt, too"
+# Options and arguments of transformers that have no meaning here: what switches them off beside None, and why that is.
+UNSUPPORTED: dict[str, tuple[Any, str]] = {
+    one: (off, why)
+    for several, off, why in (
+        ("num_beams num_beam_groups", 1, "beams compare prefixes that grow from the left; use num_return_sequences, do_sample"),
+        ("penalty_alpha", 0, "contrastive search runs a forward for each candidate of one token, and a step here has many"),
+        ("guidance_scale", 1, _GUIDANCE),
+        ("negative_prompt_ids", None, _GUIDANCE),
+        ("dola_layers", None, "tokens are picked from the last layer, and no state keeps the earlier ones"),
+        ("token_healing", False, "a prompt's last token is kept: cut it off the prompt"),
+        ("constraints force_words_ids", None, _FORCED),
+        ("use_mtp", False, _BOUGHT),
+        ("prompt_lookup_num_tokens assistant_early_exit", None, _BOUGHT),
+        ("assistant_model", None, "the model's own MRP head drafts: use decoding='mrp_spec'"),
+        ("output_attentions output_hidden_states", False, _PACKED),
+        ("cache_implementation", None, "keys and values lie in a BlockCache, where a round's states do"),
+        ("prefill_chunk_size", None, "prompts are read in chunks of whole blocks as it is"),
+        ("watermarking_config", None, "a watermark is seeded by the token on the left, which may come later"),
+        ("exponential_decay_length_penalty", None, "it grows with columns of the padded batch, which a processor does not see"),
+        ("begin_suppress_tokens", None, "it acts at one column of the padded batch; suppress_tokens acts everywhere"),
+        ("forced_bos_token_id", None, "it acts where the text has one token, a decoder's start: put it into the prompt"),
+        ("forced_eos_token_id", None, "it acts at the last column of the padded batch; a text that ends there needs no eos"),
+        ("encoder_repetition_penalty", 1, _ENCODER),
+        ("encoder_no_repeat_ngram_size", 0, _ENCODER),
+        ("prefix_allowed_tokens_fn", None, "it is asked by rows of prefixes; here positions of all rows are scored together"),
+        ("inputs_embeds", None, "pass a [rows, length] tensor of ids as input_ids"),
+        ("position_ids", None, "positions are counted from the first token of each row"),
+    )
+    for one in several.split()
+}
+
+
+def check_values(values: Mapping[str, Any], block_size: int | None, sampling: bool) -> None:
+    """Raise `ValueError`, with value and remedy, for the first of some options whose value cannot be honoured by itself.
+
+    Without `sampling`, those that only sampling follows may be anything, as in transformers.
+    """
+    for option in (*CHECKED, *OPTIONS, *(OF_SAMPLING if sampling else ())):
+        if (value := values.get(option.name)) is not None:
+            option.check(value, block_size)
+
+
+def check_supported(values: Mapping[str, Any]) -> None:
+    """Raise `ValueError`, with value and reason, for the first of some options and arguments that is not supported."""
+    for name, (off, why) in UNSUPPORTED.items():
+        if (value := values.get(name)) not in (None, off):
+            raise ValueError(f"{name}={reprlib.repr(value)} is not supported: {why}. Leave {name} unset")
+
+
 def closest_name(name: str, names: Iterable[str]) -> str:
     """Suggest the one of some names that is most like this one, with a space before; "" if none is."""
     near = difflib.get_close_matches(name, sorted(names), n=1, cutoff=0.75)
@@ -151,14 +250,20 @@ def closest_name(name: str, names: Iterable[str]) -> str:
 
 
 __all__ = [
+    "CHECKED",
     "COUNT",
     "DECODINGS",
     "DRAFTING",
+    "FROM_ZERO",
+    "OF_SAMPLING",
     "OPTIONS",
-    "PROBABILITY",
     "REMASK_RULES",
     "TARGETS",
+    "UNSUPPORTED",
     "DecodingOptions",
     "Option",
+    "check_supported",
+    "check_values",
     "closest_name",
+    "ids_of",
 ]

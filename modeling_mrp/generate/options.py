@@ -1,114 +1,42 @@
-"""The options of `generate` for MRP models: the config that holds, checks and interprets them."""
+"""The input of a call of `generate`: its options, with the config that holds and interprets them, and its prompts; checked."""
 
 import inspect
-from collections.abc import Callable, Mapping
-from math import inf
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor
-from transformers.generation import GenerationConfig
+from transformers import PreTrainedTokenizerBase
+from transformers.generation import GenerationConfig, StoppingCriteriaList, StopStringCriteria
+from transformers.utils import logging as transformers_logging
 
 from ..rules.reveal import Dynamic, EntropyBound, RevealRule, Sequential, Static, logit, schedule_of
 from .budget import WIDTHS
 from .loop import Drafting, Mode
-from .option_table import COUNT, DECODINGS, OPTIONS, PROBABILITY, TARGETS, DecodingOptions, Option, closest_name
-from .refine import Direct, RereadRemask, ResidualRemask, ThresholdRemask
+from .option_table import DECODINGS, DRAFTING, OPTIONS, DecodingOptions, check_supported, check_values, closest_name, ids_of
+from .refine import Direct, Refinement, RereadRemask, ResidualRemask, ThresholdRemask
 
-# Of options that were checked, none of them None, and the block size.
+logger = transformers_logging.get_logger(__name__)
+
+# Of options that were checked, none of them None.
 _RULES: dict[str, Callable[[Any, int], RevealRule]] = {
     "static": lambda options, block: Static(schedule_of(block, options.denoising_steps)),
     "dynamic": lambda options, block: Dynamic(logit(options.confidence_threshold)),
     "sequential": lambda options, block: Sequential(schedule_of(block, options.denoising_steps)),
     "entropy_bound": lambda options, block: EntropyBound(options.entropy_threshold),
 }
-_MODES: dict[str, Callable[[Any, int], Mode]] = {
-    **{name: lambda options, block: Mode(_RULES[options.decoding](options, block)) for name in TARGETS},
-    "self_spec": lambda options, block: Mode(_RULES[options.target](options, block), drafting=_drafting(options, 0)),
-    "mrp_spec": lambda options, block: Mode(
-        _RULES[options.target](options, block), drafting=_drafting(options, options.draft_passes)
-    ),
-    "mrp_direct": lambda options, block: Mode(_RULES["static"](options, block), Direct(options.mrp_steps)),
-    "mrp_remask": lambda options, block: Mode(_RULES["dynamic"](options, block), _REMASKS[options.remask_rule](options)),
+# Modes that refine: the rule whose reveals they change, and how.
+_REFINED: dict[str, tuple[str, Callable[[Any], Refinement]]] = {
+    "mrp_direct": ("static", lambda options: Direct(options.mrp_steps)),
+    "mrp_remask": ("dynamic", lambda options: _REMASKS[options.remask_rule](options)),
 }
-_REMASKS: dict[str, Callable[[Any], Any]] = {
+_REMASKS: dict[str, Callable[[Any], Refinement]] = {
     "reread": lambda options: RereadRemask(logit(options.confidence_threshold), logit(0.5 * options.confidence_threshold)),
     "threshold": lambda options: ThresholdRemask(logit(options.confidence_threshold)),
     "residual": lambda options: ResidualRemask(options.residual_delta),
 }
-
-
-def _drafting(options: Any, passes: int) -> Drafting:
-    states, auto = options.num_draft_states, options.num_draft_states == "auto"
-    states = WIDTHS[-1] if auto else states
-    return Drafting(states, options.draft_branches, min(passes, states - 1), auto)
-
-
-_FROM_ZERO: Any = (int, lambda v, _: v >= 0, "it must be an int of 0 or more")
-_CUTOFF: Any = (int | float, lambda v, _: 0 <= v < 1, "it must be a probability, 0 (off) or more and below 1")
-_POSITIVE_SHARE: Any = (int | float, lambda v, _: 0 < v <= 1, "it must be above 0 and 1 (off) at most")
-_POSITIVE: Any = (int | float, lambda v, _: 0 < v < inf, "it must be a positive number (1: off)")
-_TEMPERATURE: Any = (*_POSITIVE[:2], "it must be a positive number (greedy decoding is do_sample=False)")
-_SECONDS: Any = (int | float, lambda v, _: v >= 0, "it must be a number of seconds, 0 or more")
-_FLAG: Any = (bool, lambda *_: True, "use True or False")
-_MOST_COPIES = 65_535  # a CUDA grid has no more in the dimension along which attention takes rows
-_COPIES: Any = (int, lambda v, _: 1 <= v <= _MOST_COPIES, f"it must be an int from 1 to {_MOST_COPIES}")
-_IDS: Any = (object, lambda v, _: all(map(_is_id, _ids_of(v))), "it must be an id, an int, or a list of them or None")
-_ID: Any = (object, lambda v, _: _is_id(v), "it must be an id, an int, or None")
-# Options of transformers that it checks later, or not, or by failing on them; the last ones only sampling follows: clients ask
-# for greedy decoding by do_sample=False together with temperature=0.
-CHECKED = (
-    *(Option(name, None, *_FLAG) for name in ("do_sample", "return_dict_in_generate", "output_scores", "output_logits")),
-    Option("remove_invalid_values", None, *_FLAG),
-    *(Option(name, None, *COUNT) for name in ("max_new_tokens", "max_length")),
-    *(Option(name, None, *_FROM_ZERO) for name in ("min_new_tokens", "min_length", "no_repeat_ngram_size")),
-    Option("max_time", None, *_SECONDS),
-    Option("repetition_penalty", None, *_POSITIVE),
-    Option("num_return_sequences", None, *_COPIES),
-    Option("eos_token_id", None, *_IDS),
-    Option("pad_token_id", None, *_ID),
-    Option("suppress_tokens", None, list | tuple, lambda v, _: all(map(_is_id, v)), "it must be a list of ids"),
-)
-OF_SAMPLING = (
-    Option("temperature", None, *_TEMPERATURE),
-    Option("top_k", None, *_FROM_ZERO),
-    *(Option(name, None, *PROBABILITY) for name in ("top_p", "min_p")),
-    *(Option(name, None, *_POSITIVE_SHARE) for name in ("typical_p", "top_h")),
-    *(Option(name, None, *_CUTOFF) for name in ("epsilon_cutoff", "eta_cutoff")),
-)
-_BEAMS = "a beam compares prefixes that grow from the left; several texts of a prompt are num_return_sequences with do_sample"
-_PACKED = "rounds hold drafted states side by side, of which no text needs them; the forward of the model returns them"
-_CONSTRAINED = "transformers forces words by beams, which compare prefixes that grow from the left"
-_BOUGHT = "drafts are states of a block, not tokens on the right: decoding='self_spec' or 'mrp_spec' makes them"
-_ENCODER = "there is no encoder, and its prompt would be the padded batch"
-# Options of transformers that have no meaning here: what switches them off beside None, and why that is.
-UNSUPPORTED: dict[str, tuple[Any, str]] = {
-    "num_beams": (1, _BEAMS),
-    "num_beam_groups": (1, _BEAMS),
-    "penalty_alpha": (0, "contrastive search runs a forward for each candidate of one next token, and here a step has many"),
-    "guidance_scale": (1, "guidance needs a second forward of each state, under another prompt"),
-    "dola_layers": (None, "tokens are picked from the last layer, and no state keeps the earlier ones"),
-    "token_healing": (False, "a prompt's last token is kept: cut it off the prompt"),
-    "constraints": (None, _CONSTRAINED),
-    "force_words_ids": (None, f"{_CONSTRAINED}; given tokens are infill_ids"),
-    "use_mtp": (False, _BOUGHT),
-    "prompt_lookup_num_tokens": (None, _BOUGHT),
-    "assistant_early_exit": (None, _BOUGHT),
-    "output_attentions": (False, _PACKED),
-    "output_hidden_states": (False, _PACKED),
-    "cache_implementation": (None, "keys and values lie in a BlockCache, where a round's states do"),
-    "prefill_chunk_size": (None, "prompts are read in chunks of whole blocks as it is"),
-    "watermarking_config": (None, "a watermark is seeded by the token on the left, which may come later"),
-    "exponential_decay_length_penalty": (
-        None,
-        "it grows with the columns of the padded batch, which a processor here does not see",
-    ),
-    "begin_suppress_tokens": (None, "it acts at one column of the padded batch; suppress_tokens acts everywhere"),
-    "forced_bos_token_id": (None, "it acts where the text has one token, a decoder's start: put it into the prompt"),
-    "forced_eos_token_id": (None, "it acts at the last column of the padded batch; a text that ends there needs no eos"),
-    "encoder_repetition_penalty": (1, f"{_ENCODER}; repetition_penalty sees the prompt, too"),
-    "encoder_no_repeat_ngram_size": (0, f"{_ENCODER}; no_repeat_ngram_size sees the prompt, too"),
-}
+# What else `generate` may be given, beside the fields of the generation config.
+_ARGUMENTS = {"input_ids", "attention_mask", "logits_processor", "stopping_criteria", "tokenizer", "synced_gpus"}
 
 _T = TypeVar("_T")
 
@@ -159,24 +87,31 @@ class MRPGenerationConfig(DecodingOptions, GenerationConfig):
                 "MRPForCausalLM.from_backbone(backbone, head=...) or model.attach_head(head), or use 'self_spec', which is "
                 "lossless and needs no head"
             )
-        for name, (off, why) in UNSUPPORTED.items():
-            if (value := getattr(self, name, None)) not in (None, off):
-                raise ValueError(f"{name}={value!r} is not supported: {why}. Leave {name} unset")
+        check_supported(vars(self))
 
     def mode(self, block_size: int) -> Mode:
         """Look up what is revealed, refined and drafted, of options that were checked."""
-        return _MODES[str(self.decoding)](self, block_size)
+        options: Any = self  # none of them None
+        name, auto = options.decoding, options.num_draft_states == "auto"
+        if name in _REFINED:
+            rule, refinement = _REFINED[name]
+            return Mode(_RULES[rule](self, block_size), refinement(self))
+        if name not in DRAFTING:
+            return Mode(_RULES[name](self, block_size))
+        states = WIDTHS[-1] if auto else options.num_draft_states
+        passes = min(options.draft_passes, states - 1) if name == "mrp_spec" else 0
+        return Mode(_RULES[options.target](self, block_size), drafting=Drafting(states, options.draft_branches, passes, auto))
 
     def eos_ids(self) -> list[int]:
         """List the ids that end a row."""
-        return _ids_of(self.eos_token_id)
+        return ids_of(self.eos_token_id)
+
+    def pad_id(self) -> int:
+        """Choose the id that stands behind the end of a text."""
+        return self.pad_token_id if self.pad_token_id is not None else next(iter(self.eos_ids()), 0)
 
     def seeds(self, rows: int) -> list[int]:
-        """Give every row its seed.
-
-        Raises:
-            ValueError: if `seed` lists another number of them.
-        """
+        """Give every row its seed; raise `ValueError` if `seed` lists another number of them."""
         if isinstance(self.seed, list):
             if len(self.seed) != rows:
                 raise ValueError(
@@ -192,39 +127,149 @@ _FIELDS = (*vars(GenerationConfig()), *get_type_hints(DecodingOptions))
 OPTION_NAMES = frozenset(name for name in _FIELDS if not name.startswith("_"))
 
 
-def did_you_mean(name: str) -> str:
-    """Suggest the option whose name is most like this one, with a space before; "" if none is."""
-    return closest_name(name, OPTION_NAMES)
+def set_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Select the fields that are set, without those that are transformers' own affair."""
+    return {name: value for name, value in fields.items() if value is not None and not str(name).startswith("_")}
 
 
-def check_values(values: Mapping[str, Any], block_size: int | None, sampling: bool) -> None:
-    """Raise `ValueError`, with value and remedy, for the first of some options whose value cannot be honoured by itself.
+def resolved(model: Any, given: Any, kwargs: dict[str, Any]) -> tuple[MRPGenerationConfig, dict[str, Any]]:
+    """Resolve and check the options of a call: arguments go before a given config, and that before the model's own.
 
-    Without `sampling`, those that only sampling follows may be anything, as in transformers.
+    Returns:
+        The options, and the other arguments.
+
+    Raises:
+        ValueError: for what `generate` does not know, does not support, or cannot honour.
     """
-    for option in (*CHECKED, *OPTIONS, *(OF_SAMPLING if sampling else ())):
-        if (value := values.get(option.name)) is not None:
-            option.check(value, block_size)
+    if isinstance(given, GenerationConfig):
+        given = vars(given)
+    elif not isinstance(given, dict | None):
+        raise ValueError(f"generation_config is {given!r}: pass a GenerationConfig, or a dict of its fields")
+    if unknown := _listed(_unknown(given or {})):
+        raise ValueError(f"generation_config has unknown fields: {unknown}. Check their spelling, or leave them unset")
+    own = vars(model.generation_config)
+    if unknown := _listed(_unknown(own)):
+        logger.warning_once(f"fields of the model's generation_config that generate does not know have no effect: {unknown}")
+    asked = set_fields(given or {}) | set_fields(kwargs)
+    if kwargs.get("eos_token_id", 0) is None:  # as an argument it means no eos; left as None, the model's own would come back
+        asked["eos_token_id"] = []
+    config, fields = MRPGenerationConfig(), set_fields(own) | asked
+    for name in fields.keys() & OPTION_NAMES:
+        setattr(config, name, fields[name])
+    config.check(model.config.block_size, model.config.has_head)
+    others = {name: value for name, value in asked.items() if name not in OPTION_NAMES}
+    check_supported(others)
+    if unused := _listed(others.keys() - _ARGUMENTS):
+        raise ValueError(f"{unused}: not used or not supported by generate here. Check the spelling, or leave it unset")
+    for name in ("logits_processor", "stopping_criteria"):
+        if not isinstance(functions := others.get(name, []), list) or not all(map(callable, functions)):
+            raise ValueError(f"{name} is {functions!r}: pass a list of functions, or of transformers' own")
+    tokenizer, strings = others.pop("tokenizer", None), config.stop_strings
+    if strings is not None:  # transformers would lose the tokenizer on the way to a custom loop
+        check_stop_strings(strings, tokenizer)
+        criteria = [*others.get("stopping_criteria", []), StopStringCriteria(tokenizer, strings)]
+        others["stopping_criteria"], config.stop_strings = StoppingCriteriaList(criteria), None
+    check_special_ids(config.eos_ids(), config.pad_id(), model.config.mask_token_id, model.config.vocab_size)
+    return config, others
 
 
-def _ids_of(value: Any) -> list[Any]:
-    """List the ids that an option gives: one, several or None."""
-    if isinstance(value, Tensor):
-        return list(value.flatten().tolist())
-    return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
+def _unknown(fields: Iterable[Any]) -> set[str]:
+    return {name for name in map(str, fields) if not name.startswith("_")} - OPTION_NAMES
 
 
-def _is_id(value: Any) -> bool:
-    return hasattr(value, "__index__") and not isinstance(value, bool)
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(f"{name}{closest_name(name, OPTION_NAMES)}" for name in sorted(names))
+
+
+def check_stop_strings(strings: Any, tokenizer: Any) -> None:
+    """Raise `ValueError` unless these are texts, and a tokenizer is there to find them."""
+    texts = [strings] if isinstance(strings, str) else strings
+    if not isinstance(texts, list | tuple) or not texts or not all(isinstance(one, str) and one for one in texts):
+        raise ValueError(f"stop_strings is {strings!r}: it must be a text or a list of texts, none of them empty")
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        given = "" if tokenizer is None else f", and tokenizer is {tokenizer!r}"
+        raise ValueError(f"stop_strings={strings!r} need the tokenizer{given}: pass tokenizer=... to generate")
+
+
+def check_special_ids(eos: list[int], pad: int, mask_token_id: int, vocab_size: int) -> None:
+    """Raise `ValueError` for an eos or padding outside the vocabulary, or an eos that is the mask."""
+    for name, ids in (("eos_token_id", eos), ("pad_token_id", [pad])):
+        if outside := [one for one in ids if not 0 <= one < vocab_size]:
+            raise ValueError(f"{name} holds {outside[0]}, outside the vocabulary of {vocab_size}: use one inside")
+    if mask_token_id in eos:
+        raise ValueError(f"eos_token_id holds the mask id {mask_token_id}, which is never picked: leave it out")
+
+
+def check_prompt(prompt: Any, attention_mask: Any, mask_token_id: int, vocab_size: int) -> None:
+    """Raise `ValueError` unless `prompt` is [rows, length] ids, and `attention_mask` None or as large."""
+    _check_shape("input_ids", prompt)
+    real = torch.ones_like(prompt, dtype=torch.bool)
+    if attention_mask is not None:
+        if not isinstance(attention_mask, Tensor) or attention_mask.shape != prompt.shape:
+            given = list(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
+            raise ValueError(
+                f"attention_mask is {given} for input_ids of {list(prompt.shape)}: generate takes a 2-D tensor of 0 and 1 of "
+                "the same shape (a 4-D mask works with forward only)"
+            )
+        if bool((odd := (attention_mask != 0) & (attention_mask != 1)).any()):
+            raise ValueError(f"attention_mask holds {attention_mask[odd][0].item()}: it must be 1 at tokens and 0 at padding")
+        real = attention_mask.bool()
+    if bool(((prompt == mask_token_id) & real).any()):
+        raise ValueError(
+            f"the prompt holds the mask id {mask_token_id}: pass what stands before the first mask as input_ids, and the rest, "
+            "masks and given tokens, as infill_ids"
+        )
+    _check_range("the prompt holds", prompt[real], vocab_size)
+
+
+def check_infill(infill_ids: Any, rows: int, vocab_size: int) -> None:
+    """Raise `ValueError` unless `infill_ids` are [rows, n] ids."""
+    _check_shape("infill_ids", infill_ids, rows)
+    _check_range("infill_ids hold", infill_ids, vocab_size)
+
+
+def check_rows(real: Tensor, new_tokens: int, max_positions: int) -> None:
+    """Raise `ValueError` for a row without a token or with holes, or more tokens than positions; `real` is [rows, length]."""
+    for row in (~real.any(-1)).nonzero():
+        raise ValueError(f"row {int(row)} has no token (its attention_mask is all zeros): drop the row")
+    for row in ((real[:, 1:] & ~real[:, :-1]).sum(-1) + real[:, 0] > 1).nonzero():
+        raise ValueError(
+            f"attention_mask of row {int(row)} has holes: a row's tokens must be contiguous, with padding on one side or both"
+        )
+    longest = int(real.sum(-1).max())
+    if longest + new_tokens > max_positions:
+        raise ValueError(
+            f"a prompt of {longest} tokens and {new_tokens} new ones make {longest + new_tokens}, which exceeds "
+            f"max_position_embeddings={max_positions}: shorten the prompt or lower max_new_tokens (or max_length)"
+        )
+
+
+def _check_shape(name: str, ids: Any, rows: int | None = None) -> None:
+    if not isinstance(ids, Tensor) or ids.dtype not in (torch.long, torch.int):
+        hint = ". Of what a tokenizer returns with return_tensors='pt', pass **inputs" if hasattr(ids, "keys") else ""
+        kind = str(ids.dtype) if isinstance(ids, Tensor) else f"a {type(ids).__name__}"
+        raise ValueError(f"{name} are {kind}: pass a [rows, n] tensor of ids, torch.long{hint}")
+    if ids.dim() != 2 or not ids.numel() or len(ids) != (rows or len(ids)):
+        prompts, hint = f" for {rows} prompts" if rows else "", f". For one row pass {name}[None]" if ids.dim() == 1 else ""
+        raise ValueError(
+            f"{name} have shape {list(ids.shape)}{prompts}: pass [{rows or 'rows'}, n], with a token or more in each{hint}"
+        )
+
+
+def _check_range(what: str, ids: Tensor, vocab_size: int) -> None:
+    for outside in ids[(ids < 0) | (ids >= vocab_size)]:
+        raise ValueError(f"{what} the id {int(outside)}, outside the vocabulary of {vocab_size}: use this model's tokenizer")
 
 
 __all__ = [
-    "CHECKED",
-    "OF_SAMPLING",
     "OPTION_NAMES",
-    "UNSUPPORTED",
     "MRPGenerationConfig",
-    "check_values",
-    "did_you_mean",
+    "check_infill",
+    "check_prompt",
+    "check_rows",
+    "check_special_ids",
+    "check_stop_strings",
+    "resolved",
+    "set_fields",
     "shows_options",
 ]

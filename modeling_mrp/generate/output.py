@@ -1,4 +1,4 @@
-"""What `generate` gives: texts, streamed while they are decoded, and what they cost."""
+"""The output of `generate`, and what watches its rounds: streamers, stopping criteria, and the progress of each row."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,42 +7,37 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.generation.streamers import BaseStreamer
+from transformers.generation import StoppingCriteria
 from transformers.utils import ModelOutput
 
 from ..networks.cache import BlockCache
 from ..networks.picker import Picker, Spots
 from ..rules.state import Row, State
 from .loop import Decoder
-from .options import MRPGenerationConfig
 
 
 @dataclass
 class MRPGenerateStats(ModelOutput):
-    """Costs of a `generate` call.
+    """Costs of a `generate` call; tensors are long.
 
     Attributes:
         forwards: Forwards of the whole batch by role: of the backbone `prefill` (prompts), `verify` (rounds that scored drafts)
             and `denoise` (rounds without), and those of the `head`.
-        row_forwards: [rows] long, backbone forwards in which each row took part.
-        row_head_forwards: [rows] long, the same for the head.
-        slot_forwards: Rows of all backbone forwards added up: those that had ended while the batch went on count until they
-            leave it, which they do by halves.
-        drafted: [rows] long, drafted states that were submitted.
-        accepted: [rows] long, drafted states that were right.
-        revoked: [rows] long, reveals that `mrp_remask` took back.
-        accepted_lengths: [rows, n] long, how many rounds accepted 0, 1, 2, ... states (the first is never a draft; those that
-            were scored in vain a round earlier count).
-        offered_at_depth: [rows, n] long, by depth k = 1, 2, ...: rounds in which the backbone came by k - 1 drafts and there
-            was a draft that could follow the last of them. No columns in modes without drafts.
-        accepted_at_depth: [rows, n] long: of these, rounds in which it came by a k-th. Their ratio is the chance that draft k
-            is accepted given that k - 1 were; the sum over k is `accepted`.
-        revocations: [n, 3] long: row, column of the generated text (as in `reveal_step`) and token of each reveal that
-            `mrp_remask` took back, in order. A column may lie behind the end of the text.
-        rounds: [1 + rounds, rows] long by name: what each row had come to behind the prefill and behind each round.
-            `row_forwards`, `drafted` and `accepted` as above; `steps`, so many denoising steps, which tell with `reveal_step`
-            what each forward revealed; and `column`, where the row's block begins in the generated text (below 0 within the
-            prompt).
+        row_forwards, row_head_forwards: [rows], forwards of the backbone, and of the head, in which each row took part.
+        slot_forwards: Rows of all backbone forwards added up, with those that had ended until they left the batch.
+        drafted, accepted: [rows], drafted states that were submitted, and that were right.
+        revoked: [rows], reveals that `mrp_remask` took back.
+        accepted_lengths: [rows, n], how many rounds accepted 0, 1, 2, ... states (the first is never a draft; those that were
+            scored in vain a round earlier count).
+        offered_at_depth: [rows, n], by depth k = 1, 2, ...: rounds in which the backbone came by k - 1 drafts and there was a
+            draft that could follow the last of them. No columns in modes without drafts.
+        accepted_at_depth: [rows, n]: of these, rounds in which it came by a k-th. Their ratio is the chance that draft k is
+            accepted given that k - 1 were; the sum over k is `accepted`.
+        revocations: [n, 3]: row, column of the generated text (as in `reveal_step`) and token of each reveal that `mrp_remask`
+            took back, in order. A column may lie behind the end of the text.
+        rounds: [1 + rounds, rows] by name: what each row had come to behind the prefill and behind each round. `row_forwards`,
+            `drafted`, `accepted`; `steps` of denoising, which tell with `reveal_step` what each forward revealed; and `column`,
+            where the row's block begins in the generated text (below 0 within the prompt).
     """
 
     forwards: dict[str, int] | None = None
@@ -88,29 +83,23 @@ class MRPGenerateOutput(ModelOutput):
     past_key_values: BlockCache | None = None
 
 
-def pad_id(config: MRPGenerationConfig) -> int:
-    """Choose the id that stands behind the end of a text."""
-    return config.pad_token_id if config.pad_token_id is not None else next(iter(config.eos_ids()), 0)
-
-
 class Progress:
     """What each row of a call had come to behind the prefill and behind each round.
 
     Args:
         rows: All of the call.
-        config: Whether the output is to have scores or logits: then the hidden states that tokens were drawn from are kept.
+        logits, scores: Whether the output is to have these: then the hidden states that tokens were drawn from are kept.
     """
 
-    def __init__(self, rows: Sequence[Row], config: MRPGenerationConfig) -> None:
-        self.rows = rows
-        self.wanted = {"logits": config.output_logits, "scores": config.output_scores}
+    def __init__(self, rows: Sequence[Row], logits: bool, scores: bool) -> None:
+        self.rows, self.wanted = rows, {"logits": logits, "scores": scores}
         self.rounds: list[list[tuple[int, ...]]] = []
         self.revocations: list[tuple[int, int, int]] = []
         self.drawn: dict[tuple[int, int], tuple[State, Tensor]] = {}  # by row and position
-        for row in rows if any(self.wanted.values()) else ():
+        for row in rows if logits or scores else ():
             row.written = []
 
-    def note(self, rows: Sequence[Row]) -> None:
+    def __call__(self, rows: Sequence[Row]) -> None:
         """Note a round, in which `rows` took part."""
         for row in rows:
             columns, tokens = row.remasked
@@ -123,12 +112,8 @@ class Progress:
                     self.drawn[row.place, state.start + column] = alone, hidden[place, column].clone()
             if row.written:
                 row.written.clear()
-        self.rounds.append(
-            [
-                (row.counts.forwards, row.steps, row.counts.drafted, row.counts.accepted, row.state.start - row.prompt)
-                for row in self.rows
-            ]
-        )
+        counts = [(row.counts, row) for row in self.rows]
+        self.rounds.append([(c.forwards, r.steps, c.drafted, c.accepted, r.state.start - r.prompt) for c, r in counts])
 
     def distributions(self, picker: Picker, tokens: Tensor) -> dict[str, tuple[Tensor, ...]]:
         """Compute the scores and logits that were asked for, those of each new token [rows, vocab].
@@ -139,28 +124,135 @@ class Progress:
         """
         if not any(self.wanted.values()):
             return {}
-        states, places, hidden = [], [], []
         before = cache(lambda place, start: self.rows[place].before(start))
-        for (place, at), (state, at_state) in self.drawn.items():
-            row = self.rows[place]
-            if at < (row.stop or 0):
-                states.append((before(place, state.start), state))
-                places.append((at - row.prompt, place))
-                hidden.append(at_state)
+        drawn = [
+            ((at - self.rows[place].prompt, place), (before(place, state.start), state), hidden)
+            for (place, at), (state, hidden) in self.drawn.items()
+            if at < (self.rows[place].stop or 0)
+        ]
+        wide = torch.stack([hidden for _, _, hidden in drawn]) if drawn else picker.lm_head_weight[:0]  # all may be given
+        given = picker.distributions(wide, Spots([state for _, state, _ in drawn], tokens.device))
+        index = torch.tensor([where for where, _, _ in drawn], dtype=torch.long, device=tokens.device).view(-1, 2).unbind(1)
         found = {}
-        wide = torch.stack(hidden) if hidden else picker.lm_head_weight[:0]  # all may be given
-        given = picker.distributions(wide, Spots(states, tokens.device))
-        index = torch.tensor(places, dtype=torch.long, device=tokens.device).view(-1, 2).unbind(1)
         for name, part in zip(self.wanted, given, strict=True):
             if self.wanted[name]:
                 certain = part.new_full((*tokens.T.shape, part.shape[1]), -torch.inf).scatter_(2, tokens.T[..., None], 0.0)
                 found[name] = certain.index_put_(index, part).unbind()
         return found
 
-    def tables(self) -> dict[str, Tensor]:
-        """[1 + rounds, rows] long by name."""
-        names = ("row_forwards", "steps", "drafted", "accepted", "column")
-        return dict(zip(names, torch.tensor(self.rounds).unbind(2), strict=True))
+
+class Streams:
+    """The feeding of streamers: the prompt, finished blocks in order, and drafts to a streamer that has `put_draft`.
+
+    Args:
+        streamer: One, or a list of one for each row.
+        rows: Of the call, so many.
+
+    Raises:
+        ValueError: for what is no streamer, another number of them, or one that is to take two rows.
+    """
+
+    def __init__(self, streamer: Any, rows: int) -> None:
+        streamers = list(streamer) if isinstance(streamer, list | tuple) else [streamer]
+        for one in streamers:
+            if not all(callable(getattr(one, name, None)) for name in ("put", "end")):
+                raise ValueError(f"streamer is {one!r}: it must have put and end, as a transformers.TextStreamer has")
+        different = len(set(map(id, streamers)))
+        if not len(streamers) == different == rows:
+            raise ValueError(
+                f"a streamer takes one row, the batch has {rows}, and streamer holds {different}: pass a list of {rows} "
+                "different ones, or stream one prompt at a time"
+            )
+        self.open, self.sent = dict(enumerate(streamers)), [0] * rows
+
+    def begin(self, prompts: Sequence[Tensor]) -> None:
+        """Put each row's prompt, 1-D long without padding, as [1, length]."""
+        self.sent = [len(prompt) for prompt in prompts]
+        for streamer, prompt in zip(self.open.values(), prompts, strict=True):
+            streamer.put(prompt[None].cpu())
+
+    def __call__(self, rows: Sequence[Row]) -> None:
+        """Put what a round has finished, and end the streams of rows that have ended."""
+        for row in rows:
+            if (streamer := self.open.get(row.place)) is None:
+                continue
+            start = row.state.start
+            upto = start if row.stop is None else row.stop
+            if upto > self.sent[row.place]:
+                streamer.put(torch.tensor(row.text[self.sent[row.place] : upto]))
+                self.sent[row.place] = upto
+            if row.stop is not None:
+                self.open.pop(row.place).end()
+            elif (put_draft := getattr(streamer, "put_draft", None)) is not None:
+                put_draft(torch.tensor([row.text[max(start, self.sent[row.place]) : min(start + row.block_size, row.limit)]]))
+
+
+class Stopping:
+    """The stopping criteria of one `generate` call, asked at every token of a row once it is final (no mask before it).
+
+    A criterion sees what it would see in transformers' loop: [rows, prompt + n] ids, the prompts as they were given, padding
+    included, and n tokens of every row behind them. Criteria that count columns or rows keep their meaning so. Here rows are
+    not equally far: one with fewer final tokens shows the mask id in their place, one that has ended shows padding behind its
+    end. The answer counts for rows whose n-th token is newly final.
+
+    Args:
+        criteria: Those to ask.
+        rows: All of the call.
+        input_ids: [rows, prompt] long, as given.
+        pad_id: What stands behind the end of a text.
+    """
+
+    def __init__(self, criteria: Sequence[StoppingCriteria], rows: Sequence[Row], input_ids: Tensor, pad_id: int) -> None:
+        self.criteria, self.rows, self.prompt, self.pad_id = criteria, rows, input_ids, pad_id
+        self.asked = [0] * len(rows)  # how many tokens of each row have been shown
+
+    def __call__(self, rows: Sequence[Row]) -> None:
+        """Ask about all newly final tokens of the call's rows; where a criterion ends a text, its row has a `stop`."""
+        known = [final_tokens(row) for row in self.rows]
+        lengths = [(asked, len(tokens)) for asked, tokens in zip(self.asked, known, strict=True) if asked < len(tokens)]
+        for column in range(min((asked for asked, _ in lengths), default=0), max((length for _, length in lengths), default=0)):
+            asking = [at for at, tokens in enumerate(known) if self.asked[at] <= column < len(tokens)]
+            if not asking:
+                continue
+            behind = [row.mask_id if row.stop is None else self.pad_id for row in self.rows]
+            shown = [(one + [other] * (column + 1))[: column + 1] for one, other in zip(known, behind, strict=True)]
+            stops = self._answers(torch.cat([self.prompt, self.prompt.new_tensor(shown)], 1))
+            for at in asking:
+                self.asked[at] = column + 1
+                if stops[at]:
+                    self.rows[at].stop = self.rows[at].prompt + column + 1
+                    del known[at][column + 1 :]
+
+    def _answers(self, ids: Tensor) -> list[bool]:
+        """Ask of each row if some criterion ends it; one that gives a single answer gives it for all rows."""
+        stops = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+        for criterion in self.criteria:
+            try:
+                answer = criterion(ids, None)
+            except (AttributeError, TypeError) as error:
+                if "None" not in str(error):
+                    raise
+                raise ValueError(
+                    f"the stopping criterion {type(criterion).__name__} failed ({error}), and the scores that it is given are "
+                    "None here: let it decide by input_ids"
+                ) from error
+            try:
+                given = torch.as_tensor(answer, device=ids.device)
+            except (RuntimeError, TypeError, ValueError):
+                given = ids
+            if given.dtype != torch.bool or given.numel() not in (1, len(ids)):
+                raise ValueError(
+                    f"the stopping criterion {type(criterion).__name__} returned {answer!r}: it must return a bool, or a "
+                    f"tensor of one bool for each of the {len(ids)} rows"
+                )
+            stops |= given.flatten()
+        return stops.tolist()
+
+
+def final_tokens(row: Row) -> list[int]:
+    """The generated tokens of a row before its first mask, or its end."""
+    end = row.limit if row.stop is None else row.stop
+    return row.text[row.prompt : next((at for at in range(row.prompt, end) if row.text[at] == row.mask_id), end)]
 
 
 def output_of(
@@ -176,98 +268,44 @@ def output_of(
         cache: The keys and values.
         pad: The id behind the end of a text.
     """
-    texts = [row.text[row.prompt : row.stop] for row in rows]
+    device, texts = input_ids.device, [row.text[row.prompt : row.stop] for row in rows]
     width = max(map(len, texts))
 
-    def table(parts: list[list[Any]], fill: Any, dtype: torch.dtype) -> Tensor:
-        made = torch.tensor([part + [fill] * (width - len(part)) for part in parts], dtype=dtype)
-        return made.to(input_ids.device)
+    def table(parts: list[list[Any]], fill: Any) -> Tensor:
+        padded = [(part[: len(text)] + [fill] * width)[:width] for part, text in zip(parts, texts, strict=True)]
+        return torch.tensor(padded, dtype=torch.float32 if isinstance(fill, float) else torch.long, device=device)
 
-    sequences = torch.cat([input_ids, table(texts, pad, torch.long)], 1)
+    tokens = table(texts, pad)
+    sequences = torch.cat([input_ids, tokens], 1)
     if progress is None:
         return sequences
-    lengths = [len(text) for text in texts]
-    reveal_step = table([row.step[:length] for row, length in zip(rows, lengths, strict=True)], -1, torch.long)
-    logprobs = [row.logprob[:length] for row, length in zip(rows, lengths, strict=True)]
-    networks, counts = decoder.networks, [row.counts for row in rows]
+    reveal_step, networks = table([row.step for row in rows], -1), decoder.networks
 
-    def counted(name: str) -> Tensor:
-        return torch.tensor([getattr(count, name) for count in counts], device=input_ids.device)
+    def counted(*names: str) -> dict[str, Tensor]:
+        return {name: torch.tensor([getattr(row.counts, name) for row in rows], device=device) for name in names}
 
-    forwards = {"verify": decoder.verified, **networks.forwards}
-    forwards["denoise"] -= decoder.verified
+    counts = counted("drafted", "accepted", "revoked", "offered_at_depth", "accepted_at_depth")
+    others = counted("forwards", "head_forwards", "lengths")
+    forwards = {"verify": decoder.verified, **networks.forwards, "denoise": networks.forwards["denoise"] - decoder.verified}
+    rounds = torch.tensor(progress.rounds, device=device).unbind(2)
     return MRPGenerateOutput(
         sequences=sequences,
-        tokens_per_forward=(reveal_step >= 0).sum(1) / counted("forwards"),
+        tokens_per_forward=(reveal_step >= 0).sum(1) / others["forwards"],
         reveal_step=reveal_step,
-        token_logprobs=table(logprobs, 0.0, torch.float32),
-        **progress.distributions(networks.picker, sequences[:, input_ids.shape[1] :]),
+        token_logprobs=table([row.logprob for row in rows], 0.0),
+        **progress.distributions(networks.picker, tokens),
         stats=MRPGenerateStats(
             forwards={name: forwards[name] for name in ("prefill", "denoise", "verify", "head")},
-            row_forwards=counted("forwards"),
-            row_head_forwards=counted("head_forwards"),
-            slot_forwards=len(rows) * networks.forwards["prefill"] + decoder.slots,
-            drafted=counted("drafted"),
-            accepted=counted("accepted"),
-            revoked=counted("revoked"),
-            accepted_lengths=counted("lengths"),
-            offered_at_depth=counted("offered_at_depth"),
-            accepted_at_depth=counted("accepted_at_depth"),
-            revocations=torch.tensor(progress.revocations, dtype=torch.long).view(-1, 3).to(input_ids.device),
-            rounds={name: part.to(input_ids.device) for name, part in progress.tables().items()},
+            row_forwards=others["forwards"],
+            row_head_forwards=others["head_forwards"],
+            slot_forwards=len(rows) * forwards["prefill"] + decoder.slots,
+            accepted_lengths=others["lengths"],
+            revocations=torch.tensor(progress.revocations, dtype=torch.long, device=device).view(-1, 3),
+            rounds=dict(zip(("row_forwards", "steps", "drafted", "accepted", "column"), rounds, strict=True)),
+            **counts,
         ),
         past_key_values=cache,
     )
 
 
-class Streams:
-    """The feeding of streamers: the prompt, finished blocks in order, and drafts to a streamer that has `put_draft`.
-
-    Args:
-        streamers: One for each row.
-        prompts: Of each row a 1-D long tensor of ids, without padding: what its streamer is put first, as [1, length].
-    """
-
-    def __init__(self, streamers: Sequence[BaseStreamer], prompts: list[Tensor]) -> None:
-        self.open = dict(enumerate(streamers))
-        self.sent = [len(prompt) for prompt in prompts]
-        for streamer, prompt in zip(streamers, prompts, strict=True):
-            streamer.put(prompt[None].cpu())
-
-    def on_round(self, rows: Sequence[Row]) -> None:
-        """Put what a round has finished, and end the streams of rows that have ended."""
-        for row in rows:
-            if (streamer := self.open.get(row.place)) is None:
-                continue
-            sent = self.sent[row.place]
-            upto = row.stop if row.stop is not None else row.state.start
-            if upto > sent:
-                streamer.put(torch.tensor(row.text[sent:upto]))
-                self.sent[row.place] = upto
-            if row.stop is not None:
-                self.open.pop(row.place).end()
-            elif (put_draft := getattr(streamer, "put_draft", None)) is not None:
-                start = row.state.start
-                put_draft(torch.tensor([row.text[max(start, self.sent[row.place]) : min(start + row.block_size, row.limit)]]))
-
-
-def listed_streamers(streamer: Any, rows: int) -> list[BaseStreamer]:
-    """List the streamers of a call, one for each row.
-
-    Raises:
-        ValueError: for what is no streamer, another number of them, or one that is to take two rows.
-    """
-    streamers = list(streamer) if isinstance(streamer, list | tuple) else [streamer]
-    for one in streamers:
-        if not all(callable(getattr(one, name, None)) for name in ("put", "end")):
-            raise ValueError(f"streamer is {one!r}: it must have put and end, as a transformers.TextStreamer has")
-    different = len(set(map(id, streamers)))
-    if not len(streamers) == different == rows:
-        raise ValueError(
-            f"a streamer takes one row, the batch has {rows}, and streamer holds {different}: pass a list of {rows} different "
-            "ones, or stream one prompt at a time"
-        )
-    return streamers
-
-
-__all__ = ["MRPGenerateOutput", "MRPGenerateStats", "Progress", "Streams", "listed_streamers", "output_of", "pad_id"]
+__all__ = ["MRPGenerateOutput", "MRPGenerateStats", "Progress", "Stopping", "Streams", "output_of"]

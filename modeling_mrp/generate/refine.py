@@ -1,67 +1,71 @@
 """Refinements: what the head changes about a reveal before it counts, for rows that draft nothing."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from ..networks.networks import Hidden, Networks
 from ..rules.reveal import Columns, surest
 from ..rules.state import Frontier, Row, Scores, State
 
 
-@dataclass
 class Reveal:
-    """The reveal of one row that is refined.
+    """The reveal of one row that is refined; it begins as what the backbone reveals at the row's frontier.
 
     Attributes:
-        row: Whose it is.
-        at: Its place in the batch.
-        state: The state before the reveal.
+        row, at: Whose it is, and the row's place in the batch.
+        before: That frontier.
+        state: Its state, before the reveal.
         where: Columns that are revealed.
-        token, odds: By column, as in `Scores`; NaN where what was asked of the head is no number.
+        token, log_odds: By column, as in `Scores`; NaN where what was asked of the head is no number.
         hidden: h_A at the state, or what the head has made of it.
         drawn: Of columns that the head revealed its state, and what it read there.
     """
 
-    row: Row
-    at: int
-    state: State
-    where: Columns
-    token: list[int]
-    odds: list[float]
-    hidden: Hidden
-    drawn: dict[int, tuple[State, Hidden]] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, row: Row, at: int, frontier: Frontier) -> "Reveal":
-        """Begin with what the backbone reveals at a row's frontier."""
+    def __init__(self, row: Row, at: int, frontier: Frontier) -> None:
         scores = frontier.scores
         assert scores.hidden is not None
-        return cls(row, at, frontier.state, frontier.where, list(scores.token), list(scores.odds), scores.hidden)
-
-    def frontier(self, before: Frontier) -> Frontier:
-        """Make the frontier of what is left."""
-        said = Scores(self.token, self.odds, hidden=before.scores.hidden)
-        return Frontier(before.state, said, self.where, before.memo, self.shown(self.where), self.drawn)
+        self.row, self.at, self.before, self.state, self.where = row, at, frontier, frontier.state, frontier.where
+        self.token, self.log_odds, self.hidden = list(scores.token), list(scores.odds), scores.hidden
+        self.drawn: dict[int, tuple[State, Hidden]] = {}
 
     def shown(self, where: Sequence[int]) -> State:
         """The state with the reveal at some columns, for the head to read."""
         return self.row.after(self.state, where, self.token)
 
-    def keep(self, where: Columns, odds: Sequence[float], asked: Sequence[int]) -> None:
-        """Go on with the reveal at fewer columns; a column whose number was `asked` for and is NaN has no score."""
-        self.where = where
-        for column in asked:
-            if odds[column] != odds[column]:
-                self.odds[column] = odds[column]
+    def keep(self, passed: Sequence[int], asked: Sequence[float]) -> None:
+        """Go on with columns that passed; of those before, one where the number that was `asked` for is NaN has no score."""
+        for column in self.where:
+            if asked[column] != asked[column]:
+                self.log_odds[column] = asked[column]
+        self.where = tuple(passed)
+
+    def frontier(self) -> Frontier:
+        """Make the frontier of what is left, and note in the row what is not."""
+        before = self.before
+        back = tuple([column for column in before.where if column not in self.where])
+        self.row.remasked = back, before.scores.token
+        self.row.counts.revoked += len(back)
+        said = Scores(self.token, self.log_odds, hidden=before.scores.hidden)
+        return Frontier(before.state, said, self.where, before.memo, self.shown(self.where), self.drawn)
 
 
-class Refinement(Protocol):
-    """A change of reveals before they count: a frozen dataclass of its numbers."""
+# A change of reveals of some of the batch's rows, in place, before they count; a frozen dataclass of its numbers.
+Refinement = Callable[[Networks, Sequence[Row], list[Reveal]], None]
 
-    def __call__(self, networks: Networks, rows: Sequence[Row], reveals: list[Reveal]) -> None:
-        """Change the reveals of some of the batch's rows in place."""
-        ...
+
+def refined(
+    refine: Refinement, networks: Networks, rows: Sequence[Row], frontiers: Sequence[Frontier | None]
+) -> list[Frontier | None]:
+    """Let the head change the reveals at the frontiers of a batch's rows."""
+    reveals = [Reveal(row, at, one) for at, (row, one) in enumerate(zip(rows, frontiers, strict=True)) if one]
+    for row in rows:
+        row.remasked = ((), [])
+    if reveals:
+        refine(networks, rows, reveals)
+    made: list[Frontier | None] = [None] * len(rows)
+    for reveal in reveals:
+        made[reveal.at] = reveal.frontier()
+    return made
 
 
 def ask(networks: Networks, rows: Sequence[Row], asked: list[tuple[Reveal, State]], residual: bool = False) -> list[Hidden]:
@@ -73,18 +77,16 @@ def ask(networks: Networks, rows: Sequence[Row], asked: list[tuple[Reveal, State
     return [made[reveal.at][0] for reveal, _ in asked]
 
 
-def belief(networks: Networks, rows: Sequence[Row], reveals: list[Reveal], given: list[Sequence[int]]) -> list[list[float]]:
-    """Ask the head for the log-odds of revealed tokens under those at the columns `given`: of each [block], -inf elsewhere.
+def belief(
+    networks: Networks, rows: Sequence[Row], asked: Sequence[tuple[Reveal, Columns]]
+) -> list[tuple[Reveal, list[float]]]:
+    """Ask the head for the log-odds of revealed tokens under those at some columns: of each [block], -inf elsewhere.
 
     At a token that is itself given, a trained head says what the backbone would if this one token were still masked.
     """
-    hidden = ask(networks, rows, [(reveal, reveal.shown(where)) for reveal, where in zip(reveals, given, strict=True)])
-    return networks.token_odds([(reveal.row, reveal.state, reveal.where, reveal.token) for reveal in reveals], hidden)
-
-
-def kept(reveal: Reveal, passed: Sequence[int], believed: Sequence[float]) -> Columns:
-    """The columns that passed, or the most believed one where none did."""
-    return tuple(passed) or (surest(reveal.where, believed),)
+    hidden = ask(networks, rows, [(reveal, reveal.shown(given)) for reveal, given in asked])
+    found = networks.token_odds([(one.row, one.state, one.where, one.token) for one, _ in asked], hidden)
+    return [(reveal, believed) for (reveal, _), believed in zip(asked, found, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -100,11 +102,11 @@ class Direct:
             if not after:
                 return
             hidden = ask(networks, rows, after)
-            picked = networks.picked(networks.picker, [(reveal.row, state) for reveal, state in after], hidden)
-            for (reveal, state), scores, estimate in zip(after, picked, hidden, strict=True):
+            scored = networks.picked(networks.picker, [(reveal.row, state) for reveal, state in after], hidden)
+            for (reveal, state), scores, estimate in zip(after, scored, hidden, strict=True):
                 best = surest(state.free, scores.odds)
                 reveal.where = tuple(sorted((*reveal.where, best)))
-                reveal.token[best], reveal.odds[best], reveal.hidden = scores.token[best], scores.odds[best], estimate
+                reveal.token[best], reveal.log_odds[best], reveal.hidden = scores.token[best], scores.odds[best], estimate
                 reveal.drawn[best] = state, estimate
 
 
@@ -121,10 +123,9 @@ class ThresholdRemask:
 
     def __call__(self, networks: Networks, rows: Sequence[Row], reveals: list[Reveal]) -> None:
         """See `Refinement`."""
-        asked: list[Sequence[int]] = [reveal.where for reveal in reveals]
-        for reveal, odds in zip(reveals, belief(networks, rows, reveals, asked), strict=True):
-            passed = [column for column in reveal.where if odds[column] >= self.threshold]
-            reveal.keep(kept(reveal, passed, odds), odds, reveal.where)
+        for reveal, believed in belief(networks, rows, [(reveal, reveal.where) for reveal in reveals]):
+            passed = [column for column in reveal.where if believed[column] >= self.threshold]
+            reveal.keep(passed or [surest(reveal.where, believed)], believed)
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,7 @@ class ResidualRemask:
         residual = ask(networks, rows, [(reveal, reveal.state) for reveal in reveals], residual=True)
         for reveal, moved in zip(reveals, networks.magnitudes([(r.where, r.token) for r in reveals], residual), strict=True):
             passed = [column for column in reveal.where if moved[column] <= self.delta]
-            reveal.keep(kept(reveal, passed, reveal.odds), moved, reveal.where)
+            reveal.keep(passed or [surest(reveal.where, reveal.log_odds)], moved)
 
 
 @dataclass(frozen=True)
@@ -167,22 +168,18 @@ class RereadRemask:
         """See `Refinement`."""
         unsettled = [reveal for reveal in reveals if len(reveal.where) > 1]
         while unsettled:  # most rows are settled by the first pass
-            asked: list[Sequence[int]] = [reveal.where for reveal in unsettled]
             going = []
-            for reveal, odds in zip(unsettled, belief(networks, rows, unsettled, asked), strict=True):
-                best = surest(reveal.where, odds)
-                doubted = [column for column in reveal.where if column != best and odds[column] < self.threshold]
-                least = min(doubted, key=lambda column: odds[column], default=None)
-                reveal.keep(tuple([one for one in reveal.where if one != least]), odds, reveal.where)
+            for reveal, believed in belief(networks, rows, [(reveal, reveal.where) for reveal in unsettled]):
+                best = surest(reveal.where, believed)
+                doubted = [column for column in reveal.where if column != best and believed[column] < self.threshold]
+                least = min(doubted, key=believed.__getitem__, default=None)
+                reveal.keep([one for one in reveal.where if one != least], believed)
                 if doubted and len(reveal.where) > 1:
                     going.append(reveal)
             unsettled = going
-        if several := [reveal for reveal in reveals if len(reveal.where) > 1]:
-            best_of = [surest(reveal.where, reveal.odds) for reveal in several]
-            for reveal, best, odds in zip(
-                several, best_of, belief(networks, rows, several, [(b,) for b in best_of]), strict=True
-            ):
-                reveal.where = tuple([one for one in reveal.where if one == best or odds[one] >= self.alone])
+        several = [(reveal, (surest(reveal.where, reveal.log_odds),)) for reveal in reveals if len(reveal.where) > 1]
+        for (_, (best,)), (reveal, believed) in zip(several, belief(networks, rows, several) if several else (), strict=True):
+            reveal.where = tuple([one for one in reveal.where if one == best or believed[one] >= self.alone])
 
 
-__all__ = ["Direct", "Refinement", "RereadRemask", "ResidualRemask", "Reveal", "ThresholdRemask"]
+__all__ = ["Direct", "Refinement", "RereadRemask", "ResidualRemask", "Reveal", "ThresholdRemask", "refined"]

@@ -15,9 +15,15 @@ from transformers.utils.chat_template_utils import (
     _get_template_variables,
 )  # None else knows the template language's extensions.
 
-from modeling_mrp.generate.checks import check_prompt, check_rows, check_special_ids, check_stop_strings
-from modeling_mrp.generate.option_table import COUNT, OPTIONS, Option, closest_name
-from modeling_mrp.generate.options import OPTION_NAMES, MRPGenerationConfig, check_values, did_you_mean
+from modeling_mrp.generate.option_table import COUNT, FROM_ZERO, OPTIONS, Option, check_values, closest_name
+from modeling_mrp.generate.options import (
+    OPTION_NAMES,
+    MRPGenerationConfig,
+    check_prompt,
+    check_rows,
+    check_special_ids,
+    check_stop_strings,
+)
 
 from ..data.records import check_utf8
 
@@ -26,7 +32,6 @@ _NEW_TOKENS = 1024  # of a text, if neither the request nor the checkpoint says 
 _BYTES_OF_TOKEN = 32  # of a prompt; the longest words have no more
 _FLAG: Any = (bool, lambda *_: True, "it must be true or false")
 _OBJECT: Any = (dict, lambda *_: True, "it must be an object")
-_FROM_ZERO: Any = (int, lambda v, _: v >= 0, "it must be an int of 0 or more")
 _STOPS = "it must be a text or a list of 4 texts at most, none of them empty or longer than 100 characters"
 _FIELDS = (
     Option("temperature", None, int | float, lambda v, _: 0 <= v <= 2, "it must be a number from 0 (greedy) to 2"),
@@ -34,7 +39,7 @@ _FIELDS = (
     Option("stream_options", None, *_OBJECT),
     Option("max_tokens", None, *COUNT),
     Option("max_completion_tokens", None, *COUNT),
-    Option("min_tokens", None, *_FROM_ZERO),
+    Option("min_tokens", None, *FROM_ZERO),
     Option("n", None, int, lambda v, _: 1 <= v <= MOST_ROWS, f"it must be an int from 1 to {MOST_ROWS}"),
     Option("logit_bias", None, dict, lambda v, _: len(v) <= 300, "it must be an object of 300 tokens at most"),
     Option("generation_config", None, str, lambda v, _: v != "", "it must be a text, and not empty"),
@@ -337,7 +342,7 @@ def _from_json(text: str) -> dict[str, Any]:
         raise ValueError(f"generation_config is {text!r}: it must be the JSON of an object")
     given = {name: value for name, value in found.items() if value is not None and name != "transformers_version"}
     for name in sorted(given.keys() - _SETTABLE):
-        hint = "" if name in OPTION_NAMES else did_you_mean(name)
+        hint = "" if name in OPTION_NAMES else closest_name(name, OPTION_NAMES)
         raise ValueError(f"generation_config has {name}, which no request can set{hint}: leave it out")
     return given
 
