@@ -168,5 +168,5 @@ def test_offline_in_a_fresh_process(saved: tuple[Path, Path], fresh: Fresh, tmp_
 def test_a_pickled_adapter_is_not_read(saved: tuple[Path, Path], tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text((saved[1] / "adapter_config.json").read_text())
     torch.save({}, tmp_path / "adapter_model.bin")
-    with pytest.raises(ValueError, match=r"no adapter_model\.safetensors in .*never pickled"):
+    with pytest.raises(ValueError, match=r"no adapter_model\.safetensors in .*no pickled weights are read"):
         MRPForCausalLM.from_pretrained(saved[0]).load_adapter(str(tmp_path))

@@ -102,7 +102,7 @@ def test_a_heads_verifier_is_the_backbone_as_its_own_config_has_it(folders: dict
     config = MRPConfig.from_pretrained(tmp_path / "head")
     verifier = {"name_or_path": str(tmp_path / "published"), "architectures": ["SDARForCausalLM"]}
     assert config.speculators_config["verifier"] == verifier
-    assert model.config.speculators_config is None, "what is loaded has its backbone"
+    assert not hasattr(model.config, "speculators_config"), "what is loaded has its backbone"
 
 
 def test_a_head_repository_loads_its_backbone(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_head_repository_from_the_hubs_cache(folders: dict[str, Path], tmp_path:
     assert same_tensors(loaded, model)
     assert loaded.backbone_source == ("org/backbone", SHA)
     shutil.rmtree(tmp_path / "models--org--backbone")
-    with pytest.raises(OSError, match=r"the backbone 'org/backbone' of the head org/head could not be loaded.*connect"):
+    with pytest.raises(OSError, match=r"'org/backbone' is no folder here, and as a repository it could not be read.*connect"):
         MRPForCausalLM.from_pretrained("org/head", cache_dir=tmp_path)
 
 
@@ -196,7 +196,7 @@ def test_names_of_backbones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         for name in ("../backbone", "inner", "./inner", "a/b/c", "..", "~", "gpt2", "", "/no/such/folder", "org\\name"):
             with pytest.raises(ValueError, match=r"is not followed.*from_backbone"):
                 backbone_location(name, source)
-        with pytest.raises(ValueError, match="a local path of that name exists"):
+        with pytest.raises(ValueError, match=r"is not followed.*no path that exists here"):
             backbone_location("org/name", source)
     assert backbone_location(absolute, local) == absolute
     with pytest.raises(ValueError, match=r"is not followed.*from_backbone"):
@@ -431,7 +431,7 @@ def test_an_autoregressive_checkpoint_as_a_backbone(tied: bool, both: bool, tmp_
 
 def test_the_mask_of_an_autoregressive_checkpoint(tmp_path: Path) -> None:
     qwen3(tmp_path / "small", tied=False)
-    with pytest.raises(ValueError, match=r"vocabulary of 64, not Qwen3's of 151936.*pass mask_token_id"):
+    with pytest.raises(ValueError, match=r"mask_token_id is 151669: it must be an int of at least 0 and at most 63: the id"):
         MRPForCausalLM.from_backbone(tmp_path / "small")
     with pytest.raises(ValueError, match=r"mask_token_id is 64: it must be an int of at least 0 and at most 63"):
         MRPForCausalLM.from_backbone(tmp_path / "small", mask_token_id=64)
@@ -445,7 +445,7 @@ def test_the_mask_of_an_autoregressive_checkpoint(tmp_path: Path) -> None:
 
 def test_a_head_that_cannot_be_saved_alone(folders: dict[str, Path], tmp_path: Path) -> None:
     backbone = MRPForCausalLM.from_pretrained(folders["backbone"])
-    with pytest.raises(ValueError, match=r"no MRP head: give it one with attach_head"):
+    with pytest.raises(ValueError, match=r"the model has no MRP head\. Give it one with attach_head"):
         backbone.save_pretrained(tmp_path / "x", head_only=True)
     with pytest.raises(ValueError, match=r"pass base_model_name_or_path"):
         make_model().save_pretrained(tmp_path / "x", head_only=True)

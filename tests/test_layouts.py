@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_model
+from conftest import ROOT, make_model
 from helpers import close
+from mrp_trainer.convert import published_name
 from published import (
     BLOCK,
     HEAD,
@@ -30,7 +31,7 @@ from safetensors.torch import load_file
 from test_hub_configs import SHAPES, each_size
 
 from modeling_mrp import MRPConfig, MRPForCausalLM
-from modeling_mrp.model.layouts import StoredTensor, check_fit, our_name, published_name
+from modeling_mrp.model.layouts import StoredTensor, our_name
 
 PROMPT = [5, 17, 80, 3, 44, 9]
 
@@ -154,15 +155,16 @@ def test_name_and_shape_maps_are_complete_both_ways(size: str) -> None:
     assert {our_name(name): shape for name, shape in theirs.items()} == ours
     assert {published_name(name): shape for name, shape in ours.items()} == theirs
     found = {our_name(name): StoredTensor(name, Path(), shape, "BF16") for name, shape in theirs.items()}
-    check_fit(found, ours)
+    config = MRPConfig.from_pretrained(ROOT / "hub_configs" / f"sdar-{size}-mrp")
+    MRPForCausalLM.check_tensors(config, found)
     del found["lm_head.weight"]
-    assert "missing: lm_head.weight" in misfit(lambda: check_fit(found, ours))
+    assert "missing: lm_head.weight" in misfit(lambda: MRPForCausalLM.check_tensors(config, found))
 
 
 # ------------------------------------------------------------------------------------------------ what is refused
 
 
-def test_all_misfits_are_listed_by_their_published_names(tmp_path: Path) -> None:
+def test_all_misfits_are_listed(tmp_path: Path) -> None:
     tensors = heavyball_tensors()
     del tensors[f"{HEAD}.norm.weight"], tensors["model.layers.1.mlp.up_proj.weight"]
     tensors["model.extra.weight"] = torch.zeros(3)
@@ -171,7 +173,7 @@ def test_all_misfits_are_listed_by_their_published_names(tmp_path: Path) -> None
     write(tmp_path, published_config(), tensors, shards=2)
     message = misfit(lambda: MRPForCausalLM.from_pretrained(tmp_path))
     for line in (
-        f"missing: {HEAD}.norm.weight",
+        "missing: mrp_head.norm.weight",
         "missing: model.layers.1.mlp.up_proj.weight",
         "unexpected: model.extra.weight",
         f"wrong shape: {HEAD}.eh_proj.weight is [32, 63], needs [32, 64]",

@@ -14,12 +14,12 @@ from mrp_serving.networks import Own, place_states, share_prefixes
 from mrp_serving.picker import EnginePicker
 from mrp_serving.rounds import fresh_row
 from mrp_serving.scratch import Borrowed, affordable, borrowed
+from mrp_trainer.convert import published_name
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from modeling_mrp import MRPConfig, MRPForCausalLM
-from modeling_mrp.model.layouts import published_name
 from modeling_mrp.rules.draft import build_draft
 from modeling_mrp.rules.reveal import Static
 from modeling_mrp.rules.state import Counts, State

@@ -2,20 +2,24 @@
 
 import copy
 import os
+import weakref
 from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from .head import MRPHead, check_draft_tokens, check_same_backbone, shapes_of_head, start_head
-from .layouts import HEAD, HUB_OPTIONS, PUBLISHED_HEAD, check_fit, hub_options, stored_tensors, weight_files
+from .head import MRPHead, check_draft_tokens, check_same_backbone, start_head
+from .layouts import HEAD, HUB_OPTIONS, PUBLISHED_HEAD, hub_options, stored_tensors, weight_files
 from .offloading import device_of
 
 try:
     from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 except ImportError:  # then no model is spread over devices
     AlignDevicesHook = add_hook_to_module = None
+
+# The MRP model of each stock model that is still in use, and where its head came from.
+_MADE: "weakref.WeakKeyDictionary[nn.Module, tuple[Any, Any]]" = weakref.WeakKeyDictionary()
 
 
 class HeadMixin:
@@ -29,15 +33,11 @@ class HeadMixin:
         """
         if not isinstance(head_layers, int) or isinstance(head_layers, bool) or head_layers < 1:
             raise ValueError(f"head_layers is {head_layers!r}: a head has 1 layer or more (3 are published)")
-        weight = self.lm_head.weight
         with torch.device(device_of(self.lm_head)):
             config = copy.deepcopy(self.config)
             config.num_nextn_predict_layers, config.draft_vocab_size = head_layers, 0
-            head = MRPHead(config).to(weight.dtype)
-        for module in head.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=self.config.initializer_range)
-        start_head(head, self.model.layers, head_init)
+            head = MRPHead(config).to(self.lm_head.weight.dtype)
+        start_head(head, self.model.layers, head_init, config.initializer_range)
         return head
 
     def attach_head(self: Any, head: Any, **hub: Any) -> None:
@@ -64,7 +64,11 @@ class HeadMixin:
         else:
             layers: Any = head.layers
             check_same_backbone(layers[0].self_attn.config, self.config, "another model")
-        _place(head, self)
+        device = device_of(self.lm_head)
+        head.to(device, self.lm_head.weight.dtype)
+        if hasattr(self.lm_head, "_hf_hook"):  # the model is spread over devices
+            add_hook_to_module(head, AlignDevicesHook(device))
+            self.hf_device_map["mrp_head"] = device
         for index, layer in enumerate(head.layers):
             layer.self_attn.layer_idx = self.config.num_hidden_layers + index
             layer.self_attn.config = self.config
@@ -73,10 +77,7 @@ class HeadMixin:
         self.config.draft_vocab_size = 0 if head.draft_token_ids is None else len(head.draft_token_ids)
 
     def detach_head(self: Any) -> MRPHead:
-        """Take the head off; if `generate` would decode with it by default, it goes back to `static`.
-
-        Returns:
-            The head, which can be attached to another model.
+        """Take the head off, for another model; if `generate` would decode with it by default, it goes back to `static`.
 
         Raises:
             ValueError: if the model has none.
@@ -98,7 +99,7 @@ class HeadMixin:
         found = stored_tensors(weight_files(source, prefixes=(HEAD, PUBLISHED_HEAD), **hub))
         if config.base_model_name_or_path is None:  # it holds the backbone too
             found = {name: tensor for name, tensor in found.items() if name.startswith(HEAD)}
-        check_fit(found, shapes_of_head(config))
+        self.check_tensors(config, found, HEAD)
         with torch.device("meta"):
             head = MRPHead(config)
         state: dict[str, Tensor] = {}
@@ -109,14 +110,45 @@ class HeadMixin:
         check_draft_tokens(head, config, source)
         return head
 
+    @classmethod
+    def from_stock_model(cls: Any, stock: Any, repository: str, **download: Any) -> Any:
+        """Make the MRP model of a stock model's own parameters and a repository's head, once as long as they stay.
 
-def _place(head: nn.Module, model: Any) -> None:
-    """Put a head where the model's logits are made, in their type, also if the model is spread over devices."""
-    device = device_of(model.lm_head)
-    head.to(device, model.lm_head.weight.dtype)
-    if hasattr(model.lm_head, "_hf_hook"):
-        add_hook_to_module(head, AlignDevicesHook(device))
-        model.hf_device_map["mrp_head"] = device
+        Args:
+            stock: A model with a Qwen3 decoder's parameters under `model.` and `lm_head.`, such as SDAR's own class.
+            repository: What `attach_head` takes.
+            download: `revision`, `token` and the like.
 
+        Returns:
+            A model of this class, in evaluation mode, with the repository's generation config. Its backbone shares memory with
+            `stock`; the head has its dtype and device.
 
-__all__ = ["HeadMixin"]
+        Raises:
+            ValueError: if the stock model is not such a decoder, or the head was made for another backbone; what differs is
+                listed.
+        """
+        parameters = dict(stock.named_parameters(remove_duplicate=False))
+        like = parameters["lm_head.weight"]
+        source = (repository, download.get("revision"), like.dtype, like.device)
+        known, model = _MADE.get(stock, (None, None))
+        if known == source and all(dict(model.named_parameters())[name] is value for name, value in parameters.items()):
+            return model
+        head = cls.config_class.from_pretrained(repository, **download)
+        fields = {"block_size": head.block_size, "mask_token_id": head.mask_token_id, **stock.config.to_dict()}
+        config = cls.config_class.from_dict(
+            {**fields, "model_type": "sdar", "num_nextn_predict_layers": 0, "draft_vocab_size": 0}
+        )
+        with torch.device("meta"):
+            model = cls(config).eval()
+        try:
+            model.load_state_dict(parameters, assign=True)
+        except RuntimeError as error:
+            raise ValueError(
+                f"this {type(stock).__name__} is no Qwen3 decoder that a head can be put on: load the checkpoint with "
+                f"MRPForCausalLM.from_backbone instead ({error})"
+            ) from error
+        model.model.rotary_emb = type(model.model.rotary_emb)(config).to(like.device)  # no checkpoint holds its buffers
+        model._take_head(repository, download, {})
+        model.mrp_head.requires_grad_(False)
+        _MADE[stock] = source, model
+        return model

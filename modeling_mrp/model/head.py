@@ -12,7 +12,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMS
 from ..kernels.fused_layers import fused
 from ..kernels.round_attention import RoundMask
 from .configuration import MRPConfig
-from .layouts import DRAFT_TOKENS, HEAD
+from .layouts import DRAFT_TOKENS
 
 NEW_HEADS = ("identity", "backbone", "published")
 _PUBLISHED_STD = 0.2  # of the published recipe
@@ -30,14 +30,6 @@ _SHARED = (
     "rms_norm_eps",
     "rope_parameters",
 )
-
-
-class ResidualNorm(Qwen3RMSNorm):
-    """The head's last norm. A new one has weight zero, so that a new head adds nothing: A + C = A."""
-
-    def __init__(self, hidden_size: int, eps: float = 1e-6) -> None:
-        super().__init__(hidden_size, eps)
-        nn.init.zeros_(self.weight)
 
 
 def first_tokens(config: MRPConfig) -> Tensor:
@@ -72,8 +64,9 @@ class MRPHead(nn.Module):
             layer.self_attn.layer_idx = config.num_hidden_layers + index
         self.layers = nn.ModuleList(layers)
         self.predicts = config.head_predicts
-        norm = ResidualNorm if self.predicts == "residual" else Qwen3RMSNorm
-        self.norm = norm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        if self.predicts == "residual":  # a new head adds nothing: A + C = A
+            nn.init.zeros_(self.norm.weight)
         self.draft_token_ids: Tensor | None
         ids = first_tokens(config) if config.draft_vocab_size else None
         self.register_buffer("draft_token_ids", ids)
@@ -116,15 +109,16 @@ class MRPHead(nn.Module):
 
 
 @torch.no_grad()
-def start_head(head: MRPHead, backbone_layers: nn.ModuleList, how: str) -> None:
+def start_head(head: MRPHead, backbone_layers: nn.ModuleList, how: str, std: float) -> None:
     """Set a new head's weights.
 
     Args:
-        head: With the usual random weights in its layers.
+        head: As it was made.
         backbone_layers: The backbone's decoder layers.
-        how: `identity`: as it is, under a last norm of weight zero, so that it adds nothing. `backbone`: its layers are the
-            backbone's last ones and read h_A through an identity, under the same norm. `published`: as in the published recipe,
-            matrices from a normal distribution with std 0.2, norms one; such a head disturbs until it is trained.
+        how: `identity`: matrices from a normal distribution with this `std`, under a last norm of weight zero, so that the head
+            adds nothing. `backbone`: its layers are the backbone's last ones and read h_A through an identity, under the same
+            norm. `published`: as in the published recipe, with std 0.2 and norms one; such a head disturbs until it is trained.
+        std: The backbone's `initializer_range`.
 
     Raises:
         ValueError: if `how` is none of these, or `backbone` and the head is deeper than the backbone, or the layers to copy are
@@ -132,33 +126,28 @@ def start_head(head: MRPHead, backbone_layers: nn.ModuleList, how: str) -> None:
     """
     if how not in NEW_HEADS:
         raise ValueError(f"head_init is {how!r}: choose one of {', '.join(NEW_HEADS)}")
+    for module in head.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=_PUBLISHED_STD if how == "published" else std)
     if how == "published":
-        for module in head.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=_PUBLISHED_STD)
-            elif isinstance(module, Qwen3RMSNorm):
-                nn.init.ones_(module.weight)
+        nn.init.ones_(head.norm.weight)
+    if how != "backbone":
         return
-    if head.predicts == "residual":
-        nn.init.zeros_(head.norm.weight)
-    if how == "backbone":
-        depth = len(head.layers)
-        if depth > len(backbone_layers):
-            raise ValueError(
-                f"head_init is 'backbone', but the head has {depth} layers and the backbone {len(backbone_layers)}: "
-                "use fewer head_layers"
-            )
-        sources = list(backbone_layers)[-depth:]
-        if any(type(weight) is not nn.Parameter or weight.is_meta for source in sources for weight in source.parameters()):
-            raise ValueError(
-                "head_init is 'backbone', but its last layers are offloaded or quantized: load them into memory as they are, "
-                "or use 'identity'"
-            )
-        hidden = head.eh_proj.out_features
-        head.eh_proj.weight.zero_()
-        head.eh_proj.weight[:, hidden:].fill_diagonal_(1.0)
-        for layer, source in zip(head.layers, sources, strict=True):
-            layer.load_state_dict(source.state_dict())
+    depth, hidden = len(head.layers), head.eh_proj.out_features
+    sources = list(backbone_layers)[-depth:]
+    if depth > len(sources):
+        raise ValueError(
+            f"head_init is 'backbone', but the head has {depth} layers and the backbone {len(sources)}: use fewer head_layers"
+        )
+    if any(type(weight) is not nn.Parameter or weight.is_meta for source in sources for weight in source.parameters()):
+        raise ValueError(
+            "head_init is 'backbone', but its last layers are offloaded or quantized: load them into memory as they are, or "
+            "use 'identity'"
+        )
+    head.eh_proj.weight.zero_()
+    head.eh_proj.weight[:, hidden:].fill_diagonal_(1.0)
+    for layer, source in zip(head.layers, sources, strict=True):
+        layer.load_state_dict(source.state_dict())
 
 
 def check_same_backbone(head: MRPConfig, backbone: MRPConfig, whose: str) -> None:
@@ -179,12 +168,6 @@ def check_same_backbone(head: MRPConfig, backbone: MRPConfig, whose: str) -> Non
         )
 
 
-def shapes_of_head(config: MRPConfig) -> dict[str, tuple[int, ...]]:
-    """List names and shapes of the tensors of a head with this config, as they lie in a checkpoint."""
-    with torch.device("meta"):
-        return {HEAD + name: tuple(value.shape) for name, value in MRPHead(config).state_dict().items()}
-
-
 def check_draft_tokens(head: MRPHead, config: MRPConfig, source: str) -> None:
     """Check the draft vocabulary that came with a head from `source`.
 
@@ -200,15 +183,3 @@ def check_draft_tokens(head: MRPHead, config: MRPConfig, source: str) -> None:
             f"{DRAFT_TOKENS} of {source} holds ids twice, the mask's, or ids outside the vocabulary of {config.vocab_size}: "
             "choose the draft vocabulary anew"
         )
-
-
-__all__ = [
-    "NEW_HEADS",
-    "MRPHead",
-    "ResidualNorm",
-    "check_draft_tokens",
-    "check_same_backbone",
-    "first_tokens",
-    "shapes_of_head",
-    "start_head",
-]

@@ -12,17 +12,15 @@ The backbone's tensors have Qwen3's names in all of them.
 import json
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 HEAD = "mrp_head."
 PUBLISHED_HEAD = "mrp_modules.0.model."
-KEY_MAPPING = {r"^mrp_modules\.0\.model\.": HEAD}  # transformers renames by it while it loads
 DRAFT_TOKENS = HEAD + "draft_token_ids"
 HUB_OPTIONS = ("cache_dir", "force_download", "proxies", "local_files_only", "token", "revision", "subfolder")
 
@@ -32,13 +30,7 @@ def our_name(name: str) -> str:
     return HEAD + name.removeprefix(PUBLISHED_HEAD) if name.startswith(PUBLISHED_HEAD) else name
 
 
-def published_name(name: str) -> str:
-    """Translate a tensor's name into the published layouts."""
-    return PUBLISHED_HEAD + name.removeprefix(HEAD) if name.startswith(HEAD) else name
-
-
-@dataclass(frozen=True)
-class StoredTensor:
+class StoredTensor(NamedTuple):
     """A tensor in a safetensors file: its name there, its shape and its type as safetensors spells it (`BF16`)."""
 
     name: str
@@ -53,11 +45,7 @@ def hub_options(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def json_object(path: Path) -> dict[str, Any]:
-    """Read a JSON file that holds an object.
-
-    Raises:
-        ValueError: if it holds anything else.
-    """
+    """Read a JSON file; `ValueError` if it holds no object."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -68,7 +56,7 @@ def json_object(path: Path) -> dict[str, Any]:
 
 
 def stored_json(source: str, name: str = CONFIG_NAME, **hub: Any) -> tuple[Path, dict[str, Any]]:
-    """Find a JSON file of a checkpoint, fetched if it has to be; also read it.
+    """Find a JSON file of a checkpoint, fetched if it has to be, and read it.
 
     Raises:
         ValueError: if it holds no object.
@@ -86,11 +74,7 @@ def stored_json(source: str, name: str = CONFIG_NAME, **hub: Any) -> tuple[Path,
 
 
 def shards_of(index_file: Path) -> dict[str, str]:
-    """Read from an index in which file beside it each tensor lies.
-
-    Raises:
-        ValueError: if it is none, or names a file outside the checkpoint.
-    """
+    """Read from an index in which file beside it each tensor lies; `ValueError` if it is none, or names another place."""
     try:
         shard_of = dict(json_object(index_file)["weight_map"])
     except (ValueError, KeyError, TypeError) as error:
@@ -144,83 +128,23 @@ def stored_tensors(files: Iterable[Path]) -> dict[str, StoredTensor]:
     return found
 
 
-def check_fit(
-    found: Mapping[str, StoredTensor], expected: Mapping[str, tuple[int, ...]], optional: Collection[str] = ()
-) -> None:
-    """Compare a checkpoint's tensors with those that its config calls for, by our names.
-
-    Raises:
-        ValueError: if one is missing (and not optional), one too many, or has another shape or kind of numbers; lists all.
-    """
-    published = any(tensor.name.startswith(PUBLISHED_HEAD) for tensor in found.values())
-    missing = sorted(expected.keys() - found.keys() - set(optional))
-    misfits = [f"missing: {published_name(name) if published else name}" for name in missing]
-    misfits += [f"unexpected: {found[name].name}" for name in sorted(found.keys() - expected.keys() - set(optional))]
-    for name in sorted(expected.keys() & found.keys()):
-        tensor = found[name]
-        if tensor.shape != expected[name]:
-            misfits.append(f"wrong shape: {tensor.name} is {list(tensor.shape)}, needs {list(expected[name])}")
-        elif not re.match(r"I64$" if name == DRAFT_TOKENS else r"B?F\d", tensor.dtype):
-            misfits.append(f"wrong type: {tensor.name} holds {tensor.dtype} numbers")
-    raise_misfits(misfits)
-
-
-def raise_misfits(misfits: list[str]) -> None:
-    """Raise one `ValueError` that lists the misfits, if there are any."""
-    if misfits:
-        raise ValueError(
-            f"the checkpoint does not fit its config ({len(misfits)} tensors):\n  " + "\n  ".join(misfits) + "\n"
-            "Check num_nextn_predict_layers (0: no head), the sizes in config.json, and that the download is whole"
-        )
-
-
 def is_hub_id(name: str) -> bool:
     """Tell if a name can be a repository's on the Hub, `org/name`, and is no path."""
     return re.fullmatch(r"[A-Za-z0-9][\w.\-]*/[A-Za-z0-9][\w.\-]*", name) is not None and ".." not in name
 
 
 def backbone_location(name: str, source: str) -> str:
-    """Find the backbone that the config of the head repository `source` names.
-
-    A config that came from the Hub may name a repository on the Hub, `org/name`, and nothing else. That of a local folder may
-    also name an existing folder by its absolute path.
+    """Check the name of a backbone in the config of the head repository `source`, and return it.
 
     Raises:
-        ValueError: for any other name.
+        ValueError: for a name that is neither a repository's nor, in a local folder's config, a folder's absolute path.
     """
     if os.path.isdir(source) and os.path.isabs(name) and os.path.isdir(name):
         return name
-    if not is_hub_id(name):
+    if not is_hub_id(name) or os.path.exists(name):
         raise ValueError(
             f"the config of {source} names the backbone {name!r}, which is not followed: a config from the Hub names a "
-            "repository ('org/name'), that of a local folder may also name an existing folder by its absolute path. "
-            "Give another its head by from_backbone(backbone, head=...)"
-        )
-    if os.path.exists(name):
-        raise ValueError(
-            f"the config of {source} names the repository {name!r}, but a local path of that name exists and would be read "
-            "instead: work in another folder, or say which is meant by from_backbone(backbone, head=...)"
+            "repository ('org/name') and no path that exists here, that of a local folder may also name an existing folder by "
+            "its absolute path. Give another its head by from_backbone(backbone, head=...)"
         )
     return name
-
-
-__all__ = [
-    "DRAFT_TOKENS",
-    "HEAD",
-    "HUB_OPTIONS",
-    "KEY_MAPPING",
-    "PUBLISHED_HEAD",
-    "StoredTensor",
-    "backbone_location",
-    "check_fit",
-    "hub_options",
-    "is_hub_id",
-    "json_object",
-    "our_name",
-    "published_name",
-    "raise_misfits",
-    "shards_of",
-    "stored_json",
-    "stored_tensors",
-    "weight_files",
-]

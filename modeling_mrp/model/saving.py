@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from .configuration import MRPConfig
 from .custom_generate import generate
-from .head import shapes_of_head
+from .head import MRPHead
 from .layouts import HEAD, StoredTensor, stored_tensors, weight_files
 
 CONFIGURATION, MODELING = "configuration_mrp.py", "modeling_mrp.py"
@@ -53,19 +53,17 @@ def head_to_save(
             tensors.
     """
     backbone = named or model.backbone_source
-    if model.mrp_head is None:
+    if model.mrp_head is None or backbone is None:
         raise ValueError(
-            "head_only=True, but the model has no MRP head: give it one with attach_head or from_backbone, or save it whole"
-        )
-    if backbone is None:
-        raise ValueError(
-            "head_only=True, but the model was not loaded from a checkpoint that the head could name as its backbone: pass "
-            "base_model_name_or_path (and base_model_revision), or save it whole"
+            "head_only=True needs a head, and a checkpoint that it can name as its backbone: the model has "
+            f"{'no MRP head' if model.mrp_head is None else 'one, and was not loaded from any'}. Give it one with attach_head, "
+            "pass base_model_name_or_path (and base_model_revision), or save it whole"
         )
     state = model.state_dict() if state_dict is None else state_dict
     head = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items() if name.startswith(HEAD)}
-    others = head.keys() ^ shapes_of_head(model.config).keys()
-    if others := others | {name for name, tensor in head.items() if type(tensor) is not Tensor}:
+    with torch.device("meta"):
+        own = {HEAD + name for name in MRPHead(model.config).state_dict()}
+    if others := (head.keys() ^ own) | {name for name, tensor in head.items() if type(tensor) is not Tensor}:
         raise ValueError(
             f"the head holds other tensors than its own, or lacks some: {sorted(others)[:4]}, ... Merge adapters first "
             "(merge_and_unload), or save them with peft; save a quantized head with the whole model, or quantize the rest only"
@@ -73,7 +71,14 @@ def head_to_save(
     if named is None:
         _check_unchanged(state, backbone)
     config = copy.deepcopy(model.config)
-    config.describe_speculator(backbone.name, config.architectures or [type(model).__name__])
+    drafted = {"proposal_type": "greedy", "speculative_tokens": max(config.block_size - 1, 1)}  # of a block but its next one
+    config.speculators_model_type = "mrp"
+    config.speculators_config = {  # in the words of vLLM's library speculators, for its tools
+        "algorithm": "mrp",
+        "default_proposal_method": "greedy",
+        "proposal_methods": [{**drafted, "verifier_accept_k": 1, "accept_tolerance": 0.0}],
+        "verifier": {"name_or_path": backbone.name, "architectures": config.architectures or [type(model).__name__]},
+    }
     config.auto_map, config.architectures = dict(AUTO_MAP), [type(model).__name__]
     config.dtype = next(tensor.dtype for tensor in head.values() if tensor.is_floating_point())
     config.base_model_name_or_path, config.base_model_revision = backbone
@@ -91,13 +96,12 @@ def _check_unchanged(state: Mapping[str, Tensor], backbone: BackboneSource) -> N
         files = stored_tensors(weight_files(backbone.name, revision=backbone.revision, local_files_only=True))
     except (OSError, ValueError):
         files = {}
-    changed = [name for name in state if ".lora_" in name and not name.startswith(HEAD)]
-    changed += [name for name in files.keys() & state.keys() if not name.startswith(HEAD) and _differ(state[name], files[name])]
-    if changed:
-        raise ValueError(
-            f"the head's backbone is no longer {backbone.name}: {min(changed)} is not of it. If an adapter was merged into it, "
-            "publish it as it is now and name that (base_model_name_or_path), or save the model whole"
-        )
+    for name, value in state.items():
+        if not name.startswith(HEAD) and (".lora_" in name or (name in files and _differ(value, files[name]))):
+            raise ValueError(
+                f"the head's backbone is no longer {backbone.name}: {name} is not of it. If an adapter was merged into it, "
+                "publish it as it is now and name that (base_model_name_or_path), or save the model whole"
+            )
 
 
 def _differ(value: Tensor, stored: StoredTensor) -> bool:
@@ -135,14 +139,13 @@ def written_beside(folder: Path) -> Iterator[Path]:
     try:
         with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder) as beside:
             yield Path(beside)
-            files = (path for path in Path(beside).rglob("*") if path.is_file())
-            written = sorted(files, key=lambda path: path.suffix == ".json")
-            for path in written:
+            files = [path for path in Path(beside).rglob("*") if path.is_file()]
+            for path in sorted(files, key=lambda path: path.suffix == ".json"):
                 target = folder / path.relative_to(beside)
                 target.parent.mkdir(exist_ok=True)
                 os.replace(path, target)
-        names = {path.name for path in written}
-        if any(_WEIGHT_FILES.fullmatch(name) for name in names):
+        names = {path.name for path in files}
+        if any(map(_WEIGHT_FILES.fullmatch, names)):
             for path in folder.iterdir():
                 if _WEIGHT_FILES.fullmatch(path.name) and path.name not in names:
                     path.unlink()
@@ -150,17 +153,3 @@ def written_beside(folder: Path) -> Iterator[Path]:
         if made and not any(folder.iterdir()):
             folder.rmdir()
         raise
-
-
-__all__ = [
-    "AUTO_MAP",
-    "CONFIGURATION",
-    "CUSTOM_GENERATE",
-    "MODELING",
-    "TAGS",
-    "BackboneSource",
-    "code_files",
-    "head_to_save",
-    "write_code",
-    "written_beside",
-]

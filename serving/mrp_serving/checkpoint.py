@@ -11,12 +11,11 @@ from torch import Tensor
 from transformers.generation import GenerationConfig
 
 from modeling_mrp import MRPConfig, MRPForCausalLM
-from modeling_mrp.model.head import check_same_backbone, shapes_of_head
+from modeling_mrp.model.head import check_same_backbone
 from modeling_mrp.model.layouts import (
     DRAFT_TOKENS,
     HEAD,
     backbone_location,
-    check_fit,
     our_name,
     stored_tensors,
     weight_files,
@@ -78,7 +77,7 @@ def open_checkpoint(source: str, revision: str | None, weights: bool = True) -> 
 def _check_tensors(config: Any, source: str, revision: str | None, backbone: Backbone | None) -> None:
     found = stored_tensors(weight_files(source, revision=revision))
     if backbone is not None:
-        check_fit(found, shapes_of_head(config))
+        MRPForCausalLM.check_tensors(config, found, HEAD)
         of_backbone = stored_tensors(weight_files(backbone.where, revision=backbone.revision))
         found |= {name: tensor for name, tensor in of_backbone.items() if not name.startswith(HEAD)}
     MRPForCausalLM.check_tensors(config, found)

@@ -19,9 +19,10 @@ from modeling_mrp.generate.option_table import OPTIONS
 from modeling_mrp.model.configuration import MRPConfig
 from modeling_mrp.model.layouts import (
     DRAFT_TOKENS,
+    HEAD,
+    PUBLISHED_HEAD,
     json_object,
     our_name,
-    published_name,
     stored_json,
     stored_tensors,
     weight_files,
@@ -62,6 +63,11 @@ _SAME_FIELDS = (
     "use_sliding_window",
     "vocab_size",
 )
+
+
+def published_name(name: str) -> str:
+    """Translate a tensor's name into the published layouts."""
+    return PUBLISHED_HEAD + name.removeprefix(HEAD) if name.startswith(HEAD) else name
 
 
 def published_fields(config: MRPConfig) -> dict[str, Any]:

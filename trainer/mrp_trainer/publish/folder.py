@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from modeling_mrp.model.configuration import MRPConfig
-from modeling_mrp.model.head import shapes_of_head
-from modeling_mrp.model.layouts import StoredTensor, check_fit, json_object, shards_of, stored_tensors
+from modeling_mrp.model.layouts import HEAD, StoredTensor, json_object, shards_of, stored_tensors
 from modeling_mrp.model.saving import AUTO_MAP, code_files
 from modeling_mrp.modeling import MRPForCausalLM
 
@@ -153,7 +152,7 @@ def _check_weights(path: Path, kind: str, names: set[str]) -> None:
         return
     config = MRPConfig.from_pretrained(path)
     if kind == "head":
-        check_fit(tensors, shapes_of_head(config))
+        MRPForCausalLM.check_tensors(config, tensors, HEAD)
     elif getattr(config, "quantization_config", None) is None:  # or it has the tensors that its quantizer makes
         MRPForCausalLM.check_tensors(config, tensors)
 
