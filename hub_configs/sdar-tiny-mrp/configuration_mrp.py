@@ -62,9 +62,6 @@ class MRPConfig(Qwen3Config):
         base_model_name_or_path: In the config of a head repository, which holds the head alone: the backbone it belongs to.
             None everywhere else, also in a loaded model, which has its backbone.
         base_model_revision: The backbone's commit, branch or tag.
-        speculators_config: In the config of a head repository: what it is, as vLLM's library speculators writes it
-            (`describe_speculator`), for its tools. Nothing here reads it.
-        speculators_model_type: With it, its kind of model: "mrp".
 
     Raises:
         ValueError: if a size, a number of layers or an id is out of bounds; the dtype is unknown; the base of the
@@ -89,8 +86,6 @@ class MRPConfig(Qwen3Config):
     draft_vocab_size: int = 0
     base_model_name_or_path: str | None = None
     base_model_revision: str | None = None
-    speculators_config: dict[str, Any] | None = None
-    speculators_model_type: str | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
         for dtype in (self.dtype, kwargs.get("torch_dtype")):
@@ -160,22 +155,6 @@ class MRPConfig(Qwen3Config):
             name: value
             for name, value in super().to_diff_dict().items()
             if not name.startswith(("base_model_", "speculators_")) or (named and value is not None)
-        }
-
-    def describe_speculator(self, verifier: str, architectures: list[str]) -> None:
-        """Say in the words of speculators that this is an MRP head, and what verifies its drafts.
-
-        Args:
-            verifier: The backbone's name.
-            architectures: Those in the backbone's own config.
-        """
-        drafted = {"proposal_type": "greedy", "speculative_tokens": max(self.block_size - 1, 1)}  # of a block but its next one
-        self.speculators_model_type = "mrp"
-        self.speculators_config = {
-            "algorithm": "mrp",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [{**drafted, "verifier_accept_k": 1, "accept_tolerance": 0.0}],
-            "verifier": {"name_or_path": verifier, "architectures": architectures},
         }
 
     @property

@@ -9,6 +9,7 @@ import math
 import numpy as np
 import os
 import re
+import reprlib
 import tempfile
 import threading
 import torch
@@ -18,11 +19,10 @@ import warnings
 import weakref
 import zlib
 from array import array
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
-from huggingface_hub import CommitInfo
 from importlib import import_module
 from inspect import getdoc
 from math import inf, sqrt
@@ -36,13 +36,12 @@ from transformers import AttentionInterface, initialization as init, PreTrainedT
 from transformers.cache_utils import Cache
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.generation import (
-    EosTokenCriteria, GenerationConfig, GenerationMixin, LogitsProcessor, LogitsProcessorList, MaxLengthCriteria,
-    StoppingCriteria, StoppingCriteriaList, StopStringCriteria, TemperatureLogitsWarper
+    EosTokenCriteria, GenerationConfig, GenerationMixin, logits_process as kinds, LogitsProcessor, LogitsProcessorList,
+    MaxLengthCriteria, StoppingCriteria, StoppingCriteriaList, StopStringCriteria, TemperatureLogitsWarper
 )
 from transformers.generation.logits_process import (
-    EpsilonLogitsWarper, EtaLogitsWarper, MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor, MinPLogitsWarper,
-    NoBadWordsLogitsProcessor, NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsProcessor,
-    TopHLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, TypicalLogitsWarper
+    EpsilonLogitsWarper, EtaLogitsWarper, MinPLogitsWarper, TopHLogitsWarper, TopKLogitsWarper, TopPLogitsWarper,
+    TypicalLogitsWarper
 )
 from transformers.generation.streamers import BaseStreamer
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -54,7 +53,7 @@ from transformers.utils import (
     cached_file, can_return_tuple, CONFIG_NAME, extract_commit_hash, find_adapter_config_file, GENERATION_CONFIG_NAME,
     logging as transformers_logging, ModelOutput, PushToHubMixin, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 )
-from typing import Annotated, Any, ClassVar, Final, get_args, get_type_hints, Literal, NamedTuple, Protocol, TypeVar
+from typing import Annotated, Any, Final, get_args, get_type_hints, Literal, NamedTuple, Protocol, TypeVar
 from .configuration_mrp import MRPConfig
 
 
@@ -1995,7 +1994,10 @@ class RevealRule(Protocol):
         left_to_right: Whether it reveals the leftmost masks, one a step: then all before a reveal is known.
     """
 
-    needs_entropy: ClassVar[bool]
+    @property
+    def needs_entropy(self) -> bool:
+        """See the attribute."""
+        ...
 
     @property
     def left_to_right(self) -> bool:
@@ -2031,12 +2033,12 @@ def by_odds(columns: Columns, odds: Sequence[float]) -> list[int]:
 
 
 def alone_chances(few: Sequence[int], columns: Sequence[int], odds: Sequence[float]) -> dict[int, float]:
-    """The chance of each of a few columns to be the surest of all `columns`, by estimates of the odds."""
-    known = [odds[column] for column in columns]
-    if (most := max(known)) > MOST_ODDS:
+    """The chance of each of a few columns, the surest first, to be the surest of all `columns`, by estimates of the odds."""
+    most = odds[few[0]]
+    if most > MOST_ODDS:
         return alone_chances(few, columns, [min(one, MOST_ODDS) for one in odds])
     exp = math.exp
-    total = sum([exp(ORDER_SHARPNESS * (one - most)) for one in known])
+    total = sum([exp(ORDER_SHARPNESS * (odds[column] - most)) for column in columns])
     return {column: exp(ORDER_SHARPNESS * (odds[column] - most)) / total for column in few}
 
 
@@ -2077,8 +2079,8 @@ class Static:
     """
 
     schedule: Columns
-    needs_entropy: ClassVar[bool] = False
-    left_to_right: ClassVar[bool] = False
+    needs_entropy = False
+    left_to_right = False
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
         """See `RevealRule`."""
@@ -2106,7 +2108,7 @@ class Sequential:
     """
 
     schedule: Columns
-    needs_entropy: ClassVar[bool] = False
+    needs_entropy = False
 
     @property
     def left_to_right(self) -> bool:
@@ -2132,8 +2134,8 @@ class Dynamic:
     """
 
     threshold: float
-    needs_entropy: ClassVar[bool] = False
-    left_to_right: ClassVar[bool] = False
+    needs_entropy = False
+    left_to_right = False
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
         """See `RevealRule`."""
@@ -2151,7 +2153,7 @@ class Dynamic:
         over, doubts, chance = [best], [], 1.0
         for column in state.free:
             if column != best:
-                doubt = THRESHOLD_SHARPNESS * (bounded(odds[column], MOST_ODDS) - threshold)
+                doubt = THRESHOLD_SHARPNESS * (odds[column] - threshold)
                 if doubt > 0:
                     over.append(column)
                 else:
@@ -2183,8 +2185,8 @@ class EntropyBound:
     """
 
     bound: float
-    needs_entropy: ClassVar[bool] = True
-    left_to_right: ClassVar[bool] = False
+    needs_entropy = True
+    left_to_right = False
 
     def reveal(self, state: State, scores: Scores, memo: Any) -> tuple[Columns, Any]:
         """See `RevealRule`."""
@@ -2268,9 +2270,78 @@ class Node:
         self.source: Final = source
 
 
-# A state that may be drafted: the one before it, the columns and tokens [block] that make it (none: it is that one), and what
-# told of it.
-Follower = tuple[State, Sequence[int], Sequence[int], Scores | None]
+# A state that may be drafted: the one before it, the columns and tokens [block] that make it (no columns: it is that one), what
+# told of it, and its parent.
+Follower = tuple[State, Sequence[int], Sequence[int], Scores | None, int]
+
+
+class Search:
+    """A best-first search for the states that a row's path is likeliest to come to.
+
+    Attributes:
+        followers: States that may be drafted.
+        chances: Of each, how likely the path comes to it: orders that meet in one state add up; -inf once it is drafted.
+        met: Their places by `State.key`.
+    """
+
+    __slots__ = ("chances", "followers", "met", "row", "rule")
+
+    def __init__(self, row: Row, rule: RevealRule) -> None:
+        self.row, self.rule = row, rule
+        self.followers: list[Follower] = [(row.state, (), (), row.source, -1)]
+        self.chances, self.met = [1.0], {row.state.key: 0}
+
+    def take(self) -> tuple[Node | None, float]:
+        """Draft the likeliest state, and give its chance; None if there is none."""
+        chance = max(self.chances)
+        if chance <= 0:
+            return None, 0.0
+        at = self.chances.index(chance)
+        self.chances[at] = -math.inf
+        before, where, token, source, parent = self.followers[at]
+        return Node(self.row.after(before, where, token) if where else before, parent, source), chance
+
+    def open_block(self, state: State, place: int, chance: float) -> None:
+        """Let the next block's first state follow a clean one, which is the round's node at `place`."""
+        behind = self.row.opened(state.start + self.row.block_size)
+        if behind.masks:  # one block at a time: a given one has to wait
+            self.followers.append((behind, (), (), None, place))
+            self.chances.append(chance)
+
+    def follow(self, state: State, said: Scores, branches: int, chance: float) -> None:
+        """Let the states follow to which a reveal may lead; not those at which the text is whole.
+
+        One that the last round scored stands for the state that its path leads to.
+        """
+        row, rule, met, chances = self.row, self.rule, self.met, self.chances
+        token, odds = (said.token, said.odds) if said.likeliest is None else picked(row, state, said)
+        (start, ids), memory, eos = state.key, row.memory, row.eos
+        goes_on = state.end == row.block_size < row.open_end - start  # but for an eos
+        for where, likely in rule.likely(state, odds, branches):
+            if not likely > 0:
+                continue
+            revealed = list(ids)
+            ends = not goes_on
+            for column in where:
+                revealed[column] = one = token[column]
+                ends |= one in eos
+            key = (start, tuple(revealed))
+            before, source = state, said
+            if ends or key in memory:
+                before = row.after(state, where, token)
+                while (known := memory.get(before.key)) is not None:
+                    source = known[1]
+                    before = row.after(before, rule.reveal(before, source, row.memo)[0], source.token)
+                if row.ends(before):
+                    continue
+                key, where = before.key, ()
+            at = met.get(key)
+            if at is None:
+                met[key] = len(chances)
+                chances.append(likely * chance)
+                self.followers.append((before, where, token, source, -1))
+            else:
+                chances[at] += likely * chance
 
 
 def growth(width: int, passes: int) -> list[int]:
@@ -2299,66 +2370,19 @@ def build_draft(row: Row, rule: RevealRule, size: int, branches: int, estimates:
         branches: Followers of a state that are considered.
         estimates: By state, what the head thinks that the backbone will say there.
     """
-    node, chance = Node(row.state, -1, row.source), 1.0
-    nodes, taken = [node], {row.state.key}
-    chances: dict[Key | int, float] = {}  # by key; the next block's by the place of the clean state before it
-    waiting: dict[Key | int, Follower] = {}
-    while len(nodes) < size:
-        state, place = node.state, len(nodes) - 1
-        if not state.masks:
-            if node.parent < 0:
-                behind = row.opened(state.start + row.block_size)
-                if behind.masks:  # one block at a time: a given one has to wait
-                    chances[place], waiting[place] = chance, (behind, (), (), None)
-        elif (said := estimates.get(state.key, node.source)) is not None and node.parent < 0:
-            for key, likely, follower in followers(row, rule, state, said, branches):
-                if key in chances:  # orders that meet in one state add up there
-                    chances[key] += likely * chance
-                elif key not in taken:
-                    chances[key], waiting[key] = likely * chance, follower
-        best, chance = None, 0.0
-        for name, likely in chances.items():
-            if likely > chance:
-                best, chance = name, likely
-        if best is None:
-            break
-        del chances[best]
-        before, where, token, source = waiting.pop(best)
-        if isinstance(best, int):
-            node = Node(before, best, source)
-        else:
-            node = Node(row.after(before, where, token) if where else before, -1, source)
-            taken.add(best)
+    search, nodes = Search(row, rule), list[Node]()
+    while True:
+        node, chance = search.take()
+        if node is None:
+            return nodes
         nodes.append(node)
-    return nodes
-
-
-def followers(row: Row, rule: RevealRule, state: State, said: Scores, branches: int) -> Iterator[tuple[Key, float, Follower]]:
-    """Find the states that may follow one, each with its key and chance; not those at which the text is whole.
-
-    A follower that the last round scored stands for the state that its path leads to.
-    """
-    token, odds = (said.token, said.odds) if said.likeliest is None else picked(row, state, said)
-    (start, ids), memory, eos = state.key, row.memory, row.eos
-    goes_on = state.end == row.block_size < row.open_end - start  # but for an eos
-    for where, chance in rule.likely(state, odds, branches):
-        if chance <= 0:
-            continue
-        revealed = list(ids)
-        ends = not goes_on
-        for column in where:
-            revealed[column] = one = token[column]
-            ends |= one in eos
-        key = (start, tuple(revealed))
-        if key not in memory and not ends:
-            yield key, chance, (state, where, token, said)
-            continue
-        made, source = row.after(state, where, token), said
-        while (known := memory.get(made.key)) is not None:
-            source = known[1]
-            made = row.after(made, rule.reveal(made, source, row.memo)[0], source.token)
-        if not row.ends(made):
-            yield made.key, chance, (made, (), (), source)
+        if len(nodes) == size:
+            return nodes
+        if node.parent < 0:
+            if not node.state.masks:
+                search.open_block(node.state, len(nodes) - 1, chance)
+            elif (said := estimates.get(node.state.key, node.source)) is not None:
+                search.follow(node.state, said, branches, chance)
 
 
 def picked(row: Row, state: State, said: Scores) -> tuple[Sequence[int], Sequence[float]]:
@@ -3927,186 +3951,6 @@ def budget_of(model: nn.Module, mode: Hashable, states: int, passes: int, paced:
     return Fixed(Amount(states, min(passes, states - 1)))
 
 
-# ---------------------------------------------------------------------------------------------------- generate.checks
-
-"""Checks of what `generate` is given beside its options: prompts, masks, caches, functions, special ids, adapters, weights."""
-
-
-
-
-
-def check_prompt(prompt: Any, attention_mask: Any, mask_token_id: int, vocab_size: int) -> None:
-    """Raise `ValueError` unless `prompt` is [rows, length] ids, and `attention_mask` None or as large."""
-    if prompt is None:
-        raise ValueError("generate needs input_ids: pass a [rows, length] tensor of ids")
-    _check_type("input_ids", prompt, "[rows, length]")
-    if prompt.dim() == 1:
-        raise ValueError(
-            f"input_ids have shape {list(prompt.shape)}, without a dimension of rows: pass input_ids[None] for one row"
-        )
-    if prompt.dim() != 2 or not prompt.numel():
-        raise ValueError(
-            f"input_ids have shape {list(prompt.shape)}: pass [rows, length], at least one row with at least one token"
-        )
-    real = torch.ones_like(prompt, dtype=torch.bool)
-    if attention_mask is not None:
-        if not isinstance(attention_mask, Tensor) or attention_mask.shape != prompt.shape:
-            given = list(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
-            raise ValueError(
-                f"attention_mask is {given} for input_ids of {list(prompt.shape)}: generate takes a 2-D tensor of 0 and 1 of "
-                "the same shape (a 4-D mask works with forward only)"
-            )
-        if bool((odd := (attention_mask != 0) & (attention_mask != 1)).any()):
-            raise ValueError(f"attention_mask holds {attention_mask[odd][0].item()}: it must be 1 at tokens and 0 at padding")
-        real = attention_mask.bool()
-    if bool(((prompt == mask_token_id) & real).any()):
-        raise ValueError(
-            f"the prompt holds the mask id {mask_token_id}: pass what stands before the first mask as input_ids, and the rest, "
-            "masks and given tokens, as infill_ids"
-        )
-    _check_range("the prompt holds", prompt[real], vocab_size)
-
-
-def check_infill(infill_ids: Any, rows: int, vocab_size: int) -> None:
-    """Raise `ValueError` unless `infill_ids` are [rows, n] ids."""
-    _check_type("infill_ids", infill_ids, "[rows, n]")
-    if infill_ids.dim() != 2 or len(infill_ids) != rows or not infill_ids.numel():
-        raise ValueError(
-            f"infill_ids have shape {list(infill_ids.shape)} for {rows} prompts: pass [{rows}, n], with n of 1 or more"
-        )
-    _check_range("infill_ids hold", infill_ids, vocab_size)
-
-
-def check_rows(real: Tensor, new_tokens: int, max_positions: int) -> None:
-    """Check the attention mask that transformers was given or inferred, [rows, length] bool, and the room for the text.
-
-    Raises:
-        ValueError: for a row without a token or with holes, and for more tokens than positions.
-    """
-    for row in (~real.any(-1)).nonzero():
-        raise ValueError(f"row {int(row)} has no token (its attention_mask is all zeros): drop the row")
-    for row in ((real[:, 1:] & ~real[:, :-1]).sum(-1) + real[:, 0] > 1).nonzero():
-        raise ValueError(
-            f"attention_mask of row {int(row)} has holes: a row's tokens must be contiguous, with padding on one side or both"
-        )
-    longest = int(real.sum(-1).max())
-    if longest + new_tokens > max_positions:
-        raise ValueError(
-            f"a prompt of {longest} tokens and {new_tokens} new ones make {longest + new_tokens}, which exceeds "
-            f"max_position_embeddings={max_positions}: shorten the prompt or lower max_new_tokens (or max_length)"
-        )
-
-
-def check_adapter(model: Any) -> None:
-    """Raise `ValueError` if an adapter is active that needs a prompt read token by token, or vectors before it."""
-    wrapper: Any = getattr(model.prepare_inputs_for_generation, "__self__", None)  # a peft model puts its own there
-    config: Any = getattr(wrapper, "active_peft_config", None)
-    kind, why = None, "an adapter of the prompt, and generate decodes from ids alone"
-    if getattr(config, "is_prompt_learning", False):
-        kind = config.peft_type.value
-    adapters = getattr(model, "peft_config", None) or {}
-    invoked = {name for name, one in adapters.items() if getattr(one, "alora_invocation_tokens", None)}
-    layers = [module for module in model.modules() if hasattr(module, "lora_A")] if invoked else []
-    if any(not layer.disable_adapters and invoked & set(layer.active_adapters) for layer in layers):
-        kind, why = "aLoRA (alora_invocation_tokens)", "it starts behind the last invocation of a text that grows from the left"
-    if kind is not None:
-        raise ValueError(
-            f"an adapter of type {kind} has no effect on generate: {why}. Train an adapter of the weights instead, such as "
-            "LoRA, or decode without it under model.disable_adapter()"
-        )
-
-
-def check_functions(name: str, functions: Any) -> None:
-    """Raise `ValueError` unless processors or criteria are a list of functions."""
-    if not isinstance(functions, list) or not all(map(callable, functions)):
-        raise ValueError(f"{name} is {functions!r}: pass a list of functions, or of transformers' own")
-
-
-def check_stop_strings(strings: Any, tokenizer: Any) -> None:
-    """Raise `ValueError` unless these are texts, and a tokenizer is there to find them."""
-    texts = [strings] if isinstance(strings, str) else strings
-    if not isinstance(texts, list | tuple) or not texts or not all(isinstance(one, str) and one for one in texts):
-        raise ValueError(f"stop_strings is {strings!r}: it must be a text or a list of texts, none of them empty")
-    if not isinstance(tokenizer, PreTrainedTokenizerBase):
-        given = "" if tokenizer is None else f", and tokenizer is {tokenizer!r}"
-        raise ValueError(f"stop_strings={strings!r} need the tokenizer{given}: pass tokenizer=... to generate")
-
-
-def check_special_ids(eos: list[int], pad: int, mask_token_id: int, vocab_size: int) -> None:
-    """Raise `ValueError` for an eos or padding outside the vocabulary, or an eos that is the mask."""
-    for name, ids in (("eos_token_id", eos), ("pad_token_id", [pad])):
-        if outside := [one for one in ids if not 0 <= one < vocab_size]:
-            raise ValueError(f"{name} holds {outside[0]}, outside the vocabulary of {vocab_size}: use one inside")
-    if mask_token_id in eos:
-        raise ValueError(f"eos_token_id holds the mask id {mask_token_id}, which is never picked: leave it out")
-
-
-def check_past(past: Any, model: Any, rows: int) -> None:
-    """Raise `ValueError` unless one may go on from a cache, for so many prompts."""
-    depth, why = 0 if model.mrp_head is None else len(model.mrp_head.layers), None
-    owned = isinstance(past, BlockCache) and past.owner is not None and past.owner() is model
-    if not isinstance(past, BlockCache):
-        why = f"are a {type(past).__name__}, not those that generate(..., return_dict_in_generate=True) gave"
-    elif not owned:
-        why = "come from another model, or out of a pickle, not from this one's generate"
-    elif past.rows != rows:
-        why = f"hold {past.rows} rows, and input_ids have {rows}, not the same conversations in the same order"
-    elif past.head_layers not in (0, depth):
-        why = f"hold those of a head of {past.head_layers} layers, and the model's has {depth}"
-    elif (past.dtype, past.layer_devices) != (now := (model.dtype, devices_of_layers(model, past.head_layers > 0))):
-        why = f"are {_placed(past.dtype, past.layer_devices)}, and the model is now {_placed(*now)}"
-    elif changed := [name for name, seen in past.weights.items() if not seen.same(getattr(model, name))]:
-        why = f"are older than the weights of {changed[0]}, which have changed"
-    if why is not None:
-        raise ValueError(f"past_key_values {why}: leave them unset")
-
-
-def check_unembedding(lm_head: Any) -> None:
-    """Raise `ValueError` for an `lm_head` that bitsandbytes has packed: rows of its weight are read."""
-    if not lm_head.weight.is_floating_point():
-        raise ValueError(
-            f"lm_head is a {type(lm_head).__name__} with weights in {lm_head.weight.dtype}, which generate cannot read: keep "
-            "it as it was, with 'lm_head' in llm_int8_skip_modules where that is given"
-        )
-
-
-def mixed_tokens(quantization: Any) -> str | None:
-    """Say how a quantization lets the tokens of a forward change each other's results, and the remedy; None: it does not.
-
-    Args:
-        quantization: The `quantization_config` of a model's config, or None.
-    """
-    scales = getattr(scheme := getattr(quantization, "quant_type", None), "granularity", None)  # of torchao
-    of_activations = scales[0] if isinstance(scales, list | tuple) else scales
-    if getattr(quantization, "load_in_8bit", False) and quantization.llm_int8_threshold > 0:
-        how = "LLM.int8 takes columns with an activation above llm_int8_threshold out of int8 for all tokens of a forward"
-        remedy = "BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)"
-    elif "DynamicActivation" in type(scheme).__name__ and type(of_activations).__name__ == "PerTensor":
-        how, remedy = "torchao's PerTensor scales the activations of all tokens of a forward alike", "granularity=PerRow()"
-    else:
-        return None
-    return (
-        f"{how}: drafted text may differ from its target's, and the text of a row from what it is in another batch. Load with "
-        f"{remedy} for the same text"
-    )
-
-
-def _placed(dtype: torch.dtype, devices: tuple[torch.device, ...]) -> str:
-    return f"{dtype} on {', '.join(map(str, dict.fromkeys(devices)))}"
-
-
-def _check_type(name: str, ids: Any, shape: str) -> None:
-    if not isinstance(ids, Tensor) or ids.dtype not in (torch.long, torch.int):
-        hint = ". Of what a tokenizer returns with return_tensors='pt', pass **inputs" if hasattr(ids, "keys") else ""
-        kind = str(ids.dtype) if isinstance(ids, Tensor) else f"a {type(ids).__name__}"
-        raise ValueError(f"{name} are {kind}: pass a {shape} tensor of ids, torch.long{hint}")
-
-
-def _check_range(what: str, ids: Tensor, vocab_size: int) -> None:
-    for outside in ids[(ids < 0) | (ids >= vocab_size)]:
-        raise ValueError(f"{what} the id {int(outside)}, outside the vocabulary of {vocab_size}: use this model's tokenizer")
-
-
 # ---------------------------------------------------------------------------------------------------- generate.refine
 
 """Refinements: what the head changes about a reveal before it counts, for rows that draft nothing."""
@@ -4114,59 +3958,64 @@ def _check_range(what: str, ids: Tensor, vocab_size: int) -> None:
 
 
 
-@dataclass
 class Reveal:
-    """The reveal of one row that is refined.
+    """The reveal of one row that is refined; it begins as what the backbone reveals at the row's frontier.
 
     Attributes:
-        row: Whose it is.
-        at: Its place in the batch.
-        state: The state before the reveal.
+        row, at: Whose it is, and the row's place in the batch.
+        before: That frontier.
+        state: Its state, before the reveal.
         where: Columns that are revealed.
-        token, odds: By column, as in `Scores`; NaN where what was asked of the head is no number.
+        token, log_odds: By column, as in `Scores`; NaN where what was asked of the head is no number.
         hidden: h_A at the state, or what the head has made of it.
         drawn: Of columns that the head revealed its state, and what it read there.
     """
 
-    row: Row
-    at: int
-    state: State
-    where: Columns
-    token: list[int]
-    odds: list[float]
-    hidden: Hidden
-    drawn: dict[int, tuple[State, Hidden]] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, row: Row, at: int, frontier: Frontier) -> "Reveal":
-        """Begin with what the backbone reveals at a row's frontier."""
+    def __init__(self, row: Row, at: int, frontier: Frontier) -> None:
         scores = frontier.scores
         assert scores.hidden is not None
-        return cls(row, at, frontier.state, frontier.where, list(scores.token), list(scores.odds), scores.hidden)
-
-    def frontier(self, before: Frontier) -> Frontier:
-        """Make the frontier of what is left."""
-        said = Scores(self.token, self.odds, hidden=before.scores.hidden)
-        return Frontier(before.state, said, self.where, before.memo, self.shown(self.where), self.drawn)
+        self.row, self.at, self.before, self.state, self.where = row, at, frontier, frontier.state, frontier.where
+        self.token, self.log_odds, self.hidden = list(scores.token), list(scores.odds), scores.hidden
+        self.drawn: dict[int, tuple[State, Hidden]] = {}
 
     def shown(self, where: Sequence[int]) -> State:
         """The state with the reveal at some columns, for the head to read."""
         return self.row.after(self.state, where, self.token)
 
-    def keep(self, where: Columns, odds: Sequence[float], asked: Sequence[int]) -> None:
-        """Go on with the reveal at fewer columns; a column whose number was `asked` for and is NaN has no score."""
-        self.where = where
-        for column in asked:
-            if odds[column] != odds[column]:
-                self.odds[column] = odds[column]
+    def keep(self, passed: Sequence[int], asked: Sequence[float]) -> None:
+        """Go on with columns that passed; of those before, one where the number that was `asked` for is NaN has no score."""
+        for column in self.where:
+            if asked[column] != asked[column]:
+                self.log_odds[column] = asked[column]
+        self.where = tuple(passed)
+
+    def frontier(self) -> Frontier:
+        """Make the frontier of what is left, and note in the row what is not."""
+        before = self.before
+        back = tuple([column for column in before.where if column not in self.where])
+        self.row.remasked = back, before.scores.token
+        self.row.counts.revoked += len(back)
+        said = Scores(self.token, self.log_odds, hidden=before.scores.hidden)
+        return Frontier(before.state, said, self.where, before.memo, self.shown(self.where), self.drawn)
 
 
-class Refinement(Protocol):
-    """A change of reveals before they count: a frozen dataclass of its numbers."""
+# A change of reveals of some of the batch's rows, in place, before they count; a frozen dataclass of its numbers.
+Refinement = Callable[[Networks, Sequence[Row], list[Reveal]], None]
 
-    def __call__(self, networks: Networks, rows: Sequence[Row], reveals: list[Reveal]) -> None:
-        """Change the reveals of some of the batch's rows in place."""
-        ...
+
+def refined(
+    refine: Refinement, networks: Networks, rows: Sequence[Row], frontiers: Sequence[Frontier | None]
+) -> list[Frontier | None]:
+    """Let the head change the reveals at the frontiers of a batch's rows."""
+    reveals = [Reveal(row, at, one) for at, (row, one) in enumerate(zip(rows, frontiers, strict=True)) if one]
+    for row in rows:
+        row.remasked = ((), [])
+    if reveals:
+        refine(networks, rows, reveals)
+    made: list[Frontier | None] = [None] * len(rows)
+    for reveal in reveals:
+        made[reveal.at] = reveal.frontier()
+    return made
 
 
 def ask(networks: Networks, rows: Sequence[Row], asked: list[tuple[Reveal, State]], residual: bool = False) -> list[Hidden]:
@@ -4178,18 +4027,16 @@ def ask(networks: Networks, rows: Sequence[Row], asked: list[tuple[Reveal, State
     return [made[reveal.at][0] for reveal, _ in asked]
 
 
-def belief(networks: Networks, rows: Sequence[Row], reveals: list[Reveal], given: list[Sequence[int]]) -> list[list[float]]:
-    """Ask the head for the log-odds of revealed tokens under those at the columns `given`: of each [block], -inf elsewhere.
+def belief(
+    networks: Networks, rows: Sequence[Row], asked: Sequence[tuple[Reveal, Columns]]
+) -> list[tuple[Reveal, list[float]]]:
+    """Ask the head for the log-odds of revealed tokens under those at some columns: of each [block], -inf elsewhere.
 
     At a token that is itself given, a trained head says what the backbone would if this one token were still masked.
     """
-    hidden = ask(networks, rows, [(reveal, reveal.shown(where)) for reveal, where in zip(reveals, given, strict=True)])
-    return networks.token_odds([(reveal.row, reveal.state, reveal.where, reveal.token) for reveal in reveals], hidden)
-
-
-def kept(reveal: Reveal, passed: Sequence[int], believed: Sequence[float]) -> Columns:
-    """The columns that passed, or the most believed one where none did."""
-    return tuple(passed) or (surest(reveal.where, believed),)
+    hidden = ask(networks, rows, [(reveal, reveal.shown(given)) for reveal, given in asked])
+    found = networks.token_odds([(one.row, one.state, one.where, one.token) for one, _ in asked], hidden)
+    return [(reveal, believed) for (reveal, _), believed in zip(asked, found, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -4205,11 +4052,11 @@ class Direct:
             if not after:
                 return
             hidden = ask(networks, rows, after)
-            picked = networks.picked(networks.picker, [(reveal.row, state) for reveal, state in after], hidden)
-            for (reveal, state), scores, estimate in zip(after, picked, hidden, strict=True):
+            scored = networks.picked(networks.picker, [(reveal.row, state) for reveal, state in after], hidden)
+            for (reveal, state), scores, estimate in zip(after, scored, hidden, strict=True):
                 best = surest(state.free, scores.odds)
                 reveal.where = tuple(sorted((*reveal.where, best)))
-                reveal.token[best], reveal.odds[best], reveal.hidden = scores.token[best], scores.odds[best], estimate
+                reveal.token[best], reveal.log_odds[best], reveal.hidden = scores.token[best], scores.odds[best], estimate
                 reveal.drawn[best] = state, estimate
 
 
@@ -4226,10 +4073,9 @@ class ThresholdRemask:
 
     def __call__(self, networks: Networks, rows: Sequence[Row], reveals: list[Reveal]) -> None:
         """See `Refinement`."""
-        asked: list[Sequence[int]] = [reveal.where for reveal in reveals]
-        for reveal, odds in zip(reveals, belief(networks, rows, reveals, asked), strict=True):
-            passed = [column for column in reveal.where if odds[column] >= self.threshold]
-            reveal.keep(kept(reveal, passed, odds), odds, reveal.where)
+        for reveal, believed in belief(networks, rows, [(reveal, reveal.where) for reveal in reveals]):
+            passed = [column for column in reveal.where if believed[column] >= self.threshold]
+            reveal.keep(passed or [surest(reveal.where, believed)], believed)
 
 
 @dataclass(frozen=True)
@@ -4248,7 +4094,7 @@ class ResidualRemask:
         residual = ask(networks, rows, [(reveal, reveal.state) for reveal in reveals], residual=True)
         for reveal, moved in zip(reveals, networks.magnitudes([(r.where, r.token) for r in reveals], residual), strict=True):
             passed = [column for column in reveal.where if moved[column] <= self.delta]
-            reveal.keep(kept(reveal, passed, reveal.odds), moved, reveal.where)
+            reveal.keep(passed or [surest(reveal.where, reveal.log_odds)], moved)
 
 
 @dataclass(frozen=True)
@@ -4272,102 +4118,18 @@ class RereadRemask:
         """See `Refinement`."""
         unsettled = [reveal for reveal in reveals if len(reveal.where) > 1]
         while unsettled:  # most rows are settled by the first pass
-            asked: list[Sequence[int]] = [reveal.where for reveal in unsettled]
             going = []
-            for reveal, odds in zip(unsettled, belief(networks, rows, unsettled, asked), strict=True):
-                best = surest(reveal.where, odds)
-                doubted = [column for column in reveal.where if column != best and odds[column] < self.threshold]
-                least = min(doubted, key=lambda column: odds[column], default=None)
-                reveal.keep(tuple([one for one in reveal.where if one != least]), odds, reveal.where)
+            for reveal, believed in belief(networks, rows, [(reveal, reveal.where) for reveal in unsettled]):
+                best = surest(reveal.where, believed)
+                doubted = [column for column in reveal.where if column != best and believed[column] < self.threshold]
+                least = min(doubted, key=believed.__getitem__, default=None)
+                reveal.keep([one for one in reveal.where if one != least], believed)
                 if doubted and len(reveal.where) > 1:
                     going.append(reveal)
             unsettled = going
-        if several := [reveal for reveal in reveals if len(reveal.where) > 1]:
-            best_of = [surest(reveal.where, reveal.odds) for reveal in several]
-            for reveal, best, odds in zip(
-                several, best_of, belief(networks, rows, several, [(b,) for b in best_of]), strict=True
-            ):
-                reveal.where = tuple([one for one in reveal.where if one == best or odds[one] >= self.alone])
-
-
-# ---------------------------------------------------------------------------------------------------- generate.stopping
-
-"""Stopping criteria, asked as transformers' own loop would ask them, of rows that come along at different speeds."""
-
-
-
-
-
-class Stopping:
-    """The stopping criteria of one `generate` call, asked at every token of a row once it is final (no mask before it).
-
-    A criterion sees what it would see in transformers' loop: [rows, prompt + n] ids, the prompts as they were given, padding
-    included, and n tokens of every row behind them. Criteria that count columns or rows keep their meaning so. Here rows are
-    not equally far: one with fewer final tokens shows the mask id in their place, one that has ended shows padding behind its
-    end. The answer counts for rows whose n-th token is newly final.
-
-    Args:
-        criteria: Those to ask.
-        input_ids: [rows, prompt] long, as given.
-        pad_token_id: What stands behind the end of a text.
-        mask_token_id: What stands where there is no token yet.
-    """
-
-    def __init__(self, criteria: Sequence[StoppingCriteria], input_ids: Tensor, pad_token_id: int, mask_token_id: int) -> None:
-        self.criteria, self.prompt = criteria, input_ids
-        self.pad_id, self.mask_id = pad_token_id, mask_token_id
-        self.final: list[list[int]] = [[] for _ in input_ids]  # of all rows of the call, also of those that have left
-        self.ended = [False] * len(input_ids)
-        self.asked = [0] * len(input_ids)  # how many tokens of each row have been shown
-
-    def ask(self, rows: Sequence[Row]) -> None:
-        """Ask about all newly final tokens of some rows; where a criterion ends a row's text, it has its `stop`."""
-        going = {row.place: row for row in rows if not self.ended[row.place]}
-        for place, row in going.items():
-            upto = row.limit if row.stop is None else row.stop
-            masked = next((at for at in range(row.prompt, upto) if row.text[at] == self.mask_id), upto)
-            self.final[place] = row.text[row.prompt : masked]
-            self.ended[place] = row.stop is not None
-        most = max((len(self.final[place]) for place in going), default=0)
-        for column in range(min((self.asked[place] for place in going), default=0), most):
-            asking = [place for place in going if self.asked[place] <= column < len(self.final[place])]
-            if not asking:
-                continue
-            shown = [self._shown(tokens, column + 1, ended) for tokens, ended in zip(self.final, self.ended, strict=True)]
-            stops = self._answers(torch.cat([self.prompt, self.prompt.new_tensor(shown)], 1))
-            for place in asking:
-                self.asked[place] = column + 1
-                if stops[place]:
-                    going[place].stop, self.ended[place] = going[place].prompt + column + 1, True
-                    del self.final[place][column + 1 :], going[place]
-
-    def _shown(self, tokens: list[int], count: int, ended: bool) -> list[int]:
-        return (tokens + [self.pad_id if ended else self.mask_id] * count)[:count]
-
-    def _answers(self, ids: Tensor) -> list[bool]:
-        """Ask of each row if some criterion ends it; one that gives a single answer gives it for all rows."""
-        stops = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
-        for criterion in self.criteria:
-            try:
-                answer = criterion(ids, None)
-            except (AttributeError, TypeError) as error:
-                if "None" not in str(error):
-                    raise
-                raise ValueError(
-                    f"the stopping criterion {type(criterion).__name__} failed ({error}), and the scores that it is given are "
-                    "None here: let it decide by input_ids"
-                ) from error
-            try:
-                given = torch.as_tensor(answer, device=ids.device)
-            except (RuntimeError, TypeError, ValueError):
-                given = ids
-            if given.dtype != torch.bool or given.numel() not in (1, len(ids)):
-                raise ValueError(
-                    f"the stopping criterion {type(criterion).__name__} returned {answer!r}: it must return a bool, or a "
-                    f"tensor of one bool for each of the {len(ids)} rows"
-                )
-            stops |= given.flatten()
-        return stops.tolist()
+        several = [(reveal, (surest(reveal.where, reveal.log_odds),)) for reveal in reveals if len(reveal.where) > 1]
+        for (_, (best,)), (reveal, believed) in zip(several, belief(networks, rows, several) if several else (), strict=True):
+            reveal.where = tuple([one for one in reveal.where if one == best or believed[one] >= self.alone])
 
 
 # ---------------------------------------------------------------------------------------------------- generate.loop
@@ -4397,8 +4159,7 @@ class Drafting:
     Attributes:
         states: K, the states a row may submit per round.
         branches: Followers of a state that are considered; 1 drafts a chain.
-        passes: Head passes per round; with `states - 1` of them each drafted state is re-read before the next; 0: drafts come
-            from the backbone's own stale logits.
+        passes: Head passes per round, below `states`; 0: drafts come from the backbone's own stale logits.
         paced: `states` and `passes` are the most of both: each round has as much as measured time says pays (`Budget`).
     """
 
@@ -4440,8 +4201,8 @@ class Decoder:
         mode: What is revealed, refined and drafted.
         networks: What the device computes.
         budget: Chooses how much each round drafts.
-        stopping: Asks the stopping criteria; or None.
-        on_round: Called behind the prefill and every round with the batch's rows and those that take part; or None.
+        watches: Called in turn behind the prefill and every round with the batch's rows; one that asks stopping criteria may
+            end rows.
         least_rows: Rows that have ended leave the batch by halves, but not below so many.
 
     Attributes:
@@ -4454,12 +4215,10 @@ class Decoder:
         mode: Mode,
         networks: Networks,
         budget: Budget,
-        stopping: Stopping | None = None,
-        on_round: Callable[[Sequence[Row]], None] | None = None,
+        watches: Sequence[Callable[[Sequence[Row]], None]] = (),
         least_rows: int = 1,
     ) -> None:
-        self.mode, self.networks, self.budget, self.stopping = mode, networks, budget, stopping
-        self.on_round, self.least_rows = on_round, least_rows
+        self.mode, self.networks, self.budget, self.watches, self.least_rows = mode, networks, budget, watches, least_rows
         self.verified = self.slots = 0
 
     def decode(self, rows: list[Row], reused: Sequence[int]) -> None:
@@ -4473,25 +4232,24 @@ class Decoder:
             UnscoredError: for a position at which no token has a finite score.
         """
         with self.networks.attending():
-            self._decode(rows, reused)
+            scores = self.networks.prefill(rows, reused)
+            self.write(rows, [first_frontier(row, self.mode.rule, said) for row, said in zip(rows, scores, strict=True)])
+            self.watch(rows)
+            batch = rows
+            while active := sum(row.stop is None for row in batch):
+                if (size := self.smaller(len(batch), active)) < len(batch):
+                    batch = self.networks.narrow(batch, size)
+                begun = perf_counter()
+                amount = self.budget.choose(batch)
+                steps = self.round(batch, amount)
+                self.budget.learn(amount, batch, steps, perf_counter() - begun)
+                self.watch(batch)
+            self.networks.widen(max(row.held for row in rows))
 
-    def _decode(self, rows: list[Row], reused: Sequence[int]) -> None:
-        whole = rows
-        scores = self.networks.prefill(rows, reused)
-        self.write(rows, [first_frontier(row, self.mode.rule, said) for row, said in zip(rows, scores, strict=True)])
-        if self.on_round is not None:
-            self.on_round(rows)
-        while any(row.stop is None for row in rows):
-            active = sum(row.stop is None for row in rows)
-            if (size := self.smaller(len(rows), active)) < len(rows):
-                rows = self.networks.narrow(rows, size)
-            begun = perf_counter()
-            amount = self.budget.choose(rows)
-            came_to = self.round(rows, amount)
-            self.budget.learn(amount, rows, came_to, perf_counter() - begun)
-            if self.on_round is not None:
-                self.on_round(rows)
-        self.networks.widen(max(row.held for row in whole))
+    def watch(self, rows: Sequence[Row]) -> None:
+        """Show the rows to all who watch."""
+        for watch in self.watches:
+            watch(rows)
 
     def smaller(self, size: int, active: int) -> int:
         """Halve the size of the batch as long as `active` rows have room in it."""
@@ -4515,37 +4273,33 @@ class Decoder:
 
     def draft(self, rows: Sequence[Row], amount: Amount) -> list[list[Node]]:
         """Choose the states of the round: none for rows that have ended."""
-        drafting = self.mode.drafting
+        drafting, rule = self.mode.drafting, self.mode.rule
         if drafting is None or amount.states == 1:
             return [undrafted(row, amount.narrow) if row.stop is None else [] for row in rows]
-        branches, rule = drafting.branches, self.mode.rule
         estimates: list[dict[Key, Scores]] = [{} for _ in rows]
-        for turn, size in enumerate(growth(amount.states, amount.passes) if amount.passes else []):
-            grown = [
-                build_draft(row, rule, size, branches, known) if row.stop is None else []
-                for row, known in zip(rows, estimates, strict=True)
-            ]
-            # Later passes leave out the row's own state: what it is read from stays the same.
-            self.read(rows, [nodes[min(turn, 1) :] for nodes in grown], estimates)
-        return [
-            build_draft(row, rule, amount.states, branches, known) if row.stop is None else []
-            for row, known in zip(rows, estimates, strict=True)
-        ]
 
-    def read(self, rows: Sequence[Row], grown: Sequence[Sequence[Node]], estimates: Sequence[dict[Key, Scores]]) -> None:
+        def grown(size: int) -> list[list[Node]]:
+            known = zip(rows, estimates, strict=True)
+            return [build_draft(row, rule, size, drafting.branches, one) if row.stop is None else [] for row, one in known]
+
+        for turn, size in enumerate(growth(amount.states, amount.passes) if amount.passes else []):
+            # Later passes leave out the row's own state: what it is read from stays the same.
+            self.read(rows, [nodes[min(turn, 1) :] for nodes in grown(size)], estimates)
+        return grown(amount.states)
+
+    def read(self, rows: Sequence[Row], drafts: Sequence[Sequence[Node]], estimates: Sequence[dict[Key, Scores]]) -> None:
         """Let the head read drafted states in one pass: an estimate for each, from what its source has."""
         asked = [
             [(node.state, node.source.hidden) for node in nodes if node.state.masks and node.source and node.source.hidden]
-            for nodes in grown
+            for nodes in drafts
         ]
-        if not any(asked):
-            return
-        made = self.networks.head(rows, asked)
-        states = [(row, state) for row, part in zip(rows, asked, strict=True) for state, _ in part]
-        picked = iter(self.networks.picked(self.networks.drafter, states, [one for part in made for one in part]))
-        for part, known in zip(asked, estimates, strict=True):
-            for state, _ in part:
-                known[state.key] = next(picked)
+        if any(asked):
+            made = self.networks.head(rows, asked)
+            states = [(row, state) for row, part in zip(rows, asked, strict=True) for state, _ in part]
+            scores = self.networks.picked(self.networks.drafter, states, [one for part in made for one in part])
+            keys = [(known, state.key) for part, known in zip(asked, estimates, strict=True) for state, _ in part]
+            for (known, key), said in zip(keys, scores, strict=True):
+                known[key] = said
 
     def accept(
         self, rows: Sequence[Row], drafts: Sequence[Sequence[Node]], scores: Sequence[Sequence[Scores]], drafted: bool
@@ -4565,38 +4319,19 @@ class Decoder:
         return self.mode.rule
 
     def write(self, rows: Sequence[Row], frontiers: Sequence[Frontier | None]) -> None:
-        """Refine the last reveals and write them; then ask which texts have come to their end."""
+        """Refine the last reveals and write them; note which texts are whole."""
         if self.mode.refine is not None:
-            frontiers = self.refined(self.mode.refine, rows, frontiers)
+            frontiers = refined(self.mode.refine, self.networks, rows, frontiers)
         for row, frontier in zip(rows, frontiers, strict=True):
             if frontier is not None:
                 write(row, frontier)
             if row.stop is None:
                 row.settle()
-        if self.stopping is not None:
-            self.stopping.ask(rows)
-
-    def refined(self, refine: Refinement, rows: Sequence[Row], frontiers: Sequence[Frontier | None]) -> list[Frontier | None]:
-        """Let the head change the last reveals."""
-        made = list(frontiers)
-        reveals = [Reveal.of(row, at, one) for at, (row, one) in enumerate(zip(rows, frontiers, strict=True)) if one]
-        if reveals:
-            refine(self.networks, rows, reveals)
-        for row in rows:
-            row.remasked = ((), [])
-        for reveal in reveals:
-            before = frontiers[reveal.at]
-            assert before is not None
-            made[reveal.at] = reveal.frontier(before)
-            back = tuple([column for column in before.where if column not in reveal.where])
-            reveal.row.remasked = back, before.scores.token
-            reveal.row.counts.revoked += len(back)
-        return made
 
 
 # ---------------------------------------------------------------------------------------------------- generate.option_table
 
-"""The options of `generate` beyond those of transformers, each declared once, as a field of `DecodingOptions`.
+"""The options of `generate`, each declared once: its own, as fields of `DecodingOptions`, and transformers' that it checks.
 
 From them come the fields of `MRPGenerationConfig`, `help`, defaults and checks, the flags of command lines, and the
 table of docs/decoding.md. Nothing here imports torch, so that the help of a command line comes at once.
@@ -4623,7 +4358,7 @@ class Option:
         holds: The range: True of the values allowed, given one of that type and the model's block size.
         remedy: The end of the error for others; `{block_size}` stands for the model's.
         help: Its meaning, a line of Markdown.
-        modes: The values of `decoding` in which it has an effect; it has one, too, in modes that draft for these as `target`.
+        modes: The values of `decoding` in which it acts; it acts, too, in modes that draft for these as `target`.
     """
 
     name: str
@@ -4634,7 +4369,7 @@ class Option:
     help: str = ""
     modes: tuple[str, ...] = DECODINGS
 
-    def counts(self, decoding: str, target: str | None = None) -> bool:
+    def acts(self, decoding: str, target: str | None = None) -> bool:
         """Tell if it has an effect in a mode, which drafts for `target` if it drafts."""
         return decoding in self.modes or (decoding in DRAFTING and target in self.modes)
 
@@ -4658,16 +4393,18 @@ class Option:
 # Type, range and remedy.
 _Values = tuple[Any, Callable[[Any, int], bool], str]
 COUNT: _Values = (int, lambda v, _: v >= 1, "it must be an int of 1 or more")
+FROM_ZERO: _Values = (int, lambda v, _: v >= 0, "it must be an int of 0 or more")
 _MOST_STATES = 256  # of a block of 4, the shortest published, the kernels hold no more
+_MOST_COPIES = 65_535  # a CUDA grid has no more in the dimension along which attention takes rows
 _STATES: _Values = (
     int | str,
     lambda v, _: v == "auto" if isinstance(v, str) else 1 <= v <= _MOST_STATES,
     f"it must be 'auto' or an int from 1 to {_MOST_STATES}",
 )
 _STEPS: _Values = (int, lambda v, size: 1 <= v <= size, "it must be an int from 1 to {block_size}")
-PROBABILITY: _Values = (int | float, lambda v, _: 0 <= v <= 1, "it must be a probability, a float from 0 to 1")
 _NATS: _Values = (int | float, lambda v, _: v >= 0, "it must be a number of nats, a float of 0 or more")
 _LOGITS: _Values = (int | float, lambda v, _: v > 0, "it must be a positive number of logits, a float")
+_PROBABILITY: _Values = (int | float, lambda v, _: 0 <= v <= 1, "it must be a probability, a float from 0 to 1")
 _KERNELS: _Values = (bool, lambda *_: True, "use None (where they can be used), True (or an error) or False (PyTorch only)")
 _GRAPHS: _Values = (bool, lambda *_: True, "use True, False, or None for CUDA graphs where they are possible")
 _SEED: _Values = (
@@ -4708,7 +4445,7 @@ class DecodingOptions:
     decoding: Annotated[Decoding | None, "static", _one_of(DECODINGS)] = None
     target: Annotated[Target | None, "static", _one_of(TARGETS), DRAFTING] = None
     denoising_steps: Annotated[int | None, None, _STEPS, ("static", "sequential", "mrp_direct")] = None
-    confidence_threshold: Annotated[float | None, 0.9, PROBABILITY, ("dynamic", "mrp_remask")] = None
+    confidence_threshold: Annotated[float | None, 0.9, _PROBABILITY, ("dynamic", "mrp_remask")] = None
     entropy_threshold: Annotated[float | None, 0.35, _NATS, ("entropy_bound",)] = None
     mrp_steps: Annotated[int | None, 1, _STEPS, ("mrp_direct",)] = None
     num_draft_states: Annotated[int | Literal["auto"] | None, "auto", _STATES, DRAFTING] = None
@@ -4736,6 +4473,101 @@ def _declared() -> tuple[Option, ...]:
 OPTIONS = _declared()
 
 
+def ids_of(value: Any) -> list[Any]:
+    """List the ids that an option gives: one, several, a tensor of them, or None."""
+    if hasattr(value, "flatten"):
+        return list(value.flatten().tolist())
+    return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _is_id(value: Any) -> bool:
+    return hasattr(value, "__index__") and not isinstance(value, bool)
+
+
+def _of_transformers(values: Mapping[str, _Values]) -> tuple[Option, ...]:
+    return tuple(Option(name, None, *allowed) for names, allowed in values.items() for name in names.split())
+
+
+_REAL, _GREEDY = int | float, "it must be a positive number (greedy decoding is do_sample=False)"
+# Options of transformers that it checks later, or not, or by failing on them; the others only sampling follows: clients ask
+# for greedy decoding by do_sample=False together with temperature=0.
+CHECKED = _of_transformers(
+    {
+        "do_sample return_dict_in_generate output_scores output_logits": (bool, lambda *_: True, "use True or False"),
+        "remove_invalid_values": (bool, lambda *_: True, "use True or False"),
+        "max_new_tokens max_length": COUNT,
+        "min_new_tokens min_length no_repeat_ngram_size": FROM_ZERO,
+        "max_time": (_REAL, lambda v, _: v >= 0, "it must be a number of seconds, 0 or more"),
+        "repetition_penalty": (_REAL, lambda v, _: 0 < v < inf, "it must be a positive number (1: off)"),
+        "num_return_sequences": (int, lambda v, _: 1 <= v <= _MOST_COPIES, f"it must be an int from 1 to {_MOST_COPIES}"),
+        "eos_token_id": (object, lambda v, _: all(map(_is_id, ids_of(v))), "it must be an id, an int, a list of them or None"),
+        "pad_token_id": (object, lambda v, _: _is_id(v), "it must be an id, an int, or None"),
+        "suppress_tokens": (list | tuple, lambda v, _: all(map(_is_id, v)), "it must be a list of ids"),
+    }
+)
+OF_SAMPLING = _of_transformers(
+    {
+        "temperature": (_REAL, lambda v, _: 0 < v < inf, _GREEDY),
+        "top_k": FROM_ZERO,
+        "top_p min_p": _PROBABILITY,
+        "typical_p top_h": (_REAL, lambda v, _: 0 < v <= 1, "it must be above 0 and 1 (off) at most"),
+        "epsilon_cutoff eta_cutoff": (_REAL, lambda v, _: 0 <= v < 1, "it must be a probability, 0 (off) or more and below 1"),
+    }
+)
+_GUIDANCE = "guidance needs a second forward of each state, under another prompt"
+_BOUGHT = "drafts are states of a block, not tokens on the right: decoding='self_spec' or 'mrp_spec' makes them"
+_PACKED = "rounds hold drafted states side by side, of which no text needs them; the forward of the model returns them"
+_FORCED = "transformers forces words by beams, which compare prefixes that grow from the left; given tokens are infill_ids"
+_ENCODER = "there is no encoder; repetition_penalty and no_repeat_ngram_size see the prompt, too"
+# Options and arguments of transformers that have no meaning here: what switches them off beside None, and why that is.
+UNSUPPORTED: dict[str, tuple[Any, str]] = {
+    one: (off, why)
+    for several, off, why in (
+        ("num_beams num_beam_groups", 1, "beams compare prefixes that grow from the left; use num_return_sequences, do_sample"),
+        ("penalty_alpha", 0, "contrastive search runs a forward for each candidate of one token, and a step here has many"),
+        ("guidance_scale", 1, _GUIDANCE),
+        ("negative_prompt_ids", None, _GUIDANCE),
+        ("dola_layers", None, "tokens are picked from the last layer, and no state keeps the earlier ones"),
+        ("token_healing", False, "a prompt's last token is kept: cut it off the prompt"),
+        ("constraints force_words_ids", None, _FORCED),
+        ("use_mtp", False, _BOUGHT),
+        ("prompt_lookup_num_tokens assistant_early_exit", None, _BOUGHT),
+        ("assistant_model", None, "the model's own MRP head drafts: use decoding='mrp_spec'"),
+        ("output_attentions output_hidden_states", False, _PACKED),
+        ("cache_implementation", None, "keys and values lie in a BlockCache, where a round's states do"),
+        ("prefill_chunk_size", None, "prompts are read in chunks of whole blocks as it is"),
+        ("watermarking_config", None, "a watermark is seeded by the token on the left, which may come later"),
+        ("exponential_decay_length_penalty", None, "it grows with columns of the padded batch, which a processor does not see"),
+        ("begin_suppress_tokens", None, "it acts at one column of the padded batch; suppress_tokens acts everywhere"),
+        ("forced_bos_token_id", None, "it acts where the text has one token, a decoder's start: put it into the prompt"),
+        ("forced_eos_token_id", None, "it acts at the last column of the padded batch; a text that ends there needs no eos"),
+        ("encoder_repetition_penalty", 1, _ENCODER),
+        ("encoder_no_repeat_ngram_size", 0, _ENCODER),
+        ("prefix_allowed_tokens_fn", None, "it is asked by rows of prefixes; here positions of all rows are scored together"),
+        ("inputs_embeds", None, "pass a [rows, length] tensor of ids as input_ids"),
+        ("position_ids", None, "positions are counted from the first token of each row"),
+    )
+    for one in several.split()
+}
+
+
+def check_values(values: Mapping[str, Any], block_size: int | None, sampling: bool) -> None:
+    """Raise `ValueError`, with value and remedy, for the first of some options whose value cannot be honoured by itself.
+
+    Without `sampling`, those that only sampling follows may be anything, as in transformers.
+    """
+    for option in (*CHECKED, *OPTIONS, *(OF_SAMPLING if sampling else ())):
+        if (value := values.get(option.name)) is not None:
+            option.check(value, block_size)
+
+
+def check_supported(values: Mapping[str, Any]) -> None:
+    """Raise `ValueError`, with value and reason, for the first of some options and arguments that is not supported."""
+    for name, (off, why) in UNSUPPORTED.items():
+        if (value := values.get(name)) not in (None, off):
+            raise ValueError(f"{name}={reprlib.repr(value)} is not supported: {why}. Leave {name} unset")
+
+
 def closest_name(name: str, names: Iterable[str]) -> str:
     """Suggest the one of some names that is most like this one, with a space before; "" if none is."""
     near = difflib.get_close_matches(name, sorted(names), n=1, cutoff=0.75)
@@ -4744,105 +4576,32 @@ def closest_name(name: str, names: Iterable[str]) -> str:
 
 # ---------------------------------------------------------------------------------------------------- generate.options
 
-"""The options of `generate` for MRP models: the config that holds, checks and interprets them."""
+"""The input of a call of `generate`: its options, with the config that holds and interprets them, and its prompts; checked."""
 
 
 
 
-# Of options that were checked, none of them None, and the block size.
+logger = transformers_logging.get_logger(__name__)
+
+# Of options that were checked, none of them None.
 _RULES: dict[str, Callable[[Any, int], RevealRule]] = {
     "static": lambda options, block: Static(schedule_of(block, options.denoising_steps)),
     "dynamic": lambda options, block: Dynamic(logit(options.confidence_threshold)),
     "sequential": lambda options, block: Sequential(schedule_of(block, options.denoising_steps)),
     "entropy_bound": lambda options, block: EntropyBound(options.entropy_threshold),
 }
-_MODES: dict[str, Callable[[Any, int], Mode]] = {
-    **{name: lambda options, block: Mode(_RULES[options.decoding](options, block)) for name in TARGETS},
-    "self_spec": lambda options, block: Mode(_RULES[options.target](options, block), drafting=_drafting(options, 0)),
-    "mrp_spec": lambda options, block: Mode(
-        _RULES[options.target](options, block), drafting=_drafting(options, options.draft_passes)
-    ),
-    "mrp_direct": lambda options, block: Mode(_RULES["static"](options, block), Direct(options.mrp_steps)),
-    "mrp_remask": lambda options, block: Mode(_RULES["dynamic"](options, block), _REMASKS[options.remask_rule](options)),
+# Modes that refine: the rule whose reveals they change, and how.
+_REFINED: dict[str, tuple[str, Callable[[Any], Refinement]]] = {
+    "mrp_direct": ("static", lambda options: Direct(options.mrp_steps)),
+    "mrp_remask": ("dynamic", lambda options: _REMASKS[options.remask_rule](options)),
 }
-_REMASKS: dict[str, Callable[[Any], Any]] = {
+_REMASKS: dict[str, Callable[[Any], Refinement]] = {
     "reread": lambda options: RereadRemask(logit(options.confidence_threshold), logit(0.5 * options.confidence_threshold)),
     "threshold": lambda options: ThresholdRemask(logit(options.confidence_threshold)),
     "residual": lambda options: ResidualRemask(options.residual_delta),
 }
-
-
-def _drafting(options: Any, passes: int) -> Drafting:
-    states, auto = options.num_draft_states, options.num_draft_states == "auto"
-    states = WIDTHS[-1] if auto else states
-    return Drafting(states, options.draft_branches, min(passes, states - 1), auto)
-
-
-_FROM_ZERO: Any = (int, lambda v, _: v >= 0, "it must be an int of 0 or more")
-_CUTOFF: Any = (int | float, lambda v, _: 0 <= v < 1, "it must be a probability, 0 (off) or more and below 1")
-_POSITIVE_SHARE: Any = (int | float, lambda v, _: 0 < v <= 1, "it must be above 0 and 1 (off) at most")
-_POSITIVE: Any = (int | float, lambda v, _: 0 < v < inf, "it must be a positive number (1: off)")
-_TEMPERATURE: Any = (*_POSITIVE[:2], "it must be a positive number (greedy decoding is do_sample=False)")
-_SECONDS: Any = (int | float, lambda v, _: v >= 0, "it must be a number of seconds, 0 or more")
-_FLAG: Any = (bool, lambda *_: True, "use True or False")
-_MOST_COPIES = 65_535  # a CUDA grid has no more in the dimension along which attention takes rows
-_COPIES: Any = (int, lambda v, _: 1 <= v <= _MOST_COPIES, f"it must be an int from 1 to {_MOST_COPIES}")
-_IDS: Any = (object, lambda v, _: all(map(_is_id, _ids_of(v))), "it must be an id, an int, or a list of them or None")
-_ID: Any = (object, lambda v, _: _is_id(v), "it must be an id, an int, or None")
-# Options of transformers that it checks later, or not, or by failing on them; the last ones only sampling follows: clients ask
-# for greedy decoding by do_sample=False together with temperature=0.
-CHECKED = (
-    *(Option(name, None, *_FLAG) for name in ("do_sample", "return_dict_in_generate", "output_scores", "output_logits")),
-    Option("remove_invalid_values", None, *_FLAG),
-    *(Option(name, None, *COUNT) for name in ("max_new_tokens", "max_length")),
-    *(Option(name, None, *_FROM_ZERO) for name in ("min_new_tokens", "min_length", "no_repeat_ngram_size")),
-    Option("max_time", None, *_SECONDS),
-    Option("repetition_penalty", None, *_POSITIVE),
-    Option("num_return_sequences", None, *_COPIES),
-    Option("eos_token_id", None, *_IDS),
-    Option("pad_token_id", None, *_ID),
-    Option("suppress_tokens", None, list | tuple, lambda v, _: all(map(_is_id, v)), "it must be a list of ids"),
-)
-OF_SAMPLING = (
-    Option("temperature", None, *_TEMPERATURE),
-    Option("top_k", None, *_FROM_ZERO),
-    *(Option(name, None, *PROBABILITY) for name in ("top_p", "min_p")),
-    *(Option(name, None, *_POSITIVE_SHARE) for name in ("typical_p", "top_h")),
-    *(Option(name, None, *_CUTOFF) for name in ("epsilon_cutoff", "eta_cutoff")),
-)
-_BEAMS = "a beam compares prefixes that grow from the left; several texts of a prompt are num_return_sequences with do_sample"
-_PACKED = "rounds hold drafted states side by side, of which no text needs them; the forward of the model returns them"
-_CONSTRAINED = "transformers forces words by beams, which compare prefixes that grow from the left"
-_BOUGHT = "drafts are states of a block, not tokens on the right: decoding='self_spec' or 'mrp_spec' makes them"
-_ENCODER = "there is no encoder, and its prompt would be the padded batch"
-# Options of transformers that have no meaning here: what switches them off beside None, and why that is.
-UNSUPPORTED: dict[str, tuple[Any, str]] = {
-    "num_beams": (1, _BEAMS),
-    "num_beam_groups": (1, _BEAMS),
-    "penalty_alpha": (0, "contrastive search runs a forward for each candidate of one next token, and here a step has many"),
-    "guidance_scale": (1, "guidance needs a second forward of each state, under another prompt"),
-    "dola_layers": (None, "tokens are picked from the last layer, and no state keeps the earlier ones"),
-    "token_healing": (False, "a prompt's last token is kept: cut it off the prompt"),
-    "constraints": (None, _CONSTRAINED),
-    "force_words_ids": (None, f"{_CONSTRAINED}; given tokens are infill_ids"),
-    "use_mtp": (False, _BOUGHT),
-    "prompt_lookup_num_tokens": (None, _BOUGHT),
-    "assistant_early_exit": (None, _BOUGHT),
-    "output_attentions": (False, _PACKED),
-    "output_hidden_states": (False, _PACKED),
-    "cache_implementation": (None, "keys and values lie in a BlockCache, where a round's states do"),
-    "prefill_chunk_size": (None, "prompts are read in chunks of whole blocks as it is"),
-    "watermarking_config": (None, "a watermark is seeded by the token on the left, which may come later"),
-    "exponential_decay_length_penalty": (
-        None,
-        "it grows with the columns of the padded batch, which a processor here does not see",
-    ),
-    "begin_suppress_tokens": (None, "it acts at one column of the padded batch; suppress_tokens acts everywhere"),
-    "forced_bos_token_id": (None, "it acts where the text has one token, a decoder's start: put it into the prompt"),
-    "forced_eos_token_id": (None, "it acts at the last column of the padded batch; a text that ends there needs no eos"),
-    "encoder_repetition_penalty": (1, f"{_ENCODER}; repetition_penalty sees the prompt, too"),
-    "encoder_no_repeat_ngram_size": (0, f"{_ENCODER}; no_repeat_ngram_size sees the prompt, too"),
-}
+# What else `generate` may be given, beside the fields of the generation config.
+_ARGUMENTS = {"input_ids", "attention_mask", "logits_processor", "stopping_criteria", "tokenizer", "synced_gpus"}
 
 _T = TypeVar("_T")
 
@@ -4893,24 +4652,31 @@ class MRPGenerationConfig(DecodingOptions, GenerationConfig):
                 "MRPForCausalLM.from_backbone(backbone, head=...) or model.attach_head(head), or use 'self_spec', which is "
                 "lossless and needs no head"
             )
-        for name, (off, why) in UNSUPPORTED.items():
-            if (value := getattr(self, name, None)) not in (None, off):
-                raise ValueError(f"{name}={value!r} is not supported: {why}. Leave {name} unset")
+        check_supported(vars(self))
 
     def mode(self, block_size: int) -> Mode:
         """Look up what is revealed, refined and drafted, of options that were checked."""
-        return _MODES[str(self.decoding)](self, block_size)
+        options: Any = self  # none of them None
+        name, auto = options.decoding, options.num_draft_states == "auto"
+        if name in _REFINED:
+            rule, refinement = _REFINED[name]
+            return Mode(_RULES[rule](self, block_size), refinement(self))
+        if name not in DRAFTING:
+            return Mode(_RULES[name](self, block_size))
+        states = WIDTHS[-1] if auto else options.num_draft_states
+        passes = min(options.draft_passes, states - 1) if name == "mrp_spec" else 0
+        return Mode(_RULES[options.target](self, block_size), drafting=Drafting(states, options.draft_branches, passes, auto))
 
     def eos_ids(self) -> list[int]:
         """List the ids that end a row."""
-        return _ids_of(self.eos_token_id)
+        return ids_of(self.eos_token_id)
+
+    def pad_id(self) -> int:
+        """Choose the id that stands behind the end of a text."""
+        return self.pad_token_id if self.pad_token_id is not None else next(iter(self.eos_ids()), 0)
 
     def seeds(self, rows: int) -> list[int]:
-        """Give every row its seed.
-
-        Raises:
-            ValueError: if `seed` lists another number of them.
-        """
+        """Give every row its seed; raise `ValueError` if `seed` lists another number of them."""
         if isinstance(self.seed, list):
             if len(self.seed) != rows:
                 raise ValueError(
@@ -4926,35 +4692,143 @@ _FIELDS = (*vars(GenerationConfig()), *get_type_hints(DecodingOptions))
 OPTION_NAMES = frozenset(name for name in _FIELDS if not name.startswith("_"))
 
 
-def did_you_mean(name: str) -> str:
-    """Suggest the option whose name is most like this one, with a space before; "" if none is."""
-    return closest_name(name, OPTION_NAMES)
+def set_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Select the fields that are set, without those that are transformers' own affair."""
+    return {name: value for name, value in fields.items() if value is not None and not str(name).startswith("_")}
 
 
-def check_values(values: Mapping[str, Any], block_size: int | None, sampling: bool) -> None:
-    """Raise `ValueError`, with value and remedy, for the first of some options whose value cannot be honoured by itself.
+def resolved(model: Any, given: Any, kwargs: dict[str, Any]) -> tuple[MRPGenerationConfig, dict[str, Any]]:
+    """Resolve and check the options of a call: arguments go before a given config, and that before the model's own.
 
-    Without `sampling`, those that only sampling follows may be anything, as in transformers.
+    Returns:
+        The options, and the other arguments.
+
+    Raises:
+        ValueError: for what `generate` does not know, does not support, or cannot honour.
     """
-    for option in (*CHECKED, *OPTIONS, *(OF_SAMPLING if sampling else ())):
-        if (value := values.get(option.name)) is not None:
-            option.check(value, block_size)
+    if isinstance(given, GenerationConfig):
+        given = vars(given)
+    elif not isinstance(given, dict | None):
+        raise ValueError(f"generation_config is {given!r}: pass a GenerationConfig, or a dict of its fields")
+    if unknown := _listed(_unknown(given or {})):
+        raise ValueError(f"generation_config has unknown fields: {unknown}. Check their spelling, or leave them unset")
+    own = vars(model.generation_config)
+    if unknown := _listed(_unknown(own)):
+        logger.warning_once(f"fields of the model's generation_config that generate does not know have no effect: {unknown}")
+    asked = set_fields(given or {}) | set_fields(kwargs)
+    if kwargs.get("eos_token_id", 0) is None:  # as an argument it means no eos; left as None, the model's own would come back
+        asked["eos_token_id"] = []
+    config, fields = MRPGenerationConfig(), set_fields(own) | asked
+    for name in fields.keys() & OPTION_NAMES:
+        setattr(config, name, fields[name])
+    config.check(model.config.block_size, model.config.has_head)
+    others = {name: value for name, value in asked.items() if name not in OPTION_NAMES}
+    check_supported(others)
+    if unused := _listed(others.keys() - _ARGUMENTS):
+        raise ValueError(f"{unused}: not used or not supported by generate here. Check the spelling, or leave it unset")
+    for name in ("logits_processor", "stopping_criteria"):
+        if not isinstance(functions := others.get(name, []), list) or not all(map(callable, functions)):
+            raise ValueError(f"{name} is {functions!r}: pass a list of functions, or of transformers' own")
+    tokenizer, strings = others.pop("tokenizer", None), config.stop_strings
+    if strings is not None:  # transformers would lose the tokenizer on the way to a custom loop
+        check_stop_strings(strings, tokenizer)
+        criteria = [*others.get("stopping_criteria", []), StopStringCriteria(tokenizer, strings)]
+        others["stopping_criteria"], config.stop_strings = StoppingCriteriaList(criteria), None
+    check_special_ids(config.eos_ids(), config.pad_id(), model.config.mask_token_id, model.config.vocab_size)
+    return config, others
 
 
-def _ids_of(value: Any) -> list[Any]:
-    """List the ids that an option gives: one, several or None."""
-    if isinstance(value, Tensor):
-        return list(value.flatten().tolist())
-    return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
+def _unknown(fields: Iterable[Any]) -> set[str]:
+    return {name for name in map(str, fields) if not name.startswith("_")} - OPTION_NAMES
 
 
-def _is_id(value: Any) -> bool:
-    return hasattr(value, "__index__") and not isinstance(value, bool)
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(f"{name}{closest_name(name, OPTION_NAMES)}" for name in sorted(names))
+
+
+def check_stop_strings(strings: Any, tokenizer: Any) -> None:
+    """Raise `ValueError` unless these are texts, and a tokenizer is there to find them."""
+    texts = [strings] if isinstance(strings, str) else strings
+    if not isinstance(texts, list | tuple) or not texts or not all(isinstance(one, str) and one for one in texts):
+        raise ValueError(f"stop_strings is {strings!r}: it must be a text or a list of texts, none of them empty")
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        given = "" if tokenizer is None else f", and tokenizer is {tokenizer!r}"
+        raise ValueError(f"stop_strings={strings!r} need the tokenizer{given}: pass tokenizer=... to generate")
+
+
+def check_special_ids(eos: list[int], pad: int, mask_token_id: int, vocab_size: int) -> None:
+    """Raise `ValueError` for an eos or padding outside the vocabulary, or an eos that is the mask."""
+    for name, ids in (("eos_token_id", eos), ("pad_token_id", [pad])):
+        if outside := [one for one in ids if not 0 <= one < vocab_size]:
+            raise ValueError(f"{name} holds {outside[0]}, outside the vocabulary of {vocab_size}: use one inside")
+    if mask_token_id in eos:
+        raise ValueError(f"eos_token_id holds the mask id {mask_token_id}, which is never picked: leave it out")
+
+
+def check_prompt(prompt: Any, attention_mask: Any, mask_token_id: int, vocab_size: int) -> None:
+    """Raise `ValueError` unless `prompt` is [rows, length] ids, and `attention_mask` None or as large."""
+    _check_shape("input_ids", prompt)
+    real = torch.ones_like(prompt, dtype=torch.bool)
+    if attention_mask is not None:
+        if not isinstance(attention_mask, Tensor) or attention_mask.shape != prompt.shape:
+            given = list(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
+            raise ValueError(
+                f"attention_mask is {given} for input_ids of {list(prompt.shape)}: generate takes a 2-D tensor of 0 and 1 of "
+                "the same shape (a 4-D mask works with forward only)"
+            )
+        if bool((odd := (attention_mask != 0) & (attention_mask != 1)).any()):
+            raise ValueError(f"attention_mask holds {attention_mask[odd][0].item()}: it must be 1 at tokens and 0 at padding")
+        real = attention_mask.bool()
+    if bool(((prompt == mask_token_id) & real).any()):
+        raise ValueError(
+            f"the prompt holds the mask id {mask_token_id}: pass what stands before the first mask as input_ids, and the rest, "
+            "masks and given tokens, as infill_ids"
+        )
+    _check_range("the prompt holds", prompt[real], vocab_size)
+
+
+def check_infill(infill_ids: Any, rows: int, vocab_size: int) -> None:
+    """Raise `ValueError` unless `infill_ids` are [rows, n] ids."""
+    _check_shape("infill_ids", infill_ids, rows)
+    _check_range("infill_ids hold", infill_ids, vocab_size)
+
+
+def check_rows(real: Tensor, new_tokens: int, max_positions: int) -> None:
+    """Raise `ValueError` for a row without a token or with holes, or more tokens than positions; `real` is [rows, length]."""
+    for row in (~real.any(-1)).nonzero():
+        raise ValueError(f"row {int(row)} has no token (its attention_mask is all zeros): drop the row")
+    for row in ((real[:, 1:] & ~real[:, :-1]).sum(-1) + real[:, 0] > 1).nonzero():
+        raise ValueError(
+            f"attention_mask of row {int(row)} has holes: a row's tokens must be contiguous, with padding on one side or both"
+        )
+    longest = int(real.sum(-1).max())
+    if longest + new_tokens > max_positions:
+        raise ValueError(
+            f"a prompt of {longest} tokens and {new_tokens} new ones make {longest + new_tokens}, which exceeds "
+            f"max_position_embeddings={max_positions}: shorten the prompt or lower max_new_tokens (or max_length)"
+        )
+
+
+def _check_shape(name: str, ids: Any, rows: int | None = None) -> None:
+    if not isinstance(ids, Tensor) or ids.dtype not in (torch.long, torch.int):
+        hint = ". Of what a tokenizer returns with return_tensors='pt', pass **inputs" if hasattr(ids, "keys") else ""
+        kind = str(ids.dtype) if isinstance(ids, Tensor) else f"a {type(ids).__name__}"
+        raise ValueError(f"{name} are {kind}: pass a [rows, n] tensor of ids, torch.long{hint}")
+    if ids.dim() != 2 or not ids.numel() or len(ids) != (rows or len(ids)):
+        prompts, hint = f" for {rows} prompts" if rows else "", f". For one row pass {name}[None]" if ids.dim() == 1 else ""
+        raise ValueError(
+            f"{name} have shape {list(ids.shape)}{prompts}: pass [{rows or 'rows'}, n], with a token or more in each{hint}"
+        )
+
+
+def _check_range(what: str, ids: Tensor, vocab_size: int) -> None:
+    for outside in ids[(ids < 0) | (ids >= vocab_size)]:
+        raise ValueError(f"{what} the id {int(outside)}, outside the vocabulary of {vocab_size}: use this model's tokenizer")
 
 
 # ---------------------------------------------------------------------------------------------------- generate.output
 
-"""What `generate` gives: texts, streamed while they are decoded, and what they cost."""
+"""The output of `generate`, and what watches its rounds: streamers, stopping criteria, and the progress of each row."""
 
 
 
@@ -4962,30 +4836,26 @@ def _is_id(value: Any) -> bool:
 
 @dataclass
 class MRPGenerateStats(ModelOutput):
-    """Costs of a `generate` call.
+    """Costs of a `generate` call; tensors are long.
 
     Attributes:
         forwards: Forwards of the whole batch by role: of the backbone `prefill` (prompts), `verify` (rounds that scored drafts)
             and `denoise` (rounds without), and those of the `head`.
-        row_forwards: [rows] long, backbone forwards in which each row took part.
-        row_head_forwards: [rows] long, the same for the head.
-        slot_forwards: Rows of all backbone forwards added up: those that had ended while the batch went on count until they
-            leave it, which they do by halves.
-        drafted: [rows] long, drafted states that were submitted.
-        accepted: [rows] long, drafted states that were right.
-        revoked: [rows] long, reveals that `mrp_remask` took back.
-        accepted_lengths: [rows, n] long, how many rounds accepted 0, 1, 2, ... states (the first is never a draft; those that
-            were scored in vain a round earlier count).
-        offered_at_depth: [rows, n] long, by depth k = 1, 2, ...: rounds in which the backbone came by k - 1 drafts and there
-            was a draft that could follow the last of them. No columns in modes without drafts.
-        accepted_at_depth: [rows, n] long: of these, rounds in which it came by a k-th. Their ratio is the chance that draft k
-            is accepted given that k - 1 were; the sum over k is `accepted`.
-        revocations: [n, 3] long: row, column of the generated text (as in `reveal_step`) and token of each reveal that
-            `mrp_remask` took back, in order. A column may lie behind the end of the text.
-        rounds: [1 + rounds, rows] long by name: what each row had come to behind the prefill and behind each round.
-            `row_forwards`, `drafted` and `accepted` as above; `steps`, so many denoising steps, which tell with `reveal_step`
-            what each forward revealed; and `column`, where the row's block begins in the generated text (below 0 within the
-            prompt).
+        row_forwards, row_head_forwards: [rows], forwards of the backbone, and of the head, in which each row took part.
+        slot_forwards: Rows of all backbone forwards added up, with those that had ended until they left the batch.
+        drafted, accepted: [rows], drafted states that were submitted, and that were right.
+        revoked: [rows], reveals that `mrp_remask` took back.
+        accepted_lengths: [rows, n], how many rounds accepted 0, 1, 2, ... states (the first is never a draft; those that were
+            scored in vain a round earlier count).
+        offered_at_depth: [rows, n], by depth k = 1, 2, ...: rounds in which the backbone came by k - 1 drafts and there was a
+            draft that could follow the last of them. No columns in modes without drafts.
+        accepted_at_depth: [rows, n]: of these, rounds in which it came by a k-th. Their ratio is the chance that draft k is
+            accepted given that k - 1 were; the sum over k is `accepted`.
+        revocations: [n, 3]: row, column of the generated text (as in `reveal_step`) and token of each reveal that `mrp_remask`
+            took back, in order. A column may lie behind the end of the text.
+        rounds: [1 + rounds, rows] by name: what each row had come to behind the prefill and behind each round. `row_forwards`,
+            `drafted`, `accepted`; `steps` of denoising, which tell with `reveal_step` what each forward revealed; and `column`,
+            where the row's block begins in the generated text (below 0 within the prompt).
     """
 
     forwards: dict[str, int] | None = None
@@ -5031,29 +4901,23 @@ class MRPGenerateOutput(ModelOutput):
     past_key_values: BlockCache | None = None
 
 
-def pad_id(config: MRPGenerationConfig) -> int:
-    """Choose the id that stands behind the end of a text."""
-    return config.pad_token_id if config.pad_token_id is not None else next(iter(config.eos_ids()), 0)
-
-
 class Progress:
     """What each row of a call had come to behind the prefill and behind each round.
 
     Args:
         rows: All of the call.
-        config: Whether the output is to have scores or logits: then the hidden states that tokens were drawn from are kept.
+        logits, scores: Whether the output is to have these: then the hidden states that tokens were drawn from are kept.
     """
 
-    def __init__(self, rows: Sequence[Row], config: MRPGenerationConfig) -> None:
-        self.rows = rows
-        self.wanted = {"logits": config.output_logits, "scores": config.output_scores}
+    def __init__(self, rows: Sequence[Row], logits: bool, scores: bool) -> None:
+        self.rows, self.wanted = rows, {"logits": logits, "scores": scores}
         self.rounds: list[list[tuple[int, ...]]] = []
         self.revocations: list[tuple[int, int, int]] = []
         self.drawn: dict[tuple[int, int], tuple[State, Tensor]] = {}  # by row and position
-        for row in rows if any(self.wanted.values()) else ():
+        for row in rows if logits or scores else ():
             row.written = []
 
-    def note(self, rows: Sequence[Row]) -> None:
+    def __call__(self, rows: Sequence[Row]) -> None:
         """Note a round, in which `rows` took part."""
         for row in rows:
             columns, tokens = row.remasked
@@ -5066,12 +4930,8 @@ class Progress:
                     self.drawn[row.place, state.start + column] = alone, hidden[place, column].clone()
             if row.written:
                 row.written.clear()
-        self.rounds.append(
-            [
-                (row.counts.forwards, row.steps, row.counts.drafted, row.counts.accepted, row.state.start - row.prompt)
-                for row in self.rows
-            ]
-        )
+        counts = [(row.counts, row) for row in self.rows]
+        self.rounds.append([(c.forwards, r.steps, c.drafted, c.accepted, r.state.start - r.prompt) for c, r in counts])
 
     def distributions(self, picker: Picker, tokens: Tensor) -> dict[str, tuple[Tensor, ...]]:
         """Compute the scores and logits that were asked for, those of each new token [rows, vocab].
@@ -5082,28 +4942,135 @@ class Progress:
         """
         if not any(self.wanted.values()):
             return {}
-        states, places, hidden = [], [], []
         before = cache(lambda place, start: self.rows[place].before(start))
-        for (place, at), (state, at_state) in self.drawn.items():
-            row = self.rows[place]
-            if at < (row.stop or 0):
-                states.append((before(place, state.start), state))
-                places.append((at - row.prompt, place))
-                hidden.append(at_state)
+        drawn = [
+            ((at - self.rows[place].prompt, place), (before(place, state.start), state), hidden)
+            for (place, at), (state, hidden) in self.drawn.items()
+            if at < (self.rows[place].stop or 0)
+        ]
+        wide = torch.stack([hidden for _, _, hidden in drawn]) if drawn else picker.lm_head_weight[:0]  # all may be given
+        given = picker.distributions(wide, Spots([state for _, state, _ in drawn], tokens.device))
+        index = torch.tensor([where for where, _, _ in drawn], dtype=torch.long, device=tokens.device).view(-1, 2).unbind(1)
         found = {}
-        wide = torch.stack(hidden) if hidden else picker.lm_head_weight[:0]  # all may be given
-        given = picker.distributions(wide, Spots(states, tokens.device))
-        index = torch.tensor(places, dtype=torch.long, device=tokens.device).view(-1, 2).unbind(1)
         for name, part in zip(self.wanted, given, strict=True):
             if self.wanted[name]:
                 certain = part.new_full((*tokens.T.shape, part.shape[1]), -torch.inf).scatter_(2, tokens.T[..., None], 0.0)
                 found[name] = certain.index_put_(index, part).unbind()
         return found
 
-    def tables(self) -> dict[str, Tensor]:
-        """[1 + rounds, rows] long by name."""
-        names = ("row_forwards", "steps", "drafted", "accepted", "column")
-        return dict(zip(names, torch.tensor(self.rounds).unbind(2), strict=True))
+
+class Streams:
+    """The feeding of streamers: the prompt, finished blocks in order, and drafts to a streamer that has `put_draft`.
+
+    Args:
+        streamer: One, or a list of one for each row.
+        rows: Of the call, so many.
+
+    Raises:
+        ValueError: for what is no streamer, another number of them, or one that is to take two rows.
+    """
+
+    def __init__(self, streamer: Any, rows: int) -> None:
+        streamers = list(streamer) if isinstance(streamer, list | tuple) else [streamer]
+        for one in streamers:
+            if not all(callable(getattr(one, name, None)) for name in ("put", "end")):
+                raise ValueError(f"streamer is {one!r}: it must have put and end, as a transformers.TextStreamer has")
+        different = len(set(map(id, streamers)))
+        if not len(streamers) == different == rows:
+            raise ValueError(
+                f"a streamer takes one row, the batch has {rows}, and streamer holds {different}: pass a list of {rows} "
+                "different ones, or stream one prompt at a time"
+            )
+        self.open, self.sent = dict(enumerate(streamers)), [0] * rows
+
+    def begin(self, prompts: Sequence[Tensor]) -> None:
+        """Put each row's prompt, 1-D long without padding, as [1, length]."""
+        self.sent = [len(prompt) for prompt in prompts]
+        for streamer, prompt in zip(self.open.values(), prompts, strict=True):
+            streamer.put(prompt[None].cpu())
+
+    def __call__(self, rows: Sequence[Row]) -> None:
+        """Put what a round has finished, and end the streams of rows that have ended."""
+        for row in rows:
+            if (streamer := self.open.get(row.place)) is None:
+                continue
+            start = row.state.start
+            upto = start if row.stop is None else row.stop
+            if upto > self.sent[row.place]:
+                streamer.put(torch.tensor(row.text[self.sent[row.place] : upto]))
+                self.sent[row.place] = upto
+            if row.stop is not None:
+                self.open.pop(row.place).end()
+            elif (put_draft := getattr(streamer, "put_draft", None)) is not None:
+                put_draft(torch.tensor([row.text[max(start, self.sent[row.place]) : min(start + row.block_size, row.limit)]]))
+
+
+class Stopping:
+    """The stopping criteria of one `generate` call, asked at every token of a row once it is final (no mask before it).
+
+    A criterion sees what it would see in transformers' loop: [rows, prompt + n] ids, the prompts as they were given, padding
+    included, and n tokens of every row behind them. Criteria that count columns or rows keep their meaning so. Here rows are
+    not equally far: one with fewer final tokens shows the mask id in their place, one that has ended shows padding behind its
+    end. The answer counts for rows whose n-th token is newly final.
+
+    Args:
+        criteria: Those to ask.
+        rows: All of the call.
+        input_ids: [rows, prompt] long, as given.
+        pad_id: What stands behind the end of a text.
+    """
+
+    def __init__(self, criteria: Sequence[StoppingCriteria], rows: Sequence[Row], input_ids: Tensor, pad_id: int) -> None:
+        self.criteria, self.rows, self.prompt, self.pad_id = criteria, rows, input_ids, pad_id
+        self.asked = [0] * len(rows)  # how many tokens of each row have been shown
+
+    def __call__(self, rows: Sequence[Row]) -> None:
+        """Ask about all newly final tokens of the call's rows; where a criterion ends a text, its row has a `stop`."""
+        known = [final_tokens(row) for row in self.rows]
+        lengths = [(asked, len(tokens)) for asked, tokens in zip(self.asked, known, strict=True) if asked < len(tokens)]
+        for column in range(min((asked for asked, _ in lengths), default=0), max((length for _, length in lengths), default=0)):
+            asking = [at for at, tokens in enumerate(known) if self.asked[at] <= column < len(tokens)]
+            if not asking:
+                continue
+            behind = [row.mask_id if row.stop is None else self.pad_id for row in self.rows]
+            shown = [(one + [other] * (column + 1))[: column + 1] for one, other in zip(known, behind, strict=True)]
+            stops = self._answers(torch.cat([self.prompt, self.prompt.new_tensor(shown)], 1))
+            for at in asking:
+                self.asked[at] = column + 1
+                if stops[at]:
+                    self.rows[at].stop = self.rows[at].prompt + column + 1
+                    del known[at][column + 1 :]
+
+    def _answers(self, ids: Tensor) -> list[bool]:
+        """Ask of each row if some criterion ends it; one that gives a single answer gives it for all rows."""
+        stops = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+        for criterion in self.criteria:
+            try:
+                answer = criterion(ids, None)
+            except (AttributeError, TypeError) as error:
+                if "None" not in str(error):
+                    raise
+                raise ValueError(
+                    f"the stopping criterion {type(criterion).__name__} failed ({error}), and the scores that it is given are "
+                    "None here: let it decide by input_ids"
+                ) from error
+            try:
+                given = torch.as_tensor(answer, device=ids.device)
+            except (RuntimeError, TypeError, ValueError):
+                given = ids
+            if given.dtype != torch.bool or given.numel() not in (1, len(ids)):
+                raise ValueError(
+                    f"the stopping criterion {type(criterion).__name__} returned {answer!r}: it must return a bool, or a "
+                    f"tensor of one bool for each of the {len(ids)} rows"
+                )
+            stops |= given.flatten()
+        return stops.tolist()
+
+
+def final_tokens(row: Row) -> list[int]:
+    """The generated tokens of a row before its first mask, or its end."""
+    end = row.limit if row.stop is None else row.stop
+    return row.text[row.prompt : next((at for at in range(row.prompt, end) if row.text[at] == row.mask_id), end)]
 
 
 def output_of(
@@ -5119,98 +5086,44 @@ def output_of(
         cache: The keys and values.
         pad: The id behind the end of a text.
     """
-    texts = [row.text[row.prompt : row.stop] for row in rows]
+    device, texts = input_ids.device, [row.text[row.prompt : row.stop] for row in rows]
     width = max(map(len, texts))
 
-    def table(parts: list[list[Any]], fill: Any, dtype: torch.dtype) -> Tensor:
-        made = torch.tensor([part + [fill] * (width - len(part)) for part in parts], dtype=dtype)
-        return made.to(input_ids.device)
+    def table(parts: list[list[Any]], fill: Any) -> Tensor:
+        padded = [(part[: len(text)] + [fill] * width)[:width] for part, text in zip(parts, texts, strict=True)]
+        return torch.tensor(padded, dtype=torch.float32 if isinstance(fill, float) else torch.long, device=device)
 
-    sequences = torch.cat([input_ids, table(texts, pad, torch.long)], 1)
+    tokens = table(texts, pad)
+    sequences = torch.cat([input_ids, tokens], 1)
     if progress is None:
         return sequences
-    lengths = [len(text) for text in texts]
-    reveal_step = table([row.step[:length] for row, length in zip(rows, lengths, strict=True)], -1, torch.long)
-    logprobs = [row.logprob[:length] for row, length in zip(rows, lengths, strict=True)]
-    networks, counts = decoder.networks, [row.counts for row in rows]
+    reveal_step, networks = table([row.step for row in rows], -1), decoder.networks
 
-    def counted(name: str) -> Tensor:
-        return torch.tensor([getattr(count, name) for count in counts], device=input_ids.device)
+    def counted(*names: str) -> dict[str, Tensor]:
+        return {name: torch.tensor([getattr(row.counts, name) for row in rows], device=device) for name in names}
 
-    forwards = {"verify": decoder.verified, **networks.forwards}
-    forwards["denoise"] -= decoder.verified
+    counts = counted("drafted", "accepted", "revoked", "offered_at_depth", "accepted_at_depth")
+    others = counted("forwards", "head_forwards", "lengths")
+    forwards = {"verify": decoder.verified, **networks.forwards, "denoise": networks.forwards["denoise"] - decoder.verified}
+    rounds = torch.tensor(progress.rounds, device=device).unbind(2)
     return MRPGenerateOutput(
         sequences=sequences,
-        tokens_per_forward=(reveal_step >= 0).sum(1) / counted("forwards"),
+        tokens_per_forward=(reveal_step >= 0).sum(1) / others["forwards"],
         reveal_step=reveal_step,
-        token_logprobs=table(logprobs, 0.0, torch.float32),
-        **progress.distributions(networks.picker, sequences[:, input_ids.shape[1] :]),
+        token_logprobs=table([row.logprob for row in rows], 0.0),
+        **progress.distributions(networks.picker, tokens),
         stats=MRPGenerateStats(
             forwards={name: forwards[name] for name in ("prefill", "denoise", "verify", "head")},
-            row_forwards=counted("forwards"),
-            row_head_forwards=counted("head_forwards"),
-            slot_forwards=len(rows) * networks.forwards["prefill"] + decoder.slots,
-            drafted=counted("drafted"),
-            accepted=counted("accepted"),
-            revoked=counted("revoked"),
-            accepted_lengths=counted("lengths"),
-            offered_at_depth=counted("offered_at_depth"),
-            accepted_at_depth=counted("accepted_at_depth"),
-            revocations=torch.tensor(progress.revocations, dtype=torch.long).view(-1, 3).to(input_ids.device),
-            rounds={name: part.to(input_ids.device) for name, part in progress.tables().items()},
+            row_forwards=others["forwards"],
+            row_head_forwards=others["head_forwards"],
+            slot_forwards=len(rows) * forwards["prefill"] + decoder.slots,
+            accepted_lengths=others["lengths"],
+            revocations=torch.tensor(progress.revocations, dtype=torch.long, device=device).view(-1, 3),
+            rounds=dict(zip(("row_forwards", "steps", "drafted", "accepted", "column"), rounds, strict=True)),
+            **counts,
         ),
         past_key_values=cache,
     )
-
-
-class Streams:
-    """The feeding of streamers: the prompt, finished blocks in order, and drafts to a streamer that has `put_draft`.
-
-    Args:
-        streamers: One for each row.
-        prompts: Of each row a 1-D long tensor of ids, without padding: what its streamer is put first, as [1, length].
-    """
-
-    def __init__(self, streamers: Sequence[BaseStreamer], prompts: list[Tensor]) -> None:
-        self.open = dict(enumerate(streamers))
-        self.sent = [len(prompt) for prompt in prompts]
-        for streamer, prompt in zip(streamers, prompts, strict=True):
-            streamer.put(prompt[None].cpu())
-
-    def on_round(self, rows: Sequence[Row]) -> None:
-        """Put what a round has finished, and end the streams of rows that have ended."""
-        for row in rows:
-            if (streamer := self.open.get(row.place)) is None:
-                continue
-            sent = self.sent[row.place]
-            upto = row.stop if row.stop is not None else row.state.start
-            if upto > sent:
-                streamer.put(torch.tensor(row.text[sent:upto]))
-                self.sent[row.place] = upto
-            if row.stop is not None:
-                self.open.pop(row.place).end()
-            elif (put_draft := getattr(streamer, "put_draft", None)) is not None:
-                start = row.state.start
-                put_draft(torch.tensor([row.text[max(start, self.sent[row.place]) : min(start + row.block_size, row.limit)]]))
-
-
-def listed_streamers(streamer: Any, rows: int) -> list[BaseStreamer]:
-    """List the streamers of a call, one for each row.
-
-    Raises:
-        ValueError: for what is no streamer, another number of them, or one that is to take two rows.
-    """
-    streamers = list(streamer) if isinstance(streamer, list | tuple) else [streamer]
-    for one in streamers:
-        if not all(callable(getattr(one, name, None)) for name in ("put", "end")):
-            raise ValueError(f"streamer is {one!r}: it must have put and end, as a transformers.TextStreamer has")
-    different = len(set(map(id, streamers)))
-    if not len(streamers) == different == rows:
-        raise ValueError(
-            f"a streamer takes one row, the batch has {rows}, and streamer holds {different}: pass a list of {rows} different "
-            "ones, or stream one prompt at a time"
-        )
-    return streamers
 
 
 # ---------------------------------------------------------------------------------------------------- generate.generation
@@ -5220,20 +5133,8 @@ def listed_streamers(streamer: Any, rows: int) -> list[BaseStreamer]:
 
 
 
-logger = transformers_logging.get_logger(__name__)
-
 # Recorded batches shrink to so many rows, whose rounds take the time of reading the weights: fewer would be no faster.
-LEAST_RECORDED = 4
-# What else `generate` may be given, beside the fields of the generation config.
-_ARGUMENTS = ("input_ids", "attention_mask", "logits_processor", "stopping_criteria", "tokenizer", "synced_gpus")
-# Other arguments of transformers' `generate`, and why they are not taken.
-_REFUSED = {
-    "assistant_model": "the model's own MRP head drafts: use decoding='mrp_spec'",
-    "negative_prompt_ids": "guidance needs a second forward of each state",
-    "prefix_allowed_tokens_fn": "it is asked by rows of a batch of prefixes, where positions of all rows are scored together",
-    "inputs_embeds": "pass a [rows, length] tensor of ids as input_ids",
-    "position_ids": "positions are counted from the first token of each row",
-}
+_LEAST_RECORDED = 4
 
 
 class MRPGenerationMixin(GenerationMixin):
@@ -5291,17 +5192,17 @@ class MRPGenerationMixin(GenerationMixin):
                 any work; for what a criterion or processor returns wrongly; for a position without a finite score.
         """
         if custom_generate is not None:
-            kwargs |= _set({"infill_ids": infill_ids, "past_key_values": past_key_values})
+            kwargs |= set_fields({"infill_ids": infill_ids, "past_key_values": past_key_values})
             return super().generate(inputs, generation_config, custom_generate=custom_generate, streamer=streamer, **kwargs)
         check_adapter(self)
-        config, others = self._resolved(generation_config, kwargs)
+        config, others = resolved(self, generation_config, kwargs)
         prompt: Any = inputs if inputs is not None else others.get("input_ids")
         check_prompt(prompt, others.get("attention_mask"), self.config.mask_token_id, self.config.vocab_size)
         if config.pad_token_id is None and not config.eos_ids():  # transformers would take the first eos, and find none
-            config.pad_token_id = pad_id(config)
+            config.pad_token_id = config.pad_id()
             others.setdefault("attention_mask", torch.ones_like(prompt))
         copies = config.num_return_sequences or 1
-        streamers = None if streamer is None else listed_streamers(streamer, len(prompt) * copies)
+        streams = None if streamer is None else Streams(streamer, len(prompt) * copies)
         if past_key_values is not None:
             check_past(past_key_values, self, len(prompt))
         if infill_ids is not None:
@@ -5310,7 +5211,7 @@ class MRPGenerationMixin(GenerationMixin):
             if config.max_new_tokens is None and config.max_length is None:
                 config.max_new_tokens = infill_ids.shape[1]
 
-        decode = partial(_decode, streamers, infill_ids, past_key_values)
+        decode = partial(_decode, streams, infill_ids, past_key_values)
         with _either_padding_side(), fetched(self.lm_head):
             return super().generate(inputs, generation_config=config, custom_generate=decode, **others)
 
@@ -5325,53 +5226,11 @@ class MRPGenerationMixin(GenerationMixin):
         MRPGenerationConfig(**self.generation_config.to_dict()).check(self.config.block_size, True)
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse transformers' continuous batching, and with it `generate_batch`, which feed a causal cache a token at a time.
-
-        Raises:
-            ValueError: always.
-        """
+        """Raise `ValueError`: this, and with it `generate_batch`, feeds a causal cache a token at a time."""
         raise ValueError(
             "generate_batch and continuous batching are not supported, as they make one token a step: pass all prompts to "
             "generate as one padded batch, in which no row waits for another"
         )
-
-    def _resolved(self, given: Any, kwargs: dict[str, Any]) -> tuple[MRPGenerationConfig, dict[str, Any]]:
-        """Resolve and check the options of one call; also return the other keyword arguments."""
-        if isinstance(given, GenerationConfig):
-            given = vars(given)
-        elif given is not None and not isinstance(given, dict):
-            raise ValueError(f"generation_config is {given!r}: pass a GenerationConfig, or a dict of its fields")
-        if unknown := _unknown(given or {}):
-            raise ValueError(f"generation_config has unknown fields: {unknown}. Check their spelling, or leave them unset")
-        own = vars(self.generation_config)
-        if unknown := _unknown(own):
-            logger.warning_once(
-                f"fields of the model's generation_config that generate does not know have no effect: {unknown}"
-            )
-        config, asked = MRPGenerationConfig(), _set(given or {}) | _set(kwargs)
-        if "eos_token_id" in kwargs and kwargs["eos_token_id"] is None:
-            asked["eos_token_id"] = []  # None as an argument means no eos; left as None, the model's own would come back
-        check_values(asked, self.config.block_size, bool(asked.get("do_sample", self.generation_config.do_sample)))
-        for name in _set(own).keys() & OPTION_NAMES:
-            setattr(config, name, own[name])
-        config.update(**{name: value for name, value in asked.items() if name in OPTION_NAMES})
-        config.check(self.config.block_size, self.config.has_head)
-        others = {name: value for name, value in asked.items() if name not in OPTION_NAMES}
-        for name in sorted(others.keys() & _REFUSED.keys()):
-            raise ValueError(f"{name} is not supported: {_REFUSED[name]}. Leave {name} unset")
-        if unused := sorted(others.keys() - set(_ARGUMENTS)):
-            raise ValueError(
-                f"{_listed(unused)}: not used or not supported by generate here. Check the spelling, or leave it unset"
-            )
-        for name in ("logits_processor", "stopping_criteria"):
-            check_functions(name, others.get(name, []))
-        tokenizer, strings = others.pop("tokenizer", None), config.stop_strings
-        if strings is not None:  # transformers would lose the tokenizer on the way to a custom loop
-            check_stop_strings(strings, tokenizer)
-            criteria = [*others.get("stopping_criteria", []), StopStringCriteria(tokenizer, strings)]
-            others["stopping_criteria"], config.stop_strings = StoppingCriteriaList(criteria), None
-        check_special_ids(config.eos_ids(), pad_id(config), self.config.mask_token_id, self.config.vocab_size)
-        return config, others
 
     def block_cache(
         self, batch_size: int, capacity: int, scratch: int, with_head: bool, fixed: bool | None = None
@@ -5401,20 +5260,6 @@ class MRPGenerationMixin(GenerationMixin):
         release_graphs(self)
 
 
-def _set(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Select the fields that are set, without those that are transformers' own affair."""
-    return {name: value for name, value in fields.items() if value is not None and not str(name).startswith("_")}
-
-
-def _unknown(fields: Mapping[str, Any]) -> str:
-    """List the fields of a config that are no options, in words; "" if there are none."""
-    return _listed(sorted(str(name) for name in fields if not str(name).startswith("_") and name not in OPTION_NAMES))
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(f"{name}{did_you_mean(name)}" for name in names)
-
-
 @contextmanager
 def _either_padding_side() -> Iterator[None]:
     """Hold back transformers' advice to pad on the left: positions are absolute here, so either side gives the same text."""
@@ -5431,7 +5276,7 @@ def _either_padding_side() -> Iterator[None]:
 
 
 def _decode(
-    streamers: list[BaseStreamer] | None,
+    streams: Streams | None,
     infill_ids: Tensor | None,
     past: BlockCache | None,
     model: Any,
@@ -5442,10 +5287,16 @@ def _decode(
     **others: Any,
 ) -> Tensor | MRPGenerateOutput:
     """Decode prompts for which `GenerationMixin.generate` has prepared everything."""
-    config, block, device = generation_config, model.config.block_size, model.lm_head.weight.device
+    config, block, device, mask_id = (
+        generation_config,
+        model.config.block_size,
+        model.lm_head.weight.device,
+        model.config.mask_token_id,
+    )
     input_ids, mode, new = input_ids.to(device), config.mode(block), config.max_length - input_ids.shape[1]
-    picker, attention_mask = _picker(model, logits_processor, config, mode), others.get("attention_mask")
-    real = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.to(device).bool()
+    picker, real = _picker(model, logits_processor, config, mode), torch.ones_like(input_ids, dtype=torch.bool)
+    if (attention_mask := others.get("attention_mask")) is not None:
+        real = attention_mask.to(device).bool()
     check_rows(real, new, model.config.max_position_embeddings)
     if infill_ids is not None and infill_ids.shape[1] > new:
         raise ValueError(
@@ -5456,36 +5307,39 @@ def _decode(
     if mixed is not None and (mode.drafting is not None or len(input_ids) > 1):
         logger.warning_once(mixed)
     prompts = [ids[keep] for ids, keep in zip(input_ids, real, strict=True)]
-    rows = laid_out(prompts, infill_ids, new, config, input_ids.shape[1], block, model.config.mask_token_id, picker.bans)
+    least = max(0, (config.min_length or 0) - input_ids.shape[1])
+    rows = laid_out(prompts, infill_ids, new, config, least, block, mask_id, picker.bans)
     for row in rows:
         row.counts = Counts(mode.width, mode.drafting is not None)
-    progress = Progress(rows, config) if config.return_dict_in_generate else None
-    criteria = [c for c in stopping_criteria if not isinstance(c, MaxLengthCriteria | EosTokenCriteria)]
-    stopping = Stopping(criteria, input_ids, pad_id(config), model.config.mask_token_id) if criteria else None
-    capacity, room = max(len(row.text) for row in rows), mode.width * block
+    progress = (
+        Progress(rows, bool(config.output_logits), bool(config.output_scores)) if config.return_dict_in_generate else None
+    )
+    criteria = [one for one in stopping_criteria if not isinstance(one, MaxLengthCriteria | EosTokenCriteria)]
     # Whatever `kernels` is: weights that move make caches of earlier calls useless.
     if picker.dispatch.forced or kernels_usable(model.device, model.dtype):
         pack(model)
-    with cache_for(model, config.graphs, past, len(rows), capacity, room, mode.uses_head) as (cache, graphs):
+    size = (len(rows), max(len(row.text) for row in rows), mode.width * block)
+    with cache_for(model, config.graphs, past, *size, mode.uses_head) as (cache, graphs):
         reused = _reused(cache, rows, model, mode)
         if progress is not None:  # the cache is handed out
             parts = ("model", "mrp_head") if cache.head_layers else ("model",)
             cache.weights = {name: WeightsSeen(getattr(model, name)) for name in parts}
-        picker = replace(picker, entropy=mode.rule.needs_entropy, likeliest=mode.drafting is not None and picker.sample)
         networks = Networks(
             *(model, cache, mode.uses_head, picker, _drafter(model, picker, mode), picker.dispatch),
             *(takes_round_masks(model, picker.dispatch), device, None if graphs is None else graphs.call),
         )
-        watching = [] if progress is None else [progress.note]
-        watching += [] if streamers is None else [Streams(streamers, prompts).on_round]
-
-        def on_round(active: Sequence[Row]) -> None:
-            for watch in watching:
-                watch(active)
-
+        watches: list[Any] = [
+            *([Stopping(criteria, rows, input_ids, config.pad_id())] if criteria else []),
+            *([] if progress is None else [progress]),
+            *([] if streams is None else [streams]),
+        ]
+        if streams is not None:
+            streams.begin(prompts)
         drafting = mode.drafting
         budget = budget_of(model, mode, drafting.states, drafting.passes, drafting.paced) if drafting else Fixed(Amount())
-        decoder = Decoder(mode, networks, budget, stopping, on_round, fewest_rows(model, graphs is not None, len(rows)))
+        # What is compiled is so for one size, what is recorded not for every one.
+        fewest = len(rows) if compiled(model) else 1 if graphs is None else _LEAST_RECORDED
+        decoder = Decoder(mode, networks, budget, watches, fewest)
         try:
             decoder.decode(rows, reused)
         except UnscoredError as error:
@@ -5494,7 +5348,7 @@ def _decode(
         held = [row.held for row in rows]
         with_head = ([row.head_held for row in rows], held) if mode.uses_head else (cache.head_held, cache.hidden_held)
         cache.hold([row.text for row in rows], held, *with_head)
-    return output_of(input_ids, rows, decoder, progress, cache, pad_id(config))
+    return output_of(input_ids, rows, decoder, progress, cache, config.pad_id())
 
 
 def _reused(cache: BlockCache, rows: Sequence[Row], model: Any, mode: Mode) -> list[int]:
@@ -5514,7 +5368,7 @@ def laid_out(
     infill_ids: Tensor | None,
     new: int,
     config: MRPGenerationConfig,
-    prompt_columns: int,
+    least: int,
     block_size: int,
     mask_id: int,
     bans: Bans | None,
@@ -5525,14 +5379,11 @@ def laid_out(
         prompts: One 1-D long tensor of ids per row.
         infill_ids: [rows, n] long, what continues each prompt, or None.
         new: Tokens behind the prompt, at most.
-        config: Eos, minimum length and seeds.
-        prompt_columns: Of the batch, padding included.
-        block_size: Tokens in a block.
-        mask_id: What stands where a token is to be generated.
-        bans: Sequences that must not appear.
+        config: Eos and seeds.
+        least: Tokens behind the prompt before which no eos stands.
+        block_size, mask_id, bans: As of `Row`.
     """
     rows, eos = [], frozenset(config.eos_ids())
-    least = max(0, (config.min_length or 0) - prompt_columns)
     given = [[] for _ in prompts] if infill_ids is None else infill_ids.tolist()
     for place, (prompt, infill, seed) in enumerate(zip(prompts, given, config.seeds(len(prompts)), strict=True)):
         text = prompt.tolist() + infill
@@ -5549,13 +5400,6 @@ def laid_out(
 def compiled(model: Any) -> bool:
     """Tell if backbone or head run as `nn.Module.compile` made them."""
     return any(module is not None and module._compiled_call_impl is not None for module in (model.model, model.mrp_head))
-
-
-def fewest_rows(model: Any, recorded: bool, rows: int) -> int:
-    """Choose to how many rows a batch may shrink: what is compiled is so for one size, what is recorded not for every one."""
-    if compiled(model):
-        return rows
-    return LEAST_RECORDED if recorded else 1
 
 
 def _drafter(model: Any, picker: Picker, mode: Mode) -> Picker:
@@ -5606,23 +5450,23 @@ def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationCo
     words: list[tuple[int, ...]] = []
     before, after = LogitsProcessorList(), LogitsProcessorList()
     for processor in processors:
-        biased = processor.sequence_bias if isinstance(processor, SequenceBiasLogitsProcessor) else {}
+        biased = processor.sequence_bias if isinstance(processor, kinds.SequenceBiasLogitsProcessor) else {}
         if outside := [one for ids in biased for one in ids if not 0 <= one < model.config.vocab_size]:
             raise ValueError(
                 f"bad_words_ids or sequence_bias hold the id {outside[0]}, outside the vocabulary of "
                 f"{model.config.vocab_size}: use this model's tokenizer"
             )
-        if isinstance(processor, NoBadWordsLogitsProcessor):
+        if isinstance(processor, kinds.NoBadWordsLogitsProcessor):
             words += biased
-        elif isinstance(processor, NoRepeatNGramLogitsProcessor):
+        elif isinstance(processor, kinds.NoRepeatNGramLogitsProcessor):
             ngram = processor.ngram_size
         elif isinstance(processor, TemperatureLogitsWarper):
             temperature = float(processor.temperature)
         elif isinstance(processor, tuple(TRUNCATIONS)):
             after.append(processor)
-        elif isinstance(processor, RepetitionPenaltyLogitsProcessor) and torch.is_tensor(processor.prompt_ignore_length):
-            before.append(RepetitionPenaltyLogitsProcessor(processor.penalty))
-        elif not isinstance(processor, MinLengthLogitsProcessor | MinNewTokensLengthLogitsProcessor):
+        elif isinstance(processor, kinds.RepetitionPenaltyLogitsProcessor) and torch.is_tensor(processor.prompt_ignore_length):
+            before.append(kinds.RepetitionPenaltyLogitsProcessor(processor.penalty))
+        elif not isinstance(processor, kinds.MinLengthLogitsProcessor | kinds.MinNewTokensLengthLogitsProcessor):
             if not mode.rule.left_to_right and (several := [list(ids) for ids in biased if len(ids) > 1]):
                 raise ValueError(
                     f"sequence_bias holds {several[0]}, of several tokens: all before its last one have to be known, so it "
@@ -5633,17 +5477,87 @@ def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationCo
     dispatch = Dispatch(config.kernels)
     dispatch.check(model.lm_head.weight)
     usable = dispatch.forced is not None or kernels_usable(model.device, model.dtype)
+    sample = bool(config.do_sample)
     return Picker(
-        model.lm_head.weight,
-        model.config.mask_token_id,
-        temperature,
-        bool(config.do_sample),
-        before or None,
-        Bans(tuple(words), ngram) if words or ngram else None,
-        after or None,
-        tuple(config.eos_ids()),
+        *(model.lm_head.weight, model.config.mask_token_id, temperature, sample, before or None),
+        *(Bans(tuple(words), ngram) if words or ngram else None, after or None, tuple(config.eos_ids())),
+        entropy=mode.rule.needs_entropy,
+        likeliest=sample and mode.drafting is not None,
         dispatch=dispatch if usable else PYTORCH,
     )
+
+
+def check_adapter(model: Any) -> None:
+    """Raise `ValueError` if an adapter is active that needs a prompt read token by token, or vectors before it."""
+    wrapper: Any = getattr(model.prepare_inputs_for_generation, "__self__", None)  # a peft model puts its own there
+    config: Any = getattr(wrapper, "active_peft_config", None)
+    kind, why = None, "an adapter of the prompt, and generate decodes from ids alone"
+    if getattr(config, "is_prompt_learning", False):
+        kind = config.peft_type.value
+    adapters = getattr(model, "peft_config", None) or {}
+    invoked = {name for name, one in adapters.items() if getattr(one, "alora_invocation_tokens", None)}
+    layers = [module for module in model.modules() if hasattr(module, "lora_A")] if invoked else []
+    if any(not layer.disable_adapters and invoked & set(layer.active_adapters) for layer in layers):
+        kind, why = "aLoRA (alora_invocation_tokens)", "it starts behind the last invocation of a text that grows from the left"
+    if kind is not None:
+        raise ValueError(
+            f"an adapter of type {kind} has no effect on generate: {why}. Train an adapter of the weights instead, such as "
+            "LoRA, or decode without it under model.disable_adapter()"
+        )
+
+
+def check_past(past: Any, model: Any, rows: int) -> None:
+    """Raise `ValueError` unless one may go on from a cache, for so many prompts."""
+    depth, why = 0 if model.mrp_head is None else len(model.mrp_head.layers), None
+    owned = isinstance(past, BlockCache) and past.owner is not None and past.owner() is model
+    if not isinstance(past, BlockCache):
+        why = f"are a {type(past).__name__}, not those that generate(..., return_dict_in_generate=True) gave"
+    elif not owned:
+        why = "come from another model, or out of a pickle, not from this one's generate"
+    elif past.rows != rows:
+        why = f"hold {past.rows} rows, and input_ids have {rows}, not the same conversations in the same order"
+    elif past.head_layers not in (0, depth):
+        why = f"hold those of a head of {past.head_layers} layers, and the model's has {depth}"
+    elif (past.dtype, past.layer_devices) != (now := (model.dtype, devices_of_layers(model, past.head_layers > 0))):
+        why = f"are {_placed(past.dtype, past.layer_devices)}, and the model is now {_placed(*now)}"
+    elif changed := [name for name, seen in past.weights.items() if not seen.same(getattr(model, name))]:
+        why = f"are older than the weights of {changed[0]}, which have changed"
+    if why is not None:
+        raise ValueError(f"past_key_values {why}: leave them unset")
+
+
+def check_unembedding(lm_head: Any) -> None:
+    """Raise `ValueError` for an `lm_head` that bitsandbytes has packed: rows of its weight are read."""
+    if not lm_head.weight.is_floating_point():
+        raise ValueError(
+            f"lm_head is a {type(lm_head).__name__} with weights in {lm_head.weight.dtype}, which generate cannot read: keep "
+            "it as it was, with 'lm_head' in llm_int8_skip_modules where that is given"
+        )
+
+
+def mixed_tokens(quantization: Any) -> str | None:
+    """Say how a quantization lets the tokens of a forward change each other's results, and the remedy; None: it does not.
+
+    Args:
+        quantization: The `quantization_config` of a model's config, or None.
+    """
+    scales = getattr(scheme := getattr(quantization, "quant_type", None), "granularity", None)  # of torchao
+    of_activations = scales[0] if isinstance(scales, list | tuple) else scales
+    if getattr(quantization, "load_in_8bit", False) and quantization.llm_int8_threshold > 0:
+        how = "LLM.int8 takes columns with an activation above llm_int8_threshold out of int8 for all tokens of a forward"
+        remedy = "BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)"
+    elif "DynamicActivation" in type(scheme).__name__ and type(of_activations).__name__ == "PerTensor":
+        how, remedy = "torchao's PerTensor scales the activations of all tokens of a forward alike", "granularity=PerRow()"
+    else:
+        return None
+    return (
+        f"{how}: drafted text may differ from its target's, and the text of a row from what it is in another batch. Load with "
+        f"{remedy} for the same text"
+    )
+
+
+def _placed(dtype: torch.dtype, devices: tuple[torch.device, ...]) -> str:
+    return f"{dtype} on {', '.join(map(str, dict.fromkeys(devices)))}"
 
 
 # ---------------------------------------------------------------------------------------------------- model.layouts
@@ -5663,7 +5577,6 @@ The backbone's tensors have Qwen3's names in all of them.
 
 HEAD = "mrp_head."
 PUBLISHED_HEAD = "mrp_modules.0.model."
-KEY_MAPPING = {r"^mrp_modules\.0\.model\.": HEAD}  # transformers renames by it while it loads
 DRAFT_TOKENS = HEAD + "draft_token_ids"
 HUB_OPTIONS = ("cache_dir", "force_download", "proxies", "local_files_only", "token", "revision", "subfolder")
 
@@ -5673,13 +5586,7 @@ def our_name(name: str) -> str:
     return HEAD + name.removeprefix(PUBLISHED_HEAD) if name.startswith(PUBLISHED_HEAD) else name
 
 
-def published_name(name: str) -> str:
-    """Translate a tensor's name into the published layouts."""
-    return PUBLISHED_HEAD + name.removeprefix(HEAD) if name.startswith(HEAD) else name
-
-
-@dataclass(frozen=True)
-class StoredTensor:
+class StoredTensor(NamedTuple):
     """A tensor in a safetensors file: its name there, its shape and its type as safetensors spells it (`BF16`)."""
 
     name: str
@@ -5694,11 +5601,7 @@ def hub_options(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def json_object(path: Path) -> dict[str, Any]:
-    """Read a JSON file that holds an object.
-
-    Raises:
-        ValueError: if it holds anything else.
-    """
+    """Read a JSON file; `ValueError` if it holds no object."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -5709,7 +5612,7 @@ def json_object(path: Path) -> dict[str, Any]:
 
 
 def stored_json(source: str, name: str = CONFIG_NAME, **hub: Any) -> tuple[Path, dict[str, Any]]:
-    """Find a JSON file of a checkpoint, fetched if it has to be; also read it.
+    """Find a JSON file of a checkpoint, fetched if it has to be, and read it.
 
     Raises:
         ValueError: if it holds no object.
@@ -5727,11 +5630,7 @@ def stored_json(source: str, name: str = CONFIG_NAME, **hub: Any) -> tuple[Path,
 
 
 def shards_of(index_file: Path) -> dict[str, str]:
-    """Read from an index in which file beside it each tensor lies.
-
-    Raises:
-        ValueError: if it is none, or names a file outside the checkpoint.
-    """
+    """Read from an index in which file beside it each tensor lies; `ValueError` if it is none, or names another place."""
     try:
         shard_of = dict(json_object(index_file)["weight_map"])
     except (ValueError, KeyError, TypeError) as error:
@@ -5785,62 +5684,24 @@ def stored_tensors(files: Iterable[Path]) -> dict[str, StoredTensor]:
     return found
 
 
-def check_fit(
-    found: Mapping[str, StoredTensor], expected: Mapping[str, tuple[int, ...]], optional: Collection[str] = ()
-) -> None:
-    """Compare a checkpoint's tensors with those that its config calls for, by our names.
-
-    Raises:
-        ValueError: if one is missing (and not optional), one too many, or has another shape or kind of numbers; lists all.
-    """
-    published = any(tensor.name.startswith(PUBLISHED_HEAD) for tensor in found.values())
-    missing = sorted(expected.keys() - found.keys() - set(optional))
-    misfits = [f"missing: {published_name(name) if published else name}" for name in missing]
-    misfits += [f"unexpected: {found[name].name}" for name in sorted(found.keys() - expected.keys() - set(optional))]
-    for name in sorted(expected.keys() & found.keys()):
-        tensor = found[name]
-        if tensor.shape != expected[name]:
-            misfits.append(f"wrong shape: {tensor.name} is {list(tensor.shape)}, needs {list(expected[name])}")
-        elif not re.match(r"I64$" if name == DRAFT_TOKENS else r"B?F\d", tensor.dtype):
-            misfits.append(f"wrong type: {tensor.name} holds {tensor.dtype} numbers")
-    raise_misfits(misfits)
-
-
-def raise_misfits(misfits: list[str]) -> None:
-    """Raise one `ValueError` that lists the misfits, if there are any."""
-    if misfits:
-        raise ValueError(
-            f"the checkpoint does not fit its config ({len(misfits)} tensors):\n  " + "\n  ".join(misfits) + "\n"
-            "Check num_nextn_predict_layers (0: no head), the sizes in config.json, and that the download is whole"
-        )
-
-
 def is_hub_id(name: str) -> bool:
     """Tell if a name can be a repository's on the Hub, `org/name`, and is no path."""
     return re.fullmatch(r"[A-Za-z0-9][\w.\-]*/[A-Za-z0-9][\w.\-]*", name) is not None and ".." not in name
 
 
 def backbone_location(name: str, source: str) -> str:
-    """Find the backbone that the config of the head repository `source` names.
-
-    A config that came from the Hub may name a repository on the Hub, `org/name`, and nothing else. That of a local folder may
-    also name an existing folder by its absolute path.
+    """Check the name of a backbone in the config of the head repository `source`, and return it.
 
     Raises:
-        ValueError: for any other name.
+        ValueError: for a name that is neither a repository's nor, in a local folder's config, a folder's absolute path.
     """
     if os.path.isdir(source) and os.path.isabs(name) and os.path.isdir(name):
         return name
-    if not is_hub_id(name):
+    if not is_hub_id(name) or os.path.exists(name):
         raise ValueError(
             f"the config of {source} names the backbone {name!r}, which is not followed: a config from the Hub names a "
-            "repository ('org/name'), that of a local folder may also name an existing folder by its absolute path. "
-            "Give another its head by from_backbone(backbone, head=...)"
-        )
-    if os.path.exists(name):
-        raise ValueError(
-            f"the config of {source} names the repository {name!r}, but a local path of that name exists and would be read "
-            "instead: work in another folder, or say which is meant by from_backbone(backbone, head=...)"
+            "repository ('org/name') and no path that exists here, that of a local folder may also name an existing folder by "
+            "its absolute path. Give another its head by from_backbone(backbone, head=...)"
         )
     return name
 
@@ -5871,14 +5732,6 @@ _SHARED = (
     "rms_norm_eps",
     "rope_parameters",
 )
-
-
-class ResidualNorm(Qwen3RMSNorm):
-    """The head's last norm. A new one has weight zero, so that a new head adds nothing: A + C = A."""
-
-    def __init__(self, hidden_size: int, eps: float = 1e-6) -> None:
-        super().__init__(hidden_size, eps)
-        nn.init.zeros_(self.weight)
 
 
 def first_tokens(config: MRPConfig) -> Tensor:
@@ -5913,8 +5766,9 @@ class MRPHead(nn.Module):
             layer.self_attn.layer_idx = config.num_hidden_layers + index
         self.layers = nn.ModuleList(layers)
         self.predicts = config.head_predicts
-        norm = ResidualNorm if self.predicts == "residual" else Qwen3RMSNorm
-        self.norm = norm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        if self.predicts == "residual":  # a new head adds nothing: A + C = A
+            nn.init.zeros_(self.norm.weight)
         self.draft_token_ids: Tensor | None
         ids = first_tokens(config) if config.draft_vocab_size else None
         self.register_buffer("draft_token_ids", ids)
@@ -5957,15 +5811,16 @@ class MRPHead(nn.Module):
 
 
 @torch.no_grad()
-def start_head(head: MRPHead, backbone_layers: nn.ModuleList, how: str) -> None:
+def start_head(head: MRPHead, backbone_layers: nn.ModuleList, how: str, std: float) -> None:
     """Set a new head's weights.
 
     Args:
-        head: With the usual random weights in its layers.
+        head: As it was made.
         backbone_layers: The backbone's decoder layers.
-        how: `identity`: as it is, under a last norm of weight zero, so that it adds nothing. `backbone`: its layers are the
-            backbone's last ones and read h_A through an identity, under the same norm. `published`: as in the published recipe,
-            matrices from a normal distribution with std 0.2, norms one; such a head disturbs until it is trained.
+        how: `identity`: matrices from a normal distribution with this `std`, under a last norm of weight zero, so that the head
+            adds nothing. `backbone`: its layers are the backbone's last ones and read h_A through an identity, under the same
+            norm. `published`: as in the published recipe, with std 0.2 and norms one; such a head disturbs until it is trained.
+        std: The backbone's `initializer_range`.
 
     Raises:
         ValueError: if `how` is none of these, or `backbone` and the head is deeper than the backbone, or the layers to copy are
@@ -5973,33 +5828,28 @@ def start_head(head: MRPHead, backbone_layers: nn.ModuleList, how: str) -> None:
     """
     if how not in NEW_HEADS:
         raise ValueError(f"head_init is {how!r}: choose one of {', '.join(NEW_HEADS)}")
+    for module in head.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=_PUBLISHED_STD if how == "published" else std)
     if how == "published":
-        for module in head.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=_PUBLISHED_STD)
-            elif isinstance(module, Qwen3RMSNorm):
-                nn.init.ones_(module.weight)
+        nn.init.ones_(head.norm.weight)
+    if how != "backbone":
         return
-    if head.predicts == "residual":
-        nn.init.zeros_(head.norm.weight)
-    if how == "backbone":
-        depth = len(head.layers)
-        if depth > len(backbone_layers):
-            raise ValueError(
-                f"head_init is 'backbone', but the head has {depth} layers and the backbone {len(backbone_layers)}: "
-                "use fewer head_layers"
-            )
-        sources = list(backbone_layers)[-depth:]
-        if any(type(weight) is not nn.Parameter or weight.is_meta for source in sources for weight in source.parameters()):
-            raise ValueError(
-                "head_init is 'backbone', but its last layers are offloaded or quantized: load them into memory as they are, "
-                "or use 'identity'"
-            )
-        hidden = head.eh_proj.out_features
-        head.eh_proj.weight.zero_()
-        head.eh_proj.weight[:, hidden:].fill_diagonal_(1.0)
-        for layer, source in zip(head.layers, sources, strict=True):
-            layer.load_state_dict(source.state_dict())
+    depth, hidden = len(head.layers), head.eh_proj.out_features
+    sources = list(backbone_layers)[-depth:]
+    if depth > len(sources):
+        raise ValueError(
+            f"head_init is 'backbone', but the head has {depth} layers and the backbone {len(sources)}: use fewer head_layers"
+        )
+    if any(type(weight) is not nn.Parameter or weight.is_meta for source in sources for weight in source.parameters()):
+        raise ValueError(
+            "head_init is 'backbone', but its last layers are offloaded or quantized: load them into memory as they are, or "
+            "use 'identity'"
+        )
+    head.eh_proj.weight.zero_()
+    head.eh_proj.weight[:, hidden:].fill_diagonal_(1.0)
+    for layer, source in zip(head.layers, sources, strict=True):
+        layer.load_state_dict(source.state_dict())
 
 
 def check_same_backbone(head: MRPConfig, backbone: MRPConfig, whose: str) -> None:
@@ -6018,12 +5868,6 @@ def check_same_backbone(head: MRPConfig, backbone: MRPConfig, whose: str) -> Non
             f"the head of {whose} does not belong to this backbone: its " + "; its ".join(differences) + ". Use the "
             "backbone that it was trained on, or train a head for this one"
         )
-
-
-def shapes_of_head(config: MRPConfig) -> dict[str, tuple[int, ...]]:
-    """List names and shapes of the tensors of a head with this config, as they lie in a checkpoint."""
-    with torch.device("meta"):
-        return {HEAD + name: tuple(value.shape) for name, value in MRPHead(config).state_dict().items()}
 
 
 def check_draft_tokens(head: MRPHead, config: MRPConfig, source: str) -> None:
@@ -6055,6 +5899,9 @@ try:
 except ImportError:  # then no model is spread over devices
     AlignDevicesHook = add_hook_to_module = None
 
+# The MRP model of each stock model that is still in use, and where its head came from.
+_MADE: "weakref.WeakKeyDictionary[nn.Module, tuple[Any, Any]]" = weakref.WeakKeyDictionary()
+
 
 class HeadMixin:
     """The part of an MRP model that puts a head on, and takes it off."""
@@ -6067,15 +5914,11 @@ class HeadMixin:
         """
         if not isinstance(head_layers, int) or isinstance(head_layers, bool) or head_layers < 1:
             raise ValueError(f"head_layers is {head_layers!r}: a head has 1 layer or more (3 are published)")
-        weight = self.lm_head.weight
         with torch.device(device_of(self.lm_head)):
             config = copy.deepcopy(self.config)
             config.num_nextn_predict_layers, config.draft_vocab_size = head_layers, 0
-            head = MRPHead(config).to(weight.dtype)
-        for module in head.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=self.config.initializer_range)
-        start_head(head, self.model.layers, head_init)
+            head = MRPHead(config).to(self.lm_head.weight.dtype)
+        start_head(head, self.model.layers, head_init, config.initializer_range)
         return head
 
     def attach_head(self: Any, head: Any, **hub: Any) -> None:
@@ -6102,7 +5945,11 @@ class HeadMixin:
         else:
             layers: Any = head.layers
             check_same_backbone(layers[0].self_attn.config, self.config, "another model")
-        _place(head, self)
+        device = device_of(self.lm_head)
+        head.to(device, self.lm_head.weight.dtype)
+        if hasattr(self.lm_head, "_hf_hook"):  # the model is spread over devices
+            add_hook_to_module(head, AlignDevicesHook(device))
+            self.hf_device_map["mrp_head"] = device
         for index, layer in enumerate(head.layers):
             layer.self_attn.layer_idx = self.config.num_hidden_layers + index
             layer.self_attn.config = self.config
@@ -6111,10 +5958,7 @@ class HeadMixin:
         self.config.draft_vocab_size = 0 if head.draft_token_ids is None else len(head.draft_token_ids)
 
     def detach_head(self: Any) -> MRPHead:
-        """Take the head off; if `generate` would decode with it by default, it goes back to `static`.
-
-        Returns:
-            The head, which can be attached to another model.
+        """Take the head off, for another model; if `generate` would decode with it by default, it goes back to `static`.
 
         Raises:
             ValueError: if the model has none.
@@ -6136,7 +5980,7 @@ class HeadMixin:
         found = stored_tensors(weight_files(source, prefixes=(HEAD, PUBLISHED_HEAD), **hub))
         if config.base_model_name_or_path is None:  # it holds the backbone too
             found = {name: tensor for name, tensor in found.items() if name.startswith(HEAD)}
-        check_fit(found, shapes_of_head(config))
+        self.check_tensors(config, found, HEAD)
         with torch.device("meta"):
             head = MRPHead(config)
         state: dict[str, Tensor] = {}
@@ -6147,14 +5991,48 @@ class HeadMixin:
         check_draft_tokens(head, config, source)
         return head
 
+    @classmethod
+    def from_stock_model(cls: Any, stock: Any, repository: str, **download: Any) -> Any:
+        """Make the MRP model of a stock model's own parameters and a repository's head, once as long as they stay.
 
-def _place(head: nn.Module, model: Any) -> None:
-    """Put a head where the model's logits are made, in their type, also if the model is spread over devices."""
-    device = device_of(model.lm_head)
-    head.to(device, model.lm_head.weight.dtype)
-    if hasattr(model.lm_head, "_hf_hook"):
-        add_hook_to_module(head, AlignDevicesHook(device))
-        model.hf_device_map["mrp_head"] = device
+        Args:
+            stock: A model with a Qwen3 decoder's parameters under `model.` and `lm_head.`, such as SDAR's own class.
+            repository: What `attach_head` takes.
+            download: `revision`, `token` and the like.
+
+        Returns:
+            A model of this class, in evaluation mode, with the repository's generation config. Its backbone shares memory with
+            `stock`; the head has its dtype and device.
+
+        Raises:
+            ValueError: if the stock model is not such a decoder, or the head was made for another backbone; what differs is
+                listed.
+        """
+        parameters = dict(stock.named_parameters(remove_duplicate=False))
+        like = parameters["lm_head.weight"]
+        source = (repository, download.get("revision"), like.dtype, like.device)
+        known, model = _MADE.get(stock, (None, None))
+        if known == source and all(dict(model.named_parameters())[name] is value for name, value in parameters.items()):
+            return model
+        head = cls.config_class.from_pretrained(repository, **download)
+        fields = {"block_size": head.block_size, "mask_token_id": head.mask_token_id, **stock.config.to_dict()}
+        config = cls.config_class.from_dict(
+            {**fields, "model_type": "sdar", "num_nextn_predict_layers": 0, "draft_vocab_size": 0}
+        )
+        with torch.device("meta"):
+            model = cls(config).eval()
+        try:
+            model.load_state_dict(parameters, assign=True)
+        except RuntimeError as error:
+            raise ValueError(
+                f"this {type(stock).__name__} is no Qwen3 decoder that a head can be put on: load the checkpoint with "
+                f"MRPForCausalLM.from_backbone instead ({error})"
+            ) from error
+        model.model.rotary_emb = type(model.model.rotary_emb)(config).to(like.device)  # no checkpoint holds its buffers
+        model._take_head(repository, download, {})
+        model.mrp_head.requires_grad_(False)
+        _MADE[stock] = source, model
+        return model
 
 
 # ---------------------------------------------------------------------------------------------------- model.custom_generate
@@ -6242,19 +6120,17 @@ def head_to_save(
             tensors.
     """
     backbone = named or model.backbone_source
-    if model.mrp_head is None:
+    if model.mrp_head is None or backbone is None:
         raise ValueError(
-            "head_only=True, but the model has no MRP head: give it one with attach_head or from_backbone, or save it whole"
-        )
-    if backbone is None:
-        raise ValueError(
-            "head_only=True, but the model was not loaded from a checkpoint that the head could name as its backbone: pass "
-            "base_model_name_or_path (and base_model_revision), or save it whole"
+            "head_only=True needs a head, and a checkpoint that it can name as its backbone: the model has "
+            f"{'no MRP head' if model.mrp_head is None else 'one, and was not loaded from any'}. Give it one with attach_head, "
+            "pass base_model_name_or_path (and base_model_revision), or save it whole"
         )
     state = model.state_dict() if state_dict is None else state_dict
     head = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items() if name.startswith(HEAD)}
-    others = head.keys() ^ shapes_of_head(model.config).keys()
-    if others := others | {name for name, tensor in head.items() if type(tensor) is not Tensor}:
+    with torch.device("meta"):
+        own = {HEAD + name for name in MRPHead(model.config).state_dict()}
+    if others := (head.keys() ^ own) | {name for name, tensor in head.items() if type(tensor) is not Tensor}:
         raise ValueError(
             f"the head holds other tensors than its own, or lacks some: {sorted(others)[:4]}, ... Merge adapters first "
             "(merge_and_unload), or save them with peft; save a quantized head with the whole model, or quantize the rest only"
@@ -6262,7 +6138,14 @@ def head_to_save(
     if named is None:
         _check_unchanged(state, backbone)
     config = copy.deepcopy(model.config)
-    config.describe_speculator(backbone.name, config.architectures or [type(model).__name__])
+    drafted = {"proposal_type": "greedy", "speculative_tokens": max(config.block_size - 1, 1)}  # of a block but its next one
+    config.speculators_model_type = "mrp"
+    config.speculators_config = {  # in the words of vLLM's library speculators, for its tools
+        "algorithm": "mrp",
+        "default_proposal_method": "greedy",
+        "proposal_methods": [{**drafted, "verifier_accept_k": 1, "accept_tolerance": 0.0}],
+        "verifier": {"name_or_path": backbone.name, "architectures": config.architectures or [type(model).__name__]},
+    }
     config.auto_map, config.architectures = dict(AUTO_MAP), [type(model).__name__]
     config.dtype = next(tensor.dtype for tensor in head.values() if tensor.is_floating_point())
     config.base_model_name_or_path, config.base_model_revision = backbone
@@ -6280,13 +6163,12 @@ def _check_unchanged(state: Mapping[str, Tensor], backbone: BackboneSource) -> N
         files = stored_tensors(weight_files(backbone.name, revision=backbone.revision, local_files_only=True))
     except (OSError, ValueError):
         files = {}
-    changed = [name for name in state if ".lora_" in name and not name.startswith(HEAD)]
-    changed += [name for name in files.keys() & state.keys() if not name.startswith(HEAD) and _differ(state[name], files[name])]
-    if changed:
-        raise ValueError(
-            f"the head's backbone is no longer {backbone.name}: {min(changed)} is not of it. If an adapter was merged into it, "
-            "publish it as it is now and name that (base_model_name_or_path), or save the model whole"
-        )
+    for name, value in state.items():
+        if not name.startswith(HEAD) and (".lora_" in name or (name in files and _differ(value, files[name]))):
+            raise ValueError(
+                f"the head's backbone is no longer {backbone.name}: {name} is not of it. If an adapter was merged into it, "
+                "publish it as it is now and name that (base_model_name_or_path), or save the model whole"
+            )
 
 
 def _differ(value: Tensor, stored: StoredTensor) -> bool:
@@ -6324,14 +6206,13 @@ def written_beside(folder: Path) -> Iterator[Path]:
     try:
         with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder) as beside:
             yield Path(beside)
-            files = (path for path in Path(beside).rglob("*") if path.is_file())
-            written = sorted(files, key=lambda path: path.suffix == ".json")
-            for path in written:
+            files = [path for path in Path(beside).rglob("*") if path.is_file()]
+            for path in sorted(files, key=lambda path: path.suffix == ".json"):
                 target = folder / path.relative_to(beside)
                 target.parent.mkdir(exist_ok=True)
                 os.replace(path, target)
-        names = {path.name for path in written}
-        if any(_WEIGHT_FILES.fullmatch(name) for name in names):
+        names = {path.name for path in files}
+        if any(map(_WEIGHT_FILES.fullmatch, names)):
             for path in folder.iterdir():
                 if _WEIGHT_FILES.fullmatch(path.name) and path.name not in names:
                     path.unlink()
@@ -6339,65 +6220,6 @@ def written_beside(folder: Path) -> Iterator[Path]:
         if made and not any(folder.iterdir()):
             folder.rmdir()
         raise
-
-
-# ---------------------------------------------------------------------------------------------------- model.stock
-
-"""An MRP model of a loaded SDAR model of another class: the same parameters in memory, and a repository's head."""
-
-
-
-# The MRP model of each stock model that is still in use, and where its head came from.
-_MADE: "weakref.WeakKeyDictionary[nn.Module, tuple[Any, Any]]" = weakref.WeakKeyDictionary()
-
-
-class StockMixin:
-    """The part of an MRP model by which its repository serves models of other classes."""
-
-    @classmethod
-    def from_stock_model(cls: Any, stock: Any, repository: str, **download: Any) -> Any:
-        """Make the MRP model of a stock model's own parameters and a repository's head, once as long as they stay.
-
-        Args:
-            stock: A model with a Qwen3 decoder's parameters under `model.` and `lm_head.`, such as SDAR's own class.
-            repository: A repository with a head, or its folder, of any kind that `attach_head` takes.
-            download: `revision`, `token` and the like.
-
-        Returns:
-            A model of this class, in evaluation mode, with the repository's generation config. Its backbone shares memory with
-            `stock`; the head has its dtype and device.
-
-        Raises:
-            ValueError: if the stock model is not such a decoder, or the head was made for another backbone; what differs is
-                listed.
-        """
-        parameters = dict(stock.named_parameters(remove_duplicate=False))
-        like = parameters["lm_head.weight"]
-        source = (repository, download.get("revision"), like.dtype, like.device)
-        known, model = _MADE.get(stock, (None, None))
-        if known == source and all(dict(model.named_parameters())[name] is value for name, value in parameters.items()):
-            return model
-        head = cls.config_class.from_pretrained(repository, **download)
-        assumed = {"block_size": head.block_size, "mask_token_id": head.mask_token_id, **stock.config.to_dict()}
-        config = cls.config_class.from_dict(
-            {**assumed, "model_type": "sdar", "num_nextn_predict_layers": 0, "draft_vocab_size": 0}
-        )
-        with torch.device("meta"):
-            model = cls(config).eval()
-        try:
-            model.load_state_dict(parameters, assign=True)
-        except RuntimeError as error:
-            raise ValueError(
-                f"this {type(stock).__name__} is no Qwen3 decoder that a head can be put on: load the checkpoint with "
-                f"MRPForCausalLM.from_backbone instead ({error})"
-            ) from error
-        model.model.rotary_emb = type(model.model.rotary_emb)(config).to(like.device)  # no checkpoint holds its buffers
-        model.attach_head(repository, **download)
-        model.mrp_head.requires_grad_(False)
-        with suppress(OSError):  # where there is none, it keeps the one that its config gives
-            model.generation_config = GenerationConfig.from_pretrained(repository, **download)
-        _MADE[stock] = source, model
-        return model
 
 
 # ---------------------------------------------------------------------------------------------------- model.loading
@@ -6410,11 +6232,11 @@ class StockMixin:
 log = logging.getLogger(__name__)
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-QWEN3_VOCABULARY = 151936  # the one in which MRPConfig's default mask id is free
+_KEY_MAPPING = {r"^mrp_modules\.0\.model\.": HEAD}  # transformers renames by it while it loads
 _OF_THE_HUB = ("repo_id", "commit_message", "commit_description", "private", "token", "create_pr", "revision", "tags")
 
 
-class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
+class MRPPreTrainedModel(HeadMixin, PreTrainedModel):
     """Loading, saving and initialisation shared by MRP models.
 
     Attributes:
@@ -6434,34 +6256,40 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, config: Any = None, **kwargs: Any) -> Any:
-        """Load as transformers does, from a folder or a repository on the Hub of any of four kinds.
+        """Load as transformers does: a full checkpoint of this package, one in the published layouts, or a head repository.
 
-        These are a full checkpoint of this package; one in the published SDAR layout (no head); one in the published layout
-        with a head; and a head repository, whose backbone is loaded by the name and revision in its config, and given the head.
-        Only safetensors are read, and no code but this package's runs, whatever else the repositories hold. A checkpoint that
-        does not fit its config is an error, raised before any weights are read.
-
-        Args:
-            pretrained_model_name_or_path: A folder, or a repository's id.
-            args: As in transformers.
-            config: As in transformers.
-            kwargs: As in transformers: `dtype`, `device_map`, `revision`, `token`, ... With a head repository, `revision` and
-                `subfolder` are the head's.
+        A head repository's backbone is loaded by the name and revision in its config, and given the head; `revision` and
+        `subfolder` are then the head's. Only safetensors are read, and no code but this package's runs.
 
         Raises:
-            ValueError: if the checkpoint lacks a tensor, has one too many, or one of another shape (all are listed), has no
-                safetensors, or is of another kind of model; if the backbone of a head repository may not be followed or does
-                not suit the head.
+            ValueError: before any weights are read, if the checkpoint lacks a tensor, has one too many, or one of another shape
+                (all are listed), has no safetensors, or is of another kind of model; if the backbone of a head repository may
+                not be followed or does not suit the head.
         """
         if kwargs.get("gguf_file") is not None or kwargs.get("use_safetensors") is False:
             raise ValueError("only safetensors are read: leave out gguf_file and use_safetensors=False")
+        kwargs["key_mapping"] = {**_KEY_MAPPING, **(kwargs.get("key_mapping") or {})}
         if pretrained_model_name_or_path is None:  # from a config and a state dict
-            return cls._load(None, *args, config=config, **kwargs)
+            return super().from_pretrained(None, *args, config=config, **kwargs)
         source = os.fspath(pretrained_model_name_or_path)
         config, kwargs = cls._pinned(source, config, kwargs)
         if getattr(config, "base_model_name_or_path", None) is not None:
             return cls._from_head_repository(source, config, kwargs)
-        return cls._load(source, *args, config=config, **kwargs)
+        cls._check_files(source, config, kwargs)
+        kwargs |= {"use_safetensors": True, "trust_remote_code": False}  # or custom_generate/ would replace generate
+        with_info = kwargs.pop("output_loading_info", False)
+        model, info = super().from_pretrained(source, *args, config=config, output_loading_info=True, **kwargs)
+        if gaps := {name: sorted(info[name]) for name in ("missing_keys", "unexpected_keys") if info[name]}:
+            raise ValueError(
+                f"{source} does not fit its config: {gaps}. Check that it is whole, and quantized as its config says"
+            )
+        if model.mrp_head is not None:
+            check_draft_tokens(model.mrp_head, model.config, source)
+        if not kwargs.get("subfolder"):
+            local = os.path.isdir(source)
+            where = os.path.abspath(source) if local else source
+            model.backbone_source = BackboneSource(where, None if local else kwargs.get("revision"))
+        return (model, info) if with_info else model
 
     @classmethod
     def from_backbone(
@@ -6477,22 +6305,17 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
 
         Args:
             backbone: A folder or id of any kind that `from_pretrained` takes but a head repository, or of an autoregressive
-                Qwen3 checkpoint, which becomes a block-diffusion model only by training; or a loaded model, which is given the
-                head. A head that it has already is dropped.
-            head: A folder or id of a head repository, of a full checkpoint, or in the published layout, whose head is taken; an
-                `MRPHead`; or None for a new one.
-            head_layers: Decoder layers of a new head.
-            head_init: How a new head starts: `identity`, `backbone` or `published` (see `start_head`).
+                Qwen3 checkpoint, which becomes a block-diffusion model only by training; or a loaded model. A head that it has
+                gives way.
+            head: What `attach_head` takes; or None for a new one.
+            head_layers: As for `new_head`.
+            head_init: As for `new_head`.
             head_revision: The commit, branch or tag of `head`.
-            kwargs: As for `from_pretrained`; `revision` is the backbone's. A Qwen3 checkpoint of another vocabulary than the
-                published one needs `mask_token_id`; it also takes `block_size`.
-
-        Returns:
-            The model.
+            kwargs: As for `from_pretrained`; `revision` is the backbone's. A Qwen3 checkpoint takes `block_size` and
+                `mask_token_id`, an id that no text holds.
 
         Raises:
-            ValueError: as from `from_pretrained` and `attach_head`; for a bad `head_layers` or `head_init`; for a Qwen3
-                checkpoint of another vocabulary without `mask_token_id`.
+            ValueError: as from `from_pretrained`, `attach_head` and `new_head`.
         """
         if isinstance(backbone, str | os.PathLike):
             model = cls._open_backbone(os.fspath(backbone), kwargs)
@@ -6507,32 +6330,41 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
         return model
 
     @classmethod
-    def check_tensors(cls, config: MRPConfig, found: dict[str, StoredTensor]) -> None:
-        """Compare a full checkpoint's tensors with those that its config calls for; nothing is allocated.
+    def check_tensors(cls, config: MRPConfig, found: dict[str, StoredTensor], prefix: str = "") -> None:
+        """Compare a checkpoint's tensors with those of this prefix that its config calls for; nothing is allocated.
 
         Raises:
             ValueError: if they do not fit, all of which are listed; or if no tensor can have a shape that the config calls for.
         """
         try:
             with torch.device("meta"):
-                shapes = {name: tuple(value.shape) for name, value in cls(copy.deepcopy(config)).state_dict().items()}
+                tensors = cls(copy.deepcopy(config)).state_dict()
         except (RuntimeError, TypeError, LookupError, AssertionError, OverflowError) as error:
             raise ValueError(f"the values in the config are those of no model: correct config.json ({error!r})") from error
-        check_fit(found, shapes, {"lm_head.weight"} if config.tie_word_embeddings else ())
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items() if name.startswith(prefix)}
+        optional = {"lm_head.weight"} if config.tie_word_embeddings else set()
+        misfits = [f"missing: {name}" for name in sorted(shapes.keys() - found.keys() - optional)]
+        for ours, (name, _, shape, dtype) in sorted(found.items()):
+            if ours not in shapes:
+                misfits.append(f"unexpected: {name}")
+            elif shape != shapes[ours]:
+                misfits.append(f"wrong shape: {name} is {list(shape)}, needs {list(shapes[ours])}")
+            elif not dtype.startswith("I64" if ours == DRAFT_TOKENS else ("F", "BF")):
+                misfits.append(f"wrong type: {name} holds {dtype} numbers")
+        if misfits:
+            raise ValueError(
+                f"the checkpoint does not fit its config ({len(misfits)} tensors):\n  " + "\n  ".join(misfits) + "\n"
+                "Check num_nextn_predict_layers (0: no head), the sizes in config.json, and that the download is whole"
+            )
 
     def load_adapter(self, peft_model_id: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Load a peft adapter as transformers does, but only from safetensors.
-
-        Raises:
-            ValueError: if the adapter has none, or they are damaged; the model is then as before.
-        """
+        """Load a peft adapter as transformers does, but only from whole safetensors; `ValueError` where there are none."""
         if peft_model_id is not None:
             hub = hub_options({**(kwargs.get("adapter_kwargs") or {}), **kwargs})
             weights = cached_file(peft_model_id, ADAPTER_WEIGHTS, _raise_exceptions_for_missing_entries=False, **hub)
             if weights is None:
                 raise ValueError(
-                    f"no {ADAPTER_WEIGHTS} in {peft_model_id}: only safetensors are read, never pickled weights. Save the "
-                    "adapter with safetensors"
+                    f"no {ADAPTER_WEIGHTS} in {peft_model_id}, and no pickled weights are read: save it as safetensors"
                 )
             stored_tensors([Path(weights)])  # a damaged file would be found only when the model has been changed for it
         return super().load_adapter(peft_model_id, *args, **kwargs)
@@ -6549,46 +6381,42 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
         base_model_revision: str | None = None,
         **kwargs: Any,
     ) -> None:
-        """Save weights, both configs and real copies of the remote code, so that the folder loads anywhere.
+        """Save weights, both configs and the remote code as transformers does, or the head alone.
 
-        Everything is written beside what the folder holds and then moved into place: a save that fails leaves it as it was,
-        and a model may be saved into the folder it was loaded from.
+        A save that fails leaves the folder as it was, and a model may be saved into the folder it was loaded from. Arguments
+        that are not named here are as in transformers.
 
         Args:
             save_directory: The folder, made if needed. Its other files stay.
-            is_main_process: As in transformers.
-            state_dict: As in transformers.
-            push_to_hub: As in transformers; pushes with `push_to_hub` once the folder is written, to `repo_id` or a repository
-                of the user's own with the folder's name.
-            head_only: Whether to write the head alone. The folder names the backbone, and loads it when it is loaded.
-            base_model_name_or_path: With `head_only`, the backbone's name (an id or an absolute path) instead of what the model
-                was loaded from (`backbone_source`). Needed if the backbone was changed since, or made from a config.
+            is_main_process: Whether this process writes.
+            state_dict: The tensors, if not those that the model holds.
+            push_to_hub: Whether to push, too, to `repo_id` or a repository of the user's own with the folder's name.
+            head_only: Whether to write the head alone, which names its backbone and loads it.
+            base_model_name_or_path: With `head_only`, the backbone's name (an id or an absolute path), if it is not what the
+                model was loaded from.
             base_model_revision: With it, the backbone's commit, branch or tag.
-            kwargs: As in transformers.
+            kwargs: For transformers.
 
         Raises:
-            ValueError: for a generation config that `generate` would refuse; with `head_only`, if there is no head, it carries
-                adapters, or the backbone has no name, or since it was loaded got other weights and no other name; without it,
-                if the backbone is named.
+            ValueError: for a generation config that `generate` would refuse; with `head_only`, as from `head_to_save`; without
+                it, if the backbone is named.
         """
         hub = {name: kwargs.pop(name) for name in _OF_THE_HUB if name in kwargs}
+        named: dict[str, Any] = {"base_model_name_or_path": base_model_name_or_path, "base_model_revision": base_model_revision}
         folder = Path(save_directory)
         self.generation_config._from_model_config = False  # or our options would be dropped when it is read again
         self.check_options()
         if head_only:
-            named = BackboneSource(base_model_name_or_path, base_model_revision) if base_model_name_or_path else None
-            head, config = head_to_save(self, state_dict, named)
+            source = BackboneSource(base_model_name_or_path, base_model_revision) if base_model_name_or_path else None
+            head, config = head_to_save(self, state_dict, source)
             if is_main_process:
                 with written_beside(folder) as beside:
                     save_file(head, beside / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
                     config.save_pretrained(beside)
                     self.generation_config.save_pretrained(beside)
                     write_code(beside)
-        elif base_model_name_or_path is not None or base_model_revision is not None:
-            raise ValueError(
-                f"base_model_name_or_path={base_model_name_or_path!r}, base_model_revision={base_model_revision!r}: a full "
-                "checkpoint carries its backbone and names none. Pass head_only=True, or leave them out"
-            )
+        elif any(named.values()):
+            raise ValueError(f"{named}: a full checkpoint names none. Pass head_only=True, or leave them out")
         else:
             self.config.auto_map = dict(AUTO_MAP)
             self.config.base_model_name_or_path = self.config.base_model_revision = None
@@ -6602,34 +6430,21 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
                     if (beside / "config.json").is_file():  # an adapter has none
                         write_code(beside)
         if push_to_hub and is_main_process:
-            hub |= {"base_model_name_or_path": base_model_name_or_path, "base_model_revision": base_model_revision}
-            self.push_to_hub(hub.pop("repo_id", folder.name), head_only=head_only, **hub)
+            self.push_to_hub(hub.pop("repo_id", folder.name), head_only=head_only, **named, **hub)
 
     def push_to_hub(
-        self,
-        repo_id: str,
-        *,
-        head_only: bool = False,
-        base_model_name_or_path: str | None = None,
-        base_model_revision: str | None = None,
-        tokenizer: Any = None,
-        private: bool = True,
-        tags: str | list[str] | None = None,
-        **kwargs: Any,
-    ) -> CommitInfo:
-        """Push the model as transformers does, whole or its head alone, into a private repository if it is new.
+        self, repo_id: str, *, tokenizer: Any = None, private: bool = True, tags: str | Sequence[str] = (), **kwargs: Any
+    ) -> Any:
+        """Push what `save_pretrained` saves, as transformers does, into a private repository if it is new.
 
         `mrp push` does it with care: a card with facts and a picture, nothing of another kind overwritten, old shards removed.
 
         Args:
             repo_id: "org/name", or "name" for a repository of the user's own.
-            head_only: Whether to push the head alone, which names its backbone.
-            base_model_name_or_path: With `head_only`, the backbone's name on the Hub, if it was not loaded from there.
-            base_model_revision: With it, the backbone's commit, branch or tag.
             tokenizer: Is pushed beside the model.
             private: Whether a new repository is private.
             tags: Of the card, beside those of MRP models.
-            kwargs: As in transformers: `revision`, `create_pr`, `commit_message`, `max_shard_size`, `token`, ...
+            kwargs: Those of `save_pretrained` for a head alone; or as in transformers, `revision`, `create_pr`, `token`, ...
 
         Returns:
             The commit.
@@ -6637,33 +6452,34 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
         Raises:
             ValueError: as from `save_pretrained`, or if the backbone of a head has no name on the Hub.
         """
-        named: dict[str, Any] = {"base_model_name_or_path": base_model_name_or_path, "base_model_revision": base_model_revision}
-        base = base_model_name_or_path or (self.backbone_source.name if self.backbone_source else None)
-        if head_only and base is not None and not is_hub_id(base):
+        of_head = ("head_only", "base_model_name_or_path", "base_model_revision")
+        how = {name: kwargs.pop(name) for name in of_head if name in kwargs}
+        base = how.get("base_model_name_or_path") or (self.backbone_source.name if self.backbone_source else None)
+        if how.get("head_only") and base is not None and not is_hub_id(base):
             raise ValueError(
                 f"base_model_name_or_path is {base!r}, and a head on the Hub needs a backbone that others find: push the "
                 "backbone, then name it here as 'org/name'"
             )
 
-        def save(folder: str, **how: Any) -> None:
-            self.save_pretrained(folder, head_only=head_only, **named, **how)
+        def save(folder: str, **options: Any) -> None:
+            self.save_pretrained(folder, **how, **options)
             if tokenizer is not None:
                 tokenizer.save_pretrained(folder)
 
         pushed: Any = PushToHubMixin()
         pushed.save_pretrained = save
-        kwargs.setdefault("commit_message", "Upload an MRP head" if head_only else "Upload model")
-        more = [tags] if isinstance(tags, str) else tags or []
-        return pushed.push_to_hub(repo_id, private=private, tags=[*TAGS, *more], **kwargs)
+        kwargs.setdefault("commit_message", "Upload an MRP head" if how.get("head_only") else "Upload model")
+        tags = [*TAGS, *([tags] if isinstance(tags, str) else tags)]
+        return pushed.push_to_hub(repo_id, private=private, tags=tags, **kwargs)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, ResidualNorm):
-            init.zeros_(module.weight)
-        elif isinstance(module, MRPHead) and module.draft_token_ids is not None:
-            init.copy_(module.draft_token_ids, first_tokens(self.config))
-        else:
-            super()._init_weights(module)
+        super()._init_weights(module)
+        if isinstance(module, MRPHead):
+            if module.predicts == "residual":
+                init.zeros_(module.norm.weight)
+            if module.draft_token_ids is not None:
+                init.copy_(module.draft_token_ids, first_tokens(self.config))
 
     @classmethod
     def _pinned(cls, source: str, config: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -6673,38 +6489,18 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
             kwargs = {**kwargs, "revision": commit}
         if isinstance(config, PreTrainedConfig):
             return config, kwargs
-        kept = hub_options(kwargs) | {name: kwargs[name] for name in ("dtype", "torch_dtype") if name in kwargs}
-        others = {name: value for name, value in kwargs.items() if name not in ("dtype", "torch_dtype")}
+        dtypes = {name: kwargs[name] for name in ("dtype", "torch_dtype") if name in kwargs}
+        others = {name: value for name, value in kwargs.items() if name not in dtypes}
         config, unused = cls.config_class.from_pretrained(config or source, return_unused_kwargs=True, **others)
-        return config, {**unused, **kept}
+        return config, {**unused, **dtypes, **hub_options(kwargs)}
 
     @classmethod
-    def _load(cls, source: str | None, *args: Any, **kwargs: Any) -> Any:
-        """Load a model with its own backbone by transformers' `from_pretrained`."""
-        with_info = kwargs.pop("output_loading_info", False)
-        if source is not None:
-            cls._check_files(source, kwargs)
-            kwargs |= {"use_safetensors": True, "trust_remote_code": False}  # or custom_generate/ would replace generate
-        kwargs["key_mapping"] = {**KEY_MAPPING, **(kwargs.get("key_mapping") or {})}
-        model, info = super().from_pretrained(source, *args, output_loading_info=True, **kwargs)
-        misfits = {"missing": info["missing_keys"], "unexpected": info["unexpected_keys"]}
-        raise_misfits([f"{kind}: {name}" for kind, names in misfits.items() for name in sorted(names)])
-        if model.mrp_head is not None:
-            check_draft_tokens(model.mrp_head, model.config, str(source))
-        if source is not None and not kwargs.get("subfolder"):
-            local = os.path.isdir(source)
-            model.backbone_source = BackboneSource(
-                os.path.abspath(source) if local else source, None if local else kwargs.get("revision")
-            )
-        return (model, info) if with_info else model
-
-    @classmethod
-    def _check_files(cls, source: str, kwargs: dict[str, Any]) -> None:
+    def _check_files(cls, source: str, config: Any, kwargs: dict[str, Any]) -> None:
         """Compare the files' headers with the config, before a config that lies can make anything be allocated."""
-        config, hub = kwargs["config"], hub_options(kwargs)
+        hub = hub_options(kwargs)
         if (elsewhere := getattr(config, "transformers_weights", None)) is not None:
             raise ValueError(f"the config of {source} points to weights in {elsewhere!r}: only model*.safetensors are read")
-        _check_generation_config(source, cls.generation_config_class, hub)
+        cls._stored_options(source, hub)  # transformers would pass over damaged ones
         adapter = kwargs.get("adapter_kwargs") or {}
         if not os.path.isdir(source) and "_adapter_model_path" not in adapter and find_adapter_config_file(source, **hub):
             raise ValueError(  # transformers would load the base that adapter_config.json names, whatever that is
@@ -6712,6 +6508,18 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
             )
         if getattr(config, "quantization_config", None) is None:  # or it has the tensors that its quantizer makes
             cls.check_tensors(config, stored_tensors(weight_files(source, **hub)))
+
+    @classmethod
+    def _stored_options(cls, source: str, hub: dict[str, Any]) -> Any:
+        """Read the generation config of a checkpoint, None if it has none; `ValueError` for a damaged one or a wrong value."""
+        try:
+            path, fields = stored_json(source, GENERATION_CONFIG_NAME, **hub)
+        except OSError:
+            return None
+        try:
+            return cls.generation_config_class.from_dict(fields)
+        except (AttributeError, TypeError, ValueError) as error:  # transformers compares some fields of any type
+            raise ValueError(f"{path}: {error}") from error
 
     @classmethod
     def _from_head_repository(cls, source: str, config: Any, kwargs: dict[str, Any]) -> Any:
@@ -6723,10 +6531,7 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
             ours.setdefault("attn_implementation", config._attn_implementation)
         if config.base_model_revision is not None and not os.path.isdir(where):
             ours["revision"] = config.base_model_revision
-        try:
-            loaded = cls._open_backbone(where, ours)
-        except OSError as error:
-            raise OSError(f"the backbone {where!r} of the head {source} could not be loaded: {error}") from error
+        loaded = cls._open_backbone(where, ours)
         model = loaded[0] if isinstance(loaded, tuple) else loaded  # with `output_loading_info`
         model._take_head(source, hub_options(kwargs), kwargs)
         model.name_or_path = model.config.name_or_path = source
@@ -6741,53 +6546,20 @@ class MRPPreTrainedModel(HeadMixin, StockMixin, PreTrainedModel):
         if (other := found.get("base_model_name_or_path")) is not None:
             raise ValueError(f"{source} is a head repository and has no backbone; its own is {other!r}: use that")
         if found.get("model_type") == "qwen3" and kwargs.get("config") is None:
-            kwargs = _as_block_diffusion(source, found, kwargs)
+            given = {name: value for name, value in kwargs.items() if name in ("block_size", "mask_token_id")}
+            config = MRPConfig.from_dict({**found, "model_type": "sdar", **given})
+            log.warning(
+                f"{source} is an autoregressive Qwen3 checkpoint: until it is trained with the block-diffusion loss (blocks of "
+                f"{config.block_size}, mask id {config.mask_token_id}) it generates nonsense"
+            )
+            kwargs = {name: value for name, value in kwargs.items() if name not in given} | {"config": config}
         return cls.from_pretrained(source, **kwargs)
 
-    def _take_head(self, head: Any, hub: dict[str, Any], kwargs: dict[str, Any]) -> None:
+    def _take_head(self: Any, head: Any, hub: dict[str, Any], kwargs: dict[str, Any]) -> None:
         """Attach a head; take over the options that its repository comes with, unless others were given."""
         self.attach_head(head, **hub)
-        if isinstance(head, MRPHead) or "generation_config" in kwargs:
-            return
-        if _check_generation_config(source := os.fspath(head), self.generation_config_class, hub):
-            self.generation_config = self.generation_config_class.from_pretrained(source, **hub)
-
-
-def _check_generation_config(source: str, kind: type, hub: dict[str, Any]) -> bool:
-    """Refuse a `generation_config.json` that transformers would trip over or silently pass over; tell if there is one.
-
-    Raises:
-        ValueError: for a damaged file, and for a field with a wrong value, which `kind`, the class of the configs, names.
-    """
-    try:
-        path, fields = stored_json(source, GENERATION_CONFIG_NAME, **hub)
-    except OSError:
-        return False
-    try:
-        kind(**fields)
-    except (AttributeError, TypeError, ValueError) as error:  # transformers compares some fields of any type
-        raise ValueError(f"{path}: {error}") from error
-    return True
-
-
-def _as_block_diffusion(source: str, found: dict[str, Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Add a config of ours, made from that of an autoregressive Qwen3 checkpoint, to the arguments."""
-    kwargs = dict(kwargs)
-    given: dict[str, Any] = {name: kwargs.pop(name) for name in ("block_size", "mask_token_id") if name in kwargs}
-    if "mask_token_id" not in given and found.get("vocab_size") != QWEN3_VOCABULARY:
-        raise ValueError(
-            f"{source} has a vocabulary of {found.get('vocab_size')}, not Qwen3's of {QWEN3_VOCABULARY}, so that its mask "
-            "token is not known: pass mask_token_id=..., an id that no text holds"
-        )
-    config = MRPConfig.from_dict({**found, "model_type": "sdar", **given})
-    log.warning(
-        "%s is an autoregressive Qwen3 checkpoint: until it is trained with the block-diffusion loss (blocks of %d, mask id "
-        "%d) it generates nonsense",
-        source,
-        config.block_size,
-        config.mask_token_id,
-    )
-    return {**kwargs, "config": config}
+        if not isinstance(head, MRPHead) and "generation_config" not in kwargs:
+            self.generation_config = self._stored_options(os.fspath(head), hub) or self.generation_config
 
 
 # ---------------------------------------------------------------------------------------------------- modeling
