@@ -11,12 +11,11 @@ from mrp_trainer.collator import DiffusionCollator
 from mrp_trainer.losses import _LOGITS_AT_ONCE as CHUNK
 from mrp_trainer.memory import Load, MemoryEstimate, estimate
 from mrp_trainer.objectives import HeadObjective, block_diffusion
+from mrp_trainer.packed import PackedBatch
 from mrp_trainer.reveals import Reveals
 from mrp_trainer.runs import dry_run
 from mrp_trainer.samples import make_sample
 from mrp_trainer.settings import read_settings, recipe_names
-
-from modeling_mrp.model.diffusion import PackedBatch
 
 WITHIN = 1.25
 # By hand: hidden, intermediate, query width; key width 1024 and heads of 128 at every size.

@@ -12,13 +12,13 @@ from conftest import make_model
 from helpers import ALPHA, BLOCK, MASK, chi_square_p, collate, sample
 from mrp_trainer.losses import BLANK
 from mrp_trainer.objectives import HeadObjective, block_diffusion
+from mrp_trainer.packed import PackedBatch
 from mrp_trainer.packing import noisy_copies, noisy_length
 from mrp_trainer.reveals import Reveals
 from mrp_trainer.samples import Sample
 from torch import Tensor, nn
 
 from modeling_mrp import MRPForCausalLM
-from modeling_mrp.model.diffusion import PackedBatch
 from modeling_mrp.networks.picker import Picker
 
 

@@ -12,12 +12,12 @@ from mrp_trainer.acceptance import measure_acceptance
 from mrp_trainer.arguments import MRPTrainingArguments
 from mrp_trainer.data import TaskDataset
 from mrp_trainer.losses import BLANK
+from mrp_trainer.packed import PackedBatch
 from mrp_trainer.trainer import MRPTrainer
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast, TrainingArguments, set_seed
 
 from modeling_mrp import MRPConfig, MRPForCausalLM
-from modeling_mrp.model.diffusion import PackedBatch
 
 
 def new_trainer(model: MRPForCausalLM, folder: Path, dataset: Any = None, **options: Any) -> MRPTrainer:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from modeling_mrp.model.diffusion import CLEAN_VIEW, NO_VIEW, PackedBatch
+from mrp_trainer.packed import CLEAN_VIEW, NO_VIEW, PackedBatch
 
 from .losses import BLANK
 from .samples import Sample, samples_of

@@ -6,8 +6,8 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from modeling_mrp.model.diffusion import PackedBatch
 from modeling_mrp.networks.picker import Picker
+from mrp_trainer.packed import PackedBatch
 
 from .losses import BLANK
 from .packing import uniform

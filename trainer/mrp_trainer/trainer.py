@@ -19,8 +19,8 @@ from torch.utils.data import Sampler
 from transformers import PreTrainedTokenizerBase, Trainer, set_seed
 from transformers.trainer_utils import HubStrategy, rotate_checkpoints
 
-from modeling_mrp.model.diffusion import PackedBatch
 from modeling_mrp.model.layouts import is_hub_id
+from mrp_trainer.packed import PackedBatch
 
 from .acceptance import measure_acceptance
 from .arguments import NO_CHECKPOINTING, NO_MUON, MRPTrainingArguments
