@@ -7,7 +7,6 @@ modules that its entry imports, directly or not, each behind those that it impor
 
 import ast
 import sys
-import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -25,12 +24,11 @@ class BundleError(ValueError):
 
 @dataclass(frozen=True)
 class Module:
-    """A source file: its dotted name, its text, that parsed, and its imports of this package with the modules they name."""
+    """A source file: its text, that parsed, and its imports of this package with the modules they name."""
 
-    name: str
     text: str
     tree: ast.Module
-    siblings: dict[ast.stmt, str]
+    siblings: dict[ast.ImportFrom, str]
 
     @classmethod
     def read(cls, package: Path, name: str) -> "Module":
@@ -40,21 +38,16 @@ class Module:
             BundleError: for an import that has no counterpart in a single file.
         """
         text = package.joinpath(*name.split(".")).with_suffix(".py").read_text(encoding="utf-8")
-        tree, siblings = ast.parse(text), dict[ast.stmt, str]()
+        tree, siblings = ast.parse(text), dict[ast.ImportFrom, str]()
         at_top = list(_statements(tree.body))
         for node in ast.walk(tree):
-            if not isinstance(node, ast.Import | ast.ImportFrom):
-                continue
-            relative = isinstance(node, ast.ImportFrom) and node.level > 0
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [str(node.module)]
-            if not relative and package.name not in [name.split(".")[0] for name in names]:
-                continue
-            if not isinstance(node, ast.ImportFrom) or not (relative and node.module and node in at_top) or _renames(node):
-                raise BundleError(
-                    f"{name}, line {node.lineno}: in a bundle only `from .module import name` at the top of a file works"
-                )
-            siblings[node] = ".".join([*name.split(".")[: -node.level], node.module])
-        return cls(name, text, tree, siblings)
+            if isinstance(node, ast.ImportFrom) and node.level:
+                if not node.module or node not in at_top or any(alias.asname for alias in node.names):
+                    raise BundleError(
+                        f"{name}, line {node.lineno}: in a bundle only `from .module import name` at the top of a file works"
+                    )
+                siblings[node] = ".".join([*name.split(".")[: -node.level], node.module])
+        return cls(text, tree, siblings)
 
     def outside(self) -> Iterator[ast.Import | ast.ImportFrom]:
         """Iterate over the imports of other packages that the file makes for all modules; those under `try` stay."""
@@ -66,26 +59,21 @@ class Module:
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 yield node.name, ast.dump(node)
             elif isinstance(node, ast.Import | ast.ImportFrom) and node not in self.siblings:
-                module = getattr(node, "module", None)
-                yield from ((alias.asname or alias.name, f"{module} {alias.name}") for alias in node.names)
+                yield from ((a.asname or a.name, f"{getattr(node, 'module', None)} {a.name}") for a in node.names)
             elif isinstance(node, ast.Assign | ast.AnnAssign):
-                stored = (name for name in ast.walk(node) if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store))
-                yield from ((name.id, ast.dump(node)) for name in stored if name.id != "__all__")
+                yield from (
+                    (n.id, ast.dump(node)) for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
+                )
 
-    def section(self) -> str:
-        """Its code, without the imports that the file makes and `__all__`."""
-        gone = [*self.outside(), *self.siblings]
+    def code(self) -> str:
+        """Its text, without the imports that the file makes and `__all__`."""
+        gone: list[ast.stmt] = [*self.outside(), *self.siblings]
         for node in self.tree.body:
             emptied = isinstance(node, ast.If) and all(inside in self.siblings for inside in node.body)
             if emptied or (isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"):
                 gone.append(node)
         lines = {line for node in gone for line in range(node.lineno, (node.end_lineno or 0) + 1)}
-        code = "\n".join(line for number, line in enumerate(self.text.splitlines(), 1) if number not in lines)
-        return f"# {'-' * 100} {self.name}\n\n{code.strip()}"
-
-
-def _renames(node: ast.ImportFrom) -> bool:
-    return any(alias.asname for alias in node.names)
+        return "\n".join(line for number, line in enumerate(self.text.splitlines(), 1) if number not in lines).strip()
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
@@ -96,7 +84,7 @@ def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
             yield from _statements(node.body)
 
 
-def modules_of(package: Path, entry: str, without: Mapping[str, str]) -> list[Module]:
+def modules_of(package: Path, entry: str, without: Mapping[str, str]) -> dict[str, Module]:
     """Find a module and all that it imports of its package, each behind what it imports.
 
     Raises:
@@ -114,57 +102,43 @@ def modules_of(package: Path, entry: str, without: Mapping[str, str]) -> list[Mo
             found[name] = module
 
     visit(entry, ())
-    return list(found.values())
+    return found
 
 
 def files_of(package: Path, entries: Mapping[str, str]) -> dict[str, str]:
-    """Generate a package's files.
-
-    Args:
-        package: Its folder.
-        entries: Of each file the module whose imports it takes in. Later files import from earlier ones.
+    """Generate a package's files, of each the module whose imports it takes in; later files import from earlier ones.
 
     Raises:
         BundleError: if two modules bind one name to different things, or what they import has no counterpart in a file.
     """
     made: dict[str, str] = {}
     file_of: dict[str, str] = {}  # of the modules of earlier files
-    bound: dict[str, tuple[str, str]] = {}
+    bound: dict[str, tuple[str, str]] = {"__all__": ("", "")}
     for file, entry in entries.items():
         modules = modules_of(package, entry, file_of)
-        names: dict[str, set[str]] = {}  # that are imported, by the beginning of the line
-        for module in modules:
-            for name, code in module.bound():
-                other, known = bound.setdefault(name, (module.name, code))
-                if other != module.name and code != known:
-                    raise BundleError(f"{module.name} and {other} both define {name}: rename one, since both lie in one file")
+        imported: dict[str, set[str]] = {}  # names, by the beginning of the line
+        for name, module in modules.items():
+            for what, code in module.bound():
+                other, known = bound.setdefault(what, (name, code))
+                if other not in ("", name) and code != known:
+                    raise BundleError(f"{name} and {other} both define {what}: rename one, since both lie in one file")
             for node in module.outside():
                 start = f"from {node.module} import " if isinstance(node, ast.ImportFrom) else "import "
-                names.setdefault(start, set()).update(map(ast.unparse, node.names))
-            for sibling, other in module.siblings.items():
-                if other in file_of and isinstance(sibling, ast.ImportFrom):
-                    names.setdefault(f"from .{file_of[other][:-3]} import ", set()).update(
-                        alias.name for alias in sibling.names
+                imported.setdefault(start, set()).update(map(ast.unparse, node.names))
+            for node, other in module.siblings.items():
+                if other in file_of:
+                    imported.setdefault(f"from .{Path(file_of[other]).stem} import ", set()).update(
+                        map(ast.unparse, node.names)
                     )
-        file_of |= {module.name: file for module in modules}
+        file_of |= dict.fromkeys(modules, file)
         head = f'"""Generated by `python -m {package.name}.bundle` from the package {package.name}: change it there."""'
-        made[file] = "\n\n\n".join([f"{head}\n\n{_imports(names)}", *(module.section() for module in modules)]) + "\n"
+        lines = [f"import {name}" for name in sorted(imported.pop("import ", ()))]
+        lines += [
+            start + ", ".join(sorted(imported[start])) for start in sorted(imported, key=lambda start: (start[5] == ".", start))
+        ]
+        sections = [f"# {'-' * 100} {name}\n\n{module.code()}" for name, module in modules.items()]
+        made[file] = "\n\n\n".join([head + "\n\n" + "\n".join(lines), *sections]) + "\n"
     return made
-
-
-def _imports(names: Mapping[str, set[str]]) -> str:
-    """Write one section of imports, `import x` before `from x import y`."""
-    lines = []
-    for start in sorted(names, key=lambda start: (start.startswith("from ."), start.startswith("from"), start)):
-        listed = ", ".join(sorted(names[start], key=str.casefold))
-        if start == "import ":
-            lines += [start + name for name in listed.split(", ")]
-        else:
-            lines.append(
-                start
-                + (listed if len(start + listed) <= 128 else f"(\n{textwrap.indent(textwrap.fill(listed, 120), '    ')}\n)")
-            )
-    return "\n".join(lines)
 
 
 @cache

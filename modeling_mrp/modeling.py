@@ -5,8 +5,6 @@ A = lm_head(h_A) its logits, x' the state after a reveal, h_C the head's output 
 the head's estimate of the backbone's logits at x'.
 """
 
-import zlib
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,7 +21,7 @@ from .generate.options import MRPGenerationConfig
 from .kernels.fused_layers import fused
 from .kernels.round_attention import RoundMask
 from .model.configuration import MRPConfig
-from .model.diffusion import IGNORE_INDEX, block_causal_mask, pack_noisy
+from .model.diffusion import block_causal_mask, noise_of, noisy_and_clean_mask
 from .model.head import MRPHead
 from .model.loading import MRPPreTrainedModel
 from .networks.cache import BlockCache
@@ -36,12 +34,7 @@ class MRPBackbone(Qwen3Model):
     """transformers' `Qwen3Model`, whose mask has to be given: its own is causal."""
 
     def forward(self, *args: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
-        """As `Qwen3Model.forward`.
-
-        Raises:
-            ValueError: if `attention_mask` is no dictionary of masks. So trainers call it that compute a next-token loss
-                themselves, in place of the model's forward (TRL's do).
-        """
+        """As `Qwen3Model.forward`; `ValueError` if the mask is no dictionary, as where a trainer computes a next-token loss."""
         if not isinstance(attention_mask, dict):
             raise ValueError(
                 "the backbone was called without the model around it, and would see a causal mask instead of its own. "
@@ -98,7 +91,8 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
         if (walk := fused(self.model, layers, mask, past_key_values, MRPBackbone)) is not None:
             embeds = self.model.embed_tokens(input_ids)
             return walk(embeds, self.model.rotary_emb(embeds, position_ids))
-        return _called(self.model, compiled)(
+        model = self.model if compiled else self.model._call_impl
+        return model(
             input_ids=input_ids,
             attention_mask={"full_attention": self._attention_bias(mask)},
             position_ids=position_ids,
@@ -138,7 +132,7 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
             )
         embeds = self.model.embed_tokens(input_ids)
         rotary = self.model.rotary_emb(embeds, position_ids)
-        head = _called(self.mrp_head, compiled)
+        head = self.mrp_head if compiled else self.mrp_head._call_impl
         output = head(embeds, hidden_states, self._attention_bias(mask), rotary, past_key_values)
         return output if self.config.head_predicts == "residual" else output - hidden_states
 
@@ -190,36 +184,33 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
         """
         if unknown := sorted(name for name, value in kwargs.items() if value is not None and name not in _PASSED_ON):
             raise ValueError(f"forward has no argument {', '.join(unknown)}: check the spelling, or leave it out")
+        tokens = input_ids if input_ids is not None else inputs_embeds
+        if tokens is None:
+            raise ValueError("forward got neither input_ids nor inputs_embeds: pass one of them")
         if labels is not None:
-            if past_key_values is not None or input_ids is None or (attention_mask is not None and attention_mask.dim() != 2):
-                raise ValueError(
-                    "labels need input_ids with a 2-D attention_mask and no past_key_values: the pass packs its own mask. A "
-                    "prompt, prefix or P-tuning adapter passes others: train an adapter of the weights instead, such as LoRA"
-                )
             keeps = isinstance(logits_to_keep, Tensor) or logits_to_keep or None
-            given = {"position_ids": position_ids, "inputs_embeds": inputs_embeds, **kwargs}
-            given |= {"use_cache": use_cache, "logits_to_keep": keeps}
+            given = {"inputs_embeds": inputs_embeds, "position_ids": position_ids, "past_key_values": past_key_values}
+            given |= {"use_cache": use_cache, "logits_to_keep": keeps, **kwargs}
+            given["an attention_mask that is not 2-D"] = attention_mask is not None and attention_mask.dim() != 2
             if unused := [name for name, value in given.items() if value is not None and value is not False]:
                 raise ValueError(
-                    f"{', '.join(unused)}: no effect with labels, whose pass packs [x_t | x_0] with positions of its own and "
-                    "returns the loss and all logits. Leave out either"
+                    f"{', '.join(unused)}: no effect with labels, whose pass packs [x_t | x_0] of input_ids with a mask and "
+                    "positions of its own and returns the loss and all logits. Leave out either. A prompt, prefix or P-tuning "
+                    "adapter passes such: train an adapter of the weights instead, such as LoRA"
                 )
+            assert input_ids is not None
             return self._training_pass(input_ids, labels, attention_mask, noise_level, noise_mask, num_items_in_batch)
-        if unused := [name for name, value in (("noise_level", noise_level), ("noise_mask", noise_mask)) if value is not None]:
-            raise ValueError(f"{', '.join(unused)}: no effect without labels. Pass labels too, or leave them out")
-        if num_items_in_batch is not None:
+        given = {"noise_level": noise_level, "noise_mask": noise_mask, "num_items_in_batch": num_items_in_batch}
+        if unused := [name for name, value in given.items() if value is not None]:
             raise ValueError(
-                "num_items_in_batch without labels: a Trainer kept them for a loss of its own (compute_loss_func or "
-                "label_smoothing_factor), and on clean text every position sees the token that it predicts. Leave that option "
-                "out: the model's loss noises the text first"
+                f"{', '.join(unused)}: no effect without labels. Pass them too, or leave these out. A Trainer keeps them for a "
+                "loss of its own (compute_loss_func, label_smoothing_factor), but on clean text every position sees the token "
+                "that it predicts: leave that option out, as the model's loss noises the text first"
             )
         if isinstance(past_key_values, BlockCache):
             raise ValueError(
                 "past_key_values are a BlockCache, which only generate goes on from: pass them there, or here a DynamicCache"
             )
-        tokens = input_ids if input_ids is not None else inputs_embeds
-        if tokens is None:
-            raise ValueError("forward got neither input_ids nor inputs_embeds: pass one of them")
         if input_ids is not None and not (self.training or input_ids.is_meta or torch.compiler.is_compiling()):
             self._warn_of_likelihoods(input_ids)
         mask, position_ids = self._block_causal(tokens, attention_mask, position_ids, past_key_values)
@@ -299,57 +290,43 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
         input_ids: Tensor,
         labels: Tensor,
         attention_mask: Tensor | None,
-        noise_level: Tensor | None,
+        level: Tensor | None,
         noise_mask: Tensor | None,
         num_items_in_batch: int | Tensor | None,
     ) -> CausalLMOutputWithPast:
         batch, length = input_ids.shape
-        shapes = {"labels": labels, "attention_mask": attention_mask, "noise_mask": noise_mask, "noise_level": noise_level}
-        for name, given in shapes.items():
+        for name, given in {
+            "labels": labels,
+            "attention_mask": attention_mask,
+            "noise_mask": noise_mask,
+            "noise_level": level,
+        }.items():
             shape = [batch] if name == "noise_level" else [batch, length]
             if given is not None and list(given.shape) != shape:
                 raise ValueError(f"{name} has shape {list(given.shape)}: with these input_ids it must be {shape}")
-        if noise_level is not None and not bool(((noise_level > 0) & (noise_level <= 1)).all()):
-            raise ValueError(f"noise_level is {noise_level.tolist()}: levels are above 0 and at most 1")
+        if level is not None and not bool(((level > 0) & (level <= 1)).all()):
+            raise ValueError(f"noise_level is {level.tolist()}: levels are above 0 and at most 1")
         valid = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
         if ((valid[:, 1:] & ~valid[:, :-1]).sum(-1) + valid[:, 0] > 1).any():
             raise ValueError(
                 "attention_mask has holes: with labels a row's tokens must be contiguous, with padding on one side or both"
             )
-        response = labels != IGNORE_INDEX
-        clean = torch.where(response, labels, input_ids)
-        where = input_ids.device
-        if noise_level is None:
-            noise_level = 1 - (torch.rand(batch, device=where) if self.training else _fixed_noise(clean, valid)[:, 0])
-        if noise_mask is None:
-            drawn = torch.rand(batch, length, device=where) if self.training else _fixed_noise(clean, valid)[:, 1:]
-            noise_mask = drawn < noise_level[:, None]
-        weight = (1 / noise_level)[:, None].expand(batch, length)
-        packed = pack_noisy(clean, response, valid, noise_mask, weight, self.config.mask_token_id)
-        hidden = self.backbone(packed.input_ids, packed.position_ids, packed.attention_mask(self.config.block_size))
-        logits, chosen = self.lm_head(hidden[:, :length]), packed.supervised[:, :length]  # the clean copy carries no loss
+        learned = labels != -100
+        clean = torch.where(learned, labels, input_ids)
+        noise = noise_of(clean, valid, self.training)
+        level = 1 - noise[:, 0] if level is None else level
+        noise_mask = noise[:, 1:] < level[:, None] if noise_mask is None else noise_mask
+        hidden = noise_mask & learned & valid
+        ids = torch.cat([clean.masked_fill(hidden, self.config.mask_token_id), clean], 1)
+        positions = (valid.long().cumsum(-1) - 1).clamp(min=0)
+        mask = noisy_and_clean_mask(positions, valid, self.config.block_size)
+        logits = self.lm_head(self.backbone(ids, positions.repeat(1, 2), mask)[:, :length])
+        picked = logits[hidden] if logits.dtype == torch.float64 else logits[hidden].float()
+        losses = F.cross_entropy(picked, clean[hidden], reduction="none") / level[:, None].expand(batch, length)[hidden].float()
         items = (
-            packed.response_tokens if num_items_in_batch is None else torch.as_tensor(num_items_in_batch, device=hidden.device)
+            (learned & valid).sum() if num_items_in_batch is None else torch.as_tensor(num_items_in_batch, device=ids.device)
         )
-        picked = logits[chosen] if logits.dtype == torch.float64 else logits[chosen].float()
-        losses = F.cross_entropy(picked, packed.target_ids[:, :length][chosen], reduction="none")
-        loss = (losses * packed.weight[:, :length][chosen]).sum() / items.clamp(min=1)
-        return CausalLMOutputWithPast(loss=loss, logits=logits)
-
-
-def _called(module: nn.Module, compiled: bool) -> Callable[..., Any]:
-    """A module with its hooks, as compiled or as it was before."""
-    return module if compiled else module._call_impl
-
-
-def _fixed_noise(ids: Tensor, valid: Tensor) -> Tensor:
-    """[batch, 1 + length] float32 on [0, 1): for each row and its tokens, drawn from a seed that the row's text gives."""
-    drawn = torch.zeros(len(ids), 1 + ids.shape[1])
-    for row, (kept, tokens) in enumerate(zip(valid.cpu(), ids.cpu(), strict=True)):
-        seed = zlib.crc32(repr(tokens[kept].tolist()).encode())
-        places = F.pad(kept, (1, 0), value=True)
-        drawn[row, places] = torch.rand(int(places.sum()), generator=torch.Generator().manual_seed(seed))
-    return drawn.to(ids.device)
+        return CausalLMOutputWithPast(loss=losses.sum() / items.clamp(min=1), logits=logits)
 
 
 __all__ = ["MRPForCausalLM", "MRPHead", "MRPPreTrainedModel"]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from mrp_trainer.data.collator import DiffusionCollator
+from mrp_trainer.data.packed import PackedBatch
 from mrp_trainer.data.samples import Sample
 from torch import Tensor
 from transformers import StoppingCriteria
@@ -16,7 +17,6 @@ from transformers import StoppingCriteria
 from benchmarks.random_cases import batch_of
 from modeling_mrp import MRPForCausalLM
 from modeling_mrp.generate.option_table import DECODINGS
-from modeling_mrp.model.diffusion import PackedBatch
 
 BLOCK, MASK, PAD, VOCAB = 4, 60, 0, 64  # of make_model
 ALPHA = 1e-4  # false-alarm rate of each chi-square test; seeds are fixed

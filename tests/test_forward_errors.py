@@ -44,7 +44,7 @@ def test_layers_that_qwen_would_make_sliding() -> None:
 
 # Forwards: arguments, and what is said of them.
 LABELS = {"input_ids": PROMPT, "labels": PROMPT}
-ALONE = r"labels need input_ids with a 2-D attention_mask and no past_key_values"
+ALONE = "no effect with labels, whose pass packs .* of input_ids with a mask and positions of its own"
 FORWARDS: list[tuple[dict[str, Any], str]] = [
     ({}, "neither input_ids nor inputs_embeds: pass one of them"),
     *(
@@ -69,7 +69,7 @@ FORWARDS: list[tuple[dict[str, Any], str]] = [
         }.items()
     ),
     ({**LABELS, "logits_to_keep": 1}, "^logits_to_keep: no effect with labels"),
-    ({"input_ids": PROMPT, "noise_level": torch.ones(1)}, "^noise_level: no effect without labels.*Pass labels too"),
+    ({"input_ids": PROMPT, "noise_level": torch.ones(1)}, "^noise_level: no effect without labels.*Pass them too"),
     ({"input_ids": PROMPT, "noise_mask": PROMPT > 0}, "^noise_mask: no effect without labels"),
     ({"input_ids": PROMPT, "attention_masks": 5}, "no argument attention_masks: check the spelling"),
     ({**LABELS, "junk": 5}, "no argument junk"),

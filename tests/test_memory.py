@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import ROOT, make_model
 from mrp_trainer.data.collator import DiffusionCollator
+from mrp_trainer.data.packed import PackedBatch
 from mrp_trainer.data.samples import make_sample
 from mrp_trainer.train import memory
 from mrp_trainer.train.losses import _LOGITS_AT_ONCE as CHUNK
@@ -15,8 +16,6 @@ from mrp_trainer.train.objectives import HeadObjective, block_diffusion
 from mrp_trainer.train.reveals import Reveals
 from mrp_trainer.train.runs import dry_run
 from mrp_trainer.train.settings import read_settings, recipe_names
-
-from modeling_mrp.model.diffusion import PackedBatch
 
 WITHIN = 1.25
 # By hand: hidden, intermediate, query width; key width 1024 and heads of 128 at every size.

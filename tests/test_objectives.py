@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from conftest import make_model
 from helpers import ALPHA, BLOCK, MASK, chi_square_p, collate, sample
+from mrp_trainer.data.packed import PackedBatch
 from mrp_trainer.data.samples import Sample
 from mrp_trainer.train.losses import BLANK
 from mrp_trainer.train.objectives import HeadObjective, block_diffusion
@@ -18,7 +19,6 @@ from mrp_trainer.train.reveals import Reveals
 from torch import Tensor, nn
 
 from modeling_mrp import MRPForCausalLM
-from modeling_mrp.model.diffusion import PackedBatch
 from modeling_mrp.networks.picker import Picker
 
 

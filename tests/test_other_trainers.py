@@ -69,7 +69,7 @@ def test_the_stock_trainer_keeps_no_labels_for_itself(
     rows = [{"input_ids": torch.arange(5, 25), "labels": torch.arange(5, 25)}] * 2
     model = MRPForCausalLM.from_pretrained(TINY)
     trainer = Trainer(model, TrainingArguments(str(tmp_path), **QUIET, **arguments), train_dataset=rows, **of_trainer)
-    with pytest.raises(ValueError, match=r"a Trainer kept them for a loss of its own .* Leave that option out"):
+    with pytest.raises(ValueError, match=r"A Trainer keeps them for a loss of its own .*: leave that option out"):
         trainer.train()
     before = model.lm_head.weight.clone()
     Trainer(model, TrainingArguments(str(tmp_path), **QUIET), train_dataset=rows).train()

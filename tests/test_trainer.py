@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+from mrp_trainer.data.packed import PackedBatch
 from mrp_trainer.data.problems import TaskDataset
 from mrp_trainer.evaluate.acceptance import measure_acceptance
 from mrp_trainer.train.arguments import MRPTrainingArguments
@@ -17,7 +18,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast, TrainingArguments, set_seed
 
 from modeling_mrp import MRPConfig, MRPForCausalLM
-from modeling_mrp.model.diffusion import PackedBatch
 
 
 def new_trainer(model: MRPForCausalLM, folder: Path, dataset: Any = None, **options: Any) -> MRPTrainer:

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from conftest import make_model
 from helpers import BLOCK, MASK, close, collate, random_ids, sample
+from mrp_trainer.data.packed import PackedBatch, PackedRule
 from mrp_trainer.train.objectives import HeadObjective
 from mrp_trainer.train.packing import sparse_mask
 from mrp_trainer.train.reveals import Reveals
@@ -17,7 +18,7 @@ from transformers import Trainer, TrainingArguments
 
 import modeling_mrp.modeling as modeling
 from modeling_mrp import MRPForCausalLM
-from modeling_mrp.model.diffusion import PackedBatch, PackedRule
+from modeling_mrp.model.diffusion import noise_of, noisy_and_clean_mask
 
 
 def naive_loss(model: MRPForCausalLM, ids: Tensor, labels: Tensor, lengths: list[int], level: Tensor, noise: Tensor) -> Tensor:
@@ -131,28 +132,28 @@ def test_the_noise_is_drawn_per_sequence_and_weighted_by_its_level(training: boo
     """In eval mode from the text. 4000 sequences of 4 learned tokens. t ~ U(0, 1]: Kolmogorov-Smirnov by the DKW bound; given
     such t the number of masks in a sequence is uniform on 0..4: chi-square. Both at a false-alarm rate of 1e-6, and the seed is
     fixed."""
-    captured: dict[str, Tensor] = {}
-    original = modeling.pack_noisy
+    drawn: list[Tensor] = []
+    seen: list[Tensor] = []
 
-    def recorded(
-        input_ids: Tensor, response: Tensor, valid: Tensor, masked: Tensor, weight: Tensor, mask_id: int
-    ) -> PackedBatch:
-        captured.update(masked=masked, weight=weight)
-        return original(input_ids, response, valid, masked, weight, mask_id)
+    def recorded(ids: Tensor, valid: Tensor, training: bool) -> Tensor:
+        drawn.append(noise_of(ids, valid, training))
+        return drawn[-1]
 
-    monkeypatch.setattr(modeling, "pack_noisy", recorded)
+    monkeypatch.setattr(modeling, "noise_of", recorded)
     ids = random_ids(12, 4000, 4)
     model = make_model(num_hidden_layers=1).train(training)
+    model.model.embed_tokens.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
     torch.manual_seed(0)
     with torch.no_grad():
-        model(ids, labels=ids)
-    level = 1 / captured["weight"]
-    assert torch.equal(level, level[:, :1].expand_as(level))
+        loss, logits = (out := model(ids, labels=ids)).loss, out.logits
+    masked, level = seen[0][:, :4] == MASK, 1 - drawn[0][:, :1]
+    losses = F.cross_entropy(logits.float().mT, ids, reduction="none") * masked / level
+    close(losses.sum().double() / ids.numel(), loss.double(), 1e-5)
     ordered, n = level[:, 0].sort().values, 4000
     uniform = torch.arange(n) / n
     distance = max((ordered - uniform).abs().max(), (ordered - uniform - 1 / n).abs().max())
     assert distance < (torch.tensor(2e6).log() / (2 * n)).sqrt()
-    counts = captured["masked"].sum(1).bincount(minlength=5)
+    counts = masked.sum(1).bincount(minlength=5)
     chi_square = ((counts - n / 5) ** 2 / (n / 5)).sum()
     assert torch.special.gammaincc(torch.tensor(2.0), chi_square / 2) > 1e-6  # 4 degrees of freedom
 
@@ -241,6 +242,14 @@ def test_packed_mask_by_its_rule() -> None:
                 expected[q, k] = k_view == 0 and k_block <= q_block
     samples, view, position = (torch.tensor(column)[None] for column in zip(*tokens, strict=True))
     assert torch.equal(PackedRule(view, position // 2, samples).dense(), expected[None, None])
+
+
+def test_the_mask_of_a_noisy_copy_and_its_text() -> None:
+    """That of the general rule, for one copy of each row's text, with padding on both sides."""
+    valid = torch.tensor([[0, 1, 1, 1, 1, 1, 0], [1] * 7]).bool()
+    position, view = (valid.long().cumsum(1) - 1).clamp(min=0), torch.where(valid, 0, -1)
+    rule = PackedRule(torch.cat([view + valid.long(), view], 1), position.repeat(1, 2) // 2, torch.zeros(2, 14))
+    assert torch.equal(noisy_and_clean_mask(position, valid, 2), rule.dense())
 
 
 def two_samples_in_a_row() -> PackedBatch:

@@ -282,13 +282,14 @@ class MRPPreTrainedModel(HeadMixin, PreTrainedModel):
         return pushed.push_to_hub(repo_id, private=private, tags=tags, **kwargs)
 
     @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        super()._init_weights(module)
-        if isinstance(module, MRPHead):
-            if module.predicts == "residual":
-                init.zeros_(module.norm.weight)
-            if module.draft_token_ids is not None:
-                init.copy_(module.draft_token_ids, first_tokens(self.config))
+    def _init_weights(self: Any, module: nn.Module) -> None:
+        head = self.mrp_head
+        if head is not None and module is head.norm and head.predicts == "residual":
+            init.zeros_(head.norm.weight)
+        elif module is head and head.draft_token_ids is not None:
+            init.copy_(head.draft_token_ids, first_tokens(self.config))
+        else:
+            super()._init_weights(module)
 
     @classmethod
     def _pinned(cls, source: str, config: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

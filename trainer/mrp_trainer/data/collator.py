@@ -7,9 +7,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from modeling_mrp.model.diffusion import CLEAN_VIEW, NO_VIEW, PackedBatch
-
 from ..train.losses import BLANK
+from .packed import CLEAN_VIEW, NO_VIEW, PackedBatch
 from .samples import Sample, samples_of
 
 

@@ -6,10 +6,10 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from modeling_mrp.model.diffusion import PackedBatch
 from modeling_mrp.modeling import MRPForCausalLM
 from modeling_mrp.networks.picker import Picker
 
+from ..data.packed import PackedBatch
 from .attention import TRAINING_FLEX
 from .losses import (
     BLANK,

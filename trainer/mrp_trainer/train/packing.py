@@ -7,7 +7,8 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers.cache_utils import Cache
 
 from modeling_mrp.kernels.noise import mix32, noise_keys
-from modeling_mrp.model.diffusion import CLEAN_VIEW, PackedBatch, PackedRule
+
+from ..data.packed import CLEAN_VIEW, PackedBatch, PackedRule
 
 
 def noisy_length(batch: PackedBatch) -> int:

@@ -6,9 +6,9 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from modeling_mrp.model.diffusion import PackedBatch
 from modeling_mrp.networks.picker import Picker
 
+from ..data.packed import PackedBatch
 from .losses import BLANK
 from .options import RevealRule
 from .packing import uniform

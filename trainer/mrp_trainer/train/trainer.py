@@ -19,11 +19,11 @@ from torch.utils.data import Sampler
 from transformers import PreTrainedTokenizerBase, Trainer, set_seed
 from transformers.trainer_utils import HubStrategy, rotate_checkpoints
 
-from modeling_mrp.model.diffusion import PackedBatch
 from modeling_mrp.model.layouts import is_hub_id
 
 from ..data.collator import DiffusionCollator
 from ..data.held_out import filled_up, rows_of
+from ..data.packed import PackedBatch
 from ..data.sampler import LengthBucketSampler
 from ..data.samples import samples_of
 from ..evaluate.acceptance import measure_acceptance

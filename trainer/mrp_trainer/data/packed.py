@@ -1,0 +1,85 @@
+"""Packed passes of training, which hold noisy copies of samples and their clean tokens together, and who sees whom in them.
+
+Positions are absolute and count from 0 at a sample's first token; the block of a position is ``position // block_size``.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+CLEAN_VIEW = 0  # views above 0 are noisy copies
+NO_VIEW = -1  # padding
+
+
+@dataclass(frozen=True)
+class PackedRule:
+    """The rule of attention in a pass of noisy copies and the clean sequence, [x_t | x_0] (SDAR, section 3; MRP, section 4).
+
+    A noisy token sees its own noisy block and the clean tokens of earlier blocks; a clean token sees the clean tokens
+    of its own and earlier blocks; nothing crosses from one sample to another. Padding (view -1) sees only itself.
+
+    Attributes:
+        view: [batch, length] long: 0 clean, 1, 2, ... the noisy copy, -1 padding.
+        block: [batch, length] long: the token's block index.
+        sample: [batch, length] long: the sample a token belongs to, when several share a row.
+    """
+
+    view: Tensor
+    block: Tensor
+    sample: Tensor
+
+    def __call__(self, row: Tensor, head: Tensor | None, query: Tensor, key: Tensor) -> Tensor:
+        """Tell of indices that broadcast who sees whom: flex attention's `mask_mod`. All heads see the same."""
+        query_view, key_view = self.view[row, query], self.view[row, key]
+        query_block, key_block = self.block[row, query], self.block[row, key]
+        clean = (key_view == CLEAN_VIEW) & (
+            (key_block < query_block) | ((query_view == CLEAN_VIEW) & (key_block == query_block))
+        )
+        noisy = (key_view != CLEAN_VIEW) & (key_view == query_view) & (key_block == query_block)
+        same = (self.sample[row, query] == self.sample[row, key]) & (key_view != NO_VIEW)
+        return ((clean | noisy) & same & (query_view != NO_VIEW)) | (query == key)
+
+    def dense(self) -> Tensor:
+        """Write the rule out: [batch, 1, length, length] bool."""
+        rows, length = self.view.shape
+        row, column = (torch.arange(n, device=self.view.device) for n in (rows, length))
+        return self(row[:, None, None], None, column[None, :, None], column[None, None, :])[:, None]
+
+
+@dataclass
+class PackedBatch:
+    """One training pass [x_t | x_0] (noisy copies first, then the clean sequence), padded to a common length.
+
+    Attributes:
+        input_ids: [batch, length] long; masked positions hold `mask_token_id`.
+        target_ids: [batch, length] long; the true token; -1 behind the end of a text in noisy copies of the trainer.
+        position_ids: [batch, length] long; absolute positions.
+        view: [batch, length] long; 0 clean, 1, 2, ... noisy copies, -1 padding.
+        sample: [batch, length] long; which sample of the row a token belongs to.
+        weight: [batch, length] float32; the loss weight of a masked position, 0 elsewhere.
+        response_tokens: How many response tokens the batch supervises: the loss is divided by it.
+        noise_key: [batch, length] long below 2**32; the same for all tokens of a sample, and another for each visit of one.
+    """
+
+    input_ids: Tensor
+    target_ids: Tensor
+    position_ids: Tensor
+    view: Tensor
+    sample: Tensor
+    weight: Tensor
+    response_tokens: Tensor
+    noise_key: Tensor | None = None
+
+    def rule(self, block_size: int) -> PackedRule:
+        """Make the rule of attention."""
+        return PackedRule(self.view, self.position_ids // block_size, self.sample)
+
+    def attention_mask(self, block_size: int) -> Tensor:
+        """Write the rule of attention out, [batch, 1, length, length] bool: see `PackedRule`."""
+        return self.rule(block_size).dense()
+
+    @property
+    def supervised(self) -> Tensor:
+        """[batch, length] bool: masked positions that carry loss."""
+        return self.weight > 0
