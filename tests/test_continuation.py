@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import make_model
 from helpers import LIVELY, MASK, PROMPTS, generate, left_padded, texts
+from peft import LoraConfig, get_peft_model
 from transformers import DynamicCache
 
 from modeling_mrp import MRPForCausalLM
@@ -241,6 +242,44 @@ def test_a_cache_that_no_longer_fits(change: str) -> None:
     for past in (kept[0], kept[1]):
         with pytest.raises(ValueError, match=f"{message}: leave them unset"):
             model.generate(said, past_key_values=past, max_new_tokens=5)
+
+
+def without(model: Any, said: torch.Tensor, past: BlockCache) -> None:
+    with model.disable_adapter():
+        model.generate(said, past_key_values=past, max_new_tokens=5)
+
+
+def switched(name: str) -> Callable[[Any, torch.Tensor, BlockCache], None]:
+    def go_on(model: Any, said: torch.Tensor, past: BlockCache) -> None:
+        model.set_adapter(name)
+        model.generate(said, past_key_values=past, max_new_tokens=5)
+
+    return go_on
+
+
+def scaled(model: Any, said: torch.Tensor, past: BlockCache) -> None:
+    for layer in model.modules():
+        if hasattr(layer, "lora_A"):
+            layer.set_scale("default", 3.0)
+    model.generate(said, past_key_values=past, max_new_tokens=5)
+
+
+def merged(model: Any, said: torch.Tensor, past: BlockCache) -> None:
+    model.merge_adapter()
+    model.generate(said, past_key_values=past, max_new_tokens=5)
+
+
+@pytest.mark.parametrize("go_on", [without, switched("other"), scaled, merged])
+def test_a_cache_does_not_outlive_its_adapter(go_on: Callable[..., None]) -> None:
+    """No weight is written to where an adapter is switched."""
+    lora = LoraConfig(target_modules=r"model\.layers.*up_proj", init_lora_weights=False)
+    model: Any = get_peft_model(make_model(), lora)
+    model.add_adapter("other", lora)
+    out = model.generate(torch.tensor([PROMPTS[0]]), max_new_tokens=8, return_dict_in_generate=True)
+    kept = copy.deepcopy(out.past_key_values)
+    switched("default")(model, out.sequences, out.past_key_values)
+    with pytest.raises(ValueError, match="older than the weights of model, which have changed: leave them unset"):
+        go_on(model, out.sequences, kept)
 
 
 def test_a_cache_without_a_head_outlives_a_change_of_heads(random_model: MRPForCausalLM) -> None:

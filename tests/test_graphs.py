@@ -7,6 +7,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -124,6 +125,13 @@ def test_weights_that_move_or_switch_are_recorded_anew(monkeypatch: pytest.Monke
         assert known != fingerprint(model)
     with under_round_masks(model, model.block_cache(1, 8, 8, with_head=False)):
         assert known == fingerprint(model), "another thread may be inside of that"
+    of_rows = [partial(lambda *_, adapter_names: None, adapter_names=[name]) for name in "ab"]  # as peft's adapter_names
+    seen = []
+    for hook in of_rows:
+        handle = model.lm_head.register_forward_pre_hook(hook)
+        seen.append(fingerprint(model))
+        handle.remove()
+    assert len({known, *seen}) == 3
     model.model.layers[0].register_forward_hook(lambda *_: None)
     assert known != fingerprint(model)
 

@@ -10,7 +10,7 @@ import torch
 from conftest import make_model
 from helpers import PROMPTS, left_padded, random_ids, text
 from mrp_trainer.train.trainer import bare_model
-from peft import LoraConfig, PrefixTuningConfig, PromptEncoderConfig, PromptTuningConfig, get_peft_model
+from peft import LoraConfig, PrefixTuningConfig, PromptEncoderConfig, PromptTuningConfig, ShadowConfig, get_peft_model
 from refusals import PROMPT, rejected
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerFast, StoppingCriteria, pipeline
@@ -92,6 +92,55 @@ def test_an_adapter_that_waits_for_an_invocation_is_refused() -> None:
     adapted.add_adapter("lora", LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]))
     adapted.set_adapter("lora")
     assert adapted.generate(input_ids=PROMPT, max_new_tokens=6)[0, 5:].tolist() == plain
+
+
+def test_a_network_beside_the_layers_is_refused() -> None:
+    """Which was left out without a word: the text was that of the model alone."""
+    plain = text(make_model(), PROMPTS[0], max_new_tokens=6)
+    adapted: Any = get_peft_model(make_model().float(), ShadowConfig(task_type="CAUSAL_LM"))
+    lora = "adapter of the weights instead, such as LoRA"
+    rejected(lambda: adapted.generate(input_ids=PROMPT, max_new_tokens=6), "type SHADOW has no effect on generate", lora)
+    rejected(lambda: bare_model(adapted), "type SHADOW would not be trained", "an adapter of the weights, such as LoRA")
+    with adapted.disable_adapter():
+        assert adapted.generate(input_ids=PROMPT, max_new_tokens=6)[0, 5:].tolist() == plain
+
+
+@pytest.fixture
+def two_adapters() -> Any:
+    """A model with two LoRAs, of backbone and head, whose texts differ and end in different rounds."""
+    torch.manual_seed(0)
+    lora = LoraConfig(task_type="CAUSAL_LM", target_modules=r".*layers\.\d+\.self_attn\.[qv]_proj", init_lora_weights=False)
+    model: Any = get_peft_model(make_model(), lora, autocast_adapter_dtype=False)
+    model.add_adapter("other", lora, autocast_adapter_dtype=False)
+    return model.to(make_model().dtype).eval()
+
+
+ENDING: dict[str, Any] = {"max_new_tokens": 24, "eos_token_id": list(range(0, 64, 7)), "pad_token_id": 63}
+
+
+@pytest.mark.parametrize("decoding", ["static", "mrp_spec", "mrp_direct", "mrp_remask"])
+def test_an_adapter_for_each_row(two_adapters: Any, decoding: str) -> None:
+    """peft gives them out by place, so no row leaves its place."""
+    options, names = {**ENDING, "decoding": decoding}, ["default", "other", "__base__"]
+    together = two_adapters.generate(**left_padded(PROMPTS), adapter_names=names, return_dict_in_generate=True, **options)
+    lengths = set()
+    for row, (prompt, name) in enumerate(zip(PROMPTS, names, strict=True)):
+        one = {"input_ids": torch.tensor([prompt]), "adapter_names": [name], **options}
+        alone = two_adapters.generate(**one)[0, len(prompt) :]
+        assert together.sequences[row, max(map(len, PROMPTS)) :][: len(alone)].equal(alone)
+        lengths.add(len(alone))
+    assert len(lengths) == 3, "no row ends before another"
+    call = {"input_ids": together.sequences[:, :12], "past_key_values": together.past_key_values, **options}
+    rejected(lambda: two_adapters.generate(**call, adapter_names=names[::-1]), "older than the weights", "leave them unset")
+
+
+def test_adapters_of_another_number_of_rows(two_adapters: Any) -> None:
+    call = {"input_ids": PROMPT, "adapter_names": ["other"], **ENDING}
+    rejected(
+        lambda: two_adapters.generate(num_return_sequences=2, do_sample=True, **call),
+        "adapter_names holds 1 names for 2 rows",
+        "give one for each row",
+    )
 
 
 # Attention and devices

@@ -67,6 +67,20 @@ def test_good_checkpoints_stay(objective: str, tmp_path: Path) -> None:
 
 
 @objectives
+def test_a_gradient_norm(objective: str, tmp_path: Path) -> None:
+    """Of a loss that is finite, in the second step."""
+    name = BROKEN if objective == "block_diffusion" else "mrp_head.norm.weight"
+    trainer = trainer_of(tmp_path, objective)
+    trainer.model.get_parameter(name).register_hook(lambda grad: grad / (trainer.state.global_step == 0))
+    message = (
+        r"^the gradient norm of step 2 is (inf|nan), and nothing is saved\. All weights are finite; learning_rate is 0\.01"
+    )
+    with pytest.raises(FloatingPointError, match=message):
+        trainer.train()
+    assert checkpoints(tmp_path) == ["checkpoint-1"]
+
+
+@objectives
 def test_a_rate_that_blows_weights_up(objective: str, tmp_path: Path) -> None:
     """In the last step, too, behind which there is no loss."""
     with pytest.raises(FloatingPointError, match=r"nothing is saved.*learning_rate is 1e\+30: lower it"):

@@ -23,6 +23,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from ..kernels.dispatch import PYTORCH, Dispatch, kernels_usable
 from ..kernels.fused_layers import pack
+from ..model.adapters import adapters_of_rows, check_adapters
 from ..model.offloading import fetched
 from ..networks.attention import takes_round_masks
 from ..networks.cache import BlockCache, PassingReference, WeightsSeen, devices_of_layers
@@ -107,7 +108,6 @@ class MRPGenerationMixin(GenerationMixin):
         if custom_generate is not None:
             kwargs |= set_fields({"infill_ids": infill_ids, "past_key_values": past_key_values})
             return super().generate(inputs, generation_config, custom_generate=custom_generate, streamer=streamer, **kwargs)
-        check_adapter(self)
         config, others = resolved(self, generation_config, kwargs)
         prompt: Any = inputs if inputs is not None else others.get("input_ids")
         check_prompt(prompt, others.get("attention_mask"), self.config.mask_token_id, self.config.vocab_size)
@@ -115,6 +115,7 @@ class MRPGenerationMixin(GenerationMixin):
             config.pad_token_id = config.pad_id()
             others.setdefault("attention_mask", torch.ones_like(prompt))
         copies = config.num_return_sequences or 1
+        check_adapters(self, len(prompt) * copies)
         streams = None if streamer is None else Streams(streamer, len(prompt) * copies)
         if past_key_values is not None:
             check_past(past_key_values, self, len(prompt))
@@ -250,8 +251,8 @@ def _decode(
             streams.begin(prompts)
         drafting = mode.drafting
         budget = budget_of(model, mode, drafting.states, drafting.passes, drafting.paced) if drafting else Fixed(Amount())
-        # What is compiled is so for one size, what is recorded not for every one.
-        fewest = len(rows) if compiled(model) else 1 if graphs is None else _LEAST_RECORDED
+        # What is compiled is so for one size, what is recorded not for every one; adapters of rows are handed out by place.
+        fewest = len(rows) if compiled(model) or adapters_of_rows(model) else 1 if graphs is None else _LEAST_RECORDED
         decoder = Decoder(mode, networks, budget, watches, fewest)
         try:
             decoder.decode(rows, reused)
@@ -398,25 +399,6 @@ def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationCo
         likeliest=sample and mode.drafting is not None,
         dispatch=dispatch if usable else PYTORCH,
     )
-
-
-def check_adapter(model: Any) -> None:
-    """Raise `ValueError` if an adapter is active that needs a prompt read token by token, or vectors before it."""
-    wrapper: Any = getattr(model.prepare_inputs_for_generation, "__self__", None)  # a peft model puts its own there
-    config: Any = getattr(wrapper, "active_peft_config", None)
-    kind, why = None, "an adapter of the prompt, and generate decodes from ids alone"
-    if getattr(config, "is_prompt_learning", False):
-        kind = config.peft_type.value
-    adapters = getattr(model, "peft_config", None) or {}
-    invoked = {name for name, one in adapters.items() if getattr(one, "alora_invocation_tokens", None)}
-    layers = [module for module in model.modules() if hasattr(module, "lora_A")] if invoked else []
-    if any(not layer.disable_adapters and invoked & set(layer.active_adapters) for layer in layers):
-        kind, why = "aLoRA (alora_invocation_tokens)", "it starts behind the last invocation of a text that grows from the left"
-    if kind is not None:
-        raise ValueError(
-            f"an adapter of type {kind} has no effect on generate: {why}. Train an adapter of the weights instead, such as "
-            "LoRA, or decode without it under model.disable_adapter()"
-        )
 
 
 def check_past(past: Any, model: Any, rows: int) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from ..model.adapters import adapters_on
 from ..model.offloading import device_of
 
 # Slots that attention reads beyond the texts are a power of two of at least so many where shapes have to stay the same.
@@ -30,7 +31,7 @@ class WeightsSeen:
 
     def __init__(self, module: nn.Module) -> None:
         self.seen = [(PassingReference(weight), _state_of(weight)) for weight in _held_parameters(module)]
-        self.adapters = _adapters(module)
+        self.adapters = adapters_on(module)
 
     def same(self, module: nn.Module | None) -> bool:
         """Tell if nothing was replaced, moved or written to, and the same adapters are on.
@@ -41,7 +42,7 @@ class WeightsSeen:
         return (
             len(weights) == len(self.seen)
             and module is not None
-            and self.adapters == _adapters(module)
+            and self.adapters == adapters_on(module)
             and all(
                 seen() is weight and state == _state_of(weight)
                 for (seen, state), weight in zip(self.seen, weights, strict=True)
@@ -51,16 +52,6 @@ class WeightsSeen:
 
 def _held_parameters(module: nn.Module) -> list[Tensor]:
     return [weight for weight in module.parameters() if not weight.is_meta]  # those that are offloaded come anew each time
-
-
-def _adapters(module: nn.Module) -> list[Any]:
-    """List the adapters that are on in each of peft's layers, with their scales."""
-    layers: list[Any] = list(module.modules())
-    return [
-        (list(layer.active_adapters), layer.disable_adapters, layer.merged_adapters[:], dict(getattr(layer, "scaling", {})))
-        for layer in layers
-        if hasattr(layer, "merged_adapters")
-    ]
 
 
 def _state_of(weight: Tensor) -> list[int]:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ..model.adapters import adapters_of_rows
 from .attention import REPLACED, ROUND_ATTENTION
 from .cache import BlockCache
 
@@ -232,7 +233,8 @@ def fingerprint(model: nn.Module) -> Hashable:
                 settings.append((name, repr(value)))
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
     attention = REPLACED if attention == ROUND_ATTENTION else attention  # which another thread may be inside of
-    return places, tuple(settings), attention, ALL_ATTENTION_FUNCTIONS.get(attention)
+    of_rows = tuple(adapters_of_rows(model) or ())
+    return places, tuple(settings), of_rows, attention, ALL_ATTENTION_FUNCTIONS.get(attention)
 
 
 def obstacle(model: Any) -> str | None:

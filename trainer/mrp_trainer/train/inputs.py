@@ -24,13 +24,14 @@ def bare_model(model: Any) -> MRPForCausalLM:
     """The model inside a peft model.
 
     Raises:
-        ValueError: if its adapter puts vectors before the inputs, which the packed pass has no place for.
+        ValueError: if its adapter puts vectors before the inputs, or a network beside the layers, which the packed pass has no
+            place for.
     """
     config: Any = getattr(model, "active_peft_config", None)
-    if getattr(config, "is_prompt_learning", False):
+    if getattr(config, "is_prompt_learning", False) or getattr(config, "peft_type", None) == "SHADOW":
         raise ValueError(
-            f"an adapter of type {config.peft_type.value} would not be trained, as the packed pass takes ids alone: use an "
-            "adapter of the weights, such as LoRA"
+            f"an adapter of type {config.peft_type.value} would not be trained, as the packed pass takes ids alone, and calls "
+            "layers alone: use an adapter of the weights, such as LoRA"
         )
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
