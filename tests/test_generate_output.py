@@ -26,25 +26,18 @@ def test_counts_of_static_by_hand(random_model: MRPForCausalLM) -> None:
     ("mode", "drafts"), [("static", 4), *((mode, drafts) for mode in ("self_spec", "mrp_spec") for drafts in (1, 2, 3, 8))]
 )
 def test_every_state_is_accepted_once(random_model: MRPForCausalLM, mode: str, drafts: int) -> None:
-    """However many states a round accepts, a row passes through the same ones.
+    """However many states a round accepts, a row passes through the same ones; forwards are told by role.
 
     Prompts of 6 and 2 tokens and 10 new: blocks of 2, 4 and 4 masks, so 10 states with masks, of which the prefill scores
     one, and two clean ones: 11.
     """
     prompts = [[1, 2, 3, 4, 5, 6], [9, 8]]
     stats = generate(random_model, prompts, decoding=mode, num_draft_states=drafts, max_new_tokens=10).stats
-    lengths = torch.arange(stats.accepted_lengths.shape[1])
-    assert (stats.accepted_lengths * lengths).sum(1).tolist() == [11, 11]
-    rounds = stats.accepted_lengths.sum(1)
-    assert rounds.equal(stats.row_forwards - 1), "every forward but the prefill is a round"
+    assert (stats.accepted_lengths * torch.arange(stats.accepted_lengths.shape[1])).sum(1).tolist() == [11, 11]
+    assert stats.accepted_lengths.sum(1).equal(stats.row_forwards - 1), "every forward but the prefill is a round"
     assert int(stats.row_forwards.max()) == sum(stats.forwards[role] for role in ("prefill", "denoise", "verify"))
-    assert (stats.accepted <= stats.drafted).all()
-    # A round's states are its first, right drafts, and at most one all-mask state behind a clean one.
-    assert (rounds + stats.accepted <= 11).all()
-    assert (rounds + stats.accepted + 2 >= 11).all()
     drafting = mode != "static" and drafts > 1
-    assert bool((stats.drafted > 0).all()) == drafting
-    assert (stats.forwards["verify"] > 0) == drafting
+    assert bool((stats.drafted > 0).all()) == drafting == (stats.forwards["verify"] > 0)
     assert (stats.forwards["head"] > 0) == (drafting and mode == "mrp_spec")
 
 

@@ -7,7 +7,6 @@ import torch
 from conftest import make_model
 from helpers import LIVELY, MASK, PROMPTS, every_mode, generate
 from test_streaming import Blocks
-from torch import Tensor
 from transformers import GenerationConfig
 
 from benchmarks.random_cases import StopsBehind
@@ -76,21 +75,6 @@ def test_a_stopping_criterion_may_end_the_text_before_given_tokens(random_model:
     ids = random_model.generate(torch.tensor([[1, 2]]), infill_ids=infill, stopping_criteria=[StopsBehind([token])])
     assert ids.shape[1] == 2 + end
     assert ids[0, -1] == token
-
-
-@pytest.mark.parametrize("mode", ["static", "mrp_spec"])
-def test_a_processor_sees_given_tokens(random_model: MRPForCausalLM, mode: str) -> None:
-    """To the left of a position all that is given is there, and masks alone are not."""
-    infill, prompt = [MASK, 5, MASK, *range(11, 21), MASK, MASK, MASK, 21, MASK], [1, 2, 3, 4]
-    told = [*prompt, *infill, *[MASK] * 3]
-
-    def check(ids: Tensor, scores: Tensor) -> Tensor:
-        for row in ids.tolist():
-            assert told[len(row)] == MASK
-            assert all(given in (MASK, seen) for given, seen in zip(told, row, strict=False))
-        return scores
-
-    random_model.generate(torch.tensor([prompt]), infill_ids=torch.tensor([infill]), decoding=mode, logits_processor=[check])
 
 
 def test_num_return_sequences(random_model: MRPForCausalLM) -> None:
