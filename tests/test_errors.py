@@ -3,6 +3,7 @@
 import re
 import reprlib
 from collections.abc import Callable
+from operator import ge, gt, le, lt
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from transformers.generation import WatermarkingConfig
 from transformers.generation.streamers import BaseStreamer
 
 from modeling_mrp import MRPForCausalLM, MRPGenerationConfig
-from modeling_mrp.generate.option_table import CHECKED, DECODINGS, OF_SAMPLING, OPTIONS, UNSUPPORTED
+from modeling_mrp.generate.option_table import CHECKED, DECODINGS, OF_SAMPLING, OPTIONS, REMASK_RULES, UNSUPPORTED, Option
 
 __all__ = ["headless", "model"]  # fixtures
 
@@ -34,94 +35,110 @@ def test_the_guard_lets_no_forward_pass(model: MRPForCausalLM, mode: str) -> Non
     accepts(lambda: model.generate(PROMPT, decoding=mode, max_new_tokens=4))
 
 
-# Options: by name some that are refused, and what is just allowed, or None where nothing is near.
-ON_OR_OFF: tuple[list[Any], list[Any]] = (["no", 1, 0], [True, False])
-SHARE: tuple[list[Any], list[Any]] = ([-0.1, 1.1, NAN, "x", True], [0, 1])
-ABOVE_0: tuple[list[Any], list[Any]] = ([0, 1.1, NAN, "x"], [1e-9, 1])
-BELOW_1: tuple[list[Any], list[Any]] = ([-1, 1.0, 2, NAN, "x"], [0, 0.99])
-FROM_0: tuple[list[Any], list[Any]] = ([-1, 2.5, "3", True, 1 << 63], [0, 1])
-FROM_1: tuple[list[Any], list[Any]] = ([0, -3, 2.5, "3", True, 1 << 63, 10**5000], [1])
-POSITIVE: tuple[list[Any], list[Any]] = ([0, -1, NAN, INF, "x", 10**400], [1e-9])
-VALUES: dict[str, tuple[list[Any], list[Any]]] = {
-    "decoding": (["x", "Static", "", 3, ["static"]], [None, *DECODINGS]),
-    "target": (["mrp_spec", 3], [None, "sequential"]),
-    "denoising_steps": ([0, -1, 5, 1.5, True, "x"], [1, 4]),
-    "confidence_threshold": SHARE,
-    "entropy_threshold": ([-1, -1e-9, NAN, "x"], [0]),
-    "mrp_steps": ([0, -1, True, 5, 10_000, 2.0], [1, 4]),
-    "num_draft_states": ([0, -1, 2.5, True, "x", 257, np.int64(4), 1 << 63], [1, 256, "auto"]),
-    "draft_branches": FROM_1,
-    "draft_passes": FROM_1,
-    "remask_rule": (["x", "Threshold"], ["threshold"]),
-    "residual_delta": ([0, -1.0, NAN, "x", 10**400], [1e-9]),
-    "seed": ([-1, "x", 1.5, True, 1 << 62, (0,), [-1], ["x"], [True]], [0, (1 << 62) - 1, [5]]),
-    "kernels": (["auto", 1, 0], [False]),
-    "graphs": (["auto", 1, 0], [False]),
-    **dict.fromkeys(
-        ("do_sample", "return_dict_in_generate", "output_scores", "output_logits", "remove_invalid_values"), ON_OR_OFF
-    ),
-    **dict.fromkeys(("max_new_tokens", "max_length"), (FROM_1[0], [6])),
-    **dict.fromkeys(("min_new_tokens", "min_length", "no_repeat_ngram_size", "top_k"), FROM_0),
-    "max_time": ([-1, NAN, "x", True, 10**400], [0]),
-    **dict.fromkeys(("repetition_penalty", "temperature"), POSITIVE),
-    "num_return_sequences": ([0, -1, True, "2", 65_536, 1 << 63], [1]),
-    "eos_token_id": (
-        ["2", ["2"], 2.0, True, {2: 3}, 1 << 63],
-        [2, [0, 63], (2, 3), np.int64(2), torch.tensor(2), torch.tensor([2, 3])],
-    ),
-    "pad_token_id": (["x", 1.5, True, [3]], [63]),
-    "suppress_tokens": ([5, "x", ["x"], [1.0]], [[9]]),
-    **dict.fromkeys(("top_p", "min_p"), SHARE),
-    **dict.fromkeys(("typical_p", "top_h"), ABOVE_0),
-    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff"), BELOW_1),
-}
-DECLARED = {option.name: option for option in (*OPTIONS, *CHECKED, *OF_SAMPLING)}
+# Options
 
 
-def test_every_declared_option_is_tried() -> None:
-    assert VALUES.keys() == DECLARED.keys()
+NUMBERS = [-1, -1e-9, 0, 1e-9, 0.5, 0.99, 1, 1.0, 1.1, 2.5, 4, 5, 256, 257, 65_535, 65_536, (1 << 62) - 1, 1 << 62, NAN]
+OTHERS = [
+    True,
+    False,
+    "",
+    "x",
+    "3",
+    "auto",
+    "Static",
+    *DECODINGS,
+    *REMASK_RULES,
+    {},
+    [],
+    (0,),
+    ["x"],
+    [True],
+    [-1],
+    np.int64(4),
+]
+HUGE = [1 << 63, -(1 << 63), 10**5000]
+DECLARED = (*OPTIONS, *CHECKED, *OF_SAMPLING)
+IDS = ("eos_token_id", "pad_token_id", "suppress_tokens")
 
 
-@pytest.mark.parametrize("name", VALUES)
-def test_values_of_an_option(model: MRPForCausalLM, name: str) -> None:
-    """The error says what the value is, and its type if that is wrong, and what its declaration says that it must be."""
-    remedy = DECLARED[name].remedy.replace("{block_size}", "block_size (4)")
-    options: dict[str, Any] = {"do_sample": True, "max_new_tokens": 4}
-    for value in VALUES[name][0]:
-        huge = isinstance(value, int) and value.bit_length() > 63
-        shown = f"2**{value.bit_length() - 1} or more" if huge else repr(value)
-        rejected(
-            lambda value=value: model.generate(PROMPT, **{**options, name: value}),
-            f"^{name} is {re.escape(shown)}(, of type {type(value).__name__})?: {re.escape(remedy)}",
-            "",
-        )
-    for value in VALUES[name][1]:
-        accepts(lambda value=value: model.generate(PROMPT, **{**options, name: value}))
-    accepts(lambda: model.generate(PROMPT, **{**options, name: None}))
+def said_to_be_allowed(value: Any, remedy: str) -> bool:
+    """Whether the words of a declaration allow a value."""
+    if isinstance(value, bool):
+        return "True" in remedy
+    if isinstance(value, str):
+        return repr(value) in remedy or value in re.findall(r"\w+", remedy.partition("choose one of ")[2])
+    if isinstance(value, list) and "or a list" in remedy:
+        return all(type(one) is int and said_to_be_allowed(one, remedy) for one in value)
+    ranges = {r"(\d+)(?: \(off\))? or more": ge, r"from (\d+) to": ge, "(?:positive|above) (?:number|0)": gt}
+    ranges |= {r"\d to (?:\D*\()?(\d+)": le, r"(\d+) \(off\) at most": le, r"below (?:2\*\*)?(\d+)": lt}
+    found = [(holds, match) for pattern, holds in ranges.items() if (match := re.search(pattern, remedy))]
+    if not found or type(value) not in ((int,) if "an int" in remedy else (int, float)):
+        return False
+    bounds = [(holds, int(match[1]) if match.groups() else 0) for holds, match in found]
+    return all(holds(value, 1 << 62 if bound == 62 else bound) for holds, bound in bounds)
 
 
-def test_the_type_that_is_at_fault(model: MRPForCausalLM) -> None:
+@pytest.mark.parametrize("option", [one for one in DECLARED if one.name not in IDS], ids=lambda one: one.name)
+def test_values_of_an_option(option: Option) -> None:
+    """What passes is what the declaration says in words, and the error says that, the value, and its type if that is wrong."""
+    remedy = option.remedy.replace("{block_size}", "block_size (4)")
+    option.check(None if option.default is None else option.default, 4)
+    allowed = [said_to_be_allowed(value, remedy) for value in [*NUMBERS, *OTHERS]]
+    assert 0 < sum(allowed) < len(allowed)
+    for value, fine in zip([*NUMBERS, *OTHERS], allowed, strict=True):
+        if fine:
+            option.check(value, 4)
+        else:
+            said = f"^{option.name} is {re.escape(repr(value))}(, of type {type(value).__name__})?: {re.escape(remedy)}$"
+            rejected(lambda value=value: option.check(value, 4), said, "")
+    for value in HUGE:
+        rejected(lambda value=value: option.check(value, 4), rf"^{option.name} is -?2\*\*\d+ or more", re.escape(remedy))
+
+
+def test_values_beside_those_of_the_words(model: MRPForCausalLM) -> None:
+    """Ids, which have many forms; infinite numbers; and the type that is at fault."""
+    good: dict[str, list[Any]] = {
+        "eos_token_id": [2, [0, 63], (2, 3), np.int64(2), torch.tensor(2), torch.tensor([2, 3])],
+        "pad_token_id": [63],
+        "suppress_tokens": [[9]],
+    }
+    bad = {name: ["x", 1.5, True, {2: 3}, ["x"], [1.0]] for name in IDS}
+    bad["pad_token_id"].append([3])
+    bad |= {"temperature": [INF], "repetition_penalty": [INF]}
+    for name in (*good, *bad):
+        for value in good.get(name, []):
+            accepts(lambda name=name, value=value: model.generate(PROMPT, max_new_tokens=4, **{name: value}))
+        for value in bad[name]:
+            options = {"do_sample": True, name: value}
+            rejected(
+                lambda options=options: model.generate(PROMPT, **options), f"^{name} is {re.escape(repr(value))}", "it must be"
+            )
     rejected(lambda: model.generate(PROMPT, mrp_steps=2.0), "^mrp_steps is 2.0, of type float: it must be an int", "")
 
 
 @pytest.mark.parametrize("way", ["argument", "dict", "MRPGenerationConfig", "GenerationConfig", "model.generation_config"])
 def test_every_way_of_giving_options_is_checked(model: MRPForCausalLM, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    kind = {"MRPGenerationConfig": MRPGenerationConfig, "dict": dict}.get(way, GenerationConfig)
 
     def generate(**options: Any) -> Any:
+        options = {"max_new_tokens": 4, **options}
         if way == "argument":
-            return model.generate(PROMPT, max_new_tokens=4, **options)
-        config = kind(max_new_tokens=4, **options)
+            return model.generate(PROMPT, **options)
+        config: Any = MRPGenerationConfig() if way == "MRPGenerationConfig" else GenerationConfig()
+        for name, value in options.items():
+            setattr(config, name, value)
+        config = options if way == "dict" else config
         if way == "model.generation_config":
             monkeypatch.setattr(model, "generation_config", config)
             return model.generate(PROMPT)
         return model.generate(PROMPT, generation_config=config)
 
-    rejected(lambda: generate(num_draft_states=0), "num_draft_states is 0", "1 to 256")
-    rejected(lambda: generate(decoding="x"), "decoding is 'x'", "choose one of static")
+    for option in DECLARED:
+        rejected(lambda option=option: generate(**{"do_sample": True, option.name: {}}), f"^{option.name} is {{}}", "")
     rejected(lambda: generate(num_beams=2), "num_beams=2 is not supported", "Leave num_beams unset")
     rejected(lambda: generate(seed=[1, 2, 3]), "3 values for 1 rows", "one per row")
-    accepts(generate)
+    rejected(lambda: generate(denoising_steps=5), "denoising_steps is 5", r"an int from 1 to block_size \(4\)")
+    accepts(lambda: generate(**{option.name: None for option in DECLARED if option.name != "max_new_tokens"}))
     if way != "model.generation_config":
         rejected(lambda: generate(decodng="static"), r"decodng \(did you mean decoding\?\)", "[Cc]heck the")
 
@@ -210,10 +227,11 @@ BAD_ARGUMENTS: dict[str, list[tuple[Any, str]]] = {
         *((torch.tensor([row]), "row 0 has holes.*contiguous") for row in ([1, 0, 1, 1, 1], [0, 1, 0, 0, 1])),
     ],
     "infill_ids": [
-        (PROMPT.float(), r"infill_ids are torch.float32.*\[rows, n\] tensor"),
-        (PAIR, r"infill_ids have shape \[2, 3\] for 1 prompts"),
-        (torch.tensor([[64]]), "infill_ids hold the id 64, outside"),
-        (torch.tensor([[9] * 5]), "infill_ids hold 5 tokens a row.*room for 4"),
+        (PROMPT.float(), r"infill_ids are torch.float32.*\[rows, n\] tensor of ids, torch\.long"),
+        ([[7]], r"infill_ids are a list.*\[rows, n\] tensor"),
+        *((given, r"for 1 prompts: pass \[1, n\], with a token") for given in (PAIR, PROMPT[0], PAIR[:, :1], PROMPT[:, :0])),
+        *((torch.tensor([[7, odd]]), f"infill_ids hold the id {odd}, outside the vocabulary of 64") for odd in (64, -100)),
+        (torch.tensor([[9] * 5]), "infill_ids hold 5 tokens a row.*leaves room for 4: raise it"),
     ],
     "streamer": [
         *((given, "must have put and end") for given in ("stdout", print, [BaseStreamer(), None])),
@@ -252,6 +270,9 @@ def test_arguments_that_go_with_others(model: MRPForCausalLM) -> None:
     rejected(lambda: model.generate(PAIR, streamer=one), "the batch has 2, and streamer holds 1", "a list of 2 different")
     copies = {"num_return_sequences": 2, "do_sample": True, "streamer": one[0]}
     rejected(lambda: model.generate(PROMPT, **copies), "the batch has 2", "stream one prompt at a time")
+    masks = torch.full((1, 6), 60)
+    rejected(lambda: model.generate(PROMPT, infill_ids=masks, max_length=10), "hold 6 tokens a row.*room for 5", "raise it")
+    rejected(lambda: model.generate(PROMPT, infill_ids=masks.repeat(1, 100)), "make 605, which exceeds", "shorten")
     rejected(lambda: model.generate(PROMPT, stop_strings="a", tokenizer="gpt2"), "and tokenizer is 'gpt2'", "pass tokenizer=")
 
 

@@ -1,15 +1,13 @@
 """Filling in: given tokens among masks are kept, and the text is that of the slow reference decoder."""
 
-import re
 from typing import Any
 
 import pytest
 import torch
 from conftest import make_model
 from helpers import LIVELY, MASK, PROMPTS, every_mode, generate
-from torch import Tensor
+from test_streaming import Blocks
 from transformers import GenerationConfig
-from transformers.generation.streamers import BaseStreamer
 
 from benchmarks.random_cases import StopsBehind
 from modeling_mrp import MRPForCausalLM
@@ -79,21 +77,6 @@ def test_a_stopping_criterion_may_end_the_text_before_given_tokens(random_model:
     assert ids[0, -1] == token
 
 
-@pytest.mark.parametrize("mode", ["static", "mrp_spec"])
-def test_a_processor_sees_given_tokens(random_model: MRPForCausalLM, mode: str) -> None:
-    """To the left of a position all that is given is there, and masks alone are not."""
-    infill, prompt = [MASK, 5, MASK, *range(11, 21), MASK, MASK, MASK, 21, MASK], [1, 2, 3, 4]
-    told = [*prompt, *infill, *[MASK] * 3]
-
-    def check(ids: Tensor, scores: Tensor) -> Tensor:
-        for row in ids.tolist():
-            assert told[len(row)] == MASK
-            assert all(given in (MASK, seen) for given, seen in zip(told, row, strict=False))
-        return scores
-
-    random_model.generate(torch.tensor([prompt]), infill_ids=torch.tensor([infill]), decoding=mode, logits_processor=[check])
-
-
 def test_num_return_sequences(random_model: MRPForCausalLM) -> None:
     infill = torch.tensor([[MASK, 7, MASK, MASK, 8], [9, MASK, MASK, 7, MASK]])
     out = generate(random_model, PROMPTS[:2], infill_ids=infill, num_return_sequences=3, seed=5, **LIVELY).sequences
@@ -105,30 +88,13 @@ def test_num_return_sequences(random_model: MRPForCausalLM) -> None:
     assert len({tuple(row.tolist()) for row in out}) > 2
 
 
-class Blocks(BaseStreamer):
-    """Remembers what it was put behind the prompt."""
-
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self.prompt: list[int] | None = None
-
-    def put(self, value: Tensor) -> None:
-        if self.prompt is None:
-            self.prompt = value[0].tolist()
-        else:
-            self.tokens += value.tolist()
-
-    def end(self) -> None:
-        pass
-
-
 @pytest.mark.parametrize("mode", ["static", "mrp_spec"])
 @pytest.mark.parametrize("infill", [RUN, [5, 6, 7, 8, 9, MASK, 10, MASK, MASK], [5, 6, 7]], ids=len)
 def test_a_streamer_is_put_given_tokens_too(random_model: MRPForCausalLM, mode: str, infill: list[int]) -> None:
     ids, streamer = torch.tensor([[1, 2, 3]]), Blocks()
     out = random_model.generate(ids, infill_ids=torch.tensor([infill]), streamer=streamer, decoding=mode)
-    assert streamer.prompt == [1, 2, 3]
-    assert streamer.tokens == out[0, 3:].tolist()
+    assert streamer.events[0] == ("put", ids.tolist())
+    assert [token for _, tokens in streamer.events[1:] for token in tokens] == out[0, 3:].tolist()
 
 
 def test_a_text_is_complete_with_its_last_mask(random_model: MRPForCausalLM) -> None:
@@ -157,29 +123,3 @@ def test_a_text_is_complete_with_its_last_mask(random_model: MRPForCausalLM) -> 
 def test_length(random_model: MRPForCausalLM, options: dict[str, Any], length: int) -> None:
     infill = torch.tensor([[MASK, 7, MASK, MASK, 8, MASK]])
     assert random_model.generate(torch.tensor([[1, 2, 3]]), infill_ids=infill, **options).shape[1] == 3 + length
-
-
-@pytest.mark.parametrize(
-    ("infill", "options", "value", "remedy"),
-    [
-        (torch.tensor([[7, 64]]), {}, r"infill_ids hold the id 64, outside the vocabulary of 64", r"tokenizer"),
-        (torch.tensor([[7, -100]]), {}, r"infill_ids hold the id -100, outside", r"tokenizer"),
-        (torch.tensor([7, 8]), {}, r"shape \[2\] for 1 prompts", r"pass \[1, n\]"),
-        (torch.tensor([[7], [8]]), {}, r"shape \[2, 1\] for 1 prompts", r"pass \[1, n\]"),
-        (torch.zeros(1, 0, dtype=torch.long), {}, r"shape \[1, 0\]", "a token or more"),
-        (torch.tensor([[7.0]]), {}, r"infill_ids are torch.float32", r"torch\.long"),
-        ([[7]], {}, r"infill_ids are a list", r"\[rows, n\] tensor"),
-        (torch.full((1, 6), MASK), {"max_new_tokens": 5}, r"hold 6 tokens a row, and .* leaves room for 5", r"raise it"),
-        (torch.full((1, 6), MASK), {"max_length": 8}, r"hold 6 tokens a row, and .* leaves room for 5", r"raise it"),
-        (torch.full((1, 600), MASK), {}, r"make 603, which exceeds max_position_embeddings=512", r"shorten"),
-    ],
-)
-def test_errors(random_model: MRPForCausalLM, infill: Any, options: dict[str, Any], value: str, remedy: str) -> None:
-    with pytest.raises(ValueError, match=value) as caught:
-        random_model.generate(torch.tensor([[1, 2, 3]]), infill_ids=infill, **options)
-    assert re.search(remedy, str(caught.value))
-
-
-def test_a_mask_in_the_prompt_points_here(random_model: MRPForCausalLM) -> None:
-    with pytest.raises(ValueError, match=r"mask id 60.*as infill_ids"):
-        random_model.generate(torch.tensor([[1, MASK, 3]]), max_new_tokens=3)

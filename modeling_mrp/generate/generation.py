@@ -289,13 +289,8 @@ def laid_out(
 ) -> list[Row]:
     """Lay out every row's text before the first step; a row starts in the block of its first mask.
 
-    Args:
-        prompts: One 1-D long tensor of ids per row.
-        infill_ids: [rows, n] long, what continues each prompt, or None.
-        new: Tokens behind the prompt, at most.
-        config: Eos and seeds.
-        least: Tokens behind the prompt before which no eos stands.
-        block_size, mask_id, bans: As of `Row`.
+    `prompts` are 1-D long, `infill_ids` [rows, n] long. Behind a prompt come `new` tokens at most; none of the first `least` is
+    an eos.
     """
     rows, eos = [], frozenset(config.eos_ids())
     given = [[] for _ in prompts] if infill_ids is None else infill_ids.tolist()
@@ -333,16 +328,13 @@ def _unscored(error: UnscoredError, row: Row, picker: Picker, model: Any) -> str
         names = ", ".join(dict.fromkeys(type(processor).__name__ for processor in picker.processors))
         why = f"so say the logits processors ({names}), for which -inf and NaN bar a token. Leave one a finite score"
     elif error.position < row.no_eos_before and row.eos:
-        why = (
-            "every eos_token_id is barred before min_new_tokens, min_length and given tokens. Leave some id out of eos_token_id"
-        )
+        why = "every eos_token_id is barred before min_new_tokens, min_length and given tokens. Leave some id out"
     else:
-        why = f"the weights are finite, so {picker.lm_head_weight.dtype} overflows, here or divided by temperature="
-        why += f"{picker.temperature}. Load the model in a wider dtype"
-    return (
-        f"row {row.place} has no token with a finite score at position {error.position}, {error.position - row.prompt} behind "
-        f"its prompt: {why}"
-    )
+        why = (
+            f"{picker.lm_head_weight.dtype} overflows, here or divided by temperature={picker.temperature}. Load a wider dtype"
+        )
+    behind = error.position - row.prompt
+    return f"row {row.place} has no token with a finite score at position {error.position}, {behind} behind its prompt: {why}"
 
 
 def _is_finite(weight: Tensor) -> bool:
@@ -350,8 +342,7 @@ def _is_finite(weight: Tensor) -> bool:
         weight = weight.dequantize()
     if weight.is_meta or not weight.is_floating_point() or not weight.numel():
         return True
-    low, high = weight.aminmax()  # NaN if any is
-    return bool(low.isfinite() & high.isfinite())
+    return bool(torch.stack(weight.aminmax()).isfinite().all())  # NaN if any is
 
 
 def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationConfig, mode: Mode) -> Picker:
@@ -431,11 +422,7 @@ def check_unembedding(lm_head: Any) -> None:
 
 
 def mixed_tokens(quantization: Any) -> str | None:
-    """Say how a quantization lets the tokens of a forward change each other's results, and the remedy; None: it does not.
-
-    Args:
-        quantization: The `quantization_config` of a model's config, or None.
-    """
+    """Say how a `quantization_config` lets the tokens of a forward change each other's results; None: it does not."""
     scales = getattr(scheme := getattr(quantization, "quant_type", None), "granularity", None)  # of torchao
     of_activations = scales[0] if isinstance(scales, list | tuple) else scales
     if getattr(quantization, "load_in_8bit", False) and quantization.llm_int8_threshold > 0:

@@ -72,9 +72,7 @@ class Decoder:
     """Decodes the rows of one call.
 
     Args:
-        mode: What is revealed, refined and drafted.
-        networks: What the device computes.
-        budget: Chooses how much each round drafts.
+        mode, networks, budget: What is revealed, refined and drafted; what the device computes; how much each round drafts.
         watches: Called in turn behind the prefill and every round with the batch's rows; one that asks stopping criteria may
             end rows.
         least_rows: Rows that have ended leave the batch by halves, but not below so many.
@@ -96,11 +94,7 @@ class Decoder:
         self.verified = self.slots = 0
 
     def decode(self, rows: list[Row], reused: Sequence[int]) -> None:
-        """Decode every row to its end.
-
-        Args:
-            rows: All of the call, at their first states.
-            reused: By row, so many first tokens have their keys and values already.
+        """Decode every row to its end; by row, so many first tokens are `reused`: they have their keys and values already.
 
         Raises:
             UnscoredError: for a position at which no token has a finite score.
@@ -132,11 +126,7 @@ class Decoder:
         return size
 
     def round(self, rows: Sequence[Row], amount: Amount) -> list[int]:
-        """Run one round.
-
-        Returns:
-            By row, how many denoising steps it took.
-        """
+        """Run one round; return by row how many denoising steps it took."""
         before = [row.steps for row in rows]
         drafts = self.draft(rows, amount)
         scores = self.networks.score(rows, drafts)

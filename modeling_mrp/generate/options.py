@@ -133,10 +133,7 @@ def set_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def resolved(model: Any, given: Any, kwargs: dict[str, Any]) -> tuple[MRPGenerationConfig, dict[str, Any]]:
-    """Resolve and check the options of a call: arguments go before a given config, and that before the model's own.
-
-    Returns:
-        The options, and the other arguments.
+    """Resolve the options of a call, and its other arguments: these go before a given config, and that before the model's own.
 
     Raises:
         ValueError: for what `generate` does not know, does not support, or cannot honour.

@@ -86,9 +86,7 @@ class MRPGenerateOutput(ModelOutput):
 class Progress:
     """What each row of a call had come to behind the prefill and behind each round.
 
-    Args:
-        rows: All of the call.
-        logits, scores: Whether the output is to have these: then the hidden states that tokens were drawn from are kept.
+    Where the output is to have `logits` or `scores`, the hidden states that tokens were drawn from are kept.
     """
 
     def __init__(self, rows: Sequence[Row], logits: bool, scores: bool) -> None:
@@ -116,12 +114,7 @@ class Progress:
         self.rounds.append([(c.forwards, r.steps, c.drafted, c.accepted, r.state.start - r.prompt) for c, r in counts])
 
     def distributions(self, picker: Picker, tokens: Tensor) -> dict[str, tuple[Tensor, ...]]:
-        """Compute the scores and logits that were asked for, those of each new token [rows, vocab].
-
-        Args:
-            picker: What drew the tokens.
-            tokens: [rows, generated] long, the output without the prompt.
-        """
+        """Compute the scores and logits that were asked for, [rows, vocab] each of new `tokens` [rows, generated] long."""
         if not any(self.wanted.values()):
             return {}
         before = cache(lambda place, start: self.rows[place].before(start))
@@ -142,14 +135,10 @@ class Progress:
 
 
 class Streams:
-    """The feeding of streamers: the prompt, finished blocks in order, and drafts to a streamer that has `put_draft`.
-
-    Args:
-        streamer: One, or a list of one for each row.
-        rows: Of the call, so many.
+    """The feeding of streamers, one for each row: the prompt, finished blocks in order, drafts where it has `put_draft`.
 
     Raises:
-        ValueError: for what is no streamer, another number of them, or one that is to take two rows.
+        ValueError: for what is no streamer, another number of them than `rows`, or one that is to take two rows.
     """
 
     def __init__(self, streamer: Any, rows: int) -> None:
@@ -194,12 +183,6 @@ class Stopping:
     included, and n tokens of every row behind them. Criteria that count columns or rows keep their meaning so. Here rows are
     not equally far: one with fewer final tokens shows the mask id in their place, one that has ended shows padding behind its
     end. The answer counts for rows whose n-th token is newly final.
-
-    Args:
-        criteria: Those to ask.
-        rows: All of the call.
-        input_ids: [rows, prompt] long, as given.
-        pad_id: What stands behind the end of a text.
     """
 
     def __init__(self, criteria: Sequence[StoppingCriteria], rows: Sequence[Row], input_ids: Tensor, pad_id: int) -> None:
@@ -258,15 +241,8 @@ def final_tokens(row: Row) -> list[int]:
 def output_of(
     input_ids: Tensor, rows: Sequence[Row], decoder: Decoder, progress: Progress | None, cache: BlockCache, pad: int
 ) -> Tensor | MRPGenerateOutput:
-    """Make what `generate` returns of rows that have come to their ends.
-
-    Args:
-        input_ids: [rows, prompt] long, as given.
-        rows: All of the call.
-        decoder: Whose forwards are counted.
-        progress: What was noted of each round; None: texts alone are wanted.
-        cache: The keys and values.
-        pad: The id behind the end of a text.
+    """Make what `generate` returns of rows that have come to their ends: `input_ids` [rows, prompt] long with the texts behind,
+    padded with `pad`; with `progress` all else too.
     """
     device, texts = input_ids.device, [row.text[row.prompt : row.stop] for row in rows]
     width = max(map(len, texts))

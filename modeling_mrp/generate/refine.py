@@ -114,12 +114,9 @@ class Direct:
 class ThresholdRemask:
     """The published rule of `mrp_remask`: the head is conditioned on all the fresh reveals, and a token whose corrected
     confidence falls under tau goes back to a mask (MRP, arXiv 2605.18817). At least one reveal stays, under every rule.
-
-    Attributes:
-        threshold: tau, in log-odds.
     """
 
-    threshold: float
+    threshold: float  # tau, in log-odds
 
     def __call__(self, networks: Networks, rows: Sequence[Row], reveals: list[Reveal]) -> None:
         """See `Refinement`."""
@@ -132,12 +129,9 @@ class ThresholdRemask:
 class ResidualRemask:
     """The rule `residual` of the released code: the head reads the state before the reveal, and a token whose own logit it
     moves by more than `delta` in magnitude goes back.
-
-    Attributes:
-        delta: In logits.
     """
 
-    delta: float
+    delta: float  # in logits
 
     def __call__(self, networks: Networks, rows: Sequence[Row], reveals: list[Reveal]) -> None:
         """See `Refinement`."""
@@ -155,14 +149,10 @@ class RereadRemask:
     then the head reads again what is left, until every token is believed under the others. Tokens that are wrong together
     still speak up for each other, so the head at last reads them under the surest alone: one whose confidence there is under
     `alone` goes back as well (`benchmarks/NOTES.md`, Remasking). A row with a single reveal asks the head nothing.
-
-    Attributes:
-        threshold: tau, in log-odds.
-        alone: What a token needs under the surest one alone, in log-odds: those of half of tau.
     """
 
-    threshold: float
-    alone: float
+    threshold: float  # tau, in log-odds
+    alone: float  # the log-odds of half of tau
 
     def __call__(self, networks: Networks, rows: Sequence[Row], reveals: list[Reveal]) -> None:
         """See `Refinement`."""
