@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import ROOT, make_model
 from helpers import close
-from mrp_trainer.convert import published_name
+from mrp_trainer.publish.convert import published_name
 from published import (
     BLOCK,
     HEAD,

@@ -14,7 +14,7 @@ from mrp_serving.networks import Own, place_states, share_prefixes
 from mrp_serving.picker import EnginePicker
 from mrp_serving.rounds import fresh_row
 from mrp_serving.scratch import Borrowed, affordable, borrowed
-from mrp_trainer.convert import published_name
+from mrp_trainer.publish.convert import published_name
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
