@@ -16,6 +16,7 @@ from mrp_trainer import cli, cli_train, evaluate
 from mrp_trainer.arguments import MRPTrainingArguments
 from mrp_trainer.convert import LAYOUTS
 from mrp_trainer.evaluate_options import EvaluateOptions
+from mrp_trainer.heads import NEW_HEADS
 from mrp_trainer.objectives import HEAD_LOSSES
 from mrp_trainer.questions import JUDGES
 from mrp_trainer.reveals import REVEAL_RULES
@@ -27,7 +28,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from modeling_mrp import MRPForCausalLM
-from modeling_mrp.model.head import NEW_HEADS
 
 TRAIN = ["--model", "m", "--output-dir", "o"]
 OBJECTIVES = {"head": "mrp", "backbone": "block_diffusion"}

@@ -17,6 +17,7 @@ from mrp_trainer.chat import RecordEncoder
 from mrp_trainer.data import TaskDataset
 from mrp_trainer.decode import DecodeOptions, decode
 from mrp_trainer.decoded import NEW_TOKENS
+from mrp_trainer.heads import with_new_head
 from mrp_trainer.records import RecordError
 from mrp_trainer.rows import open_rows
 from mrp_trainer.runs import dry_run, open_run
@@ -345,7 +346,7 @@ def test_a_digest_is_of_the_backbone(files: dict[str, str]) -> None:
     assert known == lines_of(files["wrote"])[0]["decoded_by"]["digest"]
     for dtype in (torch.float64, torch.bfloat16):
         assert digest(MRPForCausalLM.from_pretrained(files["model"], dtype=dtype)) == known
-    with_head = MRPForCausalLM.from_backbone(files["model"], head_layers=1)
+    with_head = with_new_head(MRPForCausalLM.from_pretrained(files["model"]), 1)
     get_peft_model(with_head, LoraConfig(r=2, target_modules=r".*layers\.0\.self_attn\.q_proj"))
     assert digest(with_head) == known
     with torch.no_grad():

@@ -12,6 +12,7 @@ from conftest import ROOT, TINY
 from hub_client import HubClient
 from hub_server import HubServer, run_python
 from mrp_trainer.arguments import MRPTrainingArguments
+from mrp_trainer.heads import with_new_head
 from mrp_trainer.inputs import encoder_of
 from mrp_trainer.records import RecordError
 from mrp_trainer.rows import open_rows
@@ -227,7 +228,7 @@ def test_every_training_of_model_init_begins_anew(tiny_tokenizer: PreTrainedToke
     made = []
 
     def make() -> MRPForCausalLM:
-        made.append(MRPForCausalLM.from_backbone(TINY, head_layers=1, head_init="published"))
+        made.append(with_new_head(MRPForCausalLM.from_pretrained(TINY), 1, "published"))
         return made[-1]
 
     trainer = new_trainer(tmp_path, tiny_tokenizer, model_init=make, save_strategy="no", packed_attention="eager")
