@@ -103,13 +103,8 @@ class HeadMixin:
             repository: What `attach_head` takes.
             download: `revision`, `token` and the like.
 
-        Returns:
-            A model of this class, in evaluation mode, with the repository's generation config. Its backbone shares memory with
-            `stock`; the head has its dtype and device.
-
         Raises:
-            ValueError: if the stock model is not such a decoder, or the head was made for another backbone; what differs is
-                listed.
+            ValueError: if the stock model is not such a decoder, or the head was made for another backbone.
         """
         parameters = dict(stock.named_parameters(remove_duplicate=False))
         like = parameters["lm_head.weight"]

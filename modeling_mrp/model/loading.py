@@ -179,19 +179,18 @@ class MRPPreTrainedModel(HeadMixin, PreTrainedModel):
     ) -> None:
         """Save weights, both configs and the remote code as transformers does, or the head alone.
 
-        A save that fails leaves the folder as it was, and a model may be saved into the folder it was loaded from. Arguments
-        that are not named here are as in transformers.
+        A save that fails leaves the folder as it was, and a model may be saved into the folder it was loaded from.
 
         Args:
-            save_directory: The folder, made if needed. Its other files stay.
-            is_main_process: Whether this process writes.
-            state_dict: The tensors, if not those that the model holds.
+            save_directory: As in transformers, like the other arguments that are not named here.
+            is_main_process: As in transformers.
+            state_dict: As in transformers.
             push_to_hub: Whether to push, too, to `repo_id` or a repository of the user's own with the folder's name.
             head_only: Whether to write the head alone, which names its backbone and loads it.
             base_model_name_or_path: With `head_only`, the backbone's name (an id or an absolute path), if it is not what the
                 model was loaded from.
             base_model_revision: With it, the backbone's commit, branch or tag.
-            kwargs: For transformers.
+            kwargs: As in transformers.
 
         Raises:
             ValueError: for a generation config that `generate` would refuse; with `head_only`, as from `head_to_save`; without
