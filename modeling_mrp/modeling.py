@@ -211,8 +211,13 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
             raise ValueError(
                 "past_key_values are a BlockCache, which only generate goes on from: pass them there, or here a DynamicCache"
             )
-        if input_ids is not None and not (self.training or input_ids.is_meta or torch.compiler.is_compiling()):
-            self._warn_of_likelihoods(input_ids)
+        told = input_ids is None or self.training or input_ids.is_meta or torch.compiler.is_compiling()
+        if not told and not (input_ids == self.config.mask_token_id).any():  # lm-eval's log-likelihood tasks ask for them
+            logger.warning_once(
+                "Logits of a text without masks were asked for. A visible position predicts its own token, not the next, so "
+                "that log-likelihoods made of them (perplexity, lm-eval's loglikelihood and multiple_choice) mean nothing: "
+                f"ask for generated text, or put the mask, id {self.config.mask_token_id}, where a token is to be predicted"
+            )
         mask, position_ids = self._block_causal(tokens, attention_mask, position_ids, past_key_values)
         outputs = self.model(
             input_ids=input_ids,
@@ -230,15 +235,6 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
-
-    def _warn_of_likelihoods(self, input_ids: Tensor) -> None:
-        """Say once what the logits of a text without masks are not: lm-eval's log-likelihood tasks ask for them."""
-        if not (input_ids == self.config.mask_token_id).any():
-            logger.warning_once(
-                "Logits of a text without masks were asked for. A visible position predicts its own token, not the next, so "
-                "that log-likelihoods made of them (perplexity, lm-eval's loglikelihood and multiple_choice) mean nothing: "
-                f"ask for generated text, or put the mask, id {self.config.mask_token_id}, where a token is to be predicted"
-            )
 
     def _block_causal(
         self, given: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, past_key_values: Cache | None

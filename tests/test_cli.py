@@ -18,6 +18,7 @@ from mrp_trainer.data.tasks import problem_from_json
 from mrp_trainer.evaluate import command as evaluate
 from mrp_trainer.evaluate.options import EvaluateOptions
 from mrp_trainer.evaluate.questions import JUDGES
+from mrp_trainer.heads import NEW_HEADS
 from mrp_trainer.publish.convert import LAYOUTS
 from mrp_trainer.train.arguments import MRPTrainingArguments
 from mrp_trainer.train.objectives import HEAD_LOSSES
@@ -29,7 +30,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from modeling_mrp import MRPForCausalLM
-from modeling_mrp.model.head import NEW_HEADS
 
 TRAIN = ["--model", "m", "--output-dir", "o"]
 OBJECTIVES = {"head": "mrp", "backbone": "block_diffusion"}

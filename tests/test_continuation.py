@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import make_model
 from helpers import LIVELY, MASK, PROMPTS, generate, left_padded, texts
+from mrp_trainer.heads import with_new_head
 from peft import LoraConfig, get_peft_model
 from transformers import DynamicCache
 
@@ -210,7 +211,7 @@ def written(model: MRPForCausalLM) -> None:
 
 
 def another_head(model: MRPForCausalLM, layers: int = 2) -> None:
-    model.attach_head(model.new_head(layers))
+    with_new_head(model, layers)
 
 
 CHANGES: dict[str, tuple[Callable[[MRPForCausalLM], Any], str]] = {

@@ -22,6 +22,7 @@ from mrp_trainer.data.sources import JsonLines
 from mrp_trainer.data.tasks import training_lines
 from mrp_trainer.data.trajectories import TrajectoryDataset, digest, record_trajectories
 from mrp_trainer.evaluate.decoded import NEW_TOKENS
+from mrp_trainer.heads import with_new_head
 from mrp_trainer.train.runs import dry_run, open_run
 from mrp_trainer.train.settings import read_settings
 from peft import LoraConfig, get_peft_model
@@ -345,7 +346,7 @@ def test_a_digest_is_of_the_backbone(files: dict[str, str]) -> None:
     assert known == lines_of(files["wrote"])[0]["decoded_by"]["digest"]
     for dtype in (torch.float64, torch.bfloat16):
         assert digest(MRPForCausalLM.from_pretrained(files["model"], dtype=dtype)) == known
-    with_head = MRPForCausalLM.from_backbone(files["model"], head_layers=1)
+    with_head = with_new_head(MRPForCausalLM.from_pretrained(files["model"]), 1)
     get_peft_model(with_head, LoraConfig(r=2, target_modules=r".*layers\.0\.self_attn\.q_proj"))
     assert digest(with_head) == known
     with torch.no_grad():

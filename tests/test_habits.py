@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import make_model
 from helpers import PROMPTS, left_padded, random_ids, text
+from mrp_trainer.heads import new_head
 from mrp_trainer.train.trainer import bare_model
 from peft import LoraConfig, PrefixTuningConfig, PromptEncoderConfig, PromptTuningConfig, ShadowConfig, get_peft_model
 from refusals import PROMPT, rejected
@@ -224,7 +225,7 @@ def test_a_head_is_put_on_an_offloaded_model(stored: tuple[MRPForCausalLM, Path]
     spilled = MRPForCausalLM.from_pretrained(folder / "head", device_map=places, offload_folder=tmp_path / "spilled")
     options: dict[str, Any] = {"decoding": "mrp_spec", "max_new_tokens": 9}
     assert spilled.generate(PROMPT, **options).equal(model.generate(PROMPT, **options))
-    assert spilled.new_head(1).eh_proj.weight.device.type == "cpu"
+    assert new_head(spilled, 1).eh_proj.weight.device.type == "cpu"
 
 
 def test_weights_that_are_nowhere() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_model
+from mrp_trainer.heads import new_head, with_new_head
 from mrp_trainer.publish.convert import convert
 from published import backbone_config, backbone_shapes, heavyball_tensors, published_config, random_tensors, write
 from safetensors.torch import load_file, save_file
@@ -55,7 +56,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     model = MRPForCausalLM.from_backbone(root / "backbone", head=root / "full")
     model.generation_config.num_draft_states = 3
     model.save_pretrained(root / "head", head_only=True)
-    other = MRPForCausalLM.from_backbone(root / "backbone", head_layers=1, head_init="published")
+    other = with_new_head(MRPForCausalLM.from_pretrained(root / "backbone"), 1, "published")
     other.save_pretrained(root / "other")
     return {path.name: path for path in root.iterdir()}
 
@@ -97,7 +98,7 @@ def test_what_a_head_repository_holds(folders: dict[str, Path]) -> None:
 
 def test_a_heads_verifier_is_the_backbone_as_its_own_config_has_it(folders: dict[str, Path], tmp_path: Path) -> None:
     convert(folders["backbone"], tmp_path / "published", "sdar")
-    model = MRPForCausalLM.from_backbone(tmp_path / "published", head_layers=1)
+    model = with_new_head(MRPForCausalLM.from_pretrained(tmp_path / "published"), 1)
     model.save_pretrained(tmp_path / "head", head_only=True)
     config = MRPConfig.from_pretrained(tmp_path / "head")
     verifier = {"name_or_path": str(tmp_path / "published"), "architectures": ["SDARForCausalLM"]}
@@ -143,7 +144,7 @@ def test_a_head_on_a_backbone_that_is_spread_over_devices(folders: dict[str, Pat
     assert torch.equal(spread.residual(*arguments), full.residual(*arguments))
     assert spread.hf_device_map["mrp_head"] == spread.mrp_head._hf_hook.execution_device
     with pytest.raises(ValueError, match=r"its last layers are offloaded or quantized: load them into memory"):
-        spread.new_head(1, "backbone")
+        new_head(spread, 1, "backbone")
     spread.save_pretrained(tmp_path / "head", head_only=True)
     assert same_tensors(MRPForCausalLM.from_pretrained(tmp_path / "head"), full)
 
@@ -352,19 +353,19 @@ def test_a_new_head_adds_nothing_to_begin_with(folders: dict[str, Path]) -> None
     arguments = (PROMPT, hidden, torch.arange(6)[None], torch.ones(1, 1, 6, 6, dtype=torch.bool))
     for how in ("identity", "backbone"):
         torch.manual_seed(0)
-        model = MRPForCausalLM.from_backbone(folders["backbone"], head_layers=2, head_init=how)
+        model = with_new_head(MRPForCausalLM.from_pretrained(folders["backbone"]), 2, how)
         assert model.residual(*arguments).eq(0).all()
         assert model.config.num_nextn_predict_layers == 2
         assert model.mrp_head.layers[0].mlp.up_proj.weight.std() > 0.1
         torch.manual_seed(0)
-        assert same_tensors(model.mrp_head, model.new_head(2, how))
+        assert same_tensors(model.mrp_head, new_head(model, 2, how))
         model.generate(PROMPT, **SPEC)
 
 
 def test_a_head_that_starts_from_the_backbone() -> None:
     """Its layers are the last ones, and they read h_A as it is."""
     model = make_model(num_hidden_layers=3, num_nextn_predict_layers=0)
-    model.attach_head(model.new_head(2, "backbone"))
+    with_new_head(model, 2, "backbone")
     for layer, source in zip(model.mrp_head.layers, model.model.layers[1:], strict=True):
         assert same_tensors(layer, source)
     expected = torch.cat([torch.zeros(32, 32), torch.eye(32)], 1).double()
@@ -376,7 +377,7 @@ def test_a_head_that_starts_from_the_backbone() -> None:
 def test_a_head_as_in_the_published_recipe() -> None:
     model = make_model(num_nextn_predict_layers=0, initializer_range=0.02)
     torch.manual_seed(1)
-    head = model.new_head(3, "published")
+    head = new_head(model, 3, "published")
     matrices = torch.cat([p.flatten() for p in head.parameters() if p.dim() == 2])
     assert matrices.std().item() == pytest.approx(0.2, rel=0.02)  # 30,000 numbers
     assert all(p.eq(1).all() for p in head.parameters() if p.dim() == 1)
@@ -386,11 +387,11 @@ def test_new_heads_that_cannot_start() -> None:
     model = make_model(num_nextn_predict_layers=0)
     for layers in (0, 2.0, True, None):
         with pytest.raises(ValueError, match=rf"head_layers is {layers!r}: a head has 1 layer"):
-            model.new_head(layers)
+            new_head(model, layers)
     with pytest.raises(ValueError, match=r"head_init is 'zero': choose one of identity, backbone, published"):
-        model.new_head(2, "zero")
+        new_head(model, 2, "zero")
     with pytest.raises(ValueError, match=r"3 layers and the backbone 2: use fewer"):
-        model.new_head(3, "backbone")
+        new_head(model, 3, "backbone")
 
 
 # ------------------------------------------------------------------------------------------------ autoregressive backbones
@@ -414,7 +415,7 @@ def test_an_autoregressive_checkpoint_as_a_backbone(tied: bool, both: bool, tmp_
     """Under a causal mask it is still the model that it was."""
     source = qwen3(tmp_path / "qwen", tied, both).eval()
     with caplog.at_level(logging.WARNING):
-        model = MRPForCausalLM.from_backbone(tmp_path / "qwen", head_layers=1, block_size=8, mask_token_id=63)
+        model = MRPForCausalLM.from_backbone(tmp_path / "qwen", block_size=8, mask_token_id=63)
     assert "autoregressive" in caplog.text
     assert (model.config.block_size, model.config.mask_token_id, model.config.model_type) == (8, 63, "sdar_mrp")
     causal = torch.ones(1, 1, 6, 6, dtype=torch.bool).tril()
@@ -436,7 +437,7 @@ def test_the_mask_of_an_autoregressive_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"mask_token_id is 64: it must be an int of at least 0 and at most 63"):
         MRPForCausalLM.from_backbone(tmp_path / "small", mask_token_id=64)
     qwen3(tmp_path / "large", tied=True, vocab_size=151936, hidden_size=4, head_dim=2, intermediate_size=4)
-    model = MRPForCausalLM.from_backbone(tmp_path / "large", head_layers=1)
+    model = MRPForCausalLM.from_backbone(tmp_path / "large")
     assert (model.config.block_size, model.config.mask_token_id) == (16, 151669)
 
 

@@ -56,6 +56,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 from modeling_mrp import MRPConfig, MRPForCausalLM
 from mrp_trainer.publish.convert import convert
+from mrp_trainer.heads import with_new_head
 torch.manual_seed(0)
 config = MRPConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, head_dim=8, block_size=4, mask_token_id=60, num_nextn_predict_layers=1,
@@ -73,7 +74,7 @@ model.push_to_hub("org/full", tokenizer=tokenizer)
 backbone = MRPForCausalLM(MRPConfig(**{**config.to_dict(), "num_nextn_predict_layers": 0}))
 backbone.push_to_hub("org/backbone")
 headed = MRPForCausalLM.from_pretrained("org/backbone")
-headed.attach_head(headed.new_head(2))
+with_new_head(headed, 2)
 expected["head"] = outputs(lively(headed))
 headed.push_to_hub("org/head", head_only=True, tokenizer=tokenizer)
 torch.nn.init.normal_(backbone.lm_head.weight)

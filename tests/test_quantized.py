@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import ROOT, TINY
+from mrp_trainer.heads import with_new_head
 from torch import Tensor, nn
 from transformers import BitsAndBytesConfig, QuantoConfig, TorchAoConfig
 
@@ -254,5 +255,5 @@ def test_a_head_is_saved_alone_where_it_is_not_quantized(library: str, tmp_path:
 def test_a_new_head_does_not_start_as_a_copy_of_quantized_layers(library: str) -> None:
     quantization = QUANTIZED_HEADS[library]
     with pytest.raises(ValueError, match=r"its last layers are offloaded or quantized: .*'identity'"):
-        MRPForCausalLM.from_backbone(TINY, head_layers=1, head_init="backbone", quantization_config=quantization())
-    assert MRPForCausalLM.from_backbone(TINY, head_layers=1, quantization_config=quantization()).config.has_head
+        with_new_head(MRPForCausalLM.from_pretrained(TINY, quantization_config=quantization()), 1, "backbone")
+    assert with_new_head(MRPForCausalLM.from_pretrained(TINY, quantization_config=quantization()), 1).config.has_head

@@ -300,7 +300,7 @@ def test_a_resumed_run_ends_with_the_same_weights(
         ({"compute_metrics": len}, 1, "compute_metrics is <built-in function len>, which would never be called"),
         ({"compute_loss_func": len}, 1, "compute_loss_func is <built-in function len>, which would never be called"),
         ({"preprocess_logits_for_metrics": len}, 1, "preprocess_logits_for_metrics is .*, which would never be called"),
-        ({"objective": "mrp"}, 0, "needs a model with a head: set num_nextn_predict_layers"),
+        ({"objective": "mrp"}, 0, "needs a model with a head: give it a new one"),
     ],
 )
 def test_rejected_values(

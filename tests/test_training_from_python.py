@@ -14,6 +14,7 @@ from hub_server import HubServer, run_python
 from mrp_trainer.data.records import RecordError
 from mrp_trainer.data.rows import open_rows
 from mrp_trainer.data.samples import samples_of
+from mrp_trainer.heads import with_new_head
 from mrp_trainer.train.arguments import MRPTrainingArguments
 from mrp_trainer.train.inputs import encoder_of
 from mrp_trainer.train.settings import read_settings
@@ -227,7 +228,7 @@ def test_every_training_of_model_init_begins_anew(tiny_tokenizer: PreTrainedToke
     made = []
 
     def make() -> MRPForCausalLM:
-        made.append(MRPForCausalLM.from_backbone(TINY, head_layers=1, head_init="published"))
+        made.append(with_new_head(MRPForCausalLM.from_pretrained(TINY), 1, "published"))
         return made[-1]
 
     trainer = new_trainer(tmp_path, tiny_tokenizer, model_init=make, save_strategy="no", packed_attention="eager")

@@ -27,33 +27,22 @@ from importlib import import_module
 from inspect import getdoc
 from math import inf, sqrt
 from pathlib import Path
-from safetensors import safe_open, SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from time import perf_counter
-from torch import nn, Tensor
+from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
-from transformers import AttentionInterface, initialization as init, PreTrainedTokenizerBase
+from transformers import AttentionInterface, PreTrainedTokenizerBase, initialization as init
 from transformers.cache_utils import Cache
 from transformers.configuration_utils import PreTrainedConfig
-from transformers.generation import (
-    EosTokenCriteria, GenerationConfig, GenerationMixin, logits_process as kinds, LogitsProcessor, LogitsProcessorList,
-    MaxLengthCriteria, StoppingCriteria, StoppingCriteriaList, StopStringCriteria, TemperatureLogitsWarper
-)
-from transformers.generation.logits_process import (
-    EpsilonLogitsWarper, EtaLogitsWarper, MinPLogitsWarper, TopHLogitsWarper, TopKLogitsWarper, TopPLogitsWarper,
-    TypicalLogitsWarper
-)
+from transformers.generation import EosTokenCriteria, GenerationConfig, GenerationMixin, LogitsProcessor, LogitsProcessorList, MaxLengthCriteria, StopStringCriteria, StoppingCriteria, StoppingCriteriaList, TemperatureLogitsWarper, logits_process as kinds
+from transformers.generation.logits_process import EpsilonLogitsWarper, EtaLogitsWarper, MinPLogitsWarper, TopHLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, TypicalLogitsWarper
 from transformers.generation.streamers import BaseStreamer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
-from transformers.models.qwen3.modeling_qwen3 import (
-    apply_rotary_pos_emb, Qwen3Attention, Qwen3DecoderLayer, Qwen3MLP, Qwen3Model, Qwen3RMSNorm
-)
-from transformers.utils import (
-    cached_file, can_return_tuple, CONFIG_NAME, extract_commit_hash, find_adapter_config_file, GENERATION_CONFIG_NAME,
-    logging as transformers_logging, ModelOutput, PushToHubMixin, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
-)
-from typing import Annotated, Any, Final, get_args, get_type_hints, Literal, NamedTuple, Protocol, TypeVar
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer, Qwen3MLP, Qwen3Model, Qwen3RMSNorm, apply_rotary_pos_emb
+from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, ModelOutput, PushToHubMixin, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file, can_return_tuple, extract_commit_hash, find_adapter_config_file, logging as transformers_logging
+from typing import Annotated, Any, Final, Literal, NamedTuple, Protocol, TypeVar, get_args, get_type_hints
 from .configuration_mrp import MRPConfig
 
 
@@ -231,6 +220,67 @@ def _summary(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[-1]}" if lines else type(error).__name__
 
 
+# ---------------------------------------------------------------------------------------------------- model.adapters
+
+"""peft's adapters: which are on, and which `generate` cannot follow."""
+
+
+
+
+def adapters_of_rows(module: nn.Module) -> list[str] | None:
+    """Read peft's `adapter_names`, an adapter for each row of a batch, which hooks hand to its layers during a call.
+
+    A call that failed leaves its hooks behind; the last one counts.
+    """
+    hooks = (hook for part in module.modules() for hook in reversed(part._forward_pre_hooks.values()))
+    names = (getattr(hook, "keywords", {}).get("adapter_names") for hook in hooks)
+    return next((list(of_rows) for of_rows in names if of_rows is not None), None)
+
+
+def adapters_on(module: nn.Module) -> list[Any]:
+    """List the adapters that are on in each of peft's layers, with their scales, and those of rows."""
+    layers = [
+        (list(layer.active_adapters), layer.disable_adapters, layer.merged_adapters[:], dict(getattr(layer, "scaling", {})))
+        for layer in _layers(module)
+    ]
+    return [adapters_of_rows(module), *layers]
+
+
+def check_adapters(model: Any, rows: int) -> None:
+    """Check the adapters that are on, for a batch of so many rows.
+
+    Raises:
+        ValueError: for an adapter that needs a prompt read token by token, vectors before it, or a network beside the layers;
+            for `adapter_names` of another number of rows.
+    """
+    of_rows = adapters_of_rows(model)
+    if of_rows is not None and len(of_rows) != rows:
+        raise ValueError(
+            f"adapter_names holds {len(of_rows)} names for {rows} rows: give one for each row (after num_return_sequences)"
+        )
+    wrapper: Any = getattr(model.prepare_inputs_for_generation, "__self__", None)  # a peft model puts its own there
+    config: Any = getattr(wrapper, "active_peft_config", None)
+    found = None
+    if getattr(config, "is_prompt_learning", False):
+        found = config.peft_type.value, "an adapter of the prompt, and generate decodes from ids alone"
+    on = {name for layer in _layers(model) if not layer.disable_adapters for name in (*layer.active_adapters, *(of_rows or ()))}
+    for name, config in (getattr(model, "peft_config", None) or {}).items():
+        if name in on and getattr(config, "alora_invocation_tokens", None):
+            why = "it starts behind the last invocation of a text that grows from the left"
+            found = "aLoRA (alora_invocation_tokens)", why
+        elif name in on and config.peft_type == "SHADOW":
+            found = "SHADOW", "its network beside the layers begins where the model is called, and sees a causal text"
+    if found is not None:
+        raise ValueError(
+            f"an adapter of type {found[0]} has no effect on generate: {found[1]}. Train an adapter of the weights instead, "
+            "such as LoRA, or decode without it under model.disable_adapter()"
+        )
+
+
+def _layers(module: nn.Module) -> list[Any]:
+    return [layer for layer in module.modules() if hasattr(layer, "merged_adapters")]
+
+
 # ---------------------------------------------------------------------------------------------------- model.offloading
 
 """Modules whose weights accelerate keeps on disk or in a CPU's memory, and fetches for each of their forwards."""
@@ -299,7 +349,7 @@ class WeightsSeen:
 
     def __init__(self, module: nn.Module) -> None:
         self.seen = [(PassingReference(weight), _state_of(weight)) for weight in _held_parameters(module)]
-        self.adapters = _adapters(module)
+        self.adapters = adapters_on(module)
 
     def same(self, module: nn.Module | None) -> bool:
         """Tell if nothing was replaced, moved or written to, and the same adapters are on.
@@ -310,7 +360,7 @@ class WeightsSeen:
         return (
             len(weights) == len(self.seen)
             and module is not None
-            and self.adapters == _adapters(module)
+            and self.adapters == adapters_on(module)
             and all(
                 seen() is weight and state == _state_of(weight)
                 for (seen, state), weight in zip(self.seen, weights, strict=True)
@@ -320,16 +370,6 @@ class WeightsSeen:
 
 def _held_parameters(module: nn.Module) -> list[Tensor]:
     return [weight for weight in module.parameters() if not weight.is_meta]  # those that are offloaded come anew each time
-
-
-def _adapters(module: nn.Module) -> list[Any]:
-    """List the adapters that are on in each of peft's layers, with their scales."""
-    layers: list[Any] = list(module.modules())
-    return [
-        (list(layer.active_adapters), layer.disable_adapters, layer.merged_adapters[:], dict(getattr(layer, "scaling", {})))
-        for layer in layers
-        if hasattr(layer, "merged_adapters")
-    ]
 
 
 def _state_of(weight: Tensor) -> list[int]:
@@ -1514,7 +1554,8 @@ def fingerprint(model: nn.Module) -> Hashable:
                 settings.append((name, repr(value)))
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
     attention = REPLACED if attention == ROUND_ATTENTION else attention  # which another thread may be inside of
-    return places, tuple(settings), attention, ALL_ATTENTION_FUNCTIONS.get(attention)
+    of_rows = tuple(adapters_of_rows(model) or ())
+    return places, tuple(settings), of_rows, attention, ALL_ATTENTION_FUNCTIONS.get(attention)
 
 
 def obstacle(model: Any) -> str | None:
@@ -1538,17 +1579,13 @@ def obstacle(model: Any) -> str | None:
 
 # ---------------------------------------------------------------------------------------------------- model.diffusion
 
-"""Block diffusion: masks of attention, and the training pass that holds noisy and clean tokens together.
+"""Block diffusion: who sees whom, and the noise of a text with its loss.
 
 Positions are absolute and count from 0 at a sequence's first real token; the block of a position is
 ``position // block_size``. Masks here are boolean, True where a query may look at a key.
 """
 
 
-
-IGNORE_INDEX = -100
-CLEAN_VIEW = 0  # views above 0 are noisy copies
-NO_VIEW = -1  # padding
 
 
 def block_causal_mask(query_positions: Tensor, key_positions: Tensor, key_valid: Tensor, block_size: int) -> Tensor:
@@ -1567,106 +1604,38 @@ def block_causal_mask(query_positions: Tensor, key_positions: Tensor, key_valid:
     return (not_later & key_valid[:, None, :])[:, None]
 
 
-@dataclass(frozen=True)
-class PackedRule:
-    """The rule of attention in a pass of noisy copies and the clean sequence, [x_t | x_0] (SDAR, section 3; MRP, section 4).
+def noisy_and_clean_mask(positions: Tensor, valid: Tensor, block_size: int) -> Tensor:
+    """Let a noisy copy x_t and the clean text x_0 see each other in one pass [x_t | x_0] (SDAR, section 3).
 
-    A noisy token sees its own noisy block and the clean tokens of earlier blocks; a clean token sees the clean tokens
-    of its own and earlier blocks; nothing crosses from one sample to another. Padding (view -1) sees only itself.
-
-    Attributes:
-        view: [batch, length] long: 0 clean, 1, 2, ... the noisy copy, -1 padding.
-        block: [batch, length] long: the token's block index.
-        sample: [batch, length] long: the sample a token belongs to, when several share a row.
-    """
-
-    view: Tensor
-    block: Tensor
-    sample: Tensor
-
-    def __call__(self, row: Tensor, head: Tensor | None, query: Tensor, key: Tensor) -> Tensor:
-        """Tell of indices that broadcast who sees whom: flex attention's `mask_mod`. All heads see the same."""
-        query_view, key_view = self.view[row, query], self.view[row, key]
-        query_block, key_block = self.block[row, query], self.block[row, key]
-        clean = (key_view == CLEAN_VIEW) & (
-            (key_block < query_block) | ((query_view == CLEAN_VIEW) & (key_block == query_block))
-        )
-        noisy = (key_view != CLEAN_VIEW) & (key_view == query_view) & (key_block == query_block)
-        same = (self.sample[row, query] == self.sample[row, key]) & (key_view != NO_VIEW)
-        return ((clean | noisy) & same & (query_view != NO_VIEW)) | (query == key)
-
-    def dense(self) -> Tensor:
-        """Write the rule out: [batch, 1, length, length] bool."""
-        rows, length = self.view.shape
-        row, column = (torch.arange(n, device=self.view.device) for n in (rows, length))
-        return self(row[:, None, None], None, column[None, :, None], column[None, None, :])[:, None]
-
-
-@dataclass
-class PackedBatch:
-    """One training pass [x_t | x_0] (noisy copies first, then the clean sequence), padded to a common length.
-
-    Attributes:
-        input_ids: [batch, length] long; masked positions hold `mask_token_id`.
-        target_ids: [batch, length] long; the true token; -1 behind the end of a text in noisy copies of the trainer.
-        position_ids: [batch, length] long; absolute positions.
-        view: [batch, length] long; 0 clean, 1, 2, ... noisy copies, -1 padding.
-        sample: [batch, length] long; which sample of the row a token belongs to.
-        weight: [batch, length] float32; the loss weight of a masked position, 0 elsewhere.
-        response_tokens: How many response tokens the batch supervises: the loss is divided by it.
-        noise_key: [batch, length] long below 2**32; the same for all tokens of a sample, and another for each visit of one.
-    """
-
-    input_ids: Tensor
-    target_ids: Tensor
-    position_ids: Tensor
-    view: Tensor
-    sample: Tensor
-    weight: Tensor
-    response_tokens: Tensor
-    noise_key: Tensor | None = None
-
-    def rule(self, block_size: int) -> PackedRule:
-        """Make the rule of attention."""
-        return PackedRule(self.view, self.position_ids // block_size, self.sample)
-
-    def attention_mask(self, block_size: int) -> Tensor:
-        """Write the rule of attention out, [batch, 1, length, length] bool: see `PackedRule`."""
-        return self.rule(block_size).dense()
-
-    @property
-    def supervised(self) -> Tensor:
-        """[batch, length] bool: masked positions that carry loss."""
-        return self.weight > 0
-
-
-def pack_noisy(
-    input_ids: Tensor, response: Tensor, valid: Tensor, masked: Tensor, weight: Tensor, mask_token_id: int
-) -> PackedBatch:
-    """Pack a batch of sequences (one sample a row) with one noisy copy: [x_t | x_0].
+    A noisy token sees its own noisy block and the clean tokens of earlier blocks; a clean token sees the clean tokens of its
+    own and earlier blocks. Padding sees only itself.
 
     Args:
-        input_ids: [batch, length] long.
-        response: [batch, length] bool: the tokens that are learned.
-        valid: [batch, length] bool: False for padding, on either side. Positions are counted from the first token.
-        masked: [batch, length] bool: response tokens hidden in the noisy copy.
-        weight: [batch, length] float: loss weight of each masked token (published: 1 / t).
-        mask_token_id: The mask's id.
+        positions: [batch, length] long.
+        valid: [batch, length] bool; False for padding.
+        block_size: Tokens per block.
+
+    Returns:
+        [batch, 1, 2 * length, 2 * length] bool.
     """
-    batch, length = input_ids.shape
-    positions = (valid.long().cumsum(-1) - 1).clamp(min=0)
-    hidden = masked & response & valid
-    noisy_view = torch.where(valid, 1, NO_VIEW)
-    clean_view = torch.where(valid, CLEAN_VIEW, NO_VIEW)
-    return PackedBatch(
-        input_ids=torch.cat([input_ids.masked_fill(hidden, mask_token_id), input_ids], 1),
-        target_ids=torch.cat([input_ids, input_ids], 1),
-        position_ids=torch.cat([positions, positions], 1),
-        view=torch.cat([noisy_view, clean_view], 1),
-        sample=torch.zeros(batch, 2 * length, dtype=torch.long, device=input_ids.device),
-        weight=torch.cat([torch.where(hidden, weight.float(), 0.0), torch.zeros_like(weight, dtype=torch.float32)], 1),
-        response_tokens=(response & valid).sum(),
-    )
+    query, key = (positions // block_size)[:, :, None], (positions // block_size)[:, None, :]
+    own, earlier = key == query, key < query
+    noisy, clean = torch.cat([own, earlier], 2), torch.cat([torch.zeros_like(own), own | earlier], 2)
+    real = valid.repeat(1, 2)
+    mask = torch.cat([noisy, clean], 1) & real[:, :, None] & real[:, None, :]
+    return (mask | torch.eye(real.shape[1], dtype=torch.bool, device=mask.device))[:, None]
+
+
+def noise_of(ids: Tensor, valid: Tensor, training: bool) -> Tensor:
+    """Draw [batch, 1 + length] float32 on [0, 1): by torch's generator or, outside training, by a seed that each text gives."""
+    if training:
+        return torch.rand(len(ids), 1 + ids.shape[1], device=ids.device)
+    drawn = torch.zeros(len(ids), 1 + ids.shape[1])
+    for row, (kept, tokens) in enumerate(zip(valid.cpu(), ids.cpu(), strict=True)):
+        seed = zlib.crc32(repr(tokens[kept].tolist()).encode())
+        places = F.pad(kept, (1, 0), value=True)
+        drawn[row, places] = torch.rand(int(places.sum()), generator=torch.Generator().manual_seed(seed))
+    return drawn.to(ids.device)
 
 
 # ---------------------------------------------------------------------------------------------------- rules.noise
@@ -2504,11 +2473,8 @@ class Unembedding:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Compute logits [n, vocab] of hidden states [n, hidden_size], the mask id at -inf; on a GPU in at least float32."""
-        if (
-            hidden.is_cuda
-            and hidden.dtype in (torch.bfloat16, torch.float16)
-            and type(self.weight) in (Tensor, torch.nn.Parameter)
-        ):
+        short = hidden.dtype in (torch.bfloat16, torch.float16) and type(self.weight) in (Tensor, torch.nn.Parameter)
+        if short and hidden.is_cuda:
             logits = torch.mm(hidden, self.weight.t(), out_dtype=torch.float32)
         else:
             logits = F.linear(hidden, self.weight)
@@ -3072,41 +3038,24 @@ def _answer(processor: LogitsProcessor, answer: Any, given: Tensor) -> Tensor:
 
 
 
-class Config(Protocol):
-    """The numbers of a model that decoding reads."""
-
-    block_size: int
-    mask_token_id: int
-    hidden_size: int
-    num_hidden_layers: int
-    num_nextn_predict_layers: int
-
-
 class BlockDiffusionModel(Protocol):
-    """A block-diffusion language model with or without a head."""
+    """A block-diffusion language model with or without a head.
+
+    Attributes:
+        config: With `block_size`, `mask_token_id`, `hidden_size`, `num_hidden_layers` and `num_nextn_predict_layers`.
+        dtype: Of hidden states, keys and values.
+    """
 
     @property
-    def config(self) -> Any:
-        """A `Config`."""
-        ...
+    def config(self) -> Any: ...  # noqa: D102  above
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Of hidden states, keys and values."""
-        ...
+    def dtype(self) -> torch.dtype: ...  # noqa: D102  above
 
     def backbone(
         self, input_ids: Tensor, position_ids: Tensor, mask: Any, past_key_values: Any = None, compiled: bool = True
     ) -> Tensor:
-        """Compute the final hidden states h_A, [batch, length, hidden_size].
-
-        Args:
-            input_ids: [batch, length] long.
-            position_ids: [batch, length] long, absolute.
-            mask: [batch, 1, length, keys] bool, True where a query sees a key, or a `RoundMask`.
-            past_key_values: The `BlockCache` that layers write to and read from.
-            compiled: Whether a compiled backbone runs as compiled.
-        """
+        """Compute h_A, [batch, length, hidden_size], as `MRPForCausalLM.backbone`; the cache is a `BlockCache`."""
         ...
 
     def residual(
@@ -4064,12 +4013,9 @@ class Direct:
 class ThresholdRemask:
     """The published rule of `mrp_remask`: the head is conditioned on all the fresh reveals, and a token whose corrected
     confidence falls under tau goes back to a mask (MRP, arXiv 2605.18817). At least one reveal stays, under every rule.
-
-    Attributes:
-        threshold: tau, in log-odds.
     """
 
-    threshold: float
+    threshold: float  # tau, in log-odds
 
     def __call__(self, networks: Networks, rows: Sequence[Row], reveals: list[Reveal]) -> None:
         """See `Refinement`."""
@@ -4082,12 +4028,9 @@ class ThresholdRemask:
 class ResidualRemask:
     """The rule `residual` of the released code: the head reads the state before the reveal, and a token whose own logit it
     moves by more than `delta` in magnitude goes back.
-
-    Attributes:
-        delta: In logits.
     """
 
-    delta: float
+    delta: float  # in logits
 
     def __call__(self, networks: Networks, rows: Sequence[Row], reveals: list[Reveal]) -> None:
         """See `Refinement`."""
@@ -4105,14 +4048,10 @@ class RereadRemask:
     then the head reads again what is left, until every token is believed under the others. Tokens that are wrong together
     still speak up for each other, so the head at last reads them under the surest alone: one whose confidence there is under
     `alone` goes back as well (`benchmarks/NOTES.md`, Remasking). A row with a single reveal asks the head nothing.
-
-    Attributes:
-        threshold: tau, in log-odds.
-        alone: What a token needs under the surest one alone, in log-odds: those of half of tau.
     """
 
-    threshold: float
-    alone: float
+    threshold: float  # tau, in log-odds
+    alone: float  # the log-odds of half of tau
 
     def __call__(self, networks: Networks, rows: Sequence[Row], reveals: list[Reveal]) -> None:
         """See `Refinement`."""
@@ -4198,9 +4137,7 @@ class Decoder:
     """Decodes the rows of one call.
 
     Args:
-        mode: What is revealed, refined and drafted.
-        networks: What the device computes.
-        budget: Chooses how much each round drafts.
+        mode, networks, budget: What is revealed, refined and drafted; what the device computes; how much each round drafts.
         watches: Called in turn behind the prefill and every round with the batch's rows; one that asks stopping criteria may
             end rows.
         least_rows: Rows that have ended leave the batch by halves, but not below so many.
@@ -4222,11 +4159,7 @@ class Decoder:
         self.verified = self.slots = 0
 
     def decode(self, rows: list[Row], reused: Sequence[int]) -> None:
-        """Decode every row to its end.
-
-        Args:
-            rows: All of the call, at their first states.
-            reused: By row, so many first tokens have their keys and values already.
+        """Decode every row to its end; by row, so many first tokens are `reused`: they have their keys and values already.
 
         Raises:
             UnscoredError: for a position at which no token has a finite score.
@@ -4258,11 +4191,7 @@ class Decoder:
         return size
 
     def round(self, rows: Sequence[Row], amount: Amount) -> list[int]:
-        """Run one round.
-
-        Returns:
-            By row, how many denoising steps it took.
-        """
+        """Run one round; return by row how many denoising steps it took."""
         before = [row.steps for row in rows]
         drafts = self.draft(rows, amount)
         scores = self.networks.score(rows, drafts)
@@ -4698,10 +4627,7 @@ def set_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def resolved(model: Any, given: Any, kwargs: dict[str, Any]) -> tuple[MRPGenerationConfig, dict[str, Any]]:
-    """Resolve and check the options of a call: arguments go before a given config, and that before the model's own.
-
-    Returns:
-        The options, and the other arguments.
+    """Resolve the options of a call, and its other arguments: these go before a given config, and that before the model's own.
 
     Raises:
         ValueError: for what `generate` does not know, does not support, or cannot honour.
@@ -4904,9 +4830,7 @@ class MRPGenerateOutput(ModelOutput):
 class Progress:
     """What each row of a call had come to behind the prefill and behind each round.
 
-    Args:
-        rows: All of the call.
-        logits, scores: Whether the output is to have these: then the hidden states that tokens were drawn from are kept.
+    Where the output is to have `logits` or `scores`, the hidden states that tokens were drawn from are kept.
     """
 
     def __init__(self, rows: Sequence[Row], logits: bool, scores: bool) -> None:
@@ -4934,12 +4858,7 @@ class Progress:
         self.rounds.append([(c.forwards, r.steps, c.drafted, c.accepted, r.state.start - r.prompt) for c, r in counts])
 
     def distributions(self, picker: Picker, tokens: Tensor) -> dict[str, tuple[Tensor, ...]]:
-        """Compute the scores and logits that were asked for, those of each new token [rows, vocab].
-
-        Args:
-            picker: What drew the tokens.
-            tokens: [rows, generated] long, the output without the prompt.
-        """
+        """Compute the scores and logits that were asked for, [rows, vocab] each of new `tokens` [rows, generated] long."""
         if not any(self.wanted.values()):
             return {}
         before = cache(lambda place, start: self.rows[place].before(start))
@@ -4960,14 +4879,10 @@ class Progress:
 
 
 class Streams:
-    """The feeding of streamers: the prompt, finished blocks in order, and drafts to a streamer that has `put_draft`.
-
-    Args:
-        streamer: One, or a list of one for each row.
-        rows: Of the call, so many.
+    """The feeding of streamers, one for each row: the prompt, finished blocks in order, drafts where it has `put_draft`.
 
     Raises:
-        ValueError: for what is no streamer, another number of them, or one that is to take two rows.
+        ValueError: for what is no streamer, another number of them than `rows`, or one that is to take two rows.
     """
 
     def __init__(self, streamer: Any, rows: int) -> None:
@@ -5012,12 +4927,6 @@ class Stopping:
     included, and n tokens of every row behind them. Criteria that count columns or rows keep their meaning so. Here rows are
     not equally far: one with fewer final tokens shows the mask id in their place, one that has ended shows padding behind its
     end. The answer counts for rows whose n-th token is newly final.
-
-    Args:
-        criteria: Those to ask.
-        rows: All of the call.
-        input_ids: [rows, prompt] long, as given.
-        pad_id: What stands behind the end of a text.
     """
 
     def __init__(self, criteria: Sequence[StoppingCriteria], rows: Sequence[Row], input_ids: Tensor, pad_id: int) -> None:
@@ -5076,15 +4985,8 @@ def final_tokens(row: Row) -> list[int]:
 def output_of(
     input_ids: Tensor, rows: Sequence[Row], decoder: Decoder, progress: Progress | None, cache: BlockCache, pad: int
 ) -> Tensor | MRPGenerateOutput:
-    """Make what `generate` returns of rows that have come to their ends.
-
-    Args:
-        input_ids: [rows, prompt] long, as given.
-        rows: All of the call.
-        decoder: Whose forwards are counted.
-        progress: What was noted of each round; None: texts alone are wanted.
-        cache: The keys and values.
-        pad: The id behind the end of a text.
+    """Make what `generate` returns of rows that have come to their ends: `input_ids` [rows, prompt] long with the texts behind,
+    padded with `pad`; with `progress` all else too.
     """
     device, texts = input_ids.device, [row.text[row.prompt : row.stop] for row in rows]
     width = max(map(len, texts))
@@ -5194,7 +5096,6 @@ class MRPGenerationMixin(GenerationMixin):
         if custom_generate is not None:
             kwargs |= set_fields({"infill_ids": infill_ids, "past_key_values": past_key_values})
             return super().generate(inputs, generation_config, custom_generate=custom_generate, streamer=streamer, **kwargs)
-        check_adapter(self)
         config, others = resolved(self, generation_config, kwargs)
         prompt: Any = inputs if inputs is not None else others.get("input_ids")
         check_prompt(prompt, others.get("attention_mask"), self.config.mask_token_id, self.config.vocab_size)
@@ -5202,6 +5103,7 @@ class MRPGenerationMixin(GenerationMixin):
             config.pad_token_id = config.pad_id()
             others.setdefault("attention_mask", torch.ones_like(prompt))
         copies = config.num_return_sequences or 1
+        check_adapters(self, len(prompt) * copies)
         streams = None if streamer is None else Streams(streamer, len(prompt) * copies)
         if past_key_values is not None:
             check_past(past_key_values, self, len(prompt))
@@ -5337,8 +5239,8 @@ def _decode(
             streams.begin(prompts)
         drafting = mode.drafting
         budget = budget_of(model, mode, drafting.states, drafting.passes, drafting.paced) if drafting else Fixed(Amount())
-        # What is compiled is so for one size, what is recorded not for every one.
-        fewest = len(rows) if compiled(model) else 1 if graphs is None else _LEAST_RECORDED
+        # What is compiled is so for one size, what is recorded not for every one; adapters of rows are handed out by place.
+        fewest = len(rows) if compiled(model) or adapters_of_rows(model) else 1 if graphs is None else _LEAST_RECORDED
         decoder = Decoder(mode, networks, budget, watches, fewest)
         try:
             decoder.decode(rows, reused)
@@ -5375,13 +5277,8 @@ def laid_out(
 ) -> list[Row]:
     """Lay out every row's text before the first step; a row starts in the block of its first mask.
 
-    Args:
-        prompts: One 1-D long tensor of ids per row.
-        infill_ids: [rows, n] long, what continues each prompt, or None.
-        new: Tokens behind the prompt, at most.
-        config: Eos and seeds.
-        least: Tokens behind the prompt before which no eos stands.
-        block_size, mask_id, bans: As of `Row`.
+    `prompts` are 1-D long, `infill_ids` [rows, n] long. Behind a prompt come `new` tokens at most; none of the first `least` is
+    an eos.
     """
     rows, eos = [], frozenset(config.eos_ids())
     given = [[] for _ in prompts] if infill_ids is None else infill_ids.tolist()
@@ -5419,16 +5316,13 @@ def _unscored(error: UnscoredError, row: Row, picker: Picker, model: Any) -> str
         names = ", ".join(dict.fromkeys(type(processor).__name__ for processor in picker.processors))
         why = f"so say the logits processors ({names}), for which -inf and NaN bar a token. Leave one a finite score"
     elif error.position < row.no_eos_before and row.eos:
-        why = (
-            "every eos_token_id is barred before min_new_tokens, min_length and given tokens. Leave some id out of eos_token_id"
-        )
+        why = "every eos_token_id is barred before min_new_tokens, min_length and given tokens. Leave some id out"
     else:
-        why = f"the weights are finite, so {picker.lm_head_weight.dtype} overflows, here or divided by temperature="
-        why += f"{picker.temperature}. Load the model in a wider dtype"
-    return (
-        f"row {row.place} has no token with a finite score at position {error.position}, {error.position - row.prompt} behind "
-        f"its prompt: {why}"
-    )
+        why = (
+            f"{picker.lm_head_weight.dtype} overflows, here or divided by temperature={picker.temperature}. Load a wider dtype"
+        )
+    behind = error.position - row.prompt
+    return f"row {row.place} has no token with a finite score at position {error.position}, {behind} behind its prompt: {why}"
 
 
 def _is_finite(weight: Tensor) -> bool:
@@ -5436,8 +5330,7 @@ def _is_finite(weight: Tensor) -> bool:
         weight = weight.dequantize()
     if weight.is_meta or not weight.is_floating_point() or not weight.numel():
         return True
-    low, high = weight.aminmax()  # NaN if any is
-    return bool(low.isfinite() & high.isfinite())
+    return bool(torch.stack(weight.aminmax()).isfinite().all())  # NaN if any is
 
 
 def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationConfig, mode: Mode) -> Picker:
@@ -5487,25 +5380,6 @@ def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationCo
     )
 
 
-def check_adapter(model: Any) -> None:
-    """Raise `ValueError` if an adapter is active that needs a prompt read token by token, or vectors before it."""
-    wrapper: Any = getattr(model.prepare_inputs_for_generation, "__self__", None)  # a peft model puts its own there
-    config: Any = getattr(wrapper, "active_peft_config", None)
-    kind, why = None, "an adapter of the prompt, and generate decodes from ids alone"
-    if getattr(config, "is_prompt_learning", False):
-        kind = config.peft_type.value
-    adapters = getattr(model, "peft_config", None) or {}
-    invoked = {name for name, one in adapters.items() if getattr(one, "alora_invocation_tokens", None)}
-    layers = [module for module in model.modules() if hasattr(module, "lora_A")] if invoked else []
-    if any(not layer.disable_adapters and invoked & set(layer.active_adapters) for layer in layers):
-        kind, why = "aLoRA (alora_invocation_tokens)", "it starts behind the last invocation of a text that grows from the left"
-    if kind is not None:
-        raise ValueError(
-            f"an adapter of type {kind} has no effect on generate: {why}. Train an adapter of the weights instead, such as "
-            "LoRA, or decode without it under model.disable_adapter()"
-        )
-
-
 def check_past(past: Any, model: Any, rows: int) -> None:
     """Raise `ValueError` unless one may go on from a cache, for so many prompts."""
     depth, why = 0 if model.mrp_head is None else len(model.mrp_head.layers), None
@@ -5536,11 +5410,7 @@ def check_unembedding(lm_head: Any) -> None:
 
 
 def mixed_tokens(quantization: Any) -> str | None:
-    """Say how a quantization lets the tokens of a forward change each other's results, and the remedy; None: it does not.
-
-    Args:
-        quantization: The `quantization_config` of a model's config, or None.
-    """
+    """Say how a `quantization_config` lets the tokens of a forward change each other's results; None: it does not."""
     scales = getattr(scheme := getattr(quantization, "quant_type", None), "granularity", None)  # of torchao
     of_activations = scales[0] if isinstance(scales, list | tuple) else scales
     if getattr(quantization, "load_in_8bit", False) and quantization.llm_int8_threshold > 0:
@@ -5708,7 +5578,7 @@ def backbone_location(name: str, source: str) -> str:
 
 # ---------------------------------------------------------------------------------------------------- model.head
 
-"""The MRP head: the module, how a new one starts, and which of a model's settings it depends on.
+"""The MRP head: the module, and which of a model's settings it depends on.
 
 Symbols follow the MRP paper (arXiv 2605.18817): h_A are the backbone's final hidden states at a state x, x' the state after a
 reveal, h_C the head's output; lm_head(h_A + h_C) estimates the backbone's logits at x'.
@@ -5716,8 +5586,6 @@ reveal, h_C the head's output; lm_head(h_A + h_C) estimates the backbone's logit
 
 
 
-NEW_HEADS = ("identity", "backbone", "published")
-_PUBLISHED_STD = 0.2  # of the published recipe
 # What a head's numbers depend on, beside the shapes of its tensors: those of the backbone it was trained on.
 _SHARED = (
     "hidden_size",
@@ -5810,48 +5678,6 @@ class MRPHead(nn.Module):
         return self.norm(hidden)
 
 
-@torch.no_grad()
-def start_head(head: MRPHead, backbone_layers: nn.ModuleList, how: str, std: float) -> None:
-    """Set a new head's weights.
-
-    Args:
-        head: As it was made.
-        backbone_layers: The backbone's decoder layers.
-        how: `identity`: matrices from a normal distribution with this `std`, under a last norm of weight zero, so that the head
-            adds nothing. `backbone`: its layers are the backbone's last ones and read h_A through an identity, under the same
-            norm. `published`: as in the published recipe, with std 0.2 and norms one; such a head disturbs until it is trained.
-        std: The backbone's `initializer_range`.
-
-    Raises:
-        ValueError: if `how` is none of these, or `backbone` and the head is deeper than the backbone, or the layers to copy are
-            offloaded or quantized.
-    """
-    if how not in NEW_HEADS:
-        raise ValueError(f"head_init is {how!r}: choose one of {', '.join(NEW_HEADS)}")
-    for module in head.modules():
-        if isinstance(module, nn.Linear):
-            nn.init.normal_(module.weight, std=_PUBLISHED_STD if how == "published" else std)
-    if how == "published":
-        nn.init.ones_(head.norm.weight)
-    if how != "backbone":
-        return
-    depth, hidden = len(head.layers), head.eh_proj.out_features
-    sources = list(backbone_layers)[-depth:]
-    if depth > len(sources):
-        raise ValueError(
-            f"head_init is 'backbone', but the head has {depth} layers and the backbone {len(sources)}: use fewer head_layers"
-        )
-    if any(type(weight) is not nn.Parameter or weight.is_meta for source in sources for weight in source.parameters()):
-        raise ValueError(
-            "head_init is 'backbone', but its last layers are offloaded or quantized: load them into memory as they are, or "
-            "use 'identity'"
-        )
-    head.eh_proj.weight.zero_()
-    head.eh_proj.weight[:, hidden:].fill_diagonal_(1.0)
-    for layer, source in zip(head.layers, sources, strict=True):
-        layer.load_state_dict(source.state_dict())
-
-
 def check_same_backbone(head: MRPConfig, backbone: MRPConfig, whose: str) -> None:
     """Compare the settings that a head and its backbone share.
 
@@ -5889,7 +5715,7 @@ def check_draft_tokens(head: MRPHead, config: MRPConfig, source: str) -> None:
 
 # ---------------------------------------------------------------------------------------------------- model.attaching
 
-"""Heads on models: made, put on, taken off, and read from the checkpoints that have one."""
+"""Heads on models: put on, taken off, and read from the checkpoints that have one."""
 
 
 
@@ -5905,21 +5731,6 @@ _MADE: "weakref.WeakKeyDictionary[nn.Module, tuple[Any, Any]]" = weakref.WeakKey
 
 class HeadMixin:
     """The part of an MRP model that puts a head on, and takes it off."""
-
-    def new_head(self: Any, head_layers: int = 3, head_init: str = "identity") -> MRPHead:
-        """Make a head for this model's backbone, on its device and in its type; torch's generator draws the random part.
-
-        Raises:
-            ValueError: if `head_layers` is not a positive int, or `start_head` refuses.
-        """
-        if not isinstance(head_layers, int) or isinstance(head_layers, bool) or head_layers < 1:
-            raise ValueError(f"head_layers is {head_layers!r}: a head has 1 layer or more (3 are published)")
-        with torch.device(device_of(self.lm_head)):
-            config = copy.deepcopy(self.config)
-            config.num_nextn_predict_layers, config.draft_vocab_size = head_layers, 0
-            head = MRPHead(config).to(self.lm_head.weight.dtype)
-        start_head(head, self.model.layers, head_init, config.initializer_range)
-        return head
 
     def attach_head(self: Any, head: Any, **hub: Any) -> None:
         """Give the model a head, in place of its own if it has one. The backbone stays as it is.
@@ -6000,13 +5811,8 @@ class HeadMixin:
             repository: What `attach_head` takes.
             download: `revision`, `token` and the like.
 
-        Returns:
-            A model of this class, in evaluation mode, with the repository's generation config. Its backbone shares memory with
-            `stock`; the head has its dtype and device.
-
         Raises:
-            ValueError: if the stock model is not such a decoder, or the head was made for another backbone; what differs is
-                listed.
+            ValueError: if the stock model is not such a decoder, or the head was made for another backbone.
         """
         parameters = dict(stock.named_parameters(remove_duplicate=False))
         like = parameters["lm_head.weight"]
@@ -6044,19 +5850,16 @@ class HeadMixin:
 def generate(inputs: Any = None, *, model: Any, **kwargs: Any) -> Any:
     """Decode a stock SDAR model's prompts with the head of the Hub repository that this file lies in.
 
-    The source of this function is all of `custom_generate/generate.py`, where transformers looks for it, so what it needs is
-    imported inside. It finds the repository and its commit by where transformers keeps the file.
+    The source of this function is all of `custom_generate/generate.py`, so what it needs is imported inside. It finds the
+    repository and its commit by where transformers keeps the file.
 
     Args:
         inputs: [rows, length] long, the prompts (or `input_ids` among the others).
         model: The stock model, with a Qwen3 decoder's parameters; or an MRP model, whose own head then decodes.
         kwargs: What MRP's `generate` takes; `token`, `cache_dir` and the like are for finding the repository.
 
-    Returns:
-        What MRP's `generate` returns.
-
     Raises:
-        ValueError: if the head does not fit the model, both of which are named; or the repository is a local folder.
+        ValueError: if the head does not fit the model; or the repository is a local folder.
     """
     import re
     from pathlib import Path
@@ -6108,12 +5911,7 @@ class BackboneSource(NamedTuple):
 def head_to_save(
     model: Any, state_dict: dict[str, Tensor] | None, named: BackboneSource | None
 ) -> tuple[dict[str, Tensor], MRPConfig]:
-    """Select the tensors and the config of a head repository.
-
-    Args:
-        model: The model.
-        state_dict: Its tensors, if not those that it holds.
-        named: Its backbone, as the user says; None for the one that it was loaded with.
+    """Select the tensors and the config of a head repository, whose backbone is the `named` or else the loaded one.
 
     Raises:
         ValueError: if the model has no head, its backbone no name or, as loaded, other weights; or the head not just its own
@@ -6292,30 +6090,19 @@ class MRPPreTrainedModel(HeadMixin, PreTrainedModel):
         return (model, info) if with_info else model
 
     @classmethod
-    def from_backbone(
-        cls,
-        backbone: Any,
-        head: Any = None,
-        head_layers: int = 3,
-        head_init: str = "identity",
-        head_revision: str | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Load a backbone and a head that lie in different places, or a backbone and a new head.
+    def from_backbone(cls, backbone: Any, head: Any = None, head_revision: str | None = None, **kwargs: Any) -> Any:
+        """Load a backbone and a head that lie in different places.
 
         Args:
             backbone: A folder or id of any kind that `from_pretrained` takes but a head repository, or of an autoregressive
-                Qwen3 checkpoint, which becomes a block-diffusion model only by training; or a loaded model. A head that it has
-                gives way.
-            head: What `attach_head` takes; or None for a new one.
-            head_layers: As for `new_head`.
-            head_init: As for `new_head`.
+                Qwen3 checkpoint, which becomes a block-diffusion model only by training; or a loaded model.
+            head: What `attach_head` takes, in place of a head that the backbone has; or None.
             head_revision: The commit, branch or tag of `head`.
             kwargs: As for `from_pretrained`; `revision` is the backbone's. A Qwen3 checkpoint takes `block_size` and
                 `mask_token_id`, an id that no text holds.
 
         Raises:
-            ValueError: as from `from_pretrained`, `attach_head` and `new_head`.
+            ValueError: as from `from_pretrained` and `attach_head`.
         """
         if isinstance(backbone, str | os.PathLike):
             model = cls._open_backbone(os.fspath(backbone), kwargs)
@@ -6323,9 +6110,7 @@ class MRPPreTrainedModel(HeadMixin, PreTrainedModel):
             model = backbone
         else:
             raise ValueError(f"backbone is {backbone!r}: pass the folder or id of a checkpoint, or a loaded MRP model")
-        if head is None:
-            model.attach_head(model.new_head(head_layers, head_init))
-        else:
+        if head is not None:
             model._take_head(head, hub_options({**kwargs, "revision": head_revision, "subfolder": None}), kwargs)
         return model
 
@@ -6383,19 +6168,18 @@ class MRPPreTrainedModel(HeadMixin, PreTrainedModel):
     ) -> None:
         """Save weights, both configs and the remote code as transformers does, or the head alone.
 
-        A save that fails leaves the folder as it was, and a model may be saved into the folder it was loaded from. Arguments
-        that are not named here are as in transformers.
+        A save that fails leaves the folder as it was, and a model may be saved into the folder it was loaded from.
 
         Args:
-            save_directory: The folder, made if needed. Its other files stay.
-            is_main_process: Whether this process writes.
-            state_dict: The tensors, if not those that the model holds.
+            save_directory: As in transformers, like the other arguments that are not named here.
+            is_main_process: As in transformers.
+            state_dict: As in transformers.
             push_to_hub: Whether to push, too, to `repo_id` or a repository of the user's own with the folder's name.
             head_only: Whether to write the head alone, which names its backbone and loads it.
             base_model_name_or_path: With `head_only`, the backbone's name (an id or an absolute path), if it is not what the
                 model was loaded from.
             base_model_revision: With it, the backbone's commit, branch or tag.
-            kwargs: For transformers.
+            kwargs: As in transformers.
 
         Raises:
             ValueError: for a generation config that `generate` would refuse; with `head_only`, as from `head_to_save`; without
@@ -6473,13 +6257,14 @@ class MRPPreTrainedModel(HeadMixin, PreTrainedModel):
         return pushed.push_to_hub(repo_id, private=private, tags=tags, **kwargs)
 
     @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        super()._init_weights(module)
-        if isinstance(module, MRPHead):
-            if module.predicts == "residual":
-                init.zeros_(module.norm.weight)
-            if module.draft_token_ids is not None:
-                init.copy_(module.draft_token_ids, first_tokens(self.config))
+    def _init_weights(self: Any, module: nn.Module) -> None:
+        head = self.mrp_head
+        if head is not None and module is head.norm and head.predicts == "residual":
+            init.zeros_(head.norm.weight)
+        elif module is head and head.draft_token_ids is not None:
+            init.copy_(head.draft_token_ids, first_tokens(self.config))
+        else:
+            super()._init_weights(module)
 
     @classmethod
     def _pinned(cls, source: str, config: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -6582,12 +6367,7 @@ class MRPBackbone(Qwen3Model):
     """transformers' `Qwen3Model`, whose mask has to be given: its own is causal."""
 
     def forward(self, *args: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
-        """As `Qwen3Model.forward`.
-
-        Raises:
-            ValueError: if `attention_mask` is no dictionary of masks. So trainers call it that compute a next-token loss
-                themselves, in place of the model's forward (TRL's do).
-        """
+        """As `Qwen3Model.forward`; `ValueError` if the mask is no dictionary, as where a trainer computes a next-token loss."""
         if not isinstance(attention_mask, dict):
             raise ValueError(
                 "the backbone was called without the model around it, and would see a causal mask instead of its own. "
@@ -6644,7 +6424,8 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
         if (walk := fused(self.model, layers, mask, past_key_values, MRPBackbone)) is not None:
             embeds = self.model.embed_tokens(input_ids)
             return walk(embeds, self.model.rotary_emb(embeds, position_ids))
-        return _called(self.model, compiled)(
+        model = self.model if compiled else self.model._call_impl
+        return model(
             input_ids=input_ids,
             attention_mask={"full_attention": self._attention_bias(mask)},
             position_ids=position_ids,
@@ -6684,7 +6465,7 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
             )
         embeds = self.model.embed_tokens(input_ids)
         rotary = self.model.rotary_emb(embeds, position_ids)
-        head = _called(self.mrp_head, compiled)
+        head = self.mrp_head if compiled else self.mrp_head._call_impl
         output = head(embeds, hidden_states, self._attention_bias(mask), rotary, past_key_values)
         return output if self.config.head_predicts == "residual" else output - hidden_states
 
@@ -6736,38 +6517,40 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
         """
         if unknown := sorted(name for name, value in kwargs.items() if value is not None and name not in _PASSED_ON):
             raise ValueError(f"forward has no argument {', '.join(unknown)}: check the spelling, or leave it out")
+        tokens = input_ids if input_ids is not None else inputs_embeds
+        if tokens is None:
+            raise ValueError("forward got neither input_ids nor inputs_embeds: pass one of them")
         if labels is not None:
-            if past_key_values is not None or input_ids is None or (attention_mask is not None and attention_mask.dim() != 2):
-                raise ValueError(
-                    "labels need input_ids with a 2-D attention_mask and no past_key_values: the pass packs its own mask. A "
-                    "prompt, prefix or P-tuning adapter passes others: train an adapter of the weights instead, such as LoRA"
-                )
             keeps = isinstance(logits_to_keep, Tensor) or logits_to_keep or None
-            given = {"position_ids": position_ids, "inputs_embeds": inputs_embeds, **kwargs}
-            given |= {"use_cache": use_cache, "logits_to_keep": keeps}
+            given = {"inputs_embeds": inputs_embeds, "position_ids": position_ids, "past_key_values": past_key_values}
+            given |= {"use_cache": use_cache, "logits_to_keep": keeps, **kwargs}
+            given["an attention_mask that is not 2-D"] = attention_mask is not None and attention_mask.dim() != 2
             if unused := [name for name, value in given.items() if value is not None and value is not False]:
                 raise ValueError(
-                    f"{', '.join(unused)}: no effect with labels, whose pass packs [x_t | x_0] with positions of its own and "
-                    "returns the loss and all logits. Leave out either"
+                    f"{', '.join(unused)}: no effect with labels, whose pass packs [x_t | x_0] of input_ids with a mask and "
+                    "positions of its own and returns the loss and all logits. Leave out either. A prompt, prefix or P-tuning "
+                    "adapter passes such: train an adapter of the weights instead, such as LoRA"
                 )
+            assert input_ids is not None
             return self._training_pass(input_ids, labels, attention_mask, noise_level, noise_mask, num_items_in_batch)
-        if unused := [name for name, value in (("noise_level", noise_level), ("noise_mask", noise_mask)) if value is not None]:
-            raise ValueError(f"{', '.join(unused)}: no effect without labels. Pass labels too, or leave them out")
-        if num_items_in_batch is not None:
+        given = {"noise_level": noise_level, "noise_mask": noise_mask, "num_items_in_batch": num_items_in_batch}
+        if unused := [name for name, value in given.items() if value is not None]:
             raise ValueError(
-                "num_items_in_batch without labels: a Trainer kept them for a loss of its own (compute_loss_func or "
-                "label_smoothing_factor), and on clean text every position sees the token that it predicts. Leave that option "
-                "out: the model's loss noises the text first"
+                f"{', '.join(unused)}: no effect without labels. Pass them too, or leave these out. A Trainer keeps them for a "
+                "loss of its own (compute_loss_func, label_smoothing_factor), but on clean text every position sees the token "
+                "that it predicts: leave that option out, as the model's loss noises the text first"
             )
         if isinstance(past_key_values, BlockCache):
             raise ValueError(
                 "past_key_values are a BlockCache, which only generate goes on from: pass them there, or here a DynamicCache"
             )
-        tokens = input_ids if input_ids is not None else inputs_embeds
-        if tokens is None:
-            raise ValueError("forward got neither input_ids nor inputs_embeds: pass one of them")
-        if input_ids is not None and not (self.training or input_ids.is_meta or torch.compiler.is_compiling()):
-            self._warn_of_likelihoods(input_ids)
+        told = input_ids is None or self.training or input_ids.is_meta or torch.compiler.is_compiling()
+        if not told and not (input_ids == self.config.mask_token_id).any():  # lm-eval's log-likelihood tasks ask for them
+            logger.warning_once(
+                "Logits of a text without masks were asked for. A visible position predicts its own token, not the next, so "
+                "that log-likelihoods made of them (perplexity, lm-eval's loglikelihood and multiple_choice) mean nothing: "
+                f"ask for generated text, or put the mask, id {self.config.mask_token_id}, where a token is to be predicted"
+            )
         mask, position_ids = self._block_causal(tokens, attention_mask, position_ids, past_key_values)
         outputs = self.model(
             input_ids=input_ids,
@@ -6785,15 +6568,6 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
-
-    def _warn_of_likelihoods(self, input_ids: Tensor) -> None:
-        """Say once what the logits of a text without masks are not: lm-eval's log-likelihood tasks ask for them."""
-        if not (input_ids == self.config.mask_token_id).any():
-            logger.warning_once(
-                "Logits of a text without masks were asked for. A visible position predicts its own token, not the next, so "
-                "that log-likelihoods made of them (perplexity, lm-eval's loglikelihood and multiple_choice) mean nothing: "
-                f"ask for generated text, or put the mask, id {self.config.mask_token_id}, where a token is to be predicted"
-            )
 
     def _block_causal(
         self, given: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, past_key_values: Cache | None
@@ -6845,54 +6619,40 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
         input_ids: Tensor,
         labels: Tensor,
         attention_mask: Tensor | None,
-        noise_level: Tensor | None,
+        level: Tensor | None,
         noise_mask: Tensor | None,
         num_items_in_batch: int | Tensor | None,
     ) -> CausalLMOutputWithPast:
         batch, length = input_ids.shape
-        shapes = {"labels": labels, "attention_mask": attention_mask, "noise_mask": noise_mask, "noise_level": noise_level}
-        for name, given in shapes.items():
+        for name, given in {
+            "labels": labels,
+            "attention_mask": attention_mask,
+            "noise_mask": noise_mask,
+            "noise_level": level,
+        }.items():
             shape = [batch] if name == "noise_level" else [batch, length]
             if given is not None and list(given.shape) != shape:
                 raise ValueError(f"{name} has shape {list(given.shape)}: with these input_ids it must be {shape}")
-        if noise_level is not None and not bool(((noise_level > 0) & (noise_level <= 1)).all()):
-            raise ValueError(f"noise_level is {noise_level.tolist()}: levels are above 0 and at most 1")
+        if level is not None and not bool(((level > 0) & (level <= 1)).all()):
+            raise ValueError(f"noise_level is {level.tolist()}: levels are above 0 and at most 1")
         valid = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
         if ((valid[:, 1:] & ~valid[:, :-1]).sum(-1) + valid[:, 0] > 1).any():
             raise ValueError(
                 "attention_mask has holes: with labels a row's tokens must be contiguous, with padding on one side or both"
             )
-        response = labels != IGNORE_INDEX
-        clean = torch.where(response, labels, input_ids)
-        where = input_ids.device
-        if noise_level is None:
-            noise_level = 1 - (torch.rand(batch, device=where) if self.training else _fixed_noise(clean, valid)[:, 0])
-        if noise_mask is None:
-            drawn = torch.rand(batch, length, device=where) if self.training else _fixed_noise(clean, valid)[:, 1:]
-            noise_mask = drawn < noise_level[:, None]
-        weight = (1 / noise_level)[:, None].expand(batch, length)
-        packed = pack_noisy(clean, response, valid, noise_mask, weight, self.config.mask_token_id)
-        hidden = self.backbone(packed.input_ids, packed.position_ids, packed.attention_mask(self.config.block_size))
-        logits, chosen = self.lm_head(hidden[:, :length]), packed.supervised[:, :length]  # the clean copy carries no loss
+        learned = labels != -100
+        clean = torch.where(learned, labels, input_ids)
+        noise = noise_of(clean, valid, self.training)
+        level = 1 - noise[:, 0] if level is None else level
+        noise_mask = noise[:, 1:] < level[:, None] if noise_mask is None else noise_mask
+        hidden = noise_mask & learned & valid
+        ids = torch.cat([clean.masked_fill(hidden, self.config.mask_token_id), clean], 1)
+        positions = (valid.long().cumsum(-1) - 1).clamp(min=0)
+        mask = noisy_and_clean_mask(positions, valid, self.config.block_size)
+        logits = self.lm_head(self.backbone(ids, positions.repeat(1, 2), mask)[:, :length])
+        picked = logits[hidden] if logits.dtype == torch.float64 else logits[hidden].float()
+        losses = F.cross_entropy(picked, clean[hidden], reduction="none") / level[:, None].expand(batch, length)[hidden].float()
         items = (
-            packed.response_tokens if num_items_in_batch is None else torch.as_tensor(num_items_in_batch, device=hidden.device)
+            (learned & valid).sum() if num_items_in_batch is None else torch.as_tensor(num_items_in_batch, device=ids.device)
         )
-        picked = logits[chosen] if logits.dtype == torch.float64 else logits[chosen].float()
-        losses = F.cross_entropy(picked, packed.target_ids[:, :length][chosen], reduction="none")
-        loss = (losses * packed.weight[:, :length][chosen]).sum() / items.clamp(min=1)
-        return CausalLMOutputWithPast(loss=loss, logits=logits)
-
-
-def _called(module: nn.Module, compiled: bool) -> Callable[..., Any]:
-    """A module with its hooks, as compiled or as it was before."""
-    return module if compiled else module._call_impl
-
-
-def _fixed_noise(ids: Tensor, valid: Tensor) -> Tensor:
-    """[batch, 1 + length] float32 on [0, 1): for each row and its tokens, drawn from a seed that the row's text gives."""
-    drawn = torch.zeros(len(ids), 1 + ids.shape[1])
-    for row, (kept, tokens) in enumerate(zip(valid.cpu(), ids.cpu(), strict=True)):
-        seed = zlib.crc32(repr(tokens[kept].tolist()).encode())
-        places = F.pad(kept, (1, 0), value=True)
-        drawn[row, places] = torch.rand(int(places.sum()), generator=torch.Generator().manual_seed(seed))
-    return drawn.to(ids.device)
+        return CausalLMOutputWithPast(loss=losses.sum() / items.clamp(min=1), logits=logits)

@@ -1,6 +1,5 @@
-"""Heads on models: made, put on, taken off, and read from the checkpoints that have one."""
+"""Heads on models: put on, taken off, and read from the checkpoints that have one."""
 
-import copy
 import os
 import weakref
 from typing import Any
@@ -9,7 +8,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from .head import MRPHead, check_draft_tokens, check_same_backbone, start_head
+from .head import MRPHead, check_draft_tokens, check_same_backbone
 from .layouts import HEAD, HUB_OPTIONS, PUBLISHED_HEAD, hub_options, stored_tensors, weight_files
 from .offloading import device_of
 
@@ -24,21 +23,6 @@ _MADE: "weakref.WeakKeyDictionary[nn.Module, tuple[Any, Any]]" = weakref.WeakKey
 
 class HeadMixin:
     """The part of an MRP model that puts a head on, and takes it off."""
-
-    def new_head(self: Any, head_layers: int = 3, head_init: str = "identity") -> MRPHead:
-        """Make a head for this model's backbone, on its device and in its type; torch's generator draws the random part.
-
-        Raises:
-            ValueError: if `head_layers` is not a positive int, or `start_head` refuses.
-        """
-        if not isinstance(head_layers, int) or isinstance(head_layers, bool) or head_layers < 1:
-            raise ValueError(f"head_layers is {head_layers!r}: a head has 1 layer or more (3 are published)")
-        with torch.device(device_of(self.lm_head)):
-            config = copy.deepcopy(self.config)
-            config.num_nextn_predict_layers, config.draft_vocab_size = head_layers, 0
-            head = MRPHead(config).to(self.lm_head.weight.dtype)
-        start_head(head, self.model.layers, head_init, config.initializer_range)
-        return head
 
     def attach_head(self: Any, head: Any, **hub: Any) -> None:
         """Give the model a head, in place of its own if it has one. The backbone stays as it is.
@@ -119,13 +103,8 @@ class HeadMixin:
             repository: What `attach_head` takes.
             download: `revision`, `token` and the like.
 
-        Returns:
-            A model of this class, in evaluation mode, with the repository's generation config. Its backbone shares memory with
-            `stock`; the head has its dtype and device.
-
         Raises:
-            ValueError: if the stock model is not such a decoder, or the head was made for another backbone; what differs is
-                listed.
+            ValueError: if the stock model is not such a decoder, or the head was made for another backbone.
         """
         parameters = dict(stock.named_parameters(remove_duplicate=False))
         like = parameters["lm_head.weight"]

@@ -26,15 +26,10 @@ def our_fields(fields: dict[str, Any], known: Collection[str]) -> dict[str, Any]
     kind = fields.get("model_type", "sdar_mrp")
     if kind == "sdar_mrp":
         return fields
-    if kind == "qwen3":
-        raise ValueError(
-            "the config's model_type is 'qwen3', an autoregressive model: open it with MRPForCausalLM.from_backbone, as a "
-            "backbone to be converted by training"
-        )
     if kind != "sdar":
         raise ValueError(
             f"the config's model_type is {kind!r}: what loads are checkpoints of this package ('sdar_mrp') and published ones "
-            "('sdar')"
+            "('sdar'), and by MRPForCausalLM.from_backbone autoregressive ones ('qwen3'), to be converted by training"
         )
     kept = {name: value for name, value in fields.items() if name in known or name in _OLD_SPELLINGS}
     return {**kept, "model_type": "sdar_mrp"}
@@ -143,13 +138,9 @@ class MRPConfig(Qwen3Config):
             raise ValueError(f"the config holds a value of the wrong type: correct config.json ({reason})") from error
 
     def to_diff_dict(self) -> dict[str, Any]:
-        """Select the fields to save: a checkpoint that carries its backbone has none that name one."""
-        named = self.base_model_name_or_path is not None
-        return {
-            name: value
-            for name, value in super().to_diff_dict().items()
-            if not name.startswith(("base_model_", "speculators_")) or (named and value is not None)
-        }
+        """Select the fields to save; a backbone is named where there is a name."""
+        saved = super().to_diff_dict()
+        return {name: value for name, value in saved.items() if value is not None or not name.startswith("base_model_")}
 
     @property
     def has_head(self) -> bool:

@@ -1,4 +1,4 @@
-"""The MRP head: the module, how a new one starts, and which of a model's settings it depends on.
+"""The MRP head: the module, and which of a model's settings it depends on.
 
 Symbols follow the MRP paper (arXiv 2605.18817): h_A are the backbone's final hidden states at a state x, x' the state after a
 reveal, h_C the head's output; lm_head(h_A + h_C) estimates the backbone's logits at x'.
@@ -14,8 +14,6 @@ from ..kernels.round_attention import RoundMask
 from .configuration import MRPConfig
 from .layouts import DRAFT_TOKENS
 
-NEW_HEADS = ("identity", "backbone", "published")
-_PUBLISHED_STD = 0.2  # of the published recipe
 # What a head's numbers depend on, beside the shapes of its tensors: those of the backbone it was trained on.
 _SHARED = (
     "hidden_size",
@@ -106,48 +104,6 @@ class MRPHead(nn.Module):
                 use_cache=past_key_values is not None,
             )
         return self.norm(hidden)
-
-
-@torch.no_grad()
-def start_head(head: MRPHead, backbone_layers: nn.ModuleList, how: str, std: float) -> None:
-    """Set a new head's weights.
-
-    Args:
-        head: As it was made.
-        backbone_layers: The backbone's decoder layers.
-        how: `identity`: matrices from a normal distribution with this `std`, under a last norm of weight zero, so that the head
-            adds nothing. `backbone`: its layers are the backbone's last ones and read h_A through an identity, under the same
-            norm. `published`: as in the published recipe, with std 0.2 and norms one; such a head disturbs until it is trained.
-        std: The backbone's `initializer_range`.
-
-    Raises:
-        ValueError: if `how` is none of these, or `backbone` and the head is deeper than the backbone, or the layers to copy are
-            offloaded or quantized.
-    """
-    if how not in NEW_HEADS:
-        raise ValueError(f"head_init is {how!r}: choose one of {', '.join(NEW_HEADS)}")
-    for module in head.modules():
-        if isinstance(module, nn.Linear):
-            nn.init.normal_(module.weight, std=_PUBLISHED_STD if how == "published" else std)
-    if how == "published":
-        nn.init.ones_(head.norm.weight)
-    if how != "backbone":
-        return
-    depth, hidden = len(head.layers), head.eh_proj.out_features
-    sources = list(backbone_layers)[-depth:]
-    if depth > len(sources):
-        raise ValueError(
-            f"head_init is 'backbone', but the head has {depth} layers and the backbone {len(sources)}: use fewer head_layers"
-        )
-    if any(type(weight) is not nn.Parameter or weight.is_meta for source in sources for weight in source.parameters()):
-        raise ValueError(
-            "head_init is 'backbone', but its last layers are offloaded or quantized: load them into memory as they are, or "
-            "use 'identity'"
-        )
-    head.eh_proj.weight.zero_()
-    head.eh_proj.weight[:, hidden:].fill_diagonal_(1.0)
-    for layer, source in zip(head.layers, sources, strict=True):
-        layer.load_state_dict(source.state_dict())
 
 
 def check_same_backbone(head: MRPConfig, backbone: MRPConfig, whose: str) -> None:

@@ -101,30 +101,19 @@ class MRPPreTrainedModel(HeadMixin, PreTrainedModel):
         return (model, info) if with_info else model
 
     @classmethod
-    def from_backbone(
-        cls,
-        backbone: Any,
-        head: Any = None,
-        head_layers: int = 3,
-        head_init: str = "identity",
-        head_revision: str | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Load a backbone and a head that lie in different places, or a backbone and a new head.
+    def from_backbone(cls, backbone: Any, head: Any = None, head_revision: str | None = None, **kwargs: Any) -> Any:
+        """Load a backbone and a head that lie in different places.
 
         Args:
             backbone: A folder or id of any kind that `from_pretrained` takes but a head repository, or of an autoregressive
-                Qwen3 checkpoint, which becomes a block-diffusion model only by training; or a loaded model. A head that it has
-                gives way.
-            head: What `attach_head` takes; or None for a new one.
-            head_layers: As for `new_head`.
-            head_init: As for `new_head`.
+                Qwen3 checkpoint, which becomes a block-diffusion model only by training; or a loaded model.
+            head: What `attach_head` takes, in place of a head that the backbone has; or None.
             head_revision: The commit, branch or tag of `head`.
             kwargs: As for `from_pretrained`; `revision` is the backbone's. A Qwen3 checkpoint takes `block_size` and
                 `mask_token_id`, an id that no text holds.
 
         Raises:
-            ValueError: as from `from_pretrained`, `attach_head` and `new_head`.
+            ValueError: as from `from_pretrained` and `attach_head`.
         """
         if isinstance(backbone, str | os.PathLike):
             model = cls._open_backbone(os.fspath(backbone), kwargs)
@@ -132,9 +121,7 @@ class MRPPreTrainedModel(HeadMixin, PreTrainedModel):
             model = backbone
         else:
             raise ValueError(f"backbone is {backbone!r}: pass the folder or id of a checkpoint, or a loaded MRP model")
-        if head is None:
-            model.attach_head(model.new_head(head_layers, head_init))
-        else:
+        if head is not None:
             model._take_head(head, hub_options({**kwargs, "revision": head_revision, "subfolder": None}), kwargs)
         return model
 
@@ -192,19 +179,18 @@ class MRPPreTrainedModel(HeadMixin, PreTrainedModel):
     ) -> None:
         """Save weights, both configs and the remote code as transformers does, or the head alone.
 
-        A save that fails leaves the folder as it was, and a model may be saved into the folder it was loaded from. Arguments
-        that are not named here are as in transformers.
+        A save that fails leaves the folder as it was, and a model may be saved into the folder it was loaded from.
 
         Args:
-            save_directory: The folder, made if needed. Its other files stay.
-            is_main_process: Whether this process writes.
-            state_dict: The tensors, if not those that the model holds.
+            save_directory: As in transformers, like the other arguments that are not named here.
+            is_main_process: As in transformers.
+            state_dict: As in transformers.
             push_to_hub: Whether to push, too, to `repo_id` or a repository of the user's own with the folder's name.
             head_only: Whether to write the head alone, which names its backbone and loads it.
             base_model_name_or_path: With `head_only`, the backbone's name (an id or an absolute path), if it is not what the
                 model was loaded from.
             base_model_revision: With it, the backbone's commit, branch or tag.
-            kwargs: For transformers.
+            kwargs: As in transformers.
 
         Raises:
             ValueError: for a generation config that `generate` would refuse; with `head_only`, as from `head_to_save`; without

@@ -40,6 +40,3 @@ def fetched(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         hook.post_forward(module, None)
-
-
-__all__ = ["device_of", "fetched"]

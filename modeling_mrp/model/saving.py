@@ -41,12 +41,7 @@ class BackboneSource(NamedTuple):
 def head_to_save(
     model: Any, state_dict: dict[str, Tensor] | None, named: BackboneSource | None
 ) -> tuple[dict[str, Tensor], MRPConfig]:
-    """Select the tensors and the config of a head repository.
-
-    Args:
-        model: The model.
-        state_dict: Its tensors, if not those that it holds.
-        named: Its backbone, as the user says; None for the one that it was loaded with.
+    """Select the tensors and the config of a head repository, whose backbone is the `named` or else the loaded one.
 
     Raises:
         ValueError: if the model has no head, its backbone no name or, as loaded, other weights; or the head not just its own

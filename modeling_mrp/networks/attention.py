@@ -136,12 +136,3 @@ def _as_operation() -> Callable[..., Tensor]:
     made = torch.library.custom_op(name, _attend_in_round, mutates_args=(), schema=schema)
     made.register_fake(lambda query, *_: torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format))
     return made._opoverload
-
-
-__all__ = [
-    "REPLACED",
-    "ROUND_ATTENTION",
-    "round_attention_of",
-    "takes_round_masks",
-    "under_round_masks",
-]

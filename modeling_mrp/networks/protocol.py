@@ -8,41 +8,24 @@ from torch import Tensor
 from .cache import BlockCache
 
 
-class Config(Protocol):
-    """The numbers of a model that decoding reads."""
-
-    block_size: int
-    mask_token_id: int
-    hidden_size: int
-    num_hidden_layers: int
-    num_nextn_predict_layers: int
-
-
 class BlockDiffusionModel(Protocol):
-    """A block-diffusion language model with or without a head."""
+    """A block-diffusion language model with or without a head.
+
+    Attributes:
+        config: With `block_size`, `mask_token_id`, `hidden_size`, `num_hidden_layers` and `num_nextn_predict_layers`.
+        dtype: Of hidden states, keys and values.
+    """
 
     @property
-    def config(self) -> Any:
-        """A `Config`."""
-        ...
+    def config(self) -> Any: ...  # noqa: D102  above
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Of hidden states, keys and values."""
-        ...
+    def dtype(self) -> torch.dtype: ...  # noqa: D102  above
 
     def backbone(
         self, input_ids: Tensor, position_ids: Tensor, mask: Any, past_key_values: Any = None, compiled: bool = True
     ) -> Tensor:
-        """Compute the final hidden states h_A, [batch, length, hidden_size].
-
-        Args:
-            input_ids: [batch, length] long.
-            position_ids: [batch, length] long, absolute.
-            mask: [batch, 1, length, keys] bool, True where a query sees a key, or a `RoundMask`.
-            past_key_values: The `BlockCache` that layers write to and read from.
-            compiled: Whether a compiled backbone runs as compiled.
-        """
+        """Compute h_A, [batch, length, hidden_size], as `MRPForCausalLM.backbone`; the cache is a `BlockCache`."""
         ...
 
     def residual(
@@ -62,6 +45,3 @@ class BlockDiffusionModel(Protocol):
     ) -> BlockCache:
         """Make an empty cache for `batch_size` rows of `capacity` tokens, with room for `scratch` tokens being scored."""
         ...
-
-
-__all__ = ["BlockDiffusionModel", "Config"]

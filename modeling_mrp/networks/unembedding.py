@@ -30,11 +30,8 @@ class Unembedding:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Compute logits [n, vocab] of hidden states [n, hidden_size], the mask id at -inf; on a GPU in at least float32."""
-        if (
-            hidden.is_cuda
-            and hidden.dtype in (torch.bfloat16, torch.float16)
-            and type(self.weight) in (Tensor, torch.nn.Parameter)
-        ):
+        short = hidden.dtype in (torch.bfloat16, torch.float16) and type(self.weight) in (Tensor, torch.nn.Parameter)
+        if short and hidden.is_cuda:
             logits = torch.mm(hidden, self.weight.t(), out_dtype=torch.float32)
         else:
             logits = F.linear(hidden, self.weight)
@@ -79,6 +76,3 @@ def log_odds(scores: Tensor, token: Tensor, picked: bool = False) -> Tensor:
     others = scores.scatter(1, token[:, None], -torch.inf).logsumexp(-1, keepdim=True)
     odds = own - others + 0 * own if picked else own - others
     return odds[:, 0]
-
-
-__all__ = ["Unembedding", "log_odds", "widened"]

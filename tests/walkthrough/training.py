@@ -8,6 +8,7 @@ import torch
 from habits import CHATS, CHECKPOINT, habit, mrp, new_model, refused, tokenizer, tried
 from huggingface_hub import HfApi
 from mrp_trainer import MRPTrainer, MRPTrainingArguments
+from mrp_trainer.heads import with_new_head
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
 
 from modeling_mrp import MRPForCausalLM
@@ -90,7 +91,7 @@ def chats_by_block_diffusion() -> None:
 @habit(5, "model_init of the Trainer")
 def model_init() -> str | None:
     def make() -> MRPForCausalLM:
-        return MRPForCausalLM.from_backbone(CHECKPOINT, head_layers=1)
+        return with_new_head(MRPForCausalLM.from_pretrained(CHECKPOINT), 1)
 
     return tried(lambda: _trainer("made", model_init=make).train(), "model_init")[1]
 

@@ -4,19 +4,16 @@ from typing import Any
 def generate(inputs: Any = None, *, model: Any, **kwargs: Any) -> Any:
     """Decode a stock SDAR model's prompts with the head of the Hub repository that this file lies in.
 
-    The source of this function is all of `custom_generate/generate.py`, where transformers looks for it, so what it needs is
-    imported inside. It finds the repository and its commit by where transformers keeps the file.
+    The source of this function is all of `custom_generate/generate.py`, so what it needs is imported inside. It finds the
+    repository and its commit by where transformers keeps the file.
 
     Args:
         inputs: [rows, length] long, the prompts (or `input_ids` among the others).
         model: The stock model, with a Qwen3 decoder's parameters; or an MRP model, whose own head then decodes.
         kwargs: What MRP's `generate` takes; `token`, `cache_dir` and the like are for finding the repository.
 
-    Returns:
-        What MRP's `generate` returns.
-
     Raises:
-        ValueError: if the head does not fit the model, both of which are named; or the repository is a local folder.
+        ValueError: if the head does not fit the model; or the repository is a local folder.
     """
     import re
     from pathlib import Path

@@ -46,8 +46,8 @@ def make_ready(model: Any, args: MRPTrainingArguments) -> None:
     bare = bare_model(model)
     if args.objective == "mrp" and bare.mrp_head is None:
         raise ValueError(
-            "objective 'mrp' needs a model with a head: set num_nextn_predict_layers in its config, load the backbone with "
-            "MRPForCausalLM.from_backbone(name), or give it one with model.attach_head(model.new_head(3))"
+            "objective 'mrp' needs a model with a head: give it a new one by "
+            "mrp_trainer.heads.with_new_head(model), or one that is there by model.attach_head(head)"
         )
     if args.eval_prompts and bare.mrp_head is None:
         raise ValueError(f"eval_prompts is {args.eval_prompts}, but there is no head to decode them with: use 0")

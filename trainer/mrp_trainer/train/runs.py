@@ -21,6 +21,7 @@ from modeling_mrp.modeling import MRPForCausalLM
 from ..data.rows import open_rows
 from ..data.sources import check_paths, is_hub_dataset
 from ..early import check_training
+from ..heads import with_new_head
 from ..loading import WITHOUT_WEIGHTS, load_tokenizer
 from .arguments import MRPTrainingArguments, passes_of
 from .callbacks import TellEvaluations, TellResumption
@@ -194,14 +195,16 @@ def load_model(settings: Settings) -> Any:
     if settings.objective == "block_diffusion":
         given = {name: getattr(options, name) for name in ("block_size", "mask_token_id")}
         where |= {name: value for name, value in given.items() if value is not None}
-        model = MRPForCausalLM.from_backbone(options.model, head_layers=1, **where)
-        model.detach_head()  # it belongs to the backbone as it was
+        model = MRPForCausalLM.from_backbone(options.model, **where)
+        if model.mrp_head is not None:
+            model.detach_head()  # it belongs to the backbone as it was
     elif options.lora_rank:
         model = MRPForCausalLM.from_pretrained(options.model, **where)
         _need_head(model.config, options.model)
     else:
-        head: dict[str, Any] = {"head": options.head, "head_layers": options.head_layers, "head_init": options.head_init}
-        model = MRPForCausalLM.from_backbone(options.model, **head, head_revision=options.head_revision, **where)
+        model = MRPForCausalLM.from_backbone(options.model, options.head, options.head_revision, **where)
+        if options.head is None:
+            with_new_head(model, options.head_layers, options.head_init)
         model.mrp_head.to(torch.float32)
     return with_adapter(model, settings) if options.lora_rank else model
 

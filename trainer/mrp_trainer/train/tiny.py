@@ -20,7 +20,6 @@ from transformers import PreTrainedTokenizerFast, TrainerCallback, set_seed
 
 from modeling_mrp.generate.generation import MRPGenerationConfig
 from modeling_mrp.model.configuration import MRPConfig
-from modeling_mrp.model.head import NEW_HEADS
 from modeling_mrp.model.saving import written_beside
 from modeling_mrp.modeling import MRPForCausalLM
 
@@ -31,6 +30,7 @@ from ..data.tokenizer import train_tokenizer
 from ..data.trajectories import TrajectoryDataset, record_trajectories
 from ..embedded import TINY
 from ..flags import argument_parser, flag
+from ..heads import NEW_HEADS, with_new_head
 from .arguments import MRPTrainingArguments
 from .checkpoints import last_whole_checkpoint
 from .trainer import MRPTrainer
@@ -197,12 +197,12 @@ def record(work: Path, count: int) -> None:
 
 
 def head_on_backbone(folder: Path, layers: int, init: str = "backbone", head_predicts: str = "residual") -> MRPForCausalLM:
-    """A head on the backbone of a checkpoint: a new one (see `start_head`), or that of another model's folder."""
+    """A head on the backbone of a checkpoint: a new one (see `new_head`), or that of another model's folder."""
     model = MRPForCausalLM.from_pretrained(folder)
     if init not in NEW_HEADS:
         return MRPForCausalLM.from_backbone(model, head=init)
     model.config.head_predicts = head_predicts
-    return MRPForCausalLM.from_backbone(model, head_layers=layers, head_init=init)
+    return with_new_head(model, layers, init)
 
 
 def trajectories(

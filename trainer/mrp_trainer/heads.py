@@ -1,0 +1,71 @@
+"""New heads on models: how they start."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from modeling_mrp.model.head import MRPHead
+from modeling_mrp.model.offloading import device_of
+
+NEW_HEADS = ("identity", "backbone", "published")
+_PUBLISHED_STD = 0.2  # of the published recipe
+
+
+def with_new_head(model: Any, layers: int = 3, how: str = "identity") -> Any:
+    """Give a model a new head, in place of its own if it has one, and return the model; see `new_head`."""
+    model.attach_head(new_head(model, layers, how))
+    return model
+
+
+@torch.no_grad()
+def new_head(model: Any, layers: int = 3, how: str = "identity") -> MRPHead:
+    """Make a head for a model's backbone, on its device and in its type; torch's generator draws the random part.
+
+    Args:
+        model: The model.
+        layers: Decoder layers of the head (published: 3).
+        how: `identity`: matrices from a normal distribution with the backbone's std, under a last norm of weight zero, so that
+            the head adds nothing. `backbone`: its layers are the backbone's last ones and read h_A through an identity, under
+            the same norm. `published`: as in the published recipe, with std 0.2 and norms one; such a head disturbs until it is
+            trained.
+
+    Raises:
+        ValueError: if `layers` is not a positive int; `how` is none of these, or `backbone` and the head is deeper than the
+            backbone, or the layers to copy are offloaded or quantized.
+    """
+    if not isinstance(layers, int) or isinstance(layers, bool) or layers < 1:
+        raise ValueError(f"head_layers is {layers!r}: a head has 1 layer or more (3 are published)")
+    if how not in NEW_HEADS:
+        raise ValueError(f"head_init is {how!r}: choose one of {', '.join(NEW_HEADS)}")
+    config = copy.deepcopy(model.config)
+    config.num_nextn_predict_layers, config.draft_vocab_size = layers, 0
+    with torch.device(device_of(model.lm_head)):
+        head = MRPHead(config).to(model.lm_head.weight.dtype)
+    for module in head.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=_PUBLISHED_STD if how == "published" else config.initializer_range)
+    if how == "published":
+        nn.init.ones_(head.norm.weight)
+    if how == "backbone":
+        _copy_last_layers(head, list(model.model.layers))
+    return head
+
+
+def _copy_last_layers(head: MRPHead, layers: list[nn.Module]) -> None:
+    depth, hidden = len(head.layers), head.eh_proj.out_features
+    if depth > len(layers):
+        raise ValueError(
+            f"head_init is 'backbone', but the head has {depth} layers and the backbone {len(layers)}: use fewer head_layers"
+        )
+    sources = layers[-depth:]
+    if any(type(weight) is not nn.Parameter or weight.is_meta for source in sources for weight in source.parameters()):
+        raise ValueError(
+            "head_init is 'backbone', but its last layers are offloaded or quantized: load them into memory as they are, or "
+            "use 'identity'"
+        )
+    head.eh_proj.weight.zero_()
+    head.eh_proj.weight[:, hidden:].fill_diagonal_(1.0)
+    for layer, source in zip(head.layers, sources, strict=True):
+        layer.load_state_dict(source.state_dict())
