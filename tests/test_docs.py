@@ -171,6 +171,13 @@ def test_every_command_is_one() -> None:
     assert asked >= {"show", "tasks", "train", "decode", "evaluate", "push", "serve", "convert"}
 
 
+def test_a_folder_is_not_named_as_a_repository_would_be() -> None:
+    """Outside of a clone, transformers would fetch a stranger's repository of that name."""
+    shown = [line for text in DOCUMENTS.values() for block in blocks(text, "python", "bash", "") for line in block.splitlines()]
+    folders = [line for line in shown if re.search(r"(?<!\./)hub_configs/", line)]
+    assert [line for line in folders if "modeling_mrp.bundle" not in line] == []
+
+
 def test_the_readme_leads_from_seeing_to_serving() -> None:
     order = re.findall(r"^## (.*)$", DOCUMENTS["README.md"], re.MULTILINE)
     assert order == ["Install", "Decode", "Train", "Push", "Serve", "Results", "Where to read on", "Licence"]

@@ -80,6 +80,18 @@ def test_no_finite_score(cause: str, mode: str) -> None:
         rejected(call, r"row [01] has no token with a finite score at position", why)
 
 
+@pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "top_k": 20, "seed": 3}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("mode", ["static", "mrp_spec", "mrp_remask"])
+def test_a_processor_that_returns_float16(mode: str, sampling: dict[str, Any], random_model: MRPForCausalLM) -> None:
+    """Its numbers are taken as they are."""
+    options = {"decoding": mode, "max_new_tokens": 9, **sampling}
+    given, rounded = (
+        generate(random_model, PROMPTS, logits_processor=[processor], **options)
+        for processor in (lambda _, scores: scores.half(), lambda _, scores: scores.half().to(scores.dtype))
+    )
+    assert given.sequences.equal(rounded.sequences)
+
+
 def test_a_processor_that_returns_infinity(random_model: MRPForCausalLM) -> None:
     call = partial(generate, random_model, PROMPTS, max_new_tokens=6, **says(INF))
     rejected(call, r"logits processor Says returned \+inf", "let it return -inf for all others")
