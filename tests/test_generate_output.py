@@ -37,6 +37,7 @@ def test_every_state_is_accepted_once(random_model: MRPForCausalLM, mode: str, d
     assert stats.accepted_lengths.sum(1).equal(stats.row_forwards - 1), "every forward but the prefill is a round"
     assert int(stats.row_forwards.max()) == sum(stats.forwards[role] for role in ("prefill", "denoise", "verify"))
     drafting = mode != "static" and drafts > 1
+    assert drafting or stats.row_forwards.tolist() == [10, 10], "a clean state is scored beside the next block's first"
     assert bool((stats.drafted > 0).all()) == drafting == (stats.forwards["verify"] > 0)
     assert (stats.forwards["head"] > 0) == (drafting and mode == "mrp_spec")
 

@@ -77,6 +77,14 @@ def test_a_stopping_criterion_may_end_the_text_before_given_tokens(random_model:
     assert ids[0, -1] == token
 
 
+def test_a_row_that_a_criterion_ended_stays_as_it_is(random_model: MRPForCausalLM) -> None:
+    """Its text is whole in the same round, as all but one of its tokens are given, and three other rows go on for long."""
+    infill = torch.tensor([[MASK, 7, *range(11, 21)], *[[MASK] * 12] * 3])
+    ids = random_model.generate(torch.tensor([[1, 2, 3, 4]] * 4), infill_ids=infill, stopping_criteria=[StopsBehind([7])])
+    assert ids[0, 5:].tolist() == [7] + [0] * (ids.shape[1] - 6)
+    assert ids.shape[1] > 8
+
+
 def test_num_return_sequences(random_model: MRPForCausalLM) -> None:
     infill = torch.tensor([[MASK, 7, MASK, MASK, 8], [9, MASK, MASK, 7, MASK]])
     out = generate(random_model, PROMPTS[:2], infill_ids=infill, num_return_sequences=3, seed=5, **LIVELY).sequences

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from modeling_mrp.generate.refine import Refinement, RereadRemask, ResidualRemask, Reveal, ThresholdRemask
+from modeling_mrp.generate.refine import Refinement, RereadRemask, ResidualRemask, Reveal, ThresholdRemask, refined
 from modeling_mrp.rules.reveal import logit
 from modeling_mrp.rules.state import Frontier, Row, Scores, State
 
@@ -98,3 +98,13 @@ def test_residual_by_hand(delta: float, kept: list[int]) -> None:
     head = TableHead({(): [-2.0, 0.5, 9.0]})
     assert refine(ResidualRemask(delta), head, [[3.0, 2.0, NO, NO]]) == [kept]
     assert head.shown == [[()]]
+
+
+def test_a_row_without_a_reveal_puts_nothing_back() -> None:
+    """Whatever it put back a step before; the head is not asked."""
+    networks: Any = TableHead({})
+    row = Row(0, [M] * 4, 4, M, frozenset(), 0, 0, 4, 4, 0, 0)
+    row.remasked = (B,), [7] * 4
+    assert refined(REREAD, networks, [row], [None]) == [None]
+    assert row.remasked == ((), [])
+    assert networks.shown == [[]]
