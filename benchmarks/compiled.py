@@ -27,9 +27,8 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from modeling_mrp.kernels.fused_layers import _rotated_kernel, _sum_and_norm_kernel
-from modeling_mrp.kernels.pick import _pick_kernel
+from modeling_mrp.kernels.pick import Unembedding, _pick_kernel
 from modeling_mrp.kernels.round_attention import RoundMask, round_attention
-from modeling_mrp.networks.unembedding import Unembedding
 
 from .common import emit, header
 

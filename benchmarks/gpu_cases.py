@@ -13,8 +13,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from modeling_mrp.kernels.dispatch import Dispatch
 from modeling_mrp.kernels.fused_layers import rotated, rotated_ref, sum_and_norm, sum_and_norm_ref
 from modeling_mrp.kernels.noise import gumbel_noise, noise_keys
-from modeling_mrp.kernels.pick import pick_rows, pick_rows_ref
-from modeling_mrp.networks.unembedding import Unembedding, log_odds
+from modeling_mrp.kernels.pick import Unembedding, log_odds, pick_rows, pick_rows_ref
 
 from .engine import scratch_of_a_layer
 from .roofline import Device, Shape, Work

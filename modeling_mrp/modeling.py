@@ -323,6 +323,3 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
             (learned & valid).sum() if num_items_in_batch is None else torch.as_tensor(num_items_in_batch, device=ids.device)
         )
         return CausalLMOutputWithPast(loss=losses.sum() / items.clamp(min=1), logits=logits)
-
-
-__all__ = ["MRPForCausalLM", "MRPHead", "MRPPreTrainedModel"]

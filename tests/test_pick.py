@@ -8,8 +8,7 @@ from torch import Tensor
 
 from modeling_mrp.kernels.dispatch import Dispatch, tl, triton
 from modeling_mrp.kernels.noise import gumbel_noise, noise_bits, noise_keys
-from modeling_mrp.kernels.pick import pick_rows, pick_rows_ref
-from modeling_mrp.networks.unembedding import Unembedding, log_odds
+from modeling_mrp.kernels.pick import Unembedding, log_odds, pick_rows, pick_rows_ref
 
 pytestmark = [
     pytest.mark.skipif(triton is None, reason="needs triton"),

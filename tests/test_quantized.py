@@ -16,7 +16,7 @@ from transformers import BitsAndBytesConfig, QuantoConfig, TorchAoConfig
 
 from modeling_mrp import MRPForCausalLM
 from modeling_mrp.generate.generation import mixed_tokens
-from modeling_mrp.networks.unembedding import Unembedding
+from modeling_mrp.kernels.pick import Unembedding
 
 QUESTIONS = (
     "Sum the numbers of a list that are even, each plus 5.",

@@ -28,7 +28,7 @@ from transformers.generation import (
 )
 
 import modeling_mrp.kernels.noise as noise_module
-import modeling_mrp.networks.unembedding as unembedding_file
+import modeling_mrp.kernels.pick as unembedding_file
 from modeling_mrp import MRPForCausalLM
 from modeling_mrp.kernels.noise import gumbel_noise, mix32, noise_keys
 from modeling_mrp.networks.picker import Picker, Spots

@@ -2443,12 +2443,20 @@ if triton is not None:
         return -tl.log(tl.where(lower, -log, upper))
 
 
-# ---------------------------------------------------------------------------------------------------- networks.unembedding
+# ---------------------------------------------------------------------------------------------------- kernels.pick
 
-"""From hidden states to tokens: the distributions of an unembedding, and log-odds without cancellation."""
+"""From hidden states to tokens: the distributions of an unembedding, and the row kernel of the pick.
+
+`pick_rows` goes from logits to a token and its log-odds in two launches over the vocabulary; it has a Triton kernel and a plain
+PyTorch twin, `pick_rows_ref`. The logits are those of a matrix product: on a GPU in float32, so that no two tie by rounding.
+"""
 
 
 
+
+
+_TILE = 1024  # logits that a program reads at once
+_READERS = 8  # on a multiprocessor, since none loads ahead
 # Elements of logits that are alive at once: 64 MB in float32.
 _LOGITS_AT_ONCE = 1 << 24
 
@@ -2519,21 +2527,6 @@ def log_odds(scores: Tensor, token: Tensor, picked: bool = False) -> Tensor:
     others = scores.scatter(1, token[:, None], -torch.inf).logsumexp(-1, keepdim=True)
     odds = own - others + 0 * own if picked else own - others
     return odds[:, 0]
-
-
-# ---------------------------------------------------------------------------------------------------- kernels.pick
-
-"""The row kernel of the pick: from logits to a token and its log-odds, in two launches over the vocabulary.
-
-`pick_rows` has a Triton kernel and a plain PyTorch twin, `pick_rows_ref`. The logits are those of a matrix product: on a GPU in
-float32, so that no two of them tie by rounding.
-"""
-
-
-
-
-_TILE = 1024  # logits that a program reads at once
-_READERS = 8  # on a multiprocessor, since none loads ahead
 
 
 def pick_rows(

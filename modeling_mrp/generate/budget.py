@@ -278,6 +278,3 @@ def budget_of(model: nn.Module, mode: Hashable, states: int, passes: int, paced:
         return _BUDGETS.setdefault(model, {}).setdefault((mode, weight.device, weight.dtype), Auto(states, passes))
     states = min(states, UNTIMED_STATES) if paced else states
     return Fixed(Amount(states, min(passes, states - 1)))
-
-
-__all__ = ["UNTIMED_STATES", "WIDTHS", "Amount", "Auto", "Budget", "Fixed", "Times", "budget_of"]

@@ -440,6 +440,3 @@ def mixed_tokens(quantization: Any) -> str | None:
 
 def _placed(dtype: torch.dtype, devices: tuple[torch.device, ...]) -> str:
     return f"{dtype} on {', '.join(map(str, dict.fromkeys(devices)))}"
-
-
-__all__ = ["MRPGenerationConfig", "MRPGenerationMixin"]

@@ -191,6 +191,3 @@ class Decoder:
                 write(row, frontier)
             if row.stop is None:
                 row.settle()
-
-
-__all__ = ["Decoder", "Drafting", "Mode"]

@@ -247,23 +247,3 @@ def closest_name(name: str, names: Iterable[str]) -> str:
     """Suggest the one of some names that is most like this one, with a space before; "" if none is."""
     near = difflib.get_close_matches(name, sorted(names), n=1, cutoff=0.75)
     return f" (did you mean {near[0]}?)" if near else ""
-
-
-__all__ = [
-    "CHECKED",
-    "COUNT",
-    "DECODINGS",
-    "DRAFTING",
-    "FROM_ZERO",
-    "OF_SAMPLING",
-    "OPTIONS",
-    "REMASK_RULES",
-    "TARGETS",
-    "UNSUPPORTED",
-    "DecodingOptions",
-    "Option",
-    "check_supported",
-    "check_values",
-    "closest_name",
-    "ids_of",
-]

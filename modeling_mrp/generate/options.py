@@ -256,17 +256,3 @@ def _check_shape(name: str, ids: Any, rows: int | None = None) -> None:
 def _check_range(what: str, ids: Tensor, vocab_size: int) -> None:
     for outside in ids[(ids < 0) | (ids >= vocab_size)]:
         raise ValueError(f"{what} the id {int(outside)}, outside the vocabulary of {vocab_size}: use this model's tokenizer")
-
-
-__all__ = [
-    "OPTION_NAMES",
-    "MRPGenerationConfig",
-    "check_infill",
-    "check_prompt",
-    "check_rows",
-    "check_special_ids",
-    "check_stop_strings",
-    "resolved",
-    "set_fields",
-    "shows_options",
-]

@@ -282,6 +282,3 @@ def output_of(
         ),
         past_key_values=cache,
     )
-
-
-__all__ = ["MRPGenerateOutput", "MRPGenerateStats", "Progress", "Stopping", "Streams", "output_of"]

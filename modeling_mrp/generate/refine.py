@@ -170,6 +170,3 @@ class RereadRemask:
         several = [(reveal, (surest(reveal.where, reveal.log_odds),)) for reveal in reveals if len(reveal.where) > 1]
         for (_, (best,)), (reveal, believed) in zip(several, belief(networks, rows, several) if several else (), strict=True):
             reveal.where = tuple([one for one in reveal.where if one == best or believed[one] >= self.alone])
-
-
-__all__ = ["Direct", "Refinement", "RereadRemask", "ResidualRemask", "Reveal", "ThresholdRemask", "refined"]

@@ -343,6 +343,3 @@ if triton is not None:
         slot = slot[:, None] + dim[None, :]
         tl.store(keys + slot, turned, mask=inside & ~is_query & ~is_value)
         tl.store(values + slot, value, mask=inside & is_value)
-
-
-__all__ = ["fused", "pack", "packed", "products", "rotated", "rotated_ref", "sum_and_norm", "sum_and_norm_ref"]

@@ -73,6 +73,3 @@ if triton is not None:
         gap = 1.0 - rest  # `nearest` as it was rounded on the way; 0 where nothing was left of it
         upper = tl.where(gap == 0.0, nearest, -log * (nearest / tl.where(gap == 0.0, 1.0, gap)))
         return -tl.log(tl.where(lower, -log, upper))
-
-
-__all__ = ["gumbel_noise", "mix32", "noise_bits", "noise_keys"]

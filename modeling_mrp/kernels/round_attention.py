@@ -251,6 +251,3 @@ if triton is not None:
                 peak = higher
             result = result / tl.where(last, total, 1.0)[:, None]
         tl.store(out + place, result.to(out.dtype.element_ty), mask=whole)
-
-
-__all__ = ["RoundMask", "attend", "round_attention", "round_attention_twin"]

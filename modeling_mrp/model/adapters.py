@@ -57,6 +57,3 @@ def check_adapters(model: Any, rows: int) -> None:
 
 def _layers(module: nn.Module) -> list[Any]:
     return [layer for layer in module.modules() if hasattr(layer, "merged_adapters")]
-
-
-__all__ = ["adapters_of_rows", "adapters_on", "check_adapters"]

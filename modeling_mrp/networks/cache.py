@@ -295,6 +295,3 @@ class BlockCache(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return 0: rows differ in length, so there is no common one; positions are always passed explicitly."""
         return 0
-
-
-__all__ = ["BlockCache", "PassingReference", "WeightsSeen", "devices_of_layers"]

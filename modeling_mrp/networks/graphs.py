@@ -254,6 +254,3 @@ def obstacle(model: Any) -> str | None:
     if torch.compiler.is_compiling():
         return "generate is being compiled: compile the model instead"
     return None
-
-
-__all__ = ["RECORDERS", "CudaRecorder", "Graphs", "cache_for", "fingerprint", "obstacle", "recording_report", "release_graphs"]

@@ -428,6 +428,3 @@ def gathered(hidden: Sequence[Hidden]) -> Tensor:
         to, of = torch.tensor(pairs, device=tensor.device).unbind(1)
         out[to.to(out.device)] = tensor[of].to(out.device)
     return out
-
-
-__all__ = ["PREFILL_CHUNK", "Hidden", "Networks", "gathered"]

@@ -24,10 +24,9 @@ from transformers.generation.logits_process import (
 
 from ..kernels.dispatch import AUTOMATIC, Dispatch
 from ..kernels.noise import noise_keys
-from ..kernels.pick import pick_rows
+from ..kernels.pick import Unembedding, log_odds, pick_rows, widened
 from ..rules.bans import Bans, known
 from ..rules.state import Row, State
-from .unembedding import Unembedding, log_odds, widened
 
 # Kinds of truncation, and whether one keeps, of any scores, the likeliest tokens, however many: behind a top-k it needs its k
 # logits alone.
@@ -295,6 +294,3 @@ def _answer(processor: LogitsProcessor, answer: Any, given: Tensor) -> Tensor:
             "return -inf for all others"
         )
     return answer.to(given.dtype)
-
-
-__all__ = ["LIKELIEST", "TRUNCATIONS", "Picker", "Picks", "Spots"]

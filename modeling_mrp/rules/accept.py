@@ -129,6 +129,3 @@ def follows(state: State, last: State, mask_id: int) -> bool:
     if state.start != last.start or state.masks >= last.masks:
         return False
     return all(own == other or other == mask_id for own, other in zip(state.key[1], last.key[1], strict=True))
-
-
-__all__ = ["UnscoredError", "accept", "first_frontier", "write"]

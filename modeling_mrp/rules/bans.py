@@ -77,6 +77,3 @@ def known(row: Row, state: State, parent: State | None = None) -> list[int]:
     if parent is not None:
         ids[parent.start :] = parent.ids
     return [*ids, *state.ids, *row.text[state.start + row.block_size : row.given_end]]
-
-
-__all__ = ["Bans", "known"]

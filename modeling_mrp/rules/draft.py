@@ -163,6 +163,3 @@ def picked(row: Row, state: State, said: Scores) -> tuple[Sequence[int], Sequenc
     for column, one, odd in zip(free, ids[at, best].tolist(), odds[at, best].tolist(), strict=True):
         token[column], sure[column] = one, odd
     return token, sure
-
-
-__all__ = ["Node", "build_draft", "growth", "undrafted"]

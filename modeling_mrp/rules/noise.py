@@ -32,6 +32,3 @@ def gumbel(keys: list[int], tokens: Any) -> Any:
     lower = bits < 1 << 31
     nearest = (np.where(lower, bits, _MASK - bits) + 0.5) * 2.0**-32
     return -np.log(np.where(lower, -np.log(nearest), -np.log1p(-nearest)))
-
-
-__all__ = ["gumbel", "mix_bits", "noise_key"]

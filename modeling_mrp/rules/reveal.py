@@ -280,18 +280,3 @@ def likely_entropy(odds: float) -> float:
     log_p, log_q = log_sigmoid(odds), log_sigmoid(-odds)
     p = math.exp(log_p)
     return -p * log_p - (1 - p) * log_q + (1 - p) * TAIL_NATS
-
-
-__all__ = [
-    "Columns",
-    "Dynamic",
-    "EntropyBound",
-    "Guesses",
-    "RevealRule",
-    "Sequential",
-    "Static",
-    "log_sigmoid",
-    "logit",
-    "schedule_of",
-    "surest",
-]

@@ -246,6 +246,3 @@ class Row:
         if self.ends(self.state):
             start, end = self.state.start, self.state.end
             self.stop = min(self.limit, start + end + 1) if end < self.block_size else self.limit
-
-
-__all__ = ["Counts", "Frontier", "Key", "Row", "Scores", "State"]

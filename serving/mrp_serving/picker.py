@@ -7,9 +7,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from modeling_mrp.kernels.pick import pick_rows
+from modeling_mrp.kernels.pick import Unembedding, pick_rows
 from modeling_mrp.networks.picker import Picker, Picks
-from modeling_mrp.networks.unembedding import Unembedding
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from modeling_mrp.networks.unembedding import log_odds
+from modeling_mrp.kernels.pick import log_odds
 
 BLANK = -1  # the target behind the end of a text: no token is more likely than another
 # Elements of a logits matrix that are alive at once: 64 MB in float32.
