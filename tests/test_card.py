@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from commands import main
 from conftest import ROOT, TINY, make_model
 from hub_cards import validate_card
 from huggingface_hub import ModelCard
 from mrp_trainer.publish.card import About, check_card, is_own_card, read_results, renamed, render_card, results_table
-from mrp_trainer.publish.command import main
 from mrp_trainer.train.settings import read_settings
 from safetensors.torch import save_file
 

@@ -182,7 +182,6 @@ def test_long_texts_stay_within_their_panel() -> None:
         (lambda: draw(drawn(), theme="blue"), "theme is 'blue': choose"),  # type: ignore[arg-type]
         (lambda: draw(drawn()).save("a.png"), "a.png: a picture is an SVG or a page, give a name that ends in .svg or .html"),
         (lambda: ShowOptions(output="a.png"), "--output is a.png: a picture is an SVG or a page"),
-        (lambda: ShowOptions(max_new_tokens=0), "--max-new-tokens is 0: at least 1"),
         (lambda: ShowOptions(set=["seed"]), "--set seed: write it as NAME=VALUE"),
     ],
 )

@@ -1,8 +1,8 @@
 """Accuracy and cost of decoding modes on problems, with 95 % intervals.
 
-``python -m mrp_trainer.evaluate --model FOLDER --decoding static mrp_spec --count 500`` prints a table with a row per family
-and mode, and with ``--json`` a JSON line for each; ``--output FILE`` keeps the lines. ``--prompts FILE`` asks a file of prompts
-with answers instead (`questions`). Intervals are fields NAME_95, [low, high]: Wilson's for shares of problems, a
+`mrp evaluate --model FOLDER --decoding static --decoding mrp_spec --count 500` prints a table with a row per family and mode,
+and with `--json` a JSON line for each; `--output FILE` keeps the lines. `--prompts FILE` asks a file of prompts with answers
+instead (`questions`). Intervals are fields NAME_95, [low, high]: Wilson's for shares of problems, a
 bootstrap over problems for all else (`intervals`). What is counted by depth of a draft, and of reveals taken back,
 is defined in `acceptance`.
 """
@@ -23,7 +23,6 @@ from modeling_mrp.model.configuration import MRPConfig
 
 from ..data.problems import encode
 from ..data.tasks import Family, Split, judge, problems
-from ..flags import argument_parser
 from ..loading import load_config, load_generation_fields, load_model, load_tokenizer
 from .acceptance import acceptance_by_depth, judged_revocations, mean_accepted_length
 from .decoded import NEW_TOKENS, Decoded, Judge, decode_problems, decode_prompts, pad_left
@@ -214,15 +213,6 @@ class Evaluation:
         return measurements(self.decoded(settings), first, reference, self.model.config.block_size)
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Command line: a row or a JSON line per problem set and setting."""
-    parser = argument_parser(EvaluateOptions, "python -m mrp_trainer.evaluate", main.__doc__)
-    try:
-        evaluate(EvaluateOptions(**vars(parser.parse_args(arguments))))
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
-
-
 def evaluate(options: EvaluateOptions) -> None:
     """Prints a row or a JSON line per problem set and setting. Everything is checked before the model's weights are read.
 
@@ -244,7 +234,7 @@ def evaluate(options: EvaluateOptions) -> None:
     model: Any = load_model(options.model, options.dtype)
     model = model.to(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if results is not None:
-        results.begin(header("mrp_trainer.evaluate", options, model))
+        results.begin(header("mrp evaluate", options, model))
     report(model, tokenizer, options, sets, results)
 
 

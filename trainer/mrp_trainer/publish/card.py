@@ -22,7 +22,6 @@ from modeling_mrp.generate.budget import UNTIMED_STATES
 from modeling_mrp.generate.options import MRPGenerationConfig
 from modeling_mrp.model.layouts import HEAD, is_hub_id
 
-from ..early import ABOUT, RESULTS, check_file
 from ..evaluate.results import mode_name
 from .cardtext import LICENSES, MODES, NOT_SHOWN, PICTURE, RELATIONS, SEE, SHOWN, SOURCES, SUMMARIES, TEMPLATE, USE, WHY_NOT
 from .folder import json_of, tensors_in
@@ -58,12 +57,18 @@ class About:
         Raises:
             ValueError: if it is not there, or its metadata is not a mapping.
         """
-        check_file(path, ABOUT)
+        check_file(path, "give a Markdown file that tells of the checkpoint, or leave it out")
         text = Path(path).read_text(encoding="utf-8")
         metadata = RepoCard(text).data.to_dict() if REGEX_YAML_BLOCK.search(text) else {}
         summary, *parts = re.split(r"^## +", REGEX_YAML_BLOCK.sub("", text, count=1), flags=re.MULTILINE)
         pairs = (part.partition("\n") for part in parts)
         return cls(metadata, summary.strip(), {heading.strip(): body.strip() for heading, _, body in pairs})
+
+
+def check_file(path: Path | str, remedy: str) -> None:
+    """Raise `ValueError` for a file that is not there."""
+    if not Path(path).is_file():
+        raise ValueError(f"{path} is not a file: {remedy}")
 
 
 def read_results(paths: Iterable[Path | str]) -> list[dict[str, Any]]:
@@ -74,7 +79,7 @@ def read_results(paths: Iterable[Path | str]) -> list[dict[str, Any]]:
     """
     lines: list[dict[str, Any]] = []
     for path in map(Path, paths):
-        check_file(path, RESULTS)
+        check_file(path, "give result files, the lines that mrp evaluate writes")
         for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
             try:
                 line = json.loads(text)

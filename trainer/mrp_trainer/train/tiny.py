@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import typer
 from accelerate import PartialState
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerFast, TrainerCallback, set_seed
@@ -30,7 +31,7 @@ from ..data.tasks import Family
 from ..data.tokenizer import train_tokenizer
 from ..data.trajectories import TrajectoryDataset, record_trajectories
 from ..embedded import TINY
-from ..flags import argument_parser, flag
+from ..flags import flag, takes_flags
 from .arguments import MRPTrainingArguments
 from .checkpoints import last_whole_checkpoint
 from .trainer import MRPTrainer
@@ -266,10 +267,10 @@ def export(work: Path, name: str, target: Path) -> None:
         tokenizer.save_pretrained(beside)
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Command line of the recipe."""
-    parser = argument_parser(TinyOptions, "python -m mrp_trainer.train.tiny", __doc__)
-    options = TinyOptions(**vars(parser.parse_args(arguments)))
+@takes_flags(TinyOptions)
+def main(**given: Any) -> None:
+    """Make the embedded checkpoint, or a stage of it."""
+    options = TinyOptions(**given)
     if options.stage == "tokenizer":
         train_tokenizer().save_pretrained(options.work / "tokenizer")
     if options.stage in ("backbone", "all"):
@@ -283,4 +284,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)
