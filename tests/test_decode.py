@@ -361,10 +361,6 @@ def test_a_digest_is_of_the_backbone(files: dict[str, str]) -> None:
         ({"output": "a.json"}, r"output is 'a\.json': give a name that ends in \.jsonl"),
         ({"temperature": -1.0}, r"temperature is -1\.0: it must be 0 \(greedy\) or more"),
         ({"temperature": float("nan")}, r"temperature is nan: it must be 0"),
-        ({"limit": 0}, "limit is 0: it must be 1 or more"),
-        ({"batch_size": 0}, "batch_size is 0: it must be 1 or more"),
-        ({"max_new_tokens": 0}, "max_new_tokens is 0: it must be 1 or more"),
-        ({"seed": -1}, "seed is -1: it must be 0 or more"),
         ({"max_new_tokens": 7}, "max_new_tokens is 7: training takes whole blocks, give at least 8, one of them"),
         (
             {"max_new_tokens": 240},

@@ -10,7 +10,7 @@ from mrp_trainer import draft_vocabulary
 from mrp_trainer.data.problems import encode
 from mrp_trainer.data.tasks import make_problem
 from mrp_trainer.draft_vocabulary import most_frequent, set_draft_vocabulary
-from mrp_trainer.evaluate.command import pad_left
+from mrp_trainer.evaluate.decoded import pad_left
 
 from modeling_mrp import MRPForCausalLM
 

@@ -10,8 +10,7 @@ from commands import main
 from conftest import TINY
 from mrp_trainer import demo
 from mrp_trainer.data.tasks import judge, problems
-from mrp_trainer.evaluate.command import Decoded, decode_problems
-from mrp_trainer.evaluate.decoded import NEW_TOKENS
+from mrp_trainer.evaluate.decoded import NEW_TOKENS, Decoded, decode_problems
 from mrp_trainer.evaluate.provenance import digests
 from mrp_trainer.evaluate.results import with_headers
 from mrp_trainer.loading import load_model
@@ -44,12 +43,10 @@ def test_evaluate_prints_a_line_for_every_setting(capsys: pytest.CaptureFixture[
 def test_what_is_counted(tiny_model: MRPForCausalLM, tiny_tokenizer: object) -> None:
     """Texts, their judgements and their lengths over forwards, whatever the batches."""
     asked = problems("code", "tune", 5)
-    done: list[int] = []
     parts = [
-        decode_problems(tiny_model, tiny_tokenizer, asked, size, done.append, decoding="static")  # type: ignore[arg-type]
+        decode_problems(tiny_model, tiny_tokenizer, asked, size, decoding="static")  # type: ignore[arg-type]
         for size in (2, 5)
     ]
-    assert done == [2, 2, 1, 5]
     for decoded in parts:
         assert decoded.ids == parts[0].ids
         assert decoded.right == judge(asked, decoded.texts)
@@ -239,8 +236,8 @@ def test_other_options_of_generate(tmp_path: Path, capsys: pytest.CaptureFixture
         ("--limit 0", "should be greater than or equal to 1"),
         ("--decoding fast", "'fast'"),
         ("--dtype int8", "'int8'"),
-        ("--prompts BAD", "bad.jsonl, line 2, field prompt: 7"),
-        ("--prompts BAD.none", "bad.jsonl.none: cannot be read"),
+        ("--prompts BAD", "bad.jsonl, line 2, field prompt: found 7"),
+        ("--prompts BAD.none", "bad.jsonl.none: there is no such file"),
         ("--prompts GOOD --max-new-tokens 9000", "line 1: a prompt of 3 tokens and 9000 new ones exceed the model's"),
         ("--family math --max-new-tokens 9000", "problem 0: a prompt of"),
         ("--output BAD", "bad.jsonl, line 1: no result of this command"),

@@ -238,11 +238,6 @@ def test_a_card_shows_the_picture_of_its_folder(folder: Path, tmp_path: Path) ->
     assert f"]({PICTURE})" in with_picture
     assert renamed(bare, "org/m", picture=True) == with_picture
     assert renamed(with_picture, "org/m") == bare
-    reason = str(render_card(folder, "full", "org/m", not_drawn="org/b.v1 was not here"))
-    assert f"No picture was drawn for this card: org/b.v1 was not here. {NOT_SHOWN}" in reason
-    assert renamed(reason, "org/m") == bare
-    assert renamed(reason, "org/m", picture=True) == with_picture
-    assert renamed(bare, "org/m", not_drawn="org/b.v1 was not here") == reason
 
 
 def test_the_readmes_show_it() -> None:

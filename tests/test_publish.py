@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from commands import main
-from conftest import ROOT
+from conftest import ROOT, TINY
 from helpers import hashes
 from hub_client import Done, HubClient
 from hub_server import HubServer
@@ -18,6 +18,7 @@ from huggingface_hub import ModelCard
 from mrp_trainer.publish import publish
 from mrp_trainer.publish.card import is_own_card
 from mrp_trainer.publish.folder import read_folder
+from peft import LoraConfig, get_peft_model
 from publishing import client, folders, hub, push, repo, server, titles
 
 from modeling_mrp import MRPForCausalLM
@@ -235,7 +236,10 @@ def test_a_card_that_the_hub_would_refuse_stays_here(
 ) -> None:
     folder = shutil.copytree(folders["full"], tmp_path / "model")
     (folder / "README.md").write_text(WRITTEN.replace("mit", "mine"))
-    assert "license is 'mine'" in str(push(folder, repo).error)
+    assert "must be one of" in str(push(folder, repo).error)
+    assert {logged.method for logged in hub.requests} == {"GET", "POST"}
+    assert not [logged for logged in hub.requests if logged.method == "POST" and logged.path != "/api/validate-yaml"]
+    hub.requests.clear()
     config = json.loads((folders["head"] / "config.json").read_text()) | {"base_model_name_or_path": "/home/me/backbone"}
     head = shutil.copytree(folders["head"], tmp_path / "head")
     (head / "config.json").write_text(json.dumps(config))
@@ -385,3 +389,16 @@ def test_the_command_says_what_is_wrong(folders: dict[str, Path], capsys: pytest
         assert re.search(message, capsys.readouterr().err)
     main(["push", full, "org/name", "--dry-run"])
     assert capsys.readouterr().out.endswith("Dry run: nothing was sent.\n")
+
+
+def test_an_adapter_card_names_a_mode_that_its_base_has(hub: HubServer, push: Callable[..., Done], tmp_path: Path) -> None:
+    """An adapter of a backbone alone tells of no head."""
+    model = MRPForCausalLM.from_pretrained(TINY)
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=r"model\.layers\.0\.self_attn\.q_proj"))
+    adapted.save_pretrained(tmp_path)
+    config = tmp_path / "adapter_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "base_model_name_or_path": "org/headless"}))
+    assert push(tmp_path, "org/my-backbones").error is None
+    card = hub.files("org/my-backbones")["README.md"].decode()
+    assert '--tokenizer "org/headless" --animated' in card
+    assert 'decoding="self_spec"' in card

@@ -215,10 +215,6 @@ def push(
     new_card: Annotated[
         bool, typer.Option("--new-card", rich_help_panel=_CARD, help="Render the card even where a person wrote one.")
     ] = False,
-    picture: Annotated[
-        bool,
-        typer.Option("--picture/--no-picture", rich_help_panel=_CARD, help="Draw a decode for the card."),
-    ] = True,
     results: Results = None,
     about: About = None,
 ) -> None:
@@ -248,7 +244,6 @@ def push(
             new_card=new_card,
             results=results or [],
             about=about,
-            picture=picture,
         )
     typer.echo(done)
 

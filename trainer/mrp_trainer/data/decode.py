@@ -73,7 +73,7 @@ class Prompts:
         return self.encoder.prompt(self.source.at(self._places[number]))
 
     def _check(self, raw: Any) -> None:
-        length = len(self.encoder.prompt(raw, self.longest))
+        length = len(self.encoder.prompt(raw))
         if length > self.longest:
             raise FieldError(
                 None,

@@ -25,7 +25,7 @@ from ..data.problems import encode
 from ..data.tasks import Family, Split, judge, problems
 from ..loading import load_config, load_generation_fields, load_model, load_tokenizer
 from .acceptance import acceptance_by_depth, judged_revocations, mean_accepted_length
-from .decoded import NEW_TOKENS, Decoded, Judge, decode_problems, decode_prompts, pad_left
+from .decoded import NEW_TOKENS, Decoded, Judge, decode_prompts
 from .intervals import Interval, ratio_of_sums, wilson
 from .options import FILE_NEW_TOKENS, EvaluateOptions, check_names, generate_options
 from .provenance import header
@@ -273,7 +273,7 @@ def report(
     """Prints the measurements that are asked for, and adds them to the file of results. Of those that are there already only
     a table has rows."""
     every = options.settings()
-    with printing(options.json) as printer:
+    with printing(options.json) as (print_line, print_text):
         for asked in sets:
             evaluation = Evaluation(model, tokenizer, asked, options.batch_size)
             question = _question(options, model, asked)
@@ -283,15 +283,15 @@ def report(
                 if known is not None:
                     print(f"{asked.name} {setting}: in {options.output} already", file=sys.stderr)
                     if not options.json:
-                        printer.line(known)
+                        print_line(known)
                     continue
                 line = {**asked.name, **setting, **evaluation.line(setting, every), "first": every[0], "asked": question}
-                printer.line(line)
+                print_line(line)
                 if results is not None:
                     results.add(line)
                 decoded = evaluation.decoded(setting)
                 for shown, text, right in list(zip(asked.shown, decoded.texts, decoded.right, strict=True))[: options.show]:
-                    printer.text(f"--- {shown}\n{text}\n[{'not judged' if right is None else 'right' if right else 'wrong'}]")
+                    print_text(f"--- {shown}\n{text}\n[{'not judged' if right is None else 'right' if right else 'wrong'}]")
 
 
 def _question(options: EvaluateOptions, model: Any, asked: ProblemSet) -> dict[str, Any]:
@@ -302,17 +302,4 @@ def _question(options: EvaluateOptions, model: Any, asked: ProblemSet) -> dict[s
     return {**{name: getattr(options, name) for name in names}, **of_model, **of_set}
 
 
-__all__ = [
-    "NEW_TOKENS",
-    "Decoded",
-    "Evaluation",
-    "Family",
-    "ProblemSet",
-    "Split",
-    "decode_problems",
-    "decode_prompts",
-    "family_set",
-    "file_set",
-    "measurements",
-    "pad_left",
-]
+__all__ = ["Evaluation", "ProblemSet", "check_setting", "evaluate", "family_set", "file_set", "measurements"]

@@ -24,7 +24,7 @@ from ..data.sources import check_paths, is_hub_dataset
 from ..loading import WITHOUT_WEIGHTS, load_tokenizer
 from .arguments import MRPTrainingArguments, passes_of
 from .callbacks import TellEvaluations, TellResumption
-from .checkpoints import digest_of, under_own_class
+from .checkpoints import under_own_class
 from .inputs import bare_model, check_tokenizer, encoder_of
 from .run_folder import check_folder, hold, how_to_go_on, take_over, telling_what_is_full
 from .settings import RunOptions, Settings
@@ -170,7 +170,12 @@ def _data_digest(paths: Sequence[str]) -> str | None:
     """What tells data from others; None of the standard input and of a dataset on the Hub."""
     if not all(map(os.path.exists, paths)):
         return None
-    return hashlib.sha256(json.dumps(digest_of([Path(path) for path in paths])).encode()).hexdigest()[:32]
+    files = {file for path in map(Path, paths) for file in ([path] if path.is_file() else path.rglob("*")) if file.is_file()}
+    digests = {}
+    for path in sorted(files):
+        with path.open("rb") as file:
+            digests[path.as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
+    return hashlib.sha256(json.dumps(digests).encode()).hexdigest()[:32]
 
 
 def _make_trainer(
@@ -187,7 +192,7 @@ def _make_trainer(
     if options.early_stopping_patience:
         trainer.add_callback(EarlyStoppingCallback(options.early_stopping_patience))
     trainer.add_callback(TellEvaluations())
-    trainer.add_callback(TellResumption(how_to_go_on(Path(arguments.output_dir), settings)))
+    trainer.add_callback(TellResumption(how_to_go_on(Path(str(arguments.output_dir)), settings)))
     return trainer
 
 

@@ -29,7 +29,7 @@ _WRITTEN |= {"lr_scheduler_type": SCHEDULER, "save_total_limit": KEPT_CHECKPOINT
 # What needs data to evaluate on.
 _WATCHED = {"early_stopping_patience", "eval_prompts", "eval_steps", "eval_strategy"}
 # transformers declares the texts alone, whose names it has deprecated.
-_ALSO: dict[str, Any] = {"fsdp": bool | str | None}
+_ALSO: dict[str, Any] = {"fsdp": bool | str | None, "report_to": str | list[str] | None, "eval_steps": float | None}
 
 
 @dataclass
