@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from mrp_trainer.data.collator import DiffusionCollator
 from mrp_trainer.data.samples import Sample
+from mrp_trainer.train.collator import DiffusionCollator
 from torch import Tensor
 from transformers import StoppingCriteria
 

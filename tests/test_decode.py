@@ -14,16 +14,16 @@ import numpy as np
 import pytest
 import torch
 from mrp_trainer.data.chat import RecordEncoder
-from mrp_trainer.data.decode import DecodeOptions, decode
 from mrp_trainer.data.problems import TaskDataset
 from mrp_trainer.data.records import RecordError
 from mrp_trainer.data.rows import open_rows
 from mrp_trainer.data.sources import JsonLines
 from mrp_trainer.data.tasks import training_lines
-from mrp_trainer.data.trajectories import TrajectoryDataset, digest, record_trajectories
 from mrp_trainer.evaluate.decoded import NEW_TOKENS
+from mrp_trainer.train.decode import DecodeOptions, decode
 from mrp_trainer.train.runs import dry_run, open_run
 from mrp_trainer.train.settings import read_settings
+from mrp_trainer.train.trajectories import TrajectoryDataset, digest, record_trajectories
 from peft import LoraConfig, get_peft_model
 from test_cli import mrp
 from test_records import REPLY, USER, problems_of, with_template, write

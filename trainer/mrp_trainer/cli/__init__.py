@@ -13,13 +13,13 @@ import typer
 
 from modeling_mrp import __version__
 
-from ..data.decode_options import DecodeOptions
 from ..data.tasks import Family, Split
 from ..embedded import located
 from ..evaluate.options import EvaluateOptions
 from ..flags import for_typer, takes_flags, told
 from ..picture.options import ShowOptions
 from ..serve.options import ServeOptions
+from ..train.decode_options import DecodeOptions
 from ..train.options import RunOptions, TrainCommand, TrainerFlags
 
 app = typer.Typer(
@@ -108,7 +108,7 @@ def evaluate(**given: Any) -> None:
 def decode(**given: Any) -> None:
     """Have a model answer prompts with static decoding: training data for its head. Run again, it goes on."""
     options = DecodeOptions(**given)
-    from ..data.decode import decode as decode_prompts
+    from ..train.decode import decode as decode_prompts
 
     if (written := decode_prompts(options)) is not None:
         cut = f", {written.cut} of them without an end (of these training takes whole blocks)" if written.cut else ""

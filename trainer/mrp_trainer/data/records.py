@@ -87,7 +87,7 @@ class Backbone:
         vocab_size: How many ids there are.
         block_size: Tokens per block.
         mask_token_id: The mask's id, which no text has.
-        digest: Of its weights (see `mrp_trainer.data.trajectories.digest`); None if they are not there.
+        digest: Of its weights (see `mrp_trainer.train.trajectories.digest`); None if they are not there.
     """
 
     vocab_size: int

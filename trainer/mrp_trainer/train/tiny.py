@@ -29,11 +29,11 @@ from ..data.problems import TaskDataset
 from ..data.samples import Sample
 from ..data.tasks import Family
 from ..data.tokenizer import train_tokenizer
-from ..data.trajectories import TrajectoryDataset, record_trajectories
 from ..embedded import TINY
 from ..flags import flag, takes_flags
 from .arguments import MRPTrainingArguments
 from .trainer import MRPTrainer
+from .trajectories import TrajectoryDataset, record_trajectories
 
 FAMILIES: dict[Family, float] = {"math": 0.42, "code": 0.53, "source": 0.05}
 BLOCK_SIZE = 16

@@ -22,7 +22,6 @@ from transformers.trainer_utils import HubStrategy
 from modeling_mrp.model.diffusion import PackedBatch
 from modeling_mrp.model.layouts import is_hub_id
 
-from ..data.collator import DiffusionCollator
 from ..data.held_out import filled_up, rows_of
 from ..data.sampler import LengthBucketSampler
 from ..data.samples import samples_of
@@ -32,6 +31,7 @@ from .arguments import NO_CHECKPOINTING, NO_MUON, MRPTrainingArguments
 from .attention import TRAINING_FLEX, attending
 from .callbacks import LogAtSaves, SetEpoch
 from .checkpoints import last_whole_checkpoint, make_room, saving_head_alone, step_of, under_own_class
+from .collator import DiffusionCollator
 from .inputs import as_rows, bare_model, check_prompts, check_tokenizer, make_ready, trains_what_is_not_used
 from .measures import Measures
 from .objectives import Measured, block_diffusion

@@ -9,8 +9,8 @@ import torch
 
 from modeling_mrp.model.diffusion import CLEAN_VIEW, NO_VIEW, PackedBatch
 
-from ..train.losses import BLANK
-from .samples import Sample, samples_of
+from ..data.samples import Sample, samples_of
+from .losses import BLANK
 
 
 @dataclass(frozen=True)
