@@ -32,7 +32,7 @@ from test_resume import OPTIONS, assert_equal, run_of, take_up
 from training_runs import Result, Run, result, start
 
 EVENTS = ("on_step_begin", "on_pre_optimizer_step", "on_step_end", "on_save")
-WRITTEN = ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json", "digests.json")
+WRITTEN = ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json")
 TITLES = ["Upload a full model", "initial commit"]
 
 

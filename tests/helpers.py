@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from mrp_trainer.data.collator import DiffusionCollator
-from mrp_trainer.data.packed import PackedBatch
 from mrp_trainer.data.samples import Sample
+from mrp_trainer.train.collator import DiffusionCollator
+from mrp_trainer.train.packed import PackedBatch
 from torch import Tensor
 from transformers import StoppingCriteria
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from commands import main
 from conftest import ROOT, TINY, make_model
 from hub_cards import validate_card
 from huggingface_hub import ModelCard
 from mrp_trainer.publish.card import About, check_card, is_own_card, read_results, renamed, render_card, results_table
-from mrp_trainer.publish.command import main
 from mrp_trainer.train.settings import read_settings
 from safetensors.torch import save_file
 
@@ -253,41 +253,16 @@ def test_a_backbones_card_asks_for_no_head(tmp_path: Path) -> None:
 
 
 CARD = "---\nlicense: mit\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n\n# Mine\n"
-INDEX = {"name": "m", "results": [{"task": {"type": "t"}, "dataset": {"type": "d", "name": "d"}, "metrics": [{}]}]}
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"license": "my-own"}, "license is 'my-own': use an identifier of the Hub's list"),
-        ({"license": "other", "license_name": "My License"}, "license 'other' needs a license_name"),
-        ({"pipeline_tag": "chat"}, "pipeline_tag is 'chat': these models are for 'text-generation'"),
-        ({"library_name": "mrp"}, "library_name is 'mrp'"),
-        ({"tags": "mrp, sdar"}, "tags are 'mrp, sdar': use a list"),
-        ({"base_model": ["org/a", "../b"]}, "base_model is '../b'"),
-        ({"base_model": "org/a", "base_model_relation": "head"}, "base_model_relation is 'head': use one of adapter, merge"),
-        (
-            {"model-index": [json.loads(json.dumps(INDEX).replace("{}", '{"type": "a", "value": "high"}'))]},
-            "model-index has the value 'high' for None: use a number",
-        ),
-    ],
-)
-def test_metadata_that_the_hub_would_refuse(wrong: dict[str, Any], message: str) -> None:
-    check_card(CARD)
-    data = yaml.safe_load(CARD.split("---")[1]) | wrong
-    with pytest.raises(ValueError, match=message):
-        check_card(f"---\n{yaml.dump(data)}---\n\n# Mine\n")
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (CARD.replace("mit", "x\ntags: 3"), r"(?s)license is 'x'.*tags are 3"),
         ("# Mine\n", "the card has no metadata"),
         ("---\na: [\n---\n", "metadata cannot be read"),
     ],
 )
-def test_every_broken_rule_is_listed(text: str, message: str) -> None:
+def test_metadata_that_cannot_be_read(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_card(text)
 

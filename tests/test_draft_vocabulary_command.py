@@ -10,7 +10,7 @@ from mrp_trainer import draft_vocabulary
 from mrp_trainer.data.problems import encode
 from mrp_trainer.data.tasks import make_problem
 from mrp_trainer.draft_vocabulary import most_frequent, set_draft_vocabulary
-from mrp_trainer.evaluate.command import pad_left
+from mrp_trainer.evaluate.decoded import pad_left
 
 from modeling_mrp import MRPForCausalLM
 
@@ -51,7 +51,7 @@ def test_the_command_saves_a_checkpoint_that_drafts_from_it(
     text = tmp_path / "solutions.txt"
     text.write_text("\n".join(make_problem("math", "train", i).answer for i in range(200)))
     folder = tmp_path / "with-vocabulary"
-    draft_vocabulary.main(["--model", str(TINY), "--text", str(text), "--size", "320", "--save", str(folder)])
+    draft_vocabulary.main(str(TINY), [text], 320, folder)
     assert "320 of 1280 tokens cover" in capsys.readouterr().out
     model = MRPForCausalLM.from_pretrained(folder).double().eval()
     assert model.config.draft_vocab_size == 320

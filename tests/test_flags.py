@@ -1,12 +1,11 @@
-"""One declaration of an option, two kinds of command line."""
+"""One declaration of an option, and its command line."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import typer
-from mrp_trainer.flags import argument_parser, flag, shown_default, takes_flags, too_small
+from mrp_trainer.flags import flag, shown_default, takes_flags
 from typer.testing import CliRunner
 
 
@@ -54,12 +53,7 @@ def test_a_command_gets_what_was_given() -> None:
     assert found == expected
     assert type(found["kinds"][0]) is str
     assert given("--other", "1", only="one") == {"other": 1}
-    assert given("--source", "a", defaults=True, required=["source"]) == {
-        "source": "a",
-        "count": 3,
-        "packed": True,
-        "dry_run": False,
-    }
+    assert given("--source", "a", required=["source"]) == {"source": "a"}
 
 
 @pytest.mark.parametrize("line", ["--other 1", "--kinds tiny", "--number 0", "--count 1", "--silent 1"])
@@ -73,36 +67,9 @@ def test_a_required_flag() -> None:
         given(required=["source"])
 
 
-@dataclass
-class Plain:
-    where: Path = flag("Folder.", Path("runs"))
-    names: list[str] = flag("Of whom.", ["ann", "bob"], metavar="NAME")
-    kind: str = flag("Of which kind.", "big", kind=Literal["big", "small"])
-    rate: float = flag("How fast.", 0.5)
-    chat: bool = flag("As a chat.", False)
-
-
-def test_an_argparse_line() -> None:
-    parser = argument_parser(Plain, "prog", None)
-    assert Plain(**vars(parser.parse_args([]))) == Plain(Path("runs"), ["ann", "bob"], "big", 0.5, False)
-    line = ["--where", "out", "--names", "a", "b", "--kind", "small", "--rate", "2", "--chat"]
-    assert Plain(**vars(parser.parse_args(line))) == Plain(Path("out"), ["a", "b"], "small", 2.0, True)
-    shown = " ".join(parser.format_help().split())
-    for text in ("[default: runs]", "NAME [NAME ...] Of whom. [default: ann, bob]", "{big,small}", "[default: 0.5]"):
-        assert text in shown
-    assert "As a chat. [default" not in shown
-    with pytest.raises(SystemExit):
-        parser.parse_args(["--kind", "tiny"])
-
-
 def test_defaults_in_words() -> None:
     shown = {name: shown_default(one) for name, one in Options.__dataclass_fields__.items() if name != "silent"}
     assert shown == {
         **{"source": None, "names": "ann", "kinds": "both", "count": "3", "rate": "as it comes", "packed": "packed"},
         **{"dry_run": None, "other": "7"},
     }
-
-
-def test_what_is_below_its_minimum() -> None:
-    assert list(too_small(Options("a", count=0))) == [("count", 0, 1)]
-    assert list(too_small(Options("a", count=1))) == []

@@ -69,6 +69,13 @@ def test_the_package_imports_nothing_of_the_projects_other_parts() -> None:
         assert not tops & {"mrp_trainer", "mrp_serving", "trainer", "tests", "benchmarks", "serving"}, name
 
 
+def test_the_trainers_data_import_no_other_room() -> None:
+    for path in (ROOT / "trainer" / "mrp_trainer" / "data").glob("*.py"):
+        others = imported(f"mrp_trainer.data.{path.stem}", path)
+        rooms = {other.split(".")[1] for other in others if other.startswith("mrp_trainer.")}
+        assert rooms <= {"data"}, path.name
+
+
 def test_a_repositorys_code_uses_public_names_only() -> None:
     """A private name of another library can one day stop every published repository from loading."""
     for name, others in GRAPH.items():

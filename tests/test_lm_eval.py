@@ -14,7 +14,8 @@ import torch
 from conftest import TINY
 from helpers import left_padded
 from mrp_trainer.data.tasks import problems
-from mrp_trainer.evaluate.command import decode_prompts, family_set
+from mrp_trainer.evaluate.command import family_set
+from mrp_trainer.evaluate.decoded import decode_prompts
 from mrp_trainer.evaluate.questions import JUDGES
 
 from modeling_mrp import MRPForCausalLM

@@ -29,7 +29,7 @@ for line in (
     "show --max-new-tokens 16",
     "evaluate --count 1 --family math --max-new-tokens 16 --json",
     "convert sdar-tiny-mrp published --layout heavyball",
-    "push sdar-tiny-mrp me/tiny --dry-run --no-picture",
+    "push sdar-tiny-mrp me/tiny --dry-run",
     "train head --model sdar-tiny-mrp --output-dir head --dry-run",
 ):
     cli.app(line.split(), standalone_mode=False)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mrp_trainer.data.records import Chat, Text
 from mrp_trainer.evaluate.questions import JUDGES, last_number, prompt_ids, read_questions
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -28,8 +29,8 @@ def test_what_is_read(tmp_path: Path) -> None:
         tmp_path, GOOD, b"", {"messages": chat, "answer": 5, "id": 7}, {"prompt": "Go on"}, {"prompt": "x", "answer": None}
     )
     first, second, third, fourth = read_questions(path)
-    assert (first.prompt, first.messages, first.answer, first.where) == ("2 + 3 =", None, "5", f"{path}, line 1")
-    assert (second.prompt, second.messages, second.answer, second.where) == (None, chat, "5", f"{path}, line 3")
+    assert (first.asked, first.answer, first.where) == (Text("2 + 3 =", ""), "5", f"{path}, line 1")
+    assert (second.asked, second.answer, second.where) == (Chat(chat), "5", f"{path}, line 3")
     assert (third.answer, fourth.answer) == (None, None)
     assert [question.shown for question in (first, second)] == ["2 + 3 =", "2 + 3?"]
     assert read_questions(path, limit=2) == [first, second]
@@ -38,27 +39,15 @@ def test_what_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        (b'{"prompt": "x"', "line 2: not JSON (Expecting ',' delimiter, column 15)"),
-        (b'{"prompt": "\xff"}', "line 2: not UTF-8 (byte 12)"),
-        (b'{"prompt": ' + b"9" * 5000 + b"}", "line 2: JSON that is not read here (Exceeds the limit"),
-        (b"[" * 100_000, "line 2: JSON that is not read here (maximum recursion depth exceeded"),
-        ([GOOD], "line 2: a list: write a JSON object"),
-        ({"answer": "5"}, "line 2: neither `prompt` nor `messages`"),
-        ({"prompt": "x", "messages": [USER]}, "line 2: both `prompt` and `messages`"),
-        ({"prompt": 3}, "line 2, field prompt: 3"),
-        ({"prompt": " "}, "line 2, field prompt: ' '"),
-        ({"messages": []}, "line 2, field messages: []"),
-        ({"messages": "hello"}, "line 2, field messages: 'hello'"),
-        ({"messages": ["hello"]}, "line 2, field messages[0]: 'hello'"),
-        ({"messages": [USER, {"role": "robot", "content": "x"}]}, "line 2, field messages[1].role: 'robot'"),
-        ({"messages": [{"role": "user"}]}, "line 2, field messages[0].content: None"),
-        (
-            {"messages": [USER, {"role": "assistant", "content": "5"}]},
-            "line 2, field messages: the last one is the assistant's",
-        ),
-        ({"prompt": "x", "answer": ["5"]}, "line 2, field answer: ['5']"),
-        ({"prompt": "x", "answer": True}, "line 2, field answer: True"),
-        ({"prompt": "x", "answer": ""}, "line 2, field answer: ''"),
+        (b'{"prompt": "x"', "line 2: not JSON, at character 15"),
+        ([GOOD], "line 2: found a list: a record is an object"),
+        ({"answer": "5"}, "line 2: found the fields ['answer']: needed is 'messages', or 'prompt'"),
+        ({"prompt": "x", "messages": [USER]}, "line 2, field prompt: found 'messages' and 'prompt'"),
+        ({"prompt": 3}, "line 2, field prompt: found 3: a string"),
+        ({"messages": [USER, {"role": "robot", "content": "x"}]}, "line 2, field messages[1].role: found 'robot'"),
+        ({"prompt": "x", "answer": ["5"]}, "line 2, field answer: found ['5']"),
+        ({"prompt": "x", "answer": True}, "line 2, field answer: found True"),
+        ({"prompt": "x", "answer": ""}, "line 2, field answer: found ''"),
     ],
     ids=str,
 )
@@ -72,9 +61,9 @@ def test_what_is_refused(tmp_path: Path, line: Any, told: str) -> None:
 
 
 def test_files_that_ask_nothing(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"asked\.jsonl: no record"):
+    with pytest.raises(ValueError, match=r"asked\.jsonl: found no records"):
         read_questions(written(tmp_path, b"", b"  "))
-    with pytest.raises(ValueError, match=r"none\.jsonl: cannot be read \(No such file"):
+    with pytest.raises(ValueError, match=r"none\.jsonl: there is no such file"):
         read_questions(tmp_path / "none.jsonl")
     with pytest.raises(ValueError, match="judge is 'kind': choose one of exact, last_number, contains"):
         read_questions(written(tmp_path, GOOD), judge="kind")

@@ -3,9 +3,11 @@
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import typer
 from conftest import TINY
 from mrp_trainer.train import tiny as train_tiny
 from training_runs import start
@@ -17,17 +19,17 @@ from modeling_mrp.model.saving import code_files
 pytestmark = pytest.mark.skipif(not TINY.exists(), reason="the embedded checkpoint is not here")
 
 
-def run(work: Path, stage: str, *options: str) -> None:
-    train_tiny.main(["--stage", stage, "--work", str(work), *options])
+def run(work: Path, stage: str, **options: Any) -> None:
+    train_tiny.main(stage=stage, work=work, **options)
 
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A work folder after the stages up to the head, in three steps each; the tokenizer is the embedded one."""
     work = tmp_path_factory.mktemp("work")
-    run(work, "backbone", "--steps", "3", "--batch-size", "2")
-    run(work, "trajectories", "--trajectories", "6")
-    run(work, "head", "--head-steps", "3", "--head-batch-size", "2", "--head-name", "ours")
+    run(work, "backbone", steps=3, batch_size=2)
+    run(work, "trajectories", trajectories=6)
+    run(work, "head", head_steps=3, head_batch_size=2, head_name="ours")
     return work
 
 
@@ -45,26 +47,29 @@ def test_a_head_is_trained_on_its_backbone(work: Path) -> None:
 def test_two_processes_share_the_steps(work: Path, tmp_path: Path) -> None:
     """As `torchrun` starts them: the same losses as in one process, to the rounding of bfloat16; on the embedded backbone,
     recorded on the way."""
-    settings = ["--trajectories", "6", "--head-steps", "3", "--head-batch-size", "2"]
-    run(tmp_path / "one", "head", *settings)
-    assert start(["--stage", "head", "--work", str(tmp_path / "two"), *settings], 2) == [0, 0]
+    settings = {"trajectories": 6, "head_steps": 3, "head_batch_size": 2}
+    run(tmp_path / "one", "head", **settings)
+    assert start({"stage": "head", "work": tmp_path / "two", **settings}, 2) == [0, 0]
     one, two = ((tmp_path / name / "head" / "log.jsonl").read_text().splitlines() for name in ("one", "two"))
     assert len(one) == len(two) == 2
     assert json.loads(two[0])["kl_head"] == pytest.approx(json.loads(one[0])["kl_head"], rel=2e-2)
     assert MRPForCausalLM.from_pretrained(tmp_path / "two" / "head" / "final").mrp_head.norm.weight.abs().max() > 0
 
 
-def test_processes_share_whole_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_share_whole_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(train_tiny, "_processes", lambda: SimpleNamespace(num_processes=2))
-    with pytest.raises(ValueError, match="the batch size is 3, and 2 processes share it: use a multiple of 2"):
-        run(tmp_path, "backbone", "--steps", "3", "--batch-size", "3")
+    with pytest.raises(typer.Exit):
+        run(tmp_path, "backbone", steps=3, batch_size=3)
+    assert "the batch size is 3, and 2 processes share it: use a multiple of 2" in capsys.readouterr().err
 
 
 def test_an_export_loads_with_plain_transformers(work: Path, tmp_path: Path) -> None:
     """With the code that the package generates; a second export replaces the first."""
     target = tmp_path / "exported"
     for _ in range(2):
-        run(work, "export", "--head-name", "ours", "--target", str(target))
+        run(work, "export", head_name="ours", target=target)
     assert {name: (target / name).read_text() for name in code_files()} == code_files()
     assert list(tmp_path.iterdir()) == [target]
     model = AutoModelForCausalLM.from_pretrained(target, trust_remote_code=True)
@@ -77,11 +82,9 @@ def test_an_export_loads_with_plain_transformers(work: Path, tmp_path: Path) -> 
 
 def test_a_checkpoint_broken_off_is_passed_over(tmp_path: Path) -> None:
     """The last whole checkpoint is resumed, and the log keeps what lies before it."""
-    run(tmp_path, "backbone", "--steps", "2", "--batch-size", "2")
+    run(tmp_path, "backbone", steps=2, batch_size=2)
     folder = tmp_path / "backbone"
     (folder / "checkpoint-9").mkdir()  # no trainer_state.json: the writer was interrupted
-    with (folder / "log.jsonl").open("a") as log:
-        log.write('{"step": 3, "loss": 1.0}\n')
-    run(tmp_path, "backbone", "--steps", "4", "--batch-size", "2")
+    run(tmp_path, "backbone", steps=4, batch_size=2)
     steps = [json.loads(line)["step"] for line in (folder / "log.jsonl").read_text().splitlines()]
-    assert steps == [2, 2, 4, 4]  # a line at each save, and the run's summary
+    assert steps == [2, 4, 4]  # a line at each save, and the summary of the run that came to its end

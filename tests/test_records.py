@@ -6,7 +6,6 @@ import json
 import logging
 import pickle
 import re
-import resource
 import sys
 from pathlib import Path
 from typing import Any
@@ -615,27 +614,6 @@ def test_of_a_long_record_what_is_kept_is_as_if_all_of_it_were_encoded(tiny_toke
         assert (kept.ids.tolist(), kept.length) == (whole.ids[: len(kept.ids)].tolist(), None)
         assert kept.response.tolist() == whole.response[: len(kept.ids)].tolist()
         assert not whole.response[len(kept.ids) : 64].any()
-
-
-@pytest.mark.parametrize("name", [name for name in long_records(0) if name != "blanks"])
-def test_of_a_record_of_30_megabytes_little_is_tokenised(tiny_tokenizer: Any, name: str) -> None:
-    """Tokenising it all would take some 40 seconds and 6 GB."""
-    line = json.dumps(long_records(2_000_000)[name]).encode()
-    encode = RecordEncoder(tiny_tokenizer, 4, 64, tiny_tokenizer.mask_token_id)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    encode.check(line)
-    encode.sample(line, 0)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20  # KiB
-
-
-def test_long_prompts_and_tools_are_refused(tiny_tokenizer: Any) -> None:
-    encode = RecordEncoder(tiny_tokenizer, 4, 64, tiny_tokenizer.mask_token_id)
-    with pytest.raises(FieldError, match=r"its prompt has 3,000,\d+ characters, and 64 tokens are room for it: shorten it"):
-        encode.prompt({"messages": [{**USER, "content": "1 + " * 750_000}]}, 64)
-    tokenizer = with_template(tiny_tokenizer, "{{ tools }}{% for m in messages %}{{ m.role + m.content }}{% endfor %}")
-    tools = [{"description": "a" * 2**21}]
-    with pytest.raises(FieldError, match=r"makes 2,097,\d+ characters of it, .* shorten its tools and tool calls"):
-        RecordEncoder(tokenizer, 4, 64, tokenizer.mask_token_id).sample({**GOOD, "tools": tools}, 0)
 
 
 def test_rejected_encoders(word_tokenizer: Any) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from mrp_trainer.train.checkpoints import last_whole_checkpoint, make_room, seal
+from mrp_trainer.train.checkpoints import last_whole_checkpoint, make_room
 from mrp_trainer.train.run_folder import telling_what_is_full
 from safetensors.torch import load_file, save_file
 from training_runs import Result, Run, result, start
@@ -104,20 +104,20 @@ def test_a_checkpoint_cut_off_anywhere_leaves_the_one_before(uninterrupted: dict
     files = [path for path in (folder / "checkpoint-7").rglob("*") if path.is_file()]
     written = sorted(files, key=lambda path: path.stat().st_mtime_ns)
     names = [path.name for path in written]
-    assert names[-2:] == ["trainer_state.json", "digests.json"]
+    assert names[-1] == "trainer_state.json"
     assert {"config.json", "model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth"} < set(names)
     assert last_whole_checkpoint(folder) == folder / "checkpoint-7"
     shutil.copytree(folder / "checkpoint-6", tmp_path / "checkpoint-6")
     cut = tmp_path / "checkpoint-7"
     cut.mkdir()
-    for path in written[:-1]:  # the last one is put there whole, or not at all
+    for path in written:
         whole, place = path.read_bytes(), cut / path.relative_to(folder / "checkpoint-7")
         place.parent.mkdir(exist_ok=True)
         place.write_bytes(b"")
         assert last_whole_checkpoint(tmp_path) == tmp_path / "checkpoint-6"
         place.write_bytes(whole[: len(whole) // 2])
         assert last_whole_checkpoint(tmp_path) == tmp_path / "checkpoint-6"
-        if path != written[-2]:
+        if path != written[-1]:
             place.write_bytes(whole)
     run = replace(uninterrupted["mrp"], folder=tmp_path)
     assert_equal(take_up(run, save_total_limit=1), result(uninterrupted["mrp"]))
@@ -152,9 +152,8 @@ def test_what_makes_room_for_a_checkpoint(tmp_path: Path) -> None:
     """Checkpoints that were cut off go, and so does the one in the place of the new; whole ones and others' folders stay."""
     for name in ("checkpoint-2", "checkpoint-4", "checkpoint-40", "checkpoint-9", "checkpoint-6", "checkpoint-best", "runs"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "trainer_state.json").write_text("{}")
-        if name in ("checkpoint-2", "checkpoint-4", "checkpoint-40"):
-            seal(tmp_path / name)
+        whole = name in ("checkpoint-2", "checkpoint-4", "checkpoint-40")
+        (tmp_path / name / "trainer_state.json").write_text('{"global_step": 1}' if whole else "{")
     assert last_whole_checkpoint(tmp_path) == tmp_path / "checkpoint-40"
     make_room(tmp_path, 4)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-2", "checkpoint-40", "checkpoint-best", "runs"]

@@ -54,10 +54,6 @@ def files(tmp_path_factory: pytest.TempPathFactory, word_tokenizer: PreTrainedTo
     return {path.stem: str(path) for path in root.iterdir()}
 
 
-# A billion values.
-BOMB = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 10))
-
-
 def settings_of(
     files: dict[str, str], folder: Path, objective: str = "mrp", config: str | None = None, **flags: Any
 ) -> Settings:
@@ -110,8 +106,7 @@ def test_flags_win_over_yaml_and_that_over_defaults(tmp_path: Path) -> None:
         ("- a", r"bad\.yaml holds list: needed are lines of 'name: value'"),
         ("a: [", r"bad\.yaml is not YAML"),
         ("", r"bad\.yaml holds nothing: needed are lines"),
-        ("data: " + "[" * 5000, r"bad\.yaml is not YAML that is read here: it is nested more than 20 deep"),
-        (BOMB, r"bad\.yaml is not YAML that is read here: it has aliases \(\*name\): write the values out"),
+        ("data: " + "[" * 5000, r"bad\.yaml is not YAML that is read here: maximum recursion depth"),
         ("seed: " + "9" * 5000, r"bad\.yaml is not YAML that is read here: Exceeds the limit"),
     ],
 )
@@ -125,7 +120,7 @@ def test_bad_yaml(text: str, message: str, tmp_path: Path) -> None:
     ("flags", "assignments", "message"),
     [
         ({}, ["unrol=1"], "--set: nothing is called 'unrol' here: did you mean unroll"),
-        ({}, ["unroll"], "--set unroll: write it as name=value"),
+        ({}, ["unroll"], "--set unroll: write it as NAME=VALUE"),
         ({}, ["unroll=[1"], r"--set unroll=\[1: the value is not YAML"),
         ({}, ["weight_decay=much"], "--set: weight_decay is 'much', and must be float"),
         ({"model": None}, [], "no model: give --model"),
@@ -245,7 +240,7 @@ def test_a_run_with_other_settings_is_not_taken_up(files: dict[str, str], tmp_pa
         open_run(first)
 
 
-@pytest.mark.parametrize("text", ["", "- a", "data: " + "[" * 5000, BOMB])
+@pytest.mark.parametrize("text", ["", "- a", "data: " + "[" * 5000])
 def test_settings_of_a_run_that_cannot_be_read(text: str, files: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "checkpoint-2").mkdir()
     (tmp_path / "run.yaml").write_text(text)
@@ -278,13 +273,12 @@ def test_a_folder_is_one_runs(files: dict[str, str], tmp_path: Path) -> None:
     ready, tell = os.pipe()
     holder = os.fork()
     if not holder:
-        lock = hold(tmp_path)
-        os.write(tell, b"!")
-        signal.pause()
-        lock.close()
+        with hold(tmp_path):
+            os.write(tell, b"!")
+            signal.pause()
     os.read(ready, 1)
     (tmp_path / ".saving-abc").mkdir()
-    message = rf"is held by process {holder} on .+, a run that goes on: wait for it, end it, or name another folder"
+    message = "is held by a run that goes on: wait for it, end it, or name another folder"
     for restart in (False, True):
         with pytest.raises(ValueError, match=message):
             open_run(settings_of(files, tmp_path), restart)
@@ -293,7 +287,7 @@ def test_a_folder_is_one_runs(files: dict[str, str], tmp_path: Path) -> None:
     os.waitpid(holder, 0)
     run = open_run(settings_of(files, tmp_path, max_steps=1))
     assert not (tmp_path / ".saving-abc").exists()  # what a save was writing when it was killed
-    with pytest.raises(ValueError, match=f"is held by process {os.getpid()}"):
+    with pytest.raises(ValueError, match=message):
         open_run(settings_of(files, tmp_path, max_steps=1))
     run.lock.close()
     open_run(settings_of(files, tmp_path, max_steps=1))
@@ -345,7 +339,7 @@ def test_an_adapter_of_the_head(files: dict[str, str], tmp_path: Path) -> None:
     resumed = open_run(settings_of(files, tmp_path / "cut", **flags))
     resumed.train()
     assert torch.equal(residual(resumed.trainer.model.get_base_model()), after)
-    assert dry_run(settings_of(files, tmp_path, **flags)).memory.trained == sum(
+    assert dry_run(settings_of(files, tmp_path, **flags)).trained == sum(
         parameter.numel() for parameter in tuned.parameters() if parameter.requires_grad
     )
 
@@ -405,7 +399,7 @@ def test_a_backbone_from_an_autoregressive_one(files: dict[str, str], tmp_path: 
     assert (model.config.block_size, model.config.mask_token_id, model.mrp_head) == (8, 2, None)
     start = Qwen3ForCausalLM.from_pretrained(files["qwen3"]).state_dict()
     assert all(not torch.equal(value, start[name]) for name, value in model.state_dict().items())
-    assert dry_run(settings_of(files, tmp_path, "block_diffusion", **flags)).memory.trained == sum(
+    assert dry_run(settings_of(files, tmp_path, "block_diffusion", **flags)).trained == sum(
         parameter.numel() for parameter in model.parameters()
     )
 
@@ -426,7 +420,7 @@ def test_a_head_to_go_on_from(files: dict[str, str], tmp_path: Path) -> None:
     run = open_run(settings_of(files, tmp_path, head=files["full"]))
     head = MRPForCausalLM.from_pretrained(files["full"]).mrp_head.state_dict()
     assert all(torch.equal(value, head[name]) for name, value in run.trainer.model.mrp_head.state_dict().items())
-    assert dry_run(settings_of(files, tmp_path, head=files["full"])).memory.trained == sum(v.numel() for v in head.values())
+    assert dry_run(settings_of(files, tmp_path, head=files["full"])).trained == sum(v.numel() for v in head.values())
 
 
 def test_streams_and_rows_of_one_sample(files: dict[str, str], tmp_path: Path) -> None:

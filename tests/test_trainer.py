@@ -8,11 +8,11 @@ from unittest import mock
 
 import pytest
 import torch
-from mrp_trainer.data.packed import PackedBatch
 from mrp_trainer.data.problems import TaskDataset
 from mrp_trainer.evaluate.acceptance import measure_acceptance
 from mrp_trainer.train.arguments import MRPTrainingArguments
 from mrp_trainer.train.losses import BLANK
+from mrp_trainer.train.packed import PackedBatch
 from mrp_trainer.train.trainer import MRPTrainer
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast, TrainingArguments, set_seed

@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 import torch
 from helpers import ALPHA, BLOCK, MASK, PAD, chi_square_p, collate, sample
-from mrp_trainer.data.collator import DiffusionCollator
 from mrp_trainer.data.problems import TaskDataset, encode
 from mrp_trainer.data.sampler import LengthBucketSampler
 from mrp_trainer.data.samples import Sample
 from mrp_trainer.data.tasks import Problem
-from mrp_trainer.data.trajectories import TrajectoryDataset, record_trajectories
+from mrp_trainer.train.collator import DiffusionCollator
 from mrp_trainer.train.losses import BLANK
+from mrp_trainer.train.trajectories import TrajectoryDataset, record_trajectories
 from transformers import PreTrainedTokenizerFast
 
 from modeling_mrp import MRPForCausalLM

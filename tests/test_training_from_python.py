@@ -271,8 +271,7 @@ def test_pushed_models_load_elsewhere(hub: HubServer, tmp_path: Path) -> None:
     assert done.error is None, done.error
     whole, head = hub.repository("org/whole"), hub.repository("org/head")
     assert (whole.state["private"], head.state["private"]) == (True, False)
-    assert [commit.title for commit in whole.history("main")][:2] == ["End of training", "Training in progress, step 1"]
-    assert "decode.svg" in hub.files("org/whole"), "all that is new at the end"
+    assert whole.history("main")[0].title == "Training in progress, step 1", "nothing is new at the end"
     assert head.history("main")[0].title == "End of training"
     for repo_id in ("org/whole", "org/head"):
         names = set(hub.files(repo_id))

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from conftest import make_model
 from helpers import BLOCK, MASK, close, collate, random_ids, sample
-from mrp_trainer.data.packed import PackedBatch, PackedRule
 from mrp_trainer.train.objectives import HeadObjective
+from mrp_trainer.train.packed import PackedBatch, PackedRule
 from mrp_trainer.train.packing import sparse_mask
 from mrp_trainer.train.reveals import Reveals
 from torch import Tensor

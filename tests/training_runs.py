@@ -255,9 +255,9 @@ def _train_as_commands_do(settings: Settings, rank: int, processes: int, port: i
     open_run(settings).train()
 
 
-def _follow_the_recipe(arguments: list[str], rank: int, processes: int, port: int) -> None:
+def _follow_the_recipe(options: dict[str, Any], rank: int, processes: int, port: int) -> None:
     _join(rank, processes, port)
-    train_tiny.main(arguments)
+    train_tiny.main(**options)
 
 
 def _train(run: Run, rank: int, processes: int, port: int) -> None:
@@ -317,7 +317,7 @@ def result(run: Run, rank: int = 0) -> Result:
     )
 
 
-def start(run: Run | Settings | list[str], processes: int = 1) -> list[int | None]:
+def start(run: Run | Settings | dict[str, Any], processes: int = 1) -> list[int | None]:
     """Trains, as the commands do if settings are given, as the recipe of the embedded checkpoint if its arguments are, and
     waits for all processes; their exit codes, None for one that was not done in two minutes (it is ended)."""
     context = multiprocessing.get_context("forkserver")
@@ -327,7 +327,7 @@ def start(run: Run | Settings | list[str], processes: int = 1) -> list[int | Non
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    work: Any = {Run: _train, Settings: _train_as_commands_do, list: _follow_the_recipe}[type(run)]
+    work: Any = {Run: _train, Settings: _train_as_commands_do, dict: _follow_the_recipe}[type(run)]
     ranks = [context.Process(target=work, args=(run, rank, processes, port)) for rank in range(processes)]
     for process in ranks:
         process.start()

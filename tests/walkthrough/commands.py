@@ -285,29 +285,3 @@ def shown() -> None:
     done = mrp("show", "--model", CHECKPOINT, "--animated", "--output", "shown.svg")
     assert done.returncode == 0, done.stderr[-300:]
     assert Path("shown.svg").read_text().startswith("<svg")
-
-
-@habit(12, "a model that pushed itself gets a card with a picture by `mrp push`")
-def picture() -> None:
-    new_model().push_to_hub("org/drawn", tokenizer=tokenizer())
-    done = mrp("push", "org/drawn", "org/drawn")
-    assert done.returncode == 0, done.stderr[-300:]
-    assert "](decode.svg)" in ModelCard.load("org/drawn").text
-    assert HfApi().file_exists("org/drawn", "decode.svg")
-
-
-@habit(12, "an adapter's card has a picture if its base is in the cache, and else says why not")
-def picture_of_an_adapter() -> None:
-    from peft import LoraConfig, get_peft_model
-
-    MRPForCausalLM.from_pretrained(CHECKPOINT).push_to_hub("org/base", tokenizer=tokenizer())
-    MRPForCausalLM.from_pretrained("org/base")
-    for base, told in (("org/base", "](decode.svg)"), ("org/away", "org/away was not in the cache")):
-        adapted = get_peft_model(new_model(), LoraConfig(target_modules=["eh_proj"]))
-        adapted.peft_config["default"].base_model_name_or_path = base
-        folder = f"adapter-of-{base.split('/')[1]}"
-        adapted.save_pretrained(folder)
-        tokenizer().save_pretrained(folder)
-        done = mrp("push", folder, f"org/{folder}")
-        assert done.returncode == 0, done.stderr[-300:]
-        assert told in ModelCard.load(f"org/{folder}").text

@@ -1,15 +1,16 @@
 """A draft vocabulary: the tokens that a head drafts from, the most frequent ones of a text.
 
-``python -m mrp_trainer.draft_vocabulary --model FOLDER --text FILE ... --size 16384 --save FOLDER`` counts the tokens of text
+``python -m mrp_trainer.draft_vocabulary --model FOLDER --text FILE --size 16384 --save FOLDER`` counts the tokens of text
 files that are like what the model will write, keeps the most frequent, and saves the checkpoint with them. Generated text does
 not change; the head's vocabulary step reads a part of `lm_head` only, and prints how much of the text that part covers.
 """
 
-import argparse
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Annotated
 
 import torch
+import typer
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -67,28 +68,27 @@ def set_draft_vocabulary(model: MRPForCausalLM, token_ids: Tensor) -> None:
     model.mrp_head.draft_token_ids = token_ids.long().to(model.lm_head.weight.device)
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(prog="python -m mrp_trainer.draft_vocabulary", description=__doc__.splitlines()[0])
-    parser.add_argument("--model", required=True, help="a checkpoint with a head")
-    parser.add_argument("--text", nargs="+", type=Path, required=True, help="text files like what the model will write")
-    parser.add_argument("--size", type=int, required=True, help="tokens to draft from")
-    parser.add_argument("--save", type=Path, required=True, help="folder for the checkpoint with its draft vocabulary")
-    options = parser.parse_args(arguments)
-    model = load_model(options.model)
-    tokenizer = load_tokenizer(options.model)
-    counts = count_tokens(tokenizer, (path.read_text() for path in options.text), model.config.vocab_size)
-    eos = model.generation_config.eos_token_id
+def main(
+    model: Annotated[str, typer.Option(help="A checkpoint with a head.")],
+    text: Annotated[list[Path], typer.Option(help="Text file like what the model will write. Repeatable.")],
+    size: Annotated[int, typer.Option(help="Tokens to draft from.")],
+    save: Annotated[Path, typer.Option(help="Folder for the checkpoint with its draft vocabulary.")],
+) -> None:
+    """Give a head a vocabulary of frequent tokens for its drafts."""
+    loaded = load_model(model)
+    tokenizer = load_tokenizer(model)
+    counts = count_tokens(tokenizer, (path.read_text() for path in text), loaded.config.vocab_size)
+    eos = loaded.generation_config.eos_token_id
     always = eos if isinstance(eos, list) else [] if eos is None else [eos]
-    ids = most_frequent(counts, options.size, always, [model.config.mask_token_id])
-    set_draft_vocabulary(model, ids)
-    model.save_pretrained(options.save)
-    tokenizer.save_pretrained(options.save)
+    ids = most_frequent(counts, size, always, [loaded.config.mask_token_id])
+    set_draft_vocabulary(loaded, ids)
+    loaded.save_pretrained(save)
+    tokenizer.save_pretrained(save)
     covered = 100 * int(counts[ids].sum()) / max(1, int(counts.sum()))
-    print(f"{options.size} of {model.config.vocab_size} tokens cover {covered:.2f} % of the text; saved to {options.save}")
+    print(f"{size} of {loaded.config.vocab_size} tokens cover {covered:.2f} % of the text; saved to {save}")
 
 
 __all__ = ["count_tokens", "most_frequent", "set_draft_vocabulary"]
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

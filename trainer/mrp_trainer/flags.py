@@ -1,43 +1,19 @@
-"""Command-line flags that are declared once: as fields of a dataclass, which carry range and help beside type and default.
+"""Command-line flags that are declared once: as fields of a dataclass, which carry help and range beside type and default.
 
-`takes_flags` gives them to a command of typer, `argument_parser` to an `argparse` one. Nothing here imports torch, so that help
-comes at once.
+Nothing here imports torch, so that help comes at once.
 """
 
-import argparse
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import MISSING, Field, field, fields
 from enum import StrEnum
 from functools import partial, wraps
-from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
-
-
-@dataclass(frozen=True)
-class Flag:
-    """A field's flag.
-
-    Attributes:
-        help: Its help.
-        panel: The heading that it is under.
-        shown: The default in words, where its value says little.
-        name: The flag, where it is not the field's name; "--x/--no-x" for a switch that can be off.
-        kind: Its type, where the field's says less, such as a literal of its choices.
-        more: For `typer.Option`: `metavar`, `min`, `max`.
-        positional: Whether it is given without a flag, of a command of typer.
-    """
-
-    help: str
-    panel: str | None
-    shown: str | None
-    name: str | None
-    kind: Any
-    more: dict[str, Any]
-    positional: bool = False
+import yaml
 
 
 def flag(
@@ -52,93 +28,62 @@ def flag(
     positional: bool = False,
     **more: Any,
 ) -> Any:
-    """Declare a field of a dataclass that is a flag, too; the arguments are those of `Flag`.
+    """Declare a field of a dataclass that is a flag, too.
 
     Args:
-        help: See `Flag`.
+        help: Its help.
         default: The field's, a list's contents; a field without one has to be given.
-        panel: See `Flag`.
-        shown: See `Flag`.
-        name: See `Flag`.
-        kind: See `Flag`.
-        only: The one command that has it, for `takes_flags`; None for all.
-        positional: See `Flag`.
-        more: See `Flag`.
+        panel: The heading that it is under.
+        shown: The default in words, where its value says little.
+        name: The flag, where it is not the field's name; "--x/--no-x" for a switch that can be off.
+        kind: Its type, where the field's says less, such as a literal of its choices.
+        only: The one command that has it; None for all.
+        positional: Whether it is given without a flag.
+        more: For `typer.Option`: `metavar`, `min`, `max`.
     """
-    metadata = {"flag": Flag(help, panel, shown, name, kind, more, positional), "only": only}
+    declared = {
+        "help": help,
+        "panel": panel,
+        "shown": shown,
+        "name": name,
+        "kind": kind,
+        "positional": positional,
+        "more": more,
+    }
+    metadata = {"flag": declared, "only": only}
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
-def flagged(options: type, only: str | None = None) -> list[tuple[Field[Any], Flag, Any]]:
-    """The fields of a dataclass that a command has flags for, each with its flag and that one's type (None left out)."""
-    hints = get_type_hints(options)
-    of_command = [one for one in fields(options) if "flag" in one.metadata and one.metadata["only"] in (None, only)]
-    return [(one, one.metadata["flag"], one.metadata["flag"].kind or _without_none(hints[one.name])) for one in of_command]
-
-
-def shown_default(one: Field[Any]) -> str | None:
-    """What help shows as an option's default; None for nothing."""
-    of_field: Flag = one.metadata["flag"]
-    default = one.default if one.default_factory is MISSING else one.default_factory()
-    if of_field.shown is not None or default in (None, MISSING, []):
-        return of_field.shown
-    if isinstance(default, bool):
-        return of_field.name.split("/")[not default].strip("-") if of_field.name else None
-    if isinstance(default, list):
-        return ", ".join(map(str, default))
-    return f"{default:g}" if isinstance(default, float) else str(default)
-
-
-def too_small(options: Any) -> Iterator[tuple[str, Any, Any]]:
-    """The name, value and least value of each field that is below its flag's `min`."""
-    for one, of_field, _ in flagged(type(options)):
-        value, least = getattr(options, one.name), of_field.more.get("min")
-        if value is not None and least is not None and value < least:
-            yield one.name, value, least
-
-
 def takes_flags(
-    *groups: type, only: str | None = None, required: Sequence[str] = (), defaults: bool = False
+    *groups: type, only: str | None = None, required: Sequence[str] = ()
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Make a function that takes keyword arguments a command of typer with the flags of dataclasses.
+    """Make a function of keyword arguments a command of typer with the flags of dataclasses.
 
-    It gets an argument for each that was given; lists and their choices are plain.
+    It gets an argument for each flag that was given; choices are plain texts.
 
     Args:
         groups: The dataclasses.
         only: Also the fields that only this command has.
         required: Fields that have to be given, whatever their default.
-        defaults: What was not given has the field's default, unless that is a list.
     """
-    parameters = []
-    for group in groups:
-        for one, of_field, kind in flagged(group, only):
-            several = get_origin(kind) is list
-            default = one.default if defaults and not several and one.default is not MISSING else None
-            names = [of_field.name] if of_field.name else [f"--{one.name.replace('_', '-')}"] if kind is bool else []
-            option = (typer.Argument if of_field.positional else partial(typer.Option, *names))(
-                rich_help_panel=of_field.panel,
-                help=f"{of_field.help} Repeatable." if several else of_field.help,
-                show_default=True if default is not None else shown_default(one) or False,
-                **of_field.more,
-            )
-            must = one.name in required
-            parameters.append(
-                inspect.Parameter(
-                    one.name,
-                    inspect.Parameter.KEYWORD_ONLY,
-                    default=inspect.Parameter.empty if must else default,
-                    annotation=Annotated[for_typer(kind) if must else for_typer(kind) | None, option],
-                )
-            )
+    parameters = [
+        _parameter(one, hints[one.name], one.name in required)
+        for group, hints in ((group, get_type_hints(group)) for group in groups)
+        for one in fields(group)
+        if "flag" in one.metadata and one.metadata["only"] in (None, only)
+    ]
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
         def command(**given: Any) -> Any:
-            plain = {name: _plain(value) for name, value in given.items()}
-            return function(**{name: value for name, value in plain.items() if value not in (None, [])})
+            plain = {
+                name: [getattr(one, "value", one) for one in value] if isinstance(value, list | tuple) else value
+                for name, value in given.items()
+            }
+            with told():
+                return function(**{name: value for name, value in plain.items() if value not in (None, [])})
 
         described: Any = command
         described.__signature__ = inspect.Signature(parameters)
@@ -148,30 +93,36 @@ def takes_flags(
     return decorate
 
 
-def argument_parser(options: type, prog: str, description: str | None) -> argparse.ArgumentParser:
-    """An `argparse` parser with the flags of a dataclass and its defaults; what a list holds follows one flag."""
-    parser = argparse.ArgumentParser(prog=prog, description=description, formatter_class=argparse.RawTextHelpFormatter)
-    for one, of_field, kind in flagged(options):
-        name, shown = of_field.name or f"--{one.name.replace('_', '-')}", shown_default(one)
-        if kind is bool:
-            parser.add_argument(name, action="store_true", help=of_field.help)
-            continue
-        several = get_origin(kind) is list
-        single = get_args(kind)[0] if several else kind
-        parser.add_argument(
-            name,
-            nargs="+" if several else None,
-            type=single if single in (int, float, Path) else str,
-            choices=get_args(single) or None,
-            metavar=of_field.more.get("metavar"),
-            default=one.default_factory() if one.default_factory is not MISSING else one.default,
-            help=of_field.help if shown is None else f"{of_field.help} [default: {shown}]",
-        )
-    return parser
+def _parameter(one: Field[Any], hint: Any, required: bool) -> inspect.Parameter:
+    """The parameter of a command for a field."""
+    declared = one.metadata["flag"]
+    if get_origin(hint) is UnionType:
+        hint = next(part for part in get_args(hint) if part is not type(None))
+    kind = declared["kind"] or hint
+    several = get_origin(kind) is list
+    names = [declared["name"]] if declared["name"] else [f"--{one.name.replace('_', '-')}"] if kind is bool else []
+    option = (typer.Argument if declared["positional"] else partial(typer.Option, *names))(
+        rich_help_panel=declared["panel"],
+        help=f"{declared['help']} Repeatable." if several else declared["help"],
+        show_default=shown_default(one) or False,
+        **declared["more"],
+    )
+    default = inspect.Parameter.empty if required else None
+    kind = for_typer(kind) if required else for_typer(kind) | None
+    return inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
 
 
-def _without_none(hint: Any) -> Any:
-    return next(one for one in get_args(hint) if one is not type(None)) if get_origin(hint) is UnionType else hint
+def shown_default(one: Field[Any]) -> str | None:
+    """What help shows as an option's default; None for nothing."""
+    declared = one.metadata["flag"]
+    default = one.default if one.default_factory is MISSING else one.default_factory()
+    if declared["shown"] is not None or default in (None, MISSING, []):
+        return declared["shown"]
+    if isinstance(default, bool):
+        return declared["name"].split("/")[not default].strip("-") if declared["name"] else None
+    if isinstance(default, list):
+        return ", ".join(map(str, default))
+    return f"{default:g}" if isinstance(default, float) else str(default)
 
 
 def for_typer(kind: Any) -> Any:
@@ -182,8 +133,53 @@ def for_typer(kind: Any) -> Any:
     return kind
 
 
-def _plain(value: Any) -> Any:
-    return [getattr(one, "value", one) for one in value] if isinstance(value, list | tuple) else value
+@contextmanager
+def told() -> Iterator[None]:
+    """End a command with what is wrong, without a traceback, for errors that name a value and the remedy."""
+    try:
+        yield
+    except (ValueError, ImportError, OSError, FloatingPointError) as error:
+        typer.secho(f"Error: {error}", fg="red", err=True)
+        raise typer.Exit(1) from error
 
 
-__all__ = ["Flag", "argument_parser", "flag", "flagged", "for_typer", "shown_default", "takes_flags", "too_small"]
+def assigned(
+    assignments: Sequence[str], flags: Mapping[str, str] | None = None, fixed: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Read assignments of `--set`, the values as YAML writes them.
+
+    Args:
+        assignments: "NAME=VALUE" each.
+        flags: The flag of each option that has one.
+        fixed: Who decides on an option that cannot be given.
+
+    Raises:
+        ValueError: for an assignment without a name or value, a name that is given twice, or one of `flags` or `fixed`.
+    """
+    found: dict[str, Any] = {}
+    for assignment in assignments:
+        name, equals, text = (part.strip() for part in assignment.partition("="))
+        if not (name and equals and text):
+            raise ValueError(f"--set {assignment}: write it as NAME=VALUE")
+        if name in found:
+            raise ValueError(f"--set {assignment}: {name} is given twice, leave one out")
+        if name in (flags or {}):
+            raise ValueError(f"--set {assignment}: use --{(flags or {})[name]}")
+        if name in (fixed or {}):
+            raise ValueError(f"--set {assignment}: {(fixed or {})[name]} decides on {name}, leave it out")
+        try:
+            found[name] = plain_number(yaml.safe_load(text))
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
+            raise ValueError(f"--set {assignment}: the value is not YAML that is read here: {error}") from error
+    return found
+
+
+def plain_number(value: Any) -> Any:
+    """A value of YAML 1.1, which reads 1e-3, a number without a point, as a text."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+__all__ = ["assigned", "flag", "for_typer", "plain_number", "shown_default", "takes_flags", "told"]

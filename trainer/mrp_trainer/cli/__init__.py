@@ -1,9 +1,11 @@
 """The console script `mrp`: train, decode, evaluate, show, serve, make tasks, convert, publish.
 
-``python -m mrp_trainer.cli`` is the same. Commands import what they need when they run, so that help comes at once, and look at
-what is cheap first (`early`), so that errors do.
+``python -m mrp_trainer.cli`` is the same. Commands import what they need when they run, so that help comes at once.
 """
 
+import shlex
+from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -11,15 +13,14 @@ import typer
 
 from modeling_mrp import __version__
 
-from ..data.decode_options import DecodeOptions
 from ..data.tasks import Family, Split
 from ..embedded import located
 from ..evaluate.options import EvaluateOptions
-from ..flags import for_typer, takes_flags
+from ..flags import for_typer, takes_flags, told
 from ..picture.options import ShowOptions
 from ..serve.options import ServeOptions
-from . import train
-from .errors import told
+from ..train.decode_options import DecodeOptions
+from ..train.options import RunOptions, TrainCommand, TrainerFlags
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -28,7 +29,8 @@ app = typer.Typer(
     rich_markup_mode="rich",
     help="Multi-token Residual Prediction for SDAR block-diffusion models.",
 )
-app.add_typer(train.app, name="train")
+train = typer.Typer(no_args_is_help=True, help="Train a backbone or a head.")
+app.add_typer(train, name="train")
 
 
 def _print_version(asked: bool) -> None:
@@ -46,67 +48,91 @@ def options(
     """The options beside the commands."""
 
 
-_KIND, _TARGET, _CARD = "What is pushed", "Where to", "Card"
+@train.command("head")
+@takes_flags(TrainCommand, RunOptions, TrainerFlags, only="mrp")
+def train_head(**given: Any) -> None:
+    """Train a head on a frozen backbone, or with --lora-rank an adapter of a trained head.
+
+    mrp train head --model JetLM/SDAR-1.7B-Chat-b16 --data chats.jsonl --output-dir head --bf16
+    """
+    _train("mrp", given)
+
+
+@train.command("backbone")
+@takes_flags(TrainCommand, RunOptions, TrainerFlags, only="block_diffusion")
+def train_backbone(**given: Any) -> None:
+    """Train a backbone with the block-diffusion loss, also from an autoregressive Qwen3 checkpoint.
+
+    mrp train backbone --model Qwen/Qwen3-0.6B --data chats.jsonl --output-dir backbone --bf16
+    """
+    _train("block_diffusion", given)
+
+
+def _train(objective: str, given: dict[str, Any]) -> None:
+    """Train, or only reckon, as the flags say."""
+    command = TrainCommand(**{one.name: given.pop(one.name) for one in fields(TrainCommand) if one.name in given})
+    from ..train.runs import dry_run, open_run
+    from ..train.settings import read_settings
+
+    settings = read_settings(objective, command.config, given, command.set)
+    if command.dry_run:
+        typer.echo(dry_run(settings, command.processes))
+        return
+    run = open_run(settings, command.restart)
+    folder = run.train()
+    if run.trainer.args.should_save:
+        typer.echo(f"saved to {folder}")
+        typer.echo(f"next: {_next_command(settings.objective, settings.options, str(folder))}")
+
+
+def _next_command(objective: str, options: RunOptions, folder: str) -> str:
+    """What to do with what a run has saved: have a backbone's head trained, or look at its drafts."""
+    if objective == "mrp" or options.lora_rank:
+        return shlex.join(["mrp", "show", "--model", folder])
+    data = [word for path in options.data for word in ("--data", path)]
+    return shlex.join(["mrp", "train", "head", "--model", folder, *data, "--output-dir", f"{folder}-head"])
 
 
 @app.command()
-@takes_flags(EvaluateOptions, defaults=True)
+@takes_flags(EvaluateOptions)
 def evaluate(**given: Any) -> None:
     """Measure accuracy, tokens per forward and acceptance, with 95 % intervals: a row of a table per set and mode."""
-    with told():
-        options = EvaluateOptions(**given)
-        from ..early import check_evaluation
+    options = EvaluateOptions(**given)
+    from ..evaluate.command import evaluate as evaluate_model
 
-        check_evaluation(options)
-        from ..evaluate.command import evaluate as evaluate_model
-
-        evaluate_model(options)
+    evaluate_model(options)
 
 
 @app.command()
-@takes_flags(DecodeOptions, required=["model", "data", "output"], defaults=True)
+@takes_flags(DecodeOptions, required=["model", "data", "output"])
 def decode(**given: Any) -> None:
     """Have a model answer prompts with static decoding: training data for its head. Run again, it goes on."""
-    with told():
-        options = DecodeOptions(**given)
-        from ..early import check_decoding
+    options = DecodeOptions(**given)
+    from ..train.decode import decode as decode_prompts
 
-        check_decoding(options)
-        from ..data.decode import decode as decode_prompts
-
-        written = decode_prompts(options)
-    if written is not None:
+    if (written := decode_prompts(options)) is not None:
         cut = f", {written.cut} of them without an end (of these training takes whole blocks)" if written.cut else ""
         typer.echo(f"wrote {written.texts} texts to {written.path}{cut}")
 
 
 @app.command()
-@takes_flags(ServeOptions, defaults=True)
+@takes_flags(ServeOptions)
 def serve(**given: Any) -> None:
     """Answer OpenAI's chats and completions over HTTP on this machine until Ctrl-C."""
-    with told():
-        options = ServeOptions(**given)
-        from ..early import check_asked
+    options = ServeOptions(**given)
+    from ..serve.server import serve as serve_model
 
-        check_asked(options.model, [options.setting()])
-        from ..serve.server import serve as serve_model
-
-        serve_model(options)
+    serve_model(options)
 
 
 @app.command()
-@takes_flags(ShowOptions, defaults=True)
+@takes_flags(ShowOptions)
 def show(**given: Any) -> None:
     """Decode a prompt, and draw which forward revealed each token: one SVG, the modes side by side."""
-    with told():
-        options = ShowOptions(**given)
-        from ..early import check_asked
+    options = ShowOptions(**given)
+    from ..picture.modes import show_model
 
-        check_asked(options.model, options.settings())
-        from ..picture.modes import show_model
-
-        picture = show_model(options)
-    typer.echo(f"wrote {options.output}: {picture.title}")
+    typer.echo(f"wrote {options.output}: {show_model(options).title}")
 
 
 @app.command()
@@ -145,18 +171,14 @@ def convert(
 ) -> None:
     """Write a checkpoint in another layout, its numbers byte for byte."""
     with told():
-        from ..early import check_checkpoint, check_new_folder
-
-        check_new_folder(target)
-        source = located(source)
-        check_checkpoint(source)
         from ..publish.convert import convert as convert_checkpoint
 
-        written = convert_checkpoint(source, target, layout)
+        written = convert_checkpoint(located(source), target, layout)
     size = sum(path.stat().st_size for path in written.iterdir())
     typer.echo(f"wrote {written} in the layout {layout}: {size:,} bytes")
 
 
+_KIND, _TARGET, _CARD = "What is pushed", "Where to", "Card"
 Results = Annotated[
     list[str] | None,
     typer.Option(metavar="FILE", rich_help_panel=_CARD, help="Lines of mrp evaluate, for the card. Repeatable."),
@@ -193,30 +215,22 @@ def push(
     new_card: Annotated[
         bool, typer.Option("--new-card", rich_help_panel=_CARD, help="Render the card even where a person wrote one.")
     ] = False,
-    picture: Annotated[
-        bool,
-        typer.Option("--picture/--no-picture", rich_help_panel=_CARD, help="Draw a decode for the card."),
-    ] = True,
     results: Results = None,
     about: About = None,
 ) -> None:
     """Push a full model, a head or an adapter to the Hub in one commit, private unless told."""
     with told():
-        folder = located(folder)
         for one, other, names in (
             (head_only, adapter, "--head-only and --adapter"),
             (branch, pull_request, "--branch and --pull-request"),
         ):
             if one and other:
                 raise ValueError(f"{names}: give one of them")
-        from ..early import ABOUT, CARD, RESULTS, check_push
-
-        check_push(folder, repo_id, [(card, CARD), (about, ABOUT), *((path, RESULTS) for path in results or [])])
         from ..publish.command import push as push_checkpoint
 
         kind = "head" if head_only else "adapter" if adapter else None
         done = push_checkpoint(
-            folder,
+            located(folder),
             repo_id,
             kind,
             base_model,
@@ -230,7 +244,6 @@ def push(
             new_card=new_card,
             results=results or [],
             about=about,
-            picture=picture,
         )
     typer.echo(done)
 
@@ -245,19 +258,16 @@ def card(
 ) -> None:
     """Print the model card of a checkpoint, as a push would render it."""
     with told():
-        folder = located(folder)
-        from ..early import ABOUT, RESULTS, check_push
-
-        check_push(folder, None, [(about, ABOUT), *((path, RESULTS) for path in results or [])])
         from ..publish.command import card as rendered_card
 
-        text = rendered_card(folder, name, results or [], about)
+        text = rendered_card(located(folder), name, results or [], about)
         if output is not None:
             output.write_text(text, encoding="utf-8")
     if output is None:
         typer.echo(text, nl=False)
 
 
-def main() -> None:
-    """The console script."""
-    app(prog_name="mrp")
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The console script; `SystemExit` where a command fails."""
+    if status := app(arguments, prog_name="mrp", standalone_mode=arguments is None):
+        raise SystemExit(status)

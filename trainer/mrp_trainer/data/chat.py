@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 from typing import Any
@@ -15,11 +15,6 @@ from .records import Backbone, Chat, FieldError, RecordParser, Text, Trajectory
 from .samples import Sample, decoded_sample, make_sample
 
 Piece = tuple[str, bool]  # a text, and whether it is learned
-
-_CHARACTERS = 8  # of a token: more than text has, so that a record cut to so many rarely has to be cut again
-_OF_TURN = 32  # of a message at least, with what the template writes of its own
-_MARGIN = 64  # tokens behind the last one that is kept, which a cut may have changed
-_TEMPLATES = 2**20, 256  # characters that a chat template may write of its own, of a chat and of each message
 
 
 @dataclass(frozen=True)
@@ -87,19 +82,18 @@ class RecordEncoder:
         """
         record = self.parser.parse(raw)
         if not isinstance(record, Trajectory):
-            self._pieces(_cut(record, _CHARACTERS * self.capacity))
+            self._pieces(record)
         elif not self.with_decoded:
             raise FieldError(
                 "reveal_step",
                 "a decoded text has no random masks for inverse_level to weigh: switch that off, or leave decoded texts out",
             )
 
-    def prompt(self, raw: bytes | Mapping[str, Any], longest: int | None = None) -> list[int]:
+    def prompt(self, raw: bytes | Mapping[str, Any]) -> list[int]:
         """The ids that a decoder is given: of a chat before a last turn of the assistant, or of a `prompt`.
 
         Raises:
-            FieldError: The record is malformed, asks nothing, holds the mask token, or is so long that it cannot have `longest`
-                tokens; or the chat template refuses it.
+            FieldError: The record is malformed, asks nothing or holds the mask token; or the chat template refuses it.
             ValueError: It is a chat and the tokenizer has no chat template.
         """
         record = self.parser.parse_prompt(raw)
@@ -108,8 +102,6 @@ class RecordEncoder:
             begin, text = [], self._render(record, len(record.messages), add_generation_prompt=True)
         else:
             begin, text = self._begin_ids, record.prompt
-        if longest is not None and len(text) > _CHARACTERS * _CHARACTERS * longest + _TEMPLATES[0]:
-            raise FieldError(None, f"its prompt has {len(text):,} characters, and {longest} tokens are room for it: shorten it")
         ids = [*begin, *self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]
         if len(ids) == len(begin):
             raise FieldError("prompt", "it has no token: write a longer one")
@@ -119,7 +111,7 @@ class RecordEncoder:
     def sample(self, raw: bytes | Mapping[str, Any], index: int) -> Sample | None:
         """The sample of a record; None if nothing that is learned lies within `max_length`.
 
-        A text that was cut has no end, and its sample no `length`. Of a long one not much more is tokenised than is kept.
+        A text that was cut has no end, and its sample no `length`.
 
         Raises:
             FieldError: As `check`; or it holds the mask token.
@@ -129,11 +121,7 @@ class RecordEncoder:
         if isinstance(record, Trajectory):
             start, steps, pad = record.response_start, record.reveal_step, self.tokenizer.pad_token_id
             return decoded_sample(index, record.ids, start, steps, self.block_size, self.end_token_ids, pad, self.capacity)
-        room = _CHARACTERS * self.capacity
-        ids, learned = self._encode(cut := _cut(record, room))
-        while len(ids) < self.capacity + _MARGIN and cut != record:
-            room *= 4
-            ids, learned = self._encode(cut := _cut(record, room))
+        ids, learned = self._encode(record)
         self._check_no_mask(ids)
         if len(ids) <= self.capacity:
             return make_sample(index, ids, learned, self.block_size, self.tokenizer.pad_token_id)
@@ -193,13 +181,6 @@ class RecordEncoder:
             return [(record.prompt, False), (record.completion, True)]
         self._need_template()
         whole = self._render(record, len(record.messages))
-        written = len(whole) - 2 * sum(len(str(message.get("content", ""))) for message in record.messages)
-        if written > _TEMPLATES[0] + _TEMPLATES[1] * len(record.messages):
-            raise FieldError(
-                record.field_name,
-                f"the chat template makes {len(whole):,} characters of it, {written:,} more than twice its messages' own: "
-                "shorten its tools and tool calls",
-            )
         if (mask := self.parser.mask_token) and mask in whole:
             raise FieldError(
                 record.field_name,
@@ -277,27 +258,3 @@ class RecordEncoder:
             end += end < len(ids) and ids[end - 1] not in self.end_token_ids and ids[end] in self.end_token_ids
             learned[begin:end] = [turn >= record.learned_from] * (end - begin)
         return self._ended(ids[:end], learned[:end])
-
-
-def _cut(record: Chat | Text, room: int) -> Chat | Text:
-    """A record with about `room` characters of its beginning; the record itself if it has no more.
-
-    Of a chat every further message up to the next reply, and the last two, keep one character: templates render turns by what
-    follows them.
-    """
-    if isinstance(record, Text):
-        prompt = record.prompt[:room]
-        return Text(prompt, record.completion[: max(1, room - len(prompt))])
-    messages: list[dict[str, Any]] = []
-    for message in record.messages:
-        messages.append(_shortened(message, max(1, room)))
-        room -= max(_OF_TURN, len(message.get("content", "")))
-        if room <= 0 and message["role"] == "assistant":
-            break
-    if len(messages) < len(record.messages):
-        messages += [_shortened(message, 1) for message in record.messages[-2:]]
-    return replace(record, messages=messages, learned_from=min(record.learned_from, len(messages) - 1))
-
-
-def _shortened(message: dict[str, Any], room: int) -> dict[str, Any]:
-    return message if len(message.get("content", "")) <= room else {**message, "content": message["content"][:room]}

@@ -87,7 +87,7 @@ class Backbone:
         vocab_size: How many ids there are.
         block_size: Tokens per block.
         mask_token_id: The mask's id, which no text has.
-        digest: Of its weights (see `mrp_trainer.data.trajectories.digest`); None if they are not there.
+        digest: Of its weights (see `mrp_trainer.train.trajectories.digest`); None if they are not there.
     """
 
     vocab_size: int
@@ -165,7 +165,7 @@ class RecordParser:
         Raises:
             FieldError: It is malformed.
         """
-        row = _object(raw)
+        row = read_object(raw)
         given = {name: value for name, value in row.items() if value is not None}
         layouts = [names for names in _LAYOUT_FIELDS if any(name in given for name in names)]
         if {"instruction", "output"} <= given.keys() and layouts in ([], [("text",)]):
@@ -197,7 +197,7 @@ class RecordParser:
         Raises:
             FieldError: It is malformed, or asks nothing.
         """
-        given = {name: value for name, value in _object(raw).items() if value is not None}
+        given = {name: value for name, value in read_object(raw).items() if value is not None}
         names: list[str] = [name for name in ("messages", "prompt") if name in given]
         names = names or [name for name in ("conversations", "instruction") if name in given]
         if names == ["instruction"]:
@@ -386,7 +386,8 @@ def _check_decoder(decoder: Any, backbone: Backbone) -> None:
         )
 
 
-def _object(raw: bytes | Mapping[str, Any]) -> Mapping[str, Any]:
+def read_object(raw: bytes | Mapping[str, Any]) -> Mapping[str, Any]:
+    """The object in a line of JSON in UTF-8; `FieldError` if it holds something else."""
     row = _decode(raw) if isinstance(raw, bytes) else raw
     if not isinstance(row, Mapping):
         raise FieldError(None, f"found {_found(row)}: a record is an object; {_LAYOUTS}")

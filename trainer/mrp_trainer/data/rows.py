@@ -1,7 +1,6 @@
 """Datasets of samples: by number or streaming, one sample a row or several, in an order that (seed, epoch) decides."""
 
 import itertools
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -60,8 +59,7 @@ class ChatDataset(Dataset[Sample]):
         self.encoder = encoder
         self.seed = _checked_seed(seed)
         self.shuffle = shuffle
-        self.cache_size = cache_size
-        self._cache: OrderedDict[int, Sample] = OrderedDict()
+        self._cached = lru_cache(cache_size)(self._again)
         self._places = Places()
         for place, _ in checked(source, encoder.check, show_progress=show_progress):
             self._places.append(place)
@@ -87,14 +85,12 @@ class ChatDataset(Dataset[Sample]):
     def sample(self, number: int, index: int) -> Sample:
         """The sample of a record, by its number among those not left out, under an index."""
         record = int(self._kept[number])
-        sample = self._cache.get(record) or self._encode(record)
-        if sample is None:
+        return replace(self._cached(record), index=index)
+
+    def _again(self, record: int) -> Sample:
+        if (sample := self._encode(record)) is None:
             raise RuntimeError(f"{', '.join(self.source.names)} changed while it was trained on: start again")
-        self._cache[record] = sample
-        self._cache.move_to_end(record)
-        if len(self._cache) > self.cache_size:
-            self._cache.popitem(last=False)
-        return replace(sample, index=index)
+        return sample
 
     def _encode(self, record: int) -> Sample | None:
         place = self._places[record]

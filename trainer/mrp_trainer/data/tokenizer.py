@@ -1,9 +1,5 @@
-"""The tiny checkpoint's tokenizer: byte-level BPE, trained on the synthetic tasks and on Python source.
+"""The tiny checkpoint's tokenizer: byte-level BPE, trained on the synthetic tasks and on Python source."""
 
-``python -m mrp_trainer.data.tokenizer --output FOLDER`` trains it from fixed seeds.
-"""
-
-import argparse
 from collections.abc import Iterator
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -63,14 +59,3 @@ def train_tokenizer() -> PreTrainedTokenizerFast:
         clean_up_tokenization_spaces=False,
         model_input_names=["input_ids", "attention_mask"],
     )
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Command line: trains the tokenizer and saves it to a folder."""
-    parser = argparse.ArgumentParser(prog="python -m mrp_trainer.data.tokenizer", description=main.__doc__)
-    parser.add_argument("--output", required=True)
-    train_tokenizer().save_pretrained(parser.parse_args(arguments).output)
-
-
-if __name__ == "__main__":
-    main()

@@ -100,7 +100,7 @@ def _verdict(
 def measure_acceptance(
     model: Any,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Any],
+    prompts: Sequence[Sequence[int]],
     max_new_tokens: int = 64,
     batch_size: int = 16,
     **options: Any,
@@ -113,8 +113,7 @@ def measure_acceptance(
     Args:
         model: An `MRPForCausalLM` with a head, on any device, also inside a peft model or a distributed wrapper with `module`.
         tokenizer: Its tokenizer.
-        prompts: Each a text, a chat (a list of messages) or a list of ids; or batches with `input_ids` and, where padded,
-            `attention_mask`.
+        prompts: The ids of each.
         max_new_tokens: Per prompt.
         batch_size: Prompts per `generate`.
         options: For `generate`, such as `num_draft_states`.
@@ -126,7 +125,6 @@ def measure_acceptance(
     Raises:
         ValueError: without a prompt or a head, or for options that `generate` refuses.
     """
-    ids = [row for prompt in prompts for row in _as_ids(prompt, tokenizer)]
     plain = unwrapped(model)
     own = getattr(plain.generation_config, "num_draft_states", None)
     options = {"num_draft_states": own if isinstance(own, int) else UNTIMED_STATES, **options}
@@ -134,7 +132,7 @@ def measure_acceptance(
         decoded = decode_prompts(
             plain,
             tokenizer,
-            ids,
+            prompts,
             None,
             max_new_tokens,
             batch_size,
@@ -160,19 +158,6 @@ def unwrapped(model: Any) -> Any:
             model = inside["_orig_mod"]
         else:
             return model
-
-
-def _as_ids(prompt: Any, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    if isinstance(prompt, str):
-        return [tokenizer.encode(prompt, add_special_tokens=False)]
-    if hasattr(prompt, "keys"):
-        ids = prompt["input_ids"]
-        mask = prompt["attention_mask"] if "attention_mask" in prompt else torch.ones_like(ids)
-        return [row[keep.bool()].tolist() for row, keep in zip(ids, mask, strict=True)]
-    if not isinstance(prompt, torch.Tensor) and len(prompt) and isinstance(prompt[0], dict):
-        text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
-        return [tokenizer.encode(text, add_special_tokens=False)]
-    return [torch.as_tensor(prompt).tolist()]
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 """Accuracy and cost of decoding modes on problems, with 95 % intervals.
 
-``python -m mrp_trainer.evaluate --model FOLDER --decoding static mrp_spec --count 500`` prints a table with a row per family
-and mode, and with ``--json`` a JSON line for each; ``--output FILE`` keeps the lines. ``--prompts FILE`` asks a file of prompts
-with answers instead (`questions`). Intervals are fields NAME_95, [low, high]: Wilson's for shares of problems, a
+`mrp evaluate --model FOLDER --decoding static --decoding mrp_spec --count 500` prints a table with a row per family and mode,
+and with `--json` a JSON line for each; `--output FILE` keeps the lines. `--prompts FILE` asks a file of prompts with answers
+instead (`questions`). Intervals are fields NAME_95, [low, high]: Wilson's for shares of problems, a
 bootstrap over problems for all else (`intervals`). What is counted by depth of a draft, and of reveals taken back,
 is defined in `acceptance`.
 """
@@ -23,10 +23,9 @@ from modeling_mrp.model.configuration import MRPConfig
 
 from ..data.problems import encode
 from ..data.tasks import Family, Split, judge, problems
-from ..flags import argument_parser
 from ..loading import load_config, load_generation_fields, load_model, load_tokenizer
 from .acceptance import acceptance_by_depth, judged_revocations, mean_accepted_length
-from .decoded import NEW_TOKENS, Decoded, Judge, decode_problems, decode_prompts, pad_left
+from .decoded import NEW_TOKENS, Decoded, Judge, decode_prompts
 from .intervals import Interval, ratio_of_sums, wilson
 from .options import FILE_NEW_TOKENS, EvaluateOptions, check_names, generate_options
 from .provenance import header
@@ -214,15 +213,6 @@ class Evaluation:
         return measurements(self.decoded(settings), first, reference, self.model.config.block_size)
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Command line: a row or a JSON line per problem set and setting."""
-    parser = argument_parser(EvaluateOptions, "python -m mrp_trainer.evaluate", main.__doc__)
-    try:
-        evaluate(EvaluateOptions(**vars(parser.parse_args(arguments))))
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
-
-
 def evaluate(options: EvaluateOptions) -> None:
     """Prints a row or a JSON line per problem set and setting. Everything is checked before the model's weights are read.
 
@@ -244,7 +234,7 @@ def evaluate(options: EvaluateOptions) -> None:
     model: Any = load_model(options.model, options.dtype)
     model = model.to(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if results is not None:
-        results.begin(header("mrp_trainer.evaluate", options, model))
+        results.begin(header("mrp evaluate", options, model))
     report(model, tokenizer, options, sets, results)
 
 
@@ -283,7 +273,7 @@ def report(
     """Prints the measurements that are asked for, and adds them to the file of results. Of those that are there already only
     a table has rows."""
     every = options.settings()
-    with printing(options.json) as printer:
+    with printing(options.json) as (print_line, print_text):
         for asked in sets:
             evaluation = Evaluation(model, tokenizer, asked, options.batch_size)
             question = _question(options, model, asked)
@@ -293,15 +283,15 @@ def report(
                 if known is not None:
                     print(f"{asked.name} {setting}: in {options.output} already", file=sys.stderr)
                     if not options.json:
-                        printer.line(known)
+                        print_line(known)
                     continue
                 line = {**asked.name, **setting, **evaluation.line(setting, every), "first": every[0], "asked": question}
-                printer.line(line)
+                print_line(line)
                 if results is not None:
                     results.add(line)
                 decoded = evaluation.decoded(setting)
                 for shown, text, right in list(zip(asked.shown, decoded.texts, decoded.right, strict=True))[: options.show]:
-                    printer.text(f"--- {shown}\n{text}\n[{'not judged' if right is None else 'right' if right else 'wrong'}]")
+                    print_text(f"--- {shown}\n{text}\n[{'not judged' if right is None else 'right' if right else 'wrong'}]")
 
 
 def _question(options: EvaluateOptions, model: Any, asked: ProblemSet) -> dict[str, Any]:
@@ -312,17 +302,4 @@ def _question(options: EvaluateOptions, model: Any, asked: ProblemSet) -> dict[s
     return {**{name: getattr(options, name) for name in names}, **of_model, **of_set}
 
 
-__all__ = [
-    "NEW_TOKENS",
-    "Decoded",
-    "Evaluation",
-    "Family",
-    "ProblemSet",
-    "Split",
-    "decode_problems",
-    "decode_prompts",
-    "family_set",
-    "file_set",
-    "measurements",
-    "pad_left",
-]
+__all__ = ["Evaluation", "ProblemSet", "check_setting", "evaluate", "family_set", "file_set", "measurements"]

@@ -96,7 +96,6 @@ def decode_problems(
     tokenizer: PreTrainedTokenizerBase,
     asked: Sequence[Problem],
     batch_size: int = 32,
-    on_batch: Callable[[int], None] | None = None,
     **options: Any,
 ) -> Decoded:
     """Decodes problems of one family with one set of `generate` options and judges the answers.
@@ -106,12 +105,11 @@ def decode_problems(
         tokenizer: Its tokenizer.
         asked: Problems of one family.
         batch_size: Prompts per `generate`.
-        on_batch: Called with the number of problems after each batch.
         options: For `generate`.
     """
     prompts = [encode(problem, tokenizer)[0] for problem in asked]
     limit = NEW_TOKENS[asked[0].family]
-    return decode_prompts(model, tokenizer, prompts, partial(judge, asked), limit, batch_size, on_batch, **options)
+    return decode_prompts(model, tokenizer, prompts, partial(judge, asked), limit, batch_size, **options)
 
 
 def decode_prompts(
@@ -121,7 +119,6 @@ def decode_prompts(
     judge_texts: Judge | None,
     max_new_tokens: int,
     batch_size: int = 32,
-    on_batch: Callable[[int], None] | None = None,
     **options: Any,
 ) -> Decoded:
     """Decode prompts, given as ids; the other arguments are those of `decode_problems`.
@@ -149,8 +146,6 @@ def decode_prompts(
             )
         out.past_key_values = None
         outs.append((out, inputs["input_ids"].shape[1]))
-        if on_batch is not None:
-            on_batch(len(inputs["input_ids"]))
     seconds = time.perf_counter() - started
     ids = [row for out, width in outs for row in _texts(out, width)]
     ends = _ends(model, tokenizer)

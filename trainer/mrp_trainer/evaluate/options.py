@@ -1,4 +1,4 @@
-"""What `mrp evaluate` and ``python -m mrp_trainer.evaluate`` are asked to do: every option, once.
+"""What `mrp evaluate` is asked to do: every option, once.
 
 Nothing here imports torch, so that help comes at once.
 """
@@ -10,10 +10,9 @@ from typing import Any, Literal
 
 from modeling_mrp.generate.option_table import DECODINGS, DRAFTING, OPTIONS, TARGETS, closest_name
 
-from ..assignments import assigned
 from ..data.tasks import Family, Split
 from ..embedded import EMBEDDED
-from ..flags import flag, too_small
+from ..flags import assigned, flag
 
 FILE_NEW_TOKENS = 256
 _OPTIONS = {option.name: option for option in OPTIONS}
@@ -37,12 +36,8 @@ def _of(name: str) -> dict[str, Any]:
 
 
 @dataclass(kw_only=True)
-class EvaluateOptions:
-    """What is measured, and how; each field is a flag of both commands.
-
-    Raises:
-        ValueError: for a number below 1, and an assignment that is no NAME=VALUE.
-    """
+class ModelOptions:
+    """Which model, and where."""
 
     model: str = flag("Checkpoint: folder or Hub id.", EMBEDDED, panel=_MODEL, metavar="PATH")
     tokenizer: str | None = flag(
@@ -50,6 +45,16 @@ class EvaluateOptions:
     )
     dtype: str | None = flag("Type of the weights.", None, panel=_MODEL, kind=Dtype, shown="the checkpoint's")
     device: str | None = flag("Device, such as cuda:0.", None, panel=_MODEL, shown="first GPU, or cpu")
+
+
+@dataclass(kw_only=True)
+class EvaluateOptions(ModelOptions):
+    """What is measured, and how; each field is a flag.
+
+    Raises:
+        ValueError: for an assignment that is no NAME=VALUE.
+    """
+
     prompts: list[str] = flag("JSON lines: prompt or messages, and answer.", [], panel=_WHAT, metavar="FILE")
     judge: str = flag("How answers to --prompts are compared.", "exact", panel=_WHAT, kind=Judge)
     chat: bool = flag("Chat template around each prompt of --prompts.", False, panel=_WHAT)
@@ -72,8 +77,6 @@ class EvaluateOptions:
     show: int = flag("Answers to print.", 0, panel=_OUTPUT, min=0)
 
     def __post_init__(self) -> None:
-        for name, value, least in too_small(self):
-            raise ValueError(f"--{name.replace('_', '-')} is {value}: at least {least}{' problem' if name == 'count' else ''}")
         self.states = [int(one) if str(one).removeprefix("-").isdecimal() else one for one in self.states]
         self.extra()
 
@@ -131,4 +134,4 @@ def check_names(setting: Mapping[str, Any]) -> None:
             raise ValueError(f"--set {name}: generate has no such option{closest_name(name, known)}")
 
 
-__all__ = ["FILE_NEW_TOKENS", "EvaluateOptions", "check_names", "generate_options"]
+__all__ = ["FILE_NEW_TOKENS", "EvaluateOptions", "ModelOptions", "check_names", "generate_options"]

@@ -54,11 +54,13 @@ def other_weights(header: Mapping[str, Any], line: Mapping[str, Any], weights: M
 def measuring_command(header: Mapping[str, Any], path: Path) -> str:
     """The command that a header names, with its options, writing to a path."""
     name = header["benchmark"]
-    parts = [f"python -m {name if '.' in name else f'benchmarks.{name}'}"]
+    ours = name in ("mrp evaluate", "mrp_trainer.evaluate")  # as it was called before
+    parts = ["mrp evaluate" if ours else f"python -m benchmarks.{name}"]
     for name, value in header["options"].items():
-        values = [str(one) for one in value] if isinstance(value, list) else [] if value is True else [str(value)]
-        if value is not None and value is not False and value != [] and name != "output":
-            parts.append(" ".join([f"--{name.replace('_', '-')}", *values]))
+        if value is None or value is False or value == [] or name == "output":
+            continue
+        flag, values = f"--{name.replace('_', '-')}", list(map(str, value)) if isinstance(value, list) else [str(value)]
+        parts += [flag] if value is True else [f"{flag} {one}" for one in values] if ours else [" ".join([flag, *values])]
     return " ".join([*parts, "--output" if "output" in header["options"] else ">", str(path)])
 
 

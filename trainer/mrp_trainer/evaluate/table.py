@@ -1,10 +1,11 @@
 """What `mrp evaluate` prints: a table that grows with every measurement, or JSON lines."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
@@ -15,56 +16,14 @@ from .results import mode_name
 _COLUMNS = ("asked", "mode", "right %", "tokens / forward", "accepted length", "head / token", "= static %", "seconds")
 
 
-class Printer(Protocol):
-    """Where measurements and answers go."""
-
-    def line(self, line: Mapping[str, Any]) -> None:
-        """Show a measurement, with the fields of a line of results."""
-        ...
-
-    def text(self, text: str) -> None:
-        """Show a text, as it is."""
-        ...
-
-
-class JsonPrinter:
-    """Prints measurements as JSON lines."""
-
-    def line(self, line: Mapping[str, Any]) -> None:
-        """Print a JSON object."""
-        print(json.dumps(line), flush=True)
-
-    def text(self, text: str) -> None:
-        """Print a text."""
-        print(text)
-
-
-class TablePrinter:
-    """Adds a row for every measurement to a table.
-
-    Args:
-        live: Shows the table, again after each on a terminal, and else when all are there.
-        table: It.
-    """
-
-    def __init__(self, live: Live, table: Table) -> None:
-        self.live, self.table = live, table
-
-    def line(self, line: Mapping[str, Any]) -> None:
-        """Add a row."""
-        self.table.add_row(*row_of(line))
-        self.live.refresh()
-
-    def text(self, text: str) -> None:
-        """Print above the table."""
-        self.live.console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
 @contextmanager
-def printing(as_json: bool) -> Iterator[Printer]:
-    """Have measurements printed, as JSON lines or as a table of the terminal's width, 140 columns where there is none."""
+def printing(as_json: bool) -> Iterator[tuple[Callable[[Mapping[str, Any]], None], Callable[[str], None]]]:
+    """Lend functions that print a measurement, as a JSON line or as a row of a table, and a text above it.
+
+    The table has the terminal's width, 140 columns where there is none, and grows on a terminal with every row.
+    """
     if as_json:
-        yield JsonPrinter()
+        yield lambda line: print(json.dumps(line), flush=True), print
         return
     console = Console()
     if not console.is_terminal:
@@ -73,7 +32,12 @@ def printing(as_json: bool) -> Iterator[Printer]:
     for column in table.columns[2:]:
         column.justify = "right"
     with Live(table, console=console, auto_refresh=False) as live:
-        yield TablePrinter(live, table)
+
+        def add(line: Mapping[str, Any]) -> None:
+            table.add_row(*row_of(line))
+            live.refresh()
+
+        yield add, partial(live.console.print, markup=False, highlight=False, soft_wrap=True)
 
 
 def row_of(line: Mapping[str, Any]) -> list[str]:
@@ -98,4 +62,4 @@ def _value(line: Mapping[str, Any], name: str, digits: int) -> str:
     return f"{value:.{digits}f}" + ("" if interval is None else f" ({interval[0]:.{digits}f}-{interval[1]:.{digits}f})")
 
 
-__all__ = ["Printer", "printing", "row_of"]
+__all__ = ["printing", "row_of"]

@@ -5,9 +5,10 @@ from typing import Any, cast
 import torch
 
 from ..data.records import check_utf8
+from ..evaluate.command import check_setting
 from ..evaluate.options import generate_options
 from ..evaluate.results import mode_name
-from ..loading import load_model, load_tokenizer
+from ..loading import load_config, load_model, load_tokenizer
 from . import Picture, Theme, show
 from .options import ShowOptions
 
@@ -20,6 +21,8 @@ def show_model(options: ShowOptions) -> Picture:
         OSError: if there is no such checkpoint, or the file cannot be written.
     """
     check_utf8(options.prompt)
+    for setting in options.settings():
+        check_setting(setting, load_config(options.model))
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     model = load_model(options.model, options.dtype)
     return draw_modes(model.to(device), load_tokenizer(options.tokenizer or options.model), options)

@@ -5,27 +5,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from ..embedded import EMBEDDED
-from ..evaluate.options import Decoding, Dtype, EvaluateOptions, Target
-from ..flags import flag, too_small
+from ..evaluate.options import Decoding, EvaluateOptions, ModelOptions, Target
+from ..flags import flag
 
-_WHAT, _HOW, _MODEL, _OUTPUT = "What is asked", "How it is decoded", "Model", "Picture"
+_WHAT, _HOW, _OUTPUT = "What is asked", "How it is decoded", "Picture"
 
 
 @dataclass(kw_only=True)
-class ShowOptions:
+class ShowOptions(ModelOptions):
     """What is decoded and drawn; each field is a flag.
 
     Raises:
-        ValueError: for a number below 1, a file name that is no picture's, an assignment that is no NAME=VALUE.
+        ValueError: for a file name that is no picture's, an assignment that is no NAME=VALUE.
     """
 
-    model: str = flag("Checkpoint: folder or Hub id.", EMBEDDED, panel=_MODEL, metavar="PATH")
-    tokenizer: str | None = flag(
-        "Another tokenizer: folder or Hub id.", None, panel=_MODEL, metavar="PATH", shown="the model's"
-    )
-    dtype: str | None = flag("Type of the weights.", None, panel=_MODEL, kind=Dtype, shown="the checkpoint's")
-    device: str | None = flag("Device, such as cuda:0.", None, panel=_MODEL, shown="first GPU, or cpu")
     prompt: str = flag("Prompt.", "Sum the numbers of a list that are even, each plus 5.", panel=_WHAT)
     plain: bool = flag("No chat template around the prompt.", False, panel=_WHAT)
     max_new_tokens: int = flag("Tokens of the text.", 64, panel=_WHAT, min=1)
@@ -39,8 +32,6 @@ class ShowOptions:
     output: str = flag("File: .svg, or .html, where tokens tell more.", "decode.svg", panel=_OUTPUT, metavar="FILE")
 
     def __post_init__(self) -> None:
-        for name, value, least in too_small(self):
-            raise ValueError(f"--{name.replace('_', '-')} is {value}: at least {least}")
         if Path(self.output).suffix not in (".svg", ".html"):
             raise ValueError(
                 f"--output is {self.output}: a picture is an SVG or a page, give a name that ends in .svg or .html"

@@ -1,7 +1,4 @@
-"""The model card of a checkpoint: rendered from a template out of what lies in its folder, checked without the Hub.
-
-Nothing here opens a connection: `ModelCard.validate` asks the Hub, `check_card` knows the rules.
-"""
+"""The model card of a checkpoint: rendered from a template out of what lies in its folder, without any connection."""
 
 import json
 import math
@@ -13,24 +10,20 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData, RepoCard
-from huggingface_hub.errors import HFValidationError
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
-from huggingface_hub.utils import validate_repo_id
 
 from modeling_mrp import __version__
 from modeling_mrp.generate.budget import UNTIMED_STATES
 from modeling_mrp.generate.options import MRPGenerationConfig
 from modeling_mrp.model.layouts import HEAD, is_hub_id
 
-from ..early import ABOUT, RESULTS, check_file
 from ..evaluate.results import mode_name
-from .cardtext import LICENSES, MODES, NOT_SHOWN, PICTURE, RELATIONS, SEE, SHOWN, SOURCES, SUMMARIES, TEMPLATE, USE, WHY_NOT
+from .cardtext import MODES, NOT_SHOWN, PICTURE, SEE, SHOWN, SOURCES, SUMMARIES, TEMPLATE, USE
 from .folder import json_of, tensors_in
 from .hub import CONFIGS, tags_of
 from .recipe import model_of, recipe_of
 
 _RENDERED = re.compile(r"<!-- Rendered from a template for (.+); without this line, pushing keeps the card as it is\. -->")
-_WHY_NOT = re.compile(f"{WHY_NOT.format(why='.*')}(?={re.escape(NOT_SHOWN)})")
 _OURS = ("families", "versions")  # of an about file's metadata: for the rendering, not for the card
 _FORM = "[More Information Needed]"  # in the card of peft, and of a model that pushed itself
 
@@ -58,12 +51,18 @@ class About:
         Raises:
             ValueError: if it is not there, or its metadata is not a mapping.
         """
-        check_file(path, ABOUT)
+        check_file(path, "give a Markdown file that tells of the checkpoint, or leave it out")
         text = Path(path).read_text(encoding="utf-8")
         metadata = RepoCard(text).data.to_dict() if REGEX_YAML_BLOCK.search(text) else {}
         summary, *parts = re.split(r"^## +", REGEX_YAML_BLOCK.sub("", text, count=1), flags=re.MULTILINE)
         pairs = (part.partition("\n") for part in parts)
         return cls(metadata, summary.strip(), {heading.strip(): body.strip() for heading, _, body in pairs})
+
+
+def check_file(path: Path | str, remedy: str) -> None:
+    """Raise `ValueError` for a file that is not there."""
+    if not Path(path).is_file():
+        raise ValueError(f"{path} is not a file: {remedy}")
 
 
 def read_results(paths: Iterable[Path | str]) -> list[dict[str, Any]]:
@@ -74,7 +73,7 @@ def read_results(paths: Iterable[Path | str]) -> list[dict[str, Any]]:
     """
     lines: list[dict[str, Any]] = []
     for path in map(Path, paths):
-        check_file(path, RESULTS)
+        check_file(path, "give result files, the lines that mrp evaluate writes")
         for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
             try:
                 line = json.loads(text)
@@ -209,8 +208,6 @@ def render_card(
     results: Sequence[Mapping[str, Any]] = (),
     about: About | None = None,
     extra_tags: Sequence[str] = (),
-    picture: bool | None = None,
-    not_drawn: str = "",
 ) -> ModelCard:
     """The card of a saved checkpoint.
 
@@ -221,14 +218,6 @@ def render_card(
         results: Measurements, as `read_results` gives them.
         about: What a person says of the checkpoint.
         extra_tags: Tags beside those that every card has.
-        picture: Whether it shows one; by default, if the folder holds one.
-        not_drawn: Why it shows none.
-
-    Returns:
-        The card, with metadata that `check_card` accepts.
-
-    Raises:
-        ValueError: if the metadata would break a rule of the Hub; all are listed.
     """
     folder, about = Path(folder), about or About()
     config = json_of(folder / CONFIGS[kind])
@@ -248,9 +237,8 @@ def render_card(
         decoding="self_spec" if headless else "mrp_spec",
     )
     more = f' --tokenizer "{base}"' if base and kind != "full" else ""
-    shows = (folder / PICTURE).is_file() if picture is None else picture
-    see = SEE.format(shown=_shown(shows, not_drawn), name=name, more=more)
-    card = ModelCard.from_template(
+    see = SEE.format(shown=SHOWN if (folder / PICTURE).is_file() else NOT_SHOWN, name=name, more=more)
+    return ModelCard.from_template(
         ModelCardData(**metadata),
         template_str=TEMPLATE,
         name=name,
@@ -264,8 +252,6 @@ def render_card(
             **_told(about, results, recipe_of(folder, metadata["base_model"])),
         },
     )
-    check_card(str(card))
-    return card
 
 
 def _metadata(kind: str, base_model: str | None, about: About, extra_tags: Sequence[str]) -> dict[str, Any]:
@@ -307,11 +293,7 @@ def is_own_card(text: str) -> bool:
     return _RENDERED.search(text) is None and _FORM not in text
 
 
-def _shown(picture: bool, not_drawn: str) -> str:
-    return SHOWN if picture else (WHY_NOT.format(why=not_drawn) if not_drawn else "") + NOT_SHOWN
-
-
-def renamed(text: str, name: str, base: str | None = None, picture: bool = False, not_drawn: str = "") -> str | None:
+def renamed(text: str, name: str, base: str | None = None, picture: bool = False) -> str | None:
     """A rendered card under another name: its title, what its examples load, and whether it shows a picture.
 
     Args:
@@ -319,7 +301,6 @@ def renamed(text: str, name: str, base: str | None = None, picture: bool = False
         name: The repository id, or the folder as a user writes it.
         base: The base model that its config names.
         picture: Whether there is one to show.
-        not_drawn: Why there is none.
 
     Returns:
         The card; None if it was not rendered, or is about another base model.
@@ -327,7 +308,7 @@ def renamed(text: str, name: str, base: str | None = None, picture: bool = False
     found = _RENDERED.search(text)
     if found is None or (base is not None and RepoCard(text).data.to_dict().get("base_model") != base):
         return None
-    text = _WHY_NOT.sub("", text).replace(SHOWN, NOT_SHOWN).replace(NOT_SHOWN, _shown(picture, not_drawn))
+    text = text.replace(SHOWN, NOT_SHOWN).replace(NOT_SHOWN, SHOWN if picture else NOT_SHOWN)
     text = text.replace(found[0], found[0].replace(found[1], name)).replace(f'"{found[1]}"', f'"{name}"')
     return text.replace(f"\n# {_title(found[1])}\n", f"\n# {_title(name)}\n", 1)
 
@@ -337,73 +318,13 @@ def _title(name: str) -> str:
 
 
 def check_card(text: str) -> None:
-    """Checks a card's metadata by the Hub's rules, and by what a repository of this package must say. Needs no network.
-
-    Raises:
-        ValueError: if a rule is broken; every one is listed.
-    """
+    """Refuse, with a `ValueError`, a card whose metadata cannot be read; the Hub knows the rules for them."""
     if REGEX_YAML_BLOCK.search(text) is None:
         raise ValueError("the card has no metadata: begin it with a YAML block between two lines of ---")
     try:
-        data = RepoCard(text).data.to_dict()
+        RepoCard(text)
     except Exception as error:  # the YAML parser's errors have no common base that this file may import
         raise ValueError(f"the card's metadata cannot be read: {error}") from error
-    wrong = [*_wrong_names(data), *_wrong_base(data), *_wrong_index(data.get("model-index"))]
-    if wrong:
-        raise ValueError("the card's metadata breaks the Hub's rules:\n  " + "\n  ".join(wrong))
-
-
-def _wrong_names(data: dict[str, Any]) -> list[str]:
-    wrong = []
-    licenses = data.get("license")
-    for name in licenses if isinstance(licenses, list) else [licenses]:
-        if name not in LICENSES:
-            wrong.append(f"license is {name!r}: use an identifier of the Hub's list, such as 'apache-2.0', or 'other'")
-    if licenses == "other" and not re.fullmatch(r"[a-z0-9-.]+", str(data.get("license_name", ""))):
-        wrong.append("license 'other' needs a license_name of lower-case letters, digits, '-' and '.', and a license_link")
-    if data.get("pipeline_tag") != "text-generation":
-        wrong.append(f"pipeline_tag is {data.get('pipeline_tag')!r}: these models are for 'text-generation'")
-    if data.get("library_name") not in ("transformers", "peft"):
-        wrong.append(f"library_name is {data.get('library_name')!r}: use 'transformers', or 'peft' for an adapter")
-    tags = data.get("tags", [])
-    if not isinstance(tags, list) or not all(isinstance(tag, str) and tag for tag in tags):
-        wrong.append(f"tags are {tags!r}: use a list of words")
-    languages = data.get("language") or []
-    for language in [languages] if isinstance(languages, str) else languages:
-        if not isinstance(language, str) or not re.fullmatch(r"[a-z]{2,3}|code|multilingual", language):
-            wrong.append(f"language is {language!r}: use a code of two or three letters, 'code' or 'multilingual'")
-    return wrong
-
-
-def _wrong_base(data: dict[str, Any]) -> list[str]:
-    wrong = []
-    bases, relation = data.get("base_model") or [], data.get("base_model_relation")
-    for base in [bases] if isinstance(bases, str) else bases:
-        try:
-            validate_repo_id(base)
-        except HFValidationError:
-            wrong.append(f"base_model is {base!r}: it must be the id of a model on the Hub, 'org/name', not a path")
-    if relation is not None and relation not in RELATIONS:
-        wrong.append(f"base_model_relation is {relation!r}: use one of {', '.join(RELATIONS)}")
-    if relation is not None and not bases:
-        wrong.append("base_model_relation comes without a base_model: name it, or leave both out")
-    return wrong
-
-
-def _wrong_index(index: Any) -> list[str]:
-    if index is None:
-        return []
-    try:
-        results = ModelCardData(**{"model-index": index}).eval_results
-    except (ValueError, TypeError, KeyError, AttributeError):
-        return ["model-index is none: use a list with name and results, each with task, dataset, and metrics of type and value"]
-    return [
-        f"model-index has the value {result.metric_value!r} for {result.metric_name}: use a number"
-        for result in results or []
-        if isinstance(result.metric_value, bool)
-        or not isinstance(result.metric_value, int | float)
-        or not math.isfinite(result.metric_value)
-    ]
 
 
 __all__ = [

@@ -1,15 +1,7 @@
-"""Publishes checkpoints, and renders their cards.
+"""What `mrp push` and `mrp card` do with a folder or a repository: push a full model, a head or an adapter, render a card."""
 
-``python -m mrp_trainer.publish push FOLDER org/name`` pushes a full model, a head or an adapter in one commit, private unless
-told; ``--dry-run`` only lists what would be sent. ``python -m mrp_trainer.publish card FOLDER --results FILE...`` prints the
-card.
-"""
-
-import argparse
 import json
-import logging
 import shutil
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -154,70 +146,3 @@ def card(folder: str, name: str | None, results: list[str], about: str | None) -
     told = None if about is None else About.load(about)
     name = name or (f"./{folder}" if is_hub_id(folder) else folder)
     return str(render_card(folder, read_folder(folder).kind, name, read_results(results), told))
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m mrp_trainer.publish", description="Publishes checkpoints on the Hub.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    pushing = commands.add_parser("push", help="push a full model, a head or an adapter in one commit")
-    pushing.add_argument("folder", metavar="FOLDER_OR_ID", help="what save_pretrained wrote, or a repository to copy")
-    pushing.add_argument("repo_id", metavar="REPO", help="org/name, or a name among your own")
-    kind = pushing.add_mutually_exclusive_group()
-    kind.add_argument("--head-only", dest="kind", action="store_const", const="head", help="push the head alone")
-    kind.add_argument("--adapter", dest="kind", action="store_const", const="adapter", help="push a peft adapter")
-    pushing.add_argument("--base-model", metavar="ID", help="the backbone of a head, or the base of an adapter, on the Hub")
-    pushing.add_argument("--base-revision", metavar="REVISION", help="the backbone's commit, branch or tag")
-    pushing.add_argument("--public", action="store_true", help="create the repository public instead of private")
-    target = pushing.add_mutually_exclusive_group()
-    target.add_argument("--branch", help="push to this branch, created if it is not there")
-    target.add_argument("--pull-request", action="store_true", help="open a pull request instead of changing main")
-    pushing.add_argument("--dry-run", action="store_true", help="only list files and sizes; no connection is made")
-    pushing.add_argument("--message", help="the commit's title")
-    pushing.add_argument("--card", type=Path, help="publish this card instead of the folder's or a rendered one")
-    pushing.add_argument("--new-card", action="store_true", help="render the card even where a person wrote one")
-    printing = commands.add_parser("card", help="print the card of a folder")
-    printing.add_argument("folder", metavar="FOLDER")
-    printing.add_argument("--name", help="the repository that the examples load; the folder by default")
-    printing.add_argument("--output", type=Path, help="write it to this file instead of printing it")
-    for each in (pushing, printing):
-        each.add_argument("--results", nargs="+", default=[], metavar="FILE", help="measurements, lines of trainer.evaluate")
-        each.add_argument("--about", metavar="FILE", help="a Markdown file that tells of the checkpoint")
-    return parser
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Command line: `push` or `card`. What is not fit to be published, or fails, ends with one line that says why."""
-    options = _parser().parse_args(arguments)
-    logging.basicConfig(format="%(message)s", level=logging.WARNING)
-    try:
-        told = _carried_out(options)
-    except (ValueError, OSError) as error:
-        sys.exit(f"{options.command}: {error}")
-    sys.stdout.write(told)
-
-
-def _carried_out(options: argparse.Namespace) -> str:
-    """Does what the command line asks; gives what is to be printed."""
-    if options.command == "card":
-        text = card(options.folder, options.name, options.results, options.about)
-        if options.output is None:
-            return text
-        options.output.write_text(text, encoding="utf-8")
-        return ""
-    done = push(
-        options.folder,
-        options.repo_id,
-        options.kind,
-        options.base_model,
-        options.base_revision,
-        options.dry_run,
-        private=not options.public,
-        revision=options.branch,
-        create_pr=options.pull_request,
-        commit_message=options.message,
-        card=options.card,
-        new_card=options.new_card,
-        results=options.results,
-        about=options.about,
-    )
-    return f"{done}\n"

@@ -30,7 +30,6 @@ from modeling_mrp.model.layouts import (
 from modeling_mrp.model.saving import AUTO_MAP, write_code
 from modeling_mrp.modeling import MRPForCausalLM
 
-from ..early import check_new_folder
 from .folder import check_links
 
 Layout = Literal["mrp", "sdar", "heavyball"]
@@ -106,7 +105,8 @@ def convert(source: str | os.PathLike[str], target: str | os.PathLike[str], layo
     target = Path(target)
     if layout not in LAYOUTS:
         raise ValueError(f"layout is {layout!r}: choose one of {', '.join(LAYOUTS)}")
-    check_new_folder(target)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ValueError(f"{target} is not empty: name a new folder")
     stored_json(os.fspath(source))  # or says what is wrong with the source
     folder = Path(source)
     if not folder.is_dir():

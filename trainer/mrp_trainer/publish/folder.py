@@ -39,7 +39,6 @@ class Folder:
         files: What is to be published, by path in the repository.
         code: The remote code that is published beside it, as this package generates it, whatever lies in the folder.
         left_out: What else lies there.
-        not_drawn: Why there is no picture of a decode among the files, for the card; "" where nothing tried to draw one.
     """
 
     path: Path
@@ -48,7 +47,6 @@ class Folder:
     files: dict[str, Path]
     code: dict[str, str]
     left_out: list[str]
-    not_drawn: str = ""
 
 
 def read_folder(path: Path | str) -> Folder:

@@ -3,19 +3,18 @@
 import json
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard
+from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, RepoCard
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 from huggingface_hub.utils import validate_repo_id
 
 from .card import About, check_card, is_own_card, read_results, renamed, render_card
 from .cardtext import PICTURE
-from .drawing import with_picture
 from .folder import Folder, read_folder
 from .hub import KINDS, PATIENCE, Remote, answered_within, check_base, look
 
@@ -77,7 +76,6 @@ def publish(
     results: Sequence[Path | str] = (),
     about: Path | str | None = None,
     tags: Sequence[str] = (),
-    picture: bool = True,
 ) -> Publication:
     """Pushes a saved checkpoint in one commit; the folder is only read.
 
@@ -101,7 +99,6 @@ def publish(
         results: Result files for the rendered card (`read_results`).
         about: A file that tells of the checkpoint, for the rendered card (`About`).
         tags: More tags for it.
-        picture: Draws a decode for the card where the folder holds none, with the model itself (see `drawing`).
 
     Returns:
         What was sent, with the commit.
@@ -116,31 +113,30 @@ def publish(
     validate_repo_id(repo_id)
     found = read_folder(folder)
     check_base(found.base)
-    with nullcontext(found) if dry_run or card is not None else with_picture(found, picture) as found:
-        card_of = partial(_card, found, card=card, new_card=new_card, results=read_results(results), about=about, tags=tags)
-        text, is_rendered = card_of(repo_id)
-        push = _Push(HfApi(token=token), repo_id, revision or "main", create_pr)
-        if "/" not in repo_id and not dry_run:
-            with push.explained():
-                push.repo_id = repo_id = f"{push.api.whoami()['name']}/{repo_id}"
-            text, is_rendered = card_of(repo_id)
-        additions = {name: CommitOperationAdd(name, path) for name, path in found.files.items() if name != "README.md"}
-        additions |= {name: CommitOperationAdd(name, code.encode()) for name, code in found.code.items()}
-        additions["README.md"] = CommitOperationAdd("README.md", text.encode())
-        sizes = {name: additions[name].upload_info.size for name in sorted(additions)}
-        where = "a pull request" if create_pr else f"branch {revision or 'main'}"
-        publication = Publication(repo_id, found.kind, where, private, sizes, found.left_out)
-        if dry_run:
-            return publication
+    card_of = partial(_card, found, card=card, new_card=new_card, results=read_results(results), about=about, tags=tags)
+    text, is_rendered = card_of(repo_id)
+    push = _Push(HfApi(token=token), repo_id, revision or "main", create_pr)
+    if "/" not in repo_id and not dry_run:
         with push.explained():
-            remote = push.prepare(found, private)
-            if is_rendered and not new_card and remote.card is not None and is_own_card(remote.card):
-                log.warning("%s keeps its README.md, which a person wrote: pass new_card=True to replace it", repo_id)
-                del additions["README.md"], sizes["README.md"]
-            deleted = remote.stale(additions)
-            title = commit_message or f"Upload {KINDS[found.kind]}"
-            commit = push.send(remote, list(additions.values()), deleted, title, commit_description)
-        return replace(publication, deleted=deleted, commit=commit)
+            push.repo_id = repo_id = f"{push.api.whoami()['name']}/{repo_id}"
+        text, is_rendered = card_of(repo_id)
+    additions = {name: CommitOperationAdd(name, path) for name, path in found.files.items() if name != "README.md"}
+    additions |= {name: CommitOperationAdd(name, code.encode()) for name, code in found.code.items()}
+    additions["README.md"] = CommitOperationAdd("README.md", text.encode())
+    sizes = {name: additions[name].upload_info.size for name in sorted(additions)}
+    where = "a pull request" if create_pr else f"branch {revision or 'main'}"
+    publication = Publication(repo_id, found.kind, where, private, sizes, found.left_out)
+    if dry_run:
+        return publication
+    with push.explained():
+        remote = push.prepare(found, private, text)
+        if is_rendered and not new_card and remote.card is not None and is_own_card(remote.card):
+            log.warning("%s keeps its README.md, which a person wrote: pass new_card=True to replace it", repo_id)
+            del additions["README.md"], sizes["README.md"]
+        deleted = remote.stale(additions)
+        title = commit_message or f"Upload {KINDS[found.kind]}"
+        commit = push.send(remote, list(additions.values()), deleted, title, commit_description)
+    return replace(publication, deleted=deleted, commit=commit)
 
 
 def _card(
@@ -154,7 +150,7 @@ def _card(
 ) -> tuple[str, bool]:
     """The card's text, checked, and whether it was rendered."""
     there = folder.files["README.md"].read_text(encoding="utf-8") if "README.md" in folder.files else None
-    told = bool(results or about or tags)
+    told, pictured = bool(results or about or tags), PICTURE in folder.files
     if card is not None:
         if told or new_card:
             raise ValueError("card=... is published as it is: leave out results, about, tags and new_card, or leave out card")
@@ -166,22 +162,13 @@ def _card(
                 "nothing: leave them out, or pass new_card=True to replace it"
             )
         text, is_rendered = there, False
-    elif there is not None and not new_card and not told and (again := _renamed(there, repo_id, folder)) is not None:
+    elif there is not None and not (new_card or told) and (again := renamed(there, repo_id, folder.base, pictured)) is not None:
         text, is_rendered = again, True
     else:
         person = None if about is None else About.load(about)
-        text, is_rendered = (
-            str(
-                render_card(folder.path, folder.kind, repo_id, results, person, tags, PICTURE in folder.files, folder.not_drawn)
-            ),
-            True,
-        )
+        text, is_rendered = str(render_card(folder.path, folder.kind, repo_id, results, person, tags)), True
     check_card(text)
     return text, is_rendered
-
-
-def _renamed(text: str, repo_id: str, folder: Folder) -> str | None:
-    return renamed(text, repo_id, folder.base, PICTURE in folder.files, folder.not_drawn)
 
 
 class _Push:
@@ -190,9 +177,10 @@ class _Push:
     def __init__(self, api: HfApi, repo_id: str, branch: str, create_pr: bool) -> None:
         self.api, self.repo_id, self.branch, self.create_pr = api, repo_id, branch, create_pr
 
-    def prepare(self, folder: Folder, private: bool) -> Remote:
-        """Look at the repository, create it if it is not there, and refuse one of another kind."""
+    def prepare(self, folder: Folder, private: bool, card: str) -> Remote:
+        """Look at the repository, refuse one of another kind and a card against the Hub's rules, create what is not there."""
         remote = look(self.api, self.repo_id, self.branch, folder.kind)
+        RepoCard(card).validate(repo_type="model")
         if remote is None:
             self.api.create_repo(self.repo_id, private=private, exist_ok=True)
             remote = look(self.api, self.repo_id, self.branch, folder.kind)

@@ -3,30 +3,26 @@
 from dataclasses import dataclass
 from typing import Any
 
-from ..assignments import assigned
 from ..embedded import EMBEDDED
-from ..evaluate.options import Decoding, Dtype, Target
-from ..flags import flag
+from ..evaluate.options import Decoding, ModelOptions, Target
+from ..flags import assigned, flag
 
-_HOW, _MODEL, _WHERE = "How it is decoded, unless a request says otherwise", "Model", "Where it listens"
+_HOW, _WHERE = "How it is decoded, unless a request says otherwise", "Where it listens"
 # What the answers of the server rest on.
 _FIXED = dict.fromkeys(("return_dict_in_generate", "num_return_sequences", "max_length"), "the server")
 
 
-@dataclass(frozen=True)
-class ServeOptions:
+@dataclass(kw_only=True)
+class ServeOptions(ModelOptions):
     """What is served, and where; each field is a flag.
 
     Raises:
-        ValueError: for a port that is none, and an assignment that is no NAME=VALUE.
+        ValueError: for an assignment that is no NAME=VALUE.
     """
 
     model: str = flag(
         "Checkpoint: folder or Hub id; clients ask for it by this name.", EMBEDDED, metavar="MODEL", positional=True
     )
-    tokenizer: str | None = flag("Another tokenizer.", None, panel=_MODEL, metavar="PATH", shown="the model's")
-    dtype: str | None = flag("Type of the weights.", None, panel=_MODEL, kind=Dtype, shown="the checkpoint's")
-    device: str | None = flag("Device, such as cuda:0.", None, panel=_MODEL, shown="first GPU, or cpu")
     decoding: str | None = flag("Mode of decoding.", None, panel=_HOW, kind=Decoding, shown="the checkpoint's")
     target: str | None = flag("Mode whose text is drafted.", None, panel=_HOW, kind=Target, shown="the checkpoint's")
     set: list[str] = flag("Any other option of generate.", [], panel=_HOW, metavar="NAME=VALUE")
@@ -35,8 +31,6 @@ class ServeOptions:
     api_key: str | None = flag("What clients must send as their API key.", None, panel=_WHERE, metavar="KEY", shown="none")
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise ValueError(f"port is {self.port}: it must be from 0 (any free one) to 65535")
         self.extra()
 
     def extra(self) -> dict[str, Any]:

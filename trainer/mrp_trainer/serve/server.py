@@ -1,6 +1,6 @@
 """`mrp serve`: one model behind OpenAI's API on one machine.
 
-A request is read and tokenized in one thread (`serve_requests`) and decoded in another (`serve_decoder`); the event loop, which
+A request is read and tokenized in one thread (`requests`) and decoded in another (`decoder`); the event loop, which
 answers, waits for neither.
 """
 

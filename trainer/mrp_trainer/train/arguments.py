@@ -41,7 +41,7 @@ def passes_of(rows_per_step: int, rows_at_once: int, processes: int) -> int:
 
 
 @dataclass
-class MRPTrainingArguments(TrainingArguments):
+class MRPTrainingArguments(TrainerFlags, TrainingArguments):
     """`TrainingArguments` plus what block diffusion and the head need; the defaults are those of `mrp train`.
 
     Attributes:
@@ -79,31 +79,18 @@ class MRPTrainingArguments(TrainingArguments):
     """
 
     objective: str | None = field(default=None, metadata={"choices": OBJECTIVES})
-    num_train_epochs: float = TrainerFlags.num_train_epochs
-    per_device_train_batch_size: int = TrainerFlags.per_device_train_batch_size
     learning_rate: float = None  # type: ignore[assignment]  # the objective decides
     lr_scheduler_type: str = SCHEDULER
     lr_scheduler_kwargs: dict[str, Any] | str | None = None
-    logging_steps: float = TrainerFlags.logging_steps
-    eval_steps: float | None = TrainerFlags.eval_steps
-    save_steps: float = TrainerFlags.save_steps
     save_total_limit: int | None = KEPT_CHECKPOINTS
-    max_length: int = TrainerFlags.max_length
-    packed: bool = TrainerFlags.packed
-    noisy_copies: int = TrainerFlags.noisy_copies
     inverse_level: bool = False
     noise_per: str = field(default="block", metadata={"choices": ("block", "sample")})
-    head_loss: str = field(default=TrainerFlags.head_loss, metadata={"choices": HEAD_LOSSES})
     loss_temperature: float = 1.0
-    unroll: int = TrainerFlags.unroll
-    reveal_rule: str = field(default=TrainerFlags.reveal_rule, metadata={"choices": REVEAL_RULES})
     eager_share: float = 0.5
     leftmost_share: float = 0.0
     order_weight: float = 0.0
     reread_weight: float = 1.0
     packed_attention: str = field(default="auto", metadata={"choices": ATTENTIONS})
-    muon_learning_rate: float | None = TrainerFlags.muon_learning_rate
-    eval_prompts: int = TrainerFlags.eval_prompts
     eval_new_tokens: int = 64
     rows_per_step: int | None = None
     remove_unused_columns: bool = False

@@ -14,8 +14,8 @@ from ..data.held_out import rows_of
 from ..data.rows import rows_from
 from ..data.samples import samples_of
 from ..data.sources import source_of
-from ..data.trajectories import digest
 from .arguments import MRPTrainingArguments
+from .trajectories import digest
 
 _HALF = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 

@@ -9,7 +9,6 @@ from torch import Tensor
 from modeling_mrp.modeling import MRPForCausalLM
 from modeling_mrp.networks.picker import Picker
 
-from ..data.packed import PackedBatch
 from .attention import TRAINING_FLEX
 from .losses import (
     BLANK,
@@ -23,6 +22,7 @@ from .losses import (
     weighted_cross_entropy,
 )
 from .options import HeadLoss
+from .packed import PackedBatch
 from .packing import CleanCache, noisy_copies, noisy_length, sparse_mask
 from .reveals import Reveals, block_numbers
 

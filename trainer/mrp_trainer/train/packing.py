@@ -8,7 +8,7 @@ from transformers.cache_utils import Cache
 
 from modeling_mrp.kernels.noise import mix32, noise_keys
 
-from ..data.packed import CLEAN_VIEW, PackedBatch, PackedRule
+from .packed import CLEAN_VIEW, PackedBatch, PackedRule
 
 
 def noisy_length(batch: PackedBatch) -> int:

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from modeling_mrp.networks.picker import Picker
 
-from ..data.packed import PackedBatch
 from .losses import BLANK
 from .options import RevealRule
+from .packed import PackedBatch
 from .packing import uniform
 
 REVEAL_RULES: tuple[str, ...] = get_args(RevealRule)

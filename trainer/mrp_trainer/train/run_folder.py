@@ -1,51 +1,34 @@
 """A training run's folder: who writes to it, which run it holds, and what an interrupted one left in it."""
 
-import fcntl
-import logging
-import os
 import shutil
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
 
 import yaml
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
 from .settings import RUN_FILE, Settings, read_yaml
-
-log = logging.getLogger(__name__)
 
 _LOCK = ".lock"
 _RESTART = "name another folder, or begin again with --restart"
 
 
-def hold(folder: Path) -> TextIO:
-    """Take a folder, made if it is not there, for this process, as long as the file that is returned is open.
-
-    The lock is the system's, which takes it back from a process that is killed. The file stays, and names the last holder.
+@contextmanager
+def hold(folder: Path) -> Iterator[None]:
+    """Take a folder, made if it is not there, for this process; the system takes it back from one that is killed.
 
     Raises:
         ValueError: if another run has it.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    file = (folder / _LOCK).open("a+", encoding="utf-8")
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        file.seek(0)
-        holder = file.read().strip() or "another process"
-        file.close()
-        raise ValueError(
-            f"{folder} is held by {holder}, a run that goes on: wait for it, end it, or name another folder"
-        ) from error
-    except OSError as error:
-        log.warning("%s cannot be locked (%s): see that no other run writes there", folder, error)
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}")
-    file.flush()
-    return file
+        lock = FileLock(folder / _LOCK).acquire(timeout=0)
+    except Timeout as error:
+        raise ValueError(f"{folder} is held by a run that goes on: wait for it, end it, or name another folder") from error
+    with lock:
+        yield
 
 
 def check_folder(folder: Path, settings: Settings) -> None:
@@ -77,7 +60,7 @@ def take_over(folder: Path, settings: Settings, restart: bool) -> None:
     for path in folder.glob(".saving-*"):
         shutil.rmtree(path, ignore_errors=True)
     if restart:
-        for path in (*folder.glob("checkpoint-*"), *folder.glob("damaged-checkpoint-*")):
+        for path in folder.glob("checkpoint-*"):
             shutil.rmtree(path)
         (folder / RUN_FILE).unlink(missing_ok=True)
     written = folder / f".{RUN_FILE}.partial"

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import EarlyStoppingCallback, PreTrainedConfig, PreTrainedTokenizerBase, set_seed
+from transformers.integrations import get_available_reporting_integrations
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
 from modeling_mrp.model.configuration import MRPConfig
@@ -20,14 +21,12 @@ from modeling_mrp.modeling import MRPForCausalLM
 
 from ..data.rows import open_rows
 from ..data.sources import check_paths, is_hub_dataset
-from ..early import check_training
 from ..heads import with_new_head
 from ..loading import WITHOUT_WEIGHTS, load_tokenizer
 from .arguments import MRPTrainingArguments, passes_of
 from .callbacks import TellEvaluations, TellResumption
-from .checkpoints import digest_of, under_own_class
+from .checkpoints import under_own_class
 from .inputs import bare_model, check_tokenizer, encoder_of
-from .memory import Load, MemoryEstimate, estimate
 from .run_folder import check_folder, hold, how_to_go_on, take_over, telling_what_is_full
 from .settings import RunOptions, Settings
 from .trainer import MRPTrainer
@@ -43,17 +42,33 @@ class DryRun:
 
     Attributes:
         settings: The run.
-        memory: What it needs of a device.
+        parameters: In all.
+        memory: Bytes of one process by name, without what passes keep for the backward pass.
+        trained: Parameters that train.
         processes: Devices at work.
         rows_per_step: Over all of them and the accumulation steps.
         rows: Rows of an epoch; None without data, for a stream, or for a dataset on the Hub.
     """
 
     settings: Settings
-    memory: MemoryEstimate
+    parameters: int
+    trained: int
+    memory: dict[str, int]
     processes: int
     rows_per_step: int
     rows: int | None
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.settings.options.model}, objective {self.settings.objective}",
+            f"parameters: {self.parameters:,}, of which {self.trained:,} train",
+            *(f"{name}: {size / 2**30:.4g} GiB" for name, size in self.memory.items()),
+            f"in all: {sum(self.memory.values()) / 2**30:.4g} GiB a process, and activations, which grow with the batch",
+        ]
+        if self.processes > 1:
+            lines.append(f"DDP holds gradients twice; FSDP divides it all by {self.processes}, and gathers a layer at a time")
+        steps = "" if self.rows is None else f", rows per epoch: {self.rows}, steps per epoch: {self.steps_per_epoch}"
+        return "\n".join([*lines, f"rows per step: {self.rows_per_step}{steps}"])
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -114,7 +129,7 @@ def open_run(settings: Settings, restart: bool = False) -> OpenRun:
             settings name does not go together, the tokenizer included; or DeepSpeed's config would leave nothing to save.
         OSError: if a checkpoint is not there.
     """
-    check_training(settings, dry_run=False)
+    _check_given(settings)
     settings = replace(settings, data_digest=_data_digest(settings.options.data))
     arguments = settings.arguments()
     folder = Path(settings.training["output_dir"])
@@ -141,11 +156,27 @@ def open_run(settings: Settings, restart: bool = False) -> OpenRun:
         return OpenRun(settings, trainer, tokenizer, lock.pop_all())
 
 
+def _check_given(settings: Settings) -> None:
+    """Refuse data that are not there, and a tracker that is not installed, before anything is loaded."""
+    if not settings.options.data:
+        raise ValueError("no data: give --data, or data in the YAML file")
+    check_paths([*settings.options.data, *settings.options.eval_data])
+    names = settings.training.get("report_to") or []
+    for name in [names] if isinstance(names, str) else names:
+        if name not in (known := [*get_available_reporting_integrations(), "all", "none"]):
+            raise ImportError(f"report_to is {name!r}, which is not installed: install it, or name one of {', '.join(known)}")
+
+
 def _data_digest(paths: Sequence[str]) -> str | None:
     """What tells data from others; None of the standard input and of a dataset on the Hub."""
     if not all(map(os.path.exists, paths)):
         return None
-    return hashlib.sha256(json.dumps(digest_of([Path(path) for path in paths])).encode()).hexdigest()[:32]
+    files = {file for path in map(Path, paths) for file in ([path] if path.is_file() else path.rglob("*")) if file.is_file()}
+    digests = {}
+    for path in sorted(files):
+        with path.open("rb") as file:
+            digests[path.as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
+    return hashlib.sha256(json.dumps(digests).encode()).hexdigest()[:32]
 
 
 def _make_trainer(
@@ -162,7 +193,7 @@ def _make_trainer(
     if options.early_stopping_patience:
         trainer.add_callback(EarlyStoppingCallback(options.early_stopping_patience))
     trainer.add_callback(TellEvaluations())
-    trainer.add_callback(TellResumption(how_to_go_on(Path(arguments.output_dir), settings)))
+    trainer.add_callback(TellResumption(how_to_go_on(Path(str(arguments.output_dir)), settings)))
     return trainer
 
 
@@ -228,7 +259,7 @@ def dry_run(settings: Settings, processes: int = 1) -> DryRun:
             not go together.
     """
     arguments = settings.arguments(bf16=False, fp16=False, use_cpu=True)
-    check_paths(settings.options.data)
+    check_paths([*settings.options.data, *settings.options.eval_data])
     config = _config(settings)
     with torch.device("meta"):
         model: Any = MRPForCausalLM(config)
@@ -237,18 +268,15 @@ def dry_run(settings: Settings, processes: int = 1) -> DryRun:
     if settings.objective == "mrp" and not settings.options.lora_rank:
         model.requires_grad_(False)
         model.mrp_head.requires_grad_(True)
-    load = Load(
-        arguments.per_device_train_batch_size,
-        arguments.max_length,
-        arguments.noisy_copies,
-        settings.objective,
-        arguments.unroll,
-        arguments.reread_weight > 0,
-        arguments.order_weight > 0,
-        bool(settings.training.get("bf16")),
-        8 if arguments.muon_learning_rate is None else 4,
-        bool(arguments.gradient_checkpointing),
-    )
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    matrices = sum(p.numel() for name, p in trained.items() if p.dim() == 2 and "layers." in name)
+    parameters, numbers = sum(p.numel() for p in model.parameters()), sum(p.numel() for p in trained.values())
+    half = bool(settings.training.get("bf16"))
+    memory = {
+        "weights": (parameters - numbers) * (2 if half else 4) + numbers * (6 if half else 4),  # autocast copies what trains
+        "gradients": 4 * numbers,
+        "optimizer": 8 * numbers - (0 if arguments.muon_learning_rate is None else 4 * matrices),
+    }
     rows = None
     if settings.options.data and not settings.options.streaming and not any(map(is_hub_dataset, settings.options.data)):
         tokenizer = run_tokenizer(settings.options, local_files_only=True)
@@ -258,7 +286,7 @@ def dry_run(settings: Settings, processes: int = 1) -> DryRun:
     if arguments.rows_per_step is not None:
         passes = passes_of(arguments.rows_per_step, at_once, processes)
     per_step = at_once * passes * processes
-    return DryRun(settings, estimate(model, load), processes, per_step, rows)
+    return DryRun(settings, parameters, numbers, memory, processes, per_step, rows)
 
 
 def _config(settings: Settings) -> MRPConfig:

@@ -1,31 +1,21 @@
-"""The settings of a training run: flags over a YAML file over defaults, each checked against its type.
+"""The settings of a training run: flags over a YAML file over defaults, each checked against its type."""
 
-`MRPTrainingArguments` takes seconds to import, and torch with it. So its fields are read from the source for early checks, and
-it is imported for what the source does not tell.
-"""
-
-import ast
 import difflib
-import operator
-import types
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
-from enum import Enum
-from functools import cache, reduce
-from importlib.util import find_spec
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import yaml
+from huggingface_hub.dataclasses import type_validator
 
+from ..flags import assigned, plain_number
+from .arguments import MRPTrainingArguments
 from .options import KEPT_CHECKPOINTS, LEARNING_RATES, MIN_RATE, SCHEDULER, HeadInit, RunOptions, TrainerFlags
-
-if TYPE_CHECKING:
-    from .arguments import MRPTrainingArguments
 
 RECIPES = Path(__file__).parent / "recipes"
 RUN_FILE = "run.yaml"
-_DEEPEST = 20
 # The run decides these.
 _NOT_SET = {"remove_unused_columns", "resume_from_checkpoint", "do_train", "do_eval", "do_predict"}
 # A resumed run may have others of these: they change what is measured, logged and kept, and not the weights.
@@ -39,8 +29,7 @@ _WRITTEN |= {"lr_scheduler_type": SCHEDULER, "save_total_limit": KEPT_CHECKPOINT
 # What needs data to evaluate on.
 _WATCHED = {"early_stopping_patience", "eval_prompts", "eval_steps", "eval_strategy"}
 # transformers declares the texts alone, whose names it has deprecated.
-_ALSO: dict[str, Any] = {"fsdp": bool | str | None}
-_PLAIN: dict[str, Any] = {"int": int, "float": float, "bool": bool, "str": str, "None": None}
+_ALSO: dict[str, Any] = {"fsdp": bool | str | None, "report_to": str | list[str] | None, "eval_steps": float | None}
 
 
 @dataclass
@@ -73,9 +62,9 @@ class Settings:
         pairs = [(name, before.get(name, _default(name)), now.get(name, _default(name))) for name in names]
         return [f"{name} was {old!r} and is {new!r}" for name, old, new in pairs if old != new]
 
-    def arguments(self, **others: Any) -> "MRPTrainingArguments":
+    def arguments(self, **others: Any) -> MRPTrainingArguments:
         """The options of the trainer."""
-        return _trainers_class()(objective=self.objective, **{**self.training, **others})
+        return MRPTrainingArguments(objective=self.objective, **{**self.training, **others})
 
 
 def changes_weights(name: str) -> bool:
@@ -88,7 +77,6 @@ def read_settings(
     config: str | None = None,
     flags: Mapping[str, Any] | None = None,
     assignments: Sequence[str] = (),
-    early: bool = False,
 ) -> Settings:
     """The settings of a run: flags win over the YAML file, and that over the defaults.
 
@@ -97,34 +85,25 @@ def read_settings(
         config: A YAML file, or the name of a recipe that the package has.
         flags: Values by the names of fields of `RunOptions` and `MRPTrainingArguments`; None for what is not given.
         assignments: "name=value", the values as YAML writes them.
-        early: Whether to import nothing heavy, and to leave fields unchecked whose type the source alone does not tell.
 
     Raises:
         ValueError: for an unknown name, a value of another type, values that do not go together, or an unreadable file.
     """
-    known = early_names(objective) if early else known_names(objective)
-    hints = _early_hints() if early else _hints()
+    known = known_names(objective)
     found: dict[str, Any] = {}
     if config is not None:
         path = _config_path(config)
         for name, value in read_yaml(path).items():
             if name != "data_digest":  # of the files as they were
-                found[_known(str(name), known, str(path))] = value
-        found = {name: _checked(name, value, str(path), hints) for name, value in found.items()}
-    for assignment in assignments:
-        name, equals, text = assignment.partition("=")
-        if not equals:
-            raise ValueError(f"--set {assignment}: write it as name=value")
-        name = _known(name.strip(), known, "--set")
-        try:
-            value = _parsed(text)
-        except ValueError as error:
-            raise ValueError(f"--set {assignment}: the value is not YAML that is read here: {error}") from error
-        found[name] = _checked(name, value, "--set", hints, text)
+                name = _known(str(name), known, str(path))
+                found[name] = _checked(name, value, str(path))
+    for name, value in assigned(assignments).items():
+        name = _known(name, known, "--set")
+        found[name] = _checked(name, value, "--set", _text_of(name, assignments))
     for name, value in (flags or {}).items():
         if value is not None and value != []:
             _known(name, known, "a flag")
-            found[name] = _checked(name, value, "a flag", hints)
+            found[name] = _checked(name, value, "a flag")
     if found.pop("objective", objective) != objective:
         raise ValueError(f"{config} is for another objective than {objective!r}: use the other command of mrp train")
     names = _option_names(objective)
@@ -140,14 +119,8 @@ def read_settings(
 
 def known_names(objective: str) -> tuple[str, ...]:
     """Everything that may be set."""
-    of_trainer = [f.name for f in fields(_trainers_class()) if f.init and f.name not in _NOT_SET]
+    of_trainer = [f.name for f in fields(MRPTrainingArguments) if f.init and f.name not in _NOT_SET]
     return (*_option_names(objective), *of_trainer)
-
-
-def early_names(objective: str) -> tuple[str, ...]:
-    """As `known_names`, without the import; in another order."""
-    others = {field.name for field in fields(RunOptions)} | _NOT_SET
-    return (*_option_names(objective), *(name for name in _early_hints() if name not in others))
 
 
 def recipe_names() -> list[str]:
@@ -216,33 +189,14 @@ def read_yaml(path: Path) -> dict[Any, Any]:
         ValueError: for anything else.
     """
     try:
-        found = _parsed(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not YAML that is read here: {error}") from error
     if not isinstance(found, dict):
         raise ValueError(
             f"{path} holds {'nothing' if found is None else type(found).__name__}: needed are lines of 'name: value'"
         )
     return found
-
-
-def _parsed(text: str) -> Any:
-    """A value as YAML writes it. Aliases are refused: nine of them can stand for a billion values.
-
-    Raises:
-        ValueError: if it is none.
-    """
-    depth = 0
-    try:
-        for event in yaml.parse(text):
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            if depth > _DEEPEST:
-                raise ValueError(f"it is nested more than {_DEEPEST} deep: write it flatter")
-            if isinstance(event, yaml.AliasEvent):
-                raise ValueError("it has aliases (*name): write the values out")
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(str(error)) from error
 
 
 def _known(name: str, known: Sequence[str], where: str) -> str:
@@ -255,90 +209,38 @@ def _known(name: str, known: Sequence[str], where: str) -> str:
 
 @cache
 def _hints() -> dict[str, Any]:
-    return {**get_type_hints(_trainers_class()), **get_type_hints(RunOptions), **_ALSO}
+    return {**get_type_hints(MRPTrainingArguments), **get_type_hints(RunOptions), **_ALSO}
 
 
-@cache
-def _early_hints() -> dict[str, Any]:
-    """Types by name, `Any` where the source's text alone does not tell one."""
-    declared: dict[str, Any] = {}
-    for module, name in (
-        ("transformers.training_args", "TrainingArguments"),
-        (f"{__package__}.arguments", "MRPTrainingArguments"),
-    ):
-        spec = find_spec(module)
-        tree = ast.parse(Path(str(spec and spec.origin)).read_text(encoding="utf-8"))
-        (found,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
-        declared |= {
-            node.target.id: _plain_type(ast.unparse(node.annotation))
-            for node in found.body
-            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and not node.target.id.startswith("_")
-        }
-    return {**declared, **get_type_hints(RunOptions), **_ALSO}
-
-
-def _plain_type(annotation: str) -> Any:
-    parts = annotation.split(" | ")
-    return reduce(operator.or_, map(_PLAIN.__getitem__, parts)) if _PLAIN.keys() >= set(parts) else Any
-
-
-def _trainers_class() -> "type[MRPTrainingArguments]":
-    from .arguments import MRPTrainingArguments
-
-    return MRPTrainingArguments
+def _text_of(name: str, assignments: Sequence[str]) -> str:
+    """What a user wrote for a value."""
+    return next(text.strip() for key, _, text in (one.partition("=") for one in assignments) if key.strip() == name)
 
 
 @cache
 def _default(name: str) -> Any:
-    for one in (*fields(RunOptions), *fields(_trainers_class())):
+    for one in (*fields(RunOptions), *fields(MRPTrainingArguments)):
         if one.name == name:
             return one.default_factory() if one.default_factory is not MISSING else one.default
     return None
 
 
-def _checked(name: str, value: Any, where: str, hints: Mapping[str, Any], text: str | None = None) -> Any:
+def _checked(name: str, value: Any, where: str, text: str | None = None) -> Any:
     """A value as its field's type has it; `text` is what the user wrote.
 
     Raises:
         ValueError: if it is of another type.
     """
-    hint = hints[name]
-    for candidate in [value] if text is None else [value, text]:
-        fitted = _fitted(candidate, hint)
-        if fitted:
-            return fitted[0]
+    hint = _hints()[name]
+    number = plain_number(value)
+    whole = isinstance(number, int) and not isinstance(number, bool)
+    candidates = [value, number, float(number) if whole else number, text]
+    for candidate in candidates:
+        try:
+            type_validator(name, candidate, hint)
+        except TypeError:
+            continue
+        if candidate is not None or value is None:
+            return candidate
     needed = hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint).replace("typing.", "")
     raise ValueError(f"{where}: {name} is {value!r}, and must be {needed}")
-
-
-def _fitted(value: Any, hint: Any) -> list[Any]:
-    """[the value as the type has it], or []."""
-    origin, inner = get_origin(hint), get_args(hint)
-    if hint is Any:
-        return [value]
-    if origin in (Union, types.UnionType):
-        return next((fit for one in inner if (fit := _fitted(value, one))), [])
-    if origin is Literal:
-        return [value] if value in inner else []
-    if origin is list:
-        fits = [_fitted(one, inner[0]) for one in value] if isinstance(value, list) else [[]]
-        return [[fit[0] for fit in fits]] if all(fits) else []
-    if origin is dict or hint is dict:
-        return [value] if isinstance(value, dict) else []
-    if hint is float:
-        return _as_float(value)
-    if hint is int:
-        return [value] if isinstance(value, int) and not isinstance(value, bool) else []
-    if isinstance(hint, type) and issubclass(hint, Enum):
-        return [value] if value in [one.value for one in hint] else []
-    return [value] if isinstance(value, hint) else []
-
-
-def _as_float(value: Any) -> list[float]:
-    """YAML 1.1 reads 1e-3, which has no point, as a text."""
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        return []
-    try:
-        return [float(value)]
-    except ValueError:
-        return []

@@ -5,7 +5,7 @@ is trained on the embedded backbone. Under ``torchrun --nproc-per-node 2 -m mrp_
 step, which two cores do faster than two threads of one process (give each its own: ``OMP_NUM_THREADS=1``). It keeps the
 embedded tokenizer, unless the stage ``tokenizer`` has made another in ``--work``, and stops short of ``export``, which
 replaces the checkpoint. A stage that was interrupted resumes from its last checkpoint in ``--work``, so a run with other
-settings wants another folder; every training stage logs to the console and to ``log.jsonl`` in its folder.
+settings wants another folder; every training stage logs to the console, and at its end to ``log.jsonl`` in its folder.
 """
 
 import json
@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import typer
 from accelerate import PartialState
 from torch.utils.data import Dataset
-from transformers import PreTrainedTokenizerFast, TrainerCallback, set_seed
+from transformers import PreTrainedTokenizerFast, set_seed
 
 from modeling_mrp.generate.generation import MRPGenerationConfig
 from modeling_mrp.model.configuration import MRPConfig
@@ -27,13 +28,12 @@ from ..data.problems import TaskDataset
 from ..data.samples import Sample
 from ..data.tasks import Family
 from ..data.tokenizer import train_tokenizer
-from ..data.trajectories import TrajectoryDataset, record_trajectories
 from ..embedded import TINY
-from ..flags import argument_parser, flag
+from ..flags import flag, takes_flags
 from ..heads import NEW_HEADS, with_new_head
 from .arguments import MRPTrainingArguments
-from .checkpoints import last_whole_checkpoint
 from .trainer import MRPTrainer
+from .trajectories import TrajectoryDataset, record_trajectories
 
 FAMILIES: dict[Family, float] = {"math": 0.42, "code": 0.53, "source": 0.05}
 BLOCK_SIZE = 16
@@ -72,19 +72,6 @@ class TinyOptions:
     head_init: str = flag("identity, backbone (its last layers), published, or a trained model's folder.", "backbone")
     head_name: str = flag("The head's folder in --work.", "head")
     target: Path = flag("Where export writes.", Path(TINY), shown="the embedded checkpoint")
-
-
-class _JsonLog(TrainerCallback):
-    """Appends every log line to a file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
-        if not state.is_world_process_zero:
-            return
-        with self.path.open("a") as file:
-            file.write(json.dumps({"step": state.global_step, **(logs or {})}) + "\n")
 
 
 def _tokenizer(work: Path) -> PreTrainedTokenizerFast:
@@ -145,15 +132,11 @@ def _train(
         use_cpu=not torch.cuda.is_available(),
         **options,
     )
-    log = folder / "log.jsonl"
-    trainer = MRPTrainer(model=model, args=arguments, train_dataset=dataset, callbacks=[_JsonLog(log)])
-    if log.exists() and arguments.process_index == 0:  # a run that goes on writes again what came behind its checkpoint
-        checkpoint = last_whole_checkpoint(folder)
-        step = int(checkpoint.name.rpartition("-")[2]) if checkpoint else 0
-        log.write_text("".join(f"{line}\n" for line in log.read_text().splitlines() if json.loads(line)["step"] <= step))
+    trainer = MRPTrainer(model=model, args=arguments, train_dataset=dataset)
     trainer.train(resume_from_checkpoint=True)
     if arguments.process_index == 0:
         model.save_pretrained(folder / "final")
+        (folder / "log.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in trainer.state.log_history))
     _processes().wait_for_everyone()
 
 
@@ -266,10 +249,10 @@ def export(work: Path, name: str, target: Path) -> None:
         tokenizer.save_pretrained(beside)
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Command line of the recipe."""
-    parser = argument_parser(TinyOptions, "python -m mrp_trainer.train.tiny", __doc__)
-    options = TinyOptions(**vars(parser.parse_args(arguments)))
+@takes_flags(TinyOptions)
+def main(**given: Any) -> None:
+    """Make the embedded checkpoint, or a stage of it."""
+    options = TinyOptions(**given)
     if options.stage == "tokenizer":
         train_tokenizer().save_pretrained(options.work / "tokenizer")
     if options.stage in ("backbone", "all"):
@@ -283,4 +266,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

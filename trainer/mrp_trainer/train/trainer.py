@@ -17,13 +17,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import Sampler
 from transformers import PreTrainedTokenizerBase, Trainer, set_seed
-from transformers.trainer_utils import HubStrategy, rotate_checkpoints
+from transformers.trainer_utils import HubStrategy
 
 from modeling_mrp.model.layouts import is_hub_id
 
-from ..data.collator import DiffusionCollator
 from ..data.held_out import filled_up, rows_of
-from ..data.packed import PackedBatch
 from ..data.sampler import LengthBucketSampler
 from ..data.samples import samples_of
 from ..evaluate.acceptance import measure_acceptance
@@ -31,19 +29,13 @@ from ..publish import publish
 from .arguments import NO_CHECKPOINTING, NO_MUON, MRPTrainingArguments
 from .attention import TRAINING_FLEX, attending
 from .callbacks import LogAtSaves, SetEpoch
-from .checkpoints import (
-    check_whole,
-    last_whole_checkpoint,
-    make_room,
-    saving_head_alone,
-    seal,
-    step_of,
-    under_own_class,
-)
+from .checkpoints import last_whole_checkpoint, make_room, saving_head_alone, step_of, under_own_class
+from .collator import DiffusionCollator
 from .inputs import as_rows, bare_model, check_prompts, check_tokenizer, make_ready, trains_what_is_not_used
 from .measures import Measures
 from .objectives import Measured, block_diffusion
 from .optimizer import MuonAdamW
+from .packed import PackedBatch
 from .run_folder import telling_what_is_full
 
 log = logging.getLogger(__name__)
@@ -165,19 +157,16 @@ class MRPTrainer(Trainer):
         return self._made[0]
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
-        """As `Trainer.train`; `resume_from_checkpoint=True` takes up the newest whole checkpoint, if any, and sets damaged ones
-        aside. One of the last step is loaded, and no further step made.
+        """As `Trainer.train`; `resume_from_checkpoint=True` takes up the newest whole checkpoint, if any. Behind one of the
+        last step no further step is made.
 
         Raises:
-            ValueError: if the checkpoint that is named is damaged.
             FloatingPointError: if a loss, a gradient norm or a weight is not finite.
         """
         if resume_from_checkpoint is True:
-            newest = last_whole_checkpoint(Path(self.args.output_dir)) if self.is_world_process_zero() else None
+            newest = last_whole_checkpoint(Path(str(self.args.output_dir))) if self.is_world_process_zero() else None
             (newest,) = broadcast_object_list([newest])
             resume_from_checkpoint = None if newest is None else str(newest)
-        elif isinstance(resume_from_checkpoint, str):
-            check_whole(Path(resume_from_checkpoint))
         self._steps_done = (step_of(Path(resume_from_checkpoint)) or 0) if isinstance(resume_from_checkpoint, str) else 0
         self._since, self._step_loss = time.perf_counter(), torch.zeros(())
         if self.model_init is not None:
@@ -356,22 +345,14 @@ class MRPTrainer(Trainer):
             super()._save(output_dir, state_dict)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """As `Trainer._save_checkpoint`, in a place where nothing was left lying, and sealed before older ones are removed."""
+        """As `Trainer._save_checkpoint`, in a place where nothing was left lying."""
         self._check_trained_weights()
-        folder, limit = Path(self._get_output_dir(trial)), self.args.save_total_limit
+        folder = Path(self._get_output_dir(trial))
         if self.args.should_save:
             make_room(folder, self.state.global_step)
         self.accelerator.wait_for_everyone()
-        self.args.save_total_limit = None  # none is removed yet
-        try:
-            with telling_what_is_full(folder), self._head_alone(self.args.push_to_hub):
-                super()._save_checkpoint(model, trial)
-                if self.args.should_save:
-                    seal(folder / f"checkpoint-{self.state.global_step}")
-        finally:
-            self.args.save_total_limit = limit
-        if self.args.should_save:
-            rotate_checkpoints(str(folder), limit, self.state.best_model_checkpoint, use_mtime=True)
+        with telling_what_is_full(folder), self._head_alone(self.args.push_to_hub):
+            super()._save_checkpoint(model, trial)
 
     def _head_alone(self, pushed: bool) -> AbstractContextManager[None]:
         """Inside, a frozen backbone is named, not saved, where it has a name (if it is to be pushed, one on the Hub) and the
@@ -448,7 +429,6 @@ class MRPTrainer(Trainer):
                 revision=self.args.hub_revision,
                 commit_message=f"Training in progress, step {self.state.global_step}",
                 token=self.args.hub_token,
-                picture=False,
             )
         except OSError as error:
             log.warning("step %d is not pushed, and training goes on: %s", self.state.global_step, error)

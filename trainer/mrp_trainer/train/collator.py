@@ -7,9 +7,9 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from ..train.losses import BLANK
+from ..data.samples import Sample, samples_of
+from .losses import BLANK
 from .packed import CLEAN_VIEW, NO_VIEW, PackedBatch
-from .samples import Sample, samples_of
 
 
 @dataclass(frozen=True)

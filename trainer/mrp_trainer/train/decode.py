@@ -17,15 +17,15 @@ from accelerate import PartialState
 
 from modeling_mrp.modeling import MRPForCausalLM
 
+from ..data.chat import RecordEncoder
+from ..data.records import FieldError
+from ..data.sources import Places, Stream, TableSource, checked, open_source
 from ..evaluate.decoded import padding_id
-from ..train.inputs import check_tokenizer, encoder_of
-from ..train.options import TrainerFlags
-from ..train.runs import run_tokenizer
-from ..train.settings import RunOptions
-from .chat import RecordEncoder
 from .decode_options import DecodeOptions
-from .records import FieldError
-from .sources import Places, Stream, TableSource, checked, open_source
+from .inputs import check_tokenizer, encoder_of
+from .options import TrainerFlags
+from .runs import run_tokenizer
+from .settings import RunOptions
 from .trajectories import decoded_lines, digest, write_lines
 
 # Processes that are done wait for the others, longer than what communicates would have it.
@@ -73,7 +73,7 @@ class Prompts:
         return self.encoder.prompt(self.source.at(self._places[number]))
 
     def _check(self, raw: Any) -> None:
-        length = len(self.encoder.prompt(raw, self.longest))
+        length = len(self.encoder.prompt(raw))
         if length > self.longest:
             raise FieldError(
                 None,

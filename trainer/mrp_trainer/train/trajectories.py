@@ -21,9 +21,9 @@ from accelerate import PartialState
 from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 
+from ..data.problems import TaskDataset, encode
+from ..data.samples import Sample, decoded_sample
 from ..evaluate.decoded import NEW_TOKENS, pad_left
-from .problems import TaskDataset, encode
-from .samples import Sample, decoded_sample
 
 _DIGESTED = 256  # of each tensor's values
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..evaluate.options import Dtype
-from ..flags import flag, too_small
+from ..flags import flag
 
 _WHAT, _HOW, _MODEL, _OUTPUT = "What is asked", "How it is decoded", "Model", "Output"
 
@@ -39,8 +39,6 @@ class DecodeOptions:
             raise ValueError(f"output is {self.output!r}: give a name that ends in .jsonl, so that training reads it")
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature is {self.temperature}: it must be 0 (greedy) or more")
-        for name, value, least in too_small(self):
-            raise ValueError(f"{name} is {value}: it must be {least} or more")
 
 
 __all__ = ["DecodeOptions"]

@@ -1,0 +1,56 @@
+"""The recipes of published sizes against their shapes, and what a dry run says of them."""
+
+import pytest
+from conftest import ROOT
+from mrp_trainer.train.runs import dry_run
+from mrp_trainer.train.settings import read_settings, recipe_names
+
+# By hand: hidden, intermediate, query width; key width 1024 and heads of 128 at every size.
+SHAPES = {"1.7b": (2048, 6144, 2048, 28), "4b": (2560, 9728, 4096, 36), "8b": (4096, 12288, 4096, 36)}
+VOCABULARY = 151936
+
+
+def layer_parameters(hidden: int, intermediate: int, queries: int) -> int:
+    """q, k, v, o; gate, up, down; two norms, and those of queries and keys."""
+    return 2 * hidden * queries + 2 * hidden * 1024 + 3 * hidden * intermediate + 2 * hidden + 2 * 128
+
+
+@pytest.mark.parametrize("size", SHAPES)
+def test_published_recipes(size: str) -> None:
+    """The parameters that train are those of the published heads, and the options those of the published recipe."""
+    flags = {"model": str(ROOT / "hub_configs" / f"sdar-{size}-mrp"), "output_dir": "unused"}
+    settings = read_settings("mrp", f"sdar-{size}-mrp", flags)
+    plan = dry_run(settings, processes=8)
+    hidden, intermediate, queries, depth = SHAPES[size]
+    layer = layer_parameters(hidden, intermediate, queries)
+    head = 2 * hidden * hidden + 3 * hidden + 3 * layer
+    assert plan.trained == head
+    assert plan.parameters == head + 2 * VOCABULARY * hidden + depth * layer + hidden
+    if size == "1.7b":
+        assert round(head / 1e6) == 159  # published: about 159M
+    assert (plan.memory["gradients"], plan.memory["optimizer"]) == (4 * head, 8 * head)
+    assert plan.memory["weights"] == 2 * (plan.parameters - head) + 6 * head
+    arguments = settings.arguments(bf16=False, use_cpu=True)
+    objective = arguments.head_objective(16)
+    assert (objective.reveals.rule, objective.loss, objective.unroll) == ("random", "kl", 1)
+    assert (objective.order_weight, objective.reread_weight) == (0, 0)
+    assert (arguments.noisy_copies, arguments.inverse_level, arguments.noise_per) == (1, True, "sample")
+    assert (arguments.learning_rate, arguments.lr_scheduler_type, arguments.num_train_epochs) == (1e-3, "cosine_with_min_lr", 1)
+    assert arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps == 16
+    assert [dry_run(settings, processes).rows_per_step for processes in (1, 8)] == [16, 16]
+    with pytest.raises(ValueError, match="rows_per_step is 16: 3 processes with per_device_train_batch_size 1 take 3 rows"):
+        dry_run(settings, processes=3)
+    assert arguments.muon_learning_rate is None
+    assert settings.training["bf16"] is True
+    assert (settings.training["max_length"], settings.options.head_init, settings.options.head_layers) == (4096, "published", 3)
+
+
+def test_our_recipe() -> None:
+    assert recipe_names() == ["sdar-1.7b-mrp", "sdar-4b-mrp", "sdar-4b-mrp-ours", "sdar-8b-mrp"]
+    flags = {"model": str(ROOT / "hub_configs" / "sdar-4b-mrp"), "output_dir": "unused"}
+    ours = dry_run(read_settings("mrp", "sdar-4b-mrp-ours", flags))
+    published = dry_run(read_settings("mrp", "sdar-4b-mrp", flags))
+    assert ours.trained == published.trained == 315_907_328
+    objective = ours.settings.arguments(bf16=False, use_cpu=True).head_objective(16)
+    assert (objective.reveals.rule, objective.reveals.eager_share) == ("on_policy", 0.5)
+    assert (objective.unroll, objective.order_weight, objective.reread_weight) == (2, 0.5, 1.0)

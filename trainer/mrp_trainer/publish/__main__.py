@@ -1,5 +1,0 @@
-"""`python -m mrp_trainer.publish`."""
-
-from .command import main
-
-main()
