@@ -3,7 +3,8 @@
     python -m benchmarks.serve_soak --requests 5000 --output benchmarks/results/serve_soak.jsonl
 
 The embedded checkpoint in float64, where no tie comes up, on loopback. Whole answers, streams, completions of several prompts,
-long ones, malformed requests, and clients that leave in the middle of an answer or before it. The last line has the counts:
+long ones, malformed requests, and clients that leave in the middle of an answer or before it. Behind them, sixteen chats are
+asked one after another and then at once (`sixteen_chats`, seconds of both). The last line has the counts:
 `lost` requests got no answer though their client waited for one, `wrong` ones a status that they should not, `differ` counts
 texts. `resident_mb` is the server's memory after each tenth of the requests. Exit status 1 if any of the three is not 0, the
 memory of the last tenth is more than a tenth above that of the second, or the server is not idle at the end.
@@ -226,6 +227,22 @@ class Served:
         return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))}
 
 
+def sixteen_chats(served: Served) -> dict[str, float]:
+    """Time chats that no other request stands between: one after another, and at once."""
+    prompts = [one.prompt for one in problems("code", "tune", 16)]
+    bodies = [
+        json.dumps({"messages": [{"role": "user", "content": prompt}], "temperature": 0, "max_tokens": 64}).encode()
+        for prompt in prompts
+    ]
+    seconds = {}
+    for name, clients in (("one_after_another", 1), ("at_once", len(bodies))):
+        begun = time.monotonic()
+        with ThreadPoolExecutor(clients) as pool:
+            list(pool.map(lambda body: ask(Case("chat", _CHAT, body), served.port), bodies))
+        seconds[name] = round(time.monotonic() - begun, 2)
+    return seconds
+
+
 def soak(served: Served, requests: int, clients: int, seed: int) -> Iterator[dict[str, Any]]:
     """Ask, then compare; give what each tenth came to, and the counts at last."""
     texts = [one.prompt for family in ("math", "code") for one in problems(family, "heldout", 12)]
@@ -261,6 +278,7 @@ def soak(served: Served, requests: int, clients: int, seed: int) -> Iterator[dic
         "requests_to_a_batch": round(counts['mrp_requests_total{status="200"}'] / counts["mrp_batches_total"], 2),
         "still_at_work": int(counts["mrp_requests_running"] + counts["mrp_requests_waiting"]),
         "tracebacks": len(re.findall("Traceback", served.log.read_text())),
+        "sixteen_chats": sixteen_chats(served),
         "seconds_to_an_answer": {"median": round(waits[len(waits) // 2], 2), "most": round(waits[-1], 2)},
         "resident_mb": resident,
         "seconds": round(seconds, 1),

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 from openai_server import ASKED, ENDLESS, FEW, Server, answers, server, started
 
+from benchmarks import serve_soak
+
 __all__ = ["answers", "server"]  # fixtures
 
 WAITING, RUNNING = "mrp_requests_waiting", "mrp_requests_running"
@@ -146,6 +148,19 @@ def test_who_reads_one_line_of_it_and_no_more_is_served(server: Server) -> None:
     """A full pipe makes its writer wait: what is logged of each request goes to stderr."""
     for _ in range(1500):  # of some 60 bytes in 64 KB
         server.metrics()
+
+
+@pytest.mark.usefixtures("server")
+def test_the_soak_asks_for_every_kind(tmp_path: Path) -> None:
+    texts = [f"Add {number} to each number of a list." for number in range(12)]
+    cases = [serve_soak.case_of(number, 0, texts) for number in range(200)]
+    assert {case.kind for case in cases} == serve_soak.KINDS.keys()
+    output = tmp_path / "soak.jsonl"
+    assert serve_soak.main(["--requests", "12", "--clients", "8", "--output", str(output)]) == 0
+    counts = json.loads(output.read_text().splitlines()[-1])
+    assert (counts["requests"], counts["lost"], counts["wrong"], counts["differ"]) == (12, 0, 0, 0)
+    assert counts["texts"] >= 6
+    assert counts["sixteen_chats"].keys() == {"one_after_another", "at_once"}
 
 
 def test_a_server_that_is_told_to_end_tells_its_clients(tmp_path: Path) -> None:

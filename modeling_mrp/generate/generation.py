@@ -23,10 +23,9 @@ from transformers.generation.streamers import BaseStreamer
 
 from ..kernels.dispatch import PYTORCH, Dispatch, kernels_usable
 from ..kernels.fused_layers import pack
-from ..model.adapters import adapters_of_rows, check_adapters
 from ..model.offloading import fetched
 from ..networks.attention import takes_round_masks
-from ..networks.cache import BlockCache, PassingReference, WeightsSeen, devices_of_layers
+from ..networks.cache import BlockCache, PassingReference, WeightsSeen, adapted_layers, adapters_of_rows, devices_of_layers
 from ..networks.graphs import cache_for, release_graphs
 from ..networks.networks import Networks
 from ..networks.picker import TRUNCATIONS, Picker
@@ -390,6 +389,42 @@ def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationCo
         likeliest=sample and mode.drafting is not None,
         dispatch=dispatch if usable else PYTORCH,
     )
+
+
+def check_adapters(model: Any, rows: int) -> None:
+    """Check the adapters that are on, for a batch of so many rows.
+
+    Raises:
+        ValueError: for an adapter that needs a prompt read token by token, vectors before it, or a network beside the layers;
+            for `adapter_names` of another number of rows.
+    """
+    of_rows = adapters_of_rows(model)
+    if of_rows is not None and len(of_rows) != rows:
+        raise ValueError(
+            f"adapter_names holds {len(of_rows)} names for {rows} rows: give one for each row (after num_return_sequences)"
+        )
+    wrapper: Any = getattr(model.prepare_inputs_for_generation, "__self__", None)  # a peft model puts its own there
+    config: Any = getattr(wrapper, "active_peft_config", None)
+    found = None
+    if getattr(config, "is_prompt_learning", False):
+        found = config.peft_type.value, "an adapter of the prompt, and generate decodes from ids alone"
+    on = {
+        name
+        for layer in adapted_layers(model)
+        if not layer.disable_adapters
+        for name in (*layer.active_adapters, *(of_rows or ()))
+    }
+    for name, config in (getattr(model, "peft_config", None) or {}).items():
+        if name in on and getattr(config, "alora_invocation_tokens", None):
+            why = "it starts behind the last invocation of a text that grows from the left"
+            found = "aLoRA (alora_invocation_tokens)", why
+        elif name in on and config.peft_type == "SHADOW":
+            found = "SHADOW", "its network beside the layers begins where the model is called, and sees a causal text"
+    if found is not None:
+        raise ValueError(
+            f"an adapter of type {found[0]} has no effect on generate: {found[1]}. Train an adapter of the weights instead, "
+            "such as LoRA, or decode without it under model.disable_adapter()"
+        )
 
 
 def check_past(past: Any, model: Any, rows: int) -> None:

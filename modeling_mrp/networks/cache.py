@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from ..model.adapters import adapters_on
 from ..model.offloading import device_of
 
 # Slots that attention reads beyond the texts are a power of two of at least so many where shapes have to stay the same.
@@ -31,7 +30,7 @@ class WeightsSeen:
 
     def __init__(self, module: nn.Module) -> None:
         self.seen = [(PassingReference(weight), _state_of(weight)) for weight in _held_parameters(module)]
-        self.adapters = adapters_on(module)
+        self.adapters = _adapters_on(module)
 
     def same(self, module: nn.Module | None) -> bool:
         """Tell if nothing was replaced, moved or written to, and the same adapters are on.
@@ -42,7 +41,7 @@ class WeightsSeen:
         return (
             len(weights) == len(self.seen)
             and module is not None
-            and self.adapters == adapters_on(module)
+            and self.adapters == _adapters_on(module)
             and all(
                 seen() is weight and state == _state_of(weight)
                 for (seen, state), weight in zip(self.seen, weights, strict=True)
@@ -52,6 +51,30 @@ class WeightsSeen:
 
 def _held_parameters(module: nn.Module) -> list[Tensor]:
     return [weight for weight in module.parameters() if not weight.is_meta]  # those that are offloaded come anew each time
+
+
+def _adapters_on(module: nn.Module) -> list[Any]:
+    """List the adapters that are on in each of peft's layers, with their scales, and those of rows."""
+    layers = [
+        (list(layer.active_adapters), layer.disable_adapters, layer.merged_adapters[:], dict(getattr(layer, "scaling", {})))
+        for layer in adapted_layers(module)
+    ]
+    return [adapters_of_rows(module), *layers]
+
+
+def adapters_of_rows(module: nn.Module) -> list[str] | None:
+    """Read peft's `adapter_names`, an adapter for each row of a batch, which hooks hand to its layers during a call.
+
+    A call that failed leaves its hooks behind; the last one counts.
+    """
+    hooks = (hook for part in module.modules() for hook in reversed(part._forward_pre_hooks.values()))
+    names = (getattr(hook, "keywords", {}).get("adapter_names") for hook in hooks)
+    return next((list(of_rows) for of_rows in names if of_rows is not None), None)
+
+
+def adapted_layers(module: nn.Module) -> list[Any]:
+    """List peft's layers."""
+    return [layer for layer in module.modules() if hasattr(layer, "merged_adapters")]
 
 
 def _state_of(weight: Tensor) -> list[int]:

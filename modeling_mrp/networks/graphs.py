@@ -20,9 +20,8 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..model.adapters import adapters_of_rows
 from .attention import REPLACED, ROUND_ATTENTION
-from .cache import BlockCache
+from .cache import BlockCache, adapters_of_rows
 
 # PyTorch allows one capture at a time in a process, and begins it with a wait that is illegal while another one goes on.
 _RECORDING = threading.Lock()
