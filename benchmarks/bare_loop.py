@@ -5,27 +5,26 @@
 Batch 1, greedy, in turns in one process; prints the ratio of CPU times, its spread, and how many texts are equal.
 """
 
-import argparse
 import time
 from collections.abc import Sequence
 
 import torch
-from mrp_trainer.data.problems import encode
-from mrp_trainer.data.tasks import problems
+from mrp_trainer.evaluate.decoded import NEW_TOKENS
 from transformers import DynamicCache
 
 from modeling_mrp.modeling import MRPForCausalLM
 
-from .common import TINY, emit, header, load
+from .common import TINY, emit, header, load, parser_of
+from .turns import CLOCKS, Way, batches_of, faster, take_turns
 
-NEW, TAU = 64, 0.9
+TAU = 0.9
 
 
 @torch.inference_mode()
 def decoded(model: MRPForCausalLM, prompt: Sequence[int], eos: set[int]) -> list[int]:
     """Decode one prompt block by block: reveal all above tau, at least the surest, until no mask is left."""
     config, cache, ids = model.config, DynamicCache(), list(prompt)
-    block, mask_id, limit = config.block_size, config.mask_token_id, len(prompt) + NEW
+    block, mask_id, limit = config.block_size, config.mask_token_id, len(prompt) + NEW_TOKENS["math"]
 
     def forward(tokens: list[int], begin: int, keep: bool) -> torch.Tensor:
         positions = torch.arange(begin, begin + len(tokens))
@@ -69,7 +68,7 @@ def decoded(model: MRPForCausalLM, prompt: Sequence[int], eos: set[int]) -> list
 
 def main(arguments: list[str] | None = None) -> None:
     """Command line: one JSON line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.bare_loop", description=__doc__)
+    parser = parser_of("bare_loop", __doc__)
     parser.add_argument("--count", type=int, default=16, help="problems of math, each decoded in both ways")
     parser.add_argument("--dtype", choices=("float32", "float64"), default="float64")
     options = parser.parse_args(arguments)
@@ -77,25 +76,20 @@ def main(arguments: list[str] | None = None) -> None:
     model, tokenizer = load(TINY)
     model, eos = model.to(getattr(torch, options.dtype)), {tokenizer.eos_token_id, tokenizer.pad_token_id}
     emit(header("bare_loop", options))
-    ratios, equal = [], 0
-    asked = {"decoding": "dynamic", "confidence_threshold": TAU, "do_sample": False, "max_new_tokens": NEW}
-    for turn, problem in enumerate(problems("math", "heldout", options.count + 1)):
-        prompt = encode(problem, tokenizer)[0]
-        ids, seconds, made = torch.tensor([prompt]), [0.0, 0.0], [[0], [0]]
-        for way in (0, 1) if turn % 2 else (1, 0):
-            begun = time.process_time()
-            if way:
-                out = model.generate(ids, attention_mask=torch.ones_like(ids), eos_token_id=sorted(eos), **asked)
-                made[1] = out[0, len(prompt) :].tolist()
-            else:
-                made[0] = decoded(model, prompt, eos)
-            seconds[way] = time.process_time() - begun
-        if turn:  # the first one warms up
-            ratios.append(seconds[1] / seconds[0])
-            equal += made[0] == made[1]
-    ratios.sort()
-    spread = [round(ratios[at * (len(ratios) - 1) // 4], 3) for at in (0, 1, 2, 3, 4)]
-    emit({"generate_over_bare_loop": spread, "texts_equal": equal, "texts": len(ratios)})
+    batches = batches_of(tokenizer, "heldout", options.count, 1)
+    prompts = [batch["input_ids"][0].tolist() for batch in batches]
+    package = Way(model, batches, CLOCKS["cpu"], decoding="dynamic", confidence_threshold=TAU, eos_token_id=sorted(eos))
+    texts: dict[int, list[int]] = {}
+
+    def bare(turn: int) -> float:
+        begun = time.process_time()
+        texts[turn % options.count] = decoded(model, prompts[turn], eos)
+        return time.process_time() - begun
+
+    taken = take_turns({"bare": bare, "generate": package}, options.count)
+    equal = sum(package.texts[turn][0].tolist() == prompts[turn] + texts[turn] for turn in texts)
+    ratio = faster(taken["bare"], taken["generate"])  # of speeds: the time of the other way round
+    emit({"generate_over_bare_loop": ratio, "texts_equal": equal, "texts": len(texts)})
 
 
 if __name__ == "__main__":

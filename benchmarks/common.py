@@ -1,10 +1,12 @@
 """What the benchmark commands share: reading what was measured with the embedded weights, and decodes of their own."""
 
 import json
+import sys
 import time
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from mrp_trainer.evaluate.provenance import digests
@@ -28,9 +30,15 @@ TINY = HUB_CONFIGS / "sdar-tiny-mrp"
 RESULTS = Path(__file__).parent / "results"
 
 
-def emit(line: dict[str, Any]) -> None:
-    """Prints one measurement at once, so that a run that is cut short leaves what it had."""
-    print(json.dumps(line), flush=True)
+def parser_of(name: str, doc: str) -> ArgumentParser:
+    """Make the parser of a command, `python -m benchmarks.NAME`, that is described by its module's docstring."""
+    return ArgumentParser(prog=f"python -m benchmarks.{name}", description=doc, formatter_class=RawDescriptionHelpFormatter)
+
+
+def emit(line: dict[str, Any], file: TextIO | None = None) -> None:
+    """Print one measurement at once, and write it to a file, so that a run that is cut short leaves what it had."""
+    for target in filter(None, (sys.stdout, file)):
+        print(json.dumps(line), file=target, flush=True)
 
 
 @cache

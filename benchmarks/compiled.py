@@ -1,36 +1,35 @@
 """What the compiler makes of the kernels, for a GPU that need not be there: registers, stack, shared memory, accesses.
 
-``python -m benchmarks.compiled > benchmarks/results/compiled.jsonl`` launches every kernel at sizes of the 4B shape on tensors
-without memory; each launch is caught and compiled for `--capability` (80: Ampere, 90: Hopper, 100 and 120: Blackwell) with just
-the arguments that it came with. Programs are those that a multiprocessor holds at once. Narrow accesses are instructions that
-load or store a number of 16 bits or less by itself. It takes a minute, needs triton and no GPU, and must not run under
-TRITON_INTERPRET.
+    python -m benchmarks.compiled --capability 90
+
+launches every kernel at sizes of the 4B shape on tensors without memory; each launch is caught and compiled for `--capability`
+(80: Ampere, 90: Hopper, 100 and 120: Blackwell) with just the arguments that it came with. Programs are those that a
+multiprocessor holds at once. Narrow accesses are instructions that load or store a number of 16 bits or less by itself. It
+takes a minute, needs triton and no GPU, and must not run under TRITON_INTERPRET.
 """
 
-import argparse
 import re
 import subprocess
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import triton
 from torch import Tensor
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from modeling_mrp.kernels.fused_layers import _rotated_kernel, _sum_and_norm_kernel
+from modeling_mrp.kernels.dispatch import Dispatch
 from modeling_mrp.kernels.pick import Unembedding, _pick_kernel
-from modeling_mrp.kernels.round_attention import RoundMask, round_attention
 
-from .common import emit, header
+from .common import HUB_CONFIGS, emit, header, parser_of
+from .gpu_cases import attention_cases, layer_cases
+from .roofline import Shape
 
 POINTERS = {
     torch.bfloat16: "*bf16",
@@ -40,11 +39,9 @@ POINTERS = {
     torch.int32: "*i32",
     torch.uint8: "*u8",
 }
-PROCESSORS = 132
 SHARED = {80: 164, 86: 100, 89: 100, 90: 228, 100: 228, 120: 100}
 REGISTERS, THREADS = 65_536, {80: 2048, 86: 1536, 89: 1536, 90: 2048, 100: 2048, 120: 1536}
 _OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
-VOCAB, HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 151_936, 2560, 32, 8, 128
 
 
 def source(kernel: JITFunction, given: dict[str, Any]) -> ASTSource:
@@ -108,84 +105,43 @@ def caught(launch: Callable[[], Any], capability: int) -> list[dict[str, Any]]:
         names = [parameter.name for parameter in kernel.params]
         found.append(compiled(kernel, {**dict(zip(names, args, strict=False)), **kwargs}, options, capability))
 
-    with patch.object(JITFunction, "run", run):
+    def forced(dispatch: Dispatch, name: str, kernel: Callable[[], Any], *others: Any, **more: Any) -> Any:
+        return kernel()
+
+    with patch.object(JITFunction, "run", run), patch.object(Dispatch, "run", forced):
         launch()
     return found
 
 
-def _empty(*shape: int, dtype: torch.dtype) -> Tensor:
-    return torch.empty(*shape, dtype=dtype, device="meta")
-
-
-def pick_launch(rows: int, sampled: bool = False, truncated: bool = False) -> None:
-    """The row kernel of the pick over float32 logits of the whole vocabulary, greedy or sampled, behind a top-k or not."""
-    keys, least = _empty(rows, dtype=torch.int64), _empty(rows, dtype=torch.float32)
-    unembedding = Unembedding(_empty(VOCAB, HIDDEN, dtype=torch.bfloat16), VOCAB - 1, 0.7 if sampled else 1.0)
-    logits = _empty(rows, VOCAB, dtype=torch.float32)
-    _pick_kernel(unembedding, logits, least if truncated else None, keys if sampled else None)
-
-
-def attention_launch(batch: int, states: int, used: int, dtype: torch.dtype, block: int = 4) -> None:
-    """A round's attention behind `used` slots."""
-    queries = states * block
-    slots = _empty(batch, queries + used, 39, 2, KV_HEADS, HEAD_DIM, dtype=dtype)[:, :, 0]  # of 36 layers and a head's three
-    keys = slots.permute(2, 0, 3, 1, 4)
-    query = _empty(batch, queries, HEADS, HEAD_DIM, dtype=dtype).transpose(1, 2)
-    parent = _empty(batch, states, dtype=torch.int64) if states > 1 else None
-    round_attention(query, keys[0], keys[1], RoundMask(_empty(batch, dtype=torch.int64), parent, states, block), 0.1)
-
-
-def layer_launch(kernel: str, tokens: int, dtype: torch.dtype) -> None:
-    """One of the kernels between a layer's matrix products, in a round of a row."""
-    with torch.device("meta"):
-        norm, q_norm, k_norm = (Qwen3RMSNorm(size).to(dtype) for size in (HIDDEN, HEAD_DIM, HEAD_DIM))
-    if kernel == "sum_and_norm":
-        hidden, added = (_empty(1, tokens, HIDDEN, dtype=dtype) for _ in range(2))
-        _sum_and_norm_kernel(hidden, added, norm)
-    else:
-        attention = SimpleNamespace(head_dim=HEAD_DIM, q_norm=q_norm, k_norm=k_norm)
-        projected = _empty(1, tokens, (HEADS + 2 * KV_HEADS) * HEAD_DIM, dtype=dtype)
-        rotary = _empty(1, tokens, HEAD_DIM, dtype=dtype), _empty(1, tokens, HEAD_DIM, dtype=dtype)
-        kept = _empty(1, tokens, 39, 2, KV_HEADS, HEAD_DIM, dtype=dtype)[:, :, 0].permute(2, 0, 3, 1, 4)
-        _rotated_kernel(attention, projected, rotary, kept[0], kept[1])
-
-
-def shipped(dtype: torch.dtype, capability: int) -> Iterator[tuple[dict[str, Any], Callable[[], Any]]]:
-    """What a row of SDAR-4B launches in blocks of 16, plain and with K = 4 and 8 states, greedy and sampled."""
-    block = 16
+def launches(dtype: torch.dtype) -> Iterator[tuple[dict[str, Any], Callable[[], Any]]]:
+    """List what a row of SDAR-4B launches in blocks of 16, plain and with K = 4 and 8 states, picks greedy and sampled."""
+    shape, on = Shape.read(HUB_CONFIGS / "sdar-4b-mrp"), torch.device("meta")
+    weight = torch.empty(shape.vocab_size, shape.hidden_size, dtype=dtype, device=on)
     for states in (1, 4, 8):
-        tokens = states * block
+        rows = states * shape.block_size
+        logits, least = torch.empty(rows, shape.vocab_size, device=on), torch.empty(rows, device=on)
+        keys = torch.empty(rows, dtype=torch.int64, device=on)
         for sampled, truncated in ((False, False), (True, False), (True, True)):
-            sizes = {"launch": "pick", "rows": tokens, "sampled": sampled, "truncated": truncated}
-            yield sizes, partial(pick_launch, tokens, sampled, truncated)
-        sizes = {"launch": "round_attention", "batch": 1, "states": states, "block": block, "used": 512}
-        yield sizes, partial(attention_launch, 1, states, 512, dtype, block)
-        for kernel in ("sum_and_norm", "rotated"):
-            yield {"launch": kernel, "tokens": tokens}, partial(layer_launch, kernel, tokens, dtype)
-
-
-def others(dtype: torch.dtype, capability: int) -> Iterator[tuple[dict[str, Any], Callable[[], Any]]]:
-    """What blocks of 4 and larger batches launch."""
-    for batch, states, used in ((1, 4, 512), (1, 1, 512), (8, 8, 4096)):
-        sizes = {"launch": "round_attention", "batch": batch, "states": states, "block": 4, "used": used}
-        yield sizes, partial(attention_launch, batch, states, used, dtype)
+            unembedding = Unembedding(weight, shape.vocab_size - 1, 0.7 if sampled else 1.0)
+            given = unembedding, logits, least if truncated else None, keys if sampled else None
+            yield {"launch": "pick", "rows": rows, "sampled": sampled, "truncated": truncated}, partial(_pick_kernel, *given)
+        for case in (*attention_cases(shape, 1, states, 512, dtype, on), *layer_cases(shape, 1, states, dtype, on)):
+            yield {"launch": case.name, "states": states}, partial(case.ways["kernel"], *case.inputs(0))
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Command line: a JSON line for each kernel of each launch."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.compiled", description=__doc__)
+    parser = parser_of("compiled", __doc__)
     parser.add_argument("--capability", type=int, default=90, choices=sorted(SHARED))
     parser.add_argument("--dtype", nargs="+", choices=("bfloat16", "float16", "float32"), default=["bfloat16", "float32"])
-    parser.add_argument("--shipped", action="store_true", help="only what a row of SDAR-4B launches in blocks of 16")
     options = parser.parse_args(arguments)
     if triton.knobs.runtime.interpret:
         parser.error("TRITON_INTERPRET is set, under which nothing is compiled: unset it")
     emit({**header("compiled", options), "triton": triton.__version__})
     for name in options.dtype:
-        for launches in (shipped,) if options.shipped else (shipped, others):
-            for described, launch in launches(getattr(torch, name), options.capability):
-                for line in caught(launch, options.capability):
-                    emit({"dtype": name, **described, **line})
+        for described, launch in launches(getattr(torch, name)):
+            for line in caught(launch, options.capability):
+                emit({"dtype": name, **described, **line})
 
 
 if __name__ == "__main__":

@@ -1,28 +1,26 @@
-"""When speculation pays: speed over `static` at the published shapes, from measured counts and the roofline of a device.
+"""When speculation pays: speed over `static` at the published shapes, predicted from measured counts and a device's roofline.
 
-``python -m benchmarks.cost_model`` takes tokens per forward, states per forward and head passes per round from results of
-`benchmarks.sweep` and prints, for each shape, batch size and K, what a round of `static`, `self_spec` and `mrp_spec` takes and
-the mode to use; then where each stops paying. The counts are those of the checkpoint measured, a toy's here, and the bandwidth
-is ideal: predictions hold for a model whose drafts are right as often, on a device that never waits. What waiting adds is in
-`benchmarks.rounds`.
+    python -m benchmarks.cost_model --device H200 --batch 1 2 4 --states 4 8
+
+prints the mode to use at each shape, batch size and K, and the batch size at which each mode stops paying. Tokens per forward,
+states per forward and head passes per round are of `results/tiny_sweep.jsonl`, which commit 27b9ad0 measured with the embedded
+checkpoint, a toy; the bandwidth is ideal. So predictions hold for a model whose drafts are right as often, on a device that
+never waits. What waiting adds is in `benchmarks.rounds`.
 """
 
-import argparse
-import itertools
 import json
-import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from mrp_trainer.data.tasks import FAMILIES
-from mrp_trainer.evaluate.results import with_headers
+from mrp_trainer.publish.card import markdown_table
 from torch import nn
 
 from modeling_mrp.modeling import MRPForCausalLM
 
-from .common import HUB_CONFIGS, RESULTS, emit, header
+from .common import HUB_CONFIGS, RESULTS, parser_of
 from .roofline import Device, Shape, Work, backbone_forward, head_forward, vocabulary_step
 
 # Bandwidth of the H200 as measured with a large copy, the others and all peaks (dense bf16) as their makers give them.
@@ -34,6 +32,8 @@ DEVICES = {
 SHAPES = ("1.7b", "4b", "8b")
 SPECULATING = ("self_spec", "mrp_spec")
 LARGEST_BATCH = 1024
+COUNTS = RESULTS / "tiny_sweep.jsonl"
+Line = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -43,16 +43,23 @@ class Counts:
     Attributes:
         tokens_per_forward: Tokens generated per backbone forward.
         states_per_forward: States that a row packs into it.
-        head_passes: Passes of the head in a round, one after the other.
+        head_passes: Passes of the head in a round, one after the other, each with a vocabulary step.
         states_per_head_pass: States that a row packs into each.
-        draft_picks: Vocabulary steps that drafting takes in a round, one after the other.
     """
 
     tokens_per_forward: float
     states_per_forward: float
     head_passes: float = 0.0
     states_per_head_pass: float = 1.0
-    draft_picks: float = 0.0
+
+    @classmethod
+    def of(cls, line: Line, mode: str, states: int) -> "Counts":
+        """Read the counts of a mode from a line of results; one that does not say what a round computes stands for K states a
+        forward, and the head's forwards per token."""
+        tokens = line["tokens_per_forward"]
+        passes = line.get("head_passes_per_round", line["head_per_token"] * tokens) if mode == "mrp_spec" else 0.0
+        packed = max(1.0, line.get("states_per_head_pass", 1.0))
+        return cls(tokens, line.get("states_per_forward", float(states)), passes, packed)
 
 
 def head_share(model: MRPForCausalLM) -> float:
@@ -72,166 +79,89 @@ def masks_per_state(block_size: int) -> float:
     return block_size / 2
 
 
-def static_counts(block_size: int) -> Counts:
-    """One token a forward, and a state for each; at a block's end the clean state takes the next block's first one along."""
-    return Counts(1.0, 1 + 1 / block_size)
-
-
 def round_work(shape: Shape, counts: Counts, batch: int, prefix: int) -> dict[str, tuple[float, list[Work]]]:
-    """The kernel groups of a round behind `prefix` tokens, by part, and how often each part is done: `backbone`, `vocabulary`,
-    `head`, `draft_vocabulary`."""
+    """List the kernel groups of a round behind `prefix` tokens, by part, and how often each part is done: `backbone`,
+    `vocabulary`, `head`, `draft_vocabulary`."""
     masks = batch * masks_per_state(shape.block_size)
     return {
         "backbone": (1, backbone_forward(shape, batch, counts.states_per_forward, prefix)),
         "vocabulary": (1, [vocabulary_step(shape, masks * counts.states_per_forward)]),
         "head": (counts.head_passes, head_forward(shape, batch, counts.states_per_head_pass, prefix)),
-        "draft_vocabulary": (counts.draft_picks, [vocabulary_step(shape, masks * counts.states_per_head_pass)]),
+        "draft_vocabulary": (counts.head_passes, [vocabulary_step(shape, masks * counts.states_per_head_pass)]),
     }
 
 
-def round_seconds(shape: Shape, device: Device, counts: Counts, batch: int, prefix: int) -> dict[str, float]:
-    """Seconds of a round by part: see `round_work`."""
-    return {
-        part: times * sum(map(device.seconds, works))
-        for part, (times, works) in round_work(shape, counts, batch, prefix).items()
-    }
-
-
-def tokens_per_second(shape: Shape, device: Device, counts: Counts, batch: int, prefix: int) -> float:
-    """Of all rows together."""
-    return batch * counts.tokens_per_forward / sum(round_seconds(shape, device, counts, batch, prefix).values())
+def round_seconds(shape: Shape, device: Device, counts: Counts, batch: int, prefix: int) -> float:
+    """Predict the seconds of a round."""
+    work = round_work(shape, counts, batch, prefix).values()
+    return sum(times * sum(map(device.seconds, works)) for times, works in work)
 
 
 def speedup(shape: Shape, device: Device, counts: Counts, static: Counts, batch: int, prefix: int) -> float:
-    """Speed of a mode over that of `static`."""
-    mode, base = (tokens_per_second(shape, device, each, batch, prefix) for each in (counts, static))
+    """Predict the speed of a mode over that of `static`."""
+    mode, base = (each.tokens_per_forward / round_seconds(shape, device, each, batch, prefix) for each in (counts, static))
     return mode / base
 
 
 def stops_paying_at(shape: Shape, device: Device, counts: Counts, static: Counts, prefix: int) -> int | None:
-    """The smallest batch at which a mode is slower than `static`; None if there is none up to 1024."""
+    """Find the smallest batch at which a mode is slower than `static`; None if there is none up to 1024."""
     batches = range(1, LARGEST_BATCH + 1)
     return next((batch for batch in batches if speedup(shape, device, counts, static, batch, prefix) < 1), None)
 
 
-def counts_of(line: dict[str, Any], mode: str, states: int) -> Counts:
-    """Counts from a line of results.
-
-    A line that does not say what a round computes stands for K states a forward and the head's forwards per token. Each head
-    pass takes a vocabulary step; `self_spec` drafts from what was picked already, and takes none.
-    """
-    tokens = line["tokens_per_forward"]
-    passes = line.get("head_passes_per_round", line["head_per_token"] * tokens) if mode == "mrp_spec" else 0.0
-    return Counts(
-        tokens_per_forward=tokens,
-        states_per_forward=line.get("states_per_forward", float(states)),
-        head_passes=passes,
-        states_per_head_pass=max(1.0, line.get("states_per_head_pass", 1.0)),
-        draft_picks=line.get("draft_picks_per_round", passes),
-    )
+def counts_at(lines: Sequence[Line], family: str, mode: str, states: int, batch: int, block_size: int) -> Counts:
+    """Give the counts of a mode, measured at the largest batch that is not above the one asked. `static` scores a state a
+    forward, and at a block's end the next block's first one, too."""
+    alone = mode == "static"
+    wanted = {"family": family, "mode": mode, **({} if alone else {"states": states})}
+    fitting = [line for line in lines if all(line.get(name) == value for name, value in wanted.items())]
+    fitting = [line for line in fitting if line.get("axis") != "prompt" and line["batch_size"] <= (1 if alone else batch)]
+    line = max(fitting, key=lambda line: line["batch_size"])
+    return Counts(line["tokens_per_forward"], 1 + 1 / block_size) if alone else Counts.of(line, mode, states)
 
 
-def measured_counts(lines: list[dict[str, Any]], family: str, mode: str, states: int, batch: int) -> Counts | None:
-    """Counts of a mode from results, measured at the largest batch that is not above the one asked; None without any."""
-    fitting = [
-        line
-        for line in lines
-        if line["family"] == family
-        and line.get("axis") != "prompt"
-        and line["mode"] == mode
-        and line.get("states", states) == states
-        and line["batch_size"] <= batch
-    ]
-    return counts_of(max(fitting, key=lambda line: line["batch_size"]), mode, states) if fitting else None
+def read_counts() -> list[Line]:
+    """Read the lines that predictions are made from."""
+    return [line for line in map(json.loads, COUNTS.read_text().splitlines()) if "benchmark" not in line]
 
 
-def modes_at(lines: list[dict[str, Any]], family: str, states: int, batch: int, static: Counts) -> dict[str, Counts]:
-    """Counts of the modes that are known of a family at a K and batch size; at K = 1 they draft nothing and are `static`."""
-    known = {"static": static}
-    for mode in SPECULATING:
-        counts = static if states == 1 else measured_counts(lines, family, mode, states, batch)
-        if counts is not None:
-            known[mode] = counts
-    return known
-
-
-def predict(
-    shape: Shape, device: Device, family: str, known: dict[str, Counts], batch: int, states: int, prefix: int
-) -> Iterator[dict[str, Any]]:
-    """A line of kind `point` for each mode and, where both speculating ones are known and draft, one of kind `choice`."""
-    place = {"device": device.name, "shape": shape.name, "family": family, "batch": batch, "states": states}
-    speed = {}
-    for mode, counts in known.items():
-        speed[mode] = speedup(shape, device, counts, known["static"], batch, prefix)
-        parts = round_seconds(shape, device, counts, batch, prefix)
-        yield {
-            "kind": "point",
-            **place,
-            "mode": mode,
-            "tokens_per_forward": counts.tokens_per_forward,
-            "round_ms": round(1e3 * sum(parts.values()), 3),
-            **{f"{name}_ms": round(1e3 * seconds, 3) for name, seconds in parts.items()},
-            "speedup": round(speed[mode], 3),
-        }
-    if states > 1 and set(SPECULATING) <= set(known):
-        best = max(speed, key=lambda mode: speed[mode])
-        yield {"kind": "choice", **place, "decoding": best, "speedup": round(speed[best], 3)}
-
-
-def limits(
-    shape: Shape, device: Device, family: str, known: dict[str, Counts], states: int, prefix: int
-) -> Iterator[dict[str, Any]]:
-    """A line of kind `limit` for each speculating mode that is known: the batch at which it stops paying, and why."""
-    for mode in SPECULATING:
-        if mode in known:
-            counts = known[mode]
-            yield {
-                "kind": "limit",
-                "device": device.name,
-                "shape": shape.name,
-                "family": family,
-                "states": states,
-                "mode": mode,
-                "stops_paying_at_batch": stops_paying_at(shape, device, counts, known["static"], prefix),
-                "compute_bound_at_batch": math.ceil(device.ridge / (counts.states_per_forward * shape.block_size)),
-            }
+def tables(device: Sequence[str], shape: Sequence[str], batch: Sequence[int], states: Sequence[int], prefix: int) -> str:
+    """Predict by family and K: the mode to use at each shape and batch size, and the batch size at which each mode stops
+    paying."""
+    lines, columns = read_counts(), list(product(FAMILIES, states))
+    choices, limits = list[list[str]](), list[list[str]]()
+    for of, size in product(map(DEVICES.__getitem__, device), shape):
+        sizes = Shape.read(HUB_CONFIGS / f"sdar-{size}-mrp")
+        for rows in batch:
+            cells = []
+            for family, k in columns:
+                known = {mode: counts_at(lines, family, mode, k, rows, sizes.block_size) for mode in ("static", *SPECULATING)}
+                static = known["static"]
+                speed = {mode: round(speedup(sizes, of, counts, static, rows, prefix), 3) for mode, counts in known.items()}
+                best = max(speed, key=lambda mode: speed[mode])
+                cells.append(f"{best} {speed[best]:.2f}x")
+            choices.append([of.name, sizes.name, str(rows), *cells])
+        for mode in SPECULATING:
+            cells = []
+            for family, k in columns:
+                static, counts = (counts_at(lines, family, each, k, max(batch), sizes.block_size) for each in ("static", mode))
+                cells.append(str(stops_paying_at(sizes, of, counts, static, prefix) or "never"))
+            limits.append([of.name, sizes.name, mode, *cells])
+    head = [f"{family} K={k}" for family, k in columns]
+    use = markdown_table(["device", "shape", "batch", *head], choices)
+    stops = markdown_table(["device", "shape", "mode", *head], limits)
+    return f"Mode to use, speed over static\n\n{use}\n\nSlower than static from batch\n\n{stops}"
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Command line: JSON lines of kinds `point`, `choice` and `limit`."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.cost_model", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--counts", default=str(RESULTS / "tiny_sweep.jsonl"), help="results of `benchmarks.sweep`")
-    parser.add_argument("--family", nargs="+", default=list(FAMILIES), help="whose lines of them to take")
+    """Command line: two Markdown tables."""
+    parser = parser_of("cost_model", __doc__)
     parser.add_argument("--device", nargs="+", default=["H200"], choices=[*DEVICES])
-    parser.add_argument("--shape", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--shape", nargs="+", choices=SHAPES, default=["4b"])
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 2, 3, 4, 6, 8])
-    parser.add_argument("--states", nargs="+", type=int, default=[1, 2, 4, 8])
+    parser.add_argument("--states", nargs="+", type=int, choices=(4, 8), default=[4, 8], help="K: what was measured")
     parser.add_argument("--prefix", type=int, default=512, help="committed tokens of a row")
-    options = parser.parse_args(arguments)
-    counted = list(with_headers(map(json.loads, Path(options.counts).read_text().splitlines())))
-    lines = [line for _, line in counted]
-    weights = {part: counted[-1][0].get(part) for part in ("backbone", "head")} if counted else {}
-    emit({**header("cost_model", options), **weights})
-    for name, size, family in itertools.product(options.device, options.shape, options.family):
-        shape = Shape.read(HUB_CONFIGS / f"sdar-{size}-mrp")
-        for line in _of_family(lines, shape, DEVICES[name], family, options):
-            emit(line)
-
-
-def _of_family(
-    lines: list[dict[str, Any]], shape: Shape, device: Device, family: str, options: argparse.Namespace
-) -> Iterator[dict[str, Any]]:
-    """Every prediction of one shape on one device, with the counts of one family."""
-    static = static_counts(shape.block_size)
-    if (measured := measured_counts(lines, family, "static", 1, 1)) is not None:
-        static = replace(static, tokens_per_forward=measured.tokens_per_forward)
-    for states in options.states:
-        for batch in options.batch:
-            known = modes_at(lines, family, states, batch, static)
-            yield from predict(shape, device, family, known, batch, states, options.prefix)
-        if states > 1:
-            known = modes_at(lines, family, states, max(options.batch), static)
-            yield from limits(shape, device, family, known, states, options.prefix)
+    print(tables(**vars(parser.parse_args(arguments))))
 
 
 if __name__ == "__main__":

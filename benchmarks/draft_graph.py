@@ -30,7 +30,7 @@ from modeling_mrp.rules.reveal import EntropyBound, RevealRule, Sequential
 from modeling_mrp.rules.state import Row, State
 
 from .common import greedy_decode
-from .loops import Made
+from .measure import Measured
 
 Pick = tuple[int, int]  # rank of the position, rank of its token
 Node = frozenset[Pick]
@@ -200,14 +200,14 @@ class GraphDrafts:
     states: int
 
     @torch.inference_mode()
-    def __call__(self, model: MRPForCausalLM, prompts: list[list[int]], new_tokens: int, eos: list[int]) -> Made:
+    def __call__(self, model: MRPForCausalLM, prompts: list[list[int]], new_tokens: int, eos: list[int]) -> Measured:
         """See `Loop`."""
         mode = Mode(self.rule, drafting=Drafting(self.states, 1))
         networks, rows = greedy_decode(model, mode, prompts, new_tokens, eos, max(2, self.states))
         decoder = GraphDecoder(mode, networks, Fixed(Amount(self.states)))
         decoder.graph = self.graph
         decoder.decode(rows, [0] * len(rows))
-        return Made.of(rows)
+        return Measured.of_rows(rows)
 
 
 # --------------------------------------------------------------------------------------------------------------- calibration

@@ -14,7 +14,6 @@ file each.
 In float64, so that every drafted text is its target's, token by token; `texts_that_differ` counts those that are not.
 """
 
-import argparse
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any
@@ -23,7 +22,6 @@ import torch
 from mrp_trainer.data.problems import encode
 from mrp_trainer.data.tasks import FAMILIES, SPLITS, Family, Problem, problems
 from mrp_trainer.evaluate.decoded import NEW_TOKENS
-from mrp_trainer.evaluate.intervals import wilson
 from mrp_trainer.evaluate.results import ResultsFile, mode_name
 from transformers import PreTrainedTokenizerFast
 
@@ -32,10 +30,9 @@ from modeling_mrp.generate.options import MRPGenerationConfig
 from modeling_mrp.modeling import MRPForCausalLM
 from modeling_mrp.rules.reveal import Dynamic, RevealRule, logit
 
-from .common import RESULTS, TINY, header, load
+from .common import RESULTS, TINY, header, load, parser_of
 from .draft_graph import DraftGraph, GraphDrafts, Node, recorded_paths
-from .loops import measure_loop
-from .measure import Measured, measure
+from .measure import Loop, Measured, measure, measure_loop
 from .psd import ParallelSpeculative
 from .released import Released
 from .targets import TARGETS, alone, drafted
@@ -149,18 +146,19 @@ class Decoder:
         """Decode problems of one family."""
         options = dict(setting)
         states = options.get("num_draft_states", 0)
+        loop: Loop
         if options["decoding"] == GRAPH:
             target = options["target"]
             graph = DraftGraph.calibrated(self.paths(target), NODES * (states - 1))
-            loop: Any = GraphDrafts(rule_of(target), graph, states)
+            loop = GraphDrafts(rule_of(target), graph, states)
         elif options["decoding"] == RELEASED:
             loop = Released(states, options["head_prefix"])
-            return measure_loop(loop, self.model, self.tokenizer, asked, 1)  # in a batch it waits for the slowest row
         elif options["decoding"] == PSD:
             loop = ParallelSpeculative(Dynamic(logit(options["confidence_threshold"])), states)
         else:
             return measure(self.model, self.tokenizer, asked, self.batch_size, **options)
-        return measure_loop(loop, self.model, self.tokenizer, asked, self.batch_size)
+        alone = options["decoding"] == RELEASED  # in a batch it waits for the slowest row
+        return measure_loop(loop, self.model, self.tokenizer, asked, 1 if alone else self.batch_size)
 
     def _paths(self, target: str) -> list[list[Node]]:
         """Record what a target does on tuning problems of all families."""
@@ -188,23 +186,17 @@ def lines(
         if results.find(**fields, asked=identity) is not None:
             continue
         measured = decoded(setting)
-        line = fields | (judged(measured) if asked[0].family in JUDGED else {}) | measured.line()
+        line = fields | measured.line()
         others = {name: decoded(other) for name, other in references(setting).items()}
         line |= measured.over(**others)
         if others:
-            line["texts_that_differ"] = sum(a != b for a, b in zip(measured.ids, others["target"].ids, strict=True))
+            line["texts_that_differ"] = measured.differ(others["target"])
         yield {**line, "asked": identity}
-
-
-def judged(measured: Measured) -> dict[str, Any]:
-    """The share of right answers in percent, with its interval."""
-    share = wilson(sum(map(bool, measured.right)), len(measured.right))
-    return {"accuracy": round(100 * share.value, 1), "accuracy_95": [round(100 * share.low, 1), round(100 * share.high, 1)]}
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Command line: writes a JSON line for each family and setting, and prints its name and numbers."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.frontier", description=__doc__.splitlines()[0])
+    parser = parser_of("frontier", __doc__)
     parser.add_argument("--model", default=str(TINY))
     parser.add_argument(
         "--output", default=str(RESULTS / "tiny_frontier.jsonl"), help="lines; goes on behind those that are there"

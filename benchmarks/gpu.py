@@ -2,18 +2,16 @@
 
 ``python -m benchmarks.gpu --output benchmarks/results/gpu.jsonl`` takes 8 minutes and goes in this order: each kernel against
 float64; texts with kernels and graphs against texts without, of random weights at a published shape and of the embedded
-checkpoint, and whether anything fell back; times of kernels and of rounds; `generate` with the embedded checkpoint; and at
-last the kernels' twins under `torch.compile`. What the clock leaves no time for is named and left out. The last line sums up,
-and the exit status is 1 where a check failed, something raised or something fell back.
+checkpoint, and whether anything fell back; times of kernels and of rounds; and `generate` with the embedded checkpoint. What
+the clock leaves no time for is named and left out. The last line sums up, and the exit status is 1 where a check failed,
+something raised or something fell back.
 
 On a CPU, ``TRITON_INTERPRET=1 python -m benchmarks.gpu --device cpu --shape toy`` goes the same way at a toy's size; there only
 the checks mean anything.
 """
 
-import json
-import sys
 import time
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from functools import cache, partial
@@ -26,12 +24,12 @@ import torch
 from modeling_mrp.model.configuration import MRPConfig
 from modeling_mrp.modeling import MRPForCausalLM
 
-from .common import HUB_CONFIGS, header
-from .gpu_cases import Case, attention_case, layer_cases, vocabulary_cases
-from .gpu_rounds import Round, check_texts, decode, rounds_of, time_round
+from .common import HUB_CONFIGS, TINY, emit, header, load, parser_of
+from .gpu_cases import Case, attention_cases, layer_cases, vocabulary_cases
+from .gpu_rounds import WARM_UPS, Round, check_texts, published_config, random_model, time_round
 from .roofline import Shape
 from .timing import ceilings, reason
-from .wallclock import Job, make_job, published_config, random_model, spread, take_turns
+from .turns import CLOCKS, Way, batches_of, faster, take_turns
 
 Line = dict[str, Any]
 TOY: dict[str, int] = {
@@ -62,8 +60,7 @@ class Bench:
 
     def parts(self) -> Iterator[tuple[Line, Callable[[], Iterable[Line]]]]:
         """Each part's name and sizes, and what makes its lines."""
-        dtypes = (torch.bfloat16, torch.float32, torch.float16)
-        cases = [(sizes, make) for dtype in dtypes for sizes, make in self.cases(dtype)]
+        cases = [case for dtype in (torch.bfloat16, torch.float32, torch.float16) for case in self.cases(dtype)]
         for sizes, make in cases:
             yield {"part": "kernel checks", **sizes}, partial(self.check_kernels, make)
         for round_ in self.rounds:
@@ -72,43 +69,36 @@ class Bench:
             for dtype in ("float32",) if self.on.type == "cpu" else ("bfloat16", "float32"):
                 yield {"part": "text check", "states": states, "dtype": dtype}, partial(self.check_tiny, states, dtype)
         yield {"part": "ceilings"}, self.ceilings
-        timed = [(sizes, make) for sizes, make in cases if sizes["dtype"] == "bfloat16"]
-        for sizes, make in timed:
-            yield {"part": "kernel times", **sizes}, partial(self.time_kernels, make, ("kernel", "torch"))
+        for sizes, make in cases:
+            if sizes["dtype"] == "bfloat16":
+                yield {"part": "kernel times", **sizes}, partial(self.time_kernels, make)
         for round_ in self.rounds:
             yield {"part": "round times", **vars(round_)}, partial(self.time_round, round_)
         yield {"part": "generate"}, self.generate
-        if self.on.type == "cuda":
-            for sizes, make in timed:
-                yield {"part": "compiled twins", **sizes}, partial(self.time_kernels, make, ("compile", "flex"))
 
-    def cases(self, dtype: torch.dtype) -> Iterator[tuple[Line, Callable[[], Iterator[Case]]]]:
-        """The kernels' cases at the shape; what shares inputs comes together."""
-        shape, on, prefix = self.shape, self.on, self.options.prefix
+    def cases(self, dtype: torch.dtype) -> Iterator[tuple[Line, Callable[[], Iterable[Case]]]]:
+        """List the kernels' cases at the shape; what shares inputs comes together."""
+        shape, on, prefix, name = self.shape, self.on, self.options.prefix, str(dtype)[6:]
         for rows in self.options.rows:
-            yield {"rows": rows, "dtype": str(dtype)[6:]}, partial(vocabulary_cases, shape, rows, dtype, on)
+            yield {"rows": rows, "dtype": name}, partial(vocabulary_cases, shape, rows, on)
         for round_ in self.rounds:
             batch, states = round_.batch, round_.states
-            sizes = {"batch": batch, "states": states, "dtype": str(dtype)[6:]}
-            yield {**sizes, "prefix": prefix}, partial(attention_case, shape, batch, states, prefix, dtype, on)
+            sizes = {"batch": batch, "states": states, "dtype": name}
+            yield {**sizes, "prefix": prefix}, partial(attention_cases, shape, batch, states, prefix, dtype, on)
             yield sizes, partial(layer_cases, shape, batch, states, dtype, on)
 
-    def check_kernels(self, make: Callable[[], Iterator[Case]]) -> Iterator[Line]:
-        """Errors against float64."""
+    def check_kernels(self, make: Callable[[], Iterable[Case]]) -> Iterator[Line]:
+        """Compare kernels with float64."""
         for case in make():
             try:
                 yield case.check()
             except Exception as error:  # those that share its inputs are checked all the same
                 yield {"failed": case.name, "error": reason(error)}
 
-    def time_kernels(self, make: Callable[[], Iterator[Case]], wanted: tuple[str, ...]) -> Iterator[Line]:
-        """Times of some ways."""
+    def time_kernels(self, make: Callable[[], Iterable[Case]]) -> Iterator[Line]:
+        """Time kernels and their twins."""
         for case in make():
-            ways = dict(case.ways)
-            if "compile" in wanted:
-                torch.compiler.reset()  # beyond 8 variants of one function, PyTorch would run it uncompiled
-                ways["compile"] = torch.compile(case.ways["torch"])
-            yield from case.time({way: call for way, call in ways.items() if way in wanted}, self.device(), self.on)
+            yield from case.time(self.device(), self.on)
 
     def check_round(self, round_: Round) -> Iterator[Line]:
         """Texts of random weights at the shape."""
@@ -119,10 +109,10 @@ class Bench:
         yield {"check": "round", **check_texts(model, inputs, tokens, round_.options, ours)}
 
     def check_tiny(self, states: int, dtype: str) -> Iterator[Line]:
-        """Texts of the embedded checkpoint."""
-        job = self._tiny(dtype)
-        inputs = {name: value.to(self.on) for name, value in job.batches[0].items()}
-        yield {"check": "texts", **check_texts(job.model, inputs, job.new_tokens, Round(1, states, 0).options, {})}
+        """Compare texts of the embedded checkpoint."""
+        model, (batch, *_) = self._tiny(dtype)
+        inputs = {name: value.to(self.on) for name, value in batch.items()}
+        yield {"check": "texts", **check_texts(model, inputs, 64, Round(1, states, 0).options, {})}
 
     def ceilings(self) -> Iterator[Line]:
         """What the device can do."""
@@ -135,32 +125,30 @@ class Bench:
         self.model().release_graphs()
 
     def generate(self) -> Iterator[Line]:
-        """The embedded checkpoint's speed over `static` beside the ratio of their forwards, at batch 1."""
-        job = self._tiny("float32" if self.on.type == "cpu" else "bfloat16")
-        modes = {f"K={states}": Round(1, states, 0).options for states in sorted({1, *self.options.states})}
-        batches = [{name: value.to(self.on) for name, value in batch.items()} for batch in job.batches]
-        speeds = take_turns(job, modes, self.options.repeats, 2 if self.on.type == "cuda" else 0)
-        forwards = {
-            mode: sum(rounds_of(decode(job.model, batch, job.new_tokens, **settings)[1]) for batch in batches)
-            for mode, settings in modes.items()
-        }
-        for mode in modes:
-            over = spread([mine / base for mine, base in zip(speeds[mode], speeds["K=1"], strict=True)])
-            yield {"generate": mode, "over_static": over, "fewer_forwards": round(forwards["K=1"] / forwards[mode], 3)}
+        """Measure the embedded checkpoint's speed over `static` beside the ratio of their forwards, at batch 1."""
+        model, batches = self._tiny("float32" if self.on.type == "cpu" else "bfloat16")
+        every = sorted({1, *self.options.states})
+        ways = {f"K={states}": Way(model, batches, CLOCKS["wall"], **Round(1, states, 0).options) for states in every}
+        turns = self.options.repeats * len(batches)
+        taken = take_turns(ways, turns, WARM_UPS * len(batches) if self.on.type == "cuda" else 1)
+        base = ways["K=1"]
+        for name, way in ways.items():
+            fewer = sum(base.forwards.values()) / sum(way.forwards.values())
+            yield {"generate": name, "over_static": faster(taken[name], taken["K=1"]), "fewer_forwards": round(fewer, 3)}
 
     def _model(self) -> MRPForCausalLM:
         if self.toy:
             sizes = {**TOY, "num_nextn_predict_layers": 1, "max_position_embeddings": 512, "pad_token_id": 1}
             config = MRPConfig(**sizes, mask_token_id=TOY["vocab_size"] - 1, eos_token_id=None)
         else:
-            config = published_config(self.options.shape, None)
+            config = published_config(self.options.shape)
         model = random_model(config, torch.float32 if self.on.type == "cpu" else torch.bfloat16, str(self.on))
         model.generation_config.pad_token_id = 1
         return model
 
-    def _tiny(self, dtype: str) -> Job:
-        count = self.options.count
-        return make_job(Namespace(shape="tiny", dtype=dtype, device=str(self.on), count=count, batch_size=1, new_tokens=None))
+    def _tiny(self, dtype: str) -> tuple[MRPForCausalLM, list[dict[str, torch.Tensor]]]:
+        model, tokenizer = load(TINY)
+        return model.to(self.on, getattr(torch, dtype)), batches_of(tokenizer, "heldout", self.options.count, 1)
 
 
 def run(parts: Iterable[tuple[Line, Callable[[], Iterable[Line]]]], until: float, on: torch.device) -> Iterator[Line]:
@@ -200,7 +188,7 @@ def _positive(text: str) -> int:
 
 def main(arguments: list[str] | None = None) -> None:
     """Command line: JSON lines to standard output, and to a file."""
-    parser = ArgumentParser(prog="python -m benchmarks.gpu", description=(__doc__ or "").splitlines()[0])
+    parser = parser_of("gpu", __doc__)
     parser.add_argument("--device", default="cuda", help="such as cuda:0, or cpu for the toy (default: cuda)")
     parser.add_argument("--shape", default="4b", choices=("1.7b", "4b", "8b", "toy"), help="a published size (default: 4b)")
     parser.add_argument("--batch", nargs="+", type=_positive, default=[1], help="rows of a round (default: 1)")
@@ -219,8 +207,7 @@ def main(arguments: list[str] | None = None) -> None:
     first, last = header("gpu", Namespace(**{**vars(options), "output": None})), None
     with options.output.open("a") if options.output else nullcontext() as file:
         for last in chain([first], run(bench.parts(), until, bench.on)):
-            for target in filter(None, (sys.stdout, file)):
-                print(json.dumps(last), file=target, flush=True)
+            emit(last, file)
     raise SystemExit(last is None or last["summary"] != "ok")
 
 

@@ -7,7 +7,6 @@ that all that is left is the host. Microseconds are stated as of a machine whose
 an iteration; `loop_ns` is what it took here, just before and behind. Packing of ids and the device's own work are not in it.
 """
 
-import argparse
 import gc
 import time
 from collections.abc import Sequence
@@ -24,67 +23,52 @@ from modeling_mrp.networks.networks import Networks
 from modeling_mrp.rules.reveal import Dynamic, RevealRule, Sequential, Static, logit, schedule_of
 from modeling_mrp.rules.state import Row
 
-from .common import TINY, emit, greedy_decode, header, load
+from .common import TINY, emit, greedy_decode, header, load, parser_of
 
-NEW, LOOP_NS, PLACES = 64, 27.0, 3
+NEW, LOOP_NS = 64, 27.0
+SAID = ("prefill", "score", "head", "picked")  # methods of networks whose results are noted
 
 
-class Recorded:
-    """The networks of a decode, which note what they say, or say again what they said.
+class Recording:
+    """The networks of a decode, which note what they say.
 
     Args:
-        networks: The real ones; None to say again.
+        networks: The real ones.
         said: What was said so far, in order.
     """
 
-    def __init__(self, networks: Networks | None, said: list[Any]) -> None:
-        self.networks, self.said, self.at = networks, said, 0
-        self.picker = self.drafter = None
-        self.round_masks = False
+    def __init__(self, networks: Networks, said: list[Any]) -> None:
+        self.networks, self.said = networks, said
 
-    def _say(self, name: str, *arguments: Any) -> Any:
-        if self.networks is not None:
-            self.said.append(getattr(self.networks, name)(*arguments))
+    def __getattr__(self, name: str) -> Any:
+        real = getattr(self.networks, name)
+
+        def noting(*arguments: Any) -> Any:
+            self.said.append(real(*arguments))
             return self.said[-1]
-        self.at += 1
-        return self.said[self.at - 1]
 
-    def attending(self) -> Any:
-        """See `Networks`."""
-        return torch.inference_mode()
+        return noting if name in SAID else real
 
-    def prefill(self, rows: Sequence[Row], reused: Sequence[int]) -> Any:
-        """See `Networks`."""
-        return self._say("prefill", rows, reused)
 
-    def score(self, rows: Sequence[Row], drafts: Any) -> Any:
-        """See `Networks`."""
-        return self._say("score", rows, drafts)
+class Replay:
+    """Stands for the networks of a recorded decode, and says again what they said.
 
-    def head(self, rows: Sequence[Row], asked: Any) -> Any:
-        """See `Networks`."""
-        return self._say("head", rows, asked)
+    Args:
+        said: In order.
+    """
 
-    def picked(self, picker: Any, states: Any, hidden: Any) -> Any:
-        """See `Networks`: of drafts."""
-        return self._say("picked", None if self.networks is None else self.networks.drafter, states, hidden)
+    picker = drafter = None
+    round_masks = False
 
-    def commit(self, rows: Sequence[Row], clean: Sequence[Sequence[int]]) -> None:
-        """See `Networks`."""
-        if self.networks is not None:
-            self.networks.commit(rows, clean)
+    def __init__(self, said: Sequence[Any]) -> None:
+        again = iter(said)
+        self.prefill = self.score = self.head = self.picked = lambda *_: next(again)
+        self.commit = self.widen = lambda *_: None
+        self.attending = torch.inference_mode
 
     def narrow(self, rows: list[Row], size: int) -> list[Row]:
         """See `Networks`."""
-        if self.networks is not None:
-            return self.networks.narrow(rows, size)
-        going = [row for row in rows if row.stop is None]
-        return (going + [row for row in rows if row.stop is not None])[:size]
-
-    def widen(self, used: int) -> None:
-        """See `Networks`."""
-        if self.networks is not None:
-            self.networks.widen(used)
+        return sorted(rows, key=lambda row: row.stop is not None)[:size]
 
 
 def loop_ns(count: int = 1_000_000) -> float:
@@ -100,16 +84,19 @@ def loop_ns(count: int = 1_000_000) -> float:
     return (time.process_time() - begun) / count * 1e9
 
 
-def mode_of(rule: RevealRule, states: int) -> tuple[Mode, Amount]:
-    """The mode of so many states a row: alone, or drafted with one head pass."""
-    if states == 1:
-        return Mode(rule), Amount()
-    return Mode(rule, drafting=Drafting(states, 3, 1)), Amount(states, 1)
-
-
 def measured(model: MRPForCausalLM, rule: RevealRule, prompts: list[list[int]], states: int, repeats: int) -> float:
-    """Decode once for the recording, then time the host alone: seconds a row and round, the least of some repeats."""
-    mode, amount = mode_of(rule, states)
+    """Decode once for the recording, then time the host alone: seconds a row and round, the least of some repeats.
+
+    Args:
+        model: The embedded checkpoint.
+        rule: The target's.
+        prompts: Ids by row.
+        states: K; 1: the target alone; more: drafted with one head pass.
+        repeats: How often.
+    """
+    mode, amount = (Mode(rule), Amount())
+    if states > 1:
+        mode, amount = Mode(rule, drafting=Drafting(states, 3, 1)), Amount(states, 1)
 
     def decoder(networks: Any) -> Decoder:
         return Decoder(mode, networks, Fixed(amount), least_rows=len(prompts))
@@ -117,12 +104,12 @@ def measured(model: MRPForCausalLM, rule: RevealRule, prompts: list[list[int]], 
     networks, rows = greedy_decode(model, mode, prompts, NEW, [], max(2, states))
     said: list[Any] = []
     with torch.inference_mode():
-        decoder(Recorded(networks, said)).decode(rows, [0] * len(rows))
+        decoder(Recording(networks, said)).decode(rows, [0] * len(rows))
     rounds, texts = sum(row.counts.forwards for row in rows) - len(rows), [row.text for row in rows]
     best = float("inf")
     for _ in range(repeats):
         _, rows = greedy_decode(model, mode, prompts, NEW, [], max(2, states))
-        again = decoder(Recorded(None, said))
+        again = decoder(Replay(said))
         gc.collect()
         begun = time.process_time()
         again.decode(rows, [0] * len(rows))
@@ -133,7 +120,7 @@ def measured(model: MRPForCausalLM, rule: RevealRule, prompts: list[list[int]], 
 
 def main(arguments: list[str] | None = None) -> None:
     """Command line: one JSON line for each block size, batch and number of states."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.host", description=__doc__)
+    parser = parser_of("host", __doc__)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--states", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--blocks", type=int, nargs="+", default=[4, 16])

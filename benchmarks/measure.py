@@ -1,82 +1,129 @@
-"""One mode on one list of problems: texts, cost by problem, and what a round computes."""
+"""One way to decode on one list of problems: texts, cost by problem, and a line of results."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mrp_trainer.data.tasks import Problem
-from mrp_trainer.evaluate.decoded import decode_problems
+import numpy as np
+from mrp_trainer.data.problems import encode
+from mrp_trainer.data.tasks import Problem, judge
+from mrp_trainer.evaluate.decoded import NEW_TOKENS, decode_problems
+from mrp_trainer.evaluate.intervals import RESAMPLES, Interval, percentiles, ratio_of_sums, resampled_sums, wilson
 from transformers import PreTrainedTokenizerBase
 
 from modeling_mrp.modeling import MRPForCausalLM
-
-from .bootstrap import Cost, ratio, tokens_per_forward
-from .meter import Meter
+from modeling_mrp.rules.state import Row
 
 SAMPLE = 4
+# Decodes prompts greedily, up to a number of new tokens and to the first of some ids that end a text.
+Loop = Callable[[MRPForCausalLM, list[list[int]], int, list[int]], "Measured"]
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What a mode made of problems.
+    """The texts of problems, and their cost.
 
     Attributes:
         ids: Generated ids, by problem.
-        cost: Tokens and forwards, by problem.
-        per_round: What a round computes (`Meter.per_round`); empty where the mode is not one of `generate`'s.
+        forwards: Backbone forwards in which each problem's row took part.
+        head_forwards: The same for the head.
+        right: Whether each text is accepted by its judge; None where there is no right answer.
         drafted: Drafted states that were submitted, all problems together.
         accepted: Drafted states that the backbone came by.
-        right: Whether each text is accepted by its judge; None where there is no right answer.
     """
 
     ids: list[list[int]]
-    cost: Cost
-    per_round: dict[str, float]
+    forwards: list[int]
+    head_forwards: list[int]
+    right: list[bool | None] = field(default_factory=list)
     drafted: int = 0
     accepted: int = 0
-    right: list[bool | None] = field(default_factory=list)
+
+    @classmethod
+    def of_rows(cls, rows: Sequence[Row]) -> "Measured":
+        """Read texts and counts from rows at their ends."""
+        counts = [row.counts for row in rows]
+        texts = [row.text[row.prompt : row.stop] for row in rows]
+        return cls(texts, [count.forwards for count in counts], [count.head_forwards for count in counts])
+
+    @property
+    def tokens(self) -> list[int]:
+        """Generated tokens, by problem."""
+        return list(map(len, self.ids))
+
+    @property
+    def speed(self) -> Interval:
+        """Tokens per forward over all problems, with a bootstrap interval."""
+        found = ratio_of_sums(self.tokens, self.forwards)
+        assert found is not None, "every prompt takes a forward"
+        return found
 
     def line(self) -> dict[str, Any]:
-        """Tokens per forward with its interval, the head's cost, what a round computes, and the first problems' counts."""
-        interval = tokens_per_forward(self.cost)
-        line: dict[str, Any] = {
-            "tokens_per_forward": round(interval.value, 3),
-            "tokens_per_forward_95": interval.rounded(),
-            "head_per_token": round(self.cost.head_per_token, 3),
+        """Give accuracy and tokens per forward with their intervals, the head's cost, and the first problems' counts."""
+        line: dict[str, Any] = {}
+        if judged := [one for one in self.right if one is not None]:
+            share = wilson(sum(judged), len(judged))
+            ends = [round(100 * share.low, 1), round(100 * share.high, 1)]
+            line |= {"accuracy": round(100 * share.value, 1), "accuracy_95": ends}
+        line |= {
+            "tokens_per_forward": round(self.speed.value, 3),
+            "tokens_per_forward_95": self.speed.rounded(),
+            "head_per_token": round(sum(self.head_forwards) / sum(self.tokens), 3),
         }
         if self.drafted:
             line["accepted_percent"] = round(100 * self.accepted / self.drafted, 1)
-        return {**line, **self.per_round, "sample": self.sample()}
+        return line | {"sample": self.sample()}
 
     def sample(self) -> dict[str, list[int]]:
-        """The exact counts of the first problems, which are quickly decoded again."""
-        return {name: list(counts)[:SAMPLE] for name, counts in vars(self.cost).items()}
+        """Give the exact counts of the first problems, which are quickly decoded again."""
+        return {name: getattr(self, name)[:SAMPLE] for name in ("tokens", "forwards", "head_forwards")}
 
-    def over(self, **others: "Measured | None") -> dict[str, Any]:
-        """`over_NAME` and `over_NAME_95` for each other mode given: the ratio of tokens per forward on the same problems."""
+    def over(self, **others: "Measured") -> dict[str, Any]:
+        """Give `over_NAME` and `over_NAME_95` for each other way: the ratio of tokens per forward on the same problems."""
         fields: dict[str, Any] = {}
         for name, other in others.items():
-            if other is not None:
-                interval = ratio(self.cost, other.cost)
-                fields |= {f"over_{name}": round(interval.value, 3), f"over_{name}_95": interval.rounded()}
+            interval = ratio(self, other)
+            fields |= {f"over_{name}": round(interval.value, 3), f"over_{name}_95": interval.rounded()}
         return fields
 
-    def same(self, other: "Measured") -> float:
-        """Share of problems with the same ids, in percent."""
-        return round(100 * sum(a == b for a, b in zip(self.ids, other.ids, strict=True)) / len(self.ids), 1)
+    def differ(self, other: "Measured") -> int:
+        """Count the texts that are not another's."""
+        return sum(a != b for a, b in zip(self.ids, other.ids, strict=True))
+
+
+def ratio(ours: Measured, theirs: Measured) -> Interval:
+    """Divide tokens per forward of two ways, with a bootstrap interval over problems: a resample draws both ways' counts of a
+    problem, so that what makes it easy for both cancels.
+
+    Raises:
+        ValueError: if the two have not the same number of problems.
+    """
+    if len(ours.ids) != len(theirs.ids):
+        raise ValueError(f"{len(ours.ids)} problems against {len(theirs.ids)}: compare ways on the same problems")
+    columns = np.stack([ours.tokens, ours.forwards, theirs.tokens, theirs.forwards], 1)
+    sums = np.concatenate([resampled_sums(columns, RESAMPLES, 0), columns.sum(0)[None]])
+    ratios = (sums[:, 0] / sums[:, 1]) / (sums[:, 2] / sums[:, 3])
+    return percentiles(float(ratios[-1]), ratios[:-1])
 
 
 def measure(
     model: MRPForCausalLM, tokenizer: PreTrainedTokenizerBase, asked: Sequence[Problem], batch_size: int, **options: Any
 ) -> Measured:
-    """Decodes problems of one family with options of `generate`."""
-    meter = Meter(model)
-    decoded = decode_problems(meter, tokenizer, asked, batch_size, **options)
-    return Measured(
-        decoded.ids,
-        Cost.of(decoded),
-        meter.per_round(),
-        decoded.forwards["drafted"],
-        decoded.forwards["accepted"],
-        decoded.right,
-    )
+    """Decode problems of one family with options of `generate`."""
+    made = decode_problems(model, tokenizer, asked, batch_size, **options)
+    drafts = made.forwards["drafted"], made.forwards["accepted"]
+    return Measured(made.ids, made.row_forwards, made.row_head_forwards, made.right, *drafts)
+
+
+def measure_loop(
+    loop: Loop, model: MRPForCausalLM, tokenizer: PreTrainedTokenizerBase, asked: Sequence[Problem], batch_size: int
+) -> Measured:
+    """Decode problems of one family with a loop beside `generate`."""
+    ids, forwards, head_forwards = list[list[int]](), list[int](), list[int]()
+    eos = [tokenizer.eos_token_id, tokenizer.pad_token_id]
+    for begin in range(0, len(asked), batch_size):
+        prompts = [encode(problem, tokenizer)[0] for problem in asked[begin : begin + batch_size]]
+        made = loop(model, prompts, NEW_TOKENS[asked[0].family], eos)
+        ids, forwards, head_forwards = ids + made.ids, forwards + made.forwards, head_forwards + made.head_forwards
+    texts = [tokenizer.decode([token for token in row if token not in eos]) for row in ids]
+    return Measured(ids, forwards, head_forwards, judge(asked, texts))

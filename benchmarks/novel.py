@@ -5,19 +5,17 @@ for is in `code` the goal with its test and its changes, and in `math` the chain
 are. What training asked for are the problems of the embedded recipe: its backbone's, and those that its head's states are from.
 """
 
-import argparse
 import re
 from typing import Any
 
 from mrp_trainer.data.problems import TaskDataset
 from mrp_trainer.data.tasks import Problem, Split, problems
-from mrp_trainer.evaluate.decoded import Decoded, decode_problems
-from mrp_trainer.evaluate.intervals import ratio_of_sums, wilson
 from mrp_trainer.train.tiny import BLOCK_SIZE, FAMILIES, TinyOptions
 from transformers import PreTrainedTokenizerBase
 
-from .common import TINY, emit, header, load
+from .common import TINY, emit, header, load, parser_of
 from .frontier import JUDGED, setting_name
+from .measure import measure
 from .targets import alone, drafted
 
 MODES = tuple(setting for target in ("static", "dynamic") for setting in (alone(target), drafted("mrp_spec", target, 8)))
@@ -66,22 +64,9 @@ def parts(family: Any, split: Split, count: int, known: set[tuple[Any, ...]]) ->
     return {name: found[:count] for name, found in of.items()}, len(of["known"]) / len(drawn)
 
 
-def line(decoded: Decoded) -> dict[str, Any]:
-    """Accuracy and tokens per forward of one part, with their intervals."""
-    right, speed = wilson(sum(decoded.judged), len(decoded.judged)), ratio_of_sums(decoded.tokens, decoded.row_forwards)
-    assert speed is not None, "every prompt takes a forward"
-    return {
-        "accuracy": round(100 * right.value, 1),
-        "accuracy_95": [round(100 * right.low, 1), round(100 * right.high, 1)],
-        "tokens_per_forward": round(speed.value, 3),
-        "tokens_per_forward_95": speed.rounded(),
-        "head_per_token": round(decoded.head_forwards_per_token, 3),
-    }
-
-
 def main(arguments: list[str] | None = None) -> None:
     """Command line: a JSON line for each family, mode and part."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.novel", description=__doc__.splitlines()[0])
+    parser = parser_of("novel", __doc__)
     parser.add_argument("--model", default=str(TINY))
     parser.add_argument("--count", type=int, default=200, help="problems of each part")
     parser.add_argument("--backbone", type=int, default=TinyOptions.steps * TinyOptions.batch_size, help="training problems")
@@ -95,9 +80,9 @@ def main(arguments: list[str] | None = None) -> None:
         of, share = parts(family, "heldout", options.count, known)
         for setting in MODES:
             for part, asked in of.items():
-                decoded = decode_problems(model, tokenizer, asked, options.batch_size, **setting)
+                made = measure(model, tokenizer, asked, options.batch_size, **setting)
                 where = {"family": family, "known_percent": round(100 * share, 1), "mode": setting_name(setting), "part": part}
-                emit({**where, "problems": len(asked), **line(decoded)})
+                emit({**where, "problems": len(asked), **made.line()})
 
 
 if __name__ == "__main__":

@@ -1,25 +1,20 @@
-"""Figures of the frontier and the cost model (``python -m benchmarks.plots``; needs matplotlib, the extra `bench`).
+"""The figure of the frontier (``python -m benchmarks.plots``; needs matplotlib, the extra `bench`).
 
-Reads `tiny_frontier*.jsonl` and `cost_model.jsonl` from `benchmarks/results` and writes SVG files beside them: the same bytes
-for the same numbers, with text as text.
+Reads `tiny_frontier*.jsonl` from `benchmarks/results` and writes `frontier.svg` beside them: the same bytes for the same
+numbers, with text as text.
 """
 
-import argparse
 from collections.abc import Sequence
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import matplotlib
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from .common import RESULTS, read_lines
+from .common import RESULTS, parser_of
 from .tables import frontier_lines
 
 Line = dict[str, Any]
-COLORS = {"static": "#777777", "self_spec": "#1b9e77", "mrp_spec": "#7570b3"}
-STYLES = ("-", "--", ":", "-.")
 DETERMINISTIC: Any = {
     "svg.hashsalt": "mrp",
     "svg.fonttype": "none",
@@ -85,63 +80,16 @@ def _arms(points: Sequence[Line], name: str) -> list[list[float]]:
     return [below, [max(0.0, line[f"{name}_95"][1] - line[name]) for line in points]]
 
 
-def cost_figure(lines: Sequence[Line], device: str, shape: str) -> Figure:
-    """Predicted speed over `static` against the batch size, a panel a family and a line a mode and K."""
-    points = [line for line in lines if line["kind"] == "point" and (line["device"], line["shape"]) == (device, shape)]
-    batches = sorted({line["batch"] for line in points})
-    drafted = [k for k in sorted({line["states"] for line in points}) if k > 1]
-    families = list(dict.fromkeys(line["family"] for line in points))
-    figure = Figure(figsize=(4.2 * len(families), 3.6), layout="constrained")
-    for place, family in enumerate(families):
-        axes = figure.add_subplot(1, len(families), place + 1)
-        axes.axhline(1, color=COLORS["static"], label="static")
-        for mode, (style, k) in product(("self_spec", "mrp_spec"), list(zip(STYLES, drafted, strict=False))):
-            at = {
-                line["batch"]: line["speedup"]
-                for line in points
-                if (line["family"], line["mode"], line["states"]) == (family, mode, k)
-            }
-            if at:
-                x = sorted(at)
-                axes.plot(x, [at[b] for b in x], style, marker="o", ms=3, color=COLORS[mode], label=f"{mode} K={k}")
-        _decorate(axes, f"{family}, {shape} on {device}, predicted", "batch size", "speed over static", batches)
-        axes.set_ylim(bottom=0)
-    return figure
-
-
-def _decorate(axes: Axes, title: str, x: str, y: str, ticks: Sequence[float]) -> None:
-    axes.set(title=title, xlabel=x, ylabel=y)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(ticks, [f"{tick:.0f}" for tick in ticks])
-    axes.minorticks_off()
-    axes.legend(fontsize=8)
-
-
-def save(figure: Figure, path: Path) -> None:
-    """As SVG, without the date or the version that drew it."""
-    figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
-
-
 def main(arguments: list[str] | None = None) -> None:
-    """Command line: writes the figures for the results that are there.
-
-    These are `frontier.svg` and `cost_DEVICE_SHAPE.svg`.
-    """
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.plots", description=__doc__.splitlines()[0])
+    """Command line: writes the figure, without the date or the version that drew it."""
+    parser = parser_of("plots", __doc__)
     parser.add_argument("--results", type=Path, default=RESULTS, help="the folder to read, and to write to")
-    parser.add_argument("--device", default="H200")
-    parser.add_argument("--shape", default="4B")
     options = parser.parse_args(arguments)
+    path = options.results / "frontier.svg"
     with matplotlib.rc_context(DETERMINISTIC):
-        figures: dict[str, Figure] = {}
-        if measured := frontier_lines(options.results):
-            figures["frontier.svg"] = frontier_figure(measured)
-        if (path := options.results / "cost_model.jsonl").exists():
-            name = f"cost_{options.device}_{options.shape}.svg".lower()
-            figures[name] = cost_figure(read_lines(path), options.device, options.shape)
-        for name, figure in figures.items():
-            save(figure, options.results / name)
-            print(options.results / name)
+        figure = frontier_figure(frontier_lines(options.results))
+        figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
+    print(path)
 
 
 if __name__ == "__main__":

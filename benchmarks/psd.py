@@ -28,7 +28,7 @@ from modeling_mrp.rules.reveal import Columns, Guesses, RevealRule
 from modeling_mrp.rules.state import Key, Row, Scores, State
 
 from .common import greedy_decode
-from .loops import Made
+from .measure import Measured
 
 
 class Consistent:
@@ -104,11 +104,11 @@ class ParallelSpeculative:
     states: int
 
     @torch.inference_mode()
-    def __call__(self, model: MRPForCausalLM, prompts: list[list[int]], new_tokens: int, eos: list[int]) -> Made:
+    def __call__(self, model: MRPForCausalLM, prompts: list[list[int]], new_tokens: int, eos: list[int]) -> Measured:
         """See `Loop`."""
         mode = Mode(self.rule, drafting=Drafting(self.states, 1))
         networks, rows = greedy_decode(model, mode, prompts, new_tokens, eos, max(2, self.states))
         decoder = PSDecoder(mode, networks, Fixed(Amount(self.states)))
         decoder.rules = {}
         decoder.decode(rows, [0] * len(rows))
-        return Made.of(rows)
+        return Measured.of_rows(rows)

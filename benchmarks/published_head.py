@@ -28,7 +28,7 @@ from transformers import PreTrainedTokenizerFast
 
 from modeling_mrp.modeling import MRPForCausalLM
 
-from .common import RESULTS, TINY, header, load
+from .common import RESULTS, TINY, header, load, parser_of
 from .frontier import JUDGED, RELEASED, STATES, Decoder
 from .measure import Measured
 from .targets import alone, drafted
@@ -66,14 +66,13 @@ def lines(decoders: dict[str, Decoder], asked: list[Problem], states: int, stati
     for (head, decoder), setting in product(decoders.items(), (released, ours)):
         measured = decoder.decoded(setting, asked)
         first = first or measured
-        differ = sum(a != b for a, b in zip(measured.ids, static.ids, strict=True))
         line = {"family": asked[0].family, "head": head, **setting, **measured.line(), **measured.over(published=first)}
-        yield {**line, "texts_that_differ": differ}
+        yield {**line, "texts_that_differ": measured.differ(static)}
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Command line: trains the head, then writes a JSON line for each family, K, head and loop."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.published_head", description=__doc__.splitlines()[0])
+    parser = parser_of("published_head", __doc__)
     parser.add_argument("--work", type=Path, default=Path("runs/published"), help="the head and its checkpoints")
     parser.add_argument(
         "--output", default=str(RESULTS / "tiny_published_head.jsonl"), help="lines; goes on behind those that are there"

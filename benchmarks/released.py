@@ -28,7 +28,7 @@ from modeling_mrp.rules.reveal import RevealRule, Static
 from modeling_mrp.rules.state import Row, Scores, State
 
 from .common import greedy_decode
-from .loops import Made
+from .measure import Measured
 
 
 class Lockstep:
@@ -160,10 +160,10 @@ class Released:
     head_prefix: bool = False
 
     @torch.inference_mode()
-    def __call__(self, model: MRPForCausalLM, prompts: list[list[int]], new_tokens: int, eos: list[int]) -> Made:
+    def __call__(self, model: MRPForCausalLM, prompts: list[list[int]], new_tokens: int, eos: list[int]) -> Measured:
         """See `Loop`."""
         rule = Static((1,) * model.config.block_size)
         mode = Mode(rule, drafting=Drafting(self.states + 1, 1, self.states))
         networks, rows = greedy_decode(model, mode, prompts, new_tokens, eos, self.states + 2)
         Lockstep(networks, rows, rule, self.states, self.head_prefix).run()
-        return Made.of(rows)
+        return Measured.of_rows(rows)

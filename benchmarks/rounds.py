@@ -1,18 +1,21 @@
 """Kernels, bytes and host syncs of a round at the published shapes, and its predicted time beside the floor.
 
-``python -m benchmarks.rounds > benchmarks/results/rounds.jsonl`` prints a line for each shape, batch and K, of blocks of 16
-behind 512 tokens: `static` (K = 1), and drafts of one pass of the head. Kernels are those that tests count in recordings of
-this code (`tests/test_recorded_kernels.py`). The floor is what bytes and FLOPs take on a device that never waits. Predicted is
-more: logits go to memory and back, every kernel starts, every sync waits for what was picked, and the host decides for each
-row. It is arithmetic: no GPU has been measured.
+    python -m benchmarks.rounds --shape 1.7b 4b 8b
+
+prints a line for each shape, batch and K, of blocks of 16 behind 512 tokens: `static` (K = 1), and drafts of one pass of the
+head. Kernels are those that tests count in recordings of this code (`tests/test_recorded_kernels.py`). The floor is what bytes
+and FLOPs take on a device that never waits. Predicted is more: logits go to memory and back, every kernel starts, every sync
+waits for what was picked, and the host decides for each row. It is arithmetic: no GPU has been measured.
 """
 
-import argparse
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import product
 
-from .common import HUB_CONFIGS, emit, header
-from .cost_model import DEVICES, Counts, masks_per_state, round_work
+from mrp_trainer.publish.card import markdown_table
+
+from .common import HUB_CONFIGS, parser_of
+from .cost_model import DEVICES, SHAPES, Counts, masks_per_state, round_work
 from .roofline import LOGIT_BYTES, Device, Shape
 
 # Kernels of a decoder layer: products of qkv, o, gate and up, down; kernels of our own; SiLU and the product behind it.
@@ -52,7 +55,7 @@ class Prediction:
 def predict(shape: Shape, device: Device, batch: int, states: int, prefix: int) -> Prediction:
     """Predict a round over `states` states a row; more than one are drafted by one pass of the head over all but one."""
     drafted = states > 1
-    counts = Counts(1.0, states, float(drafted), max(1, states - 1), float(drafted))
+    counts = Counts(1.0, states, float(drafted), max(1, states - 1))
     networks = 1 + drafted
     picks = networks * (PICK + TRANSFER)
     kernels = shape.num_hidden_layers * sum(LAYER.values()) + BACKBONE + picks + COMMIT
@@ -72,25 +75,28 @@ def predict(shape: Shape, device: Device, batch: int, states: int, prefix: int) 
     )
 
 
+def table(device: str, shape: Sequence[str], batch: Sequence[int], states: Sequence[int], prefix: int) -> str:
+    """Predict rounds at each shape, batch size and K."""
+    rows = []
+    for size, each, k in product(shape, batch, states):
+        sizes = Shape.read(HUB_CONFIGS / f"sdar-{size}-mrp")
+        found = predict(sizes, DEVICES[device], each, k, prefix)
+        counted = (each, k, found.kernels, found.launches, found.syncs, f"{found.bytes / 1e9:.2f}")
+        times = f"{1e3 * found.floor:.2f}", f"{1e3 * found.seconds:.2f}", f"{found.seconds / found.floor:.2f}"
+        rows.append([sizes.name, *map(str, counted), *times])
+    head = ["shape", "batch", "K", "kernels", "launches", "syncs", "GB", "floor, ms", "predicted, ms", "over floor"]
+    return markdown_table(head, rows)
+
+
 def main(arguments: list[str] | None = None) -> None:
-    """Command line: a JSON line for each shape, batch and K."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.rounds", description=(__doc__ or "").splitlines()[0])
+    """Command line: a Markdown table."""
+    parser = parser_of("rounds", __doc__)
     parser.add_argument("--device", default="H200", choices=[*DEVICES])
+    parser.add_argument("--shape", nargs="+", choices=SHAPES, default=["4b"])
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--states", nargs="+", type=int, default=[1, 4, 8])
     parser.add_argument("--prefix", type=int, default=512, help="committed tokens of a row")
-    options = parser.parse_args(arguments)
-    emit(header("rounds", options))
-    for size in ("1.7b", "4b", "8b"):
-        shape = Shape.read(HUB_CONFIGS / f"sdar-{size}-mrp")
-        for batch in options.batch:
-            for states in options.states:
-                found = predict(shape, DEVICES[options.device], batch, states, options.prefix)
-                line: dict[str, Any] = {"shape": shape.name, "batch": batch, "states": states, **vars(found)}
-                line |= {"bytes": float(f"{found.bytes:.4g}"), "over_floor": round(found.seconds / found.floor, 3)}
-                for name in ("floor", "seconds"):
-                    line[f"{name.replace('seconds', 'predicted')}_ms"] = round(1e3 * line.pop(name), 3)
-                emit(line)
+    print(table(**vars(parser.parse_args(arguments))))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ texts. `resident_mb` is the server's memory after each tenth of the requests. Ex
 memory of the last tenth is more than a tenth above that of the second, or the server is not idle at the end.
 """
 
-import argparse
 import http.client
 import json
 import random
@@ -31,7 +30,7 @@ from mrp_trainer import TINY
 from mrp_trainer.data.tasks import problems
 from mrp_trainer.loading import load_model, load_tokenizer
 
-from .common import header
+from .common import emit, header, parser_of
 
 PATIENCE = 600  # seconds that a client waits for an answer
 SERVED = ("--dtype", "float64", "--decoding", "mrp_spec", "--target", "sequential", "--set", "num_draft_states=4")
@@ -287,7 +286,7 @@ def soak(served: Served, requests: int, clients: int, seed: int) -> Iterator[dic
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; returns 1 if something is not as it should be."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of("serve_soak", __doc__)
     parser.add_argument("--requests", type=int, default=5000)
     parser.add_argument("--clients", type=int, default=32, help="requests at a time")
     parser.add_argument("--seed", type=int, default=0)
@@ -298,11 +297,9 @@ def main(arguments: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder, options.output.open("w") as file:
         served = Served(Path(folder) / "log")
         try:
-            file.write(json.dumps(header("serve_soak", options)) + "\n")
+            emit(header("serve_soak", options), file)
             for line in soak(served, options.requests, options.clients, options.seed):
-                print(json.dumps(line), flush=True)
-                if "so_far" not in line:
-                    file.write(json.dumps(line) + "\n")
+                emit(line, None if "so_far" in line else file)
         finally:
             served.process.terminate()
             served.process.wait()

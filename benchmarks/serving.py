@@ -5,7 +5,6 @@ not asked sleeps. The answers are those of `LowConfidence`, token for token, but
 is the environment of `make test-serving`; on a GPU give both engines a share of it: `--flag=--mem-fraction-static --flag=0.4`.
 """
 
-import argparse
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,13 +19,13 @@ from transformers import PreTrainedTokenizerFast
 
 from modeling_mrp import MRPConfig, MRPForCausalLM
 
-from .common import TINY, emit, header
+from .common import TINY, emit, header, parser_of
 from .server import CPU_ENVIRONMENT, CPU_FLAGS, Measured, Server, backbone_for_stock
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Command line: a JSON line for each turn of each engine, and one that compares them."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.serving", description=__doc__.splitlines()[0])
+    parser = parser_of("serving", __doc__)
     parser.add_argument("--model", default=str(TINY), help="a checkpoint with a head")
     parser.add_argument("--backbone", help="the same without, for stock; left out: written from a model of one file")
     parser.add_argument("--threshold", type=float, default=0.9)

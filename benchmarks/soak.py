@@ -13,8 +13,6 @@ Cases are functions of the seed and their number: `--first N --cases 1` repeats 
 memory that was resident at the start, after 100 cases and at the end.
 """
 
-import argparse
-import json
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -23,7 +21,7 @@ from typing import Any
 
 import torch
 
-from .common import header
+from .common import emit, header, parser_of
 from .random_cases import Case, Row, assert_same_text, of_slow
 
 SIZES = (1, 3, 12, 48, 64)
@@ -102,7 +100,7 @@ def soak(
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; returns 1 if something differed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of("soak", __doc__)
     parser.add_argument("--minutes", type=float, default=30.0, help="how long to go on")
     parser.add_argument("--output", type=Path, required=True, help="JSON lines: a header, mismatches, and the counts at last")
     parser.add_argument("--seed", type=int, default=0)
@@ -113,12 +111,9 @@ def main(arguments: list[str] | None = None) -> int:
     torch.set_num_threads(1)  # of such small products more only wait for each other
     line: dict[str, Any] = {}
     with options.output.open("w") as file:
-        file.write(json.dumps(header("soak", options)) + "\n")
+        emit(header("soak", options), file)
         for line in soak(options.minutes, options.seed, options.first, options.cases, options.rows):
-            print(json.dumps(line), flush=True)
-            if "so_far" not in line:
-                file.write(json.dumps(line) + "\n")
-                file.flush()
+            emit(line, None if "so_far" in line else file)
     return int(line["mismatches"] > 0)
 
 

@@ -1,85 +1,154 @@
-"""Two versions of the package in turns in one process: CPU time, texts and forwards of the same calls.
+"""Time of the same texts decoded in several ways, which take turns in one process: drafts over their target, or two versions.
 
-    git worktree add ../before 27b9ad0
+    python -m benchmarks.turns --states alone 1 2 4 8 auto > benchmarks/results/turns.jsonl
     python -m benchmarks.turns ../before/hub_configs/sdar-tiny-mrp ./hub_configs/sdar-tiny-mrp --batches 1 16
 
-A checkpoint's folder carries its code, so that each version runs as a user of that folder would run it. Problems of math from
-the tuning split, greedy, one thread; the ratio of CPU times is told as the median over batches with its quartiles.
+A checkpoint's folder carries its code, so that two checkouts can be compared, each run as a user of its folder would run it.
+The first way of `--states` is what the others of a folder are compared with: `alone` is the target by itself, a number or
+`auto` what `mrp_spec` drafts. With K = 1 nothing is drafted, but rows need not wait for each other at the ends of blocks.
+
+Greedy, problems of math from the tuning split. Times are CPU time of this process, or with `--clock wall` wall clock, which a
+GPU and several threads need. Ratios are of speed, over the turns of a cell: the median, the least and most, and the quartiles.
+`python -m benchmarks.tables turns` prints what drafts with `auto` are worth.
 """
 
 import argparse
-import statistics
 import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from mrp_trainer.data.problems import encode
 from mrp_trainer.data.tasks import problems
+from mrp_trainer.evaluate.decoded import NEW_TOKENS, pad_left
 from transformers import AutoModel, PreTrainedTokenizerFast
 
-from .common import emit, header
+from .common import TINY, emit, header, now, parser_of
+from .targets import TARGETS, alone, drafted
 
-NEW = 64
-TARGETS = ("static", "dynamic", "sequential")
-
-
-def padded(prompts: list[list[int]], pad: int) -> dict[str, torch.Tensor]:
-    """A batch of prompts, padded on the left."""
-    longest = max(map(len, prompts))
-    ids = [[pad] * (longest - len(prompt)) + prompt for prompt in prompts]
-    mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-    return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
+CLOCKS: dict[str, Callable[[torch.device], float]] = {"cpu": lambda device: time.process_time(), "wall": now}
 
 
-def compared(models: list[Any], batches: list[dict[str, torch.Tensor]], options: dict[str, Any]) -> dict[str, Any]:
-    """Decode all batches with both, the first one twice to warm up; what the second takes over the first."""
-    ratios: list[float] = []
-    same, forwards = True, [0.0, 0.0]
-    for turn, batch in enumerate([batches[0], *batches]):
-        seconds, texts = [0.0, 0.0], [torch.empty(0), torch.empty(0)]
-        for which in (0, 1) if turn % 2 else (1, 0):
-            begun = time.process_time()
-            out = models[which].generate(**batch, **options, return_dict_in_generate=True)
-            seconds[which] = time.process_time() - begun
-            texts[which] = out.sequences
-            forwards[which] += out.stats.row_forwards.sum().item() * bool(turn)
-        same &= torch.equal(*texts)
-        if turn:
-            ratios.append(seconds[1] / seconds[0])
-    quartiles = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
-    return {"texts_equal": same, "forwards": forwards, "ratio": [round(one, 3) for one in quartiles], "calls": len(ratios)}
+def take_turns(ways: Mapping[str, Callable[[int], float]], turns: int, warm_ups: int = 1) -> dict[str, list[float]]:
+    """Call every way once a turn, another one first each time.
+
+    Args:
+        ways: By name, what is given the turn's number and returns what it took.
+        turns: How many count, from 0 on.
+        warm_ups: Turns before, whose numbers are negative.
+    """
+    taken: dict[str, list[float]] = {name: [] for name in ways}
+    names = list(ways)
+    for turn in range(-warm_ups, turns):
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
+            seconds = ways[name](turn)
+            taken[name] += [seconds] if turn >= 0 else []
+    return taken
+
+
+def spread(values: Sequence[float], digits: int = 3) -> dict[str, Any]:
+    """Give the median, the least and most, and the quartiles."""
+    low, first, median, third, high = np.quantile(values, [0, 0.25, 0.5, 0.75, 1]).round(digits).tolist()
+    return {"median": median, "range": [low, high], "quartiles": [first, third]}
+
+
+def faster(seconds: Sequence[float], base: Sequence[float]) -> dict[str, Any]:
+    """Give the speed over a base's that took turns with it."""
+    return spread([other / mine for mine, other in zip(seconds, base, strict=True)])
+
+
+class Way:
+    """A checkpoint's way to decode batches, with what came of it: a function of a turn, for `take_turns`.
+
+    Args:
+        model: An `MRPForCausalLM`, of this code or of its folder's.
+        batches: Inputs of `generate`; turn after turn takes the next one.
+        clock: Gives the time of the device.
+        options: Of `generate`.
+
+    Attributes:
+        texts: Ids by batch.
+        forwards: Backbone forwards of all rows, by batch.
+    """
+
+    def __init__(
+        self, model: Any, batches: Sequence[dict[str, torch.Tensor]], clock: Callable[[torch.device], float], **options: Any
+    ) -> None:
+        self.model, self.batches, self.clock = model, batches, clock
+        self.options: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW_TOKENS["math"], **options}
+        self.texts: dict[int, torch.Tensor] = {}
+        self.forwards: dict[int, int] = {}
+
+    def __call__(self, turn: int) -> float:
+        """Decode a batch; the seconds that it took."""
+        place = turn % len(self.batches)
+        inputs = {name: value.to(self.model.device) for name, value in self.batches[place].items()}
+        begun = self.clock(self.model.device)
+        out = self.model.generate(**inputs, **self.options, return_dict_in_generate=True)
+        seconds = self.clock(self.model.device) - begun
+        self.texts[place], self.forwards[place] = out.sequences, int(out.stats.row_forwards.sum())
+        return seconds
+
+    def same(self, other: "Way") -> bool:
+        """Compare all texts with another way's."""
+        return all(torch.equal(text, other.texts[place]) for place, text in self.texts.items())
+
+
+def batches_of(tokenizer: PreTrainedTokenizerFast, split: Any, count: int, rows: int) -> list[dict[str, torch.Tensor]]:
+    """Make batches of math problems."""
+    prompts = [encode(problem, tokenizer)[0] for problem in problems("math", split, count)]
+    return [pad_left(prompts[begin : begin + rows], tokenizer.pad_token_id) for begin in range(0, count, rows)]
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Command line: one JSON line for each number of rows, of states, and target."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.turns", description=__doc__)
-    parser.add_argument("before", help="folder of a checkpoint with its code")
-    parser.add_argument("after", help="another one, of the same weights")
+    """Command line: one JSON line for each number of rows, target, folder and way to draft."""
+    parser = parser_of("turns", __doc__)
+    parser.add_argument("folders", nargs="*", default=[str(TINY)], help="checkpoints of the same weights, each with its code")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64], help="rows of a batch")
-    parser.add_argument("--states", type=int, nargs="+", default=[1, 4, 8], help="1: the target alone")
-    parser.add_argument("--count", type=int, default=16, help="batches of few rows, at most; of many one at least")
-    parser.add_argument("--dtype", choices=("float32", "float64"), default="float32")
+    parser.add_argument("--targets", nargs="+", choices=list(TARGETS), default=list(TARGETS))
+    parser.add_argument("--states", nargs="+", default=["alone", "4", "8"], help="`alone`, numbers, `auto`")
+    parser.add_argument("--count", type=int, default=16, help="problems of a cell, or two batches where these are more")
+    parser.add_argument("--turns", type=int, default=0, help="of a cell; each batch once by default")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float64"), default="float32")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--clock", choices=list(CLOCKS), default="cpu")
     options = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-    folders = (options.before, options.after)
+    torch.set_num_threads(options.threads)
     models = [
-        AutoModel.from_pretrained(one, trust_remote_code=True).to(getattr(torch, options.dtype)).eval() for one in folders
+        AutoModel.from_pretrained(folder, trust_remote_code=True, dtype=getattr(torch, options.dtype)).to(options.device).eval()
+        for folder in options.folders
     ]
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(options.after)
-    emit(header("turns", options))
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(options.folders[-1])
+    named = argparse.Namespace(**{**vars(options), "folders": [Path(folder).name for folder in options.folders]})
+    emit(header("turns", named, models[-1]))
     for rows in options.batches:
-        count = max(2, options.count // rows) * rows
-        prompts = [encode(problem, tokenizer)[0] for problem in problems("math", "tune", count)]
-        batches = [padded(prompts[begin : begin + rows], tokenizer.pad_token_id) for begin in range(0, count, rows)]
-        for states in options.states:
-            for target in TARGETS:
-                asked = (
-                    {"decoding": target}
-                    if states == 1
-                    else {"decoding": "mrp_spec", "target": target, "num_draft_states": states}
-                )
-                found = compared(models, batches, {**asked, "max_new_tokens": NEW, "do_sample": False})
-                emit({"rows": rows, "states": states, "target": target, **found})
+        batches = batches_of(tokenizer, "tune", max(2, options.count // rows) * rows, rows)
+        for target in options.targets:
+            ways = {
+                (place, states): Way(model, batches, CLOCKS[options.clock], **options_of(target, states))
+                for place, model in enumerate(models)
+                for states in options.states
+            }
+            names = {f"{place} {states}": way for (place, states), way in ways.items()}
+            taken = dict(zip(ways, take_turns(names, options.turns or len(batches)).values(), strict=True))
+            for (place, states), way in ways.items():
+                line: dict[str, Any] = {"checkpoint": Path(options.folders[place]).name, "rows": rows, "target": target}
+                line |= {"folder": place, "states": states, "seconds": spread(taken[place, states], 4)}
+                line |= {"forwards": sum(way.forwards.values()), "texts_equal": way.same(ways[0, options.states[0]])}
+                bases = {"over_first": (place, options.states[0]), "over_first_folder": (0, states)}
+                line |= {
+                    name: faster(taken[place, states], taken[base]) for name, base in bases.items() if base != (place, states)
+                }
+                emit(line)
+
+
+def options_of(target: str, states: str) -> dict[str, Any]:
+    """Return the options of `generate` for one way of `--states`."""
+    return alone(target) if states == "alone" else drafted("mrp_spec", target, int(states) if states != "auto" else states)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,5 @@
 """Bytes, FLOPs and times of a round, against numbers derived by hand and the parameter count of the model itself."""
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
 from conftest import ROOT, make_model
@@ -69,20 +66,23 @@ def test_a_device_takes_the_longer_of_bytes_and_flops() -> None:
 
 def test_a_round_is_the_sum_of_its_parts() -> None:
     """Two passes of the head cost twice one."""
-    counts = Counts(2.0, 4.0, head_passes=2.0, draft_picks=2.0)
-    parts = cost_model.round_seconds(SMALL, UNIT, counts, 3, 6)
-    assert parts["backbone"] == sum(map(UNIT.seconds, backbone_forward(SMALL, 3, 4.0, 6)))
-    assert parts["head"] == 2 * sum(map(UNIT.seconds, head_forward(SMALL, 3, 1.0, 6)))
-    assert parts["vocabulary"] == UNIT.seconds(vocabulary_step(SMALL, 3 * 4 * 1))
-    assert parts["draft_vocabulary"] == 2 * UNIT.seconds(vocabulary_step(SMALL, 3 * 1))
+    parts = {
+        "backbone": backbone_forward(SMALL, 3, 4.0, 6),
+        "vocabulary": [vocabulary_step(SMALL, 3 * 4 * 1)],
+        "head": 2 * head_forward(SMALL, 3, 1.0, 6),
+        "draft_vocabulary": 2 * [vocabulary_step(SMALL, 3 * 1)],
+    }
+    counts = Counts(2.0, 4.0, head_passes=2.0)
+    assert cost_model.round_seconds(SMALL, UNIT, counts, 3, 6) == sum(
+        UNIT.seconds(one) for part in parts.values() for one in part
+    )
 
 
 def test_where_speculation_pays() -> None:
     """Twice the tokens for the same weights pay while weights are what costs; where FLOPs do, twice the states cost twice."""
     shape = Shape.read(ROOT / "hub_configs" / "sdar-8b-mrp")
     device, prefix = cost_model.DEVICES["H200"], 0
-    static = cost_model.static_counts(16)
-    assert static.states_per_forward == 17 / 16
+    static = Counts(1.0, 17 / 16)
     assert static.states_per_forward * cost_model.masks_per_state(16) == sum(range(17)) / 16
     double = Counts(2.0, 4.0)
     assert cost_model.speedup(shape, device, static, static, 8, prefix) == 1
@@ -97,43 +97,23 @@ def test_where_speculation_pays() -> None:
 
 def test_counts_are_taken_from_results() -> None:
     old = {"family": "math", "batch_size": 1, "mode": "mrp_spec", "states": 4, "tokens_per_forward": 2.5, "head_per_token": 0.8}
-    new = {
-        **old,
-        "batch_size": 8,
-        "states_per_forward": 3.9,
-        "head_passes_per_round": 1.5,
-        "states_per_head_pass": 2.0,
-        "draft_picks_per_round": 1.0,
-    }
-    lines = [old, new, {**new, "batch_size": 64}, {**new, "axis": "prompt", "batch_size": 16}, {**new, "family": "code"}]
-    assert cost_model.measured_counts(lines, "math", "mrp_spec", 4, 1) == Counts(2.5, 4.0, 2.0, 1.0, 2.0)
-    assert cost_model.measured_counts(lines, "math", "mrp_spec", 4, 32) == Counts(2.5, 3.9, 1.5, 2.0, 1.0)
-    assert cost_model.measured_counts(lines, "math", "mrp_spec", 8, 32) is None
-    assert cost_model.measured_counts(lines, "math", "self_spec", 4, 32) is None
-    alone = {**old, "mode": "self_spec", "head_per_token": 0.0}
-    assert cost_model.measured_counts([alone], "math", "self_spec", 4, 1) == Counts(2.5, 4.0, 0.0, 1.0, 0.0)
+    new = {**old, "batch_size": 8, "states_per_forward": 3.9, "head_passes_per_round": 1.5, "states_per_head_pass": 2.0}
+    static = {"family": "math", "batch_size": 1, "mode": "static", "tokens_per_forward": 0.95, "head_per_token": 0.0}
+    lines = [old, new, static, {**static, "batch_size": 8, "tokens_per_forward": 0.9}, {**new, "batch_size": 64}]
+    lines += [{**new, "axis": "prompt", "batch_size": 16}, {**new, "family": "code"}, {**old, "mode": "self_spec"}]
+    assert cost_model.counts_at(lines, "math", "mrp_spec", 4, 1, 16) == Counts(2.5, 4.0, 2.0, 1.0)
+    assert cost_model.counts_at(lines, "math", "mrp_spec", 4, 32, 16) == Counts(2.5, 3.9, 1.5, 2.0)
+    assert cost_model.counts_at(lines, "math", "self_spec", 4, 1, 16) == Counts(2.5, 4.0, 0.0, 1.0)
+    assert cost_model.counts_at(lines, "math", "static", 4, 32, 16) == Counts(0.95, 17 / 16)
 
 
-def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    results, known = tmp_path / "sweep.jsonl", {"batch_size": 1, "states": 4, "head_per_token": 0.4}
-    speeds = [("self_spec", 2.1), ("mrp_spec", 2.7)]
-    lines = [
-        {**known, "family": family, "mode": mode, "tokens_per_forward": speed}
-        for family in ("math", "source")
-        for mode, speed in speeds
-    ]
-    results.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    asked = f"--counts {results} --device H200 RTX4090 --shape 4b 1.7b --family math source --batch 1 64 --states 1 4"
-    cost_model.main(asked.split())
-    first, *lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert first["benchmark"] == "cost_model"
-    assert [sum(line["kind"] == kind for line in lines) for kind in ("point", "choice", "limit")] == [96, 16, 16]
-    at = {(line["device"], line["shape"], line["batch"]): line for line in lines if line["kind"] == "choice"}
-    assert at["H200", "4B", 1]["decoding"] == "mrp_spec"
-    assert at["H200", "4B", 64]["decoding"] == "static"
-    drafting = {line["mode"]: line["draft_vocabulary_ms"] for line in lines if line["kind"] == "point" and line["states"] == 4}
-    assert all(line["speedup"] == 1 for line in lines if line["kind"] == "point" and line["states"] == 1)
-    assert drafting["mrp_spec"] > 0
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    cost_model.main(["--device", "H200", "RTX4090", "--shape", "4b", "--batch", "1", "64", "--states", "4"])
+    choices, _, limits = capsys.readouterr().out.split("\n\n")[1:]
+    assert choices.splitlines()[0] == "| device | shape | batch | math K=4 | code K=4 | source K=4 |"
+    assert choices.splitlines()[2].startswith("| H200 | 4B | 1 | mrp_spec ")
+    assert choices.splitlines()[-1] == "| RTX4090 | 4B | 64 | static 1.00x | static 1.00x | static 1.00x |"
+    assert [row.split(" | ")[2] for row in limits.splitlines()[2:]] == ["self_spec", "mrp_spec"] * 2
 
 
 def test_head_share_counts_the_draft_vocabulary() -> None:

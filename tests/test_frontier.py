@@ -10,10 +10,9 @@ from mrp_trainer.data.tasks import problems
 from mrp_trainer.evaluate.results import ResultsFile
 
 from benchmarks import frontier, plots, tables
-from benchmarks.bootstrap import Cost
 from benchmarks.common import embedded_weights
 from benchmarks.frontier import Setting, lines, on_frontier, references, rule_of, setting_name, settings
-from benchmarks.measure import Measured
+from benchmarks.measure import Measured, ratio
 from modeling_mrp.generate.options import MRPGenerationConfig
 from modeling_mrp.rules.reveal import Dynamic, EntropyBound, Sequential, Static, logit
 
@@ -72,7 +71,7 @@ class Stub:
     def decoded(self, setting: Setting, asked: Any) -> Measured:
         self.asked.append(setting_name(setting))
         ids = [[1, 2], [3, 4], [5, 6], [7, 8 + (setting["decoding"] == "mrp_spec")]]
-        return Measured(ids, Cost([2] * 4, [1] * 4, [0] * 4), {}, right=[True, True, True, False])
+        return Measured(ids, [1] * 4, [0] * 4, [True, True, True, False])
 
 
 def test_a_setting_that_has_a_line_is_not_measured_again(tmp_path: Path) -> None:
@@ -177,3 +176,13 @@ def test_the_figure_has_a_panel_a_family_and_is_the_same_every_time(results: Pat
 def test_every_setting_can_be_drawn() -> None:
     modes = {" ".join(filter(None, (setting["decoding"], setting.get("remask_rule")))) for setting in settings()}
     assert modes == set(plots.CURVES)
+
+
+def test_ratios_are_paired() -> None:
+    """Twice as fast on every problem, however hard: the ratio is 2 in every resample; other problems cannot be paired."""
+    texts, forwards = [[1] * length for length in (10, 40, 25, 60)], [5, 30, 9, 41]
+    fast, slow = Measured(texts, forwards, [0] * 4), Measured(texts, [2 * count for count in forwards], [0] * 4)
+    assert fast.over(slow=slow) == {"over_slow": 2.0, "over_slow_95": [2.0, 2.0]}
+    assert fast.speed.low < 0.95 * fast.speed.value
+    with pytest.raises(ValueError, match="4 problems against 1"):
+        ratio(fast, Measured(texts[:1], [1], [0]))

@@ -15,14 +15,14 @@ from conftest import ROOT, make_model
 from tape import TapeRecorder, tapes
 
 from benchmarks import gpu, gpu_rounds, timing
-from benchmarks.agreement import agreement
-from benchmarks.engine import fallbacks
-from benchmarks.gpu_cases import Case
-from benchmarks.gpu_rounds import PlainRound, Round, check_texts
+from benchmarks.gpu_cases import Case, attention_cases
+from benchmarks.gpu_rounds import PlainRound, Round, check_texts, fallbacks, gaps, published_config, random_model
 from benchmarks.roofline import Device, Shape, Work
 from benchmarks.timing import copies_for
+from modeling_mrp import MRPConfig
 from modeling_mrp.generate.output import MRPGenerateOutput
 from modeling_mrp.kernels import dispatch
+from modeling_mrp.kernels.dispatch import triton
 
 __all__ = ["tapes"]  # a fixture
 
@@ -99,7 +99,7 @@ def test_what_fell_back_is_counted(tapes: type[TapeRecorder], monkeypatch: pytes
     monkeypatch.setattr(dispatch, "_failed", set())
     model, inputs = make_model(), {"inputs": torch.tensor([[1, 2, 3, 4]])}
     line = check_texts(model, inputs, 8, {"decoding": "static"}, {})
-    assert (line["ok"], line["texts_equal"], line["fell_back"], line["failed_kernels"]) == (True, 1.0, False, [])
+    assert (line["ok"], line["equal"], line["fell_back"], line["failed_kernels"]) == (True, 1, False, [])
     assert line["recordings"] > 0
     assert line["replays"] == TapeRecorder.replays > line["recordings"]
     assert line["bytes"] > 0
@@ -126,40 +126,45 @@ def outputs(tokens: list[list[int]], logprobs: list[list[float]], steps: list[li
     return MRPGenerateOutput(sequences=whole, reveal_step=revealed, token_logprobs=torch.tensor(logprobs))
 
 
-def test_agreement_by_hand() -> None:
-    """Two batches; in the second, a text of two tokens ends after one in the other's, which has three. Means of what its one
-    step reveals: -0.5 and -1.95 / 3 = -0.65."""
-    same = outputs([[1, 2]], [[-0.1, -0.2]])
-    assert agreement([same], [same]) == {"texts_equal": 1.0, "tokens_equal": 1.0}
+def test_gaps_by_hand() -> None:
+    """A text of two tokens ends after one in the other's, which has three. Means of what its one step reveals: -0.5 and
+    -1.95 / 3 = -0.65."""
     ours = outputs([[3, 4, 0], [5, 6, 0]], [[-0.5] * 3, [-0.25, -0.75, 0.0]])
     theirs = outputs([[3, 4, 0], [5, 7, 8]], [[-0.5] * 3, [-0.25, -0.7, -1.0]])
-    assert agreement([same, ours], [same, theirs]) == {
-        "texts_equal": 0.6667,
-        "tokens_equal": round(5 / 7, 4),
-        "first_difference": [1, 1, 1],
-        "logprobs_there": [-0.75, -0.7],
-        "gap": 0.15,
-    }
-    told = agreement([outputs([[3]], [[-0.5]])], [outputs([[3, 4]], [[-0.5, -0.25]])])
-    assert (told["first_difference"], told["logprobs_there"]) == ([0, 0, 1], [None, -0.25])
+    same, differs = gaps(ours, theirs)
+    assert same is None
+    assert differs == pytest.approx(0.15)
 
 
 def test_the_gap_is_that_of_the_first_step_which_differs() -> None:
     """Step 1 reveals the third token here and the second there, at -0.3 and -0.32; what follows may differ by any amount."""
     ours = outputs([[5, 6, 7]], [[-0.1, -4.0, -0.3]], [[0, 2, 1]])
     theirs = outputs([[5, 8, 9]], [[-0.1, -0.32, -0.5]], [[0, 1, 2]])
-    assert agreement([ours], [theirs])["gap"] == pytest.approx(0.02)
+    assert gaps(ours, theirs) == [pytest.approx(0.02)]
     ended = outputs([[5, 0, 0]], [[-0.1, 0.0, 0.0]])
-    assert agreement([ended], [theirs])["gap"] == float("inf")
+    assert gaps(ended, theirs) == [float("inf")]
+
+
+@pytest.mark.skipif(triton is None or torch.cuda.is_available(), reason="needs triton's interpreter")
+def test_attention_and_its_floor() -> None:
+    """Three states of 4 tokens behind 70 slots: both ways agree, and the floor counts what is seen."""
+    shape = Shape("small", 32, 48, 1, 2, 1, 16, 64, 4, 1)
+    (case,) = attention_cases(shape, 2, 3, 70, torch.float32, CPU)
+    query, key, value = case.inputs(0)
+    assert not torch.equal(case.inputs(1)[1], key)
+    assert case.error((query, key, value)) < 1e-6
+    torch.testing.assert_close(*(way(query, key, value) for way in case.ways.values()), rtol=0, atol=1e-5)
+    assert case.floor.flops == 4 * 2 * 16 * 2 * (12 * 74 + 16)
+    assert case.floor.bytes == 4 * (2 * query.numel() + 2 * key[:, :, : 12 + 70].numel())
 
 
 def test_a_way_that_fails_is_left_out() -> None:
-    ways = {"kernel": lambda: 1, "flex": lambda: 1 / 0}
+    ways = {"kernel": lambda: 1, "torch": lambda: 1 / 0}
     case = Case("sum", lambda seed: (), ways, lambda inputs: 0.5, 0.1, Work(1, 1))
     assert case.check() == {"check": "sum", "ok": False, "error": 0.5, "tolerance": 0.1}
-    first, second = case.time(ways, Device("any", 1.0, 1.0), CPU)
+    first, second = case.time(Device("any", 1.0, 1.0), CPU)
     assert first["way"] == "kernel"
-    assert second == {"failed": "time of sum", "way": "flex", "error": "ZeroDivisionError: division by zero"}
+    assert second == {"failed": "time of sum", "way": "torch", "error": "ZeroDivisionError: division by zero"}
 
 
 def test_the_floor_of_a_round_at_batch_1_is_reading_the_weights_once() -> None:
@@ -179,3 +184,19 @@ def test_the_plain_round_leaves_its_cache_as_it_was() -> None:
         first, again = plain(), plain()
     assert torch.equal(first, again)
     assert first.shape == (1, 2 * model.config.block_size)
+
+
+def test_a_random_model_is_whole() -> None:
+    """Built without an initialisation that walks the weights: no tensor is left as the memory was."""
+    rope = published_config("1.7b").rope_parameters
+    small = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    ids = {"vocab_size": 200, "mask_token_id": 199, "pad_token_id": 0}
+    config = MRPConfig(**small, **ids, num_hidden_layers=2, num_nextn_predict_layers=1, rope_parameters=rope)
+    model, again = (random_model(config, torch.bfloat16, "cpu") for _ in range(2))
+    for (name, parameter), other in zip(model.named_parameters(), again.parameters(), strict=True):
+        assert parameter.dtype == torch.bfloat16
+        assert torch.equal(parameter, other)
+        assert (parameter == 1).all() if "norm" in name else 0.01 < parameter.float().std() < 0.03
+    torch.testing.assert_close(model.model.rotary_emb.inv_freq, 1e6 ** -(torch.arange(0, 16, 2) / 16))
+    out = model.generate(torch.tensor([[1, 2, 3]]), decoding="mrp_spec", max_new_tokens=20)
+    assert out.shape == (1, 23)

@@ -10,7 +10,7 @@ from conftest import TINY
 from mrp_trainer.evaluate.decoded import NEW_TOKENS
 from mrp_trainer.train.arguments import MRPTrainingArguments
 from mrp_trainer.train.tiny import TinyOptions
-from test_figures import write
+from test_result_weights import write
 
 from benchmarks import published_head, tables
 from benchmarks.common import embedded_weights

@@ -13,7 +13,6 @@ from helpers import PROMPTS, close, texts
 from torch import Tensor
 
 import modeling_mrp.kernels.round_attention as attending
-from benchmarks.round_attention import Round
 from modeling_mrp import MRPForCausalLM
 from modeling_mrp.kernels.dispatch import Dispatch, triton
 from modeling_mrp.kernels.round_attention import RoundMask, round_attention, round_attention_twin
@@ -253,18 +252,3 @@ def test_another_attention_stays() -> None:
     assert takes_round_masks(model, Dispatch(False))
     model.model.compile()
     assert not takes_round_masks(model, Dispatch(False)), "torch fuses more without"
-
-
-# ------------------------------------------------------------------ the benchmark's inputs
-
-
-@interpreted
-def test_contenders_agree_and_the_floor_counts_what_is_seen() -> None:
-    sizes = Round(2, 3, 4, 70, 2, 1, 16, torch.float32, "cpu")
-    (query, key, value), mask = sizes.inputs(), sizes.mask()
-    exact = sizes.exact(query, key, value)
-    for name, call in sizes.contenders().items():
-        assert (call(query, key, value).double() - exact).abs().max() < 1e-5, name
-    assert not torch.equal(sizes.inputs(1)[1], key)
-    assert sizes.floor.flops == 4 * 2 * 16 * int(mask.dense(key.shape[2] - 12).sum())
-    assert sizes.floor.bytes == 4 * (2 * query.numel() + 2 * key[:, :, : 12 + 70].numel())

@@ -1,0 +1,92 @@
+"""Ways that take turns: their order, ratios, texts and lines."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import TINY
+
+from benchmarks import bare_loop, host, tables, turns
+from benchmarks.common import embedded_weights
+
+pytestmark = pytest.mark.skipif(not TINY.exists(), reason="the embedded checkpoint is not here")
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Any:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def test_a_spread_by_hand() -> None:
+    assert turns.spread([5, 1, 2, 4, 3]) == {"median": 3, "range": [1, 5], "quartiles": [2, 4]}
+    assert turns.faster([2, 4], [4, 2])["range"] == [0.5, 2]
+
+
+def test_another_way_begins_each_time() -> None:
+    called: list[tuple[int, str]] = []
+
+    def way(name: str) -> Any:
+        return lambda turn: called.append((turn, name)) or float(turn)
+
+    assert turns.take_turns({"a": way("a"), "b": way("b")}, 3) == {"a": [0, 1, 2], "b": [0, 1, 2]}
+    assert called == [(-1, "b"), (-1, "a"), (0, "a"), (0, "b"), (1, "b"), (1, "a"), (2, "a"), (2, "b")]
+
+
+def lines(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_drafts_over_their_target(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    turns.main(["--batches", "2", "--targets", "static", "dynamic", "--states", "alone", "3", "auto", "--count", "4"])
+    header, *found = lines(capsys)
+    assert header["benchmark"] == "turns"
+    assert {name: header[name] for name in ("backbone", "head")} == embedded_weights()
+    assert [(line["target"], line["states"]) for line in found] == [
+        (target, states) for target in ("static", "dynamic") for states in ("alone", "3", "auto")
+    ]
+    assert all(line["texts_equal"] for line in found)
+    assert found[1]["forwards"] < found[0]["forwards"]
+    assert "over_first" not in found[0]
+    assert found[1]["over_first"]["range"][0] > 0
+    (tmp_path / "turns.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (header, *found)))
+    head, _, *rows = tables.turns(tmp_path).splitlines()
+    assert head == "| rows | K | `static` | `dynamic` |"
+    assert [row.split("|")[1:3] for row in rows] == [[" 2 ", " 3 "], [" 2 ", " auto "]]
+
+
+def test_two_folders(capsys: pytest.CaptureFixture[str]) -> None:
+    """The second is compared with the first, and each way with the first one of its own folder."""
+    folder = str(TINY)
+    turns.main(
+        [
+            folder,
+            folder,
+            *["--batches", "2", "--targets", "sequential", "--states", "alone", "4", "--count", "4", "--clock", "wall"],
+        ]
+    )
+    _, *found = lines(capsys)
+    assert [(line["folder"], line["states"]) for line in found] == [(0, "alone"), (0, "4"), (1, "alone"), (1, "4")]
+    assert [{"over_first", "over_first_folder"} & line.keys() for line in found] == [
+        set(),
+        {"over_first"},
+        {"over_first_folder"},
+        {"over_first", "over_first_folder"},
+    ]
+    assert all(line["texts_equal"] for line in found)
+
+
+def test_the_bare_loop_gives_the_texts_of_generate(capsys: pytest.CaptureFixture[str]) -> None:
+    bare_loop.main(["--count", "2"])
+    assert lines(capsys)[1].items() >= {"texts_equal": 2, "texts": 2}.items()
+
+
+def test_the_host_alone_decides_as_it_did_with_the_networks(capsys: pytest.CaptureFixture[str]) -> None:
+    """It asserts the same texts."""
+    host.main(["--batches", "3", "--states", "1", "3", "--blocks", "4", "--repeats", "1"])
+    _, *found = lines(capsys)
+    assert [line["states"] for line in found] == [1, 3]
+    assert all(min(line["microseconds"].values()) > 0 for line in found)
