@@ -73,7 +73,7 @@ def in_float64(query: Tensor, key: Tensor, value: Tensor, mask: RoundMask) -> Te
         ([37], [[-1, 0]], 2, 4, 64, (4, 2), 8, 1),
         ([5, 0, 64], [[-1, 0, -1], [-1, -1, 1], [-1, -1, -1]], 3, 4, 64, (4, 1), 16, 2),  # shares with nothing in them
         ([129, 3], [[-1, 0], [-1, -1]], 2, 4, 192, (2, 1), 24, 5),  # more shares than tiles
-        ([7], [[-1, 0, -1]], 3, 32, 64, (2, 1), 32, None),  # more rows and scratch than a tile
+        ([7, 0], [[-1, 0, -1]] * 2, 3, 32, 64, (2, 1), 32, None),  # more rows and scratch than a tile, which may show nothing
         ([10], [[-1, 0]], 2, 16, 64, (1, 1), 128, 2),
         ([200], [[-1, 0]], 2, 4, 64, (2, 1), 8, 2),  # committed beyond what is read
         ([4, 3], [[-1, -1, 0]] * 2, 3, 4, 8, (4, 2), 8, None),  # prefix and scratch fit one tile
@@ -127,13 +127,14 @@ def test_whoever_arrives_last_merges(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @interpreted
-def test_slots_beyond_the_reach_of_32_bits(tmp_path: Path) -> None:
-    """Keys of one row 2^30 numbers apart, in a file of 8 GB that takes no room but for what is touched."""
-    apart, scored = 1 << 30, torch.randn(1, 1, 3, 16, generator=torch.Generator().manual_seed(1))
-    sparse = torch.from_file(str(tmp_path / "sparse"), shared=True, size=2 * apart + 16)
-    key = sparse.as_strided((1, 1, 3, 16), (0, 0, apart, 1))
+@pytest.mark.parametrize(("rows", "strides"), [(1, (0, 0, 1 << 30, 1)), (3, (1 << 30, 0, 16, 1))], ids=["slots", "rows"])
+def test_places_beyond_the_reach_of_32_bits(rows: int, strides: tuple[int, ...], tmp_path: Path) -> None:
+    """Keys of one row, or of one after the other, 2^30 numbers apart: in a file of 8 GB, which takes the room of these alone."""
+    scored = torch.randn(rows, 1, 3, 16, generator=torch.Generator().manual_seed(1))
+    sparse = torch.from_file(str(tmp_path / "sparse"), shared=True, size=(2 << 30) + 48)
+    key = sparse.as_strided((rows, 1, 3, 16), strides)
     key.copy_(scored)
-    query, mask = torch.ones(1, 1, 1, 16), RoundMask(torch.tensor([2]), None, 1, 1)
+    query, mask = torch.ones(rows, 1, 1, 16), RoundMask(torch.tensor([2] * rows), None, 1, 1)
     close(round_attention(query, key, key, mask, 0.25), round_attention_twin(query, scored, scored, mask, 0.25), atol=2e-6)
 
 
