@@ -23,7 +23,8 @@ FIRST = [f"tests/test_fuzz.py::test_random_decodes[{seed}]" for seed in range(8)
 SELECTION = {
     "rules": ("rules", "bans"),
     "generate": ("remask", "infilling", "active_rows"),
-    "networks": ("cache", "sampling", "continuation"),
+    "networks": ("cache", "sampling", "continuation", "recorder", "graphs", "round_attention"),
+    "kernels": ("pick", "kernels", "round_attention", "sampling", "fused_layers", "kernel_decoding"),
 }
 # What is imported before, so that no child has to.
 WARM = ("pytest", "tokenizers", "transformers.trainer", "transformers.models.qwen3.modeling_qwen3")
@@ -41,8 +42,9 @@ def changed(mutant: Mutant) -> str | None:
 def selected(mutant: Mutant) -> list[list[str]]:
     """The tests to run, in order, as so many calls of pytest; the one that found it before comes first."""
     room = mutant["file"].split("/")[0]
-    files = [[f"tests/test_{name}.py"] for one in dict.fromkeys((room, *SELECTION)) for name in SELECTION[one]]
-    files.insert(2 if room == "rules" else 0, FIRST)
+    names = dict.fromkeys(name for one in (room, *SELECTION) for name in SELECTION[one])
+    files = [[f"tests/test_{name}.py"] for name in names]
+    files.insert({"rules": 2, "kernels": 6}.get(room, 0), FIRST)
     found = [[mutant["found_by"]]] if mutant["found_by"].startswith("tests/") else []
     return [*found, *files, ["tests/test_fuzz.py"]]
 

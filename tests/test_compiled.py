@@ -1,19 +1,12 @@
-"""What compilers make of it: the kernels for GPUs, which interpreting them does not show, and layers under `torch.compile`."""
+"""What the compiler makes of the kernels for GPUs, which interpreting them does not show."""
 
 import json
 import os
 import subprocess
 import sys
-from collections import Counter
-from functools import partial
-from typing import Any
 
 import pytest
-import torch
-from conftest import ROOT, make_model
-from helpers import texts
-from torch import Tensor
-from torch._dynamo.backends.common import aot_autograd
+from conftest import ROOT
 
 triton = pytest.importorskip("triton")
 
@@ -51,30 +44,3 @@ def test_an_interpreter_compiles_nothing() -> None:
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "TRITON_INTERPRET is set, under which nothing is compiled: unset it" in done.stderr
-
-
-@pytest.mark.parametrize("decoding", ["static", "mrp_spec"])
-def test_a_compiled_model_is_one_graph_for_each_width(decoding: str) -> None:
-    """Whatever its depth, the prompts' lengths and the committed slots; the cache is in none of the graphs, which could only
-    hold copies of it. Prefill, whose length is another in each call, is not compiled."""
-    model, graphs = make_model(num_hidden_layers=10).float(), []
-
-    def counted(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    options: dict[str, Any] = {"decoding": decoding, "max_new_tokens": 6, "num_draft_states": 2}
-    prompts = [list(range(1, 1 + length)) for length in (3, 9, 19)]
-    expected = [texts(model, [prompt], kernels=False, **options) for prompt in prompts]
-    torch.compiler.reset()
-    backend = partial(aot_autograd, fw_compiler=counted)()
-    model.model.compile(dynamic=False, backend=backend)
-    model.mrp_head.compile(dynamic=False, backend=backend)
-    found = [texts(model, [prompt], kernels=True, **options) for prompt in prompts]
-    torch.compiler.reset()
-    assert found == expected
-    called = [[str(node.target) for node in graph.graph.nodes if node.op == "call_function"] for graph in graphs]
-    assert not [target for targets in called for target in targets if "scatter" in target or "copy_." in target]
-    layers = Counter(sum("attend" in target for target in targets) for targets in called)
-    assert layers.keys() == ({10} if decoding == "static" else {2, 10})  # the backbone's, the head's: each all in one
-    assert max(layers.values()) <= 2

@@ -84,25 +84,9 @@ def test_states_of_a_graph_by_hand() -> None:
     assert states_of(row_at(50, M, M, M), 5, TREE)[4] == (50, 21, M, M)
 
 
-def test_what_is_remembered_takes_no_place() -> None:
-    row = row_at(50, M, M, M)
-    known = row.after(row.state, (1,), [0, 11, 0, 0])
-    row.memory = {known.key: (known, Scores([0] * 4, [0.0] * 4))}
-    assert (50, 11, M, M) not in states_of(row, 3, TREE)
-    assert (50, 11, 12, M) in states_of(row, 3, TREE)  # it leads there all the same
-
-
 def test_what_is_not_left_or_ends_its_row_is_not_drafted() -> None:
     assert states_of(row_at(50, 51, 52, M), 4, TREE) == [(50, 51, 52, M), (50, 51, 52, 13), (M,) * 4, (50, 51, 52, 23)]
     assert states_of(row_at(50, M, M, M, eos=(11,)), 3, TREE) == [(50, M, M, M), (50, M, 12, M), (50, 21, M, M)]
-
-
-def test_a_clean_state_is_followed_by_the_next_block_alone() -> None:
-    assert states_of(row_at(50, 51, 52, 53), 4, TREE) == [(50, 51, 52, 53), (M,) * 4]
-
-
-def test_rows_without_a_source_draft_nothing() -> None:
-    assert len(drafted(TREE, row_at(50, M, M, M), None, 4)) == 1
 
 
 @pytest.mark.parametrize("target", list(RULES))

@@ -1,7 +1,6 @@
 """Layers of a round with their small steps fused: each kernel (interpreted) against PyTorch, layers against their modules."""
 
 import copy
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,6 @@ from conftest import make_model
 from helpers import PROMPTS, close, texts
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.cache_utils import DynamicCache
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
 
@@ -78,11 +76,9 @@ def test_a_sum_and_its_norm(rows: int, size: int, adds: bool, dtype: torch.dtype
 def test_a_sum_of_strided_and_large_numbers() -> None:
     """Squares of 1e4 sum up in float32 also for float16, whose largest is 65,504."""
     norm = norm_of(48, torch.float16)
-    hidden = (numbers(1, 2, 48, 5, dtype=torch.float16) * 1e4).clamp(-3e4, 3e4).transpose(1, 2)
-    added = (numbers(2, 5, 2, 48, dtype=torch.float16) * 1e4).clamp(-3e4, 3e4).transpose(0, 1)
-    assert not hidden.is_contiguous()
-    assert not added.is_contiguous()
-    for ours, theirs in zip(sum_and_norm(hidden, added, norm, FORCED), sum_and_norm_ref(hidden, added, norm), strict=True):
+    given = [(numbers(seed, 2, 48, 5, dtype=torch.float16) * 1e4).clamp(-3e4, 3e4).transpose(1, 2) for seed in (1, 2)]
+    assert not given[0].is_contiguous()
+    for ours, theirs in zip(sum_and_norm(*given, norm, FORCED), sum_and_norm_ref(*given, norm), strict=True):
         alike(ours, theirs)
         assert ours.isfinite().all()
 
@@ -187,53 +183,6 @@ def test_layers_are_what_their_modules_are(dtype: torch.dtype, which: str) -> No
     assert all(not torch.equal(a, b) for a, b in zip(kept._buffers.values(), a_round(model)[3]._buffers.values(), strict=True))
 
 
-class Launches(TorchDispatchMode):
-    """Counts operations that compute; views, and memory that is asked for, are none."""
-
-    FREE = ("empty", "view", "t", "transpose", "unflatten", "select", "slice", "split", "unbind", "detach", "as_strided")
-    FREE += ("alias", "permute")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counted: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = function.overloadpacket.__name__.removeprefix("_unsafe_")
-        if name.removesuffix("_like").removeprefix("new_") not in self.FREE:
-            self.counted[name] += 1
-        return function(*args, **(kwargs or {}))
-
-
-@interpreted
-@torch.no_grad()
-def test_what_a_layer_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four matrix products, four kernels and the two steps of the gate; as modules, without attention, over fifty."""
-    model = make_model(num_hidden_layers=3).float()
-    hidden, rotary, mask, cache = a_round(model)
-    kernels: Counter[str] = Counter()
-
-    class Noted:
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def __getitem__(self, grid: tuple[int, ...]) -> Any:
-            return lambda *args, **kwargs: kernels.update([self.name])
-
-    for name in ("_sum_and_norm", "_rotate"):
-        monkeypatch.setattr(fused_layers, name, Noted(name))
-    seen = torch.empty(2, 12, 4, 8)
-    monkeypatch.setattr(fused_layers, "attend", lambda *_: kernels.update(["attend"]) or seen)
-    pack(model)
-    with Launches() as launches:
-        walked(model.model, hidden, rotary, mask, cache)
-    assert launches.counted == {"mm": 3 * 4, "silu": 3, "mul": 3}
-    assert kernels == {"_sum_and_norm": 2 * 3 + 1, "_rotate": 3, "attend": 3}
-    layer: Any = model.model.layers[0]
-    with Launches() as launches:
-        layer(hidden, attention_mask=mask.dense(8), position_embeddings=rotary, past_key_values=cache)
-    assert launches.counted.total() > 50
-
-
 # ------------------------------------------------------------------------------------------------ packed weights
 
 
@@ -260,37 +209,21 @@ def packs(linears: Sequence[Any]) -> bool:
 
 
 def test_weights_are_packed_without_a_copy(tmp_path: Path) -> None:
-    """They stay what they are, also on the way to a file and back, in a copy of the model, in training and in another dtype."""
+    """Once; they stay what they are, also in a file, and another dtype has to be packed anew."""
     model, plain = make_model().float(), make_model().float()
-    bytes_before = held(model)
     pack(model)
     places = [weight.data_ptr() for weight in model.parameters()]
-    assert held(model) == bytes_before == held(plain)
+    assert held(model) == held(plain)
     assert all(map(packs, groups(model)))
     pack(model)
-    assert places == [weight.data_ptr() for weight in model.parameters()], "once"
-    for ours, theirs in zip(model.state_dict().items(), plain.state_dict().items(), strict=True):
-        assert ours[0] == theirs[0]
-        assert torch.equal(ours[1], theirs[1])
+    assert places == [weight.data_ptr() for weight in model.parameters()]
     for which, saved in (("ours", model), ("theirs", plain)):
         saved.save_pretrained(tmp_path / which)
     assert (tmp_path / "ours/model.safetensors").read_bytes() == (tmp_path / "theirs/model.safetensors").read_bytes()
-    torch.save(model.state_dict(), tmp_path / "state")
-    other = make_model(7).float()
-    pack(other)
-    other.load_state_dict(torch.load(tmp_path / "state"))
-    assert all(map(packs, groups(other)))
-    assert all(torch.equal(a, b) for a, b in zip(other.parameters(), plain.parameters(), strict=True))
-    copied = copy.deepcopy(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    sum(weight.sum() for weight in model.parameters()).backward()
-    optimizer.step()
-    assert all(map(packs, groups(model)))
-    close(model.model.layers[0].self_attn.k_proj.weight, copied.model.layers[0].self_attn.k_proj.weight - 0.1, atol=1e-6)
     assert not any(map(packs, groups(model.double())))
     pack(model)
     assert all(map(packs, groups(model)))
-    assert held(model) == 2 * bytes_before
+    assert held(model) == 2 * held(plain)
 
 
 def test_what_is_no_plain_linear_is_not_packed() -> None:
@@ -427,32 +360,21 @@ def read(model: MRPForCausalLM, dispatch: Dispatch) -> Tensor:
 
 @torch.inference_mode()
 def test_a_heads_forward_is_what_runs_with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Changed, in a subclass, under a hook: seen with kernels as without, and the layers still fuse."""
+    """Changed, or under a hook: seen with kernels as without, and the layers still fuse."""
     model = make_model().float().to(DEVICE)
-    head, walks, walk = model.mrp_head, [], fused_layers._walk
+    head, walks, walk, forward = model.mrp_head, [], fused_layers._walk, MRPHead.forward
     assert head is not None
     monkeypatch.setattr(fused_layers, "_walk", lambda *args: walks.append(1) or walk(*args))
-    usual, forward = read(model, FORCED), MRPHead.forward
+    usual = read(model, FORCED)
     close(usual, read(model, PYTORCH), atol=1e-5)
-    assert float(usual.abs().min()) > 0
     with monkeypatch.context() as patch:
         patch.setattr(MRPHead, "forward", lambda self, embeds, *others: 0.5 * forward(self, 0 * embeds, *others))
         changed = read(model, FORCED)
         close(changed, read(model, PYTORCH), atol=1e-5)
         assert not torch.allclose(changed, usual, atol=1e-2)
-    with monkeypatch.context() as patch:
-
-        class Negative(MRPHead):
-            def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-                return -super().forward(*args, **kwargs)
-
-        patch.setattr(head, "__class__", Negative)
-        assert torch.equal(read(model, FORCED), -usual)
-    handle = head.register_forward_hook(lambda module, given, output: output + 1)
+    head.register_forward_hook(lambda module, given, output: output + 1)
     assert torch.equal(read(model, FORCED), usual + 1)
-    handle.remove()
-    assert torch.equal(read(model, FORCED), usual)
-    assert len(walks) == 7, "all reads, with kernels or their twins"
+    assert len(walks) == 5, "all reads, with kernels or their twins"
 
 
 @torch.inference_mode()
@@ -478,24 +400,3 @@ def test_hidden_states_that_were_asked_for_once_do_not_matter() -> None:
         model(torch.tensor([[1, 2, 3, 4]]), output_hidden_states=True, output_attentions=True)
         assert model.model.layers[0]._forward_hooks
         assert fuses(model.model, MRPBackbone, FORCED)
-
-
-@interpreted
-@torch.inference_mode()
-def test_a_kernel_that_fails_leaves_its_place_to_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One by one, each with a warning; what comes out is the same."""
-    model = make_model().float()
-    monkeypatch.setattr(dispatch, "_failed", set())
-    monkeypatch.setattr(dispatch, "_obstacle", lambda *_, **__: None)
-    hidden, rotary, mask, cache = a_round(model)
-    wanted = walked(model.model, hidden, rotary, mask, cache)
-
-    def fails(*_: Any) -> Any:
-        raise NotImplementedError("no such instruction")
-
-    mask = RoundMask(mask.committed, mask.parent, mask.width, mask.block_size)
-    for name in ("sum_and_norm", "rotated"):
-        monkeypatch.setattr(fused_layers, f"_{name}_kernel", fails)
-        with pytest.warns(RuntimeWarning, match=rf"'{name}' failed on cpu.*no such instruction"):
-            got = walked(model.model, *a_round(model)[:2], mask, cache)
-        close(got, wanted, atol=1e-5)

@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import re
 import threading
 import warnings
 import weakref
@@ -190,13 +189,6 @@ def test_what_is_kept_goes_with_the_model_or_when_it_is_told_to(tapes: type[Tape
 
 
 # ------------------------------------------------------------------------------------------------ the option
-
-
-@pytest.mark.parametrize("value", [1, "on", [True]])
-def test_the_option_is_a_switch(value: Any, random_model: MRPForCausalLM) -> None:
-    given = f"graphs is {value!r}, of type {type(value).__name__}: use True, False, or None"
-    with pytest.raises(ValueError, match=re.escape(given)):
-        random_model.generate(torch.tensor([[1, 2]]), graphs=value, max_new_tokens=1)
 
 
 def test_a_cpu_records_nothing(random_model: MRPForCausalLM) -> None:

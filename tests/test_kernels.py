@@ -4,16 +4,14 @@ import os
 import subprocess
 import sys
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
+from conftest import ROOT
 from torch import Tensor
 
 from modeling_mrp.kernels import dispatch
-from modeling_mrp.kernels.dispatch import Dispatch, kernels_usable, tl, triton
-
-CPU = torch.device("cpu")
+from modeling_mrp.kernels.dispatch import Dispatch, kernels_usable, triton
 
 
 class Paths:
@@ -49,17 +47,15 @@ def automatic(paths: Paths, name: str = "k", device: str = "cpu") -> str:
     return Dispatch().run(name, paths.kernel, paths.twin, torch.ones(2, device=device))
 
 
-def test_off_never_touches_the_kernel() -> None:
+@pytest.mark.parametrize(("forced", "path"), [(False, "twin"), (None, "twin"), (True, "kernel")])
+def test_what_runs_on_a_cpu(forced: bool | None, path: str) -> None:
+    """Kernels where they are forced, interpreted; of a parameter, too, where no gradient is wanted."""
     paths = Paths()
-    assert Dispatch(False).run("k", paths.kernel, paths.twin, torch.ones(2)) == "from PyTorch"
-    assert paths.calls == ["twin"]
-
-
-def test_a_cpu_takes_the_twin_unless_forced() -> None:
-    paths = Paths()
-    assert Dispatch().run("k", paths.kernel, paths.twin, torch.ones(2)) == "from PyTorch"
-    assert Dispatch(True).run("k", paths.kernel, paths.twin, torch.ones(2)) == "from the kernel"  # interpreted
-    assert paths.calls == ["twin", "kernel"]
+    with torch.no_grad():
+        Dispatch(forced).run("k", paths.kernel, paths.twin, torch.ones(2, requires_grad=True))
+    assert paths.calls == [path]
+    assert not kernels_usable(torch.device("cpu"), torch.float32)
+    assert not kernels_usable(torch.device("mps"), torch.float16)
 
 
 @pytest.mark.usefixtures("usable")
@@ -131,17 +127,11 @@ def test_what_kernels_cannot_take(tensors: tuple[Tensor, ...], reason: str) -> N
 
 
 def test_autocast_takes_the_twin() -> None:
-    paths = Paths()
     with torch.autocast("cpu", torch.bfloat16):
-        assert Dispatch().run("k", paths.kernel, paths.twin, torch.ones(2)) == "from PyTorch"
+        paths = Paths()
+        assert automatic(paths) == "from PyTorch"
         with pytest.raises(ValueError, match="leave autocast"):
             Dispatch(True).run("k", paths.kernel, paths.twin, torch.ones(2))
-
-
-def test_a_parameter_is_fine_where_no_gradient_is_wanted() -> None:
-    paths = Paths()
-    with torch.no_grad():
-        assert Dispatch(True).run("k", paths.kernel, paths.twin, torch.ones(2, requires_grad=True)) == "from the kernel"
 
 
 @pytest.mark.parametrize(("capability", "recent"), [((7, 5), False), ((8, 0), True), ((12, 0), True)])
@@ -150,11 +140,6 @@ def test_the_oldest_gpu(capability: tuple[int, int], recent: bool, monkeypatch: 
     if triton is not None:
         monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
         assert kernels_usable(torch.device("cuda", 0), torch.float32) is recent
-
-
-def test_nothing_is_usable_on_a_cpu() -> None:
-    assert not kernels_usable(CPU, torch.float32)
-    assert not kernels_usable(torch.device("mps"), torch.float16)
 
 
 # ------------------------------------------------------------------------------------------------ in other processes
@@ -182,36 +167,10 @@ except ValueError as error:
 """
 
 
-def in_a_process(tmp_path: Path, script: str, **environment: str) -> str:
-    """What a script prints that runs on its own; from a file, since triton reads the source of what it compiles."""
-    path = tmp_path / "script.py"
-    path.write_text(script)
-    kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    root = str(Path(__file__).parent.parent)
-    done = subprocess.run(
-        [sys.executable, str(path)], env=kept | {"PYTHONPATH": root} | environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def test_without_triton(tmp_path: Path) -> None:
+def test_without_triton() -> None:
     """The package imports, the twin runs, and forcing says what to install."""
-    assert "triton cannot be imported: install it (pip install triton), or use kernels=None" in in_a_process(
-        tmp_path, WITHOUT_TRITON
-    )
-
-
-if triton is not None:
-
-    @triton.jit
-    def broken(x):  # type: ignore[no-untyped-def]
-        tl.store(x, tl.no_such_function(x))
-
-
-@pytest.mark.skipif(triton is None, reason="needs triton")
-def test_a_kernel_that_triton_cannot_compile() -> None:
-    x = torch.ones(16, device="cuda" if torch.cuda.is_available() else "cpu")
-    with pytest.raises(RuntimeError, match=r"kernels is True, but the kernel 'broken' failed .*no_such_function"):
-        Dispatch(True).run("broken", lambda: broken[(1,)](x), lambda: "twin", x)
-    assert torch.equal(x, torch.ones_like(x))
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", WITHOUT_TRITON]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "triton cannot be imported: install it (pip install triton), or use kernels=None" in done.stdout

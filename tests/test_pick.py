@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from modeling_mrp.kernels import pick
 from modeling_mrp.kernels.dispatch import Dispatch, tl, triton
 from modeling_mrp.kernels.noise import gumbel_noise, noise_bits, noise_keys
-from modeling_mrp.kernels.pick import Unembedding, log_odds, pick_rows, pick_rows_ref
+from modeling_mrp.kernels.pick import Unembedding, pick_rows, pick_rows_ref
 
 pytestmark = [
     pytest.mark.skipif(triton is None, reason="needs triton"),
@@ -103,37 +104,42 @@ def test_the_noise_at_its_ends() -> None:
 # ------------------------------------------------------------------------------------------------ pick
 
 
-@pytest.mark.parametrize(("rows", "vocab"), [(1, 17), (3, 512), (5, 1300), (16, 700)])
+@pytest.fixture
+def small_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs read several tiles of the vocabulary, one after the other, as they do of many rows."""
+    monkeypatch.setattr(pick, "processors", lambda _: 1)
+
+
+@pytest.mark.usefixtures("small_gpu")
+@pytest.mark.parametrize(("rows", "vocab"), [(1, 17), (3, 512), (2, 5000), (16, 1300)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("sampled", [False, True])
 def test_kernel_equals_its_twin(rows: int, vocab: int, dtype: torch.dtype, sampled: bool) -> None:
-    logits = logits_of(rows, vocab, vocab, dtype)
+    """Of all tokens; of those of 9 or more logits alone, or without these; of a part of a vocabulary, with its ids' noise."""
+    logits, keys = logits_of(rows, vocab, vocab, dtype), keys_of(rows) if sampled else None
     logits[:, 0] = -INF  # the mask id
-    temperature = 0.7 if sampled else 1.0
-    same(*picked(vocabulary(vocab, temperature), logits, None, keys_of(rows) if sampled else None))
-
-
-@pytest.mark.parametrize("sampled", [False, True])
-def test_none_under_the_threshold_is_picked(sampled: bool) -> None:
-    logits = logits_of(6, 900)
-    least = logits.topk(20).values[:, -1].contiguous()
-    got, wanted = picked(vocabulary(900, 3.0), logits, least, keys_of(6) if sampled else None)
+    ids = torch.randperm(9999, generator=torch.Generator().manual_seed(1))[:vocab].to(DEVICE)
+    least = logits.topk(9).values[:, -1].contiguous()
+    same(*picked(vocabulary(vocab, 0.7 if sampled else 1.0), logits, None, keys))
+    same(*picked(vocabulary(vocab, 1.0, ids), logits, None, keys))
+    got, wanted = picked(vocabulary(vocab, 3.0), logits, least, keys)
     same(got, wanted)
     assert (logits.gather(1, got[0][:, None])[:, 0] >= least).all()
+    others = logits.masked_fill(logits >= least[:, None], -INF)
+    token, _ = pick_rows(vocabulary(vocab), logits, others, None, keys, FORCED)
+    assert (logits.gather(1, token[:, None])[:, 0] < least).all()
 
 
-def test_a_restricted_vocabulary_has_the_noise_of_its_ids() -> None:
-    ids = torch.randperm(5000, generator=torch.Generator().manual_seed(1))[:300].to(DEVICE)
-    same(*picked(vocabulary(300, 1.0, ids), logits_of(4, 300), None, keys_of(4)))
+def test_of_equals_the_first_is_picked(small_gpu: None) -> None:
+    """In one tile, in two of a program, and of two programs."""
+    logits = torch.zeros(4, 8000, device=DEVICE)
+    for row, places in enumerate(([7, 900], [600, 1900], [600, 7000]), 1):
+        logits[row, places] = 5.0
+    (token, _), _ = picked(vocabulary(8000), logits)
+    assert token.tolist() == [0, 7, 600, 600]
 
 
-def test_of_equals_the_first_is_picked() -> None:
-    logits = torch.zeros(3, 1200, device=DEVICE)
-    logits[1, [7, 900]], logits[2, [600, 601]] = 5.0, 5.0
-    (token, _), _ = picked(vocabulary(1200), logits)
-    assert token.tolist() == [0, 7, 600]
-
-
+@pytest.mark.usefixtures("small_gpu")
 def test_extremes() -> None:
     """Certain tokens keep their log-odds; where the best score is not finite there is nothing to pick."""
     logits = torch.full((5, 700), -INF, device=DEVICE)
@@ -152,15 +158,3 @@ def test_extremes() -> None:
 def test_nothing_to_pick_from() -> None:
     token, odds = pick_rows(vocabulary(9), logits_of(0, 9), logits_of(0, 9), None, None, FORCED)
     assert (token.shape, odds.shape) == ((0,), (0,))
-
-
-def test_log_odds_by_hand() -> None:
-    scores = torch.tensor([[0.0, 1.0, 2.0]], dtype=torch.float64)
-    p = scores.softmax(-1)[0, 2]
-    assert log_odds(scores, torch.tensor([2])).item() == pytest.approx((p / (1 - p)).log().item())
-
-
-def test_float64_is_left_to_pytorch() -> None:
-    logits = logits_of(2, 9).double()
-    with pytest.raises(ValueError, match=r"there are no kernels for torch\.float64"):
-        pick_rows(vocabulary(9), logits, logits, None, None, FORCED)

@@ -1,14 +1,15 @@
 """The shipped combination without a GPU: forwards recorded with the interpreted kernels in them, replayed, and counted."""
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
 from conftest import make_model
 from tape import GridExecutor, Tape, TapeRecorder, strangers, tapes
-from test_fused_layers import Launches
 from test_graphs import generate, same
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import rounds
 from benchmarks.random_cases import dampened
@@ -41,12 +42,27 @@ FREE += ("permute", "as_strided", "split", "split_with_sizes", "unbind", "_resha
 FREE += ("empty_like",)
 
 
-def launches(tape: Tape) -> Counter[str]:
-    """The operations of a tape that compute, by name."""
-    names = (
-        func.overloadpacket.__name__ if hasattr(func, "overloadpacket") else str(func.__name__) for func, *_ in tape.operations
-    )
+def launches(operations: Iterable[Any]) -> Counter[str]:
+    """The operations that compute, by name."""
+    names = (getattr(func, "overloadpacket", func).__name__ for func in operations)
     return Counter(name for name in names if name not in FREE)
+
+
+def of_tape(tape: Tape) -> Counter[str]:
+    """The operations of a tape that compute, by name."""
+    return launches(func for func, *_ in tape.operations)
+
+
+class Seen(TorchDispatchMode):
+    """Notes all operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[Any] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operations.append(function)
+        return function(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -56,7 +72,7 @@ def test_the_same_with_recorded_kernels(way: str, tapes: type[TapeRecorder]) -> 
     model = model.to(torch.bfloat16 if "bfloat16" in way else torch.float32)
     prompts = [[1, 2, 3, 4, 5, 6], [7, 8, 9]]
     same(*(generate(model, prompts, seed=1, kernels=True, graphs=graphs, **WAYS[way]) for graphs in (True, False)))
-    assert all(launches(tape)["triton._attend"] == 1 for tape in tapes.tapes)
+    assert all(of_tape(tape)["triton._attend"] == 1 for tape in tapes.tapes)
     assert tapes.replays > 0
     assert recording_report(model)["failed"] == 0
     assert strangers(model) == []
@@ -76,9 +92,9 @@ def test_what_a_round_launches(tapes: type[TapeRecorder], monkeypatch: pytest.Mo
         method = getattr(Networks, name)
 
         def run(*args: Any) -> Any:
-            with Launches() as seen:
+            with Seen() as seen:
                 out = method(*args)
-            counted[name].append(sum(count for name, count in seen.counted.items() if name not in FREE))
+            counted[name].append(launches(seen.operations).total())
             return out
 
         return run
@@ -88,7 +104,7 @@ def test_what_a_round_launches(tapes: type[TapeRecorder], monkeypatch: pytest.Mo
     options: dict[str, Any] = {**GREEDY, "decoding": "mrp_spec", "num_draft_states": 2, "max_new_tokens": 20}
     model.generate(torch.tensor([[1, 2, 3, 4, 5, 6]]), graphs=True, kernels=True, **options)
     found = {}
-    for launched in map(launches, tapes.tapes):
+    for launched in map(of_tape, tapes.tapes):
         depth = launched["triton._attend"]
         of_a_layer = {**rounds.LAYER, "_to_copy": 3}  # interpreted, attention takes no bfloat16
         layers = Counter({name: depth * count for name, count in of_a_layer.items()})

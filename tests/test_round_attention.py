@@ -2,6 +2,8 @@
 
 import random
 import threading
+from collections import Counter
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -9,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_model
-from helpers import PROMPTS, close, texts
+from helpers import close, texts
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 
-import modeling_mrp.kernels.round_attention as attending
 from modeling_mrp import MRPForCausalLM
 from modeling_mrp.kernels.dispatch import Dispatch, triton
 from modeling_mrp.kernels.round_attention import RoundMask, round_attention, round_attention_twin
@@ -70,7 +72,7 @@ def in_float64(query: Tensor, key: Tensor, value: Tensor, mask: RoundMask) -> Te
         ([37], [[-1, 0]], 2, 4, 64, (4, 2), 8, 1),
         ([5, 0, 64], [[-1, 0, -1], [-1, -1, 1], [-1, -1, -1]], 3, 4, 64, (4, 1), 16, 2),  # shares with nothing in them
         ([129, 3], [[-1, 0], [-1, -1]], 2, 4, 192, (2, 1), 24, 5),  # more shares than tiles
-        ([7], [[-1, 0, -1]], 3, 32, 64, (2, 1), 32, None),  # more rows and scratch than a tile
+        ([7, 0], [[-1, 0, -1]] * 2, 3, 32, 64, (2, 1), 32, None),  # more rows and scratch than a tile, which may show nothing
         ([10], [[-1, 0]], 2, 16, 64, (1, 1), 128, 2),
         ([200], [[-1, 0]], 2, 4, 64, (2, 1), 8, 2),  # committed beyond what is read
         ([4, 3], [[-1, -1, 0]] * 2, 3, 4, 8, (4, 2), 8, None),  # prefix and scratch fit one tile
@@ -124,13 +126,14 @@ def test_whoever_arrives_last_merges(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @interpreted
-def test_slots_beyond_the_reach_of_32_bits(tmp_path: Path) -> None:
-    """Keys of one row 2^30 numbers apart, in a file of 8 GB that takes no room but for what is touched."""
-    apart, scored = 1 << 30, torch.randn(1, 1, 3, 16, generator=torch.Generator().manual_seed(1))
-    sparse = torch.from_file(str(tmp_path / "sparse"), shared=True, size=2 * apart + 16)
-    key = sparse.as_strided((1, 1, 3, 16), (0, 0, apart, 1))
+@pytest.mark.parametrize(("rows", "strides"), [(1, (0, 0, 1 << 30, 1)), (3, (1 << 30, 0, 16, 1))], ids=["slots", "rows"])
+def test_places_beyond_the_reach_of_32_bits(rows: int, strides: tuple[int, ...], tmp_path: Path) -> None:
+    """Keys of one row, or of one after the other, 2^30 numbers apart: in a sparse file of 8 GB."""
+    scored = torch.randn(rows, 1, 3, 16, generator=torch.Generator().manual_seed(1))
+    sparse = torch.from_file(str(tmp_path / "sparse"), shared=True, size=(2 << 30) + 48)
+    key = sparse.as_strided((rows, 1, 3, 16), strides)
     key.copy_(scored)
-    query, mask = torch.ones(1, 1, 1, 16), RoundMask(torch.tensor([2]), None, 1, 1)
+    query, mask = torch.ones(rows, 1, 1, 16), RoundMask(torch.tensor([2] * rows), None, 1, 1)
     close(round_attention(query, key, key, mask, 0.25), round_attention_twin(query, scored, scored, mask, 0.25), atol=2e-6)
 
 
@@ -168,23 +171,29 @@ def test_mask_by_hand() -> None:
 
 
 @interpreted
-def test_a_compiled_backbone_keeps_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`model.model.compile()` fuses what lies between the kernels, and leaves them in."""
-    model, ran, kernel = make_model().float(), [], attending.round_attention
-    options: dict[str, Any] = {"decoding": "static", "max_new_tokens": 5}
-    expected = texts(model, PROMPTS[:1], kernels=False, **options)
+@pytest.mark.parametrize("decoding", ["static", "mrp_spec"])
+def test_a_compiled_model_is_one_graph_for_each_width(decoding: str) -> None:
+    """Whatever the prompts' lengths and the committed slots; the cache is in none of the graphs, which could only hold copies
+    of it. Prefill, whose length is another in each call, is not compiled."""
+    model, graphs = make_model(num_nextn_predict_layers=1).float(), list[list[str]]()
 
-    def noted(*args: Any) -> Tensor:
-        ran.append(torch.compiler.is_compiling())
-        return kernel(*args)
+    def counted(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        graphs.append([str(node.target) for node in graph.graph.nodes if node.op == "call_function"])
+        return graph.forward
 
-    monkeypatch.setattr(attending, "round_attention", noted)
+    options: dict[str, Any] = {"decoding": decoding, "max_new_tokens": 5, "num_draft_states": 2}
+    prompts = [[1, 2, 3], list(range(1, 18))]
+    expected = [texts(model, [prompt], kernels=False, **options) for prompt in prompts]
     torch.compiler.reset()
-    model.model.compile(backend="eager")
-    assert texts(model, PROMPTS[:1], kernels=True, **options) == expected
+    backend = partial(aot_autograd, fw_compiler=counted)()
+    for part in (model.model, model.mrp_head):
+        part.compile(dynamic=False, fullgraph=True, backend=backend)  # type: ignore[union-attr]
+    assert [texts(model, [prompt], kernels=True, **options) for prompt in prompts] == expected
     torch.compiler.reset()
-    assert len(ran) >= 2 * 4, "two layers, a round a token behind the first"
-    assert not any(ran)
+    assert not [target for targets in graphs for target in targets if "scatter" in target or "copy_." in target]
+    layers = Counter(sum("attend" in target for target in targets) for targets in graphs)
+    assert layers.keys() == ({2} if decoding == "static" else {1, 2}), "the backbone's, the head's: each all in one"
+    assert max(layers.values()) <= 2
 
 
 def a_round(model: MRPForCausalLM, forced: bool | None) -> tuple[Any, ...]:

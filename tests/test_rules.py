@@ -29,7 +29,7 @@ from modeling_mrp.rules.reveal import (
     logit,
     schedule_of,
 )
-from modeling_mrp.rules.state import Counts, Key, Row, Scores, State
+from modeling_mrp.rules.state import Counts, Row, Scores, State
 
 M = 60  # the mask
 A, B, C, D = 10, 11, 12, 13  # what the columns of a block get
@@ -215,49 +215,25 @@ def test_a_state_and_what_a_reveal_makes_of_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("of", "ids", "start", "whole"),
+    ("given", "ids", "start", "stop"),
     [
-        (row(new=8), [A, B, C, D], 4, False),  # another block follows
-        (row(new=8), [A, B, C, D], 8, True),
-        (row(new=8), [A, B, M, EOS], 4, False),
-        (row(new=8), [A, B, EOS, M], 4, True),
-        (row(new=6), [A, B, M, M], 8, True),  # the limit lies within the block
-        (row(new=6), [A, M, C, M], 8, False),
-        (row(new=6), [M, B, M, M], 8, False),
-        (row(new=8, given=[M, M, M, M, 5, 6, 7, 8]), [A, B, C, D], 4, True),  # the rest is given
-        (row(new=8, given=[M, M, M, M, 5, M, 7, 8]), [5, B, 7, 8], 8, True),
+        ({"new": 8}, [A, B, C, D], 4, None),  # another block follows
+        ({"new": 8}, [A, B, C, D], 8, 12),
+        ({"new": 8}, [A, B, M, EOS], 4, None),
+        ({"new": 8}, [A, B, EOS, M], 4, 7),
+        ({"new": 6}, [A, B, M, M], 8, 10),  # the limit lies within the block
+        ({"new": 6}, [A, B, C, EOS], 8, 10),  # an end behind it
+        ({"new": 6}, [A, M, C, M], 8, None),
+        ({"given": [M, M, M, M, 5, 6, 7, 8]}, [A, B, C, D], 4, 12),  # the rest is given
+        ({"given": [M, M, M, M, 5, M, 7, 8]}, [5, B, 7, 8], 8, 12),
+        ({"given": [M, M, 5, 6, 7]}, [A, B, 5, 6], 4, None),
     ],
 )
-def test_where_a_text_is_whole(of: Row, ids: list[int], start: int, whole: bool) -> None:
-    assert of.ends(state(ids, start)) == whole
-
-
-@pytest.mark.parametrize(
-    ("of", "ids", "start", "stop"),
-    [
-        (row(new=8), [A, B, C, D], 4, None),
-        (row(new=8), [A, B, C, D], 8, 12),
-        (row(new=8), [A, B, EOS, M], 4, 7),
-        (row(new=6), [A, B, M, M], 8, 10),
-        (row(new=6), [A, B, C, EOS], 8, 10),  # an end behind the limit
-        (row(new=8, given=[M, M, 5, 6, 7]), [A, B, 5, 6], 4, None),
-    ],
-)
-def test_where_a_text_stops(of: Row, ids: list[int], start: int, stop: int | None) -> None:
+def test_where_a_text_ends(given: dict[str, Any], ids: list[int], start: int, stop: int | None) -> None:
+    of = row(**given)
     of.state = state(ids, start)
     of.settle()
-    assert of.stop == stop
-
-
-def test_where_a_row_begins() -> None:
-    """In the block of its first mask; given tokens do not end it, nor do those of the prompt."""
-    assert row([1, 2, 3, 4, 5], 3).state.key == (4, (5, M, M, M))
-    assert row([1, EOS, 3], 3).state.key == (0, (1, EOS, 3, M))
-    assert row([1, EOS, 3], 3).state.free == (3,)
-    assert row([1, 2, 3], 9, given=[4, 5, 6, 7, 8, M, EOS, M]).state.key == (8, (M, EOS, M, M))
-    assert row([1, 2, 3], 9, given=[4, 5, 6, 7, 8, M, EOS, M]).state.free == (0, 2, 3)
-    assert row([1, 2, 3], 2, given=[4, 5]).state.key == (4, (5, M, M, M))
-    assert row([1, 2, 3], 2, given=[4, 5]).ends(row([1, 2, 3], 2, given=[4, 5]).state)
+    assert (of.stop, of.ends(of.state)) == (stop, stop is not None)
 
 
 def test_a_reveal_is_written() -> None:
@@ -444,32 +420,6 @@ def test_a_path_through_a_clean_block() -> None:
     assert (of.state.key, of.source) == ((8, (M,) * 4), None)
 
 
-def test_given_blocks_on_the_path() -> None:
-    """A given block behind a clean one is the row's next state; behind that the one after it."""
-    of = row(new=12, given=[M, M, M, M, 5, 6, 7, 8], width=4)
-    of.state = state([A, B, C, D])
-    frontier, clean = accepted(of, ONE, [(of.state, -1, says([0] * 4))])
-    assert (frontier, clean, of.state.key) == (None, [0], (8, (5, 6, 7, 8)))
-    behind = state([M] * 4, 12)
-    frontier, clean = accepted(of, ONE, [(of.state, -1, says([0] * 4)), (behind, 0, says([1, 2, 3, 4]))])
-    assert frontier is not None
-    assert (clean, frontier.state.key) == ([0], behind.key)
-
-
-def test_what_is_offered_shows_more_of_the_same() -> None:
-    for ids, start, offers in (
-        ([A, B, M, M], 4, True),
-        ([A, M, C, D], 4, True),
-        ([20, B, M, M], 4, False),
-        ([M, B, M, M], 4, False),
-        ([A, B, M, M], 8, False),
-    ):
-        of = row(width=3)
-        of.state = state([A, M, M, M])
-        accepted(of, ONE, [(of.state, -1, says([0, 1, 2, 20])), (state(ids, start), -1, says([0] * 4))])
-        assert of.counts.offered_at_depth[0] == offers, ids
-
-
 # ------------------------------------------------------------------------------------------ a rule that has a memory
 
 
@@ -565,8 +515,3 @@ assert "torch" not in sys.modules
     import modeling_mrp
 
     subprocess.run([sys.executable, "-c", script, modeling_mrp.__path__[0]], check=True)
-
-
-def test_keys_name_states() -> None:
-    key: Key = (4, (M, B, M, M))
-    assert row().after(row().state, (1,), [A, B, C, D]).key == key == state([M, B, M, M]).key

@@ -220,67 +220,6 @@ def _summary(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[-1]}" if lines else type(error).__name__
 
 
-# ---------------------------------------------------------------------------------------------------- model.adapters
-
-"""peft's adapters: which are on, and which `generate` cannot follow."""
-
-
-
-
-def adapters_of_rows(module: nn.Module) -> list[str] | None:
-    """Read peft's `adapter_names`, an adapter for each row of a batch, which hooks hand to its layers during a call.
-
-    A call that failed leaves its hooks behind; the last one counts.
-    """
-    hooks = (hook for part in module.modules() for hook in reversed(part._forward_pre_hooks.values()))
-    names = (getattr(hook, "keywords", {}).get("adapter_names") for hook in hooks)
-    return next((list(of_rows) for of_rows in names if of_rows is not None), None)
-
-
-def adapters_on(module: nn.Module) -> list[Any]:
-    """List the adapters that are on in each of peft's layers, with their scales, and those of rows."""
-    layers = [
-        (list(layer.active_adapters), layer.disable_adapters, layer.merged_adapters[:], dict(getattr(layer, "scaling", {})))
-        for layer in _layers(module)
-    ]
-    return [adapters_of_rows(module), *layers]
-
-
-def check_adapters(model: Any, rows: int) -> None:
-    """Check the adapters that are on, for a batch of so many rows.
-
-    Raises:
-        ValueError: for an adapter that needs a prompt read token by token, vectors before it, or a network beside the layers;
-            for `adapter_names` of another number of rows.
-    """
-    of_rows = adapters_of_rows(model)
-    if of_rows is not None and len(of_rows) != rows:
-        raise ValueError(
-            f"adapter_names holds {len(of_rows)} names for {rows} rows: give one for each row (after num_return_sequences)"
-        )
-    wrapper: Any = getattr(model.prepare_inputs_for_generation, "__self__", None)  # a peft model puts its own there
-    config: Any = getattr(wrapper, "active_peft_config", None)
-    found = None
-    if getattr(config, "is_prompt_learning", False):
-        found = config.peft_type.value, "an adapter of the prompt, and generate decodes from ids alone"
-    on = {name for layer in _layers(model) if not layer.disable_adapters for name in (*layer.active_adapters, *(of_rows or ()))}
-    for name, config in (getattr(model, "peft_config", None) or {}).items():
-        if name in on and getattr(config, "alora_invocation_tokens", None):
-            why = "it starts behind the last invocation of a text that grows from the left"
-            found = "aLoRA (alora_invocation_tokens)", why
-        elif name in on and config.peft_type == "SHADOW":
-            found = "SHADOW", "its network beside the layers begins where the model is called, and sees a causal text"
-    if found is not None:
-        raise ValueError(
-            f"an adapter of type {found[0]} has no effect on generate: {found[1]}. Train an adapter of the weights instead, "
-            "such as LoRA, or decode without it under model.disable_adapter()"
-        )
-
-
-def _layers(module: nn.Module) -> list[Any]:
-    return [layer for layer in module.modules() if hasattr(layer, "merged_adapters")]
-
-
 # ---------------------------------------------------------------------------------------------------- model.offloading
 
 """Modules whose weights accelerate keeps on disk or in a CPU's memory, and fetches for each of their forwards."""
@@ -349,7 +288,7 @@ class WeightsSeen:
 
     def __init__(self, module: nn.Module) -> None:
         self.seen = [(PassingReference(weight), _state_of(weight)) for weight in _held_parameters(module)]
-        self.adapters = adapters_on(module)
+        self.adapters = _adapters_on(module)
 
     def same(self, module: nn.Module | None) -> bool:
         """Tell if nothing was replaced, moved or written to, and the same adapters are on.
@@ -360,7 +299,7 @@ class WeightsSeen:
         return (
             len(weights) == len(self.seen)
             and module is not None
-            and self.adapters == adapters_on(module)
+            and self.adapters == _adapters_on(module)
             and all(
                 seen() is weight and state == _state_of(weight)
                 for (seen, state), weight in zip(self.seen, weights, strict=True)
@@ -370,6 +309,30 @@ class WeightsSeen:
 
 def _held_parameters(module: nn.Module) -> list[Tensor]:
     return [weight for weight in module.parameters() if not weight.is_meta]  # those that are offloaded come anew each time
+
+
+def _adapters_on(module: nn.Module) -> list[Any]:
+    """List the adapters that are on in each of peft's layers, with their scales, and those of rows."""
+    layers = [
+        (list(layer.active_adapters), layer.disable_adapters, layer.merged_adapters[:], dict(getattr(layer, "scaling", {})))
+        for layer in adapted_layers(module)
+    ]
+    return [adapters_of_rows(module), *layers]
+
+
+def adapters_of_rows(module: nn.Module) -> list[str] | None:
+    """Read peft's `adapter_names`, an adapter for each row of a batch, which hooks hand to its layers during a call.
+
+    A call that failed leaves its hooks behind; the last one counts.
+    """
+    hooks = (hook for part in module.modules() for hook in reversed(part._forward_pre_hooks.values()))
+    names = (getattr(hook, "keywords", {}).get("adapter_names") for hook in hooks)
+    return next((list(of_rows) for of_rows in names if of_rows is not None), None)
+
+
+def adapted_layers(module: nn.Module) -> list[Any]:
+    """List peft's layers."""
+    return [layer for layer in module.modules() if hasattr(layer, "merged_adapters")]
 
 
 def _state_of(weight: Tensor) -> list[int]:
@@ -5371,6 +5334,42 @@ def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationCo
         likeliest=sample and mode.drafting is not None,
         dispatch=dispatch if usable else PYTORCH,
     )
+
+
+def check_adapters(model: Any, rows: int) -> None:
+    """Check the adapters that are on, for a batch of so many rows.
+
+    Raises:
+        ValueError: for an adapter that needs a prompt read token by token, vectors before it, or a network beside the layers;
+            for `adapter_names` of another number of rows.
+    """
+    of_rows = adapters_of_rows(model)
+    if of_rows is not None and len(of_rows) != rows:
+        raise ValueError(
+            f"adapter_names holds {len(of_rows)} names for {rows} rows: give one for each row (after num_return_sequences)"
+        )
+    wrapper: Any = getattr(model.prepare_inputs_for_generation, "__self__", None)  # a peft model puts its own there
+    config: Any = getattr(wrapper, "active_peft_config", None)
+    found = None
+    if getattr(config, "is_prompt_learning", False):
+        found = config.peft_type.value, "an adapter of the prompt, and generate decodes from ids alone"
+    on = {
+        name
+        for layer in adapted_layers(model)
+        if not layer.disable_adapters
+        for name in (*layer.active_adapters, *(of_rows or ()))
+    }
+    for name, config in (getattr(model, "peft_config", None) or {}).items():
+        if name in on and getattr(config, "alora_invocation_tokens", None):
+            why = "it starts behind the last invocation of a text that grows from the left"
+            found = "aLoRA (alora_invocation_tokens)", why
+        elif name in on and config.peft_type == "SHADOW":
+            found = "SHADOW", "its network beside the layers begins where the model is called, and sees a causal text"
+    if found is not None:
+        raise ValueError(
+            f"an adapter of type {found[0]} has no effect on generate: {found[1]}. Train an adapter of the weights instead, "
+            "such as LoRA, or decode without it under model.disable_adapter()"
+        )
 
 
 def check_past(past: Any, model: Any, rows: int) -> None:
