@@ -220,7 +220,8 @@ def test_the_reference_names_what_there_is() -> None:
 def test_the_page_of_the_code_says_what_every_room_holds() -> None:
     section = DOCUMENTS["docs/code.md"].split("\n## The rooms\n")[1].split("\n## ")[0]
     rooms = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", section, re.MULTILINE))
-    assert sorted(rooms) == sorted(path.parent.name for path in (ROOT / "modeling_mrp").glob("*/__init__.py"))
+    packages = ROOT / "modeling_mrp", ROOT / "trainer" / "mrp_trainer"
+    assert sorted(rooms) == sorted(path.parent.name for package in packages for path in package.glob("*/__init__.py"))
 
 
 def test_the_citation_is_of_this_version() -> None:

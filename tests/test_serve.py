@@ -328,10 +328,8 @@ def test_options_that_cannot_be_served(arguments: list[str], reason: str) -> Non
 
 
 def test_options_are_those_of_generate() -> None:
-    given = ServeOptions("m", target="dynamic", set=["confidence_threshold=1e-1", "num_draft_states=auto"])
+    given = ServeOptions(model="m", target="dynamic", set=["confidence_threshold=1e-1", "num_draft_states=auto"])
     assert given.setting() == {"target": "dynamic", "set": {"confidence_threshold": 0.1, "num_draft_states": "auto"}}
-    with pytest.raises(ValueError, match=r"port is 65536: it must be from 0 \(any free one\) to 65535"):
-        ServeOptions("m", port=65536)
 
 
 def test_the_libraries_are_named_where_they_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
