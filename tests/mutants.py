@@ -23,7 +23,7 @@ FIRST = [f"tests/test_fuzz.py::test_random_decodes[{seed}]" for seed in range(8)
 SELECTION = {
     "rules": ("rules", "bans"),
     "generate": ("remask", "infilling", "active_rows"),
-    "networks": ("cache", "sampling", "continuation", "recorder", "graphs", "round_attention"),
+    "networks": ("cache", "sampling", "continuation", "graphs", "round_attention"),
     "kernels": ("pick", "kernels", "round_attention", "sampling", "fused_layers", "kernel_decoding"),
 }
 # What is imported before, so that no child has to.

@@ -65,12 +65,6 @@ def test_rates_by_hand() -> None:
     assert mean_accepted_length(made()) is None
 
 
-@pytest.mark.parametrize("mode", ["static", "dynamic", "mrp_remask"])
-def test_modes_without_drafts_have_no_depths(random_model: MRPForCausalLM, mode: str) -> None:
-    stats = generate(random_model, PROMPTS, decoding=mode, max_new_tokens=8).stats
-    assert stats.offered_at_depth.tolist() == stats.accepted_at_depth.tolist() == [[], [], []]
-
-
 # ------------------------------------------------------------------------------------------------ revocations
 
 

@@ -27,11 +27,6 @@ from modeling_mrp.rules.state import Counts, State
 # ------------------------------------------------------------------------------------------------- what is borrowed
 
 
-@pytest.mark.parametrize(("width", "batch", "free", "found"), [(3, 4, 20, 3), (3, 4, 11, 2), (3, 4, 3, 0), (0, 4, 20, 0)])
-def test_drafting_follows_what_requests_leave(width: int, batch: int, free: int, found: int) -> None:
-    assert affordable(width, batch, free) == found
-
-
 @pytest.mark.parametrize(
     ("rows", "pages", "width"),
     [(8, 9, 3), (5, 9, 2), (8, 5, 2), (1, 9, 0), (8, 1, 0)],
@@ -231,15 +226,16 @@ def changed_config(folder: Path, **fields: Any) -> str:
     return str(folder)
 
 
-def test_a_head_of_another_backbone_is_refused(head_folder: Path) -> None:
-    source = changed_config(head_folder, vocab_size=1281)
-    with pytest.raises(ValueError, match="does not belong to this backbone: its vocab_size is 1281, the backbone's 1280"):
-        open_checkpoint(source, None)
-
-
-def test_a_head_of_another_size_is_refused(head_folder: Path) -> None:
-    with pytest.raises(ValueError, match=r"(?s)does not fit its config.*missing: mrp_head\.layers\.3"):
-        open_checkpoint(changed_config(head_folder, num_nextn_predict_layers=4), None)
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"vocab_size": 1281}, "does not belong to this backbone: its vocab_size is 1281, the backbone's 1280"),
+        ({"num_nextn_predict_layers": 4}, r"(?s)does not fit its config.*missing: mrp_head\.layers\.3"),
+    ],
+)
+def test_a_head_that_does_not_fit_is_refused(fields: dict[str, Any], message: str, head_folder: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        open_checkpoint(changed_config(head_folder, **fields), None)
 
 
 def test_a_checkpoint_without_its_head_is_refused(tmp_path: Path) -> None:

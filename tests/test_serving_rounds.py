@@ -174,18 +174,7 @@ def test_requests_come_and_go(model: Any, prompts: list[list[int]], stock: Any) 
     assert len(rounds.rows) <= 4
 
 
-def test_a_request_is_told_what_it_cost(model: Any, prompts: list[list[int]]) -> None:
-    (req,), engine = served(model, prompts[:1], {"target": "dynamic", "num_draft_states": 4})
-    assert req.customized_info is not None
-    blocks = req.customized_info[RAW]
-    assert len(blocks) == len(req.output_ids)
-    shown = shown_usage(blocks, len(req.text()))
-    assert shown["forwards"] == len(engine.widths)
-    assert shown["tokens_per_forward"] == len(req.text()) / len(engine.widths)
-    assert 0 < shown["acceptance"] == shown["accepted"] / shown["drafted"] <= 1
-
-
-def test_metrics_count_all_requests(model: Any, prompts: list[list[int]]) -> None:
+def test_requests_are_told_what_they_cost_and_metrics_count_all(model: Any, prompts: list[list[int]]) -> None:
     class Counter:
         def __init__(self, name: str, documentation: str) -> None:
             counters[name], self.total = self, 0
@@ -194,15 +183,24 @@ def test_metrics_count_all_requests(model: Any, prompts: list[list[int]]) -> Non
             self.total += number
 
     counters: dict[str, Counter] = {}
-    engine = FakeEngine(model, 32, 64)
-    rounds = Rounds(settings_of({"num_draft_states": 4}, {}, 16, True), 16, model.config.mask_token_id)
+    engine = FakeEngine(model, 64, 128)
+    rounds = Rounds(settings_of({"target": "dynamic", "num_draft_states": 4}, {}, 16, True), 16, model.config.mask_token_id)
     rounds.report.count_in(Counter)
     scheduler = FakeScheduler(engine, rounds)
-    requests = [FakeRequest(prompt, stop=EOS) for prompt in prompts[:2]]
-    scheduler.add(*requests)
-    scheduler.run()
-    assert counters["sglang:mrp_forwards"].total == forwards(requests)
-    assert counters["sglang:mrp_tokens"].total == sum(len(req.output_ids) for req in requests)
+    asked = [FakeRequest(prompt, stop=EOS, rid=str(number)) for number, prompt in enumerate(prompts[:2])]
+    for req in asked:
+        before = len(engine.widths)
+        scheduler.add(req)
+        scheduler.run()
+        assert req.customized_info is not None
+        blocks, spent = req.customized_info[RAW], len(engine.widths) - before
+        assert len(blocks) == len(req.output_ids)
+        shown = shown_usage(blocks, len(req.text()))
+        assert shown["forwards"] == spent
+        assert shown["tokens_per_forward"] == len(req.text()) / spent
+        assert 0 < shown["acceptance"] == shown["accepted"] / shown["drafted"] <= 1
+    assert counters["sglang:mrp_forwards"].total == len(engine.widths) == forwards(asked)
+    assert counters["sglang:mrp_tokens"].total == sum(len(req.output_ids) for req in asked)
     assert 0 < counters["sglang:mrp_accepted"].total <= counters["sglang:mrp_drafted"].total
 
 
