@@ -22,7 +22,7 @@ from functools import cached_property
 import torch
 
 from modeling_mrp.generate.budget import Amount, Fixed
-from modeling_mrp.generate.loop import Decoder, Drafting, Mode
+from modeling_mrp.generate.loop import Decoder, Mode
 from modeling_mrp.modeling import MRPForCausalLM
 from modeling_mrp.networks.networks import Networks, gathered
 from modeling_mrp.rules import draft
@@ -30,7 +30,7 @@ from modeling_mrp.rules.reveal import EntropyBound, RevealRule, Sequential
 from modeling_mrp.rules.state import Row, State
 
 from .common import greedy_decode
-from .measure import Measured
+from .measure import Loop, loop_of
 
 Pick = tuple[int, int]  # rank of the position, rank of its token
 Node = frozenset[Pick]
@@ -185,29 +185,15 @@ class GraphDecoder(Decoder):
         return [drafted(self.graph, row, ranked.get(row.place), amount.states) if row.stop is None else [] for row in rows]
 
 
-@dataclass(frozen=True)
-class GraphDrafts:
-    """A target drafted by a graph, as a `Loop`.
+def graph_drafts(rule: RevealRule, graph: DraftGraph, states: int) -> Loop:
+    """Draft a target by a graph that was calibrated for it; K states are scored a forward, the row's next one included."""
 
-    Attributes:
-        rule: The target's.
-        graph: Calibrated for it.
-        states: K, scored a forward, the row's next one included.
-    """
+    def decoder(mode: Mode, networks: Networks, budget: Fixed) -> GraphDecoder:
+        made = GraphDecoder(mode, networks, budget)
+        made.graph = graph
+        return made
 
-    rule: RevealRule
-    graph: DraftGraph
-    states: int
-
-    @torch.inference_mode()
-    def __call__(self, model: MRPForCausalLM, prompts: list[list[int]], new_tokens: int, eos: list[int]) -> Measured:
-        """See `Loop`."""
-        mode = Mode(self.rule, drafting=Drafting(self.states, 1))
-        networks, rows = greedy_decode(model, mode, prompts, new_tokens, eos, max(2, self.states))
-        decoder = GraphDecoder(mode, networks, Fixed(Amount(self.states)))
-        decoder.graph = self.graph
-        decoder.decode(rows, [0] * len(rows))
-        return Measured.of_rows(rows)
+    return loop_of(rule, states, decoder)
 
 
 # --------------------------------------------------------------------------------------------------------------- calibration

@@ -16,6 +16,7 @@ In float64, so that every drafted text is its target's, token by token; `texts_t
 
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
+from itertools import product
 from typing import Any
 
 import torch
@@ -31,9 +32,9 @@ from modeling_mrp.modeling import MRPForCausalLM
 from modeling_mrp.rules.reveal import Dynamic, RevealRule, logit
 
 from .common import RESULTS, TINY, header, load, parser_of
-from .draft_graph import DraftGraph, GraphDrafts, Node, recorded_paths
+from .draft_graph import DraftGraph, Node, graph_drafts, recorded_paths
 from .measure import Loop, Measured, measure, measure_loop
-from .psd import ParallelSpeculative
+from .psd import parallel_speculative
 from .released import Released
 from .targets import TARGETS, alone, drafted
 
@@ -53,39 +54,22 @@ CALIBRATED_ON, NODES = 25, 2
 
 def settings(family: Family = "math") -> list[Setting]:
     """List what is measured: the fields of a line that say how it was decoded."""
-    lossless: list[Setting] = [
-        *(alone(target) for target in TARGETS),
-        *(
-            {"decoding": RELEASED, "target": "static", "head_prefix": prefix, "num_draft_states": states}
-            for prefix in (False, True)
-            for states in STATES
-        ),
-        *(
-            drafted(drafter, target, states, **({"draft_passes": 1} if drafter == "mrp_spec" else {}))
-            for target in TARGETS
-            for drafter in DRAFTERS
-            for states in STATES
-        ),
-        *(drafted("mrp_spec", target, 8, draft_passes=2) for target in TARGETS),
-        *(drafted("mrp_spec", "dynamic", 16, draft_passes=passes) for passes in (2, 7)),
-    ]
+    lossless = [alone(target) for target in TARGETS]
+    for prefix, states in product((False, True), STATES):
+        lossless.append(drafted(RELEASED, "static", states, head_prefix=prefix))
+    for target, drafter, states in product(TARGETS, DRAFTERS, STATES):
+        lossless.append(drafted(drafter, target, states, **({"draft_passes": 1} if drafter == "mrp_spec" else {})))
+    lossless += [drafted("mrp_spec", target, 8, draft_passes=2) for target in TARGETS]
+    lossless += [drafted("mrp_spec", "dynamic", 16, draft_passes=passes) for passes in (2, 7)]
     if family not in JUDGED:
         return lossless
-    changing: list[Setting] = [
-        *({"decoding": "entropy_bound", "entropy_threshold": bound} for bound in BOUNDS),
-        *({"decoding": "dynamic", "confidence_threshold": tau} for tau in TAUS),
-        *(
-            {"decoding": "mrp_remask", "remask_rule": rule, "confidence_threshold": tau}
-            for rule in REMASK_RULES
-            for tau in REMASK_TAUS
-        ),
-        *({"decoding": "mrp_direct", "mrp_steps": steps} for steps in (1, 2)),
-        *(
-            {"decoding": PSD, "confidence_threshold": tau, "num_draft_states": states}
-            for tau in PSD_TAUS
-            for states in PSD_STATES
-        ),
-    ]
+    changing: list[Setting] = [{"decoding": "entropy_bound", "entropy_threshold": bound} for bound in BOUNDS]
+    changing += [{"decoding": "dynamic", "confidence_threshold": tau} for tau in TAUS]
+    for rule, tau in product(REMASK_RULES, REMASK_TAUS):
+        changing.append({"decoding": "mrp_remask", "remask_rule": rule, "confidence_threshold": tau})
+    changing += [{"decoding": "mrp_direct", "mrp_steps": steps} for steps in (1, 2)]
+    for tau, states in product(PSD_TAUS, PSD_STATES):
+        changing.append({"decoding": PSD, "confidence_threshold": tau, "num_draft_states": states})
     return lossless + [setting for setting in changing if setting not in lossless]
 
 
@@ -150,11 +134,11 @@ class Decoder:
         if options["decoding"] == GRAPH:
             target = options["target"]
             graph = DraftGraph.calibrated(self.paths(target), NODES * (states - 1))
-            loop = GraphDrafts(rule_of(target), graph, states)
+            loop = graph_drafts(rule_of(target), graph, states)
         elif options["decoding"] == RELEASED:
             loop = Released(states, options["head_prefix"])
         elif options["decoding"] == PSD:
-            loop = ParallelSpeculative(Dynamic(logit(options["confidence_threshold"])), states)
+            loop = parallel_speculative(Dynamic(logit(options["confidence_threshold"])), states)
         else:
             return measure(self.model, self.tokenizer, asked, self.batch_size, **options)
         alone = options["decoding"] == RELEASED  # in a batch it waits for the slowest row

@@ -1,4 +1,4 @@
-"""Kernels and rounds on a GPU: first checked, all of them, then timed against PyTorch, plain transformers and their floors.
+"""Kernels and rounds on a GPU: first checked, all of them, then timed against PyTorch and their floors.
 
 ``python -m benchmarks.gpu --output benchmarks/results/gpu.jsonl`` takes 8 minutes and goes in this order: each kernel against
 float64; texts with kernels and graphs against texts without, of random weights at a published shape and of the embedded
@@ -11,7 +11,7 @@ the checks mean anything.
 """
 
 import time
-from argparse import ArgumentTypeError, Namespace
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from functools import cache, partial
@@ -180,26 +180,18 @@ def run(parts: Iterable[tuple[Line, Callable[[], Iterable[Line]]]], until: float
     yield {"summary": "ok" if not wrong else "wrong", "checks": checks, "wrong": wrong, "left_out": left}
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise ArgumentTypeError(f"{text!r} is not a number from 1 on")
-    return int(text)
-
-
 def main(arguments: list[str] | None = None) -> None:
     """Command line: JSON lines to standard output, and to a file."""
     parser = parser_of("gpu", __doc__)
     parser.add_argument("--device", default="cuda", help="such as cuda:0, or cpu for the toy (default: cuda)")
     parser.add_argument("--shape", default="4b", choices=("1.7b", "4b", "8b", "toy"), help="a published size (default: 4b)")
-    parser.add_argument("--batch", nargs="+", type=_positive, default=[1], help="rows of a round (default: 1)")
-    parser.add_argument("--states", nargs="+", type=_positive, default=[4, 1, 8], help="K; 1 is static (default: 4 1 8)")
-    parser.add_argument("--prefix", type=_positive, default=512, help="tokens of a prompt (default: 512)")
-    parser.add_argument(
-        "--rows", nargs="+", type=_positive, default=[64, 1], help="rows of a vocabulary kernel (default: 64 1)"
-    )
-    parser.add_argument("--count", type=_positive, default=16, help="problems for generate (default: 16)")
-    parser.add_argument("--repeats", type=_positive, default=5, help="turns of rounds and of generate (default: 5)")
-    parser.add_argument("--seconds", type=_positive, default=450, help="begins nothing new after them (default: 450)")
+    parser.add_argument("--batch", nargs="+", type=int, default=[1], help="rows of a round (default: 1)")
+    parser.add_argument("--states", nargs="+", type=int, default=[4, 1, 8], help="K; 1 is static (default: 4 1 8)")
+    parser.add_argument("--prefix", type=int, default=512, help="tokens of a prompt (default: 512)")
+    parser.add_argument("--rows", nargs="+", type=int, default=[64, 1], help="rows of a vocabulary kernel (default: 64 1)")
+    parser.add_argument("--count", type=int, default=16, help="problems for generate (default: 16)")
+    parser.add_argument("--repeats", type=int, default=5, help="turns of rounds and of generate (default: 5)")
+    parser.add_argument("--seconds", type=int, default=450, help="begins nothing new after them (default: 450)")
     parser.add_argument("--output", type=Path, help="file that the lines are added to (default: none)")
     options = parser.parse_args(arguments)
     until = time.monotonic() + options.seconds

@@ -1,16 +1,13 @@
-"""A round of decoding on a GPU: its texts, and ours in time beside the same work in plain transformers and the floor."""
+"""A round of decoding on a GPU: its texts, and its time beside the floor."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.benchmark import Timer
-from transformers.cache_utils import DynamicCache
 
 from modeling_mrp.generate.output import MRPGenerateOutput
 from modeling_mrp.kernels.dispatch import failed_kernels
@@ -178,51 +175,9 @@ def _steps(out: MRPGenerateOutput) -> list[dict[int, list[tuple[int, int, float]
     return rows
 
 
-class PlainRound:
-    """The same round as transformers alone does it: a forward over K blocks on a `DynamicCache` under a 4-D mask, logits in
-    float32 and their softmax at all positions; then K - 1 head passes over a block, one after the other, as published.
-
-    Args:
-        model: The model.
-        timed: What is timed.
-    """
-
-    def __init__(self, model: MRPForCausalLM, timed: Round) -> None:
-        self.model, self.timed = model, timed
-        config, device, block = model.config, model.device, model.config.block_size
-        tokens, generator = timed.states * block, torch.Generator(device).manual_seed(0)
-        self.ids = timed.ids(model, tokens)
-        self.positions = timed.prefix + torch.arange(block, device=device).repeat(timed.batch, timed.states)
-        own = torch.eye(timed.states, dtype=torch.bool, device=device).repeat_interleave(block, 0).repeat_interleave(block, 1)
-        seen = torch.ones(tokens, timed.prefix, dtype=torch.bool, device=device)
-        self.mask = torch.cat([seen, own], 1).expand(timed.batch, 1, -1, -1)
-        self.cache = DynamicCache(config=config)
-        shape = (timed.batch, config.num_key_value_heads, timed.prefix, config.head_dim)
-        for layer in range(config.num_hidden_layers):
-            kept = torch.randn(2, *shape, generator=generator, device=device, dtype=torch.float32).to(model.dtype)
-            self.cache.update(kept[0], kept[1], layer)
-        self.prefixes = [(layer.keys, layer.values) for layer in self.cache.layers]
-
-    def __call__(self) -> Tensor:
-        """[rows, tokens] the tokens that the backbone picks."""
-        block = self.model.config.block_size
-        hidden = self.model.backbone(self.ids, self.positions, self.mask, self.cache)
-        for layer, (keys, values) in zip(self.cache.layers, self.prefixes, strict=True):
-            layer.keys, layer.values = keys, values
-        picked = self._pick(hidden)
-        estimate, own = hidden[:, :block], self.mask[:, :, :block, self.timed.prefix : self.timed.prefix + block]
-        for _ in range(self.timed.states - 1):
-            estimate = estimate + self.model.residual(self.ids[:, :block], estimate, self.positions[:, :block], own)
-            self._pick(estimate)
-        return picked
-
-    def _pick(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self.model.lm_head.weight).float().softmax(-1).max(-1).indices
-
-
 @torch.inference_mode()
 def time_round(model: MRPForCausalLM, shape: Shape, device: Device, timed: Round, turns: int) -> Iterator[dict[str, Any]]:
-    """Time a round in every way and in plain transformers, in turns.
+    """Time a round in every way, in turns.
 
     Our round is the difference of a longer and a shorter call over that of their rounds, so that the prompt drops out.
 
@@ -234,7 +189,7 @@ def time_round(model: MRPForCausalLM, shape: Shape, device: Device, timed: Round
         turns: How many.
 
     Yields:
-        By way: microseconds, and how many times the floor and the speed of transformers.
+        By way: microseconds, and how many times the floor.
     """
     ids = timed.ids(model, timed.prefix)
     inputs = {"inputs": ids, "attention_mask": torch.ones_like(ids)}  # a random token may be the one for padding
@@ -243,16 +198,13 @@ def time_round(model: MRPForCausalLM, shape: Shape, device: Device, timed: Round
         (short, few), (long, many) = (decode(model, inputs, n, **timed.options, **options) for n in (SHORT, LONG))
         return (long - short) / (rounds_of(many) - rounds_of(few))
 
-    plain = Timer("plain()", globals={"plain": PlainRound(model, timed)})
-    clocks: dict[str, Callable[[int], float]] = {way: partial(ours, options) for way, options in WAYS.items()}
-    clocks["transformers"] = lambda _: plain.timeit(3).mean  # waits for the device
+    clocks = {way: partial(ours, options) for way, options in WAYS.items()}
     times = take_turns(clocks, turns, WARM_UPS if model.device.type == "cuda" else 0)
     floor = 1e6 * timed.floor_seconds(shape, device)
-    medians = {way: spread([1e6 * second for second in seconds], 2) for way, seconds in times.items()}
-    for way, taken in medians.items():
+    for way, seconds in times.items():
+        taken = spread([1e6 * second for second in seconds], 2)
         line = {"way": way, "us": taken["median"], "us_quartiles": taken["quartiles"], "floor_us": round(floor, 2)}
-        line["over_floor"] = round(taken["median"] / floor, 3)
-        yield {**line, "faster_than_transformers": round(medians["transformers"]["median"] / taken["median"], 3)}
+        yield {**line, "over_floor": round(taken["median"] / floor, 3)}
     ran = fallbacks(model)
     yield {"way": "ours", "ok": not ran["fell_back"], **ran}
 

@@ -5,14 +5,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 from mrp_trainer.data.problems import encode
 from mrp_trainer.data.tasks import Problem, judge
 from mrp_trainer.evaluate.decoded import NEW_TOKENS, decode_problems
 from mrp_trainer.evaluate.intervals import RESAMPLES, Interval, percentiles, ratio_of_sums, resampled_sums, wilson
 from transformers import PreTrainedTokenizerBase
 
+from modeling_mrp.generate.budget import Amount, Fixed
+from modeling_mrp.generate.loop import Decoder, Drafting, Mode
 from modeling_mrp.modeling import MRPForCausalLM
+from modeling_mrp.networks.networks import Networks
+from modeling_mrp.rules.reveal import RevealRule
 from modeling_mrp.rules.state import Row
+
+from .common import greedy_decode
 
 SAMPLE = 4
 # Decodes prompts greedily, up to a number of new tokens and to the first of some ids that end a text.
@@ -113,6 +120,25 @@ def measure(
     made = decode_problems(model, tokenizer, asked, batch_size, **options)
     drafts = made.forwards["drafted"], made.forwards["accepted"]
     return Measured(made.ids, made.row_forwards, made.row_head_forwards, made.right, *drafts)
+
+
+def loop_of(rule: RevealRule, states: int, decoder: Callable[[Mode, Networks, Fixed], Decoder]) -> Loop:
+    """Make a loop of a decoder with drafts of its own.
+
+    Args:
+        rule: The target's.
+        states: K, scored a forward, the row's next one included.
+        decoder: Makes it of a mode, networks and the budget.
+    """
+
+    @torch.inference_mode()
+    def loop(model: MRPForCausalLM, prompts: list[list[int]], new_tokens: int, eos: list[int]) -> Measured:
+        mode = Mode(rule, drafting=Drafting(states, 1))
+        networks, rows = greedy_decode(model, mode, prompts, new_tokens, eos, max(2, states))
+        decoder(mode, networks, Fixed(Amount(states))).decode(rows, [0] * len(rows))
+        return Measured.of_rows(rows)
+
+    return loop
 
 
 def measure_loop(

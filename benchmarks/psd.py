@@ -15,20 +15,16 @@ So K states a forward are depths 0 to K - 1. Blocks end as in this package: thei
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from modeling_mrp.generate.budget import Amount, Fixed
-from modeling_mrp.generate.loop import Decoder, Drafting, Mode
-from modeling_mrp.modeling import MRPForCausalLM
+from modeling_mrp.generate.loop import Decoder, Mode
+from modeling_mrp.networks.networks import Networks
 from modeling_mrp.rules.draft import Node, build_draft
 from modeling_mrp.rules.reveal import Columns, Guesses, RevealRule
 from modeling_mrp.rules.state import Key, Row, Scores, State
 
-from .common import greedy_decode
-from .measure import Measured
+from .measure import Loop, loop_of
 
 
 class Consistent:
@@ -91,24 +87,12 @@ class PSDecoder(Decoder):
         return self.rules.get(row.place, self.mode.rule)
 
 
-@dataclass(frozen=True)
-class ParallelSpeculative:
-    """PSD as a `Loop`.
+def parallel_speculative(rule: RevealRule, states: int) -> Loop:
+    """Decode by PSD: with a policy, and K states scored a forward."""
 
-    Attributes:
-        rule: The policy.
-        states: K, scored a forward.
-    """
+    def decoder(mode: Mode, networks: Networks, budget: Fixed) -> PSDecoder:
+        made = PSDecoder(mode, networks, budget)
+        made.rules = {}
+        return made
 
-    rule: RevealRule
-    states: int
-
-    @torch.inference_mode()
-    def __call__(self, model: MRPForCausalLM, prompts: list[list[int]], new_tokens: int, eos: list[int]) -> Measured:
-        """See `Loop`."""
-        mode = Mode(self.rule, drafting=Drafting(self.states, 1))
-        networks, rows = greedy_decode(model, mode, prompts, new_tokens, eos, max(2, self.states))
-        decoder = PSDecoder(mode, networks, Fixed(Amount(self.states)))
-        decoder.rules = {}
-        decoder.decode(rows, [0] * len(rows))
-        return Measured.of_rows(rows)
+    return loop_of(rule, states, decoder)

@@ -7,8 +7,7 @@ embedded head. Then it decodes held-out problems with both heads in both loops, 
 reference (`benchmarks.released`), row by row, and `mrp_spec` of `static`. Every text is that of `static`;
 `texts_that_differ` counts those that are not.
 
-A run that was cut off goes on: from the last checkpoint in `--work`, and behind the last lines of the results. Of two processes
-each decodes a family.
+Training goes on from the last checkpoint in `--work`; of several processes the first one decodes.
 """
 
 import argparse
@@ -21,19 +20,17 @@ from accelerate import PartialState
 from mrp_trainer.data.problems import TaskDataset
 from mrp_trainer.data.tasks import Problem, problems
 from mrp_trainer.evaluate.provenance import digests
-from mrp_trainer.evaluate.results import ResultsFile
 from mrp_trainer.train.settings import RECIPES, read_yaml
 from mrp_trainer.train.tiny import BLOCK_SIZE, FAMILIES, TinyOptions, train_head
 from transformers import PreTrainedTokenizerFast
 
 from modeling_mrp.modeling import MRPForCausalLM
 
-from .common import RESULTS, TINY, header, load, parser_of
+from .common import RESULTS, TINY, emit, header, load, parser_of
 from .frontier import JUDGED, RELEASED, STATES, Decoder
 from .measure import Measured
 from .targets import alone, drafted
 
-HEADS = ("published", "embedded")
 # What the recipe says of states and losses.
 _LEARNED = ("noisy_copies", "noise_per", "inverse_level", "reveal_rule", "head_loss", "unroll", "order_weight", "reread_weight")
 
@@ -55,7 +52,7 @@ def lines(decoders: dict[str, Decoder], asked: list[Problem], states: int, stati
     """Measure both heads in both loops on problems of one family. The first line is as published: `over_published` is over it.
 
     Args:
-        decoders: By head, in the order of `HEADS`.
+        decoders: By head, the published one first.
         asked: The problems.
         states: K.
         static: What `static` made of them.
@@ -74,35 +71,29 @@ def main(arguments: list[str] | None = None) -> None:
     """Command line: trains the head, then writes a JSON line for each family, K, head and loop."""
     parser = parser_of("published_head", __doc__)
     parser.add_argument("--work", type=Path, default=Path("runs/published"), help="the head and its checkpoints")
-    parser.add_argument(
-        "--output", default=str(RESULTS / "tiny_published_head.jsonl"), help="lines; goes on behind those that are there"
-    )
+    parser.add_argument("--output", type=Path, default=RESULTS / "tiny_published_head.jsonl")
     parser.add_argument("--steps", type=int, default=TinyOptions.head_steps)
     parser.add_argument("--count", type=int, default=200, help="held-out problems a family")
     parser.add_argument("--states", nargs="+", type=int, default=list(STATES))
     parser.add_argument("--batch-size", type=int, default=50, help="problems at once, outside of the released reference")
     options = parser.parse_args(arguments)
     folder = train_published(options.work, options.steps)
+    if not PartialState().is_main_process:
+        return
     embedded, tokenizer = load(TINY)
     published = MRPForCausalLM.from_pretrained(folder).eval()
-    identity = {"problems": options.count, "published_head": digests(published)["head"]}
-    results = ResultsFile(options.output, "asked")
     named = argparse.Namespace(**{**vars(options), "work": options.work.name})
-    results.begin({**header("published_head", named, published), "head": digests(embedded)["head"]})
-    models = zip(HEADS, (published, embedded), strict=True)
-    decoders = {head: Decoder(model.double(), tokenizer, options.batch_size) for head, model in models}
-    processes = PartialState()
-    for family in JUDGED[processes.process_index :: processes.num_processes]:
-        asked, static = problems(family, "heldout", options.count), None
-        for states in options.states:
-            if results.find(family=family, num_draft_states=states, asked=identity) is not None:
-                continue
-            static = static or decoders["embedded"].decoded(alone("static"), asked)
-            made = [{**line, "asked": identity} for line in lines(decoders, asked, states, static)]
-            results.add(*made)
-            for line in made:
-                speed = f"{line['tokens_per_forward']} a forward ({line['over_published']}x)"
-                print(f"{family} K={states}: {line['head']} head, {line['decoding']}: {speed}", flush=True)
+    first = {**header("published_head", named, embedded), "published_head": digests(published)["head"]}
+    models = {"published": published, "embedded": embedded}
+    decoders = {head: Decoder(model.double(), tokenizer, options.batch_size) for head, model in models.items()}
+    with options.output.open("w") as file:
+        emit(first, file)
+        for family in JUDGED:
+            asked = problems(family, "heldout", options.count)
+            static = decoders["embedded"].decoded(alone("static"), asked)
+            for states in options.states:
+                for line in lines(decoders, asked, states, static):
+                    emit(line, file)
 
 
 if __name__ == "__main__":

@@ -280,27 +280,3 @@ def assert_same_text(a: Row, b: Row, case: Any) -> None:
     assert a["steps"][:count] == b["steps"][:count], case
     assert all(step == -1 for step in a["steps"][count:] + b["steps"][count:]), case
     torch.testing.assert_close(a["logprobs"][:count].double(), b["logprobs"][:count].double(), rtol=0, atol=1e-5)
-
-
-__all__ = [
-    "MASK",
-    "MODES",
-    "VOCAB",
-    "Case",
-    "Row",
-    "SlowRow",
-    "StopsBehind",
-    "Sways",
-    "assert_same_text",
-    "batch_of",
-    "dampened",
-    "make_model",
-    "of_slow",
-    "random_case_model",
-    "random_drafting",
-    "random_infill",
-    "random_options",
-    "random_processors",
-    "random_prompts",
-    "word_tokenizer",
-]

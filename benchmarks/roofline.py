@@ -6,7 +6,7 @@ stay on chip, and the packed states of a row to read its prefix together. Everyt
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 BYTES = 2  # of a bf16 number
@@ -32,18 +32,9 @@ class Shape:
     def read(cls, folder: Path) -> "Shape":
         """From `folder/config.json`."""
         config = json.loads((folder / "config.json").read_text())
-        names = (
-            "hidden_size",
-            "intermediate_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "head_dim",
-            "vocab_size",
-            "block_size",
-        )
         name = folder.name.removeprefix("sdar-").removesuffix("-mrp").upper()
-        return cls(name, **{field: config[field] for field in names}, head_layers=config["num_nextn_predict_layers"])
+        named = {**config, "name": name, "head_layers": config["num_nextn_predict_layers"]}
+        return cls(**{field.name: named[field.name] for field in fields(cls)})
 
     @property
     def kv_size(self) -> int:

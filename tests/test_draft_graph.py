@@ -9,10 +9,10 @@ from helpers import left_padded
 
 from benchmarks.draft_graph import (
     DraftGraph,
-    GraphDrafts,
     Node,
     Ranking,
     drafted,
+    graph_drafts,
     node_of,
     recorded_paths,
 )
@@ -106,10 +106,10 @@ def test_a_graph_gives_the_text_of_its_target_in_fewer_forwards(target: str) -> 
         expected = [row[steps >= 0].tolist() for row, steps in zip(generated, out.reveal_step, strict=True)]
         paths = recorded_paths(model, rule, prompts, new, eos)
         assert all(path == sorted(path, key=len) for path in paths)
-        made = GraphDrafts(rule, DraftGraph.calibrated(paths, 12), count)(model, prompts, new, eos)
+        made = graph_drafts(rule, DraftGraph.calibrated(paths, 12), count)(model, prompts, new, eos)
         assert made.ids == expected
         assert all(own <= alone for own, alone in zip(made.forwards, out.stats.row_forwards.tolist(), strict=True))
         saved += sum(out.stats.row_forwards.tolist()) - sum(made.forwards)
-        none = GraphDrafts(rule, DraftGraph((), frozenset()), count)(model, prompts, new, eos)
+        none = graph_drafts(rule, DraftGraph((), frozenset()), count)(model, prompts, new, eos)
         assert none.ids == expected
     assert saved > 0

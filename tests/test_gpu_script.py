@@ -16,7 +16,7 @@ from tape import TapeRecorder, tapes
 
 from benchmarks import gpu, gpu_rounds, timing
 from benchmarks.gpu_cases import Case, attention_cases
-from benchmarks.gpu_rounds import PlainRound, Round, check_texts, fallbacks, gaps, published_config, random_model
+from benchmarks.gpu_rounds import Round, check_texts, fallbacks, gaps, published_config, random_model
 from benchmarks.roofline import Device, Shape, Work
 from benchmarks.timing import copies_for
 from modeling_mrp import MRPConfig
@@ -44,7 +44,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def test_all_is_checked_before_anything_is_timed(ran: list[dict[str, Any]]) -> None:
-    """Five kernels in three dtypes, a round and a text, and then times of the kernels' two ways and of a round's five."""
+    """Five kernels in three dtypes, a round and a text, and then times of the kernels' two ways and of a round's four."""
     checks = [line for line in ran if "check" in line]
     kernels = {"pick", "pick sampled", "round_attention", "sum_and_norm", "rotated"}
     assert {line["check"] for line in checks} == kernels | {"round", "texts"}
@@ -54,7 +54,7 @@ def test_all_is_checked_before_anything_is_timed(ran: list[dict[str, Any]]) -> N
     assert ran.index(checks[-1]) < ran.index(times[0])
     assert {(line["time"], line["way"]) for line in times} == {
         *((name, way) for name in kernels for way in ("kernel", "torch")),
-        *(("round", way) for way in (*gpu_rounds.WAYS, "transformers")),
+        *(("round", way) for way in gpu_rounds.WAYS),
     }
     whole = [line for line in times if line["floor_us"] > 0.1]  # others are rounded away
     assert len(whole) > 5
@@ -175,15 +175,6 @@ def test_the_floor_of_a_round_at_batch_1_is_reading_the_weights_once() -> None:
     assert weights < Round(1, 1, 512).floor_seconds(shape, device) < 1.02 * weights
     head = 2 * (3 * 100_930_816 + 2 * 2560**2 + 388_956_160) / 4.3e12
     assert weights + head < Round(1, 4, 512).floor_seconds(shape, device) < 1.02 * (weights + head)
-
-
-def test_the_plain_round_leaves_its_cache_as_it_was() -> None:
-    model = make_model(head_layers=1).eval()
-    plain = PlainRound(model, Round(1, 2, 8))
-    with torch.no_grad():
-        first, again = plain(), plain()
-    assert torch.equal(first, again)
-    assert first.shape == (1, 2 * model.config.block_size)
 
 
 def test_a_random_model_is_whole() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import make_model
 
-from benchmarks.psd import Consistent, ParallelSpeculative
+from benchmarks.psd import Consistent, parallel_speculative
 from modeling_mrp.rules.draft import Node
 from modeling_mrp.rules.reveal import Dynamic, Static, logit
 from modeling_mrp.rules.state import Scores, State
@@ -61,7 +61,7 @@ def test_its_forwards_by_hand(states_a_round: int, forwards: int) -> None:
     """Three blocks of 4 whose positions do not look at each other, so that every draft is consistent; tau is never met. The
     prompt's forward reveals the first token."""
     model = independent()
-    made = ParallelSpeculative(Dynamic(logit(0.9999)), states_a_round)(model, [[1, 2, 3, 4]], 12, [])
+    made = parallel_speculative(Dynamic(logit(0.9999)), states_a_round)(model, [[1, 2, 3, 4]], 12, [])
     alone = model.generate(torch.tensor([[1, 2, 3, 4]]), decoding="dynamic", confidence_threshold=0.9999, max_new_tokens=12)
     assert made.ids == alone[:, 4:].tolist()
     assert made.forwards == [forwards]
@@ -74,7 +74,7 @@ def test_it_is_not_lossless() -> None:
     for trial in range(4):
         model, prompt = make_model(trial, block_size=8), list(range(1, 12))
         alone = model.generate(torch.tensor([prompt]), decoding="dynamic", confidence_threshold=0.9, max_new_tokens=24)
-        ids = ParallelSpeculative(Dynamic(logit(0.9)), 6)(model, [prompt], 24, []).ids
+        ids = parallel_speculative(Dynamic(logit(0.9)), 6)(model, [prompt], 24, []).ids
         assert [len(row) for row in ids] == [24]
         differ += ids != alone[:, len(prompt) :].tolist()
     assert differ

@@ -37,24 +37,21 @@ def test_the_recipe_is_the_published_one(tmp_path: Path, monkeypatch: pytest.Mon
     assert all(sample.reveal_step is None for sample in dataset)
 
 
-def test_the_command_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two steps and two problems a family; both heads in both loops give the texts of `static`. What is lost of the results
-    is measured again, with the head that is there."""
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two steps and two problems a family; both heads in both loops give the texts of `static`."""
     for family in NEW_TOKENS:
         monkeypatch.setitem(NEW_TOKENS, family, 16)
     path, work = tmp_path / "tiny_published_head.jsonl", tmp_path / "work"
     command = ["--work", str(work), "--output", str(path), "--steps", "2", "--count", "2", "--states", "3", "8"]
     published_head.main(command)
-    written = path.read_text()
-    header, *lines = map(json.loads, written.splitlines())
+    header, *lines = map(json.loads, path.read_text().splitlines())
     assert {name: header[name] for name in ("backbone", "head")} == embedded_weights()
+    assert header["published_head"] != header["head"]
     assert header["options"]["work"] == "work"
     assert [(line["family"], line["num_draft_states"], line["head"], line["decoding"]) for line in lines] == list(
         product(("math", "code"), (3, 8), ("published", "embedded"), ("released", "mrp_spec"))
     )
     assert {line["texts_that_differ"] for line in lines} == {0}
-    assert {line["asked"]["problems"] for line in lines} == {2}
-    assert len({line["asked"]["published_head"] for line in lines} - {header["head"]}) == 1
     for line in lines:
         of = line["family"], line["num_draft_states"]
         first = next(one for one in lines if (one["family"], one["num_draft_states"]) == of)
@@ -62,9 +59,6 @@ def test_the_command_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytes
         assert line["over_published"] == pytest.approx(ratio, abs=2e-3)
         assert line["over_published_95"][0] <= line["over_published"] <= line["over_published_95"][1]
     assert tables.published_head(tmp_path).count("\n| code | ") == 2
-    path.write_text("".join(written.splitlines(keepends=True)[:-4]))
-    published_head.main(command)
-    assert path.read_text() == written
     logged = [json.loads(line) for line in (work / "published" / "log.jsonl").read_text().splitlines()]
     assert {line["step"] for line in logged} == {2}
     assert "kl_head" in logged[0]

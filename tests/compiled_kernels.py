@@ -1,15 +1,17 @@
-"""What the compiler makes of the kernels, for a GPU that need not be there: registers, stack, shared memory, accesses.
+"""Prints what the compiler makes of the kernels for a GPU that need not be there: registers, stack, shared memory, accesses.
 
-    python -m benchmarks.compiled --capability 90
+    python tests/compiled_kernels.py CAPABILITY
 
-launches every kernel at sizes of the 4B shape on tensors without memory; each launch is caught and compiled for `--capability`
-(80: Ampere, 90: Hopper, 100 and 120: Blackwell) with just the arguments that it came with. Programs are those that a
-multiprocessor holds at once. Narrow accesses are instructions that load or store a number of 16 bits or less by itself. It
-takes a minute, needs triton and no GPU, and must not run under TRITON_INTERPRET.
+Every kernel is launched at sizes of the 4B shape in bfloat16, on tensors without memory; each launch is caught and compiled for
+the capability (80: Ampere, 90: Hopper, 100 and 120: Blackwell) with just the arguments that it came with. Programs are those
+that a multiprocessor holds at once. Narrow accesses are instructions that load or store a number of 16 bits or less by itself.
+It takes a minute, and needs triton and no TRITON_INTERPRET.
 """
 
+import json
 import re
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -24,12 +26,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from benchmarks.common import HUB_CONFIGS
+from benchmarks.gpu_cases import attention_cases, layer_cases
+from benchmarks.roofline import Shape
 from modeling_mrp.kernels.dispatch import Dispatch
 from modeling_mrp.kernels.pick import Unembedding, _pick_kernel
-
-from .common import HUB_CONFIGS, emit, header, parser_of
-from .gpu_cases import attention_cases, layer_cases
-from .roofline import Shape
 
 POINTERS = {
     torch.bfloat16: "*bf16",
@@ -129,20 +130,9 @@ def launches(dtype: torch.dtype) -> Iterator[tuple[dict[str, Any], Callable[[], 
             yield {"launch": case.name, "states": states}, partial(case.ways["kernel"], *case.inputs(0))
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Command line: a JSON line for each kernel of each launch."""
-    parser = parser_of("compiled", __doc__)
-    parser.add_argument("--capability", type=int, default=90, choices=sorted(SHARED))
-    parser.add_argument("--dtype", nargs="+", choices=("bfloat16", "float16", "float32"), default=["bfloat16", "float32"])
-    options = parser.parse_args(arguments)
-    if triton.knobs.runtime.interpret:
-        parser.error("TRITON_INTERPRET is set, under which nothing is compiled: unset it")
-    emit({**header("compiled", options), "triton": triton.__version__})
-    for name in options.dtype:
-        for described, launch in launches(getattr(torch, name)):
-            for line in caught(launch, options.capability):
-                emit({"dtype": name, **described, **line})
-
-
 if __name__ == "__main__":
-    main()
+    if triton.knobs.runtime.interpret:
+        sys.exit("TRITON_INTERPRET is set, under which nothing is compiled: unset it")
+    for described, launch in launches(torch.bfloat16):
+        for line in caught(launch, int(sys.argv[1])):
+            print(json.dumps({**described, **line}))
