@@ -168,6 +168,9 @@ def walked(owner: Any, hidden: Tensor, rotary: tuple[Tensor, Tensor], mask: Roun
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_layers_are_what_their_modules_are(dtype: torch.dtype, which: str) -> None:
     model = make_model(num_hidden_layers=3).to(DEVICE, dtype)
+    for place, module in enumerate(model.modules()):
+        if isinstance(module, Qwen3RMSNorm):
+            module.weight.add_(numbers(place, len(module.weight), dtype=dtype) / 4)
     owner: Any = model.model if which == "backbone" else model.mrp_head
     hidden, rotary, mask, cache = a_round(model)
     got, kept = walked(owner, hidden, rotary, mask, cache), cache
@@ -217,6 +220,10 @@ def test_weights_are_packed_without_a_copy(tmp_path: Path) -> None:
     assert all(map(packs, groups(model)))
     pack(model)
     assert places == [weight.data_ptr() for weight in model.parameters()]
+    mlp: Any = model.model.layers[0].mlp
+    for in_order in (False, True):
+        mlp.gate_proj.weight, mlp.up_proj.weight = mlp.up_proj.weight, mlp.gate_proj.weight
+        assert packs(groups(model)[1]) is in_order
     for which, saved in (("ours", model), ("theirs", plain)):
         saved.save_pretrained(tmp_path / which)
     assert (tmp_path / "ours/model.safetensors").read_bytes() == (tmp_path / "theirs/model.safetensors").read_bytes()

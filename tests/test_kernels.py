@@ -126,12 +126,17 @@ def test_what_kernels_cannot_take(tensors: tuple[Tensor, ...], reason: str) -> N
     assert paths.calls == ["twin"]
 
 
-def test_autocast_takes_the_twin() -> None:
-    with torch.autocast("cpu", torch.bfloat16):
+def test_autocast_and_compilers_take_the_twin(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(reason: str) -> None:
         paths = Paths()
         assert automatic(paths) == "from PyTorch"
-        with pytest.raises(ValueError, match="leave autocast"):
+        with pytest.raises(ValueError, match=reason):
             Dispatch(True).run("k", paths.kernel, paths.twin, torch.ones(2))
+
+    with torch.autocast("cpu", torch.bfloat16):
+        refused("leave autocast")
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    refused("call it uncompiled")
 
 
 @pytest.mark.parametrize(("capability", "recent"), [((7, 5), False), ((8, 0), True), ((12, 0), True)])

@@ -17,7 +17,6 @@ from mrp_serving.scratch import Borrowed, affordable, borrowed
 from mrp_trainer.publish.convert import published_name
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from modeling_mrp import MRPConfig, MRPForCausalLM
 from modeling_mrp.rules.draft import build_draft
@@ -57,60 +56,23 @@ def test_an_allocator_that_has_less_than_it_says_lends_nothing() -> None:
     assert len(pool.free_slots) == 8
 
 
-def test_slots_that_are_taken_over_are_paid_for() -> None:
-    pool, allocator = FakePool(8, 32), FakeAllocator(8, 4)
-    own = allocator.alloc(4)
-    assert own is not None
-    with borrowed(pool, allocator, len, 1, 2, 4) as lent:  # type: ignore[arg-type]
-        taken = lent.swap(torch.tensor([0]), torch.tensor([1]), own[None])
-    assert int(taken[0, 0]) // 4 not in allocator.free_pages
-    assert int(own[0]) // 4 in allocator.free_pages
-
-
 # ------------------------------------------------------------------------------------------------- how states are laid out
 
-BLOCK = 2
 
-
-def laid_out(parents: bool, committed: list[int]) -> tuple[Any, Tensor]:
-    """Two rows at 4 and 2; the first submits its clean state, one that looks at it, and one that looks at nothing."""
-    table = torch.zeros(6, 12, dtype=torch.int32)
-    table[1, :6] = torch.arange(10, 16)
-    table[2, :4] = torch.arange(20, 24)
-    own = Own([0, 1], torch.tensor([1, 2]), torch.tensor([[14, 15], [22, 23]]), [4, 2])
-    lent = Borrowed(torch.tensor([[3, 4], [5, 0]]), torch.tensor([[[30, 31], [40, 41]], [[50, 51], [60, 61]]]))
-    share_prefixes(table, own, lent)
-    packed = [[(state_at(4), -1), (state_at(6), 0), (state_at(4), -1)], [(state_at(2), -1)]]
-    return place_states(table, own, lent, packed, committed, parents), table
-
-
-def state_at(start: int) -> State:
-    return State((start, (0,) * BLOCK), (), BLOCK, 0, 0)
-
-
-def test_states_share_their_rows_prefix() -> None:
-    cells, table = laid_out(True, [4, 2])
-    assert cells.pool_row.tolist() == [1, 3, 4, 2]
-    assert cells.slots.tolist() == [[14, 15], [30, 31], [40, 41], [22, 23]]
-    assert cells.prefix == [4, 6, 4, 2]
-    assert table[3, :8].tolist() == [10, 11, 12, 13, 14, 15, 30, 31]  # looks at the clean one
-    assert table[4, :6].tolist() == [10, 11, 12, 13, 40, 41]
-    assert table[1, :6].tolist() == [10, 11, 12, 13, 14, 15]
-    assert table[2, :4].tolist() == [20, 21, 22, 23]
-
-
-def test_the_head_sees_no_clean_state_of_the_round() -> None:
-    cells, table = laid_out(False, [4, 2])
-    assert cells.prefix == [4, 4, 4, 2]
-    assert table[3, :6].tolist() == [10, 11, 12, 13, 30, 31]
-
-
-def test_behind_a_block_that_is_kept_states_have_slots_of_their_own() -> None:
-    """The row's own slots hold that block."""
-    cells, table = laid_out(False, [4, 4])
-    assert cells.pool_row.tolist() == [1, 3, 4, 5]
-    assert cells.prefix == [4, 4, 4, 4]
-    assert table[5, :6].tolist() == [20, 21, 22, 23, 50, 51]
+@pytest.mark.parametrize(
+    ("parents", "prefix", "table"), [(True, 6, [10, 11, 12, 13, 14, 15, 30, 31]), (False, 4, [10, 11, 12, 13, 30, 31])]
+)
+def test_the_head_sees_no_clean_state_of_the_round(parents: bool, prefix: int, table: list[int]) -> None:
+    """A row at position 4 submits its clean state and one that looks at it: the backbone sees the one before the other."""
+    slots = torch.zeros(4, 12, dtype=torch.int32)
+    slots[1, :6] = torch.arange(10, 16)
+    own = Own([0], torch.tensor([1]), torch.tensor([[14, 15]]), [4])
+    lent = Borrowed(torch.tensor([[3]]), torch.tensor([[[30, 31]]]))
+    share_prefixes(slots, own, lent)
+    clean, behind = (State((start, (0, 0)), (), 2, 0, 0) for start in (4, 6))
+    cells = place_states(slots, own, lent, [[(clean, -1), (behind, 0)]], [4], parents)
+    assert (cells.pool_row.tolist(), cells.prefix) == ([1, 3], [4, prefix])
+    assert slots[3, : len(table)].tolist() == table
 
 
 # ------------------------------------------------------------------------------------------------- picks
