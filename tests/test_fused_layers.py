@@ -330,6 +330,14 @@ def test_modules_that_do_more_are_called(monkeypatch: pytest.MonkeyPatch) -> Non
     refused("a Linear is wrapped or no Qwen3DecoderLayer: use plain modules")
     backbone.layers[1] = layer
     with monkeypatch.context() as patch:
+
+        class Own(Qwen3MLP):
+            def forward(self, x: Tensor) -> Tensor:
+                return x
+
+        patch.setattr(layer.mlp, "__class__", Own)
+        refused("a Own is wrapped or no Qwen3MLP: use plain modules")
+    with monkeypatch.context() as patch:
         patch.setattr(Qwen3MLP, "forward", lambda self, x: x)
         refused(rf"the forward of a Qwen3MLP was replaced by one of {__name__}: leave it as it was")
     with monkeypatch.context() as patch:

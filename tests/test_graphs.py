@@ -21,6 +21,7 @@ from benchmarks.random_cases import dampened, make_model
 from modeling_mrp import MRPForCausalLM
 from modeling_mrp.networks import graphs as graphs_file
 from modeling_mrp.networks.attention import under_round_masks
+from modeling_mrp.networks.cache import BlockCache
 from modeling_mrp.networks.graphs import CudaRecorder, fingerprint, obstacle, recording_report, release_graphs
 
 __all__ = ["tapes"]  # a fixture
@@ -75,14 +76,17 @@ def test_the_same_with_recordings(way: str, tapes: type[TapeRecorder]) -> None:
 
 
 @pytest.mark.usefixtures("tapes")
-def test_given_tokens_and_a_text_of_another_length() -> None:
+def test_given_tokens_and_calls_that_need_more_room() -> None:
+    """For the head, for more states, for longer texts."""
     model = dampened(make_model(7, max_position_embeddings=2048, hidden_size=16, num_hidden_layers=1), 0.3)
     infill = torch.full((3, 13), 60)
     infill[:, 4:9] = torch.tensor([[5, 60, 7, 8, 9], [60, 60, 60, 60, 60], [21, 22, 23, 60, 25]])
     options = {**SPEC, "seed": 3, "max_new_tokens": 17}
+    recorded_and_not(model, RAGGED, **WAYS["static"])
     for _ in range(2):
         replayed = recorded_and_not(model, RAGGED, infill_ids=infill, **options)
     assert replayed > 3
+    recorded_and_not(model, RAGGED, **options | {"num_draft_states": 9})
     kept = graphs_file._KEPT[model]
     recorded_and_not(model, [row * 20 for row in RAGGED], **options)
     assert graphs_file._KEPT[model] is kept, "up to 1,024 tokens one cache serves"
@@ -106,6 +110,19 @@ def test_results_are_the_callers() -> None:
         for past in (kept.past_key_values, first.past_key_values):
             out = generate(model, longer, seed=2, graphs=after, past_key_values=past, **options)
             assert torch.equal(out.sequences, plain.sequences)
+
+
+@pytest.mark.usefixtures("tapes")
+def test_what_was_held_is_held_on() -> None:
+    kept, past = graphs_of_nothing(), BlockCache(1, 1, 2, [torch.device("cpu")], 4, 4, torch.float32)
+    past.target(0, 4)
+    past.update(torch.ones(1, 1, 4, 2), torch.ones(1, 1, 4, 2), 0)
+    past.hold([[1, 2, 3, 4]], [4], [0], [0])
+    lent = kept.lend(past)
+    lent.target(0, 4)
+    assert lent.shares(kept.cache)
+    assert (lent.held, kept.lend(None).held) == ([4], [0])
+    assert lent.read(0)[0].eq(1).all()
 
 
 @pytest.mark.usefixtures("tapes")

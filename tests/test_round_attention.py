@@ -17,7 +17,8 @@ from torch._dynamo.backends.common import aot_autograd
 
 from modeling_mrp import MRPForCausalLM
 from modeling_mrp.kernels.dispatch import Dispatch, triton
-from modeling_mrp.kernels.round_attention import RoundMask, round_attention, round_attention_twin
+from modeling_mrp.kernels.round_attention import RoundMask, attend, round_attention, round_attention_twin
+from modeling_mrp.networks import attention
 from modeling_mrp.networks.attention import ROUND_ATTENTION, takes_round_masks, under_round_masks
 
 try:
@@ -173,7 +174,7 @@ def test_mask_by_hand() -> None:
 
 @interpreted
 @pytest.mark.parametrize("decoding", ["static", "mrp_spec"])
-def test_a_compiled_model_is_one_graph_for_each_width(decoding: str) -> None:
+def test_a_compiled_model_is_one_graph_for_each_width(decoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the prompts' lengths and the committed slots; the cache is in none of the graphs, which could only hold copies
     of it. Prefill, whose length is another in each call, is not compiled."""
     model, graphs = make_model(num_nextn_predict_layers=1).float(), list[list[str]]()
@@ -189,7 +190,10 @@ def test_a_compiled_model_is_one_graph_for_each_width(decoding: str) -> None:
     backend = partial(aot_autograd, fw_compiler=counted)()
     for part in (model.model, model.mrp_head):
         part.compile(dynamic=False, fullgraph=True, backend=backend)  # type: ignore[union-attr]
+    asked = set()
+    monkeypatch.setattr(attention, "attend", lambda *args: asked.add(args[3].dispatch.forced) or attend(*args))
     assert [texts(model, [prompt], kernels=True, **options) for prompt in prompts] == expected
+    assert asked == {True}
     torch.compiler.reset()
     assert not [target for targets in graphs for target in targets if "scatter" in target or "copy_." in target]
     layers = Counter(sum("attend" in target for target in targets) for targets in graphs)
@@ -215,6 +219,8 @@ def test_the_twin_is_what_runs_without_kernels() -> None:
     expected = model.backbone(ids, positions, mask.dense(4), cache)
     *_, others, _ = a_round(model)
     with under_round_masks(model, cache):
+        with under_round_masks(model, others):
+            pass  # of a call within the round
         torch.testing.assert_close(model.backbone(ids, positions, mask, cache), expected, rtol=0, atol=1e-12)
         assert torch.equal(model.backbone(ids, positions, mask.dense(4), others), expected)  # of another thread
     assert torch.equal(model.backbone(ids, positions, mask.dense(4), cache), expected)
