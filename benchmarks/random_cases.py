@@ -96,7 +96,10 @@ def random_case_model(rng: random.Random) -> MRPForCausalLM:
 
 
 class Sways(LogitsProcessor):
-    """Favours tokens by all that stands before a position, masks too; of some it knows nothing, and it lifts every bar."""
+    """Favours tokens by all that stands before a position, masks too; of some it knows nothing, and it lifts every bar.
+
+    Never to equal scores: which of two a top-p keeps is an accident of sorting.
+    """
 
     def __init__(self, strength: float) -> None:
         self.strength = strength
@@ -104,8 +107,10 @@ class Sways(LogitsProcessor):
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """See `LogitsProcessor`."""
         weights = torch.arange(1, input_ids.shape[1] + 1) % 7
-        ranks = ((input_ids * weights).sum(1, keepdim=True) + 5 * torch.arange(scores.shape[1])) % 11
-        return (scores.nan_to_num(neginf=1.0) + self.strength * ranks).masked_fill(ranks == 10, torch.nan)
+        tokens = torch.arange(scores.shape[1])
+        ranks = ((input_ids * weights).sum(1, keepdim=True) + 5 * tokens) % 11
+        lifted = torch.where(scores == -torch.inf, 1 + tokens / 97, scores)
+        return (lifted + self.strength * ranks).masked_fill(ranks == 10, torch.nan)
 
 
 class StopsBehind(StoppingCriteria):
