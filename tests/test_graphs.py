@@ -82,11 +82,12 @@ def test_given_tokens_and_calls_that_need_more_room() -> None:
     infill = torch.full((3, 13), 60)
     infill[:, 4:9] = torch.tensor([[5, 60, 7, 8, 9], [60, 60, 60, 60, 60], [21, 22, 23, 60, 25]])
     options = {**SPEC, "seed": 3, "max_new_tokens": 17}
-    recorded_and_not(model, RAGGED, **WAYS["static"])
+    for way in ("static", "mrp_remask"):
+        recorded_and_not(model, RAGGED, seed=3, **WAYS[way])
     for _ in range(2):
         replayed = recorded_and_not(model, RAGGED, infill_ids=infill, **options)
     assert replayed > 3
-    recorded_and_not(model, RAGGED, **options | {"num_draft_states": 9})
+    recorded_and_not(model, [row * 60 for row in RAGGED], **options | {"num_draft_states": 9})
     kept = graphs_file._KEPT[model]
     recorded_and_not(model, [row * 20 for row in RAGGED], **options)
     assert graphs_file._KEPT[model] is kept, "up to 1,024 tokens one cache serves"

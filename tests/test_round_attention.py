@@ -213,8 +213,12 @@ def a_round(model: MRPForCausalLM) -> tuple[Any, ...]:
 
 
 @torch.inference_mode()
-def test_the_twin_is_what_runs_without_kernels() -> None:
+@pytest.mark.parametrize("called", [False, True], ids=["fused", "called"])
+def test_the_twin_is_what_runs_without_kernels(called: bool) -> None:
+    """In layers that are fused, and in those that have to be called."""
     model = make_model()
+    if called:
+        model.model.layers[0].register_forward_hook(lambda *_: None)
     ids, positions, cache, mask = a_round(model)
     expected = model.backbone(ids, positions, mask.dense(4), cache)
     *_, others, _ = a_round(model)
