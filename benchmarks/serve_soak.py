@@ -3,8 +3,8 @@
     python -m benchmarks.serve_soak --requests 5000 --output benchmarks/results/serve_soak.jsonl
 
 The embedded checkpoint in float64, where no tie comes up, on loopback. Whole answers, streams, completions of several prompts,
-long ones, malformed requests, and clients that leave in the middle of an answer or before it. Behind them, sixteen chats are
-asked one after another and then at once (`sixteen_chats`, seconds of both). The last line has the counts:
+long ones, malformed requests, and clients that leave in the middle of an answer or before it. With `--requests 0` a server as
+it comes is timed instead: sixteen chats one after another and then at once, four times. The last line has the counts:
 `lost` requests got no answer though their client waited for one, `wrong` ones a status that they should not, `differ` counts
 texts. `resident_mb` is the server's memory after each tenth of the requests. Exit status 1 if any of the three is not 0, the
 memory of the last tenth is more than a tenth above that of the second, or the server is not idle at the end.
@@ -201,9 +201,9 @@ class Alone:
 class Served:
     """`mrp serve` in a process of its own."""
 
-    def __init__(self, log: Path) -> None:
+    def __init__(self, log: Path, *flags: str) -> None:
         self.log = log
-        command = [sys.executable, "-m", "mrp_trainer.cli", "serve", "sdar-tiny-mrp", "--port", "0", *SERVED]
+        command = [sys.executable, "-m", "mrp_trainer.cli", "serve", "sdar-tiny-mrp", "--port", "0", *flags]
         with log.open("w") as errors:
             self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
         assert self.process.stdout is not None
@@ -277,7 +277,6 @@ def soak(served: Served, requests: int, clients: int, seed: int) -> Iterator[dic
         "requests_to_a_batch": round(counts['mrp_requests_total{status="200"}'] / counts["mrp_batches_total"], 2),
         "still_at_work": int(counts["mrp_requests_running"] + counts["mrp_requests_waiting"]),
         "tracebacks": len(re.findall("Traceback", served.log.read_text())),
-        "sixteen_chats": sixteen_chats(served),
         "seconds_to_an_answer": {"median": round(waits[len(waits) // 2], 2), "most": round(waits[-1], 2)},
         "resident_mb": resident,
         "seconds": round(seconds, 1),
@@ -295,9 +294,12 @@ def main(arguments: list[str] | None = None) -> int:
     torch.set_num_threads(1)
     line: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder, options.output.open("w") as file:
-        served = Served(Path(folder) / "log")
+        served = Served(Path(folder) / "log", *(SERVED if options.requests else ()))
         try:
             emit(header("serve_soak", options), file)
+            if not options.requests:
+                emit({"sixteen_chats": [sixteen_chats(served) for _ in range(4)]}, file)
+                return 0
             for line in soak(served, options.requests, options.clients, options.seed):
                 emit(line, None if "so_far" in line else file)
         finally:

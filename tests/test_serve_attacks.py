@@ -160,7 +160,6 @@ def test_the_soak_asks_for_every_kind(tmp_path: Path) -> None:
     counts = json.loads(output.read_text().splitlines()[-1])
     assert (counts["requests"], counts["lost"], counts["wrong"], counts["differ"]) == (12, 0, 0, 0)
     assert counts["texts"] >= 6
-    assert counts["sixteen_chats"].keys() == {"one_after_another", "at_once"}
 
 
 def test_a_server_that_is_told_to_end_tells_its_clients(tmp_path: Path) -> None:
