@@ -164,7 +164,9 @@ def _check_given(settings: Settings) -> None:
     names = settings.training.get("report_to") or []
     for name in [names] if isinstance(names, str) else names:
         if name not in (known := [*get_available_reporting_integrations(), "all", "none"]):
-            raise ImportError(f"report_to is {name!r}, which is not installed: install it, or name one of {', '.join(known)}")
+            raise ImportError(
+                f"report_to is {name!r}, which is not installed: pip install {name}, or name one of {', '.join(known)}"
+            )
 
 
 def _data_digest(paths: Sequence[str]) -> str | None:
