@@ -62,16 +62,19 @@ class Counts:
         return cls(tokens, line.get("states_per_forward", float(states)), passes, packed)
 
 
-def head_share(model: MRPForCausalLM) -> float:
-    """Divide the parameters that a head pass and its picks read by those that a backbone forward and its picks read."""
+def head_share(model: MRPForCausalLM, picked: int | None = None) -> float:
+    """Divide the parameters that a head pass and its picks read by those that a backbone forward and its picks read.
+
+    Args:
+        model: With a head.
+        picked: Rows of `lm_head` that the picks of a head pass read; None: all.
+    """
 
     def size(module: nn.Module | None) -> int:
         return sum(parameter.numel() for parameter in module.parameters()) if module is not None else 0
 
-    picked = model.config.draft_vocab_size or model.config.vocab_size
-    return (size(model.mrp_head) + picked * model.config.hidden_size) / (
-        size(model.model.layers) + model.lm_head.weight.numel()
-    )
+    rows = model.config.vocab_size if picked is None else picked
+    return (size(model.mrp_head) + rows * model.config.hidden_size) / (size(model.model.layers) + model.lm_head.weight.numel())
 
 
 def masks_per_state(block_size: int) -> float:

@@ -81,15 +81,11 @@ def dampened(model: MRPForCausalLM, factor: float) -> MRPForCausalLM:
 def random_case_model(rng: random.Random) -> MRPForCausalLM:
     """Random weights, whose drafts are nearly always wrong, or often right where tokens look at each other but a little."""
     seed = rng.randrange(1 << 16)
-    draft_vocab_size = rng.choice((0, 0, 1, 9, 40))
     shape = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
     layers = {"num_hidden_layers": rng.choice((1, 2)), "num_nextn_predict_layers": rng.choice((1, 2))}
     block_size = rng.choice((4, 4, 8, 8, 16, 32))
-    model = make_model(seed, block_size=block_size, draft_vocab_size=draft_vocab_size, **shape, **layers)
+    model = make_model(seed, block_size=block_size, **shape, **layers)
     assert model.mrp_head is not None
-    if model.mrp_head.draft_token_ids is not None:
-        ids = rng.sample([i for i in range(VOCAB) if i != MASK], draft_vocab_size)
-        model.mrp_head.draft_token_ids.copy_(torch.tensor(ids))
     calm = rng.choice((1.0, 0.3, 0.05))
     torch.nn.init.normal_(model.mrp_head.norm.weight, std=0.3 * calm)
     return dampened(model, calm)
@@ -171,6 +167,7 @@ def random_drafting(rng: random.Random) -> dict[str, Any]:
         "num_draft_states": rng.choice((width, width, width, "auto")),
         "draft_branches": rng.randint(1, 6),
         "draft_passes": rng.randint(1, width),
+        "draft_shortlist": rng.choice((0, 0, 1, 9, 99)),
     }
 
 

@@ -6,7 +6,7 @@ backbone's hidden states at x (MRP, arXiv 2605.18817).
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +27,7 @@ DEFAULTS: dict[str, Any] = {
     **{"decoding": "static", "target": "static", "max_new_tokens": 20, "min_new_tokens": 0, "seed": 0},
     **{"confidence_threshold": 0.9, "entropy_threshold": 0.35, "denoising_steps": None, "mrp_steps": 1},
     **{"remask_rule": "reread", "residual_delta": 1.0, "num_draft_states": 4, "draft_branches": 3, "draft_passes": 1},
+    "draft_shortlist": 0,
     **{"do_sample": False, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "stop": None},
     **{"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "bad_words_ids": None, "suppress_tokens": None},
     **{"eos_token_id": (), "logits_processor": (), "sequence_bias": None},
@@ -72,10 +73,14 @@ class Pick:
 
 @dataclass
 class Said:
-    """What is said at a state: by position the pick, and the hidden states [block, hidden_size] that say it."""
+    """What is said at a state: by position the pick, and the hidden states [block, hidden_size] that say it.
+
+    Of what the head says `stale` are the backbone's picks that it began with.
+    """
 
     picks: dict[int, Pick]
     hidden: Tensor
+    stale: dict[int, Pick] = field(default_factory=dict)
 
 
 Node = tuple[State, Said | None, bool]  # a submitted state, what told of it, and whether it looks at a clean block behind it
@@ -259,12 +264,21 @@ class Row:
         told = zip(scores, token.tolist(), log_odds(made, token), logprob, entropy, made, kept, strict=True)
         return {position: Pick(position, *rest) for position, *rest in told}
 
-    def say(self, state: State, hidden: Tensor, only: Tensor | None = None) -> Said:
-        """What hidden states [block, hidden_size] say at each candidate; of `only` some tokens, if these are given."""
+    def shortlisted(self, state: State, hidden: Tensor, stale: dict[int, Pick]) -> Said:
+        """What the head's hidden states say of the likeliest tokens of each candidate; the others keep their stale scores."""
+        count, free = 64 if self.options.do_sample else self.options.draft_shortlist, self.candidates(state)
+        told = {}
+        for position, fresh in zip(free, self.scores(state, hidden, free), strict=True):
+            before = stale[position]
+            few = before.scores.topk(min(count, len(fresh))).indices
+            listed = torch.zeros_like(before.kept).index_fill(0, few, True) & before.kept
+            told[position] = torch.where(listed, fresh, before.scores), listed
+        return Said(self.picks(state, told), hidden, stale)
+
+    def say(self, state: State, hidden: Tensor) -> Said:
+        """What hidden states [block, hidden_size] say at each candidate."""
         free = self.candidates(state)
         scores = self.scores(state, hidden, free)
-        if only is not None:
-            scores = torch.full_like(scores, -torch.inf).index_copy(1, only, scores[:, only])
         shown = scores
         for warper in self.options.warpers if free else []:
             shown = warper(torch.zeros(len(free), 1, dtype=torch.long), shown)
@@ -449,8 +463,8 @@ class Row:
     def decode_drafted(self, passes: int) -> State:
         """The text in rounds: states are drafted, all are scored, and the path goes on as long as the next one was."""
         width = self.options.num_draft_states
-        bans = self.options.bad_words_ids or self.options.no_repeat_ngram_size
-        ids = self.model.mrp_head.draft_token_ids if passes and not (self.options.processors or bans) else None
+        shaped = self.options.processors or self.options.bad_words_ids or self.options.no_repeat_ngram_size
+        few = self.options.draft_shortlist and not shaped
         state, source, memory = self.first(), None, dict[State, Said]()
         self.row_forwards = 1
         if self.whole(state):
@@ -465,7 +479,8 @@ class Row:
                 told = [(node, of) for node, of, _ in nodes if of is not None and self.masked(node)]
                 for node, of in told:
                     hidden = of.hidden + self.head(node, of.hidden)
-                    estimates[node] = self.say(node, hidden, ids)
+                    stale = of.stale or of.picks
+                    estimates[node] = self.shortlisted(node, hidden, stale) if few else self.say(node, hidden)
                 if told:
                     self.asks_head(state)
             nodes = self.draft(state, source, memory, estimates, width)

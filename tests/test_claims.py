@@ -13,12 +13,13 @@ from conftest import ROOT
 from mrp_trainer.data.tasks import FAMILIES
 
 from benchmarks import cost_model, rounds, tables
-from benchmarks.cost_model import head_share
+from benchmarks.cost_model import head_share, masks_per_state
 from benchmarks.frontier import DRAFTERS, JUDGED, TAUS, setting_name
 from benchmarks.targets import TARGETS
 from modeling_mrp import MRPForCausalLM
 from modeling_mrp.generate.generation import MRPGenerationConfig
 from modeling_mrp.model.configuration import MRPConfig
+from modeling_mrp.networks.picker import SHORTLIST
 
 
 def printed(command: Any) -> str:
@@ -124,14 +125,15 @@ def test_drafted_texts_are_their_targets(family: str) -> None:
 
 def test_the_heads_share_of_a_forward_is_as_written() -> None:
     shares = {}
-    for draft_vocabulary in (0, 16384):
-        for size in ("1.7b", "4b", "8b"):
-            config = MRPConfig.from_pretrained(ROOT / "hub_configs" / f"sdar-{size}-mrp", draft_vocab_size=draft_vocabulary)
-            with torch.device("meta"):
-                shares[size, draft_vocabulary] = f"{head_share(MRPForCausalLM(config)):.0%}".replace("%", " %")
+    for size in ("1.7b", "4b", "8b"):
+        config = MRPConfig.from_pretrained(ROOT / "hub_configs" / f"sdar-{size}-mrp")
+        with torch.device("meta"):
+            model = MRPForCausalLM(config)
+        for rows in (None, 3 * int(masks_per_state(config.block_size)) * SHORTLIST):
+            shares[size, rows is None] = f"{head_share(model, rows):.0%}".replace("%", " %")
     text = " ".join((ROOT / "benchmarks/README.md").read_text().split())
-    assert "is {}, {} and {} at 1.7B, 4B and 8B".format(*(shares[size, 0] for size in ("1.7b", "4b", "8b"))) in text
-    assert "{}, {} and {} with a draft vocabulary".format(*(shares[size, 16384] for size in ("1.7b", "4b", "8b"))) in text
+    assert "is {}, {} and {} at 1.7B, 4B and 8B".format(*(shares[size, True] for size in ("1.7b", "4b", "8b"))) in text
+    assert "{}, {} and {} with a shortlist".format(*(shares[size, False] for size in ("1.7b", "4b", "8b"))) in text
 
 
 def test_the_soak_found_nothing() -> None:

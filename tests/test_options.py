@@ -29,6 +29,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "num_draft_states": {"num_draft_states": 3},
     "draft_branches": {"draft_branches": 1},
     "draft_passes": {"draft_passes": 2},
+    "draft_shortlist": {"draft_shortlist": 4},
     "remask_rule": {"remask_rule": "threshold"},
     "residual_delta": {"residual_delta": 0.5, "remask_rule": "residual"},
 }

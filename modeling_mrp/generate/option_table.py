@@ -110,6 +110,8 @@ class DecodingOptions:
             time says pay, none where none do
         draft_branches: followers considered per state; 1 drafts a chain
         draft_passes: head passes per round, at most; each re-reads what is drafted so far
+        draft_shortlist: tokens of a position that a head pass chooses among, those likeliest before it; 0: all tokens; None:
+            16, of a vocabulary of more than 16,384
         remask_rule: `reread`, `threshold` or `residual`
         residual_delta: for the rule `residual`, in logits
         seed: with `do_sample`: int s gives row i s + i, a list one per row, None torch's generator
@@ -126,6 +128,7 @@ class DecodingOptions:
     num_draft_states: Annotated[int | Literal["auto"] | None, "auto", _STATES, DRAFTING] = None
     draft_branches: Annotated[int | None, 3, COUNT, DRAFTING] = None
     draft_passes: Annotated[int | None, 1, COUNT, ("mrp_spec",)] = None
+    draft_shortlist: Annotated[int | None, None, FROM_ZERO, ("mrp_spec",)] = None
     remask_rule: Annotated[RemaskRule | None, "reread", _one_of(REMASK_RULES), ("mrp_remask",)] = None
     residual_delta: Annotated[float | None, 1.0, _LOGITS, ("mrp_remask",)] = None
     seed: Annotated[int | list[int] | None, None, _SEED] = None

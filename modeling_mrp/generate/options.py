@@ -100,7 +100,9 @@ class MRPGenerationConfig(DecodingOptions, GenerationConfig):
             return Mode(_RULES[name](self, block_size))
         states = WIDTHS[-1] if auto else options.num_draft_states
         passes = min(options.draft_passes, states - 1) if name == "mrp_spec" else 0
-        return Mode(_RULES[options.target](self, block_size), drafting=Drafting(states, options.draft_branches, passes, auto))
+        few = options.draft_shortlist if name == "mrp_spec" else None
+        drafting = Drafting(states, options.draft_branches, passes, auto, few)
+        return Mode(_RULES[options.target](self, block_size), drafting=drafting)
 
     def eos_ids(self) -> list[int]:
         """List the ids that end a row."""

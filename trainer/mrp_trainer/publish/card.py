@@ -175,7 +175,7 @@ def eval_results(
 def _facts(folder: Path, kind: str, config: Mapping[str, Any]) -> str:
     """What the folder holds, as a table."""
     tensors = tensors_in(folder)
-    counts = {name: math.prod(of.shape) for name, of in tensors.items() if "F" in of.dtype}  # not the draft vocabulary
+    counts = {name: math.prod(of.shape) for name, of in tensors.items() if "F" in of.dtype}
     head = sum(count for name, count in counts.items() if HEAD in name)
     rest = sum(counts.values()) - head
     size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))

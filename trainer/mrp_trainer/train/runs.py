@@ -300,7 +300,7 @@ def _config(settings: Settings) -> MRPConfig:
         found |= {"model_type": "sdar", **{name: value for name, value in given.items() if value is not None}}
     config = MRPConfig.from_dict(found)
     if settings.objective == "block_diffusion":
-        config.num_nextn_predict_layers = config.draft_vocab_size = 0
+        config.num_nextn_predict_layers = 0
     elif options.lora_rank:
         _need_head(config, options.model)
     elif options.head is not None:
@@ -308,7 +308,7 @@ def _config(settings: Settings) -> MRPConfig:
         _need_head(head, options.head)
         config.num_nextn_predict_layers = head.num_nextn_predict_layers
     else:
-        config.num_nextn_predict_layers, config.draft_vocab_size = options.head_layers, 0
+        config.num_nextn_predict_layers = options.head_layers
     return config
 
 
