@@ -24,6 +24,7 @@ from transformers.utils import (
 
 from .attaching import HeadMixin
 from .configuration import MRPConfig
+from .families.registry import backbone_of
 from .head import MRPHead, check_draft_tokens, first_tokens
 from .layouts import (
     DRAFT_TOKENS,
@@ -90,6 +91,8 @@ class MRPPreTrainedModel(HeadMixin, PreTrainedModel):
         if getattr(config, "base_model_name_or_path", None) is not None:
             return cls._from_head_repository(source, config, kwargs)
         cls._check_files(source, config, kwargs)
+        if (note := backbone_of(config.family).note(source)) is not None:
+            log.warning(note)
         kwargs |= {"use_safetensors": True, "trust_remote_code": False}  # or custom_generate/ would replace generate
         with_info = kwargs.pop("output_loading_info", False)
         model, info = super().from_pretrained(source, *args, config=config, output_loading_info=True, **kwargs)
@@ -147,7 +150,8 @@ class MRPPreTrainedModel(HeadMixin, PreTrainedModel):
         for name, tensor in tensors.items():
             if name.startswith(prefix):  # as it is, or in the parts that published checkpoints have
                 shape = tuple(tensor.shape)
-                shapes |= {name: shape} if name in found else model.model.published(name, shape)
+                known = name in found or not name.startswith("model.")
+                shapes |= {name: shape} if known else model.model.published(name, shape)
         optional = {"lm_head.weight"} if config.tie_word_embeddings else set()
         misfits = [f"missing: {name}" for name in sorted(shapes.keys() - found.keys() - optional)]
         for ours, (name, _, shape, dtype) in sorted(found.items()):

@@ -44,8 +44,7 @@ class MRPBackbone(Qwen3Model):
         """Translate a published config's fields into those of `MRPConfig`; the rest of them is dropped."""
         return dict(fields)
 
-    @classmethod
-    def published(cls, name: str, shape: TensorShape) -> dict[str, TensorShape]:
+    def published(self, name: str, shape: TensorShape) -> dict[str, TensorShape]:
         """List the tensors, with their shapes, by which published checkpoints hold one of the model's state."""
         return {name: shape}
 

@@ -44,8 +44,7 @@ class SDARMoeBackbone(FamilyBackbone):
         """Translate a published config; the first checkpoints, of blocks of 4, name no block size."""
         return {"block_size": 4, **{name: value for name, value in fields.items() if value is not None}}
 
-    @classmethod
-    def published(cls, name: str, shape: TensorShape) -> dict[str, TensorShape]:
+    def published(self, name: str, shape: TensorShape) -> dict[str, TensorShape]:
         """List the tensors by which published checkpoints hold one of the model's state."""
         return published_experts(name, shape)
 
