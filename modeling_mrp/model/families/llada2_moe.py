@@ -164,6 +164,6 @@ class LLaDA2Backbone(FamilyBackbone):
             )
         if config.num_experts_per_tok > config.topk_group * (size // groups) or not config.n_shared_experts:
             raise ValueError(
-                f"num_experts_per_tok is {config.num_experts_per_tok} and n_shared_experts {config.n_shared_experts}: the experts "
-                "of a token are of its groups, and there is a shared one"
+                f"num_experts_per_tok is {config.num_experts_per_tok} and n_shared_experts {config.n_shared_experts}: a token "
+                "has no more experts than its groups, and there is a shared one"
             )
