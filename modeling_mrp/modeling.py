@@ -20,7 +20,7 @@ from .generate.options import MRPGenerationConfig
 from .kernels.fused_layers import fused
 from .kernels.round_attention import RoundMask
 from .model.configuration import MRPConfig
-from .model.diffusion import block_causal_mask, noise_of, noisy_and_clean_mask
+from .model.diffusion import block_causal_mask, noise_of, noisy_and_clean_mask, taken_from
 from .model.families.registry import backbone_of
 from .model.families.sdar import MRPBackbone
 from .model.head import MRPHead
@@ -58,7 +58,7 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
         past_key_values: Cache | None = None,
         compiled: bool = True,
     ) -> Tensor:
-        """The backbone's final-norm hidden states h_A under a boolean mask.
+        """The backbone's final-norm hidden states h_A under a boolean mask, each at the position that it was computed at.
 
         Args:
             input_ids: [batch, length] long.
@@ -146,7 +146,8 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
             attention_mask: [batch, past + length], 1 for real tokens (padding on either side), or a boolean or
                 additive [batch, 1, length, past + length] mask that replaces the block-causal one.
             position_ids: [batch, length] long, absolute; by default counted from the first real token.
-            past_key_values: Keys and values of earlier, clean blocks.
+            past_key_values: Keys and values of earlier, clean blocks; none in a model whose hidden states are those of the next
+                position.
             inputs_embeds: [batch, length, hidden_size] in place of `input_ids`.
             labels: [batch, length] long, the true tokens; -100 where nothing is learned (the prompt). The input is
                 then noised: each learned token is masked with probability t ~ U(0, 1] drawn per sequence (in eval mode
@@ -215,9 +216,18 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
             use_cache=use_cache,
             **kwargs,
         )
+        hidden = outputs.last_hidden_state
+        if self.model.shifted:
+            if past_key_values is not None and past_key_values.get_seq_length() > hidden.shape[1]:
+                raise ValueError(
+                    f"past_key_values hold earlier tokens, and in the family {self.config.family!r} the logits of a position "
+                    "come from the one before it, of which a cache has keys and values only: pass the whole text"
+                )
+            before = torch.arange(hidden.shape[1], device=hidden.device) - 1
+            hidden = taken_from(hidden, torch.where(position_ids > 0, before, -1))
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         return CausalLMOutputWithPast(
-            logits=self.lm_head(outputs.last_hidden_state[:, keep]),
+            logits=self.lm_head(hidden[:, keep]),
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
@@ -303,7 +313,12 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
         ids = torch.cat([clean.masked_fill(hidden, self.config.mask_token_id), clean], 1)
         positions = (valid.long().cumsum(-1) - 1).clamp(min=0)
         mask = noisy_and_clean_mask(positions, valid, self.config.block_size)
-        logits = self.lm_head(self.backbone(ids, positions.repeat(1, 2), mask)[:, :length])
+        states = self.backbone(ids, positions.repeat(1, 2), mask)
+        if self.model.shifted:  # a block's first token is predicted by the clean one before it
+            before = torch.arange(length, device=ids.device) - 1
+            before = torch.where(positions % self.config.block_size == 0, before + length, before)
+            states = taken_from(states, torch.where(positions > 0, before, -1))
+        logits = self.lm_head(states[:, :length])
         picked = logits[hidden] if logits.dtype == torch.float64 else logits[hidden].float()
         losses = F.cross_entropy(picked, clean[hidden], reduction="none") / level[:, None].expand(batch, length)[hidden].float()
         items = (

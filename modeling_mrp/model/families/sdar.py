@@ -1,7 +1,7 @@
 """SDAR's backbone (`sdar`): Qwen3, and a mask that has to be given. The other families begin here."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Model
@@ -13,7 +13,13 @@ TensorShape = tuple[int, ...]
 
 @family("sdar")
 class MRPBackbone(Qwen3Model):
-    """transformers' `Qwen3Model`, whose mask has to be given: its own is causal. The backbone of dense SDAR."""
+    """transformers' `Qwen3Model`, whose mask has to be given: its own is causal. The backbone of dense SDAR.
+
+    Attributes:
+        shifted: Whether a hidden state is that of the next position: the logits of position i predict the token at i + 1.
+    """
+
+    shifted: ClassVar[bool] = False
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
