@@ -35,7 +35,7 @@ def our_fields(fields: dict[str, Any], known: Collection[str], source: str = "")
             raise ValueError(
                 f"the config's model_type is {kind!r}: what loads are checkpoints of this package ('sdar_mrp'), published ones "
                 "('sdar' and those in docs/models.md) and, by MRPForCausalLM.from_backbone, autoregressive ones ('qwen3'), to "
-                "be converted by training"
+                "be converted by training. The code of a repository reads its own family alone: for others install this package"
             )
         fields, extra = backbone.translated(fields), {"family": backbone.family}
         known = {*known, *backbone.fields}
