@@ -164,7 +164,9 @@ class MRPGenerationMixin(GenerationMixin):
         head_layers = len(devices) - self.config.num_hidden_layers
         hidden_size = self.config.hidden_size if with_head else 0
         fixed = compiled(self) if fixed is None else fixed
-        cache = BlockCache(*(batch_size, heads, width, devices, capacity, scratch, self.dtype, head_layers, hidden_size, fixed))
+        ends = (self.config.block_size, self.config.hidden_size) if self.model.shifted else (0, 0)
+        sizes = (batch_size, heads, width, devices, capacity, scratch)
+        cache = BlockCache(*sizes, self.dtype, head_layers, hidden_size, fixed, ends)
         cache.owner = PassingReference(self)
         return cache
 

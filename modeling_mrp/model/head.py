@@ -15,6 +15,7 @@ from .configuration import MRPConfig
 
 # What a head's numbers depend on, beside the shapes of its tensors: those of the backbone it was trained on.
 _SHARED = (
+    "family",
     "hidden_size",
     "vocab_size",
     "block_size",
