@@ -26,7 +26,7 @@ def test_mrp_spec_equals_its_target(
     target: str, options: dict[str, Any], prompts: list[list[int]], tiny_model_float64: MRPForCausalLM
 ) -> None:
     """Of each target and sampling other prompts, in batches of 1 and 4; K from 2 to 6 takes its turn."""
-    begin, read = 7 * TARGETS.index(target), 0
+    begin, read = 7 * (TARGETS.index(target) % 5), 0
     for width, size in zip((2, 4, 6), (1, 4, 1), strict=True):
         asked, seeds = prompts[begin : begin + size], list(range(begin, begin + size))
         begin += size
