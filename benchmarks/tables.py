@@ -3,8 +3,9 @@
 ``python -m benchmarks.tables TABLE`` reads `benchmarks/results` (or `--results FOLDER`). From `tiny_frontier*.jsonl`:
 `frontier` accuracy and cost of every mode and setting, `undrafted` without the drafted ones; `targets` every target, alone and
 drafted, and `summary` the same in short; `headline` drafts of `static` beside the released reference; `eager` what `mrp_remask`
-makes of eager reveals. `heldout` the card's, from `tiny_heldout_{math,code}.jsonl`; `novel` and `published_head` from the files
-of these names behind `tiny_`; `turns` from `turns.jsonl`.
+makes of eager reveals. `rules` every reveal rule, from `tiny_rules.jsonl`; `heldout` the card's, from
+`tiny_heldout_{math,code}.jsonl`; `novel` and `published_head` from the files of these names behind `tiny_`; `turns` from
+`turns.jsonl`.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -17,8 +18,8 @@ from mrp_trainer.data.tasks import FAMILIES
 from mrp_trainer.publish.card import markdown_table, results_table
 
 from .common import RESULTS, parser_of, read_lines
-from .frontier import JUDGED, STATES, on_frontier, setting_name
-from .targets import TARGETS, alone, drafted
+from .frontier import JUDGED, RULE_STATES, STATES, on_frontier, setting_name
+from .targets import RULES, TARGETS, alone, drafted
 
 Line = dict[str, Any]
 EAGER_TAUS = (0.5, 0.6)
@@ -149,6 +150,19 @@ def eager(folder: Path = RESULTS) -> str:
     return markdown_table(["mode", *SOLVED_AND_SPEED], rows)
 
 
+def rules(folder: Path = RESULTS) -> str:
+    """Problems that each reveal rule solves, with 95 % intervals, and its tokens per forward, alone and drafted: math, code."""
+    of, rows = {(line["family"], setting_name(line)): line for line in read_lines(folder / "tiny_rules.jsonl")}, []
+    for target in RULES:
+        ways = [alone(target), *(drafted("mrp_spec", target, states, draft_passes=1) for states in RULE_STATES)]
+        made = [[of[family, setting_name(way)] for family in JUDGED] for way in ways]
+        pairs = [", ".join(f"{line['tokens_per_forward']:.2f}" for line in pair) for pair in made]
+        differ = sum(line["texts_that_differ"] for pair in made[1:] for line in pair)
+        rows.append([f"`{target}`", *(interval(line, "accuracy", 1) for line in made[0]), *pairs, str(differ)])
+    head = [*(f"{family} %" for family in JUDGED), "alone", *(f"K = {states}" for states in RULE_STATES)]
+    return markdown_table(["rule", *head, "texts that differ"], rows)
+
+
 def heldout(folder: Path = RESULTS) -> str:
     """Accuracy and cost of the modes that the card shows."""
     return results_table([line for family in JUDGED for line in read_lines(folder / f"tiny_heldout_{family}.jsonl")])
@@ -195,7 +209,7 @@ def turns(folder: Path = RESULTS) -> str:
 
 TABLES: dict[str, Callable[[Path], str]] = {
     table.__name__: table
-    for table in (frontier, undrafted, summary, targets, headline, eager, heldout, novel, published_head, turns)
+    for table in (frontier, undrafted, summary, targets, headline, eager, rules, heldout, novel, published_head, turns)
 }
 
 

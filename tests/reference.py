@@ -15,8 +15,11 @@ import transformers as hf
 from torch import Tensor
 
 from modeling_mrp import MRPForCausalLM
+from modeling_mrp.generate.option_table import OPTIONS, PUBLISHED
+from modeling_mrp.generate.options import MRPGenerationConfig
 from modeling_mrp.kernels.noise import gumbel_noise, noise_keys
-from modeling_mrp.rules.reveal import Dynamic, EntropyBound, RevealRule, Sequential, Static, schedule_of
+from modeling_mrp.rules.reveal import RevealRule
+from tests.reference_rules import Step, chosen_by
 
 State = tuple[int, ...]
 
@@ -26,6 +29,7 @@ State = tuple[int, ...]
 DEFAULTS: dict[str, Any] = {
     **{"decoding": "static", "target": "static", "max_new_tokens": 20, "min_new_tokens": 0, "seed": 0},
     **{"confidence_threshold": 0.9, "entropy_threshold": 0.35, "denoising_steps": None, "mrp_steps": 1},
+    **{"low_threshold": None, "factor": 1.0},
     **{"remask_rule": "reread", "residual_delta": 1.0, "num_draft_states": 4, "draft_branches": 3, "draft_passes": 1},
     "draft_shortlist": 0,
     **{"do_sample": False, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "stop": None},
@@ -97,6 +101,7 @@ class Row:
         depths: Of each round how deep drafts were offered, and accepted.
         made, drawn: By position the step and log-probability of a reveal, and the scores [vocab] that it was drawn from.
         step_of: By state, the steps since its block was opened.
+        past: Steps so far, with what each chose before bans.
     """
 
     def __init__(self, model: MRPForCausalLM, prompt: Sequence[int], infill: Sequence[int], options: Any) -> None:
@@ -108,7 +113,8 @@ class Row:
         self.given_end = max([i + 1 for i in range(len(prompt), self.limit) if self.text[i] != self.mask], default=0)
         self.open_end = max([i + 1 for i in range(self.limit) if self.text[i] == self.mask], default=0)
         self.no_eos_before = max(len(prompt) + (options.min_new_tokens or 0), self.given_end)
-        self.rule = self.rules()[options.target]
+        self.rule = self.target_rule()
+        self.past: list[Step] = []
         self.made: dict[int, tuple[int, float]] = {}
         self.drawn: dict[int, Tensor] = {}
         self.step_of: dict[State, int] = {}
@@ -294,6 +300,8 @@ class Row:
 
     def choose(self, state: State, said: Said, decoding: str) -> list[Pick]:
         """The picks that the backbone's step at a state reveals, from left to right."""
+        if decoding in PUBLISHED:
+            return chosen_by(decoding, self.told(state, said), self.past, self.options)
         picks, steps = list(said.picks.values()), self.options.denoising_steps or self.block
         count = self.block // steps + (self.step_of[state] < self.block % steps)
         if decoding in ("static", "mrp_direct"):
@@ -308,6 +316,17 @@ class Row:
             sums = [sum(pick.entropy for pick in ranked[: n + 1]) for n in range(len(ranked))]
             chosen = [p for p, total in zip(ranked, sums, strict=True) if total < self.options.entropy_threshold] or ranked[:1]
         return sorted(chosen, key=lambda pick: pick.position)
+
+    def chosen(self, state: State, said: Said, decoding: str) -> list[Pick]:
+        """What a step of the text reveals, noted for later ones, without what bans take back."""
+        fresh, told = self.choose(state, said, decoding), self.told(state, said)
+        told.chosen = fresh
+        self.past.append(told)
+        return self.allowed(state, fresh)
+
+    def told(self, state: State, said: Said) -> Step:
+        """What a published rule is told of a state."""
+        return Step(len(state) - self.block, self.block, len(self.masked(state)), self.step_of[state], [*said.picks.values()])
 
     def write(self, picks: Sequence[Pick]) -> None:
         """A step: notes what it revealed."""
@@ -324,7 +343,7 @@ class Row:
     def step(self, state: State, decoding: str) -> list[Pick]:
         """What one step reveals at a state without drafts."""
         said = self.said(state)
-        fresh = self.allowed(state, self.choose(state, said, decoding))
+        fresh = self.chosen(state, said, decoding)
         if decoding == "mrp_direct":
             fresh = fresh + self.extended_by_head(state, said, fresh)
         elif decoding == "mrp_remask":
@@ -450,15 +469,12 @@ class Row:
             if chance > 0 and not self.whole(made):
                 yield made, told, chance
 
-    def rules(self) -> dict[str, RevealRule]:
-        """The targets', for their guesses, which `tests/test_rules.py` derives by hand."""
-        schedule = schedule_of(self.block, self.options.denoising_steps)
-        return {
-            "static": Static(schedule),
-            "sequential": Sequential(schedule),
-            "dynamic": Dynamic(logit(self.options.confidence_threshold)),
-            "entropy_bound": EntropyBound(self.options.entropy_threshold),
-        }
+    def target_rule(self) -> RevealRule:
+        """The target's, for its guesses, which `tests/test_rules.py` derives by hand."""
+        options = {option.name: getattr(self.options, option.name, None) for option in OPTIONS}
+        config = MRPGenerationConfig(**{**options, "decoding": self.options.target}, eos_token_id=self.options.eos_ids)
+        config.check(self.block, has_head=True)
+        return config.mode(self.block).rule
 
     def decode_drafted(self, passes: int) -> State:
         """The text in rounds: states are drafted, all are scored, and the path goes on as long as the next one was."""
@@ -516,7 +532,7 @@ class Row:
 
     def revealed(self, state: State, said: Said) -> State:
         """The state behind the target's step."""
-        fresh = self.allowed(state, self.choose(state, said, self.options.target))
+        fresh = self.chosen(state, said, self.options.target)
         self.write(fresh)
         return self.after(state, fresh)
 

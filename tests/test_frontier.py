@@ -11,8 +11,9 @@ from mrp_trainer.evaluate.results import ResultsFile
 
 from benchmarks import frontier, plots, tables
 from benchmarks.common import embedded_weights
-from benchmarks.frontier import Setting, lines, on_frontier, references, rule_of, setting_name, settings
+from benchmarks.frontier import Setting, lines, on_frontier, references, rule_of, rule_settings, setting_name, settings
 from benchmarks.measure import Measured, ratio
+from modeling_mrp.generate.option_table import TARGETS
 from modeling_mrp.generate.options import MRPGenerationConfig
 from modeling_mrp.rules.reveal import Dynamic, EntropyBound, Sequential, Static, logit
 
@@ -48,6 +49,15 @@ def test_what_a_draft_is_compared_with() -> None:
         "draft_graph": "draft_graph of dynamic K=8 tau=0.9",
     }
     assert compared["mrp_spec of dynamic K=16 tau=0.9 passes=2"] == {"target": "dynamic tau=0.9"}
+
+
+def test_every_reveal_rule_is_measured_alone_and_drafted() -> None:
+    measured = rule_settings()
+    names = [setting_name(setting) for setting in measured]
+    assert len(set(names)) == len(names) == 3 * len(TARGETS)
+    assert {"klass", "cad tau=0.8", "mrp_spec of eb_sampler K=4", "mrp_spec of dynamic K=8 tau=0.9"} < set(names)
+    for setting in measured:
+        MRPGenerationConfig(**setting).check(16, True)
 
 
 def test_the_rules_are_those_of_the_targets() -> None:
