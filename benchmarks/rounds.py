@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
+from mrp_trainer.doctor.roofline import LOGIT_BYTES, PUBLISHED, Counts, Device, Shape, masks_per_state, round_work
 from mrp_trainer.publish.card import markdown_table
 
-from .common import HUB_CONFIGS, parser_of
-from .cost_model import DEVICES, SHAPES, Counts, masks_per_state, round_work
-from .roofline import LOGIT_BYTES, Device, Shape
+from .common import parser_of
+from .cost_model import DEVICES, SHAPES
 
 # Kernels of a decoder layer: products of qkv, o, gate and up, down; kernels of our own; SiLU and the product behind it.
 LAYER = {"mm": 4, "triton._sum_and_norm": 2, "triton._rotate": 1, "triton._attend": 1, "silu": 1, "mul": 1}
@@ -79,7 +79,7 @@ def table(device: str, shape: Sequence[str], batch: Sequence[int], states: Seque
     """Predict rounds at each shape, batch size and K."""
     rows = []
     for size, each, k in product(shape, batch, states):
-        sizes = Shape.read(HUB_CONFIGS / f"sdar-{size}-mrp")
+        sizes = PUBLISHED[size.upper()]
         found = predict(sizes, DEVICES[device], each, k, prefix)
         counted = (each, k, found.kernels, found.launches, found.syncs, f"{found.bytes / 1e9:.2f}")
         times = f"{1e3 * found.floor:.2f}", f"{1e3 * found.seconds:.2f}", f"{found.seconds / found.floor:.2f}"

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_model
+from mrp_trainer.doctor.roofline import Shape
 from tape import GridExecutor, Tape, TapeRecorder, strangers, tapes
 from test_graphs import generate, same
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import rounds
 from benchmarks.random_cases import dampened
-from benchmarks.roofline import Shape
 from modeling_mrp.kernels import pick
 from modeling_mrp.kernels.dispatch import triton
 from modeling_mrp.networks import graphs
