@@ -5,7 +5,7 @@
 prints the mode to use at each shape, batch size and K, and the batch size at which each mode stops paying. Tokens per forward,
 states per forward and head passes per round are of `results/tiny_sweep.jsonl`, which commit 27b9ad0 measured with the embedded
 checkpoint, a toy; the bandwidth is ideal. So predictions hold for a model whose drafts are right as often, on a device that
-never waits. What waiting adds is in `benchmarks.rounds`.
+never waits.
 """
 
 import json

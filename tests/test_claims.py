@@ -12,7 +12,7 @@ import torch
 from conftest import ROOT
 from mrp_trainer.data.tasks import FAMILIES
 
-from benchmarks import cost_model, rounds, tables
+from benchmarks import cost_model, tables
 from benchmarks.cost_model import head_share
 from benchmarks.frontier import DRAFTERS, JUDGED, TAUS, setting_name
 from benchmarks.targets import TARGETS
@@ -39,7 +39,6 @@ def printed(command: Any) -> str:
         ("docs/results.md", tables.eager),
         ("benchmarks/README.md", tables.undrafted),
         ("benchmarks/README.md", lambda: printed(cost_model)),
-        ("benchmarks/README.md", lambda: printed(rounds)),
         ("benchmarks/README.md", tables.novel),
         ("benchmarks/README.md", tables.published_head),
     ],

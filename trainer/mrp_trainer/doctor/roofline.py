@@ -9,7 +9,6 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 BYTES = 2  # of a bf16 number
-LOGIT_BYTES = 4  # picks are made in float32
 
 
 @dataclass(frozen=True)
