@@ -16,9 +16,6 @@ from typing import Any
 from mrp_trainer.data.tasks import FAMILIES
 from mrp_trainer.doctor.roofline import PUBLISHED, Counts, Device, Shape, round_seconds
 from mrp_trainer.publish.card import markdown_table
-from torch import nn
-
-from modeling_mrp.modeling import MRPForCausalLM
 
 from .common import RESULTS, parser_of
 
@@ -42,18 +39,6 @@ def counts_of(line: Line, mode: str, states: int) -> Counts:
     passes = line.get("head_passes_per_round", line["head_per_token"] * tokens) if mode == "mrp_spec" else 0.0
     packed = max(1.0, line.get("states_per_head_pass", 1.0))
     return Counts(tokens, line.get("states_per_forward", float(states)), passes, packed)
-
-
-def head_share(model: MRPForCausalLM) -> float:
-    """Divide the parameters that a head pass and its picks read by those that a backbone forward and its picks read."""
-
-    def size(module: nn.Module | None) -> int:
-        return sum(parameter.numel() for parameter in module.parameters()) if module is not None else 0
-
-    picked = model.config.draft_vocab_size or model.config.vocab_size
-    return (size(model.mrp_head) + picked * model.config.hidden_size) / (
-        size(model.model.layers) + model.lm_head.weight.numel()
-    )
 
 
 def speedup(shape: Shape, device: Device, counts: Counts, static: Counts, batch: int, prefix: int) -> float:

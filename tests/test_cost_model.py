@@ -16,9 +16,10 @@ from mrp_trainer.doctor.roofline import (
     round_seconds,
     vocabulary_step,
 )
+from mrp_trainer.evaluate import cost
 
 from benchmarks import cost_model
-from benchmarks.cost_model import counts_at, head_share
+from benchmarks.cost_model import counts_at
 from modeling_mrp import MRPConfig, MRPForCausalLM
 
 # One layer of everything, so that sums can be done in the head: q and o 8 x 4, k and v 4 x 4 each, an MLP of 3 x 4 x 6.
@@ -127,7 +128,22 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_head_share_counts_the_draft_vocabulary() -> None:
-    """4 rows of the lm_head in place of 64: 60 * 32 parameters less over those of the layers and the lm_head."""
-    small, whole = make_model(draft_vocab_size=4), make_model()
-    layers = sum(p.numel() for p in whole.model.layers.parameters())
-    assert head_share(whole) - head_share(small) == pytest.approx(60 * 32 / (layers + 64 * 32))
+    """4 rows of the lm_head in place of 64: 60 * 32 numbers less over those of the layers and the lm_head; by a model's own."""
+    model = make_model()
+    assert model.mrp_head is not None
+    layers, head = (sum(p.numel() for p in part.parameters()) for part in (model.model.layers, model.mrp_head))
+    shape = Shape.of("small", model.config)
+    assert shape.head_share() == pytest.approx((head + 64 * 32) / (layers + 64 * 32))
+    assert shape.head_share() - shape.head_share(4) == pytest.approx(60 * 32 / (layers + 64 * 32))
+
+
+def test_tokens_per_unit_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two tokens a forward and half a head pass a token: one pass a forward, at a quarter of it."""
+    monkeypatch.setitem(cost.HEAD_SHARES, "4B", 0.25)
+    line = {"tokens_per_forward": 2.0, "tokens_per_forward_95": [1.5, 2.5], "head_per_token": 0.5}
+    assert cost.charged(line) == {**line, "tokens_per_unit": 1.6, "tokens_per_unit_95": [1.2, 2.0]}
+    assert cost.charged({"tokens_per_forward": 2.0})["tokens_per_unit"] is None
+    stale = {"tokens_per_forward": 1.6, "head_per_token": 0.0}
+    assert cost.break_even(line, stale) == pytest.approx(0.25)
+    assert cost.charged(stale)["tokens_per_unit"] == 1.6
+    assert [cost.charged_as(size) for size in (2048, 2560, 4096, 128, None)] == ["1.7B", "4B", "8B", "4B", "4B"]

@@ -73,6 +73,11 @@ class Shape:
         """All of them."""
         return self.backbone + self.head + 2 * self.vocabulary
 
+    def head_share(self, draft_vocab_size: int = 0) -> float:
+        """Divide what a head pass and its picks read by what a backbone forward and its picks read; 0 for all tokens."""
+        picked = (draft_vocab_size or self.vocab_size) * self.hidden_size
+        return (self.head + picked) / (self.num_hidden_layers * self.layer + self.vocabulary)
+
 
 @dataclass(frozen=True)
 class Work:
