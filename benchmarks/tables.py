@@ -5,12 +5,13 @@
 drafted, `summary` the same in short, and `break_even` what a head pass may cost; `headline` drafts of `static` beside the
 released reference; `eager` what `mrp_remask` makes of eager reveals. `heldout` the card's, from
 `tiny_heldout_{math,code}.jsonl`; `novel` and `published_head` from the files of these names behind `tiny_`; `turns` from
-`turns.jsonl`.
+`turns.jsonl`; `provenance` says at which commit each file was measured.
 
 Tokens are per unit (`mrp_trainer.evaluate.cost`), a backbone forward with the head's passes charged as at the 4B shape, unless
 a column says otherwise.
 """
 
+import json
 from collections.abc import Callable, Iterable, Sequence
 from itertools import product
 from pathlib import Path
@@ -252,9 +253,24 @@ def turns(folder: Path = RESULTS) -> str:
     return markdown_table(["rows", "K", *(f"`{target}`" for target in columns)], rows)
 
 
+def provenance(folder: Path = RESULTS) -> str:
+    """The commits at which each file of results was measured, and whether the code that decides what is counted was noted."""
+    rows = []
+    for path in sorted(folder.glob("*.jsonl")):
+        headers = [line for line in map(json.loads, path.read_text().splitlines()) if "benchmark" in line]
+        commits = ", ".join(dict.fromkeys(str(header["commit"]) for header in headers))
+        noted = ", ".join(dict.fromkeys(header.get("deciding", "of that commit") for header in headers))
+        if headers:  # training logs have none
+            rows.append([f"`{path.name}`", commits, noted])
+    return markdown_table(["results", "commit", "deciding code"], rows)
+
+
 TABLES: dict[str, Callable[[Path], str]] = {
     table.__name__: table
-    for table in (frontier, undrafted, summary, targets, break_even, headline, eager, heldout, novel, published_head, turns)
+    for table in (
+        *(frontier, undrafted, summary, targets, break_even, headline, eager),
+        *(heldout, novel, published_head, turns, provenance),
+    )
 }
 
 

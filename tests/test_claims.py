@@ -38,6 +38,7 @@ def printed(command: Any) -> str:
         ("benchmarks/README.md", tables.undrafted),
         ("benchmarks/README.md", lambda: printed(cost_model)),
         ("benchmarks/README.md", tables.novel),
+        ("benchmarks/README.md", tables.provenance),
         ("benchmarks/README.md", tables.published_head),
     ],
 )
