@@ -1,4 +1,4 @@
-"""The frontier: accuracy against tokens per forward of every mode and target at the settings people use, with 95 % intervals.
+"""The frontier: accuracy against tokens per unit of every mode and target at the settings people use, with 95 % intervals.
 
 ``python -m benchmarks.frontier`` decodes 500 held-out problems a family, greedily, with each of `settings()`: every target
 alone; the rules of `mrp_remask`; `mrp_direct`; four targets drafted by `self_spec`, a calibrated draft graph
@@ -10,7 +10,7 @@ With `--rules` it decodes with every reveal rule instead, those from papers as p
 one head pass (`--count 40` is enough to see what differs; `python -m benchmarks.tables rules`).
 
 Lines go to `benchmarks/results/tiny_frontier.jsonl` or `--output FILE`; a setting that has one there, of the weights that it
-uses, is not measured again. `python -m benchmarks.tables frontier` (`targets`, `headline`, `eager`, `recovered`) prints
+uses, is not measured again. `python -m benchmarks.tables frontier` (`targets`, `break_even`, `headline`, `eager`) prints
 tables, and `python -m benchmarks.plots` draws the figure, from all of `tiny_frontier*.jsonl`: processes may take a family and a
 file each.
 
@@ -117,8 +117,8 @@ def references(setting: Setting) -> dict[str, Setting]:
 
 def on_frontier(line: Mapping[str, Any], others: Iterable[Mapping[str, Any]]) -> bool:
     """Tell if none of others is as accurate and as fast as a line, and better at one of them."""
-    ours = line["accuracy"], line["tokens_per_forward"]
-    theirs = ((other["accuracy"], other["tokens_per_forward"]) for other in others)
+    ours = line["accuracy"], line["tokens_per_unit"]
+    theirs = ((other["accuracy"], other["tokens_per_unit"]) for other in others)
     return not any(each != ours and each[0] >= ours[0] and each[1] >= ours[1] for each in theirs)
 
 

@@ -10,6 +10,7 @@ from commands import main
 from conftest import TINY
 from mrp_trainer import demo
 from mrp_trainer.data.tasks import judge, problems
+from mrp_trainer.evaluate.cost import charged
 from mrp_trainer.evaluate.decoded import NEW_TOKENS, Decoded, decode_problems
 from mrp_trainer.evaluate.provenance import digests
 from mrp_trainer.evaluate.results import with_headers
@@ -179,9 +180,11 @@ def test_a_table_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert [line.get("num_draft_states") for line in lines] == [None, "auto", 2]
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown.splitlines() if line.startswith("│")]
     assert [row[1] for row in rows] == ["static", "mrp_spec of static K=auto", "mrp_spec of static K=2"]
-    low, high = lines[2]["tokens_per_forward_95"]
-    assert rows[2][3] == f"{lines[2]['tokens_per_forward']:.2f} ({low:.2f}-{high:.2f})"
-    assert (rows[0][0], rows[0][4], rows[0][5]) == ("math", "-", "0.00")
+    last = charged(lines[2])
+    assert last["charged_as"] == "4B"
+    assert rows[2][3] == "{:.2f} ({:.2f}-{:.2f})".format(last["tokens_per_unit"], *last["tokens_per_unit_95"])
+    assert rows[2][4] == f"{last['tokens_per_forward']:.2f}"
+    assert (rows[0][0], rows[0][5], rows[0][6]) == ("math", "-", "0.00")
     assert shown.count("--- ") == 3, "an answer of each"
     assert "{" not in shown
     main(["evaluate", *asked])

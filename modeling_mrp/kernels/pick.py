@@ -5,14 +5,15 @@ few tokens of each position; both have a Triton kernel and a plain PyTorch twin,
 matrix product: on a GPU in float32, so that no two tie by rounding.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .dispatch import LAUNCH, Dispatch, processors, tl, triton
-from .noise import gumbel_noise
+from .dispatch import LAUNCH, Dispatch, processors, sample_of, tl, triton, waves
+from .noise import gumbel_noise, noise_keys
 
 if triton is not None:
     from .noise import gumbel_of_bits, token_noise_bits
@@ -131,6 +132,22 @@ def pick_rows_ref(
         seen = seen + gumbel_noise(keys, scores.shape[1], scores.dtype)
     token = seen.argmax(-1)
     return token, log_odds(scores, token, True)
+
+
+@sample_of("pick")
+def _pick_samples(like: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Two rows of a whole vocabulary: greedy, with a token that wins clearly, and sampled among half of them."""
+    logits = 4 * waves(2, like.shape[1], like=like)
+    logits[:, 0] = -torch.inf
+    clear = logits.clone()
+    clear[0, like.shape[1] // 3], clear[1, -1] = 12.0, 14.0
+    keys = noise_keys(*torch.arange(6, device=like.device).view(3, 2))
+    for scores, temperature, least, noise in ((clear, 1.0, None, None), (logits, 0.7, logits.new_zeros(2), keys)):
+        unembedding = Unembedding(logits, 0, temperature)
+        token, odds = _pick_kernel(unembedding, scores, least, noise)
+        right, right_odds = pick_rows_ref(unembedding, scores, scores, least, noise)
+        yield (token == right).float(), torch.ones_like(odds)
+        yield odds, right_odds
 
 
 def _pick_kernel(unembedding: Unembedding, logits: Tensor, least: Tensor | None, keys: Tensor | None) -> tuple[Tensor, Tensor]:

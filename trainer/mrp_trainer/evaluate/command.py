@@ -25,6 +25,7 @@ from ..data.problems import encode
 from ..data.tasks import Family, Split, judge, problems
 from ..loading import load_config, load_generation_fields, load_model, load_tokenizer
 from .acceptance import acceptance_by_depth, judged_revocations, mean_accepted_length
+from .cost import charged_as
 from .decoded import NEW_TOKENS, Decoded, Judge, decode_prompts
 from .intervals import Interval, ratio_of_sums, wilson
 from .options import FILE_NEW_TOKENS, EvaluateOptions, check_names, generate_options
@@ -210,7 +211,9 @@ class Evaluation:
         first = self.decoded(every[0])
         compared = None in first.right or any(one["decoding"] in ("static", "mrp_remask") for one in every)
         reference = self.decoded(static) if compared else None
-        return measurements(self.decoded(settings), first, reference, self.model.config.block_size)
+        config = self.model.config
+        line = measurements(self.decoded(settings), first, reference, config.block_size)
+        return {**line, "charged_as": charged_as(config.hidden_size)}
 
 
 def evaluate(options: EvaluateOptions) -> None:
