@@ -49,7 +49,7 @@ def models() -> dict[int, MRPForCausalLM]:
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("most", [1, 24, 2048])
+@pytest.mark.parametrize("most", [1, 24, 512])
 @pytest.mark.parametrize("block", [BLOCK, 32])
 def test_a_forward_for_each_token_says_the_same(models: dict[int, MRPForCausalLM], block: int, most: int, side: str) -> None:
     model, inputs = models[block], batch(TEXTS, side)
@@ -68,7 +68,7 @@ def test_a_forward_for_each_token_says_the_same(models: dict[int, MRPForCausalLM
 def test_how_many_forwards_it_takes(models: dict[int, MRPForCausalLM]) -> None:
     """The text before the last scored block is read once, a state for each scored token: 16 of the longest row."""
     inputs = batch(TEXTS, "right")
-    for most, forwards in ((2048, (1, 1)), (5 * BLOCK * 4, (1, 4)), (5 * BLOCK, (3, 16)), (1, (3, 16))):
+    for most, forwards in ((512, (1, 1)), (5 * BLOCK * 4, (1, 4)), (5 * BLOCK, (3, 16)), (1, (3, 16))):
         found = models[BLOCK].score(**inputs, tokens_per_forward=most).forwards
         assert (found["prefill"], found["score"]) == forwards
     inputs = batch(TEXTS[:1], "right", [9])

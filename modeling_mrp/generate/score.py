@@ -195,7 +195,7 @@ class MRPScoringMixin:
         samples: int | None = None,
         seed: int | None = None,
         temperature: float = 1.0,
-        tokens_per_forward: int = 2048,
+        tokens_per_forward: int = 512,
     ) -> MRPScoreOutput:
         """Compute the log-probabilities of given texts, without gradients.
 
