@@ -34,6 +34,8 @@ _PASSED_ON = ("output_hidden_states", "output_attentions", "cache_position")
 class MRPBackbone(Qwen3Model):
     """transformers' `Qwen3Model`, whose mask has to be given: its own is causal."""
 
+    _tp_plan = {"embed_tokens": "replicate"}  # rows of lm_head, with which it may be tied, are read
+
     def forward(self, *args: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
         """As `Qwen3Model.forward`; `ValueError` if the mask is no dictionary, as where a trainer computes a next-token loss."""
         if not isinstance(attention_mask, dict):
@@ -53,7 +55,6 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
     """
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
-    _tp_plan = {"lm_head": "colwise_gather_output"}
     _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}
     generation_config_class: type[MRPGenerationConfig] = MRPGenerationConfig
 
