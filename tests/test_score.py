@@ -44,15 +44,20 @@ def batch(texts: list[list[int]], side: str, prompts: list[int] | None = None) -
 
 
 @pytest.fixture(scope="module")
-def models() -> dict[int, MRPForCausalLM]:
-    return {block: make_model(block_size=block) for block in (BLOCK, 32)}
+def models() -> dict[int | str, MRPForCausalLM]:
+    """By block size, and of families: one whose hidden states are those of the next position, and one with experts."""
+    found: dict[int | str, MRPForCausalLM] = {block: make_model(block_size=block) for block in (BLOCK, 32)}
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    return found | {"fast_dllm_v2": make_model(family="fast_dllm_v2"), "sdar_moe": make_model(family="sdar_moe", **sizes)}
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("most", [1, 24, 512])
-@pytest.mark.parametrize("block", [BLOCK, 32])
-def test_a_forward_for_each_token_says_the_same(models: dict[int, MRPForCausalLM], block: int, most: int, side: str) -> None:
-    model, inputs = models[block], batch(TEXTS, side)
+@pytest.mark.parametrize("kind", [BLOCK, 32, "fast_dllm_v2", "sdar_moe"])
+def test_a_forward_for_each_token_says_the_same(
+    models: dict[int | str, MRPForCausalLM], kind: int | str, most: int, side: str
+) -> None:
+    model, inputs = models[kind], batch(TEXTS, side)
     out = model.score(**inputs, tokens_per_forward=most)
     real = inputs["attention_mask"].bool()
     assert out.logprobs.dtype == torch.float64
@@ -65,7 +70,7 @@ def test_a_forward_for_each_token_says_the_same(models: dict[int, MRPForCausalLM
         close(out.perplexity[row], (-slow.mean()).exp(), 1e-8)
 
 
-def test_how_many_forwards_it_takes(models: dict[int, MRPForCausalLM]) -> None:
+def test_how_many_forwards_it_takes(models: dict[int | str, MRPForCausalLM]) -> None:
     """The text before the last scored block is read once, a state for each scored token: 16 of the longest row."""
     inputs = batch(TEXTS, "right")
     for most, forwards in ((512, (1, 1)), (5 * BLOCK * 4, (1, 4)), (5 * BLOCK, (3, 16)), (1, (3, 16))):
@@ -98,7 +103,7 @@ def test_what_generate_reports_of_its_text(attention: str, decoding: str, temper
     close(out.logprobs[:, width:], told, 1e-10 if attention == "sdpa" else 1e-6)  # eager attention has a softmax in float32
 
 
-def test_greedy_texts_are_the_likeliest_token_by_token(models: dict[int, MRPForCausalLM]) -> None:
+def test_greedy_texts_are_the_likeliest_token_by_token(models: dict[int | str, MRPForCausalLM]) -> None:
     model = models[BLOCK]
     made = generate(model, PROMPTS, decoding="sequential", max_new_tokens=9)
     real = torch.cat([left_padded(PROMPTS)["attention_mask"], torch.ones(3, 9, dtype=torch.long)], 1)
@@ -113,7 +118,7 @@ def test_greedy_texts_are_the_likeliest_token_by_token(models: dict[int, MRPForC
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_what_is_not_scored_changes_nothing(models: dict[int, MRPForCausalLM], side: str) -> None:
+def test_what_is_not_scored_changes_nothing(models: dict[int | str, MRPForCausalLM], side: str) -> None:
     """Prompts, and tokens between the scored ones: the others have what they have without labels, 0 stands there."""
     whole = models[BLOCK].score(**batch(TEXTS, side)).logprobs
     part = models[BLOCK].score(**batch(TEXTS, side, [6, 0, 1, 15, 3]))
@@ -131,7 +136,7 @@ def test_what_is_not_scored_changes_nothing(models: dict[int, MRPForCausalLM], s
     assert none.forwards == {"prefill": 0, "score": 0}
 
 
-def test_a_row_does_not_depend_on_its_neighbours(models: dict[int, MRPForCausalLM]) -> None:
+def test_a_row_does_not_depend_on_its_neighbours(models: dict[int | str, MRPForCausalLM]) -> None:
     for options in ({}, {"order": "sampled", "samples": 2, "seed": 3}):
         together = models[BLOCK].score(**batch(TEXTS, "left"), **options)
         for row, text in enumerate(TEXTS):
@@ -139,7 +144,7 @@ def test_a_row_does_not_depend_on_its_neighbours(models: dict[int, MRPForCausalL
             close(alone.logprobs[0], together.logprobs[row, -len(text) :])
 
 
-def test_sampled_orders_by_hand(models: dict[int, MRPForCausalLM], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sampled_orders_by_hand(models: dict[int | str, MRPForCausalLM], monkeypatch: pytest.MonkeyPatch) -> None:
     """Each order reveals a block's scored tokens one after the other; those given to the left of them are seen, and masks
     stand for those to the right."""
     model, text = models[BLOCK], TEXTS[0][:10]
@@ -167,7 +172,7 @@ def test_sampled_orders_by_hand(models: dict[int, MRPForCausalLM], monkeypatch: 
     assert model.score(**batch([text], "right", [5])).sample_sums is None
 
 
-def test_the_bound_is_one(models: dict[int, MRPForCausalLM]) -> None:
+def test_the_bound_is_one(models: dict[int | str, MRPForCausalLM]) -> None:
     """Of a block of three scored tokens: the mean of all six orders is under the log of the mean chance, and many drawn orders
     come near to it."""
     model, text = models[BLOCK], [7, 12, 33, 41]
@@ -184,7 +189,7 @@ def test_the_bound_is_one(models: dict[int, MRPForCausalLM]) -> None:
     assert abs(drawn.sums.item() - bound) < 4 * error
 
 
-def test_seeds(models: dict[int, MRPForCausalLM]) -> None:
+def test_seeds(models: dict[int | str, MRPForCausalLM]) -> None:
     sampled = {**batch(TEXTS[:1], "right"), "order": "sampled", "samples": 2}
     first, again, other = (models[BLOCK].score(**sampled, seed=seed).sample_sums for seed in (1, 1, 2))
     assert first.equal(again)

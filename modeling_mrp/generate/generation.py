@@ -161,11 +161,15 @@ class MRPGenerationMixin(GenerationMixin):
         if with_head and self.mrp_head is None:
             raise ValueError("with_head=True, but this checkpoint has no MRP head: pass with_head=False")
         heads, width, devices = self.config.num_key_value_heads, self.config.head_dim, devices_of_layers(self, with_head)
-        heads //= getattr(self, "_tp_size", None) or 1
+        key = self.model.layers[0].self_attn.k_proj.weight
+        if (getattr(self, "_tp_size", None) or 1) > 1 and hasattr(key, "to_local"):
+            heads = len(key.to_local()) // width
         head_layers = len(devices) - self.config.num_hidden_layers
         hidden_size = self.config.hidden_size if with_head else 0
         fixed = compiled(self) if fixed is None else fixed
-        cache = BlockCache(*(batch_size, heads, width, devices, capacity, scratch, self.dtype, head_layers, hidden_size, fixed))
+        ends = (self.config.block_size, self.config.hidden_size) if self.model.shifted else (0, 0)
+        sizes = (batch_size, heads, width, devices, capacity, scratch)
+        cache = BlockCache(*sizes, self.dtype, head_layers, hidden_size, fixed, ends)
         cache.owner = PassingReference(self)
         return cache
 

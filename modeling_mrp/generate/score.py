@@ -125,6 +125,7 @@ class Scorer:
         last = int(texts.scored.nonzero()[:, 1].amax()) if most else 0
         self.length = last // self.block * self.block  # what states may look at
         self.cache = model.block_cache(rows, texts.capacity, min(self.states, most) * self.block, False, fixed=False)
+        self.shifted = self.cache.every > 0  # hidden states are those of the next position
         self.forwards = {"prefill": 0, "score": 0}
         self._prefill()
 
@@ -136,8 +137,10 @@ class Scorer:
             here, seen = positions[:, begin:end], positions[:, :end]
             mask = block_causal_mask(here, seen, torch.ones_like(seen, dtype=torch.bool), self.block)
             self.cache.target(begin, end - begin, prefill=True)
-            self.model.backbone(self.texts.ids[:, begin:end], here, mask, self.cache, compiled=False)
+            hidden = self.model.backbone(self.texts.ids[:, begin:end], here, mask, self.cache, compiled=False)
             self.forwards["prefill"] += 1
+            if self.shifted:
+                self.cache.ends[:, begin // self.block : end // self.block] = hidden[:, self.block - 1 :: self.block]
 
     def logprobs(self, ranks: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the log-probability of each scored token at the state where those of a lower rank are revealed.
@@ -154,6 +157,11 @@ class Scorer:
         for first in range(0, texts.places.shape[1], self.states):
             at = texts.places[:, first : first + self.states]
             hidden = self._forward(*texts.states(ranks.expand_as(texts.ids), at))
+            if self.shifted:  # a block's first token is predicted by the last one before it
+                block = (at // self.block)[..., None].to(self.cache.ends.device)
+                before = self.cache.ends.gather(1, (block - 1).clamp(min=0).expand(-1, -1, hidden.shape[-1]))
+                before = before.masked_fill(block == 0, 0).to(hidden.device)
+                hidden = torch.cat([before[:, :, None], hidden[:, :, :-1]], 2)
             column = (at % self.block)[..., None, None].expand(-1, -1, 1, hidden.shape[-1])
             said, likeliest = self._said(hidden.gather(2, column)[:, :, 0], texts.ids.gather(1, at))
             logprobs.scatter_(1, at, said)

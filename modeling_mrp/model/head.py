@@ -16,6 +16,7 @@ from .layouts import DRAFT_TOKENS
 
 # What a head's numbers depend on, beside the shapes of its tensors: those of the backbone it was trained on.
 _SHARED = (
+    "family",
     "hidden_size",
     "vocab_size",
     "block_size",

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers.generation import GenerationConfig
 
 from modeling_mrp import MRPConfig, MRPForCausalLM
+from modeling_mrp.model.families.registry import DENSE
 from modeling_mrp.model.head import check_same_backbone
 from modeling_mrp.model.layouts import (
     DRAFT_TOKENS,
@@ -62,6 +63,11 @@ def open_checkpoint(source: str, revision: str | None, weights: bool = True) -> 
         OSError: if something cannot be read.
     """
     config: Any = MRPConfig.from_pretrained(source, revision=revision)
+    if config.family != DENSE:
+        raise ValueError(
+            f"{source} is of the family {config.family!r}, and the plugin has the layers of {DENSE!r} only: serve it with "
+            "`mrp serve`"
+        )
     backbone = named_backbone(config, source)
     if backbone is not None:
         check_same_backbone(config, MRPConfig.from_pretrained(backbone.where, revision=backbone.revision), source)

@@ -17,6 +17,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from modeling_mrp.generate.option_table import OPTIONS
 from modeling_mrp.model.configuration import MRPConfig
+from modeling_mrp.model.families.registry import DENSE
 from modeling_mrp.model.layouts import (
     DRAFT_TOKENS,
     HEAD,
@@ -134,6 +135,11 @@ def convert(source: str | os.PathLike[str], target: str | os.PathLike[str], layo
 
 
 def _check_possible(source: str, config: MRPConfig, own: str, layout: Layout) -> None:
+    if config.family != DENSE:
+        raise ValueError(
+            f"{source} is of the family {config.family!r}, and these layouts are of {DENSE!r}: load it and save it whole with "
+            "save_pretrained, which writes this package's layout"
+        )
     if config.base_model_name_or_path is not None:
         raise ValueError(f"{source} is a head repository: load it and save it whole with save_pretrained, then convert that")
     if own == layout:
