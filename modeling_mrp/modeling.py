@@ -17,6 +17,7 @@ from transformers.utils import can_return_tuple
 
 from .generate.generation import MRPGenerationMixin, logger
 from .generate.options import MRPGenerationConfig
+from .generate.score import MRPScoringMixin
 from .kernels.fused_layers import fused
 from .kernels.round_attention import RoundMask
 from .model.configuration import MRPConfig
@@ -31,7 +32,7 @@ from .networks.cache import BlockCache
 _PASSED_ON = ("output_hidden_states", "output_attentions", "cache_position")
 
 
-class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
+class MRPForCausalLM(MRPPreTrainedModel, MRPScoringMixin, MRPGenerationMixin):
     """A block-diffusion language model with an optional MRP head.
 
     The backbone has transformers' layers (SDAR: those of `Qwen3Model`) under a block-causal mask: a token sees every token of
@@ -39,7 +40,6 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
     """
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
-    _tp_plan = {"lm_head": "colwise_gather_output"}
     _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}
     generation_config_class: type[MRPGenerationConfig] = MRPGenerationConfig
 
@@ -203,8 +203,9 @@ class MRPForCausalLM(MRPPreTrainedModel, MRPGenerationMixin):
         if not told and not (input_ids == self.config.mask_token_id).any():  # lm-eval's log-likelihood tasks ask for them
             logger.warning_once(
                 "Logits of a text without masks were asked for. A visible position predicts its own token, not the next, so "
-                "that log-likelihoods made of them (perplexity, lm-eval's loglikelihood and multiple_choice) mean nothing: "
-                f"ask for generated text, or put the mask, id {self.config.mask_token_id}, where a token is to be predicted"
+                "that log-likelihoods made of them (perplexity, lm-eval's loglikelihood and multiple_choice) mean nothing. "
+                "Call model.score(input_ids), with lm-eval `python -m mrp_trainer.evaluate.lm_eval run --model mrp`, or put "
+                f"the mask, id {self.config.mask_token_id}, where a token is to be predicted"
             )
         mask, position_ids = self._block_causal(tokens, attention_mask, position_ids, past_key_values)
         outputs = self.model(

@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing import forkserver
 from pathlib import Path
@@ -317,9 +317,15 @@ def result(run: Run, rank: int = 0) -> Result:
     )
 
 
-def start(run: Run | Settings | dict[str, Any], processes: int = 1) -> list[int | None]:
-    """Trains, as the commands do if settings are given, as the recipe of the embedded checkpoint if its arguments are, and
-    waits for all processes; their exit codes, None for one that was not done in two minutes (it is ended)."""
+def _call(work: Callable[[int], None], rank: int, processes: int, port: int) -> None:
+    _join(rank, processes, port)
+    work(rank)
+
+
+def start(run: Run | Settings | dict[str, Any] | Callable[[int], None], processes: int = 1) -> list[int | None]:
+    """Trains, as the commands do if settings are given, as the recipe of the embedded checkpoint if its arguments are, or calls
+    a function with its rank, and waits for all processes; their exit codes, None for one that was not done in two minutes (it
+    is ended)."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):  # Python 3.11 does not pass it on
@@ -327,7 +333,7 @@ def start(run: Run | Settings | dict[str, Any], processes: int = 1) -> list[int 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    work: Any = {Run: _train, Settings: _train_as_commands_do, dict: _follow_the_recipe}[type(run)]
+    work: Any = {Run: _train, Settings: _train_as_commands_do, dict: _follow_the_recipe}.get(type(run), _call)
     ranks = [context.Process(target=work, args=(run, rank, processes, port)) for rank in range(processes)]
     for process in ranks:
         process.start()

@@ -161,6 +161,9 @@ class MRPGenerationMixin(GenerationMixin):
         if with_head and self.mrp_head is None:
             raise ValueError("with_head=True, but this checkpoint has no MRP head: pass with_head=False")
         heads, width, devices = self.config.num_key_value_heads, self.config.head_dim, devices_of_layers(self, with_head)
+        key = self.model.layers[0].self_attn.k_proj.weight
+        if (getattr(self, "_tp_size", None) or 1) > 1 and hasattr(key, "to_local"):
+            heads = len(key.to_local()) // width
         head_layers = len(devices) - self.config.num_hidden_layers
         hidden_size = self.config.hidden_size if with_head else 0
         fixed = compiled(self) if fixed is None else fixed
@@ -210,6 +213,8 @@ def _decode(
     )
     input_ids, mode, new = input_ids.to(device), config.mode(block), config.max_length - input_ids.shape[1]
     picker, real = _picker(model, logits_processor, config, mode), torch.ones_like(input_ids, dtype=torch.bool)
+    if config.do_sample and config.seed is None and (getattr(model, "_tp_size", None) or 1) > 1:
+        raise ValueError("seed is None, and each process of tensor parallelism would draw another text: pass a seed")
     if (attention_mask := others.get("attention_mask")) is not None:
         real = attention_mask.to(device).bool()
     check_rows(real, new, model.config.max_position_embeddings)
@@ -447,7 +452,12 @@ def check_past(past: Any, model: Any, rows: int) -> None:
 
 
 def check_unembedding(lm_head: Any) -> None:
-    """Raise `ValueError` for an `lm_head` that bitsandbytes has packed: rows of its weight are read."""
+    """Raise `ValueError` for an `lm_head` that is divided, or that bitsandbytes has packed: rows of its weight are read."""
+    if hasattr(lm_head.weight, "to_local"):
+        raise ValueError(
+            "lm_head is divided among processes, and rows of it are read: leave it, and embed_tokens if these are tied, out of "
+            "tp_plan"
+        )
     if not lm_head.weight.is_floating_point():
         raise ValueError(
             f"lm_head is a {type(lm_head).__name__} with weights in {lm_head.weight.dtype}, which generate cannot read: keep "

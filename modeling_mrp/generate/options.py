@@ -230,25 +230,32 @@ def check_special_ids(eos: list[int], pad: int, mask_token_id: int, vocab_size: 
 
 
 def check_prompt(prompt: Any, attention_mask: Any, mask_token_id: int, vocab_size: int) -> None:
-    """Raise `ValueError` unless `prompt` is [rows, length] ids, and `attention_mask` None or as large."""
-    _check_shape("input_ids", prompt)
-    real = torch.ones_like(prompt, dtype=torch.bool)
-    if attention_mask is not None:
-        if not isinstance(attention_mask, Tensor) or attention_mask.shape != prompt.shape:
-            given = list(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
-            raise ValueError(
-                f"attention_mask is {given} for input_ids of {list(prompt.shape)}: generate takes a 2-D tensor of 0 and 1 of "
-                "the same shape (a 4-D mask works with forward only)"
-            )
-        if bool((odd := (attention_mask != 0) & (attention_mask != 1)).any()):
-            raise ValueError(f"attention_mask holds {attention_mask[odd][0].item()}: it must be 1 at tokens and 0 at padding")
-        real = attention_mask.bool()
+    """Raise `ValueError` unless `prompt` is [rows, length] ids without a mask, and `attention_mask` None or as large."""
+    real = check_ids(prompt, attention_mask, vocab_size, "the prompt holds")
     if bool(((prompt == mask_token_id) & real).any()):
         raise ValueError(
             f"the prompt holds the mask id {mask_token_id}: pass what stands before the first mask as input_ids, and the rest, "
             "masks and given tokens, as infill_ids"
         )
-    _check_range("the prompt holds", prompt[real], vocab_size)
+
+
+def check_ids(input_ids: Any, attention_mask: Any, vocab_size: int, what: str = "input_ids hold") -> Tensor:
+    """Tell which of `input_ids` [rows, length] are real, a bool tensor; raise `ValueError` unless these are ids, and
+    `attention_mask` None or as large."""
+    _check_shape("input_ids", input_ids)
+    real = torch.ones_like(input_ids, dtype=torch.bool)
+    if attention_mask is not None:
+        if not isinstance(attention_mask, Tensor) or attention_mask.shape != input_ids.shape:
+            given = list(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
+            raise ValueError(
+                f"attention_mask is {given} for input_ids of {list(input_ids.shape)}: pass a 2-D tensor of 0 and 1 of the same "
+                "shape (a 4-D mask works with forward only)"
+            )
+        if bool((odd := (attention_mask != 0) & (attention_mask != 1)).any()):
+            raise ValueError(f"attention_mask holds {attention_mask[odd][0].item()}: it must be 1 at tokens and 0 at padding")
+        real = attention_mask.bool()
+    _check_range(what, input_ids[real], vocab_size)
+    return real
 
 
 def check_infill(infill_ids: Any, rows: int, vocab_size: int) -> None:

@@ -48,6 +48,11 @@ class HeadMixin:
         else:
             layers: Any = head.layers
             check_same_backbone(layers[0].self_attn.config, self.config, "another model")
+        if (processes := getattr(self, "_tp_size", None) or 1) > 1:
+            raise ValueError(
+                f"the model's layers are divided among {processes} processes, those of a head that is attached are not: attach "
+                "it in one process, save_pretrained the whole model, and load that with tensor parallelism"
+            )
         device = device_of(self.lm_head)
         head.to(device, self.lm_head.weight.dtype)
         if hasattr(self.lm_head, "_hf_hook"):  # the model is spread over devices

@@ -45,6 +45,7 @@ class MRPHead(nn.Module):
 
     def __init__(self, config: MRPConfig) -> None:
         super().__init__()
+        self._tp_plan = dict(config.base_model_tp_plan or {})  # its layers are divided as the backbone's are
         self.enorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.hnorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.eh_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)

@@ -224,7 +224,7 @@ class Networks:
             self.cache.move(self.head_layers, [(at, self._begin, rows[at].head_held) for at in leads], self.block)
         for at in leads:
             rows[at].head_held += self.block
-        made = made if residual else wide + made
+        made = made if residual else wide.to(made.device) + made
         return [
             [(made, at * width + slot) for slot in range(len(states) - len(asked[at]), len(states))]
             for at, states in enumerate(packed)

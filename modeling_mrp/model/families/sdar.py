@@ -19,6 +19,7 @@ class MRPBackbone(Qwen3Model):
         shifted: Whether a hidden state is that of the next position: the logits of position i predict the token at i + 1.
     """
 
+    _tp_plan: ClassVar[Any] = {"embed_tokens": "replicate"}  # rows of lm_head, with which it may be tied, are read
     shifted: ClassVar[bool] = False
 
     @classmethod
