@@ -130,7 +130,6 @@ def test_bad_yaml(text: str, message: str, tmp_path: Path) -> None:
         ({"lora_rank": -1}, [], "lora_rank is -1: it must be 0 or more"),
         ({"head_init": "zeros"}, [], "head_init is 'zeros': choose one of identity"),
         ({"save": "all"}, [], "save is 'all': choose 'head' or 'full'"),
-        ({"streaming": True}, [], "streaming data have no length: give --steps"),
         ({"eval_prompts": 2}, [], "eval_prompts: there is nothing to evaluate on: give --eval-data"),
         ({"eval_steps": 2.0}, [], "eval_steps: there is nothing to evaluate on"),
         ({"early_stopping_patience": 2}, [], "early_stopping_patience: there is nothing to evaluate on"),
@@ -138,7 +137,6 @@ def test_bad_yaml(text: str, message: str, tmp_path: Path) -> None:
         ({"lora_rank": 2, "head": "h"}, [], "an adapter belongs to one checkpoint.*leave out head"),
         ({"lora_alpha": 2}, [], "lora_alpha is 2, and there is no lora_rank"),
         ({"head": "h", "head_layers": 2}, [], "head is 'h', and head_layers describe a new one"),
-        ({"head_loss": "mae"}, [], "head_loss is 'mae': choose 'kl'"),
     ],
 )
 def test_bad_flags(flags: dict[str, Any], assignments: list[str], message: str) -> None:
@@ -187,8 +185,6 @@ def test_an_interrupted_run_goes_on(files: dict[str, str], tmp_path: Path, capsy
     "flags",
     [
         {"num_train_epochs": 1.5, "max_steps": -1, "packed": False, "gradient_accumulation_steps": 2},
-        {"streaming": True},
-        {"streaming": True, "packed": False},
         {"lora_rank": 2, "packed": False},
     ],
 )
@@ -423,10 +419,7 @@ def test_a_head_to_go_on_from(files: dict[str, str], tmp_path: Path) -> None:
     assert dry_run(settings_of(files, tmp_path, head=files["full"])).trained == sum(v.numel() for v in head.values())
 
 
-def test_streams_and_rows_of_one_sample(files: dict[str, str], tmp_path: Path) -> None:
-    stream = open_run(settings_of(files, tmp_path / "stream", streaming=True, max_steps=2))
-    stream.train()
-    assert stream.trainer.state.global_step == 2
+def test_rows_of_one_sample(files: dict[str, str], tmp_path: Path) -> None:
     alone = open_run(settings_of(files, tmp_path / "alone", packed=False, head=files["full"]))
     assert len(alone.trainer.train_dataset) == 16
 
@@ -436,7 +429,6 @@ def test_steps_per_epoch(files: dict[str, str], tmp_path: Path) -> None:
     flags = {"packed": False, "gradient_accumulation_steps": 3}
     plan = dry_run(settings_of(files, tmp_path / "none", **flags), processes=2)
     assert (plan.rows, plan.rows_per_step, plan.steps_per_epoch) == (16, 12, 1)
-    assert dry_run(settings_of(files, tmp_path / "none", streaming=True)).steps_per_epoch is None
     assert not (tmp_path / "none").exists()
 
 
