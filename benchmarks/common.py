@@ -4,6 +4,7 @@ import json
 import sys
 import time
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, TextIO
@@ -11,7 +12,7 @@ from typing import Any, TextIO
 import torch
 from mrp_trainer.evaluate import provenance
 from mrp_trainer.evaluate.provenance import deciding, digests
-from mrp_trainer.evaluate.results import check_clean, measuring_command, other_weights, with_headers
+from mrp_trainer.evaluate.results import check_clean, other_weights, with_headers
 from transformers import PreTrainedTokenizerFast
 
 from modeling_mrp.generate.generation import laid_out
@@ -83,6 +84,19 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
             f"{path}: measured with the {what} {first.get(part, 'unknown')}, and {whose} is {weights[part]}{again}"
         )
     return [line for place, (_, line) in enumerate(measured) if others[place] is None]
+
+
+def measuring_command(header: Mapping[str, Any], path: Path) -> str:
+    """The command that a header names, with its options, writing to a path."""
+    name = header["benchmark"]
+    ours = name in ("mrp evaluate", "mrp_trainer.evaluate")  # as it was called before
+    parts = ["mrp evaluate" if ours else f"python -m benchmarks.{name}"]
+    for name, value in header["options"].items():
+        if value is None or value is False or value == [] or name == "output":
+            continue
+        flag, values = f"--{name.replace('_', '-')}", list(map(str, value)) if isinstance(value, list) else [str(value)]
+        parts += [flag] if value is True else [f"{flag} {one}" for one in values] if ours else [" ".join([flag, *values])]
+    return " ".join([*parts, "--output" if "output" in header["options"] else ">", str(path)])
 
 
 def now(device: torch.device) -> float:

@@ -77,7 +77,7 @@ def _train(objective: str, given: dict[str, Any]) -> None:
 
     settings = read_settings(objective, command.config, given, command.set)
     if command.dry_run:
-        typer.echo(dry_run(settings, command.processes))
+        typer.echo(dry_run(settings))
         return
     run = open_run(settings, command.restart)
     folder = run.train()

@@ -60,19 +60,6 @@ def check_clean(path: str | Path, header: Mapping[str, Any]) -> None:
         raise ValueError(f"{path}: the code has changes that no commit holds: commit them first, or name another file")
 
 
-def measuring_command(header: Mapping[str, Any], path: Path) -> str:
-    """The command that a header names, with its options, writing to a path."""
-    name = header["benchmark"]
-    ours = name in ("mrp evaluate", "mrp_trainer.evaluate")  # as it was called before
-    parts = ["mrp evaluate" if ours else f"python -m benchmarks.{name}"]
-    for name, value in header["options"].items():
-        if value is None or value is False or value == [] or name == "output":
-            continue
-        flag, values = f"--{name.replace('_', '-')}", list(map(str, value)) if isinstance(value, list) else [str(value)]
-        parts += [flag] if value is True else [f"{flag} {one}" for one in values] if ours else [" ".join([flag, *values])]
-    return " ".join([*parts, "--output" if "output" in header["options"] else ">", str(path)])
-
-
 class ResultsFile:
     """The lines that earlier runs of a command left, and those that this one adds.
 
@@ -137,4 +124,4 @@ class ResultsFile:
         self.lines += lines
 
 
-__all__ = ["ResultsFile", "check_clean", "measuring_command", "mode_name", "other_weights", "with_headers"]
+__all__ = ["ResultsFile", "check_clean", "mode_name", "other_weights", "with_headers"]
