@@ -21,8 +21,9 @@ from typing import Any
 
 import torch
 
+from tests.random_cases import Case, Row, assert_same_text, of_slow
+
 from .common import emit, header, parser_of
-from .random_cases import Case, Row, assert_same_text, of_slow
 
 SIZES = (1, 3, 12, 48, 64)
 REPORT_EVERY = 60.0  # seconds
