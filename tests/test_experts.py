@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.roofline import Shape
 from conftest import make_model
 from helpers import BLOCK, random_ids
 from torch import Tensor
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-from benchmarks.roofline import Shape
 from modeling_mrp import MRPForCausalLM
 
 EXPERTS, CHOSEN = 32, 4
