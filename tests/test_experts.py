@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.roofline import Shape
 from conftest import make_model
 from helpers import BLOCK, random_ids
+from mrp_trainer.doctor.roofline import Shape
 from torch import Tensor
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
