@@ -70,8 +70,7 @@ def push(client: HubClient) -> Callable[..., Done]:
     def run(folder: Path, repo_id: str, **options: Any) -> Done:
         return client.run(
             f"""
-            from mrp_trainer.publish import publish, push
-            push.PATIENCE = {options.pop("patience", 60.0)}
+            from mrp_trainer.publish import publish
             print(publish({str(folder)!r}, {repo_id!r}, **{options!r}))
             """
         )

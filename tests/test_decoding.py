@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_model
-from helpers import every_mode, text, texts
+from helpers import MODES, every_mode, text, texts
 from reference import reference_decode
 from transformers import NoBadWordsLogitsProcessor, NoRepeatNGramLogitsProcessor
 
@@ -91,7 +91,7 @@ def test_no_sequence_comes_twice(mode: str, size: int) -> None:
         assert len(set(found)) == len(found)
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", [mode for mode in MODES if mode in TARGETS])
 def test_no_pair_of_the_readme_that_is_forbidden_is_written(target: str, tiny_model_float64: Any, tiny_tokenizer: Any) -> None:
     """Each pair of the prompt and of its text in turn, and sequences that would come twice; drafted as undrafted."""
     chat = [{"role": "user", "content": "Ana has 3 pens. Ana buys 4 more. Bo gives Ana 2 more. How many pens does Ana have?"}]

@@ -8,10 +8,10 @@ import pytest
 import torch
 from conftest import make_model
 from helpers import BLOCK, random_ids
+from mrp_trainer.doctor.roofline import Shape
 from torch import Tensor
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-from benchmarks.roofline import Shape
 from modeling_mrp import MRPForCausalLM
 
 EXPERTS, CHOSEN = 32, 4

@@ -115,16 +115,15 @@ def test_forward_gives_the_shifted_logits(twin: Any) -> None:
             model(torch.tensor([ids[4:]]), past_key_values=cache)
 
 
-def test_a_chat_goes_on_from_its_cache(twin: Any) -> None:
-    """Also at the beginning of a block, whose first token is predicted from what the cache has kept."""
-    model = twin[0]
+@pytest.mark.parametrize("kept", [8, 12, 14])
+def test_a_text_goes_on_from_its_cache(kept: int, twin: Any) -> None:
+    """Also at the beginning of a block, whose first token is predicted from what a copy of the cache has kept."""
+    model, ids = twin[0], torch.tensor(PROMPTS[:1])
     options = {"decoding": "mrp_spec", "target": "sequential", "eos_token_id": None, "num_draft_states": 4}
-    first = model.generate(torch.tensor(PROMPTS[:1]), max_new_tokens=2, return_dict_in_generate=True, **options)
-    for more in ([], [7], [7, 8, 9]):
-        prompt = torch.cat([first.sequences, torch.tensor([more], dtype=torch.long)], 1)
-        expected = model.generate(prompt, max_new_tokens=9, **options)
-        again = model.generate(torch.tensor(PROMPTS[:1]), max_new_tokens=2, return_dict_in_generate=True, **options)
-        assert model.generate(prompt, max_new_tokens=9, past_key_values=again.past_key_values, **options).equal(expected)
+    before = model.generate(ids, max_new_tokens=10, return_dict_in_generate=True, **options)
+    prompt = torch.cat([before.sequences[:, :kept], torch.tensor([[7]])[:, : kept % 4]], 1)
+    expected = model.generate(prompt, max_new_tokens=9, **options)
+    assert model.generate(prompt, max_new_tokens=9, past_key_values=before.past_key_values, **options).equal(expected)
 
 
 def test_a_loss_is_that_of_the_shifted_logits(twin: Any) -> None:

@@ -19,6 +19,7 @@ from families import (
     loaded,
     twin_config,
 )
+from fresh import Fresh
 from published import random_tensors, write
 from torch import Tensor
 
@@ -201,6 +202,23 @@ def test_it_is_saved_and_loaded_again(twin: Any, tmp_path: Path) -> None:
     saved = config_of(tmp_path / "whole")
     assert (saved["family"], saved["n_group"], saved["rope_parameters"]["partial_rotary_factor"]) == ("llada2_moe", 4, 0.5)
     assert "class SplitHeads" in (tmp_path / "whole" / "configuration_mrp.py").read_text()
+
+
+def test_it_loads_as_remote_code(fresh: Fresh, tmp_path: Path) -> None:
+    """From a process without this package: the whole model, and its head, which loads the published checkpoint."""
+    config = {**TWIN, "block_size": 4}
+    model, _ = loaded(tmp_path / "twin", config, shapes_of(config), head_layers=1)
+    model.save_pretrained(tmp_path / "whole")
+    model.save_pretrained(tmp_path / "head", head_only=True)
+    options = {"decoding": "mrp_spec", "target": "static", "max_new_tokens": 9}
+    text = model.generate(torch.tensor([[15, 17, 8]]), **options).tolist()
+    script = f"""
+    from transformers import AutoModel
+    for name in ("whole", "head"):
+        model = AutoModel.from_pretrained("{tmp_path}/" + name, trust_remote_code=True, dtype=torch.float64)
+        print(model.config.family, model.generate(torch.tensor([[15, 17, 8]]), **{options}).tolist())
+    """
+    assert fresh(script) == f"llada2_moe {text}\n" * 2
 
 
 def test_a_head_is_trained(tmp_path: Path) -> None:

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_model
-from helpers import every_mode
+from helpers import MODES, every_mode
 
 from modeling_mrp import MRPForCausalLM
-from modeling_mrp.generate.option_table import DECODINGS, DRAFTING, REMASK_RULES, TARGETS
+from modeling_mrp.generate.option_table import DRAFTING, REMASK_RULES
 from modeling_mrp.kernels.dispatch import Dispatch, triton
 
 pytestmark = [
@@ -24,15 +24,15 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
     "sampled": {"do_sample": True, "temperature": 0.7, "top_k": 0, "seed": 5},
 }
 CASES: list[dict[str, Any]] = [
-    *({"decoding": mode} for mode in DECODINGS if mode not in (*DRAFTING, "mrp_remask")),
-    *({"decoding": mode, "target": target} for mode in DRAFTING for target in TARGETS),
+    *({"decoding": mode} for mode in MODES if mode not in (*DRAFTING, "mrp_remask")),
+    *({"decoding": mode, "target": target} for mode in DRAFTING for target in MODES if not target.startswith(("mrp", "self"))),
     *({"decoding": "mrp_remask", "remask_rule": rule} for rule in REMASK_RULES),
 ]
 
 
 @pytest.fixture(scope="module")
 def model() -> MRPForCausalLM:
-    return make_model(3, vocab_size=99, draft_vocab_size=60, num_hidden_layers=1, num_nextn_predict_layers=1).float().to(DEVICE)
+    return make_model(3, vocab_size=99, num_hidden_layers=1, num_nextn_predict_layers=1).float().to(DEVICE)
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)

@@ -39,7 +39,7 @@ def test_what_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        (b'{"prompt": "x"', "line 2: not JSON, at character 15"),
+        (b'{"prompt": "x"', "line 2: not JSON in UTF-8: Expecting"),
         ([GOOD], "line 2: found a list: a record is an object"),
         ({"answer": "5"}, "line 2: found the fields ['answer']: needed is 'messages', or 'prompt'"),
         ({"prompt": "x", "messages": [USER]}, "line 2, field prompt: found 'messages' and 'prompt'"),

@@ -4,16 +4,14 @@ import random
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from mrp_trainer.train.checkpoints import last_whole_checkpoint, make_room
-from mrp_trainer.train.run_folder import telling_what_is_full
-from safetensors.torch import load_file, save_file
+from mrp_trainer.train.checkpoints import last_whole_checkpoint
+from safetensors.torch import load_file
 from training_runs import Result, Run, result, start
 
 from modeling_mrp import MRPForCausalLM
@@ -146,35 +144,3 @@ def test_an_optimizer_that_cannot_be_written_to_its_end(tmp_path: Path) -> None:
     MRPForCausalLM.from_pretrained(tmp_path / "checkpoint-4")
     assert last_whole_checkpoint(tmp_path) == tmp_path / "checkpoint-2"
     MRPForCausalLM.from_pretrained(tmp_path / "checkpoint-2")
-
-
-def test_what_makes_room_for_a_checkpoint(tmp_path: Path) -> None:
-    """Checkpoints that were cut off go, and so does the one in the place of the new; whole ones and others' folders stay."""
-    for name in ("checkpoint-2", "checkpoint-4", "checkpoint-40", "checkpoint-9", "checkpoint-6", "checkpoint-best", "runs"):
-        (tmp_path / name).mkdir()
-        whole = name in ("checkpoint-2", "checkpoint-4", "checkpoint-40")
-        (tmp_path / name / "trainer_state.json").write_text('{"global_step": 1}' if whole else "{")
-    assert last_whole_checkpoint(tmp_path) == tmp_path / "checkpoint-40"
-    make_room(tmp_path, 4)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-2", "checkpoint-40", "checkpoint-best", "runs"]
-    assert last_whole_checkpoint(tmp_path / "runs") is None
-
-
-def by_safetensors(path: Path) -> None:
-    save_file({"a": torch.zeros(2**19)}, path)
-
-
-def by_torch(path: Path) -> None:
-    torch.save({"a": torch.zeros(2**19)}, path)
-
-
-def by_hand(path: Path) -> None:
-    path.write_bytes(bytes(2**21))
-
-
-@pytest.mark.parametrize("write", [by_safetensors, by_torch, by_hand])
-def test_whoever_finds_the_disk_full_says_so_in_one_line(write: Callable[[Path], None], small_disk: Path) -> None:
-    message = r"where [\d,]+ bytes are free, cannot be written to \(.+\): make room, and run the same again"
-    with pytest.raises(OSError, match=message) as caught, telling_what_is_full(small_disk):
-        write(small_disk / "file")
-    assert "\n" not in str(caught.value)

@@ -108,10 +108,9 @@ LIES: list[tuple[dict[str, Any], str]] = [
     ({"block_size": 513}, "block_size is 513: it must be an int of at least 1 and at most 512, max_position_embeddings"),
     ({"num_nextn_predict_layers": 0}, "unexpected: mrp_head.eh_proj.weight"),
     ({"num_nextn_predict_layers": 3}, "missing: mrp_head.layers.2.mlp.up_proj.weight"),
-    ({"draft_vocab_size": 32}, "missing: mrp_head.draft_token_ids"),
     *(
         ({name: -4}, f"{name} is -4: it must be an int of at least ")
-        for name in ("hidden_size", "head_dim", "num_key_value_heads", "mask_token_id", "pad_token_id", "draft_vocab_size")
+        for name in ("hidden_size", "head_dim", "num_key_value_heads", "mask_token_id", "pad_token_id")
     ),
     *(
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, **rope}}, message)

@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing import forkserver
 from pathlib import Path
@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from helpers import naive_norm
 from mrp_trainer.data.samples import Sample
-from mrp_trainer.train import tiny as train_tiny
 from mrp_trainer.train.arguments import MRPTrainingArguments
 from mrp_trainer.train.runs import LORA_TARGETS, open_run
 from mrp_trainer.train.settings import Settings
@@ -29,7 +28,6 @@ from mrp_trainer.train.trainer import MRPTrainer
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset
 from transformers import TrainerCallback
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
@@ -77,16 +75,6 @@ class Rows:
         return Sample(visit, ids, response, len(ids) - 1)
 
 
-class Streamed(IterableDataset[Sample]):
-    """Rows in their order, without a length."""
-
-    def __init__(self, rows: Rows) -> None:
-        self.rows = rows
-
-    def __iter__(self) -> Iterator[Sample]:
-        return (self.rows[i] for i in range(len(self.rows)))
-
-
 def small_model(double: bool = False, seed: int = 0, **config: Any) -> MRPForCausalLM:
     """Random weights, with a head that says something."""
     sizes = {
@@ -124,7 +112,6 @@ class Run:
         adapter: Whether only a LoRA adapter of the head trains.
         file_limit: Bytes that a file may have behind the first checkpoint: writing more fails.
         eval_rows: How many rows are held out.
-        eval_stream: Whether these come as a stream.
         vocab_size: The model's.
     """
 
@@ -141,7 +128,6 @@ class Run:
     adapter: bool = False
     file_limit: int | None = None
     eval_rows: int = 0
-    eval_stream: bool = False
     vocab_size: int = 64
 
 
@@ -208,8 +194,6 @@ def prepare(run: Run) -> MRPTrainer:
         lora = LoraConfig(r=2, target_modules=LORA_TARGETS["mrp"], init_lora_weights=False)
         model = get_peft_model(model, lora)
     held_out: Any = Rows(run.eval_rows) if run.eval_rows else None
-    if run.eval_stream:
-        held_out = Streamed(held_out)
     trainer = MRPTrainer(model, arguments, Rows(run.rows, run.without_response), held_out)
     trainer.add_callback(_Watch(run))
     torch.manual_seed(run.seed)
@@ -253,11 +237,6 @@ def _train_as_commands_do(settings: Settings, rank: int, processes: int, port: i
 
     MRPTrainingArguments.__post_init__ = make  # type: ignore[method-assign]
     open_run(settings).train()
-
-
-def _follow_the_recipe(options: dict[str, Any], rank: int, processes: int, port: int) -> None:
-    _join(rank, processes, port)
-    train_tiny.main(**options)
 
 
 def _train(run: Run, rank: int, processes: int, port: int) -> None:
@@ -322,10 +301,9 @@ def _call(work: Callable[[int], None], rank: int, processes: int, port: int) -> 
     work(rank)
 
 
-def start(run: Run | Settings | dict[str, Any] | Callable[[int], None], processes: int = 1) -> list[int | None]:
-    """Trains, as the commands do if settings are given, as the recipe of the embedded checkpoint if its arguments are, or calls
-    a function with its rank, and waits for all processes; their exit codes, None for one that was not done in two minutes (it
-    is ended)."""
+def start(run: Run | Settings | Callable[[int], None], processes: int = 1) -> list[int | None]:
+    """Trains, as the commands do if settings are given, or calls a function with its rank, and waits for all processes; their
+    exit codes, None for one that was not done in two minutes (it is ended)."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):  # Python 3.11 does not pass it on
@@ -333,7 +311,7 @@ def start(run: Run | Settings | dict[str, Any] | Callable[[int], None], processe
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    work: Any = {Run: _train, Settings: _train_as_commands_do, dict: _follow_the_recipe}.get(type(run), _call)
+    work: Any = {Run: _train, Settings: _train_as_commands_do}.get(type(run), _call)
     ranks = [context.Process(target=work, args=(run, rank, processes, port)) for rank in range(processes)]
     for process in ranks:
         process.start()

@@ -28,7 +28,7 @@ from ..networks.attention import takes_round_masks
 from ..networks.cache import BlockCache, PassingReference, WeightsSeen, adapted_layers, adapters_of_rows, devices_of_layers
 from ..networks.graphs import cache_for, release_graphs
 from ..networks.networks import Networks
-from ..networks.picker import TRUNCATIONS, Picker
+from ..networks.picker import SHORTLIST, TRUNCATIONS, Picker
 from ..rules.accept import UnscoredError
 from ..rules.bans import Bans
 from ..rules.state import Counts, Row
@@ -245,7 +245,7 @@ def _decode(
             parts = ("model", "mrp_head") if cache.head_layers else ("model",)
             cache.weights = {name: WeightsSeen(getattr(model, name)) for name in parts}
         networks = Networks(
-            *(model, cache, mode.uses_head, picker, _drafter(model, picker, mode), picker.dispatch),
+            *(model, cache, mode.uses_head, picker, replace(picker, entropy=False, shortlist=0), picker.dispatch),
             *(takes_round_masks(model, picker.dispatch), device, None if graphs is None else graphs.call),
         )
         watches: list[Any] = [
@@ -317,14 +317,6 @@ def compiled(model: Any) -> bool:
     return any(module is not None and module._compiled_call_impl is not None for module in (model.model, model.mrp_head))
 
 
-def _drafter(model: Any, picker: Picker, mode: Mode) -> Picker:
-    """Make the picker of drafts from the head's estimates: from the head's own vocabulary, if there is one."""
-    ids = model.mrp_head.draft_token_ids if mode.drafting and mode.drafting.passes else None
-    if ids is None or picker.processors is not None or picker.bans is not None:
-        return replace(picker, entropy=False)
-    return picker.restricted(ids, picker.lm_head_weight[ids])
-
-
 def _unscored(error: UnscoredError, row: Row, picker: Picker, model: Any) -> str:
     """Say where a text has a token without a log-probability, and why no token has a finite score there."""
     weights = model.named_parameters() if isinstance(model, nn.Module) else ()
@@ -388,12 +380,17 @@ def _picker(model: Any, processors: LogitsProcessorList, config: MRPGenerationCo
     dispatch = Dispatch(config.kernels)
     dispatch.check(model.lm_head.weight)
     usable = dispatch.forced is not None or kernels_usable(model.device, model.dtype)
-    sample = bool(config.do_sample)
+    sample, weight = bool(config.do_sample), model.lm_head.weight
+    shaped = words or ngram or before  # what is barred or processed differs from state to state, of all tokens
+    few, drafting = 0, mode.drafting
+    if drafting is not None and drafting.passes and not shaped and type(weight) in (Tensor, nn.Parameter):
+        few = drafting.shortlist if drafting.shortlist is not None else SHORTLIST * (len(weight) > 1024 * SHORTLIST)
     return Picker(
-        *(model.lm_head.weight, model.config.mask_token_id, temperature, sample, before or None),
+        *(weight, model.config.mask_token_id, temperature, sample, before or None),
         *(Bans(tuple(words), ngram) if words or ngram else None, after or None, tuple(config.eos_ids())),
         entropy=mode.rule.needs_entropy,
         likeliest=sample and mode.drafting is not None,
+        shortlist=few,
         dispatch=dispatch if usable else PYTORCH,
     )
 

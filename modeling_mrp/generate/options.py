@@ -10,6 +10,18 @@ from transformers import PreTrainedTokenizerBase
 from transformers.generation import GenerationConfig, StoppingCriteriaList, StopStringCriteria
 from transformers.utils import logging as transformers_logging
 
+from ..rules.memory import BoundedAdaptive, Coherent, Credit, Klass, SlowFast
+from ..rules.published import (
+    ConfidenceAdaptive,
+    EBSampler,
+    EosRejection,
+    FastDLLM,
+    Hierarchy,
+    LocalLeap,
+    Prophet,
+    ascending,
+    factor_thresholds,
+)
 from ..rules.reveal import Dynamic, EntropyBound, RevealRule, Sequential, Static, logit, schedule_of
 from .budget import WIDTHS
 from .loop import Drafting, Mode
@@ -18,12 +30,30 @@ from .refine import Direct, Refinement, RereadRemask, ResidualRemask, ThresholdR
 
 logger = transformers_logging.get_logger(__name__)
 
-# Of options that were checked, none of them None.
+
+def _low(options: Any, published: float) -> float:
+    """Choose the lower threshold of a rule, a probability: its own where none is set."""
+    return published if options.low_threshold is None else options.low_threshold
+
+
+# Of options that were checked.
 _RULES: dict[str, Callable[[Any, int], RevealRule]] = {
     "static": lambda options, block: Static(schedule_of(block, options.denoising_steps)),
     "dynamic": lambda options, block: Dynamic(logit(options.confidence_threshold)),
     "sequential": lambda options, block: Sequential(schedule_of(block, options.denoising_steps)),
     "entropy_bound": lambda options, block: EntropyBound(options.entropy_threshold),
+    "fast_dllm": lambda options, block: FastDLLM(factor_thresholds(block, options.factor)),
+    "eb_sampler": lambda options, block: EBSampler(options.entropy_threshold),
+    "hierarchy": lambda options, block: Hierarchy(logit(options.confidence_threshold), logit(_low(options, 0.4))),
+    "local_leap": lambda options, block: LocalLeap(logit(options.confidence_threshold), logit(_low(options, 0.75))),
+    "cad": lambda options, block: ConfidenceAdaptive(logit(options.confidence_threshold), frozenset(options.eos_ids())),
+    "eoser": lambda options, block: EosRejection(ascending(block), frozenset(options.eos_ids())),
+    "prophet": lambda options, block: Prophet(schedule_of(block, options.denoising_steps)),
+    "bacd": lambda options, block: BoundedAdaptive(options.confidence_threshold, _low(options, 0.6)),
+    "slow_fast": lambda options, block: SlowFast(logit(options.confidence_threshold), logit(_low(options, 0.3))),
+    "ccd": lambda options, block: Coherent(),
+    "credit": lambda options, block: Credit(logit(options.confidence_threshold)),
+    "klass": lambda options, block: Klass(logit(options.confidence_threshold)),
 }
 # Modes that refine: the rule whose reveals they change, and how.
 _REFINED: dict[str, tuple[str, Callable[[Any], Refinement]]] = {
@@ -100,7 +130,9 @@ class MRPGenerationConfig(DecodingOptions, GenerationConfig):
             return Mode(_RULES[name](self, block_size))
         states = WIDTHS[-1] if auto else options.num_draft_states
         passes = min(options.draft_passes, states - 1) if name == "mrp_spec" else 0
-        return Mode(_RULES[options.target](self, block_size), drafting=Drafting(states, options.draft_branches, passes, auto))
+        few = options.draft_shortlist if name == "mrp_spec" else None
+        drafting = Drafting(states, options.draft_branches, passes, auto, few)
+        return Mode(_RULES[options.target](self, block_size), drafting=drafting)
 
     def eos_ids(self) -> list[int]:
         """List the ids that end a row."""

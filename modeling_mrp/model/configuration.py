@@ -35,7 +35,7 @@ def our_fields(fields: dict[str, Any], known: Collection[str], source: str = "")
             raise ValueError(
                 f"the config's model_type is {kind!r}: what loads are checkpoints of this package ('sdar_mrp'), published ones "
                 "('sdar' and those in docs/models.md) and, by MRPForCausalLM.from_backbone, autoregressive ones ('qwen3'), to "
-                "be converted by training"
+                "be converted by training. The code of a repository reads its own family alone: for others install this package"
             )
         fields, extra = backbone.translated(fields), {"family": backbone.family}
         known = {*known, *backbone.fields}
@@ -57,7 +57,6 @@ class MRPConfig(Qwen3Config):
         num_mrp_heads: Number of heads. Only one is defined: it serves every draft depth.
         head_predicts: `residual`: the head's output is added to the hidden states it read. `hidden`: it takes their place,
             the paper's ablation ("direct prediction").
-        draft_vocab_size: How many of the vocabulary's tokens the head drafts from (`MRPHead.draft_token_ids`); 0: all of them.
         base_model_name_or_path: In the config of a head repository, which holds the head alone: the backbone it belongs to.
             None everywhere else, also in a loaded model, which has its backbone.
         base_model_revision: The backbone's commit, branch or tag.
@@ -84,7 +83,6 @@ class MRPConfig(Qwen3Config):
     num_nextn_predict_layers: int = 0
     num_mrp_heads: int = 1
     head_predicts: str = "residual"
-    draft_vocab_size: int = 0
     base_model_name_or_path: str | None = None
     base_model_revision: str | None = None
     family: str = DENSE
@@ -132,8 +130,6 @@ class MRPConfig(Qwen3Config):
         yield "pad_token_id", 0, self.vocab_size - 1, ": the id of the tokenizer's pad token, inside the vocabulary, or null"
         yield "num_nextn_predict_layers", 0, _MOST_LAYERS, " (0: no head)"
         yield "num_mrp_heads", 1, 1, ": one head serves every draft depth"
-        most = self.vocab_size - 1 if self.has_head else 0
-        yield "draft_vocab_size", 0, most, ": a part of the vocabulary that a head drafts from, or 0 for all of it"
 
     @classmethod
     def get_config_dict(

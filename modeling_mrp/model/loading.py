@@ -25,9 +25,8 @@ from transformers.utils import (
 from .attaching import HeadMixin
 from .configuration import MRPConfig
 from .families.registry import backbone_of
-from .head import MRPHead, check_draft_tokens, first_tokens
+from .head import MRPHead
 from .layouts import (
-    DRAFT_TOKENS,
     HEAD,
     StoredTensor,
     backbone_location,
@@ -100,8 +99,6 @@ class MRPPreTrainedModel(HeadMixin, PreTrainedModel):
             raise ValueError(
                 f"{source} does not fit its config: {gaps}. Check that it is whole, and quantized as its config says"
             )
-        if model.mrp_head is not None:
-            check_draft_tokens(model.mrp_head, model.config, source)
         if not kwargs.get("subfolder"):
             local = os.path.isdir(source)
             where = os.path.abspath(source) if local else source
@@ -159,7 +156,7 @@ class MRPPreTrainedModel(HeadMixin, PreTrainedModel):
                 misfits.append(f"unexpected: {name}")
             elif shape != shapes[ours]:
                 misfits.append(f"wrong shape: {name} is {list(shape)}, needs {list(shapes[ours])}")
-            elif not dtype.startswith("I64" if ours == DRAFT_TOKENS else ("F", "BF")):
+            elif not dtype.startswith(("F", "BF")):
                 misfits.append(f"wrong type: {name} holds {dtype} numbers")
         if misfits:
             raise ValueError(
@@ -286,8 +283,6 @@ class MRPPreTrainedModel(HeadMixin, PreTrainedModel):
         head = self.mrp_head
         if head is not None and module is head.norm and head.predicts == "residual":
             init.zeros_(head.norm.weight)
-        elif module is head and head.draft_token_ids is not None:
-            init.copy_(head.draft_token_ids, first_tokens(self.config))
         else:
             super()._init_weights(module)
 

@@ -263,10 +263,16 @@ class Networks:
         states: Sequence[tuple[Row, State]],
         hidden: Sequence[Hidden],
         parents: Sequence[State | None] = (),
+        shortlists: Sequence[Hidden | None] = (),
     ) -> list[Scores]:
         """Pick at the free columns of states, given the hidden states of each; one transfer to the host, with likeliest three.
 
-        `parents` are the clean states that some look at, for processors to see.
+        Args:
+            picker: It.
+            states: Each with its row.
+            hidden: Of each the hidden states.
+            parents: The clean states that some look at, for processors to see.
+            shortlists: Of each the tokens to choose among (`Scores.shortlist`); not used unless all have theirs.
         """
         at, whole, base = array("q"), len(states) * self.block, 0
         for _, state in states:
@@ -276,9 +282,20 @@ class Networks:
             return [Scores([0] * self.block, [-torch.inf] * self.block, hidden=one) for one in hidden]
         blocks = gathered(hidden).flatten(0, 1)
         index = torch.frombuffer(at, dtype=torch.long).to(self.device, non_blocking=True)
-        picks = picker(blocks if len(at) == whole else blocks[index], Spots(states, self.device, parents))
-        parts = zip(self._on_host(picks, index, whole), hidden, strict=True)
-        return [Scores(token, odds, entropy, likeliest, one) for (token, odds, entropy, likeliest), one in parts]
+        blocks, spots = blocks if len(at) == whole else blocks[index], Spots(states, self.device, parents)
+        known: list[Hidden] = [one for one in shortlists if one is not None]
+        if len(known) == len(states):
+            listed = gathered(known).flatten(0, 1)
+            picks = picker.among(blocks, listed if len(at) == whole else listed[index], spots)
+        else:
+            picks = picker(blocks, spots)
+        few: Sequence[Hidden | None] = shortlists or [None] * len(states)
+        if picks.shortlist is not None:
+            size = picks.shortlist.shape[1]
+            listed = picks.shortlist.new_zeros(whole, size).index_copy(0, index, picks.shortlist)
+            few = [(listed.view(-1, self.block, size), place) for place in range(len(states))]
+        found = zip(self._on_host(picks, index, whole), hidden, few, strict=True)
+        return [Scores(token, odds, entropy, likeliest, one, short) for (token, odds, entropy, likeliest), one, short in found]
 
     def token_odds(
         self, asked: Sequence[tuple[Row, State, Sequence[int], Sequence[int]]], hidden: Sequence[Hidden]

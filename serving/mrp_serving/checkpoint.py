@@ -14,7 +14,6 @@ from modeling_mrp import MRPConfig, MRPForCausalLM
 from modeling_mrp.model.families.registry import DENSE
 from modeling_mrp.model.head import check_same_backbone
 from modeling_mrp.model.layouts import (
-    DRAFT_TOKENS,
     HEAD,
     backbone_location,
     our_name,
@@ -102,10 +101,8 @@ def named_backbone(config: Any, source: str) -> Backbone | None:
 
 
 def head_weight(name: str) -> str | None:
-    """Translate the name of a checkpoint's tensor into the head's own; "" if it is not used here, None if it is no head's."""
+    """Translate the name of a checkpoint's tensor into the head's own; None if it is no head's."""
     ours = our_name(name)
-    if ours == DRAFT_TOKENS:  # the engine's vocabulary is spread over devices: drafts come from all of it
-        return ""
     return ours.removeprefix(HEAD) if ours.startswith(HEAD) else None
 
 

@@ -40,7 +40,7 @@ def new_head(model: Any, layers: int = 3, how: str = "identity") -> MRPHead:
     if how not in NEW_HEADS:
         raise ValueError(f"head_init is {how!r}: choose one of {', '.join(NEW_HEADS)}")
     config = copy.deepcopy(model.config)
-    config.num_nextn_predict_layers, config.draft_vocab_size = layers, 0
+    config.num_nextn_predict_layers = layers
     with torch.device(device_of(model.lm_head)):
         head = MRPHead(config).to(model.lm_head.weight.dtype)
     for module in head.modules():

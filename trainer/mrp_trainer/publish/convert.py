@@ -19,7 +19,6 @@ from modeling_mrp.generate.option_table import OPTIONS
 from modeling_mrp.model.configuration import MRPConfig
 from modeling_mrp.model.families.registry import DENSE
 from modeling_mrp.model.layouts import (
-    DRAFT_TOKENS,
     HEAD,
     PUBLISHED_HEAD,
     json_object,
@@ -150,11 +149,6 @@ def _check_possible(source: str, config: MRPConfig, own: str, layout: Layout) ->
         )
     if layout == "heavyball" and not config.has_head:
         raise ValueError(f"{source} has no head, and the layout 'heavyball' is for one: use 'sdar', or attach_head first")
-    if layout == "heavyball" and config.draft_vocab_size:
-        raise ValueError(
-            f"{source} has a draft vocabulary ({DRAFT_TOKENS}), and the layout 'heavyball' has no place for one: set "
-            "mrp_head.draft_token_ids to None and config.draft_vocab_size to 0, and save it first"
-        )
 
 
 def _write(copied: list[Path], beside: Path, files: list[Path], config: MRPConfig, layout: Layout) -> None:
