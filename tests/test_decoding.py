@@ -11,9 +11,9 @@ from helpers import MODES, every_mode, text, texts
 from reference import reference_decode
 from transformers import NoBadWordsLogitsProcessor, NoRepeatNGramLogitsProcessor
 
-from benchmarks.random_cases import dampened, random_prompts
 from modeling_mrp import MRPForCausalLM
 from modeling_mrp.generate.option_table import TARGETS
+from tests.random_cases import dampened, random_prompts
 
 
 @pytest.mark.parametrize("mode", ["mrp_spec", "self_spec"])
