@@ -1,16 +1,13 @@
 """The synthetic problems against their own words, judge and splits."""
 
-import json
 import os
 import re
 import subprocess
 import sys
-from dataclasses import asdict
 from typing import Any
 
 import pytest
 from helpers import python_function
-from mrp_trainer import cli
 from mrp_trainer.data import tasks
 from mrp_trainer.data.sandbox import run_functions
 from mrp_trainer.data.tasks import (
@@ -19,11 +16,9 @@ from mrp_trainer.data.tasks import (
     Problem,
     judge,
     make_problem,
-    problem_from_json,
     problems,
     source_modules,
 )
-from typer.testing import CliRunner
 
 # Problems: the words, the answer and the judge
 
@@ -274,27 +269,6 @@ def test_unknown_family_and_split_are_named() -> None:
         make_problem(family, "train", 0)
     with pytest.raises(ValueError, match="unknown split 'test'"):
         make_problem("math", split, 0)
-
-
-# Command line
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_lines_that_read_back(family: Any) -> None:
-    asked = f"tasks --problems --family {family} --split tune --count 7 --seed 3"
-    lines = CliRunner().invoke(cli.app, asked.split()).stdout.split("\n")
-    assert lines.pop() == ""
-    assert [problem_from_json(line) for line in lines] == problems(family, "tune", 7, seed=3)
-
-
-def test_a_line_read_by_hand() -> None:
-    problem = Problem("code", "Add one.", "def f(x):\n    return x + 1", cases=[(1, 2), ([3], [4])])
-    line = (
-        '{"family": "code", "prompt": "Add one.", "answer": "def f(x):\\n    return x + 1",'
-        ' "number": null, "cases": [[1, 2], [[3], [4]]]}'
-    )
-    assert problem_from_json(line) == problem
-    assert json.dumps(asdict(problem)) == line
 
 
 def test_more_problems_than_there_are() -> None:
