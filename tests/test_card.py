@@ -12,7 +12,6 @@ import torch
 import yaml
 from commands import main
 from conftest import ROOT, TINY, make_model
-from hub_cards import validate_card
 from huggingface_hub import ModelCard
 from mrp_trainer.publish.card import About, check_card, is_own_card, read_results, renamed, render_card, results_table
 from mrp_trainer.train.settings import read_settings
@@ -57,7 +56,6 @@ def test_the_embedded_card_is_what_the_command_prints(
 def test_the_embedded_card_is_valid_and_complete() -> None:
     text = (TINY / "README.md").read_text()
     check_card(text)
-    assert validate_card(text) == []
     headings = re.findall(r"^## (.*)$", text, re.MULTILINE)
     assert headings == ["Use", "A decode to look at", "Decoding modes", "Numbers", "Training", "Limits", "Versions", "Sources"]
     data = yaml.safe_load(text.split("---")[1])
@@ -139,9 +137,7 @@ def test_the_recipe_comes_from_the_run(tmp_path: Path, base: str) -> None:
     assert "## Training\n\nBy hand.\n" in str(render_card(tmp_path, "head", "org/mine", about=about))
 
 
-@pytest.mark.parametrize(
-    ("model", "base"), [("org/start", "org/start"), ("hub_configs/sdar-tiny-mrp", None), ("/home/me", None)]
-)
+@pytest.mark.parametrize(("model", "base"), [("org/start", "org/start"), ("hub_configs/sdar-tiny-mrp", None)])
 def test_a_trained_model_names_the_one_it_began_with(
     folder: Path, tmp_path: Path, model: str, base: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -240,7 +236,6 @@ def test_cards_of_heads_and_adapters_name_their_base(tmp_path: Path, kind: str) 
     assert 'AutoTokenizer.from_pretrained("org/base"' in text
     assert ("| of the backbone | `org/base` at `v1` |" in text) == (kind == "head")
     assert f"| parameters here | {16 if kind == 'adapter' else f'{HEAD:,}'} |" in text
-    assert validate_card(text) == []
 
 
 def test_a_backbones_card_asks_for_no_head(tmp_path: Path) -> None:
@@ -292,12 +287,6 @@ def test_who_wrote_a_card(folder: Path) -> None:
     assert not is_own_card(with_base)
     assert renamed(with_base, "org/other", "org/base") is not None
     assert renamed(with_base, "org/other", "org/another") is None, "it tells of another base"
-
-
-def test_the_command_writes_a_file(folder: Path, tmp_path: Path) -> None:
-    copy = shutil.copytree(folder, tmp_path / "model")
-    main(["card", str(copy), "--name", "org/m", "--output", str(copy / "README.md")])
-    assert (copy / "README.md").read_text() == str(render_card(folder, "full", "org/m"))
 
 
 def test_a_file_of_prompts_is_named_by_its_stem(tmp_path: Path) -> None:

@@ -4,9 +4,7 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,11 +12,10 @@ import torch
 from conftest import ROOT, make_model
 from tape import TapeRecorder, tapes
 
-from benchmarks import gpu, gpu_rounds, timing
-from benchmarks.gpu_cases import Case, attention_cases
+from benchmarks import gpu, gpu_rounds
+from benchmarks.gpu_cases import attention_cases
 from benchmarks.gpu_rounds import Round, check_texts, fallbacks, gaps, published_config, random_model
-from benchmarks.roofline import Device, Shape, Work
-from benchmarks.timing import copies_for
+from benchmarks.roofline import Device, Shape
 from modeling_mrp import MRPConfig
 from modeling_mrp.generate.output import MRPGenerateOutput
 from modeling_mrp.kernels import dispatch
@@ -74,26 +71,6 @@ def test_what_fails_is_told_and_the_rest_goes_on() -> None:
     assert last == {"summary": "wrong", "checks": 2, "wrong": [{"part": "a"}, {"part": "b", "check": "two"}], "left_out": []}
 
 
-def test_without_time_all_is_left_out_and_named() -> None:
-    def begins() -> Iterator[dict[str, Any]]:
-        pytest.fail("there was no time")
-        yield {}
-
-    assert list(gpu.run([({"part": "a"}, begins)], time.monotonic(), CPU)) == [
-        {"summary": "ok", "checks": 0, "wrong": [], "left_out": [{"part": "a"}]}
-    ]
-
-
-def test_a_lost_device_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def lost(device: torch.device) -> None:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    monkeypatch.setattr(torch.cuda, "synchronize", lost)
-    *_, last = gpu.run([({"part": "a"}, lambda: iter([{}["no"]])), ({"part": "b"}, lambda: [])], LATER, torch.device("cuda"))  # type: ignore[index]
-    assert last["wrong"][1] == {"device lost": "RuntimeError: CUDA error: an illegal memory access was encountered"}
-    assert last["left_out"] == [{"part": "b"}]
-
-
 def test_what_fell_back_is_counted(tapes: type[TapeRecorder], monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds are recorded and replayed; a kernel that was given up shows, and fails the check of equal texts."""
     monkeypatch.setattr(dispatch, "_failed", set())
@@ -108,14 +85,6 @@ def test_what_fell_back_is_counted(tapes: type[TapeRecorder], monkeypatch: pytes
     assert (line["ok"], line["fell_back"], line["failed_kernels"]) == (False, True, ["pick on cpu"])
     model.release_graphs()
     assert fallbacks(model)["recordings"] == fallbacks(model)["replays"] == 0
-
-
-def test_copies_of_inputs_outgrow_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """50 MB of it: one of 200 MB, four of 50 MB, and of tiny ones as many as allowed."""
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=50_000_000))
-    cuda = torch.device("cuda", 1)
-    assert [copies_for(size, cuda) for size in (8e8, 2e8, 1.9e8, 5e7, 1e3)] == [1, 1, 2, 4, timing.MOST_COPIES]
-    assert copies_for(1e3, CPU) == 1
 
 
 def outputs(tokens: list[list[int]], logprobs: list[list[float]], steps: list[list[int]] | None = None) -> MRPGenerateOutput:
@@ -156,15 +125,6 @@ def test_attention_and_its_floor() -> None:
     torch.testing.assert_close(*(way(query, key, value) for way in case.ways.values()), rtol=0, atol=1e-5)
     assert case.floor.flops == 4 * 2 * 16 * 2 * (12 * 74 + 16)
     assert case.floor.bytes == 4 * (2 * query.numel() + 2 * key[:, :, : 12 + 70].numel())
-
-
-def test_a_way_that_fails_is_left_out() -> None:
-    ways = {"kernel": lambda: 1, "torch": lambda: 1 / 0}
-    case = Case("sum", lambda seed: (), ways, lambda inputs: 0.5, 0.1, Work(1, 1))
-    assert case.check() == {"check": "sum", "ok": False, "error": 0.5, "tolerance": 0.1}
-    first, second = case.time(Device("any", 1.0, 1.0), CPU)
-    assert first["way"] == "kernel"
-    assert second == {"failed": "time of sum", "way": "torch", "error": "ZeroDivisionError: division by zero"}
 
 
 def test_the_floor_of_a_round_at_batch_1_is_reading_the_weights_once() -> None:

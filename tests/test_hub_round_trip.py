@@ -148,9 +148,9 @@ def trips(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         )
         there = hub.environment(folder / "two", "hf_alice")
         online = run_python(COMMON + LOAD + PUSH_AGAIN, folder / "two", there)
-        files = {name.removeprefix("org/"): hub.files(name) for name in hub.store.repositories}
+        files = {name.removeprefix("org/"): hub.files(name) for name in hub.repositories}
         titles = [commit.title for commit in hub.repository("org/head_again").history("main")]
-        private = {name: repository.state["private"] for name, repository in hub.store.repositories.items()}
+        private = {name: repository.private for name, repository in hub.repositories.items()}
         servers = [hub.url, hub.storage_url]
     offline = run_python(COMMON + LOAD, folder / "two", there | {"HF_HUB_OFFLINE": "1"})
     marks = {"pushed": printed(text, "EXPECTED:"), "online": printed(online, "FOUND:"), "offline": printed(offline, "FOUND:")}

@@ -208,22 +208,6 @@ def test_on_policy_reveals_are_chained_over_the_steps() -> None:
     assert other > 10
 
 
-def test_the_weights_of_the_parts() -> None:
-    """The loss is linear in `order_weight` and in `reread_weight`, and averages the steps."""
-    model, batch = confident_model(6), collate(SAMPLES)
-    reveals = Reveals("on_policy", 0.5, BLOCK)
-
-    def loss(order: float, reread: float, unroll: int = 1) -> float:
-        total, _ = HeadObjective(reveals, unroll=unroll, order_weight=order, reread_weight=reread)(model, batch)
-        return total.item()
-
-    plain = loss(0, 0)
-    assert loss(2.0, 0) - plain == pytest.approx(4 * (loss(0.5, 0) - plain), rel=1e-4)
-    assert loss(0, 2.0) - plain == pytest.approx(4 * (loss(0, 0.5) - plain), rel=1e-4)
-    assert min(loss(0.5, 0), loss(0, 0.5)) - plain > 1e-4
-    assert 2 * loss(0, 1, 2) > loss(0, 1, 1) + 1e-4
-
-
 @pytest.mark.parametrize("name", ["kl", "reverse_kl", "cross_entropy", "mse"])
 def test_head_losses_and_their_temperature(name: Any) -> None:
     """Recomputed from the estimate at the drawn states, for temperatures 1 and 2: T^2 loss(s / T, t / T)."""

@@ -11,8 +11,7 @@ from benchmarks.released import Released
 from modeling_mrp import MRPForCausalLM
 
 
-@pytest.mark.parametrize("head_prefix", [False, True])
-@pytest.mark.parametrize("states", [1, 3, 6])
+@pytest.mark.parametrize(("states", "head_prefix"), [(1, False), (3, True), (6, False)])
 def test_the_released_reference_gives_the_text_of_static(states: int, head_prefix: bool) -> None:
     rng = random.Random(states)
     for trial in range(6):

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from conftest import TINY
 from helpers import close
 from mrp_trainer.cli import app
 from mrp_trainer.data.tasks import training_lines
@@ -89,25 +88,16 @@ def test_flags_win_over_yaml_and_that_over_defaults(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("learning_rat: 1", r"bad\.yaml: nothing is called 'learning_rat' here: did you mean learning_rate"),
-        ("zzzzzz: 1", "nothing is called 'zzzzzz' here: see the fields of MRPTrainingArguments"),
-        ("mask_token_id: 3", "nothing is called 'mask_token_id'"),
         ("unroll: two", r"bad\.yaml: unroll is 'two', and must be int"),
-        ("unroll: true", "unroll is True, and must be int"),
-        ("bf16: 1", "bf16 is 1, and must be bool"),
         ("fsdp: 1", r"fsdp is 1, and must be bool \| str \| None"),
         ("learning_rate: fast", "learning_rate is 'fast', and must be float"),
-        ("learning_rate: true", "learning_rate is True, and must be float"),
         ("data: chats.jsonl", r"data is 'chats.jsonl', and must be list\[str\]"),
-        ("data: [1]", r"data is \[1\], and must be list\[str\]"),
-        ("lr_scheduler_kwargs: 3", "lr_scheduler_kwargs is 3, and must be dict"),
-        ("model: 3", "model is 3, and must be str"),
         ("resume_from_checkpoint: a", "nothing is called 'resume_from_checkpoint'"),
         ("objective: block_diffusion", "is for another objective than 'mrp': use the other command"),
         ("- a", r"bad\.yaml holds list: needed are lines of 'name: value'"),
         ("a: [", r"bad\.yaml is not YAML"),
         ("", r"bad\.yaml holds nothing: needed are lines"),
         ("data: " + "[" * 5000, r"bad\.yaml is not YAML that is read here: maximum recursion depth"),
-        ("seed: " + "9" * 5000, r"bad\.yaml is not YAML that is read here: Exceeds the limit"),
     ],
 )
 def test_bad_yaml(text: str, message: str, tmp_path: Path) -> None:
@@ -122,23 +112,15 @@ def test_bad_yaml(text: str, message: str, tmp_path: Path) -> None:
         ({}, ["unrol=1"], "--set: nothing is called 'unrol' here: did you mean unroll"),
         ({}, ["unroll"], "--set unroll: write it as NAME=VALUE"),
         ({}, ["unroll=[1"], r"--set unroll=\[1: the value is not YAML"),
-        ({}, ["weight_decay=much"], "--set: weight_decay is 'much', and must be float"),
         ({"model": None}, [], "no model: give --model"),
-        ({"output_dir": None}, [], "no output folder: give --output-dir"),
-        ({"max_length": 0}, [], "max_length is 0: it must be 1 or more"),
-        ({"head_layers": 0}, [], "head_layers is 0: it must be 1 or more"),
         ({"lora_rank": -1}, [], "lora_rank is -1: it must be 0 or more"),
         ({"head_init": "zeros"}, [], "head_init is 'zeros': choose one of identity"),
-        ({"save": "all"}, [], "save is 'all': choose 'head' or 'full'"),
         ({"streaming": True}, [], "streaming data have no length: give --steps"),
         ({"eval_prompts": 2}, [], "eval_prompts: there is nothing to evaluate on: give --eval-data"),
-        ({"eval_steps": 2.0}, [], "eval_steps: there is nothing to evaluate on"),
-        ({"early_stopping_patience": 2}, [], "early_stopping_patience: there is nothing to evaluate on"),
         ({"early_stopping_patience": -1}, [], "early_stopping_patience is -1: it must be 0 or more"),
         ({"lora_rank": 2, "head": "h"}, [], "an adapter belongs to one checkpoint.*leave out head"),
         ({"lora_alpha": 2}, [], "lora_alpha is 2, and there is no lora_rank"),
         ({"head": "h", "head_layers": 2}, [], "head is 'h', and head_layers describe a new one"),
-        ({"head_loss": "mae"}, [], "head_loss is 'mae': choose 'kl'"),
     ],
 )
 def test_bad_flags(flags: dict[str, Any], assignments: list[str], message: str) -> None:
@@ -188,7 +170,6 @@ def test_an_interrupted_run_goes_on(files: dict[str, str], tmp_path: Path, capsy
     [
         {"num_train_epochs": 1.5, "max_steps": -1, "packed": False, "gradient_accumulation_steps": 2},
         {"streaming": True},
-        {"streaming": True, "packed": False},
         {"lora_rank": 2, "packed": False},
     ],
 )
@@ -240,7 +221,7 @@ def test_a_run_with_other_settings_is_not_taken_up(files: dict[str, str], tmp_pa
         open_run(first)
 
 
-@pytest.mark.parametrize("text", ["", "- a", "data: " + "[" * 5000])
+@pytest.mark.parametrize("text", ["", "data: " + "[" * 5000])
 def test_settings_of_a_run_that_cannot_be_read(text: str, files: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "checkpoint-2").mkdir()
     (tmp_path / "run.yaml").write_text(text)
@@ -423,14 +404,6 @@ def test_a_head_to_go_on_from(files: dict[str, str], tmp_path: Path) -> None:
     assert dry_run(settings_of(files, tmp_path, head=files["full"])).trained == sum(v.numel() for v in head.values())
 
 
-def test_streams_and_rows_of_one_sample(files: dict[str, str], tmp_path: Path) -> None:
-    stream = open_run(settings_of(files, tmp_path / "stream", streaming=True, max_steps=2))
-    stream.train()
-    assert stream.trainer.state.global_step == 2
-    alone = open_run(settings_of(files, tmp_path / "alone", packed=False, head=files["full"]))
-    assert len(alone.trainer.train_dataset) == 16
-
-
 def test_steps_per_epoch(files: dict[str, str], tmp_path: Path) -> None:
     """16 rows, 2 x 3 a step on each of 2 devices."""
     flags = {"packed": False, "gradient_accumulation_steps": 3}
@@ -457,12 +430,6 @@ def test_no_data_and_no_prompts(files: dict[str, str], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="eval_prompts is 1, but no record to evaluate on has a prompt"):
         open_run(settings_of(files, tmp_path / "o", eval_data=[str(tmp_path / "texts.jsonl")], eval_prompts=1))
     assert not (tmp_path / "o").exists()
-
-
-def test_tokenizers_of_repositories_with_code(tmp_path: Path) -> None:
-    """The embedded checkpoint carries code, which its tokenizer does not need; nothing asks whether to run it."""
-    read = read_settings("mrp", None, {"model": str(TINY), "output_dir": str(tmp_path)})
-    assert run_tokenizer(read.options).mask_token_id == 3
 
 
 def test_what_two_sharded_processes_train_loads_as_remote_code(files: dict[str, str], tmp_path: Path) -> None:

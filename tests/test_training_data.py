@@ -19,7 +19,6 @@ from mrp_trainer.data.problems import TaskDataset, encode
 from mrp_trainer.data.sampler import LengthBucketSampler
 from mrp_trainer.data.samples import Sample
 from mrp_trainer.data.tasks import Problem
-from mrp_trainer.train.collator import DiffusionCollator
 from mrp_trainer.train.losses import BLANK
 from mrp_trainer.train.trajectories import TrajectoryDataset, record_trajectories
 from transformers import PreTrainedTokenizerFast
@@ -122,7 +121,7 @@ def random_lengths(count: int) -> Lengths:
     return Lengths((16 * int(rng.integers(2, 9)), int(rng.integers(1, 32))) for _ in range(count))
 
 
-@pytest.mark.parametrize("size", [1, 3, 47, 48, 49, 200])
+@pytest.mark.parametrize("size", [1, 47, 200])
 def test_the_sampler_visits_each_index_once(size: int) -> None:
     """With batches of 3 a window is 48 samples, and an epoch takes from the next what is missing to whole batches."""
     sampler = random_lengths(size).sampler(3)
@@ -326,12 +325,6 @@ def test_noise_is_a_function_of_seed_and_index() -> None:
     assert not torch.equal(collate(samples, seed=8).supervised, batch.supervised)
     copies = [replace(samples[0], index=i) for i in range(6)]  # one text under six indices
     assert len(collate(copies, seed=7).supervised.unique(dim=0)) == 6
-
-
-@pytest.mark.parametrize("copies", [0, 3])
-def test_copies_are_one_or_two(copies: int) -> None:
-    with pytest.raises(ValueError, match=f"copies is {copies}: 1, or 2"):
-        DiffusionCollator(BLOCK, MASK, PAD, copies=copies)
 
 
 # ------------------------------------------------------------------------------------------------ trajectories

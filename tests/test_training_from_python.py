@@ -270,7 +270,7 @@ def test_pushed_models_load_elsewhere(hub: HubServer, tmp_path: Path) -> None:
         done = client.run(PUSHED)
     assert done.error is None, done.error
     whole, head = hub.repository("org/whole"), hub.repository("org/head")
-    assert (whole.state["private"], head.state["private"]) == (True, False)
+    assert (whole.private, head.private) == (True, False)
     assert whole.history("main")[0].title == "Training in progress, step 1", "nothing is new at the end"
     assert head.history("main")[0].title == "End of training"
     for repo_id in ("org/whole", "org/head"):
