@@ -9,7 +9,6 @@ import pytest
 import torch
 from conftest import make_model
 from helpers import PROMPTS, left_padded, random_ids, text
-from mrp_trainer.heads import new_head
 from mrp_trainer.train.trainer import bare_model
 from peft import LoraConfig, PrefixTuningConfig, ShadowConfig, get_peft_model
 from refusals import PROMPT, rejected
@@ -205,15 +204,6 @@ def test_offloaded_weights_decode(
         assert again[1].sequences.equal(again[0].sequences)
         assert again[1].stats.forwards == again[0].stats.forwards
     assert spilled.lm_head.weight.is_meta == ("lm_head" in offloaded)
-
-
-def test_a_head_is_put_on_an_offloaded_model(stored: tuple[MRPForCausalLM, Path], tmp_path: Path) -> None:
-    model, folder = stored
-    places = dict.fromkeys(PARTS, "disk")
-    spilled = MRPForCausalLM.from_pretrained(folder / "head", device_map=places, offload_folder=tmp_path / "spilled")
-    options: dict[str, Any] = {"decoding": "mrp_spec", "max_new_tokens": 9}
-    assert spilled.generate(PROMPT, **options).equal(model.generate(PROMPT, **options))
-    assert new_head(spilled, 1).eh_proj.weight.device.type == "cpu"
 
 
 def test_weights_that_are_nowhere() -> None:

@@ -10,7 +10,6 @@ import torch
 import typer
 from conftest import TINY
 from mrp_trainer.train import tiny as train_tiny
-from training_runs import start
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from modeling_mrp import MRPForCausalLM
@@ -44,18 +43,6 @@ def test_a_head_is_trained_on_its_backbone(work: Path) -> None:
     assert [json.loads(line)["step"] for line in (work / "ours" / "log.jsonl").read_text().splitlines()] == [3, 3]
 
 
-def test_two_processes_share_the_steps(work: Path, tmp_path: Path) -> None:
-    """As `torchrun` starts them: the same losses as in one process, to the rounding of bfloat16; on the embedded backbone,
-    recorded on the way."""
-    settings = {"trajectories": 6, "head_steps": 3, "head_batch_size": 2}
-    run(tmp_path / "one", "head", **settings)
-    assert start({"stage": "head", "work": tmp_path / "two", **settings}, 2) == [0, 0]
-    one, two = ((tmp_path / name / "head" / "log.jsonl").read_text().splitlines() for name in ("one", "two"))
-    assert len(one) == len(two) == 2
-    assert json.loads(two[0])["kl_head"] == pytest.approx(json.loads(one[0])["kl_head"], rel=2e-2)
-    assert MRPForCausalLM.from_pretrained(tmp_path / "two" / "head" / "final").mrp_head.norm.weight.abs().max() > 0
-
-
 def test_processes_share_whole_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -78,13 +65,3 @@ def test_an_export_loads_with_plain_transformers(work: Path, tmp_path: Path) -> 
         **tokenizer("Bo has 3 pens.", return_tensors="pt"), max_new_tokens=5, num_draft_states=4, return_dict_in_generate=True
     )
     assert out.stats.forwards["verify"] > 0  # mrp_spec is the default of an export
-
-
-def test_a_checkpoint_broken_off_is_passed_over(tmp_path: Path) -> None:
-    """The last whole checkpoint is resumed, and the log keeps what lies before it."""
-    run(tmp_path, "backbone", steps=2, batch_size=2)
-    folder = tmp_path / "backbone"
-    (folder / "checkpoint-9").mkdir()  # no trainer_state.json: the writer was interrupted
-    run(tmp_path, "backbone", steps=4, batch_size=2)
-    steps = [json.loads(line)["step"] for line in (folder / "log.jsonl").read_text().splitlines()]
-    assert steps == [2, 4, 4]  # a line at each save, and the summary of the run that came to its end

@@ -4,7 +4,6 @@ import json
 import multiprocessing
 import os
 import random
-import resource
 import signal
 import socket
 import sys
@@ -21,7 +20,6 @@ import numpy as np
 import torch
 from helpers import naive_norm
 from mrp_trainer.data.samples import Sample
-from mrp_trainer.train import tiny as train_tiny
 from mrp_trainer.train.arguments import MRPTrainingArguments
 from mrp_trainer.train.runs import LORA_TARGETS, open_run
 from mrp_trainer.train.settings import Settings
@@ -122,7 +120,7 @@ class Run:
         scramble: Whether every step is preceded by another seed of every global generator.
         sharded: Whether FSDP2 shards the model.
         adapter: Whether only a LoRA adapter of the head trains.
-        file_limit: Bytes that a file may have behind the first checkpoint: writing more fails.
+
         eval_rows: How many rows are held out.
         eval_stream: Whether these come as a stream.
         vocab_size: The model's.
@@ -139,7 +137,7 @@ class Run:
     scramble: bool = False
     sharded: bool = False
     adapter: bool = False
-    file_limit: int | None = None
+
     eval_rows: int = 0
     eval_stream: bool = False
     vocab_size: int = 64
@@ -168,8 +166,6 @@ class _Watch(TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._kill("on_save", state.global_step)
-        if self.run.file_limit is not None:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (self.run.file_limit, resource.RLIM_INFINITY))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._kill("on_step_end", state.global_step)
@@ -255,11 +251,6 @@ def _train_as_commands_do(settings: Settings, rank: int, processes: int, port: i
     open_run(settings).train()
 
 
-def _follow_the_recipe(options: dict[str, Any], rank: int, processes: int, port: int) -> None:
-    _join(rank, processes, port)
-    train_tiny.main(**options)
-
-
 def _train(run: Run, rank: int, processes: int, port: int) -> None:
     _join(rank, processes, port)
     if processes > 1:
@@ -317,9 +308,9 @@ def result(run: Run, rank: int = 0) -> Result:
     )
 
 
-def start(run: Run | Settings | dict[str, Any], processes: int = 1) -> list[int | None]:
-    """Trains, as the commands do if settings are given, as the recipe of the embedded checkpoint if its arguments are, and
-    waits for all processes; their exit codes, None for one that was not done in two minutes (it is ended)."""
+def start(run: Run | Settings, processes: int = 1) -> list[int | None]:
+    """Trains, as the commands do if settings are given, and waits for all processes; their exit codes, None for one that was
+    not done in two minutes (it is ended)."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):  # Python 3.11 does not pass it on
@@ -327,7 +318,7 @@ def start(run: Run | Settings | dict[str, Any], processes: int = 1) -> list[int 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    work: Any = {Run: _train, Settings: _train_as_commands_do, dict: _follow_the_recipe}[type(run)]
+    work: Any = {Run: _train, Settings: _train_as_commands_do}[type(run)]
     ranks = [context.Process(target=work, args=(run, rank, processes, port)) for rank in range(processes)]
     for process in ranks:
         process.start()
