@@ -1,19 +1,15 @@
 """A head trained by the published recipe beside the embedded one, in both loops: the recipe, the command, the table."""
 
-import json
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import TINY
-from mrp_trainer.evaluate.decoded import NEW_TOKENS
 from mrp_trainer.train.arguments import MRPTrainingArguments
 from mrp_trainer.train.tiny import TinyOptions
 from test_result_weights import write
 
 from benchmarks import published_head, tables
-from benchmarks.common import embedded_weights
 
 pytestmark = pytest.mark.skipif(not TINY.exists(), reason="the embedded checkpoint is not here")
 
@@ -35,34 +31,6 @@ def test_the_recipe_is_the_published_one(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(dataset) == 5 * options.head_batch_size
     assert dataset.split == "train"
     assert all(sample.reveal_step is None for sample in dataset)
-
-
-def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two steps and two problems a family; both heads in both loops give the texts of `static`."""
-    for family in NEW_TOKENS:
-        monkeypatch.setitem(NEW_TOKENS, family, 16)
-    path, work = tmp_path / "tiny_published_head.jsonl", tmp_path / "work"
-    command = ["--work", str(work), "--output", str(path), "--steps", "2", "--count", "2", "--states", "3", "8"]
-    published_head.main(command)
-    header, *lines = map(json.loads, path.read_text().splitlines())
-    assert {name: header[name] for name in ("backbone", "head")} == embedded_weights()
-    assert header["published_head"] != header["head"]
-    assert header["options"]["work"] == "work"
-    assert [(line["family"], line["num_draft_states"], line["head"], line["decoding"]) for line in lines] == list(
-        product(("math", "code"), (3, 8), ("published", "embedded"), ("released", "mrp_spec"))
-    )
-    assert {line["texts_that_differ"] for line in lines} == {0}
-    for line in lines:
-        of = line["family"], line["num_draft_states"]
-        first = next(one for one in lines if (one["family"], one["num_draft_states"]) == of)
-        ratio = line["tokens_per_forward"] / first["tokens_per_forward"]
-        assert line["over_published"] == pytest.approx(ratio, abs=2e-3)
-        assert line["over_published_95"][0] <= line["over_published"] <= line["over_published_95"][1]
-    assert tables.published_head(tmp_path).count("\n| code | ") == 2
-    logged = [json.loads(line) for line in (work / "published" / "log.jsonl").read_text().splitlines()]
-    assert {line["step"] for line in logged} == {2}
-    assert "kl_head" in logged[0]
-    assert not {"kl_order", "reread_kl_head"} & logged[0].keys()
 
 
 def test_the_table(tmp_path: Path) -> None:

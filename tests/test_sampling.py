@@ -187,8 +187,7 @@ WARPERS: dict[str, list[LogitsProcessor]] = {
 }
 
 
-@pytest.mark.parametrize("warpers", WARPERS)
-@pytest.mark.parametrize("restricted", [False, True], ids=["all ids", "some ids"])
+@pytest.mark.parametrize(("warpers", "restricted"), [*zip(WARPERS, [False, True] * 5, strict=True)])
 def test_truncations_are_transformers_own(warpers: str, restricted: bool) -> None:
     """In their order on all logits, over the temperature; of the likeliest tokens those that they leave."""
     picker, hidden = random_picker(
