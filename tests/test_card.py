@@ -201,14 +201,6 @@ def test_other_options_are_part_of_a_modes_name(folder: Path) -> None:
     ]
 
 
-def test_prompts_without_answers_have_no_accuracy(folder: Path) -> None:
-    text = str(render_card(folder, "full", "org/m", [{**LINES[0], "accuracy": None}]))
-    assert [metric["name"] for metric in yaml.safe_load(text.split("---")[1])["model-index"][0]["results"][0]["metrics"]] == [
-        "tokens per backbone forward, static"
-    ]
-    assert "| static | - | 1.00 | 0.00 | - |" in text
-
-
 def test_a_table_of_uneven_results() -> None:
     lines = [*LINES[:2], {"family": "words", "decoding": "static", "accuracy": 99.95, "tokens_per_forward": 0.994}]
     assert results_table(lines) == (
@@ -287,12 +279,3 @@ def test_who_wrote_a_card(folder: Path) -> None:
     assert not is_own_card(with_base)
     assert renamed(with_base, "org/other", "org/base") is not None
     assert renamed(with_base, "org/other", "org/another") is None, "it tells of another base"
-
-
-def test_a_file_of_prompts_is_named_by_its_stem(tmp_path: Path) -> None:
-    """And a benchmark's first line is passed over."""
-    line = {name: value for name, value in LINES[0].items() if name != "family"} | {"file": "data/my_questions.jsonl"}
-    (tmp_path / "results.jsonl").write_text('{"benchmark": "x"}\n' + json.dumps(line))
-    (found,) = read_results([tmp_path / "results.jsonl"])
-    assert found["family"] == "my_questions"
-    assert "| my_questions % |" in results_table([found])

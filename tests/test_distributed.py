@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, TrainingArguments
 from modeling_mrp import MRPForCausalLM
 
 # By processes, rows a process takes at once, and how many times a step.
-LAYOUTS = [(1, 4, 1), (1, 2, 2), (2, 2, 1), (2, 1, 2)]
+LAYOUTS = [(1, 4, 1), (2, 2, 1), (2, 1, 2)]
 WHOLE = LAYOUTS[0]
 # Ten rows, so that the third step goes on with those of the next round, and the fourth is in the second epoch. The rows
 # without anything to learn are the cheapest and meet in one batch, where they are all that some processes have. Of the five

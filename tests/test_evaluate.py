@@ -262,12 +262,6 @@ def test_what_the_command_refuses(
     assert bad.read_text() == '{"prompt": "x"}\n{"prompt": 7}\n'
 
 
-@pytest.mark.parametrize(("asked", "used"), [("", "torch.float32"), ("--dtype float64", "torch.float64")])
-def test_the_precision_and_device_asked_for(asked: str, used: str, capsys: pytest.CaptureFixture[str]) -> None:
-    (line,) = lines_of(capsys, "--family math --count 1 --max-new-tokens 4 --device cpu", asked)
-    assert (line["asked"]["dtype"], line["asked"]["device"]) == (used, "cpu")
-
-
 def test_the_demo_ends_with_its_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Of short texts: a row of each target, alone and drafted."""
     for family in NEW_TOKENS:

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,10 +11,10 @@ import torch
 from conftest import ROOT, make_model
 from tape import TapeRecorder, tapes
 
-from benchmarks import gpu, gpu_rounds
+from benchmarks import gpu_rounds
 from benchmarks.gpu_cases import attention_cases
-from benchmarks.gpu_rounds import Round, check_texts, fallbacks, gaps, published_config, random_model
-from benchmarks.roofline import Device, Shape
+from benchmarks.gpu_rounds import check_texts, fallbacks, gaps, published_config, random_model
+from benchmarks.roofline import Shape
 from modeling_mrp import MRPConfig
 from modeling_mrp.generate.output import MRPGenerateOutput
 from modeling_mrp.kernels import dispatch
@@ -60,17 +59,6 @@ def test_all_is_checked_before_anything_is_timed(ran: list[dict[str, Any]]) -> N
     assert {"torch", "date", "options"} <= ran[0].keys()
 
 
-def test_what_fails_is_told_and_the_rest_goes_on() -> None:
-    def fails() -> Iterator[dict[str, Any]]:
-        yield {"check": "one", "ok": True}
-        raise ValueError("too small\nby far")
-
-    parts = [({"part": "a"}, fails), ({"part": "b"}, lambda: iter([{"check": "two", "ok": False}]))]
-    *lines, last = gpu.run(parts, LATER, CPU)
-    assert lines[1] == {"part": "a", "failed": "a", "error": "ValueError: too small"}
-    assert last == {"summary": "wrong", "checks": 2, "wrong": [{"part": "a"}, {"part": "b", "check": "two"}], "left_out": []}
-
-
 def test_what_fell_back_is_counted(tapes: type[TapeRecorder], monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds are recorded and replayed; a kernel that was given up shows, and fails the check of equal texts."""
     monkeypatch.setattr(dispatch, "_failed", set())
@@ -105,15 +93,6 @@ def test_gaps_by_hand() -> None:
     assert differs == pytest.approx(0.15)
 
 
-def test_the_gap_is_that_of_the_first_step_which_differs() -> None:
-    """Step 1 reveals the third token here and the second there, at -0.3 and -0.32; what follows may differ by any amount."""
-    ours = outputs([[5, 6, 7]], [[-0.1, -4.0, -0.3]], [[0, 2, 1]])
-    theirs = outputs([[5, 8, 9]], [[-0.1, -0.32, -0.5]], [[0, 1, 2]])
-    assert gaps(ours, theirs) == [pytest.approx(0.02)]
-    ended = outputs([[5, 0, 0]], [[-0.1, 0.0, 0.0]])
-    assert gaps(ended, theirs) == [float("inf")]
-
-
 @pytest.mark.skipif(triton is None or torch.cuda.is_available(), reason="needs triton's interpreter")
 def test_attention_and_its_floor() -> None:
     """Three states of 4 tokens behind 70 slots: both ways agree, and the floor counts what is seen."""
@@ -125,16 +104,6 @@ def test_attention_and_its_floor() -> None:
     torch.testing.assert_close(*(way(query, key, value) for way in case.ways.values()), rtol=0, atol=1e-5)
     assert case.floor.flops == 4 * 2 * 16 * 2 * (12 * 74 + 16)
     assert case.floor.bytes == 4 * (2 * query.numel() + 2 * key[:, :, : 12 + 70].numel())
-
-
-def test_the_floor_of_a_round_at_batch_1_is_reading_the_weights_once() -> None:
-    """4B, K = 1: 36 layers of 100,930,816 numbers and lm_head of 388,956,160, in bfloat16 at 4.3 TB/s, and little else."""
-    shape = Shape.read(ROOT / "hub_configs" / "sdar-4b-mrp")
-    device = Device("H200", 4.3e12, 989e12)
-    weights = 2 * (36 * 100_930_816 + 388_956_160) / 4.3e12
-    assert weights < Round(1, 1, 512).floor_seconds(shape, device) < 1.02 * weights
-    head = 2 * (3 * 100_930_816 + 2 * 2560**2 + 388_956_160) / 4.3e12
-    assert weights + head < Round(1, 4, 512).floor_seconds(shape, device) < 1.02 * (weights + head)
 
 
 def test_a_random_model_is_whole() -> None:

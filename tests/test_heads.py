@@ -10,12 +10,11 @@ import pytest
 import torch
 from conftest import make_model
 from mrp_trainer.heads import new_head, with_new_head
-from mrp_trainer.publish.convert import convert
 from published import backbone_config, backbone_shapes, heavyball_tensors, published_config, random_tensors, write
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from modeling_mrp import MRPConfig, MRPForCausalLM, MRPHead
+from modeling_mrp import MRPForCausalLM, MRPHead
 from modeling_mrp.model.layouts import backbone_location
 from modeling_mrp.model.saving import written_beside
 
@@ -96,16 +95,6 @@ def test_what_a_head_repository_holds(folders: dict[str, Path]) -> None:
     }
 
 
-def test_a_heads_verifier_is_the_backbone_as_its_own_config_has_it(folders: dict[str, Path], tmp_path: Path) -> None:
-    convert(folders["backbone"], tmp_path / "published", "sdar")
-    model = with_new_head(MRPForCausalLM.from_pretrained(tmp_path / "published"), 1)
-    model.save_pretrained(tmp_path / "head", head_only=True)
-    config = MRPConfig.from_pretrained(tmp_path / "head")
-    verifier = {"name_or_path": str(tmp_path / "published"), "architectures": ["SDARForCausalLM"]}
-    assert config.speculators_config["verifier"] == verifier
-    assert not hasattr(model.config, "speculators_config"), "what is loaded has its backbone"
-
-
 def test_a_head_repository_loads_its_backbone(folders: dict[str, Path], tmp_path: Path) -> None:
     model = MRPForCausalLM.from_pretrained(folders["head"])
     full = MRPForCausalLM.from_pretrained(folders["full"])
@@ -122,13 +111,6 @@ def test_a_head_repository_loads_its_backbone(folders: dict[str, Path], tmp_path
     model.save_pretrained(tmp_path / "head", head_only=True)
     again = json.loads((tmp_path / "head" / "config.json").read_text())
     assert again["base_model_name_or_path"] == str(folders["backbone"])
-
-
-def test_dtype_and_attention_reach_the_backbone(folders: dict[str, Path]) -> None:
-    model = MRPForCausalLM.from_pretrained(folders["head"], dtype=torch.bfloat16, attn_implementation="eager")
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
-    assert model.config._attn_implementation == "eager"
-    assert all(layer.self_attn.config is model.config for layer in model.mrp_head.layers)
 
 
 @torch.no_grad()

@@ -270,13 +270,6 @@ def test_published_config_fields_load() -> None:
     assert (again.block_size, again.mask_token_id, again.rope_parameters) == (16, 151669, config.rope_parameters)
 
 
-def test_the_output_layer_has_its_place_in_the_plans() -> None:
-    """Of tensor and pipeline parallelism, as in transformers' own Qwen3."""
-    model = make_model()
-    assert model.tp_plan["lm_head"] == "colwise_gather_output"
-    assert model.pp_plan["lm_head"] == (["hidden_states"], ["logits"])
-
-
 def test_a_model_whose_weights_are_nowhere() -> None:
     """Its forward gives shapes; decoding says what is wrong."""
     model = make_model().to("meta")

@@ -9,13 +9,13 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from conftest import ROOT, TINY
+from conftest import ROOT
 from mrp_trainer import cli
 from mrp_trainer.picture import Decode, draw, read_decode, show
 from mrp_trainer.picture.facts import Forward, Token, token_texts
 from mrp_trainer.picture.options import ShowOptions
 from mrp_trainer.picture.style import colour
-from mrp_trainer.picture.text import columns, cut, visible
+from mrp_trainer.picture.text import columns, visible
 from mrp_trainer.publish import publish
 from mrp_trainer.publish.card import renamed, render_card
 from mrp_trainer.publish.cardtext import NOT_SHOWN, PICTURE, SHOWN
@@ -72,11 +72,6 @@ def test_facts_by_hand() -> None:
     assert found.tokens_per_forward == pytest.approx(4 / 3)
 
 
-def test_padding_is_left_out_and_a_given_end_kept() -> None:
-    assert [one.text for one in read_decode(output("ab\0\0", [0, 1, -1, -1], **ROUNDS), Bytes()).tokens] == ["a", "b"]
-    assert [one.text for one in read_decode(output("ab)", [0, 1, -1], **ROUNDS), Bytes()).tokens] == ["a", "b", ")"]
-
-
 @pytest.mark.parametrize(
     ("text", "texts"),
     [
@@ -108,11 +103,6 @@ def test_everything_is_visible(text: str, shown: str, wide: int | None) -> None:
     assert visible(text) == shown
     if wide is not None:
         assert columns(shown) == wide
-
-
-def test_cuts_keep_characters_whole() -> None:
-    assert cut("ae\u0301漢b", 2) == ["ae\u0301", "漢", "b"]
-    assert cut("", 2) == [""]
 
 
 @pytest.mark.parametrize(("animated", "theme"), [(True, "auto"), (False, "dark")])
@@ -234,9 +224,3 @@ def test_a_card_shows_the_picture_of_its_folder(folder: Path, tmp_path: Path) ->
     assert f"]({PICTURE})" in with_picture
     assert renamed(bare, "org/m", picture=True) == with_picture
     assert renamed(with_picture, "org/m") == bare
-
-
-def test_the_readmes_show_it() -> None:
-    """The checkpoint's and the project's."""
-    assert f"]({PICTURE})" in (TINY / "README.md").read_text()
-    assert f"](hub_configs/sdar-tiny-mrp/{PICTURE})" in (ROOT / "README.md").read_text()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from commands import main
-from conftest import ROOT, TINY, make_model
+from conftest import ROOT, make_model
 from helpers import hashes
 from hub_client import Done, HubClient
 from hub_server import HubServer
@@ -20,10 +20,8 @@ from huggingface_hub import ModelCard
 from mrp_trainer.publish import publish
 from mrp_trainer.publish.card import is_own_card
 from mrp_trainer.publish.folder import read_folder
-from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 
-from modeling_mrp import MRPForCausalLM
 from modeling_mrp.model.saving import code_files
 
 PACKAGE = {name: text.encode() for name, text in code_files().items()}
@@ -229,16 +227,6 @@ def test_a_persons_card_is_kept(hub: HubServer, push: Callable[..., Done], folde
     assert "\n- new\n" in hub.files("org/cards")["README.md"].decode(), "one that was rendered is rendered again"
 
 
-def test_what_a_kept_card_would_not_say_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
-    folder = shutil.copytree(folders["full"], tmp_path / "model")
-    (folder / "README.md").write_text(WRITTEN)
-    with pytest.raises(ValueError, match="was written by a person and is kept, so that results, about and tags would say"):
-        publish(folder, "org/name", tags=["new"])
-    assert publish(folder, "org/name", tags=["new"], new_card=True, dry_run=True).sizes["README.md"] > len(WRITTEN)
-    given = publish(folders["full"], "org/name", card=ModelCard(WRITTEN), dry_run=True)
-    assert given.sizes["README.md"] == len(WRITTEN)
-
-
 def test_a_card_that_the_hub_would_refuse_stays_here(
     hub: HubServer, push: Callable[..., Done], folders: dict[str, Path], tmp_path: Path, repo: str
 ) -> None:
@@ -397,19 +385,6 @@ def test_the_command_says_what_is_wrong(folders: dict[str, Path], capsys: pytest
         assert re.search(message, capsys.readouterr().err)
     main(["push", full, "org/name", "--dry-run"])
     assert capsys.readouterr().out.endswith("Dry run: nothing was sent.\n")
-
-
-def test_an_adapter_card_names_a_mode_that_its_base_has(hub: HubServer, push: Callable[..., Done], tmp_path: Path) -> None:
-    """An adapter of a backbone alone tells of no head."""
-    model = MRPForCausalLM.from_pretrained(TINY)
-    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=r"model\.layers\.0\.self_attn\.q_proj"))
-    adapted.save_pretrained(tmp_path)
-    config = tmp_path / "adapter_config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "base_model_name_or_path": "org/headless"}))
-    assert push(tmp_path, "org/my-backbones").error is None
-    card = hub.files("org/my-backbones")["README.md"].decode()
-    assert '--tokenizer "org/headless" --animated' in card
-    assert 'decoding="self_spec"' in card
 
 
 # What fails

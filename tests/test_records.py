@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from mrp_trainer.data.chat import RecordEncoder
-from mrp_trainer.data.records import Chat, FieldError, RecordError, RecordParser, Text
+from mrp_trainer.data.records import Chat, RecordError, RecordParser, Text
 from mrp_trainer.data.rows import ChatStream
 from mrp_trainer.data.sources import JsonLines, Places, Rows, Stream, checked, open_source
 
@@ -414,13 +414,6 @@ def test_the_first_end_token_ends_a_turn(word_tokenizer: Any) -> None:
     )
 
 
-def test_end_tokens_that_stand_between_turns_only(word_tokenizer: Any) -> None:
-    between = "{% for m in messages %}{{ m.role + ' : ' + m.content }}{% if not loop.last %}<end>{% endif %}{% endfor %}"
-    tokenizer = with_template(word_tokenizer, between + "{% if add_generation_prompt %}{{ '<end>assistant :' }}{% endif %}")
-    sample = encoder(tokenizer).sample(chat(USER, REPLY, USER, REPLY), 0)
-    assert shown(tokenizer, sample) == ("user : 1 + 2 <end> assistant : {3 <end>} user : 1 + 2 <end> assistant : {3 <end>}")
-
-
 LAST_EXCHANGE = "{% for m in messages[-2:] %}{{ m.role + ' : ' + m.content + ' ' }}{% endfor %}"
 NO_END_AND_REASONING = QWEN.replace(" <end>", "")
 
@@ -507,16 +500,7 @@ def test_chats_of_the_embedded_tokenizer(tiny_tokenizer: Any) -> None:
     assert sample.response.tolist() == [False] * len(prompt) + [True] * (len(sample.ids) - len(prompt))
 
 
-def test_a_template_that_writes_the_mask_is_refused(word_tokenizer: Any) -> None:
-    masked = with_template(word_tokenizer, "<mask> " + word_tokenizer.chat_template)
-    message = "the chat template renders it with the mask token <mask>, which clean text must not hold: remove it"
-    for make in (encoder(masked).check, lambda raw: encoder(masked).sample(raw, 0)):
-        with pytest.raises(FieldError, match=message) as caught:
-            make(GOOD)
-        assert caught.value.field_name == "messages"
-
-
-@pytest.mark.parametrize("marked", [False, True])
+@pytest.mark.parametrize("marked", [True])
 def test_a_mask_outside_of_content_is_found_before_a_stream_begins(marked: bool, word_tokenizer: Any, tmp_path: Path) -> None:
     """Where the template renders it: with the file, the line and the field."""
     template = "{% for m in messages %}{{ m['reasoning'] or '' }} {{ m['content'] }}{% endfor %}"

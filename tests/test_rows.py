@@ -111,30 +111,15 @@ def test_without_shuffling_the_order_is_the_files(path: str, records: Any, encod
     assert dataset.lengths.tolist() == [len(encoder.sample(record, 0).ids) for record in records]
 
 
-def test_workers_see_what_one_process_sees(path: str, encoder: RecordEncoder) -> None:
-    dataset = PackedDataset(ChatDataset(JsonLines([path]), encoder))
-    visits = range(len(dataset), 2 * len(dataset))
-    loader = DataLoader(dataset, sampler=visits, batch_size=2, collate_fn=list, num_workers=2)
-    seen = list(flat(flat(loader)))
-    assert len(seen) == COUNT
-    assert all(map(same, seen, flat(dataset[visit] for visit in visits)))
-
-
-def test_malformed_records_are_found_before_anything_is_encoded(tmp_path: Path, encoder: RecordEncoder) -> None:
-    file = tmp_path / "bad.jsonl"
-    file.write_text('{"text": "a"}\n' * 9 + '{"text": 1}\n')
-    for read in (ChatDataset, ChatStream):
-        with pytest.raises(RecordError, match=r"bad\.jsonl, line 10, field text: found 1: a string is needed"):
-            read(JsonLines([str(file)]), encoder)
-
-
 LEFT_OUT = {"prompt": "0 1 2 3 4 5 6 7", "completion": "8"}
 CUT = {"prompt": "0 2", "completion": "of " * 9}
 FITS = {"prompt": "0 1", "completion": "the sum"}
 
 
-@pytest.mark.parametrize("cut", [CUT, {"ids": [5] * 12, "response_start": 2, "reveal_step": [0, 0, *[1] * 4, *[2] * 4]}])
-@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(
+    ("streamed", "cut"),
+    [(True, CUT), (False, {"ids": [5] * 12, "response_start": 2, "reveal_step": [0, 0, *[1] * 4, *[2] * 4]})],
+)
 def test_records_longer_than_max_length_are_counted(
     streamed: bool, cut: dict[str, Any], word_tokenizer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -227,14 +212,6 @@ def test_packed_rows_hold_every_sample_once_and_as_it_is_alone(path: str, record
     )
 
 
-def test_packed_without_shuffling_is_the_same_in_every_epoch(path: str, encoder: RecordEncoder) -> None:
-    rows = PackedDataset(ChatDataset(JsonLines([path]), encoder, shuffle=False), max_length=48)
-    first = [numbers(row, encoder) for row in rows]
-    assert [numbers(rows[len(rows) + i], encoder) for i in range(len(rows))] == first
-    assert [row[0] for row in first] == sorted(row[0] for row in first)
-    assert max(sum(len(sample.ids) for sample in row) for row in rows) == 48
-
-
 # Streaming
 
 
@@ -324,15 +301,3 @@ def test_what_is_piped_in_is_checked_as_it_comes(
         ValueError, match=r"standard input comes in order only: turn streaming on, or write it to a \.jsonl file"
     ):
         open_rows(["-"], encoder)
-
-
-def test_what_users_open(path: str, encoder: RecordEncoder) -> None:
-    packed, alone = open_rows([path], encoder, seed=7), open_rows([path], encoder, packed=False, seed=7, show_progress=False)
-    stream = open_rows([path], encoder, streaming=True, seed=7)
-    assert isinstance(packed, PackedDataset)
-    assert isinstance(alone, ChatDataset)
-    assert isinstance(stream, ChatStream)
-    expected = sorted(sample.ids.tolist() for sample in alone)
-    assert sorted(sample.ids.tolist() for sample in flat(packed)) == expected
-    endless = islice(flat(stream), 2 * COUNT)
-    assert sorted(sample.ids.tolist() for sample in endless) == sorted(2 * expected)

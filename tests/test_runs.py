@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 import signal
 from pathlib import Path
@@ -11,17 +10,13 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from helpers import close
-from mrp_trainer.cli import app
 from mrp_trainer.data.tasks import training_lines
 from mrp_trainer.train.run_folder import hold
 from mrp_trainer.train.runs import dry_run, open_run, run_tokenizer
 from mrp_trainer.train.settings import Settings, read_settings
 from peft import AutoPeftModelForCausalLM, PeftModel
 from test_trainer import small_model
-from training_runs import start
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-from typer.testing import CliRunner
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from modeling_mrp import MRPForCausalLM
 
@@ -274,17 +269,6 @@ def test_a_folder_is_one_runs(files: dict[str, str], tmp_path: Path) -> None:
     open_run(settings_of(files, tmp_path, max_steps=1))
 
 
-def test_a_full_disk_ends_the_command_in_one_line(files: dict[str, str], small_disk: Path) -> None:
-    (small_disk / "others").write_bytes(bytes(900_000))
-    flags = {"--model": files["backbone"], "--data": files["train"], "--output-dir": str(small_disk), "--max-length": "128"}
-    given = [part for flag in (*flags.items(), *(("--set", one) for one in (*QUICK, "max_steps=1"))) for part in flag]
-    done = CliRunner().invoke(app, ["train", "head", *given])
-    assert done.exit_code == 1
-    assert isinstance(done.exception, SystemExit)
-    assert re.search(r"^Error: .*, where [\d,]+ bytes are free, cannot be written to .*\n$", done.stderr, re.MULTILINE)
-    assert "Traceback" not in done.stderr
-
-
 def residual(model: Any) -> torch.Tensor:
     hidden = torch.randn(1, 8, 32, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -430,25 +414,3 @@ def test_no_data_and_no_prompts(files: dict[str, str], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="eval_prompts is 1, but no record to evaluate on has a prompt"):
         open_run(settings_of(files, tmp_path / "o", eval_data=[str(tmp_path / "texts.jsonl")], eval_prompts=1))
     assert not (tmp_path / "o").exists()
-
-
-def test_what_two_sharded_processes_train_loads_as_remote_code(files: dict[str, str], tmp_path: Path) -> None:
-    """The folder is that of one process: the same files, config and, to rounding, weights, as its step has as many rows."""
-    flags = {"max_steps": 1, "save_strategy": "no", "rows_per_step": 4}
-    alone = open_run(settings_of(files, tmp_path / "alone", **flags))
-    assert alone.trainer.args.gradient_accumulation_steps == 2
-    alone.train()
-    shards = {"fsdp": True, "fsdp_config": {"version": 2}}
-    assert start(settings_of(files, tmp_path / "sharded", **{**flags, **shards}), 2) == [0, 0]
-    names, configs = [], []
-    for name in ("alone", "sharded"):
-        names.append({path.name for path in (tmp_path / name).iterdir()})
-        configs.append(json.loads((tmp_path / name / "config.json").read_text()))
-    assert names[1] == names[0] > {"modeling_mrp.py", "model.safetensors"}
-    assert configs[1] == configs[0]
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "sharded", trust_remote_code=True)
-    assert type(model).__module__.startswith("transformers_modules")
-    found, expected = model.state_dict(), weights(tmp_path / "alone")
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        close(found[name], value, 1e-5)

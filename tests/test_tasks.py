@@ -10,7 +10,6 @@ import pytest
 from helpers import python_function
 from mrp_trainer import cli
 from mrp_trainer.data import tasks
-from mrp_trainer.data.sandbox import run_functions
 from mrp_trainer.data.tasks import (
     FAMILIES,
     SPLITS,
@@ -83,12 +82,6 @@ def test_code_cases_follow_from_the_words(split: Any) -> None:
             assert result == result_that_the_words_say(problem.prompt, argument), problem
 
 
-@pytest.mark.parametrize("split", SPLITS)
-def test_code_answers_are_right(split: Any) -> None:
-    asked = problems("code", split, 300)
-    assert judge(asked, [problem.answer for problem in asked]) == [True] * 300
-
-
 def test_math_judge_refuses_every_single_slip() -> None:
     for problem in problems("math", "heldout", 300):
         opening, *equations, last = problem.answer.split("\n")
@@ -120,21 +113,6 @@ def test_code_judge_agrees_with_python_on_every_single_slip() -> None:
         assert verdict == passes_in_python(problem, source), source
     # Some slips do no harm (the function's own name); most do.
     assert verdicts.count(False) > 4 * verdicts.count(True) > 0
-
-
-@pytest.mark.parametrize("split", ["tune"])
-def test_code_cases_tell_every_wrong_constant(split: Any) -> None:
-    slips = []
-    for problem in problems("code", split, 100):
-        for match in re.finditer(r"\b\d+\b", problem.answer):
-            slips.append((problem, f"{problem.answer[: match.start()]}{int(match[0]) + 1}{problem.answer[match.end() :]}"))
-    harmless = [slip for slip, right in zip(slips, judge(*zip(*slips, strict=True)), strict=True) if right]
-    programs, expected = [], []
-    for problem, source in harmless:
-        numbers = isinstance(problem.cases[0][0], int)
-        programs.append((source, [value if numbers else [value] for value in range(-5, 20)]))
-        expected.append([result_that_the_words_say(problem.prompt, argument) for argument in programs[-1][1]])
-    assert run_functions(programs) == expected
 
 
 MATH = Problem("math", "Ana has 3 pens. Ana buys 4 more. Ana loses 1. How many pens are there now?", "", number=6)

@@ -21,8 +21,7 @@ import torch
 from helpers import naive_norm
 from mrp_trainer.data.samples import Sample
 from mrp_trainer.train.arguments import MRPTrainingArguments
-from mrp_trainer.train.runs import LORA_TARGETS, open_run
-from mrp_trainer.train.settings import Settings
+from mrp_trainer.train.runs import LORA_TARGETS
 from mrp_trainer.train.trainer import MRPTrainer
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
@@ -237,20 +236,6 @@ def _join(rank: int, processes: int, port: int) -> None:
         os.environ.update({name: str(value) for name, value in address.items()})
 
 
-def _train_as_commands_do(settings: Settings, rank: int, processes: int, port: int) -> None:
-    _join(rank, processes, port)
-    os.environ["ACCELERATE_USE_CPU"] = "true"
-    made = MRPTrainingArguments.__post_init__
-
-    def make(arguments: MRPTrainingArguments) -> None:
-        made(arguments)
-        if arguments.fsdp:
-            _let_accelerate_shard_on_cpus()
-
-    MRPTrainingArguments.__post_init__ = make  # type: ignore[method-assign]
-    open_run(settings).train()
-
-
 def _train(run: Run, rank: int, processes: int, port: int) -> None:
     _join(rank, processes, port)
     if processes > 1:
@@ -308,9 +293,8 @@ def result(run: Run, rank: int = 0) -> Result:
     )
 
 
-def start(run: Run | Settings, processes: int = 1) -> list[int | None]:
-    """Trains, as the commands do if settings are given, and waits for all processes; their exit codes, None for one that was
-    not done in two minutes (it is ended)."""
+def start(run: Run, processes: int = 1) -> list[int | None]:
+    """Trains, and waits for all processes; their exit codes, None for one that was not done in two minutes (it is ended)."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):  # Python 3.11 does not pass it on
@@ -318,8 +302,7 @@ def start(run: Run | Settings, processes: int = 1) -> list[int | None]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    work: Any = {Run: _train, Settings: _train_as_commands_do}[type(run)]
-    ranks = [context.Process(target=work, args=(run, rank, processes, port)) for rank in range(processes)]
+    ranks = [context.Process(target=_train, args=(run, rank, processes, port)) for rank in range(processes)]
     for process in ranks:
         process.start()
     end = time.monotonic() + 120
