@@ -2,16 +2,12 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-COUNT ?= 64
 
 # The inner loop: rules, drafts and acceptance without a model, every mode and option against the slow reference.
 CHECKED := rules bans remask cache fuzz losses golden_traces imports bundle
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: demo picture check mutants test test-space test-extras peers test-serving lint walkthrough docs clean
-
-demo: $(VENV)/.demo
-	$(BIN)/python -m mrp_trainer.demo --count $(COUNT)
+.PHONY: picture check mutants test test-space test-extras peers test-serving lint walkthrough docs clean
 
 # The picture of the README and of the embedded checkpoint's card; in float64, so that it is the same everywhere.
 picture: $(VENV)/.demo

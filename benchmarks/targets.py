@@ -1,15 +1,14 @@
-"""The targets as the benchmarks decode them, at the demo's settings: each alone, or drafted."""
+"""The targets as the benchmarks decode them: each alone, or drafted."""
 
 from typing import Any
 
-from mrp_trainer.demo import TARGETS as SETTINGS
-
 from modeling_mrp.generate.option_table import TARGETS as NAMES
 
-_OPTIONS = {options["decoding"]: options for options in SETTINGS.values()}
-TARGETS: dict[str, dict[str, Any]] = {
-    name: {option: value for option, value in _OPTIONS[name].items() if option != "decoding"} for name in NAMES
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "dynamic": {"confidence_threshold": 0.9},
+    "entropy_bound": {"entropy_threshold": 0.35},
 }
+TARGETS: dict[str, dict[str, Any]] = {name: _OPTIONS.get(name, {}) for name in NAMES}
 
 
 def alone(target: str) -> dict[str, Any]:

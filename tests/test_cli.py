@@ -19,7 +19,6 @@ from mrp_trainer.evaluate.questions import JUDGES
 from mrp_trainer.heads import NEW_HEADS
 from mrp_trainer.publish.convert import LAYOUTS
 from mrp_trainer.train.arguments import MRPTrainingArguments
-from mrp_trainer.train.objectives import HEAD_LOSSES
 from mrp_trainer.train.options import RunOptions, TrainCommand
 from mrp_trainer.train.reveals import REVEAL_RULES
 from mrp_trainer.train.settings import known_names, read_settings
@@ -98,14 +97,13 @@ def test_flags_are_settings_and_show_their_defaults(name: str) -> None:
         "max_steps",
         "muon_learning_rate",
         "packed",
-        "streaming",
         "bf16",
         "block_size",
     }
     for flag, text in shown.items():
         if flag not in in_words:
             assert text in (str(defaults[flag]), f"{defaults[flag]:g}" if isinstance(defaults[flag], float) else None), flag
-    assert (defaults["packed"], defaults["streaming"], defaults["bf16"]) == (True, False, False)
+    assert (defaults["packed"], defaults["bf16"]) == (True, False)
     rates = {"head": 1e-3, "backbone": 1e-4}
     assert read.training["learning_rate"] == rates[name]
     assert {word: float(rate) for rate, word in map(str.split, shown["learning_rate"].split(", "))} == rates
@@ -114,7 +112,6 @@ def test_flags_are_settings_and_show_their_defaults(name: str) -> None:
 
 def test_choices_are_those_of_the_modules() -> None:
     assert choices(cli.train_head, "head_init") == set(NEW_HEADS)
-    assert choices(cli.train_head, "head_loss") == set(HEAD_LOSSES)
     assert choices(cli.train_head, "reveal_rule") == set(REVEAL_RULES)
     assert choices(cli.evaluate, "judge") == set(JUDGES)
     assert choices(cli.convert, "layout") == set(LAYOUTS)
@@ -232,6 +229,6 @@ def test_errors_in_a_line(arguments: list[str], message: str, tmp_path: Path, mo
 
 
 def test_a_wrong_choice_shows_the_right_ones() -> None:
-    result = RUNNER.invoke(cli.app, ["train", "head", "--head-loss", "mae"])
+    result = RUNNER.invoke(cli.app, ["train", "head", "--reveal-rule", "mae"])
     assert result.exit_code == 2
-    assert "reverse_kl" in result.stderr
+    assert "on_policy" in result.stderr

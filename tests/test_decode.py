@@ -2,16 +2,14 @@
 
 import json
 import logging
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 from mrp_trainer.data.chat import RecordEncoder
-from mrp_trainer.data.problems import TaskDataset
 from mrp_trainer.data.records import RecordError
 from mrp_trainer.data.rows import open_rows
 from mrp_trainer.data.sources import JsonLines
@@ -21,10 +19,10 @@ from mrp_trainer.heads import with_new_head
 from mrp_trainer.train.decode import DecodeOptions, decode
 from mrp_trainer.train.runs import dry_run, open_run
 from mrp_trainer.train.settings import read_settings
-from mrp_trainer.train.trajectories import TrajectoryDataset, digest, record_trajectories
+from mrp_trainer.train.trajectories import digest
 from peft import LoraConfig, get_peft_model
 from test_cli import mrp
-from test_records import REPLY, USER, problems_of, with_template, write
+from test_records import REPLY, USER, parsed, problems_of, with_template, write
 from test_trainer import small_model
 from transformers import PreTrainedTokenizerFast
 
@@ -72,27 +70,6 @@ def encoder(tokenizer: Any, block_size: int = 4, **options: Any) -> RecordEncode
     return RecordEncoder(tokenizer, block_size, 64, tokenizer.mask_token_id, **options)
 
 
-def same(a: Any, b: Any) -> bool:
-    names = ("ids", "response", "reveal_step")
-    return a.length == b.length and all(np.array_equal(getattr(a, name), getattr(b, name)) for name in names)
-
-
-def test_samples_are_those_of_the_recipe(
-    files: dict[str, str], word_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
-    """The same problems, through `record_trajectories`, whose files training takes as well."""
-    model = MRPForCausalLM.from_pretrained(files["model"]).eval()
-    asked = TaskDataset(word_tokenizer, COUNT, {"math": 1.0}, block_size=8)
-    record_trajectories(model, asked, tmp_path / "recipe.jsonl")
-    eos, pad = word_tokenizer.eos_token_id, word_tokenizer.pad_token_id
-    recipe = sorted(TrajectoryDataset(tmp_path / "recipe.jsonl", COUNT, 8, eos, pad), key=lambda sample: sample.ids.tolist())
-    assert len(recipe) == COUNT
-    for path in (files["wrote"], str(tmp_path / "recipe.jsonl")):
-        rows = open_rows([path], RecordEncoder(word_tokenizer, 8, 128, 2), packed=False, shuffle=False)
-        ours = sorted(rows, key=lambda sample: sample.ids.tolist())
-        assert all(same(*pair) for pair in zip(ours, recipe, strict=True))
-
-
 def test_what_is_cut_and_what_is_left_out(word_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     """Of a text without an end whole blocks are kept; of one that is too long, too."""
     path = write(
@@ -116,15 +93,12 @@ def test_what_is_cut_and_what_is_left_out(word_tokenizer: PreTrainedTokenizerFas
     ]
 
 
-@pytest.mark.parametrize("how", [{"packed": False}, {"streaming": True}])
-def test_a_head_trains_on_decoded_texts_among_chats(how: dict[str, Any], files: dict[str, str], tmp_path: Path) -> None:
+def test_a_head_trains_on_decoded_texts_among_chats(files: dict[str, str], tmp_path: Path) -> None:
     given = {"model": files["model"], "data": [files["wrote"], files["chats"]], "output_dir": str(tmp_path), "max_steps": 2}
     shape = {"head_layers": 1, "max_length": 128, "per_device_train_batch_size": 2, "eval_data": [files["wrote"]]}
-    run = open_run(read_settings("mrp", None, {**given, **shape, **how}, QUICK))
-    if "streaming" not in how:
-        rows = [row if isinstance(row, list) else [row] for row in run.trainer.train_dataset]
-        assert sum(sample.reveal_step is not None for row in rows for sample in row) == COUNT
-        assert sum(len(row) for row in rows) == 2 * COUNT
+    run = open_run(read_settings("mrp", None, {**given, **shape, "packed": False}, QUICK))
+    assert sum(sample.reveal_step is not None for sample in run.trainer.train_dataset) == COUNT
+    assert len(run.trainer.train_dataset) == 2 * COUNT
     run.train()
     log = run.trainer.state.log_history
     assert [line["kl_head"] > 0 for line in log if "kl_head" in line] == [True, True]
@@ -140,19 +114,29 @@ def test_random_masks_are_weighed_and_decoded_texts_have_none(files: dict[str, s
             call(settings)
 
 
-def test_a_file_that_was_cut_off_is_finished(files: dict[str, str], tmp_path: Path) -> None:
-    """Inside a line of the last batch, and behind the last line; then it is left alone, whatever the checkpoint is called."""
+def test_batches_that_are_missing_are_made(files: dict[str, str], tmp_path: Path) -> None:
+    """Then the file is left alone, whatever the checkpoint is called."""
     whole, broken = tmp_path / "whole.jsonl", tmp_path / "broken.jsonl"
+    made: dict[str, str] = {}
+
+    def stopped(folder: Path) -> None:
+        made.update({path.name: path.read_text() for path in sorted(folder.iterdir())})
+        raise KeyboardInterrupt
+
+    with mock.patch("mrp_trainer.train.trajectories.shutil.rmtree", stopped), pytest.raises(KeyboardInterrupt):
+        decode(short(files, whole))
+    assert len(made) == 3
     written = decode(short(files, whole))
     assert written is not None
     assert (written.path, written.texts) == (whole, COUNT)
-    text = whole.read_bytes()
-    for left in (text[: text.index(b"\n") + 9], text[:-1], text):
-        broken.with_suffix(".part").write_bytes(left)
-        assert decode(short(files, broken)) == replace(written, path=broken)
-        assert broken.read_bytes() == text
-        assert sorted(tmp_path.iterdir()) == [broken, whole]
-        broken.unlink()
+    assert "".join(made.values()) == whole.read_text()
+    (tmp_path / "broken.part").mkdir()
+    first, *_ = made
+    (tmp_path / "broken.part" / first).write_text(made[first].replace("}", ', "kept": 1}', 1))
+    (tmp_path / "broken.part" / "cut.partial").write_text(made[first][:9])
+    assert decode(short(files, broken)) == replace(written, path=broken)
+    assert broken.read_text().replace(', "kept": 1', "") == whole.read_text() != broken.read_text()
+    assert not (tmp_path / "broken.part").exists()
     before = whole.stat().st_mtime_ns
     assert decode(short(files, whole, model=files["model"] + "/")) == written
     assert whole.stat().st_mtime_ns == before
@@ -161,34 +145,22 @@ def test_a_file_that_was_cut_off_is_finished(files: dict[str, str], tmp_path: Pa
 def test_files_of_something_else_are_left_as_they_are(files: dict[str, str], tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     decode(short(files, path))
-    text = path.read_text()
-    first = json.loads(text.splitlines()[0])
-    other = json.dumps({**first, "ids": [first["ids"][0] + 1, *first["ids"][1:]]})
-    remedy = "name another file, or remove it"
-    for change, message in (
-        ({"temperature": 0.5}, "line 1: its temperature was 0.0 and is 0.5: "),
-        ({"max_new_tokens": 9}, "line 1: its max_new_tokens was 8 and is 9: "),
-        ({"limit": 2}, f"is complete and has {COUNT} lines, not 2: "),
-        ({"limit": 2}, "a.part goes on behind the 2 lines asked for: "),
+    lines = path.read_text().splitlines(keepends=True)
+    first = json.loads(lines[0])
+    other = json.dumps({**first, "ids": [first["ids"][0] + 1, *first["ids"][1:]]}) + "\n"
+    for change, kept, line in (
+        ({"temperature": 0.5}, lines, 1),
+        ({"max_new_tokens": 9}, lines, 1),
+        ({"limit": 2}, lines, 3),
+        ({}, lines[:2], 3),
+        ({}, [other], 1),
+        ({}, ["{}\n"], 1),
+        ({}, ["# notes\n"], 1),
     ):
-        for name in (".jsonl", ".part") if "limit" not in change else (".part" if "a.part" in message else ".jsonl",):
-            path.rename(path.with_suffix(name))
-            with pytest.raises(ValueError, match=re.escape(message + remedy)):
-                decode(short(files, path, **change))
-            path.with_suffix(name).rename(path)
-        assert path.read_text() == text
-    for line, message in (
-        (other, "line 1: it answers another prompt than the data have there: "),
-        ("{}", "line 1: not what mrp decode writes: "),
-        ("# notes", "line 1: not what mrp decode writes: "),
-    ):
-        path.write_text(line + "\n")
-        with pytest.raises(ValueError, match=message + remedy):
-            decode(short(files, path))
-        assert path.read_text() == line + "\n"
-    path.rename(tmp_path / "a.1of2.part")
-    with pytest.raises(ValueError, match=r"a\.1of2\.part was begun by another number of processes: go on with as many, or"):
-        decode(short(files, path))
+        path.write_text("".join(kept))
+        with pytest.raises(ValueError, match=f"line {line}: not what these prompts and options give: name another file, or"):
+            decode(short(files, path, **change))
+        assert path.read_text() == "".join(kept)
 
 
 def test_sampled_texts_are_their_own(files: dict[str, str], tmp_path: Path) -> None:
@@ -207,22 +179,18 @@ def test_sampled_texts_are_their_own(files: dict[str, str], tmp_path: Path) -> N
 
 GOOD = {"ids": [9, 8, 7, 6, 5, 1], "response_start": 3, "reveal_step": [0, 2, 1]}
 BY = {"model": "org/other", "block_size": 4, "mask_token_id": 2}
+NOT_WRITTEN = "needed beside it are ids and response_start, a place in them: give what mrp decode writes"
+ORDER = "steps count from 0, and decoding ends a block of 4 before the next"
 MALFORMED = {
-    "no ids": ({"response_start": 1, "reveal_step": [0]}, "ids", "it is missing beside 'reveal_step'"),
+    "no ids": ({"response_start": 1, "reveal_step": [0]}, "reveal_step", NOT_WRITTEN),
     "two layouts": ({**GOOD, "text": "a"}, "reveal_step", "found 'text' and 'reveal_step': a record has one layout"),
-    "ids type": ({**GOOD, "ids": "9 8"}, "ids", "found '9 8': a list of integers is needed"),
-    "id type": ({**GOOD, "ids": [9, 8.5, 7, 6, 5, 1]}, "ids[1]", "found 8.5: an integer is needed"),
-    "id above": ({**GOOD, "ids": [9, 8, 50, 6, 5, 1]}, "ids[2]", "found 50: the vocabulary has the ids 0 to 49"),
-    "mask": ({**GOOD, "ids": [9, 8, 7, 2, 5, 1]}, "ids[3]", "found the mask token, id 2"),
-    "start above": ({**GOOD, "response_start": 6}, "response_start", "found 6: needed is a place in 'ids', from 0 to 5"),
+    "ids type": ({**GOOD, "ids": "9 8"}, "reveal_step", NOT_WRITTEN),
+    "id above": ({**GOOD, "ids": [9, 8, 50, 6, 5, 1]}, "ids", "found 50: needed are ids from 0 to 49"),
+    "mask": ({**GOOD, "ids": [9, 8, 7, 2, 5, 1]}, "ids", "found 2: needed are ids"),
+    "start above": ({**GOOD, "response_start": 6}, "reveal_step", NOT_WRITTEN),
     "too few": ({**GOOD, "reveal_step": [0, 1]}, "reveal_step", "found 2 steps: 3 ids of the response need one each"),
-    "step below": ({**GOOD, "reveal_step": [0, -1, 1]}, "reveal_step[1]", "found -1: steps count from 0"),
-    "step early": (
-        {**GOOD, "reveal_step": [1, 2, 0]},
-        "reveal_step[2]",
-        "found 0 behind step 1 of an earlier block: decoding ends a block of 4 before the next",
-    ),
-    "decoder type": ({**GOOD, "decoded_by": "org/other"}, "decoded_by", "found 'org/other': an object is needed"),
+    "step below": ({**GOOD, "reveal_step": [-1, 0, 1]}, "reveal_step", f"found -1 in a block behind step -1: {ORDER}"),
+    "step early": ({**GOOD, "reveal_step": [1, 2, 0]}, "reveal_step", f"found 0 in a block behind step 1: {ORDER}"),
     "block size": (
         {**GOOD, "decoded_by": {**BY, "block_size": 16}},
         "decoded_by.block_size",
@@ -235,7 +203,7 @@ MALFORMED = {
 def test_a_malformed_line_is_named(name: str, word_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     record, field, message = MALFORMED[name]
     path = write(tmp_path / "a.jsonl", {**GOOD, "decoded_by": BY}, {"text": "Ana"}, record)
-    error = problems_of(JsonLines([path]), encoder(word_tokenizer, vocab_size=50).check)
+    error = problems_of(JsonLines([path]), parsed(encoder(word_tokenizer, vocab_size=50)))
     assert str(error).startswith(f"{path}, line 3, field {field}: {message}")
     assert len(error.problems) == 1
 
@@ -282,10 +250,10 @@ def test_another_backbone_is_told_of_once(
     made = encoder(word_tokenizer, digest="aa")
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     for origin in ({}, {"digest": None}, {"digest": "aa"}):
-        made.check({**GOOD, "decoded_by": {**BY, **origin}})
+        made.sample({**GOOD, "decoded_by": {**BY, **origin}}, 0)
     assert not caplog.records
     for _ in range(2):
-        made.check({**GOOD, "decoded_by": {**BY, "digest": "bb"}})
+        made.sample({**GOOD, "decoded_by": {**BY, "digest": "bb"}}, 0)
     assert [record.getMessage() for record in caplog.records] == [
         "'org/other' wrote texts of the data, and another backbone trains: a head learns most from what its own backbone "
         "wrote, decode the prompts with that one"
@@ -320,7 +288,6 @@ def test_a_digest_is_of_the_backbone(files: dict[str, str]) -> None:
             {"max_new_tokens": 240},
             r"chats\.jsonl, line 1: its prompt has 28 tokens, and 16 leave room for the new ones: shorten",
         ),
-        ({"data": ["-"]}, r"standard input comes in order only: write it to a \.jsonl file"),
         ({"data": ["nowhere.jsonl"]}, r"nowhere\.jsonl: there is no such file"),
     ],
 )

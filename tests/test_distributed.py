@@ -53,7 +53,7 @@ def head_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int, 
         options = options_of(layout, **HEAD)
         if layout == (2, 2, 1):
             options |= {"save_strategy": "steps", "save_steps": 4}
-        runs[layout] = Run(tmp_path_factory.mktemp("run"), options, double=True, eval_stream=layout == (2, 1, 2), **ROWS)
+        runs[layout] = Run(tmp_path_factory.mktemp("run"), options, double=True, **ROWS)
         assert start(runs[layout], layout[0]) == [0] * layout[0]
     return runs
 

@@ -1,36 +1,10 @@
-"""A head trained by the published recipe beside the embedded one, in both loops: the recipe, the command, the table."""
+"""The table of a head trained by the published recipe beside the embedded one, in both loops."""
 
 from pathlib import Path
-from typing import Any
 
-import pytest
-from conftest import TINY
-from mrp_trainer.train.arguments import MRPTrainingArguments
-from mrp_trainer.train.tiny import TinyOptions
 from test_result_weights import write
 
-from benchmarks import published_head, tables
-
-pytestmark = pytest.mark.skipif(not TINY.exists(), reason="the embedded checkpoint is not here")
-
-
-def test_the_recipe_is_the_published_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its states, loss and start; steps, batches and rates are those of the embedded head."""
-    called: list[Any] = []
-    monkeypatch.setattr(published_head, "train_head", lambda *given, **loss: called.extend((*given, loss)))
-    published_head.train_published(tmp_path, 5)
-    options, dataset, loss = called
-    usual = vars(TinyOptions())
-    changed = {name: value for name, value in vars(options).items() if value != usual[name]}
-    assert changed == {"work": tmp_path, "head_name": "published", "head_steps": 5, "head_init": "published"}
-    arguments = MRPTrainingArguments(str(tmp_path), objective="mrp", use_cpu=True, **loss)
-    assert (arguments.noisy_copies, arguments.noise_per, arguments.inverse_level) == (1, "sample", True)
-    objective = arguments.head_objective(16)
-    assert (objective.reveals.rule, objective.loss, objective.unroll) == ("random", "kl", 1)
-    assert (objective.order_weight, objective.reread_weight) == (0, 0)
-    assert len(dataset) == 5 * options.head_batch_size
-    assert dataset.split == "train"
-    assert all(sample.reveal_step is None for sample in dataset)
+from benchmarks import tables
 
 
 def test_the_table(tmp_path: Path) -> None:

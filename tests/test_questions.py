@@ -39,7 +39,7 @@ def test_what_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        (b'{"prompt": "x"', "line 2: not JSON, at character 15"),
+        (b'{"prompt": "x"', "line 2: not JSON in UTF-8: Expecting"),
         ({"messages": [USER, {"role": "robot", "content": "x"}]}, "line 2, field messages[1].role: found 'robot'"),
         ({"prompt": "x", "answer": ["5"]}, "line 2, field answer: found ['5']"),
         ({"prompt": "x", "answer": ""}, "line 2, field answer: found ''"),

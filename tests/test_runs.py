@@ -110,7 +110,6 @@ def test_bad_yaml(text: str, message: str, tmp_path: Path) -> None:
         ({"model": None}, [], "no model: give --model"),
         ({"lora_rank": -1}, [], "lora_rank is -1: it must be 0 or more"),
         ({"head_init": "zeros"}, [], "head_init is 'zeros': choose one of identity"),
-        ({"streaming": True}, [], "streaming data have no length: give --steps"),
         ({"eval_prompts": 2}, [], "eval_prompts: there is nothing to evaluate on: give --eval-data"),
         ({"early_stopping_patience": -1}, [], "early_stopping_patience is -1: it must be 0 or more"),
         ({"lora_rank": 2, "head": "h"}, [], "an adapter belongs to one checkpoint.*leave out head"),
@@ -164,7 +163,6 @@ def test_an_interrupted_run_goes_on(files: dict[str, str], tmp_path: Path, capsy
     "flags",
     [
         {"num_train_epochs": 1.5, "max_steps": -1, "packed": False, "gradient_accumulation_steps": 2},
-        {"streaming": True},
         {"lora_rank": 2, "packed": False},
     ],
 )
@@ -388,12 +386,16 @@ def test_a_head_to_go_on_from(files: dict[str, str], tmp_path: Path) -> None:
     assert dry_run(settings_of(files, tmp_path, head=files["full"])).trained == sum(v.numel() for v in head.values())
 
 
+def test_rows_of_one_sample(files: dict[str, str], tmp_path: Path) -> None:
+    alone = open_run(settings_of(files, tmp_path / "alone", packed=False, head=files["full"]))
+    assert len(alone.trainer.train_dataset) == 16
+
+
 def test_steps_per_epoch(files: dict[str, str], tmp_path: Path) -> None:
     """16 rows, 2 x 3 a step on each of 2 devices."""
     flags = {"packed": False, "gradient_accumulation_steps": 3}
     plan = dry_run(settings_of(files, tmp_path / "none", **flags), processes=2)
     assert (plan.rows, plan.rows_per_step, plan.steps_per_epoch) == (16, 12, 1)
-    assert dry_run(settings_of(files, tmp_path / "none", streaming=True)).steps_per_epoch is None
     assert not (tmp_path / "none").exists()
 
 

@@ -1,29 +1,19 @@
 """The training data by hand: samples, their order, and the noisy copies that a batch packs."""
 
-import json
 import math
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
-from threading import Barrier
-from types import SimpleNamespace
-from typing import Any
 
-import mrp_trainer.data.problems as data
 import numpy as np
 import pytest
 import torch
 from helpers import ALPHA, BLOCK, MASK, PAD, chi_square_p, collate, sample
-from mrp_trainer.data.problems import TaskDataset, encode
+from mrp_trainer.data.problems import encode
 from mrp_trainer.data.sampler import LengthBucketSampler
 from mrp_trainer.data.samples import Sample
 from mrp_trainer.data.tasks import Problem
 from mrp_trainer.train.losses import BLANK
-from mrp_trainer.train.trajectories import TrajectoryDataset, record_trajectories
 from transformers import PreTrainedTokenizerFast
-
-from modeling_mrp import MRPForCausalLM
 
 # ------------------------------------------------------------------------------------------------ dataset
 
@@ -35,69 +25,6 @@ def test_encode_is_a_chat_turn_or_plain_text(word_tokenizer: PreTrainedTokenizer
     text = Problem("source", "Bo has", "3 pens .")
     words = [word_tokenizer.convert_ids_to_tokens(ids) for ids in encode(text, word_tokenizer)]
     assert words == [["Bo", "has"], ["3", "pens", "."]]
-
-
-class NoTokenizer:
-    pad_token_id = 9
-
-
-def test_an_item_is_prompt_response_and_padding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Real text is cut to whole blocks, since it has no end to learn; a chat turn never is."""
-    made: list[tuple[Any, ...]] = []
-    pieces = ([1, 2, 3, 4, 5], [6, 7])
-
-    def make(*arguments: Any) -> Problem:
-        made.append(arguments)
-        return Problem(arguments[0], "", "")
-
-    monkeypatch.setattr(data, "make_problem", make)
-    monkeypatch.setattr(data, "encode", lambda problem, tokenizer: pieces)
-    dataset = TaskDataset(NoTokenizer(), 10, {"code": 1.0}, "tune", block_size=4, seed=5, max_length=6)  # type: ignore[arg-type]
-    item = dataset[3]
-    assert (item.index, item.ids.tolist(), item.length) == (3, [1, 2, 3, 4, 5, 6, 7, 9], 7)
-    assert item.response.tolist() == [False] * 5 + [True] * 3  # what lies behind the end is learned, too
-    assert made == [("code", "tune", 3, 5)]
-    for max_length, length in ((6, 4), (7, 4), (8, 4), (100, 4)):
-        cut = TaskDataset(NoTokenizer(), 10, {"source": 1.0}, block_size=4, max_length=max_length)[0]  # type: ignore[arg-type]
-        assert (cut.ids.tolist(), cut.response.tolist(), cut.length) == ([1, 2, 3, 4], [False, False, False, True], length)
-    assert len(dataset) == len(list(dataset)) == 10
-    again = dataset[13]  # the next epoch's visit of item 3: the same text under another number
-    assert (again.index, again.ids.tolist()) == (13, item.ids.tolist())
-    assert sorted(m[2] for m in made if m[0] == "code") == list(range(10))  # each was made once
-    with pytest.raises(IndexError, match="visit -1"):
-        dataset[-1]
-
-
-def test_items_are_a_function_of_seed_and_index(word_tokenizer: PreTrainedTokenizerFast) -> None:
-    families: dict[Any, float] = {"math": 1.0, "code": 1.0, "source": 0.2}
-    first, again, other, longer = (
-        TaskDataset(word_tokenizer, size, families, seed=seed) for size, seed in ((20, 3), (20, 3), (20, 4), (99, 3))
-    )
-    backwards = {i: again[i] for i in reversed(range(20))}
-    for i in range(20):
-        for twin in (backwards[i], longer[i]):
-            assert twin.ids.tolist() == first[i].ids.tolist()
-            assert twin.response.tolist() == first[i].response.tolist()
-    assert sum(first[i].ids.tolist() == other[i].ids.tolist() for i in range(20)) == 0
-    assert len({tuple(first[i].ids) for i in range(20)}) == 20
-
-
-def test_family_shares(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shares need not sum to 1; chi-square over 4000 items."""
-    chosen: list[str] = []
-
-    def make(family: Any, *arguments: Any) -> Problem:
-        chosen.append(family)
-        return Problem(family, "", "")
-
-    monkeypatch.setattr(data, "make_problem", make)
-    monkeypatch.setattr(data, "encode", lambda problem, tokenizer: ([1] * 16, [2] * 16))
-    dataset = TaskDataset(NoTokenizer(), 4000, {"math": 5, "source": 2, "code": 1})  # type: ignore[arg-type]
-    for i in range(4000):
-        dataset[i]
-    counts = torch.tensor([chosen.count(family) for family in ("math", "source", "code")])
-    assert chi_square_p(counts, torch.tensor([5 / 8, 2 / 8, 1 / 8])) > ALPHA
-    assert counts.sum() == 4000
 
 
 class Lengths:
@@ -121,7 +48,7 @@ def random_lengths(count: int) -> Lengths:
     return Lengths((16 * int(rng.integers(2, 9)), int(rng.integers(1, 32))) for _ in range(count))
 
 
-@pytest.mark.parametrize("size", [1, 47, 200])
+@pytest.mark.parametrize("size", [1, 3, 47, 48, 49, 200])
 def test_the_sampler_visits_each_index_once(size: int) -> None:
     """With batches of 3 a window is 48 samples, and an epoch takes from the next what is missing to whole batches."""
     sampler = random_lengths(size).sampler(3)
@@ -325,72 +252,3 @@ def test_noise_is_a_function_of_seed_and_index() -> None:
     assert not torch.equal(collate(samples, seed=8).supervised, batch.supervised)
     copies = [replace(samples[0], index=i) for i in range(6)]  # one text under six indices
     assert len(collate(copies, seed=7).supervised.unique(dim=0)) == 6
-
-
-# ------------------------------------------------------------------------------------------------ trajectories
-
-
-def test_trajectories_are_what_static_did(tiny_model: MRPForCausalLM, tiny_tokenizer: Any, tmp_path: Path) -> None:
-    """40 problems in windows of 16: recorded at once, by a call that finds the file broken off in the second window, and by two
-    processes (threads here), of which one finds a part broken off."""
-    asked = TaskDataset(tiny_tokenizer, 40, {"math": 1.0, "code": 1.0, "source": 0.2}, "tune")
-    whole, broken = tmp_path / "whole.jsonl", tmp_path / "broken.jsonl"
-    record_trajectories(tiny_model, asked, whole, batch_size=2)
-    lines = whole.read_text().splitlines()
-    assert len(lines) == 40
-    broken.with_suffix(".part").write_text("\n".join(lines[:20]) + lines[20][:9])
-    record_trajectories(tiny_model, asked, broken, batch_size=2)
-    assert broken.read_text() == whole.read_text()
-    record_trajectories(None, asked, broken)  # complete: nothing is decoded
-    shared = tmp_path / "shared.jsonl"
-    shared.with_suffix(".1of2.part").write_text("".join(f"{line}\n" for line in lines[16:20]))  # its window is not whole
-    together = Barrier(2)
-    states: list[Any] = [SimpleNamespace(process_index=i, num_processes=2, wait_for_everyone=together.wait) for i in range(2)]
-    with ThreadPoolExecutor(2) as processes:
-        list(processes.map(lambda state: record_trajectories(tiny_model, asked, shared, 2, state), states))
-    assert shared.read_text() == whole.read_text()
-    assert sorted(tmp_path.iterdir()) == [broken, shared, whole]
-    prompts = sorted(encode(asked.problem(i), tiny_tokenizer)[0] for i in range(40))
-    records = [json.loads(line) for line in lines]
-    assert sorted(record["ids"][: record["response_start"]] for record in records) == prompts
-    for record in records[:3]:
-        prompt = torch.tensor([record["ids"][: record["response_start"]]])
-        out = tiny_model.generate(prompt, decoding="static", max_new_tokens=80, return_dict_in_generate=True)
-        assert out.sequences[0].tolist()[: len(record["ids"])] == record["ids"]
-        assert out.reveal_step[0].tolist()[: len(record["reveal_step"])] == record["reveal_step"]
-    ways = ({"decoding": "sequential"}, {"decoding": "dynamic", "confidence_threshold": 0.5})
-    record_trajectories(tiny_model, asked, tmp_path / "ways.jsonl", batch_size=2, decodings=ways)
-    for i, line in enumerate((tmp_path / "ways.jsonl").read_text().splitlines()[:4]):  # batches take turns
-        record = json.loads(line)
-        in_order = record["reveal_step"] == sorted(record["reveal_step"])
-        several = len(set(record["reveal_step"])) < len(record["reveal_step"])
-        assert (in_order, several) == ((True, False), (False, True))[i // 2]
-
-
-def test_recorded_samples(tmp_path: Path) -> None:
-    """One that ends with its eos, one cut to whole blocks, and one with nothing left; another order in every epoch."""
-    path = tmp_path / "t.jsonl"
-    records = [
-        {"ids": [1, 2, 3, 4, 5, 9], "response_start": 3, "reveal_step": [2, 0, 1]},
-        {"ids": [1, 2, 3, 4, 5, 6, 7], "response_start": 1, "reveal_step": [5, 4, 3, 2, 1, 0]},
-        {"ids": [1, 2, 3, 4, 5], "response_start": 4, "reveal_step": [0]},
-    ]
-    path.write_text("\n".join(map(json.dumps, records)))
-    dataset = TrajectoryDataset(path, 40, 4, eos_token_id=9, pad_token_id=0, seed=1)
-    items = [dataset[i] for i in range(40)]
-    assert [item.index for item in items] == list(range(40))
-    seen = {tuple(item.ids): item for item in items}
-    assert sorted(seen) == [(1, 2, 3, 4), (1, 2, 3, 4, 5, 9, 0, 0)]
-    ended, cut = seen[1, 2, 3, 4, 5, 9, 0, 0], seen[1, 2, 3, 4]
-    assert (ended.response.argmax(), ended.length, ended.reveal_step.tolist()) == (3, 6, [-1, -1, -1, 2, 0, 1, -1, -1])
-    assert (cut.response.argmax(), cut.length, cut.reveal_step.tolist()) == (1, 4, [-1, 5, 4, 3])
-    orders = {tuple(items[i].ids) < tuple(items[i + 1].ids) for i in range(0, 40, 2)}
-    assert orders == {True, False}
-    for i in range(0, 40, 2):
-        assert tuple(items[i].ids) != tuple(items[i + 1].ids)
-    assert len(list(dataset)) == 40
-    with pytest.raises(IndexError, match="visit -1"):
-        dataset[-1]
-    path.write_text(json.dumps(records[2]))
-    with pytest.raises(ValueError, match=r"t.jsonl holds no decoded text: record trajectories first"):
-        TrajectoryDataset(path, 40, 4, eos_token_id=9, pad_token_id=0)

@@ -11,7 +11,6 @@ import torch
 from conftest import ROOT, TINY
 from hub_client import HubClient
 from hub_server import HubServer, run_python
-from mrp_trainer.data.records import RecordError
 from mrp_trainer.data.rows import open_rows
 from mrp_trainer.data.samples import samples_of
 from mrp_trainer.heads import with_new_head
@@ -89,25 +88,6 @@ def test_records_become_the_rows_that_the_command_reads(
     assert contents(trainer.eval_dataset) == contents(open_rows([path], encoder, packed, shuffle=False))
 
 
-def test_a_stream_is_read_as_it_comes(tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    """Also one without an end, which could not be checked before; held out, it is read once each time."""
-    datasets = pytest.importorskip("datasets", reason="the streams are its own")
-
-    def endless() -> Any:
-        yield from CHATS
-        while True:
-            yield {"messages": []}
-
-    stream = datasets.IterableDataset.from_generator(endless)
-    held_out = datasets.Dataset.from_list(CHATS).to_iterable_dataset()
-    trainer = new_trainer(tmp_path, tiny_tokenizer, stream, held_out, packed=False)
-    with pytest.raises(RecordError, match=r"train_dataset, line \d+, field messages: found an empty list"):
-        trainer.train()
-    expected = new_trainer(tmp_path, tiny_tokenizer).evaluate(CHATS)["eval_loss"]
-    for _ in range(2):
-        assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-4)
-
-
 @pytest.mark.parametrize("objective", ["mrp", "block_diffusion"])
 def test_the_defaults_are_those_of_the_command(objective: str, tmp_path: Path) -> None:
     command = read_settings(objective, None, {"model": "m", "output_dir": str(tmp_path)}).arguments(use_cpu=True)
@@ -135,8 +115,9 @@ def test_the_defaults_are_those_of_the_command(objective: str, tmp_path: Path) -
             {"train": CHATS, "test": CHATS},
             r"train_dataset has the splits train, test: give one of them, train_dataset\['train'\]",
         ),
+        (iter(CHATS), "train_dataset is a list_iterator, which comes in order only: write its records to a .jsonl file"),
     ],
-    ids=["empty", "nothing to learn", "splits"],
+    ids=["empty", "nothing to learn", "tokens", "preferences", "splits", "stream", "no file"],
 )
 def test_refused_datasets(dataset: Any, message: str, tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):

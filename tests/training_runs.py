@@ -9,7 +9,6 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from multiprocessing import forkserver
 from pathlib import Path
@@ -26,7 +25,6 @@ from mrp_trainer.train.trainer import MRPTrainer
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset
 from transformers import TrainerCallback
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
@@ -74,16 +72,6 @@ class Rows:
         return Sample(visit, ids, response, len(ids) - 1)
 
 
-class Streamed(IterableDataset[Sample]):
-    """Rows in their order, without a length."""
-
-    def __init__(self, rows: Rows) -> None:
-        self.rows = rows
-
-    def __iter__(self) -> Iterator[Sample]:
-        return (self.rows[i] for i in range(len(self.rows)))
-
-
 def small_model(double: bool = False, seed: int = 0, **config: Any) -> MRPForCausalLM:
     """Random weights, with a head that says something."""
     sizes = {
@@ -119,9 +107,7 @@ class Run:
         scramble: Whether every step is preceded by another seed of every global generator.
         sharded: Whether FSDP2 shards the model.
         adapter: Whether only a LoRA adapter of the head trains.
-
         eval_rows: How many rows are held out.
-        eval_stream: Whether these come as a stream.
         vocab_size: The model's.
     """
 
@@ -136,9 +122,7 @@ class Run:
     scramble: bool = False
     sharded: bool = False
     adapter: bool = False
-
     eval_rows: int = 0
-    eval_stream: bool = False
     vocab_size: int = 64
 
 
@@ -203,8 +187,6 @@ def prepare(run: Run) -> MRPTrainer:
         lora = LoraConfig(r=2, target_modules=LORA_TARGETS["mrp"], init_lora_weights=False)
         model = get_peft_model(model, lora)
     held_out: Any = Rows(run.eval_rows) if run.eval_rows else None
-    if run.eval_stream:
-        held_out = Streamed(held_out)
     trainer = MRPTrainer(model, arguments, Rows(run.rows, run.without_response), held_out)
     trainer.add_callback(_Watch(run))
     torch.manual_seed(run.seed)

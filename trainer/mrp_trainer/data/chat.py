@@ -73,22 +73,6 @@ class RecordEncoder:
         backbone = Backbone(vocab_size, self.block_size, self.mask_token_id, self.digest)
         return RecordParser(self._text_of(self.mask_token_id), self._end_tokens, backbone)
 
-    def check(self, raw: bytes | Mapping[str, Any]) -> None:
-        """All of a record that can be checked without encoding it.
-
-        Raises:
-            FieldError: It is malformed, or the chat template cannot render it so that its turns are found.
-            ValueError: It is a chat and the tokenizer has no chat template.
-        """
-        record = self.parser.parse(raw)
-        if not isinstance(record, Trajectory):
-            self._pieces(record)
-        elif not self.with_decoded:
-            raise FieldError(
-                "reveal_step",
-                "a decoded text has no random masks for inverse_level to weigh: switch that off, or leave decoded texts out",
-            )
-
     def prompt(self, raw: bytes | Mapping[str, Any]) -> list[int]:
         """The ids that a decoder is given: of a chat before a last turn of the assistant, or of a `prompt`.
 
@@ -114,11 +98,18 @@ class RecordEncoder:
         A text that was cut has no end, and its sample no `length`.
 
         Raises:
-            FieldError: As `check`; or it holds the mask token.
-            ValueError: As `check`.
+            FieldError: It is malformed, holds the mask token, or the chat template cannot render it so that its turns are
+                found.
+            ValueError: It is a chat and the tokenizer has no chat template.
         """
         record = self.parser.parse(raw)
         if isinstance(record, Trajectory):
+            if not self.with_decoded:
+                raise FieldError(
+                    "reveal_step",
+                    "a decoded text has no random masks for inverse_level to weigh: switch that off, or leave "
+                    "decoded texts out",
+                )
             start, steps, pad = record.response_start, record.reveal_step, self.tokenizer.pad_token_id
             return decoded_sample(index, record.ids, start, steps, self.block_size, self.end_token_ids, pad, self.capacity)
         ids, learned = self._encode(record)

@@ -25,7 +25,6 @@ from transformers.utils import logging
 logger = logging.get_logger(__name__)
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-_LONGEST = 2**26  # bytes; reading takes a few times as many
 _LAYOUTS = (
     "needed is 'messages', or 'prompt' and 'completion', or 'text', or what mrp decode writes; ShareGPT's 'conversations' and "
     "Alpaca's 'instruction' and 'output' are read, too"
@@ -95,6 +94,33 @@ class Backbone:
     mask_token_id: int
     digest: str | None = None
 
+    def check(self, ids: Sequence[int], start: int, steps: Sequence[int], decoder: Mapping[str, Any]) -> None:
+        """Refuse, with a `FieldError`, ids that it does not have, steps out of its blocks' order, and another decoder."""
+        for token in ids:
+            if not 0 <= token < self.vocab_size or token == self.mask_token_id:
+                raise FieldError("ids", f"found {token}: needed are ids from 0 to {self.vocab_size - 1}, and not the mask's")
+        blocks = [(start + place) // self.block_size for place in range(len(steps))]
+        latest: dict[int, int] = {}
+        for block, step in zip(blocks, steps, strict=True):
+            latest[block] = max(step, latest.get(block, -1))
+            if step <= latest.get(block - 1, -1):
+                raise FieldError(
+                    "reveal_step",
+                    f"found {step} in a block behind step {latest.get(block - 1, -1)}: steps count from 0, and decoding ends a "
+                    f"block of {self.block_size} before the next",
+                )
+        for name in ("block_size", "mask_token_id"):
+            if decoder.get(name, getattr(self, name)) != getattr(self, name):
+                raise FieldError(
+                    f"decoded_by.{name}",
+                    f"found {decoder[name]}, and the model that trains has {getattr(self, name)}: decode with that one",
+                )
+        if None not in (self.digest, decoder.get("digest")) and decoder["digest"] != self.digest:
+            logger.warning_once(
+                f"{decoder.get('model')!r} wrote texts of the data, and another backbone trains: a head learns most from what "
+                "its own backbone wrote, decode the prompts with that one"
+            )
+
 
 class FieldError(ValueError):
     """What is wrong with one field of a record; None stands for the record as a whole."""
@@ -127,22 +153,11 @@ class RecordError(ValueError):
 
     def __init__(self, problems: Sequence[Problem], more: bool = False) -> None:
         self.problems = tuple(problems)
-        if len(problems) == 1 and not more:
-            super().__init__(str(problems[0]))
-            return
-        head = (
+        some = (
             f"the first {len(problems)} malformed records (there may be more)" if more else f"{len(problems)} malformed records"
         )
-        super().__init__("\n  ".join([f"{head}:", *map(str, problems)]))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _restored, (self.problems, str(self))
-
-
-def _restored(problems: Sequence[Problem], message: str) -> RecordError:
-    error = RecordError(problems)
-    error.args = (message,)
-    return error
+        head = [] if len(problems) == 1 else [f"{some}:"]
+        super().__init__("\n  ".join([*head, *map(str, problems)]))
 
 
 @dataclass(frozen=True)
@@ -174,11 +189,8 @@ class RecordParser:
         if not layouts and "conversations" in given:
             return self._chat([("conversations", given["conversations"])], given.get("tools"))
         if not layouts:
-            if "ids" in given:
-                raise FieldError("reveal_step", "it is missing beside 'ids': give what mrp decode writes")
-            nulls = [name for names in _LAYOUT_FIELDS for name in names if name in row]
-            found = f"null in {nulls[0]!r}" if nulls else f"the fields {sorted(map(str, row))}" if row else "no fields"
-            raise FieldError(nulls[0] if nulls else None, f"found {found}: {_LAYOUTS}")
+            found = f"the fields {sorted(map(str, given))}" if given else "no fields"
+            raise FieldError(None, f"found {found}: {_LAYOUTS}")
         if len(layouts) > 1:
             found = " and ".join(repr(name) for names in layouts for name in names if name in given)
             raise FieldError(layouts[1][0], f"found {found}: a record has one layout, remove the others; {_LAYOUTS}")
@@ -220,18 +232,18 @@ class RecordParser:
         return [{"role": "user", "content": "\n\n".join(filter(None, asked))}]
 
     def _trajectory(self, given: Mapping[str, Any]) -> Trajectory:
-        for name in ("ids", "response_start"):
-            if name not in given:
-                raise FieldError(name, "it is missing beside 'reveal_step': give what mrp decode writes")
-        ids, start, steps = _integers("ids", given), given["response_start"], _integers("reveal_step", given)
-        if not _is_integer(start) or not 0 <= start < len(ids):
-            raise FieldError("response_start", f"found {_found(start)}: needed is a place in 'ids', from 0 to {len(ids) - 1}")
+        """Check that there is a step for each id of the response, and that the model that trains can have written them."""
+        ids: Any = given.get("ids")
+        start: Any = given.get("response_start")
+        steps = given["reveal_step"]
+        if not (_are_integers(ids) and _are_integers(steps) and _are_integers([start]) and 0 <= start < len(ids)):
+            raise FieldError(
+                "reveal_step", "needed beside it are ids and response_start, a place in them: give what mrp decode writes"
+            )
         if len(steps) != len(ids) - start:
             raise FieldError("reveal_step", f"found {len(steps)} steps: {len(ids) - start} ids of the response need one each")
         if self.backbone is not None:
-            _check_ids(ids, self.backbone)
-            _check_steps(steps, start, self.backbone.block_size)
-            _check_decoder(given.get("decoded_by"), self.backbone)
+            self.backbone.check(ids, start, steps, given.get("decoded_by") or {})
         return Trajectory(ids, start, steps)
 
     def _pair(self, given: Mapping[str, Any]) -> Record:
@@ -241,12 +253,6 @@ class RecordParser:
         prompt, completion = given["prompt"], given["completion"]
         if isinstance(prompt, list) and isinstance(completion, list):
             return self._chat([("prompt", prompt), ("completion", completion)], given.get("tools"))
-        for name, value in (("prompt", prompt), ("completion", completion)):
-            if not isinstance(value, str | list):
-                raise FieldError(name, f"found {_found(value)}: a string or a list of messages is needed")
-        if isinstance(prompt, list) or isinstance(completion, list):
-            found = f"{_found(completion)} beside a 'prompt' that is {_found(prompt)}"
-            raise FieldError("completion", f"found {found}: both must be strings or both lists of messages")
         return Text(self._string("prompt", prompt), self._learned("completion", completion))
 
     def _chat(self, parts: Sequence[tuple[str, Any]], tools: Any) -> Chat:
@@ -328,62 +334,8 @@ def _tools(tools: Any) -> list[dict[str, Any]] | None:
     return tools or None
 
 
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _integers(name: str, given: Mapping[str, Any]) -> list[int]:
-    values = given[name]
-    if not isinstance(values, list) or not values:
-        found = "an empty list" if isinstance(values, list) else _found(values)
-        raise FieldError(name, f"found {found}: a list of integers is needed")
-    for place, value in enumerate(values):
-        if not _is_integer(value):
-            raise FieldError(f"{name}[{place}]", f"found {_found(value)}: an integer is needed")
-    return values
-
-
-def _check_ids(ids: Sequence[int], backbone: Backbone) -> None:
-    for place, token in enumerate(ids):
-        if not 0 <= token < backbone.vocab_size:
-            raise FieldError(f"ids[{place}]", f"found {token}: the vocabulary has the ids 0 to {backbone.vocab_size - 1}")
-        if token == backbone.mask_token_id:
-            raise FieldError(f"ids[{place}]", f"found the mask token, id {token}: a text that is done has none")
-
-
-def _check_steps(steps: Sequence[int], start: int, block_size: int) -> None:
-    """Steps count from 0, and every block is done before the next one begins."""
-    before = latest = -1  # of the blocks before, and of all so far
-    for place, step in enumerate(steps):
-        if (start + place) % block_size == 0:
-            before = latest
-        if step < 0:
-            raise FieldError(f"reveal_step[{place}]", f"found {step}: steps count from 0")
-        if step <= before:
-            raise FieldError(
-                f"reveal_step[{place}]",
-                f"found {step} behind step {before} of an earlier block: decoding ends a block of {block_size} before the next",
-            )
-        latest = max(latest, step)
-
-
-def _check_decoder(decoder: Any, backbone: Backbone) -> None:
-    """Compares the model that wrote a text with the one that learns from it."""
-    if decoder is None:
-        return
-    if not isinstance(decoder, Mapping):
-        raise FieldError("decoded_by", f"found {_found(decoder)}: an object is needed")
-    for name in ("block_size", "mask_token_id"):
-        found, needed = decoder.get(name), getattr(backbone, name)
-        if found is not None and found != needed:
-            raise FieldError(
-                f"decoded_by.{name}", f"found {_found(found)}, and the model that trains has {needed}: decode with that one"
-            )
-    if backbone.digest is not None and decoder.get("digest") not in (None, backbone.digest):
-        logger.warning_once(
-            f"{decoder.get('model')!r} wrote texts of the data, and another backbone trains: a head learns most from what its "
-            "own backbone wrote, decode the prompts with that one"
-        )
+def _are_integers(values: Any) -> bool:
+    return isinstance(values, list) and bool(values) and all(type(value) is int for value in values)
 
 
 def read_object(raw: bytes | Mapping[str, Any]) -> Mapping[str, Any]:
@@ -395,19 +347,10 @@ def read_object(raw: bytes | Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _decode(line: bytes) -> Any:
-    if len(line) > _LONGEST:
-        raise FieldError(None, f"found {len(line):,} bytes: a record may have {_LONGEST:,}, write it as several")
     try:
         return json.loads(line.rstrip(b"\r\n").decode())
-    except UnicodeDecodeError as error:
-        found = f"byte 0x{line[error.start]:02x} at byte {error.start + 1} of the line"
-        raise FieldError(None, f"found {found}: UTF-8 is needed") from error
-    except json.JSONDecodeError as error:
-        raise FieldError(None, f"not JSON, at character {error.pos + 1}: {error.msg}") from error
-    except RecursionError as error:
-        raise FieldError(None, "not a record: its JSON is nested too deeply") from error
-    except ValueError as error:  # Python's limit
-        raise FieldError(None, "not a record: it holds a number of thousands of digits, write it as a text") from error
+    except (ValueError, RecursionError) as error:
+        raise FieldError(None, f"not JSON in UTF-8: {error}") from error
 
 
 def _found(value: Any) -> str:

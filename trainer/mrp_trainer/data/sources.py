@@ -1,12 +1,10 @@
-"""Where records come from: JSON lines, folders, files and repositories that `datasets` reads, streams."""
+"""Where records come from: JSON lines, and what `datasets` reads."""
 
 import os
-import sys
-from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from tqdm import tqdm
 
@@ -27,26 +25,8 @@ class Place(NamedTuple):
     offset: int
 
 
-class Places:
-    """Places of many records, 20 bytes each."""
-
-    def __init__(self) -> None:
-        self._columns = array("l"), array("q"), array("q")
-
-    def append(self, place: Place) -> None:
-        """One more."""
-        for column, value in zip(self._columns, place, strict=True):
-            column.append(value)
-
-    def __len__(self) -> int:
-        return len(self._columns[0])
-
-    def __getitem__(self, number: int) -> Place:
-        return Place(*(column[number] for column in self._columns))
-
-
 class Source(Protocol):
-    """Records in order, as bytes of JSON or as rows."""
+    """Records by place, as bytes of JSON or as rows."""
 
     @property
     def names(self) -> Sequence[str]:
@@ -56,10 +36,6 @@ class Source(Protocol):
     def entries(self) -> Iterator[tuple[Place, Any]]:
         """All of them, from the first."""
         ...
-
-
-class TableSource(Source, Protocol):
-    """A source that finds a record again."""
 
     def at(self, place: Place) -> Any:
         """The record of a place that `entries` gave."""
@@ -85,8 +61,13 @@ class JsonLines:
     def entries(self) -> Iterator[tuple[Place, bytes]]:
         """Place and bytes of every line."""
         for number, name in enumerate(self.names):
+            offset = 0
             with open(name, "rb") as file:
-                yield from _lines(file, number)
+                for line, raw in enumerate(file, start=1):
+                    text = raw.removeprefix(_BYTE_ORDER_MARK) if line == 1 else raw
+                    if text.strip():
+                        yield Place(number, line, offset + len(raw) - len(text)), text
+                    offset += len(raw)
 
     def at(self, place: Place) -> bytes:
         """The line of a place."""
@@ -117,52 +98,13 @@ class Rows:
         return self.table[place.offset]
 
 
-class Stream:
-    """Rows that only come in order: a `datasets.IterableDataset`, or lines that are piped in.
-
-    Args:
-        open_stream: Gives the rows or lines from the first.
-        name: What errors call it.
-        once: It can be read once only, as a pipe can.
-
-    Attributes:
-        spent: Whether it cannot be read any more.
-    """
-
-    def __init__(self, open_stream: Callable[[], Iterable[Any]], name: str, once: bool = False) -> None:
-        self.open_stream = open_stream
-        self.names = [name]
-        self.once = once
-        self.spent = False
-
-    def entries(self) -> Iterator[tuple[Place, Any]]:
-        """Place and row (or line), of every one.
-
-        Raises:
-            RuntimeError: It can be read once and was.
-            RecordError: `datasets` cannot read it.
-        """
-        if self.spent:
-            raise RuntimeError(f"{self.names[0]} can be read once: write it to a file to train on it for more than one epoch")
-        self.spent = self.once
-        if self.once:
-            yield from _lines(self.open_stream(), 0)
-            return
-        try:
-            for number, row in enumerate(self.open_stream()):
-                yield Place(0, number + 1, number), row
-        except Exception as error:  # as in _load
-            raise RecordError([Problem(self.names[0], None, None, f"datasets cannot read it: {_cause(error)}")]) from error
-
-
-def open_source(paths: Sequence[str], split: str = "train", streaming: bool = False) -> TableSource | Stream:
+def open_source(paths: Sequence[str], split: str = "train") -> Source:
     """The source behind paths a user gives.
 
     Args:
         paths: `.jsonl` files; or one folder that `datasets` saved or can load, or one file of its formats, or the id of a
-            dataset on the Hub; or "-", the standard input, one JSON object a line.
+            dataset on the Hub.
         split: The split to read of a folder or a dataset that has several.
-        streaming: Read what `datasets` loads as a stream, without converting it first.
 
     Raises:
         RecordError: A path is missing, or cannot be read.
@@ -171,22 +113,20 @@ def open_source(paths: Sequence[str], split: str = "train", streaming: bool = Fa
     """
     if not paths:
         raise ValueError("no data: give at least one file or folder")
-    if list(paths) == ["-"]:
-        return Stream(lambda: sys.stdin.buffer, "standard input", once=True)
     check_paths(paths)
     if all(Path(path).suffix in _LINES and os.path.isfile(path) for path in paths):
         return JsonLines(paths)
     if len(paths) > 1:
         raise ValueError(f"found {', '.join(paths)}: several paths must all be {' or '.join(_LINES)} files")
-    return _load(Path(paths[0]), split, streaming)
+    return _load(Path(paths[0]), split)
 
 
-def source_of(dataset: Any, name: str) -> TableSource | Stream | None:
+def source_of(dataset: Any, name: str) -> Source | None:
     """Find the records in a dataset that a program has.
 
     Args:
-        dataset: A `datasets.Dataset` or `datasets.IterableDataset`; a list of records, or any other dataset by number whose
-            first item is one; a path that `open_source` takes.
+        dataset: A `datasets.Dataset`; a list of records, or any other dataset by number whose first item is one; a path that
+            `open_source` takes.
         name: What errors call it.
 
     Returns:
@@ -194,22 +134,23 @@ def source_of(dataset: Any, name: str) -> TableSource | Stream | None:
 
     Raises:
         RecordError: A path is missing, or cannot be read.
+        ValueError: The dataset has no length.
     """
     if isinstance(dataset, str | os.PathLike):
         return open_source([os.fspath(dataset)])
-    if hasattr(dataset, "column_names") and not hasattr(dataset, "__len__"):
-        return Stream(lambda: dataset, name)
-    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-        return None
+    if not hasattr(dataset, "__len__"):
+        raise ValueError(
+            f"{name} is a {type(dataset).__name__}, which comes in order only: write its records to a .jsonl file, of which "
+            "only places are kept in memory"
+        )
     return Rows(dataset, name) if len(dataset) == 0 or isinstance(dataset[0], Mapping) else None
 
 
 def check_paths(paths: Sequence[str]) -> None:
     """Raises `RecordError` for paths of data that are not there."""
-    if list(paths) != ["-"]:
-        missing = [path for path in paths if not os.path.exists(path) and not is_hub_dataset(path)]
-        if missing:
-            raise RecordError([Problem(path, None, None, "there is no such file or folder") for path in missing])
+    missing = [path for path in paths if not os.path.exists(path) and not is_hub_dataset(path)]
+    if missing:
+        raise RecordError([Problem(path, None, None, "there is no such file or folder") for path in missing])
 
 
 def is_hub_dataset(path: str) -> bool:
@@ -218,13 +159,13 @@ def is_hub_dataset(path: str) -> bool:
 
 
 def checked(
-    source: Source, check: Callable[[Any], object], most: int = 20, show_progress: bool = False
+    source: Source, read: Callable[[Any], Any], most: int = 20, show_progress: bool = False
 ) -> Iterator[tuple[Place, Any]]:
-    """The source's entries, each once `check` has passed it; behind the first bad one they are only checked.
+    """Place of every entry of a source and what `read` makes of it; behind the first bad one they are only checked.
 
     Args:
         source: The records.
-        check: Raises a FieldError for a malformed one.
+        read: Raises a FieldError for a malformed one.
         most: How many problems are collected before they are raised.
         show_progress: Whether to show a progress bar on a terminal.
 
@@ -234,18 +175,19 @@ def checked(
     problems: list[Problem] = []
     used: set[int] = set()
     entries = source.entries()
-    with tqdm(desc="Checking records", unit=" records", disable=None if show_progress else True) as bar:
+    with tqdm(desc="Reading records", unit=" records", disable=None if show_progress else True) as bar:
         for place, raw in entries:  # not through the bar, which would close them when the loop is left
             bar.update()
             used.add(place.file)
             try:
-                check(raw)
+                made = read(raw)
             except FieldError as error:
                 problems.append(Problem(source.names[place.file], place.line, error.field_name, str(error)))
                 if len(problems) == most:
                     break
-            if not problems:
-                yield place, raw
+            else:
+                if not problems:
+                    yield place, made
     more = len(problems) == most and next(entries, None) is not None
     if not more:
         empty = [name for number, name in enumerate(source.names) if number not in used]
@@ -254,16 +196,7 @@ def checked(
         raise RecordError(problems, more)
 
 
-def _lines(file: BinaryIO | Iterable[bytes], number: int) -> Iterator[tuple[Place, bytes]]:
-    offset = 0
-    for line, raw in enumerate(file, start=1):
-        text = raw.removeprefix(_BYTE_ORDER_MARK) if line == 1 else raw
-        if text.strip():
-            yield Place(number, line, offset + len(raw) - len(text)), text
-        offset += len(raw)
-
-
-def _load(path: Path, split: str, streaming: bool) -> Rows | Stream:
+def _load(path: Path, split: str) -> Rows:
     if path.is_file() and path.suffix not in _BUILDERS:
         known = ", ".join([*_LINES, *_BUILDERS])
         raise RecordError([Problem(str(path), None, None, f"found the ending {path.suffix!r}: one of {known} is needed")])
@@ -276,21 +209,14 @@ def _load(path: Path, split: str, streaming: bool) -> Rows | Stream:
     try:
         if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
             table = datasets.load_from_disk(str(path))
-            if isinstance(table, datasets.DatasetDict):
-                table = table[split]
+            table = table[split] if isinstance(table, datasets.DatasetDict) else table
         elif path.is_file():
-            table = datasets.load_dataset(_BUILDERS[path.suffix], data_files=str(path), split="train", streaming=streaming)
+            table = datasets.load_dataset(_BUILDERS[path.suffix], data_files=str(path), split="train")
         else:
-            table = datasets.load_dataset(str(path), split=split, streaming=streaming)
+            table = datasets.load_dataset(str(path), split=split)
     except Exception as error:  # datasets raises what its readers raise: their errors, OSError, KeyError, ValueError
         nowhere = "" if path.exists() else "there is no such file or folder here, and on the Hub "
-        message = f"{nowhere}datasets cannot read split {split!r} of it: {_cause(error)}"
+        cause = error.__cause__ or error
+        message = f"{nowhere}datasets cannot read split {split!r} of it: {type(cause).__name__}: {cause}"
         raise RecordError([Problem(str(path), None, None, message)]) from error
-    if isinstance(table, datasets.IterableDataset):
-        return Stream(lambda: table, str(path))
     return Rows(table, str(path))
-
-
-def _cause(error: Exception) -> str:
-    cause = error.__cause__ or error
-    return f"{type(cause).__name__}: {cause}"

@@ -70,11 +70,10 @@ def read_questions(path: str | Path, judge: str = "exact", limit: int | None = N
         raise ValueError(f"judge is {judge!r}: choose one of {', '.join(JUDGES)}")
     parser = RecordParser()
 
-    def question(raw: bytes, where: str = "") -> Question:
-        return Question(where, parser.parse_prompt(raw), _answer(read_object(raw).get("answer"), judge))
+    def read(raw: bytes) -> tuple[Chat | Text, str | None]:
+        return parser.parse_prompt(raw), _answer(read_object(raw).get("answer"), judge)
 
-    entries = checked(JsonLines([path]), question)
-    return [question(raw, f"{path}, line {place.line}") for place, raw in entries][:limit]
+    return [Question(f"{path}, line {place.line}", *made) for place, made in checked(JsonLines([path]), read)][:limit]
 
 
 def _answer(answer: Any, judge: str) -> str | None:

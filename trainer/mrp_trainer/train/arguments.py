@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import TrainingArguments
 
-from .objectives import HEAD_LOSSES, HeadObjective
+from .objectives import HeadObjective
 from .options import KEPT_CHECKPOINTS, LEARNING_RATES, MIN_RATE, SCHEDULER, TrainerFlags
 from .reveals import REVEAL_RULES, Reveals
 
@@ -52,12 +52,9 @@ class MRPTrainingArguments(TrainerFlags, TrainingArguments):
         noisy_copies: Noisy copies of a sample in one pass, 1 (published) or 2 that complement each other.
         inverse_level: Weigh each masked token by 1 / t (published).
         noise_per: Whether a `block` or a `sample` (published) draws its noise level t.
-        head_loss: `kl` (published), `reverse_kl`, `cross_entropy` with the true tokens, or `mse` of the logits.
-        loss_temperature: Divides the logits of teacher and student.
         unroll: K, the head steps unrolled in training; their losses are averaged (MRP, section 4). The leave-one-out loss of
             the first step counts as a part of that step's.
-        reveal_rule: `on_policy` reveals as decoding does, `random` one true token of each block (published), `random_count`
-            a random number of them.
+        reveal_rule: `on_policy` reveals as decoding does, `random` one true token of each block (published).
         eager_share: The share of blocks in which `on_policy` reveals all that is above a random threshold, as `dynamic` does.
         leftmost_share: The share of blocks in which `on_policy` reveals from left to right, as `sequential` does.
         order_weight: Weight of the divergence of which position comes next.
@@ -85,7 +82,6 @@ class MRPTrainingArguments(TrainerFlags, TrainingArguments):
     save_total_limit: int | None = KEPT_CHECKPOINTS
     inverse_level: bool = False
     noise_per: str = field(default="block", metadata={"choices": ("block", "sample")})
-    loss_temperature: float = 1.0
     eager_share: float = 0.5
     leftmost_share: float = 0.0
     order_weight: float = 0.0
@@ -127,8 +123,6 @@ class MRPTrainingArguments(TrainerFlags, TrainingArguments):
             raise ValueError(
                 f"eval_prompts is {self.eval_prompts}, but decoding needs whole weights, which ZeRO-3 divides: use 0"
             )
-        if self.accelerator_config.dispatch_batches is None:  # a stream's items are samples, which no process can scatter
-            self.accelerator_config.dispatch_batches = False
 
     def _check(self) -> None:
         if self.objective is None:
@@ -146,7 +140,6 @@ class MRPTrainingArguments(TrainerFlags, TrainingArguments):
         for name, choices in (
             ("objective", OBJECTIVES),
             ("noise_per", ("block", "sample")),
-            ("head_loss", HEAD_LOSSES),
             ("reveal_rule", REVEAL_RULES),
             ("packed_attention", ATTENTIONS),
         ):
@@ -173,8 +166,6 @@ class MRPTrainingArguments(TrainerFlags, TrainingArguments):
             raise ValueError(
                 f"eager_share is {self.eager_share} and leftmost_share {self.leftmost_share}: together they must be 1 or less"
             )
-        if not self.loss_temperature > 0:
-            raise ValueError(f"loss_temperature is {self.loss_temperature}: it must be above 0")
         if self.muon_learning_rate is not None and (self.fsdp or self.deepspeed):
             raise ValueError(NO_MUON)
         # transformers 5.23 has renamed it
@@ -186,8 +177,6 @@ class MRPTrainingArguments(TrainerFlags, TrainingArguments):
         """The head's loss that these options describe."""
         return HeadObjective(
             Reveals(self.reveal_rule, self.eager_share, block_size, self.leftmost_share),  # type: ignore[arg-type]  # checked above
-            self.head_loss,  # type: ignore[arg-type]
-            self.loss_temperature,
             self.unroll,
             self.order_weight,
             self.reread_weight,

@@ -5,10 +5,10 @@ the prompts of a user's records with `static` and writes lines that `mrp train` 
 """
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import islice
+from hashlib import sha256
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from modeling_mrp.modeling import MRPForCausalLM
 
 from ..data.chat import RecordEncoder
 from ..data.records import FieldError
-from ..data.sources import Places, Stream, TableSource, checked, open_source
+from ..data.sources import Source, checked, open_source
 from ..evaluate.decoded import padding_id
 from .decode_options import DecodeOptions
 from .inputs import check_tokenizer, encoder_of
@@ -47,8 +47,8 @@ class Written:
     cut: int
 
 
-class Prompts:
-    """Prompts of records as ids, each encoded when it is asked for.
+def read_prompts(source: Source, encoder: RecordEncoder, longest: int, limit: int | None = None) -> list[list[int]]:
+    """Read the prompts of records as ids.
 
     Args:
         source: The records.
@@ -60,29 +60,19 @@ class Prompts:
         RecordError: Records are malformed or too long, or there is none.
     """
 
-    def __init__(self, source: TableSource, encoder: RecordEncoder, longest: int, limit: int | None = None) -> None:
-        self.source, self.encoder, self.longest = source, encoder, longest
-        self._places = Places()
-        for place, _ in islice(checked(source, self._check, show_progress=True), limit):
-            self._places.append(place)
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def __getitem__(self, number: int) -> list[int]:
-        return self.encoder.prompt(self.source.at(self._places[number]))
-
-    def _check(self, raw: Any) -> None:
-        length = len(self.encoder.prompt(raw))
-        if length > self.longest:
+    def read(raw: Any) -> list[int]:
+        if (length := len(ids := encoder.prompt(raw))) > longest:
             raise FieldError(
                 None,
-                f"its prompt has {length} tokens, and {self.longest} leave room for the new ones: shorten it, or ask for fewer",
+                f"its prompt has {length} tokens, and {longest} leave room for the new ones: shorten it, or ask for fewer",
             )
+        return ids
+
+    return [ids for _, ids in islice(checked(source, read, show_progress=True), limit)]
 
 
 def decode(options: DecodeOptions, state: PartialState | None = None) -> Written | None:
-    """Decodes and writes; run again, it goes on behind the last batch that was written whole.
+    """Decode and write; run again with the same options, it makes the batches that are not there.
 
     Under `torchrun` or `accelerate launch` the processes share the prompts, and write the file that one alone would.
 
@@ -95,15 +85,13 @@ def decode(options: DecodeOptions, state: PartialState | None = None) -> Written
 
     Raises:
         RecordError: Records are malformed, or there is none.
-        ValueError: Data come in order only; the tokenizer is another model's; the model has no room for a block of new tokens;
-            the file holds something else, or the answers to other prompts or options.
+        ValueError: The tokenizer is another model's; the model has no room for a block of new tokens; or the file is there, and
+            holds the answers to other prompts or options.
         OSError: There is no such checkpoint.
     """
     if state is None:
         state = PartialState(cpu=options.device == "cpu" or not torch.cuda.is_available(), timeout=_PATIENCE)
     source = open_source(options.data, options.split)
-    if isinstance(source, Stream):
-        raise ValueError(f"{source.names[0]} comes in order only: write it to a .jsonl file")
     run = RunOptions(options.model, options.revision, options.tokenizer)
     tokenizer = run_tokenizer(run)
     where = {name: value for name, value in (("dtype", options.dtype), ("revision", options.revision)) if value is not None}
@@ -116,65 +104,53 @@ def decode(options: DecodeOptions, state: PartialState | None = None) -> Written
             f"max_new_tokens is {options.max_new_tokens}: training takes whole blocks, give at least {block_size}, one of them"
         )
     encoder = encoder_of(model, tokenizer, TrainerFlags.max_length)
-    prompts = Prompts(source, encoder, longest, options.limit)
-    decoder = _Decoder(model, encoder, prompts, options)
-    path = Path(options.output)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_lines(path, decoder.lines, len(prompts), options.batch_size, state, decoder.check)
-    return _written(path, encoder) if state.process_index == 0 else None
+    prompts = read_prompts(source, encoder, longest, options.limit)
+    decoded_by = {
+        "model": options.model,
+        "digest": digest(model),
+        "block_size": block_size,
+        "mask_token_id": model.config.mask_token_id,
+        "max_new_tokens": options.max_new_tokens,
+        "temperature": options.temperature,
+        "seed": options.seed if options.temperature else None,
+    }
 
-
-class _Decoder:
-    """Lines of prompts by their numbers, and whether a line is one of them."""
-
-    def __init__(self, model: Any, encoder: RecordEncoder, prompts: Prompts, options: DecodeOptions) -> None:
-        self.model, self.encoder, self.prompts, self.options = model, encoder, prompts, options
-        self.decoded_by = {
-            "model": options.model,
-            "digest": digest(model),
-            "block_size": model.config.block_size,
-            "mask_token_id": model.config.mask_token_id,
-            "max_new_tokens": options.max_new_tokens,
-            "temperature": options.temperature,
-            "seed": options.seed if options.temperature else None,
-        }
-
-    def lines(self, numbers: range) -> Iterator[list[str]]:
+    def lines(numbers: range) -> list[str]:
         how: dict[str, Any] = {"do_sample": False}
-        if self.options.temperature:
-            seeds = [self.options.seed + number for number in numbers]
-            how = {"do_sample": True, "temperature": self.options.temperature, "seed": seeds}
-        yield decoded_lines(
-            self.model,
-            [self.prompts[number] for number in numbers],
-            padding_id(self.encoder.tokenizer),
-            self.decoded_by,
-            max_new_tokens=self.options.max_new_tokens,
-            eos_token_id=list(self.encoder.end_token_ids),
-            **how,
-        )
+        if options.temperature:
+            seeds = [options.seed + number for number in numbers]
+            how = {"do_sample": True, "temperature": options.temperature, "seed": seeds}
+        asked, ends = [prompts[number] for number in numbers], list(encoder.end_token_ids)
+        how |= {"max_new_tokens": options.max_new_tokens, "eos_token_id": ends}
+        return decoded_lines(model, asked, padding_id(tokenizer), decoded_by, **how)
 
-    def check(self, number: int, line: str) -> None:
-        """Raises `ValueError` for a line that this run would not have written."""
-        path, remedy = self.options.output, "name another file, or remove it"
-        try:
-            record = json.loads(line)
-            prompt, decoded_by = record["ids"][: record["response_start"]], record["decoded_by"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path}, line {number + 1}: not what mrp decode writes: {remedy}") from error
-        for name, value in self.decoded_by.items():
-            if name != "model" and decoded_by.get(name) != value:  # a checkpoint may be named in several ways
-                raise ValueError(
-                    f"{path}, line {number + 1}: its {name} was {decoded_by.get(name)!r} and is {value!r}: {remedy}"
-                )
-        if prompt != self.prompts[number]:
-            raise ValueError(f"{path}, line {number + 1}: it answers another prompt than the data have there: {remedy}")
+    path = Path(options.output)
+    told = json.dumps([prompts, {**decoded_by, "model": None}, options.batch_size])
+    write_lines(path, sha256(told.encode()).hexdigest()[:16], lines, len(prompts), options.batch_size, state)
+    return _written(path, encoder, prompts, decoded_by) if state.is_main_process else None
 
 
-def _written(path: Path, encoder: RecordEncoder) -> Written:
+def _written(path: Path, encoder: RecordEncoder, prompts: list[list[int]], decoded_by: dict[str, Any]) -> Written:
+    """Count what a file holds.
+
+    Raises:
+        ValueError: It holds something else than the answers to these prompts.
+    """
+    cut = texts = 0
     with path.open() as file:
-        ended = [json.loads(line)["ids"][-1] in encoder.end_token_ids for line in file]
-    return Written(path, len(ended), ended.count(False))
+        for texts, (line, prompt) in enumerate(zip_longest(file, prompts), 1):
+            try:
+                record = json.loads(line)
+                same = record["ids"][: record["response_start"]] == prompt
+                same &= all(record["decoded_by"][name] == value for name, value in decoded_by.items() if name != "model")
+            except (ValueError, KeyError, TypeError):
+                same = False
+            if not same:
+                raise ValueError(
+                    f"{path}, line {texts}: not what these prompts and options give: name another file, or remove it"
+                )
+            cut += record["ids"][-1] not in encoder.end_token_ids
+    return Written(path, texts, cut)
 
 
-__all__ = ["DecodeOptions", "Prompts", "Written", "decode"]
+__all__ = ["DecodeOptions", "Written", "decode", "read_prompts"]

@@ -144,7 +144,7 @@ def as_rows(dataset: Any, name: str, model: Any, args: MRPTrainingArguments, tok
     if tokenizer is None:
         raise ValueError(f"{name} holds records: give processing_class, the tokenizer that encodes them, too")
     encoder = encoder_of(model, tokenizer, args.max_length, not args.inverse_level)
-    return rows_from(source, encoder, args.packed, args.seed, shuffle=not held_out, repeat=not held_out)
+    return rows_from(source, encoder, args.packed, args.seed, shuffle=not held_out, show_progress=not held_out)
 
 
 def check_prompts(held_out: Any, eval_prompts: int) -> None:

@@ -104,23 +104,6 @@ def forward_kl(student: Tensor, teacher: Tensor) -> Tensor:
     return F.kl_div(student.log_softmax(-1), teacher.log_softmax(-1), log_target=True, reduction="none").sum(-1)
 
 
-def reverse_kl(student: Tensor, teacher: Tensor) -> Tensor:
-    """[n] KL( softmax(student) || softmax(teacher) ) of logits [n, vocab]: seeks a mode where `forward_kl` covers all."""
-    return forward_kl(teacher, student)
-
-
-def mean_squared_error(student: Tensor, teacher: Tensor) -> Tensor:
-    """[n] mean squared difference of logits [n, vocab]."""
-    return (student - teacher).square().mean(-1)
-
-
-DIVERGENCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "kl": forward_kl,
-    "reverse_kl": reverse_kl,
-    "mse": mean_squared_error,
-}
-
-
 def weighted_cross_entropy(
     hidden: Tensor, lm_head_weight: Tensor, targets: Tensor, weight: Tensor, normaliser: Tensor
 ) -> Tensor:
@@ -182,15 +165,12 @@ def _log_softmax_within(values: Tensor, group: Tensor, groups: int) -> Tensor:
 
 __all__ = [
     "BLANK",
-    "DIVERGENCES",
     "TokenLoss",
     "cross_entropy",
     "favourite_odds",
     "forward_kl",
-    "mean_squared_error",
     "order_kl",
     "over_vocabulary",
     "project",
-    "reverse_kl",
     "weighted_cross_entropy",
 ]

@@ -1,7 +1,7 @@
 """The two objectives as functions of a model and a packed batch: sums over tokens, which the Trainer normalises."""
 
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,8 +12,6 @@ from modeling_mrp.networks.picker import Picker
 from .attention import TRAINING_FLEX
 from .losses import (
     BLANK,
-    DIVERGENCES,
-    cross_entropy,
     favourite_odds,
     forward_kl,
     order_kl,
@@ -21,12 +19,9 @@ from .losses import (
     project,
     weighted_cross_entropy,
 )
-from .options import HeadLoss
 from .packed import PackedBatch
 from .packing import CleanCache, noisy_copies, noisy_length, sparse_mask
 from .reveals import Reveals, block_numbers
-
-HEAD_LOSSES: tuple[str, ...] = get_args(HeadLoss)
 
 # By name, a sum and how many it is of.
 Measured = dict[str, tuple[Tensor, Tensor]]
@@ -56,9 +51,6 @@ class HeadObjective:
 
     Attributes:
         reveals: Which states.
-        loss: `kl` (published), `reverse_kl`, `mse` of the logits, or the `cross_entropy` of the true tokens, which needs no
-            teacher but has one measured all the same.
-        temperature: Divides the logits of both; the loss is multiplied by its square, so that gradients keep their size.
         unroll: K; the losses are averaged.
         order_weight: Weight of `order_kl`.
         reread_weight: Weight of the leave-one-out loss: what the head should say at a token that it was shown is what the
@@ -66,8 +58,6 @@ class HeadObjective:
     """
 
     reveals: Reveals
-    loss: HeadLoss = "kl"
-    temperature: float = 1.0
     unroll: int = 1
     order_weight: float = 0.0
     reread_weight: float = 1.0
@@ -109,26 +99,23 @@ class HeadObjective:
         names B's token, and the order's divergence."""
         weight, config = passes.model.lm_head.weight, passes.model.config
 
-        def token_loss(student: Tensor, teacher: Tensor, stale: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        def token_loss(student: Tensor, teacher: Tensor, stale: Tensor) -> tuple[Tensor, Tensor]:
             with torch.no_grad():
                 wanted = project(teacher, weight)
-            values, notes = [self._of_logits(student, wanted, targets)], []
+            values, notes = [forward_kl(student, wanted)], []
             if order_weight:
                 odds, of_teacher = favourite_odds(student, wanted, config.mask_token_id)
                 values.append(odds)
                 notes.append(of_teacher)
             if measured:
                 with torch.no_grad():
-                    plain = self.loss == "kl" and self.temperature == 1.0
-                    notes.append(values[0].detach() if plain else forward_kl(student, wanted))
+                    notes.append(values[0].detach())
                     notes.append(forward_kl(project(stale, weight), wanted))
                     notes.append((student.argmax(-1) == wanted.argmax(-1)).to(student.dtype))
             return torch.stack(values, 1), torch.stack(notes, 1) if notes else student.new_zeros(len(student), 0)
 
         batch = passes.noisy
-        values, notes = over_vocabulary(
-            token_loss, estimate[where], weight, teacher[where], passes.h_a[where], batch.target_ids[where]
-        )
+        values, notes = over_vocabulary(token_loss, estimate[where], weight, teacher[where], passes.h_a[where])
         loss, found = (values[:, 0] * batch.weight[where]).sum(), {}
         if order_weight:
             shown = batch.target_ids[where] != BLANK
@@ -141,12 +128,6 @@ class HeadObjective:
             return loss, {}
         sums, count = notes[:, -3:].sum(0), where.sum()
         return loss, found | {name: (sums[i], count) for i, name in enumerate(("kl_head", "kl_stale", "agreement"))}
-
-    def _of_logits(self, student: Tensor, teacher: Tensor, targets: Tensor) -> Tensor:
-        t = self.temperature
-        if self.loss == "cross_entropy":
-            return cross_entropy(student / t, targets) * t**2
-        return DIVERGENCES[self.loss](student / t, teacher / t) * t**2
 
 
 @dataclass

@@ -9,8 +9,7 @@ from typing import Literal
 from ..embedded import located
 from ..flags import flag
 
-HeadLoss = Literal["kl", "reverse_kl", "cross_entropy", "mse"]
-RevealRule = Literal["on_policy", "random", "random_count"]
+RevealRule = Literal["on_policy", "random"]
 HeadInit = Literal["identity", "backbone", "published"]
 
 # By objective.
@@ -43,11 +42,10 @@ class RunOptions:
     mask_token_id: int | None = flag(
         "Mask id, of a Qwen3 checkpoint of another vocabulary.", None, panel=_MODEL, only="block_diffusion"
     )
-    data: list[str] = flag("JSON lines, a datasets folder or Hub id, or - .", [], panel=_DATA, metavar="FILE")
+    data: list[str] = flag("JSON lines, a datasets folder or Hub id.", [], panel=_DATA, metavar="FILE")
     split: str = flag("Split of a folder or id of --data.", "train", panel=_DATA)
     eval_data: list[str] = flag("Data to evaluate on.", [], panel=_DATA, metavar="FILE")
     eval_split: str = flag("Split of a folder or id of --eval-data.", "test", panel=_DATA)
-    streaming: bool = flag("Read data as they come.", False, panel=_DATA, name="--streaming/--not-streaming")
     head: str | None = flag("Head to go on from.", None, panel=_HEAD, metavar="PATH", shown="a new one", only="mrp")
     head_revision: str | None = field(default=None, metadata={"only": "mrp"})
     head_layers: int = flag("Layers of a new head.", 3, panel=_HEAD, only="mrp")
@@ -76,9 +74,6 @@ class TrainerFlags:
     packed: bool = flag("Several samples a row.", True, panel=_DATA, name="--packed/--not-packed")
     unroll: int = flag("Head steps trained in a chain.", 1, panel=_LOSS, only="mrp")
     reveal_rule: str = flag("What is revealed before the head is asked.", "on_policy", panel=_LOSS, kind=RevealRule, only="mrp")
-    head_loss: str = flag(
-        "Divergence between the head's logits and the backbone's next ones.", "kl", panel=_LOSS, kind=HeadLoss, only="mrp"
-    )
     noisy_copies: int = flag("Noisy copies of a sample.", 2, panel=_LOSS, min=1, max=2)
     num_train_epochs: float = flag("Passes over the data.", 1.0, panel=_OPTIMIZER, name="--epochs")
     max_steps: int = flag("Steps of training.", -1, panel=_OPTIMIZER, name="--steps", shown="by epochs")
@@ -105,4 +100,4 @@ class TrainCommand:
     processes: int = flag("Devices that --dry-run reckons with.", 1, panel=_RUN, min=1)
 
 
-__all__ = ["HeadInit", "HeadLoss", "RevealRule", "RunOptions", "TrainCommand", "TrainerFlags"]
+__all__ = ["HeadInit", "RevealRule", "RunOptions", "TrainCommand", "TrainerFlags"]

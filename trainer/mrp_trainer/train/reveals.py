@@ -30,7 +30,7 @@ class Reveals:
 
     Attributes:
         rule: `on_policy`: what decoding reveals, the most confident position with the model's own token. `random`: one
-            position with its true token (as published). `random_count`: one or more, as many as drawn from 1 to all.
+            position with its true token (as published).
         eager_share: Under `on_policy`, the share of blocks in which everything above a threshold is revealed, as `dynamic`
             does: what drafts for it meet, and `mrp_remask` and `mrp_direct`.
         block_size: Tokens per block.
@@ -73,12 +73,7 @@ class Reveals:
             chosen = (_rank(order, group, groups) < 1) | ((lot < self.eager_share) & (score > threshold.logit()))
         else:
             token, score = batch.target_ids[open_], uniform(batch, 16 + step, batch.position_ids)[open_]
-            count = torch.ones_like(group)
-            if self.rule == "random_count":
-                share = uniform(batch, 32 + step, batch.position_ids // self.block_size)[open_]
-                left = torch.zeros(groups, device=group.device, dtype=torch.long).index_add(0, group, count)[group]
-                count = 1 + (share * left).long()
-            chosen = _rank(score, group, groups) < count
+            chosen = _rank(score, group, groups) < 1
         row, column = open_[0][chosen], open_[1][chosen]
         ids, masked = ids.clone(), masked.clone()
         ids[row, column] = token[chosen]

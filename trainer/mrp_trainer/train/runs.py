@@ -47,7 +47,7 @@ class DryRun:
         trained: Parameters that train.
         processes: Devices at work.
         rows_per_step: Over all of them and the accumulation steps.
-        rows: Rows of an epoch; None without data, for a stream, or for a dataset on the Hub.
+        rows: Rows of an epoch; None without data, or for a dataset on the Hub.
     """
 
     settings: Settings
@@ -170,7 +170,7 @@ def _check_given(settings: Settings) -> None:
 
 
 def _data_digest(paths: Sequence[str]) -> str | None:
-    """What tells data from others; None of the standard input and of a dataset on the Hub."""
+    """What tells data from others; None of a dataset on the Hub."""
     if not all(map(os.path.exists, paths)):
         return None
     files = {file for path in map(Path, paths) for file in ([path] if path.is_file() else path.rglob("*")) if file.is_file()}
@@ -187,7 +187,7 @@ def _make_trainer(
     """The trainer of a run, its data open."""
     options, packed = settings.options, arguments.packed
     encoder = encoder_of(model, tokenizer, arguments.max_length, not arguments.inverse_level)
-    rows = open_rows(options.data, encoder, packed, options.streaming, options.split, arguments.seed)
+    rows = open_rows(options.data, encoder, packed, options.split, arguments.seed)
     held_out = None
     if options.eval_data:
         held_out = open_rows(options.eval_data, encoder, packed, split=options.eval_split, shuffle=False)
@@ -280,10 +280,10 @@ def dry_run(settings: Settings, processes: int = 1) -> DryRun:
         "optimizer": 8 * numbers - (0 if arguments.muon_learning_rate is None else 4 * matrices),
     }
     rows = None
-    if settings.options.data and not settings.options.streaming and not any(map(is_hub_dataset, settings.options.data)):
+    if settings.options.data and not any(map(is_hub_dataset, settings.options.data)):
         tokenizer = run_tokenizer(settings.options, local_files_only=True)
         encoder = encoder_of(model, tokenizer, arguments.max_length, not arguments.inverse_level)
-        rows = len(open_rows(settings.options.data, encoder, arguments.packed, split=settings.options.split))  # type: ignore[arg-type]  # no stream
+        rows = len(open_rows(settings.options.data, encoder, arguments.packed, split=settings.options.split))
     passes, at_once = arguments.gradient_accumulation_steps, arguments.per_device_train_batch_size
     if arguments.rows_per_step is not None:
         passes = passes_of(arguments.rows_per_step, at_once, processes)

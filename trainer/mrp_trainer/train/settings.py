@@ -155,8 +155,6 @@ def _check(settings: Settings, given: Mapping[str, Any]) -> None:
         raise ValueError(f"head_init is {options.head_init!r}: choose one of {', '.join(get_args(HeadInit))}")
     if options.save not in ("head", "full"):
         raise ValueError(f"save is {options.save!r}: choose 'head' or 'full'")
-    if options.streaming and training.get("max_steps", -1) < 1:
-        raise ValueError("streaming data have no length: give --steps, or max_steps in the YAML file")
     watched = {**training, "early_stopping_patience": options.early_stopping_patience}
     asked = [name for name in sorted(watched) if name in _WATCHED and watched[name] not in (0, None, "no")]
     if asked and not options.eval_data:

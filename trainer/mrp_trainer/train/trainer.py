@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.data_loader import IterableDatasetShard
 from accelerate.utils import broadcast_object_list
 from huggingface_hub import CommitInfo
 from torch import Tensor, nn
@@ -21,7 +20,7 @@ from transformers.trainer_utils import HubStrategy
 
 from modeling_mrp.model.layouts import is_hub_id
 
-from ..data.held_out import filled_up, rows_of
+from ..data.held_out import FilledUp, rows_of
 from ..data.sampler import LengthBucketSampler
 from ..data.samples import samples_of
 from ..evaluate.acceptance import measure_acceptance
@@ -55,15 +54,15 @@ class MRPTrainer(Trainer):
         model: The model; under objective `mrp` all but its head is frozen, under `block_diffusion` its head, unless it is a
             peft model, which says itself what trains. What trains becomes float32. None with `model_init`.
         args: The options.
-        train_dataset: Records: a `datasets.Dataset` or `datasets.IterableDataset`, a list or a path (see `source_of`); or rows
-            of samples, by number (see `Samples`) or as a stream.
+        train_dataset: Records: a `datasets.Dataset`, a list or a path (see `source_of`); or rows of samples, by number (see
+            `Samples`).
         eval_dataset: The same, held out; or several by their names.
         data_collator: By default the `DiffusionCollator` that the options describe.
         processing_class: The tokenizer, which encodes records and is saved with the model.
         kwargs: As `Trainer` takes them.
 
     Raises:
-        RecordError: if records are malformed, which is found at once but in what only comes in order, or a path is missing.
+        RecordError: if records are malformed or a path is missing.
         ValueError: if `args` are those of another trainer; the objective is `mrp` and the model has no head, or 16 bits and the
             passes have not; there are records and no tokenizer, or it is another model's; `eval_prompts` are asked for without
             a head, held-out prompts and the tokenizer; or FSDP or DeepSpeed shards the model and Muon is asked for, or
@@ -216,7 +215,7 @@ class MRPTrainer(Trainer):
         if description != "Training":
             dataset = as_rows(dataset, "eval_dataset", self.model, self.args, self.processing_class, held_out=True)
         if self.args.world_size > 1 and description != "Training":
-            dataset = filled_up(dataset, batch_size * self.args.world_size)
+            dataset = FilledUp(dataset, batch_size * self.args.world_size)
         return super()._get_dataloader(dataset, description, batch_size, *args, **kwargs)
 
     def get_batch_samples(
@@ -485,8 +484,6 @@ class MRPTrainer(Trainer):
 
     def _held_out_prompts(self, dataset: Any) -> list[list[int]]:
         """What stands before the first response in the first samples."""
-        if isinstance(dataset, IterableDatasetShard):
-            dataset = dataset.dataset
         samples = itertools.chain.from_iterable(map(samples_of, rows_of(dataset)))
         begun = (sample.ids[: int(sample.response.argmax())].tolist() for sample in samples)
         return list(itertools.islice((prompt for prompt in begun if prompt), self.args.eval_prompts))
