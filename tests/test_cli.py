@@ -117,19 +117,6 @@ def test_choices_are_those_of_the_modules() -> None:
     assert choices(cli.convert, "layout") == set(LAYOUTS)
 
 
-def test_evaluation_shows_its_defaults() -> None:
-    flags = {flag.name: flag for flag in command("evaluate").params if flag.name != "help"}
-    assert set(flags) == {one.name for one in fields(EvaluateOptions)}
-    defaults = EvaluateOptions()
-    for name, flag in flags.items():
-        value = getattr(defaults, name)
-        if isinstance(value, list) and value:
-            assert flag.show_default == ", ".join(map(str, value))
-        elif not isinstance(value, list | bool) and value is not None:
-            assert flag.show_default == str(value)
-    assert flags["family"].show_default.split(", ") == defaults.families == ["math", "code"]
-
-
 def test_from_tasks_to_a_head_that_decodes(tmp_path: Path, word_tokenizer: PreTrainedTokenizerFast) -> None:
     model = small_model(word_tokenizer, head_layers=0)
     model.generation_config.eos_token_id = word_tokenizer.eos_token_id
@@ -226,9 +213,3 @@ def test_errors_in_a_line(arguments: list[str], message: str, tmp_path: Path, mo
     monkeypatch.chdir(tmp_path)
     assert message in mrp(*arguments, fails=True)
     assert not list(tmp_path.iterdir())
-
-
-def test_a_wrong_choice_shows_the_right_ones() -> None:
-    result = RUNNER.invoke(cli.app, ["train", "head", "--reveal-rule", "mae"])
-    assert result.exit_code == 2
-    assert "on_policy" in result.stderr

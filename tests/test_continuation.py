@@ -134,18 +134,6 @@ def test_several_answers_to_one_conversation(random_model: MRPForCausalLM) -> No
         assert first.past_key_values.rows == 2
 
 
-@pytest.mark.usefixtures("_block_by_block")
-def test_a_copy_keeps_what_a_call_uses_up(random_model: MRPForCausalLM) -> None:
-    first = decode(random_model, [[*range(1, 9)]], decoding="mrp_spec", max_new_tokens=12)
-    base = first.sequences[0].tolist()
-    for ending in ([7, 8, 9], [10, 11, 12]):
-        kept = copy.deepcopy(first.past_key_values)
-        said = [base[:10] + ending]
-        out = decode(random_model, said, past_key_values=kept, decoding="mrp_spec", max_new_tokens=12)
-        assert out.stats.forwards["prefill"] == 2
-        assert_same(out, decode(random_model, said, decoding="mrp_spec", max_new_tokens=12))
-
-
 def test_a_cache_made_in_inference_mode(random_model: MRPForCausalLM) -> None:
     with torch.inference_mode():
         roomy = random_model.block_cache(1, 64, 16, with_head=True)

@@ -76,7 +76,7 @@ def test_text_without_a_right_answer_is_compared_with_static(capsys: pytest.Capt
     assert lines[1]["identical_to_static"] == lines[1]["identical_to_first"]
 
 
-@pytest.mark.parametrize("states", [6, "auto"])
+@pytest.mark.parametrize("states", ["auto"])
 def test_what_is_drafted_by_default_is_the_checkpoints_own(
     states: int | str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,7 +13,7 @@ from mrp_trainer.train.trainer import bare_model
 from peft import LoraConfig, PrefixTuningConfig, ShadowConfig, get_peft_model
 from refusals import PROMPT, rejected
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedTokenizerFast, StoppingCriteria, pipeline
+from transformers import GenerationConfig, StoppingCriteria
 
 from modeling_mrp import MRPForCausalLM
 
@@ -37,15 +37,6 @@ def test_the_last_word_on_sampling_counts(random_model: MRPForCausalLM) -> None:
         r"^temperature is 0.0",
         r"greedy decoding is do_sample=False",
     )
-
-
-def test_a_pipeline_at_temperature_0(tiny_model: MRPForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
-    pipe = pipeline("text-generation", model=tiny_model, tokenizer=tiny_tokenizer)
-    chat = [{"role": "user", "content": "What is 3 + 4?"}]
-    cold, plain = (
-        pipe(chat, max_new_tokens=8, **options) for options in ({"do_sample": False, "temperature": 0.0}, {"do_sample": False})
-    )
-    assert cold == plain
 
 
 # Adapters that put vectors before the inputs
@@ -204,12 +195,6 @@ def test_offloaded_weights_decode(
         assert again[1].sequences.equal(again[0].sequences)
         assert again[1].stats.forwards == again[0].stats.forwards
     assert spilled.lm_head.weight.is_meta == ("lm_head" in offloaded)
-
-
-def test_weights_that_are_nowhere() -> None:
-    with torch.device("meta"):
-        model = MRPForCausalLM(make_model().config)
-    rejected(lambda: model.block_cache(1, 8, 8, with_head=False), "weight of a Linear is on the meta device", "from_pretrained")
 
 
 # Calls and outputs

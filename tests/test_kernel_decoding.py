@@ -7,7 +7,6 @@ import torch
 from conftest import make_model
 
 from modeling_mrp import MRPForCausalLM
-from modeling_mrp.generate.option_table import DECODINGS, DRAFTING, REMASK_RULES, TARGETS
 from modeling_mrp.kernels.dispatch import Dispatch, triton
 
 pytestmark = [
@@ -23,9 +22,12 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
     "sampled": {"do_sample": True, "temperature": 0.7, "top_k": 0, "seed": 5},
 }
 CASES: list[dict[str, Any]] = [
-    *({"decoding": mode} for mode in DECODINGS if mode not in (*DRAFTING, "mrp_remask")),
-    *({"decoding": mode, "target": target} for mode in DRAFTING for target in TARGETS),
-    *({"decoding": "mrp_remask", "remask_rule": rule} for rule in REMASK_RULES),
+    {"decoding": "static"},
+    {"decoding": "mrp_spec", "target": "dynamic"},
+    {"decoding": "self_spec", "target": "entropy_bound"},
+    {"decoding": "mrp_spec", "target": "entropy_bound"},
+    {"decoding": "mrp_direct"},
+    *({"decoding": "mrp_remask", "remask_rule": rule} for rule in ("threshold", "residual")),
 ]
 
 

@@ -117,7 +117,7 @@ def test_the_defaults_are_those_of_the_command(objective: str, tmp_path: Path) -
         ),
         (iter(CHATS), "train_dataset is a list_iterator, which comes in order only: write its records to a .jsonl file"),
     ],
-    ids=["empty", "nothing to learn", "tokens", "preferences", "splits", "stream", "no file"],
+    ids=["empty", "nothing to learn", "splits", "stream"],
 )
 def test_refused_datasets(dataset: Any, message: str, tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
